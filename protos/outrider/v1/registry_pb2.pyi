@@ -1,0 +1,61 @@
+from outrider.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class WorkerRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WORKER_ROLE_UNSPECIFIED: _ClassVar[WorkerRole]
+    WORKER_ROLE_DRAFT: _ClassVar[WorkerRole]
+    WORKER_ROLE_TARGET: _ClassVar[WorkerRole]
+WORKER_ROLE_UNSPECIFIED: WorkerRole
+WORKER_ROLE_DRAFT: WorkerRole
+WORKER_ROLE_TARGET: WorkerRole
+
+class WorkerReport(_message.Message):
+    __slots__ = ("introduction", "load")
+    INTRODUCTION_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    introduction: WorkerIntroduction
+    load: _common_pb2.WorkerLoad
+    def __init__(self, introduction: _Optional[_Union[WorkerIntroduction, _Mapping]] = ..., load: _Optional[_Union[_common_pb2.WorkerLoad, _Mapping]] = ...) -> None: ...
+
+class WorkerIntroduction(_message.Message):
+    __slots__ = ("worker_id", "role", "address", "model", "limits", "version")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    role: WorkerRole
+    address: str
+    model: _common_pb2.ModelInfo
+    limits: WorkerLimits
+    version: str
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., limits: _Optional[_Union[WorkerLimits, _Mapping]] = ..., version: _Optional[str] = ...) -> None: ...
+
+class WorkerLimits(_message.Message):
+    __slots__ = ("max_sessions", "max_tree_nodes", "max_step_tokens")
+    MAX_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TREE_NODES_FIELD_NUMBER: _ClassVar[int]
+    MAX_STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    max_sessions: int
+    max_tree_nodes: int
+    max_step_tokens: int
+    def __init__(self, max_sessions: _Optional[int] = ..., max_tree_nodes: _Optional[int] = ..., max_step_tokens: _Optional[int] = ...) -> None: ...
+
+class Lease(_message.Message):
+    __slots__ = ("incarnation", "heartbeat_interval_ms", "lease_ms")
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    incarnation: int
+    heartbeat_interval_ms: int
+    lease_ms: int
+    def __init__(self, incarnation: _Optional[int] = ..., heartbeat_interval_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,1 @@
+"""Outrider: lossless tree-speculative decoding as a gRPC service."""

@@ -1,0 +1,127 @@
+"""gRPC servers and channels as all roles use them: options, health, reflection, errors to status codes (torch-free)."""
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NoReturn
+
+import grpc
+import grpc.aio
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+from grpc_reflection.v1alpha import reflection
+from grpc_status import rpc_status
+
+from outrider import errors
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES = 64 << 20
+
+_SHARED_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    # A frozen peer is noticed in about 1.5 s of silence; without ping_timeout_ms it takes a minute.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.http2.ping_timeout_ms", 2_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+
+# so_reuseport is on by default: a second server would bind the same port in silence.
+SERVER_OPTIONS = [
+    *_SHARED_OPTIONS,
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+]
+CHANNEL_OPTIONS = [*_SHARED_OPTIONS, ("grpc.enable_retries", 0)]
+
+CODES: dict[type[errors.OutriderError], grpc.StatusCode] = {
+    errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.OutOfSlots: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.WorkerUnavailable: grpc.StatusCode.UNAVAILABLE,
+    errors.WorkerRefused: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.CheckpointError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.Superseded: grpc.StatusCode.ABORTED,
+}
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """An insecure channel to `host:port` with this project's options."""
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+def status_of(error: errors.OutriderError) -> status_pb2.Status:
+    """The rich status of an error: its code, its message, and details that programs can read."""
+    code = next(code for kind, code in CODES.items() if isinstance(error, kind))
+    status = status_pb2.Status(code=code.value[0], message=str(error))
+    detail = any_pb2.Any()
+    if isinstance(error, errors.InvalidRequest):
+        violations = [
+            error_details_pb2.BadRequest.FieldViolation(field=violation.field, description=violation.description)
+            for violation in error.violations
+        ]
+        detail.Pack(error_details_pb2.BadRequest(field_violations=violations))
+        status.details.append(detail)
+    elif isinstance(error, errors.Overloaded):
+        delay = duration_pb2.Duration(nanos=int(error.retry_after_s % 1 * 1e9), seconds=int(error.retry_after_s))
+        detail.Pack(error_details_pb2.RetryInfo(retry_delay=delay))
+        status.details.append(detail)
+    return status
+
+
+async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: errors.OutriderError) -> NoReturn:
+    """Ends a call with the status of `error`."""
+    await context.abort_with_status(rpc_status.to_status(status_of(error)))
+    raise AssertionError("abort_with_status does not return")
+
+
+class RoleServer:
+    """A gRPC server of one role, with health and reflection beside its own services.
+
+    Args:
+        services: full names ("outrider.v1.TargetService"), for health and reflection.
+        add_services: adds the servicers to the server.
+        address: host:port to bind; port 0 takes a free one.
+    """
+
+    def __init__(
+        self, *, services: Sequence[str], add_services: Callable[[grpc.aio.Server], None], address: str
+    ) -> None:
+        self._services = list(services)
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._health = health_aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = [*services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME]
+        reflection.enable_server_reflection(names, self._server)
+        add_services(self._server)
+        self._host = address.rpartition(":")[0]
+        try:
+            self.port = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {address}: is the port taken? Choose another one") from error
+
+    @property
+    def address(self) -> str:
+        """host:port with the port that was bound."""
+        return f"{self._host}:{self.port}"
+
+    async def start(self) -> None:
+        """Starts to serve, health SERVING."""
+        await self._server.start()
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        logger.info("serving %s on %s", ", ".join(self._services), self.address)
+
+    async def stop(self, *, grace_s: float = 1.0, drain: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Health NOT_SERVING, then the drain, then the listener closes; calls still open get `grace_s`."""
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        if drain is not None:
+            await drain()
+        await self._server.stop(grace_s)
+
+    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        for name in ("", *self._services):
+            await self._health.set(name, status)

@@ -1,0 +1,78 @@
+"""The rule by which a request's tokens are chosen, as plain data (torch-free), and its form on the wire."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from outrider.v1 import common_pb2
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingSpec:
+    """Sampling parameters with every default filled in; see `SamplingState` in common.proto for the meaning of each.
+
+    Applied in this order: penalties, bias, allowed tokens, temperature, top-k, top-p, min-p.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+    choice_index: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    logprobs: int | None = None
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a choice depends on how often tokens occurred before."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def to_proto(self) -> common_pb2.SamplingState:
+        """The message that opens a session at a worker."""
+        state = common_pb2.SamplingState(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=self.logit_bias,
+            allowed_token_ids=self.allowed_token_ids,
+            seed=self.seed,
+            choice_index=self.choice_index,
+            stop_token_ids=self.stop_token_ids,
+            max_new_tokens=self.max_new_tokens,
+            min_new_tokens=self.min_new_tokens,
+        )
+        if self.logprobs is not None:
+            state.logprobs = self.logprobs
+        return state
+
+    @classmethod
+    def from_proto(cls, state: common_pb2.SamplingState) -> "SamplingSpec":
+        """The inverse of `to_proto` (floats rounded to float32 on the way)."""
+        return cls(
+            temperature=state.temperature,
+            top_k=state.top_k,
+            top_p=state.top_p,
+            min_p=state.min_p,
+            repetition_penalty=state.repetition_penalty,
+            presence_penalty=state.presence_penalty,
+            frequency_penalty=state.frequency_penalty,
+            logit_bias=dict(state.logit_bias),
+            allowed_token_ids=tuple(state.allowed_token_ids),
+            seed=state.seed,
+            choice_index=state.choice_index,
+            stop_token_ids=tuple(state.stop_token_ids),
+            max_new_tokens=state.max_new_tokens,
+            min_new_tokens=state.min_new_tokens,
+            logprobs=state.logprobs if state.HasField("logprobs") else None,
+        )

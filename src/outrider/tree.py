@@ -1,0 +1,144 @@
+"""The token tree: what drafts grow, coordinators mirror and targets verify (torch-free).
+
+The root stands for the last committed token. A node carries the estimate that the target accepts it given that it
+accepted the parent (`acceptance`); the product along the path is its `path_value`, the chance that a verification
+reaches it. Nodes with the same parent and token are one node.
+"""
+
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heappush
+
+import numpy as np
+import numpy.typing as npt
+
+
+class Node:
+    """One token of a tree; the root has no parent and `depth` 0."""
+
+    __slots__ = ("acceptance", "children", "depth", "parent", "path_value", "token")
+
+    def __init__(self, token: int, parent: "Node | None", acceptance: float = 1.0) -> None:
+        self.token = token
+        self.parent = parent
+        self.acceptance = acceptance
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.path_value: float = 1.0 if parent is None else parent.path_value * acceptance
+        self.children: dict[int, Node] = {}
+
+    def walk(self) -> Iterator["Node"]:
+        """The nodes below this one, parents before children; the node itself is left out."""
+        stack = list(self.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+
+class TokenTree:
+    """A tree that grows at its leaves and moves its root down as tokens are committed."""
+
+    def __init__(self, root_token: int) -> None:
+        self.root = Node(root_token, None)
+        self.size = 0
+        """Live nodes, the root not counted."""
+
+    def add(self, parent: Node, token: int, acceptance: float) -> Node:
+        """The child of `parent` with this token, made if it is not there; a known child keeps the higher estimate."""
+        known = parent.children.get(token)
+        if known is None:
+            known = parent.children[token] = Node(token, parent, acceptance)
+            self.size += 1
+        elif acceptance > known.acceptance:
+            known.acceptance = acceptance
+            _rescale(known)
+        return known
+
+    def commit(self, token_ids: Sequence[int]) -> list[Node]:
+        """Moves the root along the committed tokens; what hangs elsewhere is dropped.
+
+        Returns:
+            The nodes on the way that the tree had, in order; shorter than `token_ids` where it lacked one. In that
+            case the tree is empty and its root is a new node with the last token.
+        """
+        path: list[Node] = []
+        node: Node | None = self.root
+        for token in token_ids:
+            node = node.children.get(token) if node is not None else None
+            if node is None:
+                break
+            path.append(node)
+        if not token_ids:
+            return path
+        if node is None:
+            self.root, self.size = Node(token_ids[-1], None), 0
+        else:
+            self._root_at(node)
+        return path
+
+    def _root_at(self, node: Node) -> None:
+        node.parent, node.acceptance, node.path_value, node.depth = None, 1.0, 1.0, 0
+        self.root, self.size = node, 0
+        for below in node.walk():
+            self.size += 1
+            assert below.parent is not None
+            below.depth = below.parent.depth + 1
+            below.path_value = below.parent.path_value * below.acceptance
+
+    def best(self, count: int, *, max_depth: int | None = None, min_value: float = 0.0) -> list[Node]:
+        """At most `count` nodes of highest path value, best first; every node's parent stands before it."""
+        frontier = [(-child.path_value, index, child) for index, child in enumerate(self.root.children.values())]
+        heapify(frontier)
+        made, chosen = len(frontier), []
+        while frontier and len(chosen) < count:
+            negative_value, _, node = heappop(frontier)
+            if -negative_value < min_value:
+                break
+            chosen.append(node)
+            if max_depth is not None and node.depth >= max_depth:
+                continue
+            for child in node.children.values():
+                heappush(frontier, (-child.path_value, made, child))
+                made += 1
+        return chosen
+
+
+def _rescale(node: Node) -> None:
+    assert node.parent is not None
+    node.path_value = node.parent.path_value * node.acceptance
+    for below in node.walk():
+        assert below.parent is not None
+        below.path_value = below.parent.path_value * below.acceptance
+
+
+def parent_numbers(nodes: Sequence[Node]) -> list[int]:
+    """For nodes in an order with parents first: each one's parent as 0 (the root) or 1 + its place in `nodes`."""
+    number = {id(node): place for place, node in enumerate(nodes, start=1)}
+    return [number.get(id(node.parent), 0) for node in nodes]
+
+
+def node_depths(parents: Sequence[int]) -> npt.NDArray[np.int32]:
+    """Depths [n + 1] of the root and n nodes, from `parents` numbered as in `parent_numbers`."""
+    depths = np.zeros(len(parents) + 1, dtype=np.int32)
+    for number, parent in enumerate(parents, start=1):
+        depths[number] = depths[parent] + 1
+    return depths
+
+
+def ancestor_masks(parents: Sequence[int], *, words: int | None = None) -> npt.NDArray[np.int64]:
+    """Who each node may attend to: itself and its ancestors, the root included.
+
+    Args:
+        parents: [n] numbered as in `parent_numbers`.
+        words: int64 words a row; default is as many as n + 1 bits need.
+
+    Returns:
+        int64 [n + 1, words]; bit j (little-endian over the words) of row i: node i attends to node j; 0 is the root.
+    """
+    count = len(parents) + 1
+    words = (count + 63) // 64 if words is None else words
+    masks = np.zeros((count, words), dtype=np.uint64)
+    for number in range(count):
+        if number:
+            masks[number] = masks[parents[number - 1]]
+        masks[number, number >> 6] |= np.uint64(1) << np.uint64(number & 63)
+    return masks.view(np.int64)

@@ -1,0 +1,48 @@
+"""Arrays as they travel: little-endian bytes for prompts and floats (torch-free).
+
+Packed repeated uint32 is used for token ids of a step; bytes where an array is long (a prompt) or of floats, for
+which protobuf's packed form costs milliseconds a vocabulary row.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Float32Array = npt.NDArray[np.float32]
+
+
+def tokens_to_bytes(token_ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian uint32, 4 bytes each."""
+    return np.asarray(token_ids, dtype="<u4").tobytes()
+
+
+def tokens_from_bytes(data: bytes) -> list[int]:
+    """The inverse of `tokens_to_bytes`.
+
+    Raises:
+        ValueError: the length is not a multiple of 4.
+    """
+    return np.frombuffer(data, dtype="<u4").tolist()
+
+
+def floats_to_bytes(values: Sequence[float] | Float32Array) -> bytes:
+    """Numbers as little-endian float32."""
+    return np.asarray(values, dtype="<f4").tobytes()
+
+
+def floats_from_bytes(data: bytes) -> Float32Array:
+    """The inverse of `floats_to_bytes`, a read-only float32 array.
+
+    Raises:
+        ValueError: the length is not a multiple of 4.
+    """
+    return np.frombuffer(data, dtype="<f4")
+
+
+def split_by_counts(counts: Sequence[int]) -> Iterator[slice]:
+    """For a columnar batch: the slice of each session's entries, from the count of each."""
+    start = 0
+    for count in counts:
+        yield slice(start, start + count)
+        start += count
