@@ -1,0 +1,252 @@
+"""What travels between the coordinator's parts: plain data, no protocol buffers, no gRPC.
+
+service ── GenerationRequest ──> scheduler ── TreeSubmission ──> target
+service <── TokenDelta, RoundRecord, GenerationResult ── scheduler <── SessionVerdict ── target
+                                                         scheduler <── Growth ── draft
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from outrider.sampling import SamplingSpec
+
+
+class SpeculationMode(StrEnum):
+    """How a request speculates; see design of each in docs/architecture.md."""
+
+    ASYNC = "async"
+    SYNC = "sync"
+    OFF = "off"
+
+
+class FinishReason(StrEnum):
+    """Why a choice ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+# ---------------------------------------------------------------------------------------------- service and scheduler
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """A validated request, every default filled in.
+
+    Attributes:
+        sampling: the rule for choice 0; choice c uses the same with `choice_index` c.
+        max_nodes: most nodes verified for a choice in one step.
+        max_depth: deepest node.
+        received: choice index to the output tokens that the client has already got (a resumed request).
+        trace: whether a RoundRecord follows every verification.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingSpec
+    stop: tuple[str, ...] = ()
+    mode: SpeculationMode = SpeculationMode.ASYNC
+    max_nodes: int = 24
+    max_depth: int = 8
+    n: int = 1
+    received: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    trace: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprobs:
+    """Log probabilities (raw softmax) of m tokens, with the k best alternatives of each.
+
+    Attributes:
+        token_logprobs: [m]
+        top_token_ids: [m][k] best first.
+        top_logprobs: [m][k]
+    """
+
+    token_logprobs: Sequence[float]
+    top_token_ids: Sequence[Sequence[int]]
+    top_logprobs: Sequence[Sequence[float]]
+
+    def head(self, count: int) -> "TokenLogprobs":
+        """Those of the first `count` tokens."""
+        return TokenLogprobs(
+            token_logprobs=self.token_logprobs[:count],
+            top_token_ids=self.top_token_ids[:count],
+            top_logprobs=self.top_logprobs[:count],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenDelta:
+    """New tokens of one choice. `offset` tokens and `text_offset` UTF-8 bytes went before."""
+
+    index: int
+    token_ids: Sequence[int]
+    text: str
+    offset: int
+    text_offset: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrowthArrival:
+    """One message of growth as it reached a session's mirror."""
+
+    worker_id: str
+    arrived_ns: int
+    as_of: int
+    nodes: int
+    grafted: int
+    during_verify: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundRecord:
+    """One verification of one choice, for traces; times are of the monotonic clock."""
+
+    index: int
+    step: int
+    length: int
+    submitted_ns: int
+    result_ns: int
+    waited_ns: int
+    step_ns: int
+    node_tokens: Sequence[int]
+    node_parents: Sequence[int]
+    node_values: Sequence[float]
+    accepted_nodes: Sequence[int]
+    emitted_token_ids: Sequence[int]
+    growth: Sequence[GrowthArrival]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChoiceResult:
+    """How one choice ended."""
+
+    index: int
+    finish_reason: FinishReason
+    completion_tokens: int
+    stop_token_id: int | None = None
+    stop_string: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationCounts:
+    """Verifications and draft tokens of a request, or of a whole server."""
+
+    verify_steps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Emitted tokens a verification, the final one included."""
+        return 1.0 + self.accepted_tokens / self.verify_steps if self.verify_steps else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationResult:
+    """The last event of a request."""
+
+    choices: Sequence[ChoiceResult]
+    speculation: SpeculationCounts
+    queue_s: float
+    ttft_s: float
+    total_s: float
+
+
+GenerationEvent = TokenDelta | RoundRecord | GenerationResult
+
+
+# ------------------------------------------------------------------------------------------------ scheduler and workers
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionOpening:
+    """Opens, or reopens under a higher epoch, a session at a worker."""
+
+    session_id: int
+    epoch: int
+    prompt: Sequence[int]
+    output: Sequence[int]
+    sampling: SamplingSpec
+    mode: SpeculationMode
+    max_live_nodes: int
+    max_depth: int
+    sync_nodes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeSubmission:
+    """One session's tree in a batch; `parents` as numbered by `outrider.tree.parent_numbers`."""
+
+    session_id: int
+    epoch: int
+    length: int
+    tokens: Sequence[int]
+    parents: Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionVerdict:
+    """What the target says of one session's tree.
+
+    Attributes:
+        deferred: nothing was emitted, submit again.
+        error: None, or why the session is closed at the worker.
+        accepted_nodes: numbers (from 1) in the submitted tree, root to leaf.
+        token_ids: emitted tokens.
+    """
+
+    session_id: int
+    epoch: int
+    deferred: bool = False
+    error: str | None = None
+    accepted_nodes: Sequence[int] = ()
+    token_ids: Sequence[int] = ()
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyResult:
+    """One step's verdicts, in the order of the batch, and what it cost."""
+
+    step: int
+    verdicts: Sequence[SessionVerdict]
+    step_ns: int
+    forward_ns: int
+    step_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    """Tokens that a session has committed, for the draft. `position` is the committed length before them."""
+
+    session_id: int
+    epoch: int
+    position: int
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growth:
+    """New nodes of one session's tree from one draft worker.
+
+    Attributes:
+        as_of: committed length the draft had applied.
+        node_ids: [n] unique per (worker, session, epoch).
+        parents: [n] node id, or 0 for the root at length `as_of`.
+        tokens: [n]
+        acceptance: [n] estimate given that the parent is accepted.
+        complete: the round's tree is whole (sync mode).
+    """
+
+    session_id: int
+    epoch: int
+    as_of: int
+    node_ids: Sequence[int]
+    parents: Sequence[int]
+    tokens: Sequence[int]
+    acceptance: Sequence[float]
+    complete: bool = False
