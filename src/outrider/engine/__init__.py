@@ -1,0 +1,1 @@
+"""What both workers share: checkpoints, KV slots, ragged batches and the model runner."""

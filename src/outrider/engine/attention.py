@@ -1,0 +1,66 @@
+"""The attention that transformers' models call here: it stores this step's keys and values in their slots, then runs
+tree attention over the caches. Model code stays transformers'; it hands `step` through as an extra argument.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AttentionInterface
+
+from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention, tree_attention_reference
+
+ATTENTION_NAME = "outrider_tree"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AttentionStep:
+    """What every layer of one forward shares.
+
+    Attributes:
+        key_caches: per layer [num_slots, Hkv, D].
+        value_caches: per layer [num_slots, Hkv, D].
+        write_slots: [T] int64.
+        batch: who sees what.
+        reference: plain torch on every device.
+    """
+
+    key_caches: list[torch.Tensor]
+    value_caches: list[torch.Tensor]
+    write_slots: torch.Tensor
+    batch: TreeAttentionBatch
+    reference: bool = False
+
+
+def _attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    _attention_mask: torch.Tensor | None,
+    *,
+    step: AttentionStep,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """The interface's signature: query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]."""
+    key_cache, value_cache = step.key_caches[module.layer_idx], step.value_caches[module.layer_idx]
+    key_cache.index_copy_(0, step.write_slots, key[0].transpose(0, 1))
+    value_cache.index_copy_(0, step.write_slots, value[0].transpose(0, 1))
+    operator = tree_attention_reference if step.reference else tree_attention
+    out = operator(
+        query[0].transpose(0, 1),
+        key_cache,
+        value_cache,
+        step.batch,
+        scale=scaling,
+        sliding_window=sliding_window or 0,
+        softcap=softcap or 0.0,
+    )
+    return out[None], None
+
+
+# Only the attention is registered: a name without a mask function of its own makes transformers build no mask at all.
+AttentionInterface.register(ATTENTION_NAME, _attention)

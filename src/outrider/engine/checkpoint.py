@@ -1,0 +1,119 @@
+"""Checkpoint folders: which are served, and how one is loaded (safetensors only, no code of the checkpoint's own)."""
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from outrider.engine.attention import ATTENTION_NAME
+from outrider.engine.config import EngineConfig
+from outrider.errors import CheckpointError
+from outrider.tokenizer_hash import tokenizer_hash
+
+logger = logging.getLogger(__name__)
+
+SERVED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCard:
+    """A model as it introduces itself; `ModelInfo` in common.proto says what each means.
+
+    `tokenizer_hash` is empty where the checkpoint has no tokenizer.json.
+    """
+
+    name: str
+    vocab_size: int
+    tokenizer_hash: str
+    dtype: str
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+
+
+def load_checkpoint(config: EngineConfig) -> tuple[PreTrainedModel, ModelCard]:
+    """The model in evaluation mode on the config's device, and its card.
+
+    Raises:
+        CheckpointError: the folder is not a checkpoint that can be served, with what to change.
+    """
+    folder = Path(config.model_path)
+    model_config = _read_config(folder)
+    dtype: torch.dtype = getattr(torch, config.dtype_name)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            config=model_config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{folder}: transformers cannot load it: {error}") from error
+    model = model.to(config.device).eval().requires_grad_(False)
+    return model, _card(folder, config, model_config)
+
+
+def _read_config(folder: Path) -> PretrainedConfig:
+    document = _read_json(folder / "config.json")
+    if document is None:
+        raise CheckpointError(f"{folder}: no config.json; give the folder of a Hugging Face checkpoint")
+    if "auto_map" in document:
+        raise CheckpointError(f"{folder}: its config.json asks for code of its own (auto_map); remove auto_map if the "
+                              f"architecture is one of {', '.join(SERVED_MODEL_TYPES)}")  # fmt: skip
+    if not any(folder.glob("*.safetensors")):
+        raise CheckpointError(f"{folder}: no *.safetensors; other weight files can run code and are not read: "
+                              "load the model with transformers and save_pretrained it again")  # fmt: skip
+    if document.get("model_type") not in SERVED_MODEL_TYPES:
+        raise CheckpointError(f"{folder}: model type {document.get('model_type')!r} is not served; these are: "
+                              f"{', '.join(SERVED_MODEL_TYPES)}")  # fmt: skip
+    if "quantization_config" in document:
+        raise CheckpointError(f"{folder}: quantised weights are not served; give the float or bfloat16 checkpoint")
+    if document.get("use_bidirectional_attention"):
+        raise CheckpointError(f"{folder}: bidirectional attention is not served: it is no causal language model")
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    if not path.is_file():
+        return None
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    return document
+
+
+def _card(folder: Path, config: EngineConfig, model_config: PretrainedConfig) -> ModelCard:
+    longest = int(model_config.max_position_embeddings)
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise CheckpointError(f"{folder}: max_model_len {config.max_model_len} given, the model ends at {longest}")
+    has_tokenizer = (folder / "tokenizer.json").is_file()
+    if not has_tokenizer:
+        logger.warning("%s has no tokenizer.json: its tokenizer cannot be compared with others", folder)
+    return ModelCard(
+        name=folder.resolve().name,
+        vocab_size=int(model_config.vocab_size),
+        tokenizer_hash=tokenizer_hash(folder) if has_tokenizer else "",
+        dtype=config.dtype_name,
+        max_model_len=config.max_model_len or longest,
+        eos_token_ids=_eos_token_ids(folder, model_config),
+    )
+
+
+def _eos_token_ids(folder: Path, model_config: PretrainedConfig) -> tuple[int, ...]:
+    """Those of generation_config.json, which instruction-tuned checkpoints keep complete; else of config.json."""
+    generation = _read_json(folder / "generation_config.json") or {}
+    given = generation.get("eos_token_id")
+    if given is None:
+        given = getattr(model_config, "eos_token_id", None)
+    if given is None:
+        return ()
+    return tuple(given) if isinstance(given, list) else (int(given),)

@@ -1,0 +1,127 @@
+"""Which KV slot holds which token: token-granular slots, one table row a session, on the host.
+
+The caches themselves live in the model runner; this is bookkeeping alone. Accepting a branch of a tree moves slot
+numbers within a row and never moves keys or values.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from outrider.errors import OutOfSlots
+
+
+class SlotTable:
+    """Rows of slot numbers over one pool of slots.
+
+    Args:
+        num_slots: slots of the pool.
+        max_rows: sessions at a time.
+        max_row_len: most slots of one row.
+
+    Raises:
+        ValueError: a size below 1.
+    """
+
+    def __init__(self, *, num_slots: int, max_rows: int, max_row_len: int) -> None:
+        for name, value in (("num_slots", num_slots), ("max_rows", max_rows), ("max_row_len", max_row_len)):
+            if value < 1:
+                raise ValueError(f"{name}: {value} given, at least 1 needed")
+        self.max_row_len = max_row_len
+        self.table: npt.NDArray[np.int32] = np.full((max_rows, max_row_len), -1, dtype=np.int32)
+        """[max_rows, max_row_len] slot numbers; -1 at and past a row's length."""
+        # A stack whose top hands out ascending numbers: consecutive slots are read without a gather.
+        self._free = np.arange(num_slots - 1, -1, -1, dtype=np.int32)
+        self._free_count = num_slots
+        self._lengths = [0] * max_rows
+        self._free_rows = list(range(max_rows - 1, -1, -1))
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the pool."""
+        return len(self._free)
+
+    @property
+    def free(self) -> int:
+        """Slots that no row holds."""
+        return self._free_count
+
+    @property
+    def used(self) -> int:
+        """Slots that rows hold."""
+        return len(self._free) - self._free_count
+
+    @property
+    def free_rows(self) -> int:
+        """Rows that can be acquired."""
+        return len(self._free_rows)
+
+    def length(self, row: int) -> int:
+        """Slots of the row."""
+        return self._lengths[row]
+
+    def acquire_row(self) -> int:
+        """An empty row.
+
+        Raises:
+            OutOfSlots: every row is taken.
+        """
+        if not self._free_rows:
+            raise OutOfSlots(f"all {len(self._lengths)} rows are taken: raise max_sessions")
+        return self._free_rows.pop()
+
+    def release_row(self, row: int) -> None:
+        """Frees the row and its slots."""
+        assert row not in self._free_rows, f"row {row} released twice"
+        self.truncate(row, 0)
+        self._free_rows.append(row)
+
+    def extend(self, row: int, count: int) -> None:
+        """Appends `count` fresh slots to the row.
+
+        Raises:
+            OutOfSlots: the pool or the row has no room; nothing has changed.
+        """
+        length = self._lengths[row]
+        if count > self._free_count:
+            raise OutOfSlots(f"{count} slots asked for, {self._free_count} of {self.num_slots} free")
+        if length + count > self.max_row_len:
+            raise OutOfSlots(f"a row of {length + count} slots asked for, at most {self.max_row_len} fit")
+        rest = self._free_count - count
+        self.table[row, length : length + count] = self._free[rest : self._free_count][::-1]
+        self._free_count = rest
+        self._lengths[row] = length + count
+
+    def truncate(self, row: int, length: int) -> None:
+        """Frees the row's slots at indices >= `length`."""
+        end = self._lengths[row]
+        if length >= end:
+            return
+        self._put_back(self.table[row, length:end])
+        self.table[row, length:end] = -1
+        self._lengths[row] = length
+
+    def retain(self, row: int, start: int, kept: Sequence[int]) -> None:
+        """Keeps some of the row's slots from `start` on, in a new order, and frees the rest.
+
+        Args:
+            row: the row.
+            start: index of the first slot in question.
+            kept: distinct offsets; the slot at `start + kept[i]` moves to `start + i`.
+        """
+        end = self._lengths[row]
+        tail = self.table[row, start:end].copy()
+        chosen = np.asarray(kept, dtype=np.int64)
+        dropped = np.ones(len(tail), dtype=np.bool_)
+        dropped[chosen] = False
+        assert len(tail) - int(dropped.sum()) == len(chosen), f"offsets kept twice: {list(kept)}"
+        self._put_back(tail[dropped])
+        self.table[row, start : start + len(chosen)] = tail[chosen]
+        self.table[row, start + len(chosen) : end] = -1
+        self._lengths[row] = start + len(chosen)
+
+    def _put_back(self, slots: npt.NDArray[np.int32]) -> None:
+        count = len(slots)
+        self._free[self._free_count : self._free_count + count] = slots[::-1]
+        self._free_count += count

@@ -1,0 +1,113 @@
+"""Every family's forward over chunks and trees against transformers' own, path by path."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from outrider.engine.batch import BatchBuilder
+from outrider.engine.model_runner import EngineConfig, ModelRunner
+from outrider.tree import ancestor_masks, node_depths
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.3,
+}
+FAMILIES: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SIZES),
+    "llama3-rope": LlamaConfig(
+        **SIZES,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    ),
+    "llama-bias": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen2-window": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=6, max_window_layers=1),
+    "qwen3": Qwen3Config(**SIZES),
+    "mistral": MistralConfig(**SIZES, sliding_window=6),
+    "gemma": GemmaConfig(**SIZES | {"tie_word_embeddings": True}),
+    "gemma2": Gemma2Config(**SIZES, sliding_window=6, query_pre_attn_scalar=24, attn_logit_softcapping=5.0),
+    "gemma3": Gemma3TextConfig(**SIZES, sliding_window=6, query_pre_attn_scalar=24, sliding_window_pattern=2),
+}
+# 0 is the root; two branches, one of them forking again.
+PARENTS = [0, 1, 1, 0, 4, 2]
+
+
+def save_random(config: PretrainedConfig, folder: Path) -> Path:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():  # biases and norms start at constants: make every one matter
+        parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+def own_logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        return model(torch.tensor([token_ids])).logits[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunked_prefill_and_tree_equal_every_path_alone(family: str, tmp_path: Path) -> None:
+    folder = save_random(FAMILIES[family], tmp_path)
+    runner = ModelRunner(EngineConfig(model_path=folder, num_slots=64, max_sessions=3))
+    prompts = np.random.default_rng(1).integers(0, 97, (2, 14)).tolist()
+    nodes = [11, 22, 33, 44, 55, 66]
+    rows = [runner.slots.acquire_row() for _ in prompts]
+    # Sessions extended in turns, so that their slots interleave.
+    for chunk in (slice(0, 5), slice(5, 12)):
+        builder = BatchBuilder()
+        for row, prompt in zip(rows, prompts, strict=True):
+            runner.slots.extend(row, chunk.stop - chunk.start)
+            builder.add_chain(row, prompt[chunk], chunk.start, False)
+        assert runner.forward(builder.build()).shape == (0, 97)
+    # The last chunk shares its forward with the root (the prompt's last token) and the tree.
+    builder = BatchBuilder()
+    depths = node_depths(PARENTS)
+    for row, prompt in zip(rows, prompts, strict=True):
+        runner.slots.extend(row, 2 + len(nodes))
+        builder.add_chain(row, prompt[12:13], 12, False)
+        builder.add_tree(
+            row,
+            tree_start=13,
+            token_ids=[prompt[13], *nodes],
+            positions=[13 + int(depth) for depth in depths],
+            masks=ancestor_masks(PARENTS),
+            write_indices=range(13, 14 + len(nodes)),
+        )
+    logits = runner.forward(builder.build()).reshape(len(prompts), 1 + len(nodes), -1)
+    for session, prompt in enumerate(prompts):
+        for number in range(len(nodes) + 1):
+            path, node = [], number
+            while node:
+                path.insert(0, nodes[node - 1])
+                node = PARENTS[node - 1]
+            expected = own_logits(folder, [*prompt, *path])[-1]
+            torch.testing.assert_close(logits[session, number], expected, rtol=1e-4, atol=2e-4)
