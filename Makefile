@@ -1,0 +1,65 @@
+# Every target does its own set-up. `make help` lists them.
+#
+#   make setup                                                    the virtual environment, dev tools included
+#   make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu   with PyTorch's CPU build: without it, on Linux,
+#                                                                 pip takes the CUDA build and gigabytes with it
+#   make setup PYTHON=/path/to/python3.12                         with an interpreter of your choice
+
+SHELL := /bin/sh
+VENV := .venv
+BIN := $(VENV)/bin
+# The first interpreter of a supported version that can make virtual environments, otherwise the first of one.
+PYTHON ?= $(shell for modules in sys,ensurepip,venv sys; do for python in python3.12 python3.11 python3; do \
+	$$python -c "import $$modules; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))" 2>/dev/null && \
+	{ echo $$python; exit; }; done; done)
+TORCH_INDEX ?=
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --constraint constraints.txt
+
+.PHONY: help setup demo test check format protos bench pair clean
+.DEFAULT_GOAL := help
+
+help: ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST)
+
+setup: $(VENV)/.installed ## make .venv with everything, dev tools included (nothing to do when it is up to date)
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Outrider needs Python 3.11 or 3.12: install one, or name it with make PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "$(PYTHON) cannot make virtual environments: run 'sudo apt-get install python3-venv' and try again" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) (some minutes the first time)"
+	@$(PIP_INSTALL) --editable '.[dev]'
+	@touch $@
+
+demo: setup ## start the service on a local Ray, stream one completion, stop it
+	@$(BIN)/outrider demo
+
+test: setup ## run the tests
+	@$(BIN)/python -m pytest -q
+
+check: setup ## formatting, lint, types, generated code
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/pyright
+	@PYTHON=$(BIN)/python sh protos/generate.sh --check
+	@if command -v npx >/dev/null; then cd protos && npx --yes @bufbuild/buf@1.75.0 lint; \
+		else echo "npx is not installed: left out buf lint"; fi
+
+format: setup ## format the code and mend what the linter can
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+protos: setup ## generate the code of protos/outrider/v1 anew
+	@PYTHON=$(BIN)/python sh protos/generate.sh
+
+bench: setup ## tokens per second on this machine: off, sync, async
+	@$(BIN)/python benchmarks/cpu.py
+
+pair: setup ## train the embedded pair anew (hours on a CPU, minutes on a GPU)
+	@$(BIN)/python recipes/embedded_pair/build.py
+
+clean: ## remove the environments and everything built
+	rm -rf $(VENV) .protos-venv build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
