@@ -14,11 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-if TYPE_CHECKING:
-    import triton
-    import triton.language as tl
-    from triton import jit
-elif importlib.util.find_spec("triton") is not None:
+if TYPE_CHECKING or importlib.util.find_spec("triton") is not None:
     import triton
     import triton.language as tl
     from triton import jit

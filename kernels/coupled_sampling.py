@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from outrider.kernels.backend import check_shape
@@ -32,9 +33,6 @@ __all__ = [
     "coupled_topk_scored",
     "coupled_topk_scored_reference",
 ]
-
-# Sorted candidates looked at before a whole row is sorted: top-k and top-p rarely reach further down.
-_CANDIDATES = 256
 
 
 def coupled_choice(
@@ -187,33 +185,46 @@ def _needed_dtype(name: str) -> str:
 
 def coupled_choice_reference(rows: SamplingRows) -> torch.Tensor:
     """`coupled_choice` in plain torch. Greedy rows draw no noise; a row without filters is not sorted."""
-    logits = _biased(rows)
-    sampled = (rows.temperature > 0).nonzero().squeeze(1)
-    if sampled.numel() == 0:
-        return logits.argmax(dim=-1)
-    if sampled.numel() == logits.shape[0]:
-        return _perturbed(logits, rows)[1].argmax(dim=-1)
-    chosen = logits.argmax(dim=-1)
-    chosen[sampled] = _perturbed(logits[sampled], _take(rows, sampled))[1].argmax(dim=-1)
-    return chosen
+    return _argmax(_scaled_and_scores(rows)[1])
 
 
 def coupled_topk_scored_reference(rows: SamplingRows, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`coupled_topk_scored` in plain torch."""
+    """`coupled_topk_scored` in plain torch: k times the best of what is left, which also orders ties by id."""
+    scaled, scores = _scaled_and_scores(rows)
+    scores = scores.clone() if scores is scaled else scores
+    picked = []
+    for _ in range(k):
+        token = _argmax(scores)[:, None]
+        picked.append((token, scores.gather(1, token)))
+        scores.scatter_(1, token, -math.inf)
+    tokens, best = (torch.cat(column, dim=1) for column in zip(*picked, strict=True))
+    log_q = scaled.log_softmax(dim=-1).gather(1, tokens)
+    # log q + G from z + G, by the row's normaliser: subtracting one number keeps the order exactly.
+    log_mass = scaled.gather(1, tokens[:, :1]) - log_q[:, :1]
+    absent = best == -math.inf
+    return (
+        tokens.masked_fill(absent, -1),
+        log_q.masked_fill(absent, -math.inf),
+        (best - log_mass).masked_fill(absent, -math.inf),
+    )
+
+
+def _scaled_and_scores(rows: SamplingRows) -> tuple[torch.Tensor, torch.Tensor]:
+    """z (-inf outside the support) and z + G, [T, V]; the logits themselves twice for greedy rows."""
     logits = _biased(rows)
     sampled = (rows.temperature > 0).nonzero().squeeze(1)
+    if sampled.numel() == 0:
+        return logits, logits
     if sampled.numel() == logits.shape[0]:
-        scaled, scores = _perturbed(logits, rows)
-    elif sampled.numel() == 0:
-        scaled = scores = logits
-    else:
-        scaled, scores = logits.clone(), logits.clone()
-        scaled[sampled], scores[sampled] = _perturbed(logits[sampled], _take(rows, sampled))
-    best, tokens = _topk_smallest_id_first(scores, k)
-    log_mass = torch.logsumexp(scaled, dim=-1, keepdim=True)
-    log_q = scaled.gather(1, tokens) - log_mass
-    absent = best == -math.inf
-    return tokens.masked_fill(absent, -1), log_q.masked_fill(absent, -math.inf), best - log_mass
+        return _perturbed(logits, rows)
+    scaled, scores = logits.clone(), logits.clone()
+    scaled[sampled], scores[sampled] = _perturbed(logits[sampled], _take(rows, sampled))
+    return scaled, scores
+
+
+def _argmax(scores: torch.Tensor) -> torch.Tensor:
+    """Argmax of each row, the smallest id of equal ones; numpy takes a tenth of torch's time for it on a CPU."""
+    return torch.from_numpy(scores.numpy().argmax(axis=-1))
 
 
 def _biased(rows: SamplingRows) -> torch.Tensor:
@@ -250,53 +261,26 @@ def _perturbed(logits: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, 
 
 
 def _thresholds(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """The smallest z kept in each row, [T]: all three filters keep what reaches a threshold."""
-    vocab_size = scaled.shape[1]
-    top_k = torch.where(top_k > 0, top_k, vocab_size).clamp(max=vocab_size).long()
-    wanted = max(int(top_k.masked_fill(top_k == vocab_size, 0).max()), _CANDIDATES)
-    ordered = _descending(scaled, wanted)
-    threshold = torch.full_like(scaled[:, 0], -math.inf)
-    limited = top_k < vocab_size
-    if limited.any():
-        kth = ordered.gather(1, top_k.clamp(max=ordered.shape[1])[:, None] - 1).squeeze(1)
-        threshold = torch.where(limited, kth, threshold)
-    nucleus = top_p < 1
-    if nucleus.any():
-        threshold = torch.where(nucleus, _nucleus_threshold(scaled, ordered, threshold, top_p), threshold)
-    # p >= min_p * max p, in logarithms: the normaliser drops out.
-    relative = torch.where(min_p > 0, ordered[:, 0] + torch.log(min_p), -math.inf)
-    return torch.maximum(threshold, relative)
+    """The smallest z kept in each row, [T]: each of the three filters keeps what reaches a threshold."""
+    # numpy sorts float32 thirty times faster than torch on a CPU.
+    ascending = np.sort(scaled.numpy(), axis=-1)
+    parameters = zip(top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True)
+    return torch.tensor([_threshold(row, *of_row) for row, of_row in zip(ascending, parameters, strict=True)])
 
 
-def _descending(scaled: torch.Tensor, count: int) -> torch.Tensor:
-    if count >= scaled.shape[1]:
-        return scaled.sort(dim=-1, descending=True).values
-    return scaled.topk(count, dim=-1).values
-
-
-def _nucleus_threshold(
-    scaled: torch.Tensor, ordered: torch.Tensor, threshold: torch.Tensor, top_p: torch.Tensor
-) -> torch.Tensor:
-    """z of the last token of the nucleus, [T]; float64 sums, so that the order of summation decides nothing."""
-    largest = ordered[:, :1]
-    weight = (scaled - largest).double().exp_().masked_fill_(scaled < threshold[:, None], 0.0)
-    needed = weight.sum(dim=-1) * top_p.double().clamp(min=0.0)
-    mass = (ordered - largest).double().exp_().masked_fill_(ordered < threshold[:, None], 0.0).cumsum(dim=-1)
-    reached = mass >= needed[:, None]
-    if ordered.shape[1] < scaled.shape[1] and not bool(reached[:, -1][top_p < 1].all()):
-        return _nucleus_threshold(scaled, _descending(scaled, scaled.shape[1]), threshold, top_p)
-    # Rounding may leave the whole mass just below `needed`; then all that is left of top-k stays.
-    last = torch.where(reached.any(dim=-1), reached.int().argmax(dim=-1), ordered.shape[1] - 1)
-    return torch.maximum(ordered.gather(1, last[:, None]).squeeze(1), threshold)
-
-
-def _topk_smallest_id_first(scores: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k largest of each row, best first, equal ones by id: `torch.topk` leaves both orders open."""
-    best, ids = scores.topk(k, dim=-1)
-    tied = ((scores >= best[:, -1:]).sum(dim=-1) > k) & (best[:, -1] > -math.inf)
-    if bool(tied.any()):
-        best, ids = scores.sort(dim=-1, descending=True, stable=True)
-        return best[:, :k], ids[:, :k]
-    ids = ids.sort(dim=-1).values
-    best, order = scores.gather(1, ids).sort(dim=-1, descending=True, stable=True)
-    return best, ids.gather(1, order)
+def _threshold(ascending: np.ndarray, top_k: int, top_p: float, min_p: float) -> float:
+    largest = ascending[-1]
+    threshold = np.float32(-np.inf)
+    if largest == threshold:
+        return float(threshold)
+    if 0 < top_k < ascending.size:
+        threshold = ascending[-top_k]
+    if top_p < 1:
+        descending = ascending[np.searchsorted(ascending, threshold) :][::-1]
+        mass = np.cumsum(np.exp(descending - largest), dtype=np.float64)
+        # The bound matters only for rows with NaN, where no comparison holds.
+        threshold = descending[min(np.searchsorted(mass, top_p * mass[-1]), descending.size - 1)]
+    if min_p > 0:
+        # p >= min_p * max p, in logarithms: the normaliser drops out.
+        threshold = max(threshold, largest + np.float32(math.log(min_p)))
+    return float(threshold)
