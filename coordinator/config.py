@@ -1,0 +1,113 @@
+"""How a coordinator is set up."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.models import embedded_target_path
+
+
+@dataclass(frozen=True, kw_only=True)
+class CoordinatorConfig:
+    """One coordinator process.
+
+    Attributes:
+        host: address to listen on, and part of what `ready HOST:PORT` prints.
+        port: to listen on; 0 takes a free one.
+        model_path: checkpoint folder of the target, for its tokenizer and limits; default the embedded target.
+        tokenizer_path: folder with tokenizer.json, where it is not the model's.
+        max_model_len: most tokens of a session (prompt and output); default the model's own limit.
+        default_max_new_tokens: output limit of a request that names none.
+        max_running_sessions: choices that are generated at a time; further requests wait.
+        max_queue: requests that may wait; more are refused with RESOURCE_EXHAUSTED.
+        max_buffered_events: events that a slow reader may leave unread before its request is ended.
+        max_nodes: most nodes verified for a choice in one step, and the default of a request.
+        max_depth: deepest node of a tree, and the default of a request.
+        max_live_nodes: most nodes that a draft may hold for a choice.
+        max_step_tokens: most rows (nodes and roots) submitted in one step.
+        verify_wait_cap_ms: longest that a free target waits for growth in async mode.
+        sync_wait_cap_ms: longest that a round of sync mode waits for its tree; after that it goes with what is there.
+        heartbeat_interval_ms: how often a worker reports.
+        lease_ms: silence after which a worker counts as lost.
+        target_wait_s: longest that a request waits for a lost target worker to be replaced.
+        connect_timeout_s: longest to dial a worker that has registered.
+        retry_after_s: what an overloaded server tells clients to wait.
+        drain_s: time that running requests get when the process is told to stop.
+
+    Raises:
+        ValueError: a value out of range, with the value.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 50051
+    model_path: Path | None = None
+    tokenizer_path: Path | None = None
+    max_model_len: int | None = None
+    default_max_new_tokens: int = 128
+    max_running_sessions: int = 64
+    max_queue: int = 256
+    max_buffered_events: int = 1024
+    max_nodes: int = 24
+    max_depth: int = 8
+    max_live_nodes: int = 128
+    max_step_tokens: int = 1024
+    verify_wait_cap_ms: float = 20.0
+    sync_wait_cap_ms: float = 1000.0
+    heartbeat_interval_ms: int = 500
+    lease_ms: int = 2000
+    target_wait_s: float = 0.0
+    connect_timeout_s: float = 5.0
+    retry_after_s: float = 1.0
+    drain_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not self.host:
+            raise ValueError("host: empty, an address such as 127.0.0.1 needed")
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port: {self.port} given, 0 to 65535 needed")
+        for name in _AT_LEAST_ONE:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: {value} given, at least 1 needed")
+        for name in ("max_queue", "verify_wait_cap_ms", "target_wait_s", "drain_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}: {getattr(self, name)} given, 0 or more needed")
+        for name in ("sync_wait_cap_ms", "connect_timeout_s", "retry_after_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}: {getattr(self, name)} given, more than 0 needed")
+        if self.max_live_nodes < self.max_nodes:
+            raise ValueError(
+                f"max_live_nodes: {self.max_live_nodes} given, at least max_nodes ({self.max_nodes}) needed"
+            )
+        if self.lease_ms < 2 * self.heartbeat_interval_ms:
+            raise ValueError(
+                f"lease_ms: {self.lease_ms} given, at least twice heartbeat_interval_ms "
+                f"({self.heartbeat_interval_ms}) needed"
+            )
+
+    @property
+    def address(self) -> str:
+        """host:port."""
+        return f"{self.host}:{self.port}"
+
+    @property
+    def model_folder(self) -> Path:
+        """`model_path` with its default filled in."""
+        return self.model_path or embedded_target_path()
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """`tokenizer_path` with its default filled in."""
+        return self.tokenizer_path or self.model_folder
+
+
+_AT_LEAST_ONE = (
+    "max_model_len",
+    "default_max_new_tokens",
+    "max_running_sessions",
+    "max_buffered_events",
+    "max_nodes",
+    "max_depth",
+    "max_step_tokens",
+    "heartbeat_interval_ms",
+)
