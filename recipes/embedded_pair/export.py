@@ -1,0 +1,76 @@
+"""Trained weights as ordinary Hugging Face checkpoints, and back."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from llama import Llama, LlamaShape
+from safetensors.torch import load_file
+from tokenization import END_OF_TEXT_ID, save_tokenizer
+from tokenizers import Tokenizer
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+logger = logging.getLogger(__name__)
+
+# Shards small enough for any code host and any review.
+MAX_SHARD_SIZE = "11MB"
+
+
+def hugging_face_config(shape: LlamaShape) -> LlamaConfig:
+    """The `LlamaConfig` of this shape."""
+    return LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_hidden_layers,
+        num_attention_heads=shape.num_attention_heads,
+        num_key_value_heads=shape.num_key_value_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocab_size,
+        max_position_embeddings=shape.max_position_embeddings,
+        rms_norm_eps=shape.rms_norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
+        tie_word_embeddings=True,
+        bos_token_id=END_OF_TEXT_ID,
+        eos_token_id=END_OF_TEXT_ID,
+    )
+
+
+def save_checkpoint(model: Llama, tokenizer: Tokenizer, folder: Path) -> None:
+    """Writes a bfloat16 checkpoint and checks that transformers computes the same logits from it.
+
+    Raises:
+        ValueError: transformers' logits differ from this module's.
+    """
+    target: Any = LlamaForCausalLM(hugging_face_config(model.shape))
+    weights = {name: value.detach().cpu() for name, value in model.state_dict().items()}
+    target.load_state_dict({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]})
+    target = target.to(torch.bfloat16)
+    target.generation_config = GenerationConfig(
+        bos_token_id=END_OF_TEXT_ID, eos_token_id=END_OF_TEXT_ID, pad_token_id=END_OF_TEXT_ID
+    )
+    target.save_pretrained(folder, max_shard_size=MAX_SHARD_SIZE)
+    save_tokenizer(tokenizer, folder, model.shape.max_position_embeddings)
+    check_checkpoint(folder, model.shape)
+
+
+def check_checkpoint(folder: Path, shape: LlamaShape) -> None:
+    """Compares transformers' reading of the folder with this module's, in float32 on the CPU."""
+    ours = load_checkpoint(folder, shape, torch.device("cpu"))
+    theirs = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = torch.randint(shape.vocab_size, (2, 96), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        difference = (ours(tokens) - theirs(tokens).logits).abs().max().item()
+    logger.info("%s: largest logit difference to transformers %.2e", folder, difference)
+    if difference > 1e-3:
+        raise ValueError(f"transformers' logits differ by {difference} in {folder}")
+
+
+def load_checkpoint(folder: Path, shape: LlamaShape, device: torch.device) -> Llama:
+    """The folder's weights in the training module, widened to float32."""
+    model = Llama(shape)
+    weights = {name: value.float() for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+    weights.pop("lm_head.weight", None)
+    model.load_state_dict(weights)
+    return model.to(device)

@@ -1,0 +1,151 @@
+"""Builds the embedded pair: corpus, tokenizer, target, draft, checkpoints, report.
+
+    python recipes/embedded_pair/train.py
+
+does everything and replaces the checkpoints in src/outrider/models. The stages can run on different machines over one
+work folder: `--stages corpus` needs a package index, `--stages target draft` a GPU.
+"""
+
+import argparse
+import json
+import logging
+import platform
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from export import load_checkpoint, save_checkpoint
+from llama import LlamaShape
+from prompts import cut_prompts
+from report import complete, measure_pair
+from sources import CorpusLimits, SourceFile, collect
+from tokenization import encode_documents, save_tokenizer, train_tokenizer
+from tokenizers import Tokenizer
+from training import TrainingConfig, load_stream, train_draft, train_target
+
+logger = logging.getLogger("train")
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = ROOT / "src" / "outrider" / "models"
+STAGES = ("corpus", "target", "draft", "report", "install")
+PROMPTS_FILE = "held_out_prompts.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything that determines the pair, apart from the packages."""
+
+    target: LlamaShape
+    draft: LlamaShape
+    target_training: TrainingConfig
+    draft_training: TrainingConfig
+    overlap_weight: float = 1.0
+    tokenizer_sample: int = 4  # every fourth file is plenty for 8192 entries
+    prompts: int = 96
+    report_windows: int = 1024
+
+
+FULL = Recipe(
+    target=LlamaShape(
+        hidden_size=384, intermediate_size=1024, num_hidden_layers=5, num_attention_heads=3, num_key_value_heads=1
+    ),
+    draft=LlamaShape(
+        hidden_size=128, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=1, num_key_value_heads=1
+    ),
+    target_training=TrainingConfig(steps=6000),
+    draft_training=TrainingConfig(steps=6000, seed=2),
+)
+_TINY_LOOP = TrainingConfig(steps=3, batch_sequences=2, sequence_tokens=64, compile=False)
+TINY = replace(FULL, target_training=_TINY_LOOP, draft_training=_TINY_LOOP, report_windows=2)
+
+
+def build_corpus(recipe: Recipe, work: Path) -> None:
+    """Collects the source, trains the tokenizer, and writes token streams and prompts."""
+    files = collect(work, CorpusLimits())
+    train = [file.text for file in files if not file.held_out]
+    held_out: list[SourceFile] = [file for file in files if file.held_out]
+    tokenizer = train_tokenizer(train[:: recipe.tokenizer_sample])
+    save_tokenizer(tokenizer, work / "tokenizer", recipe.target.max_position_embeddings)
+    encode_documents(tokenizer, train).tofile(work / "train.bin")
+    encode_documents(tokenizer, [file.text for file in held_out]).tofile(work / "held_out.bin")
+    prompts = cut_prompts(held_out, tokenizer, recipe.prompts)
+    lines = [json.dumps(prompt, ensure_ascii=False) for prompt in prompts]
+    (work / PROMPTS_FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def build_target(recipe: Recipe, work: Path, device: torch.device) -> None:
+    """Trains the target and writes its checkpoint."""
+    stream = load_stream(str(work / "train.bin"), device)
+    model = train_target(recipe.target, stream, recipe.target_training)
+    save_checkpoint(model, load_tokenizer(work), work / "target")
+
+
+def build_draft(recipe: Recipe, work: Path, device: torch.device) -> None:
+    """Distils the draft from the target as it was exported, rounding included."""
+    stream = load_stream(str(work / "train.bin"), device)
+    target = load_checkpoint(work / "target", recipe.target, device)
+    model = train_draft(recipe.draft, target, stream, recipe.draft_training, recipe.overlap_weight)
+    save_checkpoint(model, load_tokenizer(work), work / "draft")
+
+
+def write_report(recipe: Recipe, work: Path, device: torch.device) -> None:
+    """Measures the exported pair on held-out files and writes report.json."""
+    target = load_checkpoint(work / "target", recipe.target, device)
+    draft = load_checkpoint(work / "draft", recipe.draft, device)
+    tokenizer = load_tokenizer(work)
+    torch.set_float32_matmul_precision("highest")
+    stream = load_stream(str(work / "held_out.bin"), device)
+    measured = measure_pair(target, draft, stream, tokenizer, recipe.report_windows)
+    logger.info("%s", measured)
+    lines = (work / PROMPTS_FILE).read_text(encoding="utf-8").splitlines()
+    prompts = [json.loads(line)["prompt"] for line in lines[:: len(lines) // 4][:4]]
+    report = {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor(),
+        "torch": torch.__version__,
+        "recipe": asdict(recipe),
+        "held_out": measured,
+        "completions": complete(work / "target", tokenizer, prompts, new_tokens=96),
+    }
+    (work / "report.json").write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def install(work: Path) -> None:
+    """Replaces the checkpoints, the prompts and the report that the repository carries."""
+    for name in ("target", "draft"):
+        shutil.rmtree(MODELS / name, ignore_errors=True)
+        shutil.copytree(work / name, MODELS / name)
+    shutil.copy(work / PROMPTS_FILE, MODELS / PROMPTS_FILE)
+    shutil.copy(work / "report.json", Path(__file__).with_name("report.json"))
+
+
+def load_tokenizer(work: Path) -> Tokenizer:
+    """The work folder's tokenizer."""
+    return Tokenizer.from_file(str(work / "tokenizer" / "tokenizer.json"))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the chosen stages in order."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=STAGES)
+    parser.add_argument("--work", type=Path, default=ROOT / "corpus", help="folder for everything in between")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tiny", action="store_true", help="a few steps of each loop, to try the recipe itself")
+    options = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    recipe, work, device = (TINY if options.tiny else FULL), options.work, torch.device(options.device)
+    stages = {
+        "corpus": lambda: build_corpus(recipe, work),
+        "target": lambda: build_target(recipe, work, device),
+        "draft": lambda: build_draft(recipe, work, device),
+        "report": lambda: write_report(recipe, work, device),
+        "install": lambda: install(work),
+    }
+    for name in STAGES:
+        if name in options.stages:
+            stages[name]()
+
+
+if __name__ == "__main__":
+    main()
