@@ -1,0 +1,221 @@
+"""Logits processors, exact for every node of a tree: penalties, bias, allowed and banned tokens, in this order.
+
+For row r of session s, token v, with c = how often v occurs in the session's output and on the row's own path:
+
+    penalties   v in prompt, output or path:   l = l / repetition if l > 0 else l * repetition
+                c > 0:                         l = l - frequency * c - presence
+    bias        l = l + bias[s, v]
+    allowed     the session names allowed tokens and v is not one of them:   l = -inf
+    banned      v is banned in row r (stop tokens before the minimum length):   l = -inf
+
+Only entries that occur are touched; nothing of size T x V is built. The draft applies the same processors, so the two
+sides choose from the same law. Penalties as defined by CTRL (arXiv 1909.05858, repetition) and by the OpenAI API
+(presence, frequency).
+
+Lists of different lengths are compressed rows: `x_start[i]:x_start[i + 1]` is the part of list i. Shapes: T rows, V
+vocabulary size, S sessions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
+
+__all__ = ["ProcessorBatch", "apply_processors", "apply_processors_reference"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ProcessorBatch:
+    """What is applied to which row. A group left at None is off for every session, and costs nothing.
+
+    Tokens of one list are unique and ascending, except in paths; tokens outside [0, V) are ignored. A row whose
+    session lies outside [0, S) gets only its own banned tokens.
+
+    Attributes:
+        row_session: [T] int32 or int64, the session of each row.
+        repetition_penalty: [S] float32, 1 is off; None when no session has a penalty of any kind.
+        presence_penalty: [S] float32, 0 is off.
+        frequency_penalty: [S] float32, 0 is off.
+        count_start: [S + 1], count_tokens: the tokens of each session's prompt and committed output.
+        count_output: how often each of them occurs in the output; 0 for a token of the prompt alone.
+        path_start: [T + 1], path_tokens: the tokens of each row's path, from below the root to the row's own token;
+            they count as output.
+        bias_start: [S + 1], bias_tokens, bias_values (float32); None when no session has a bias.
+        allowed_start: [S + 1], allowed_tokens; an empty list allows all. None when no session restricts.
+        banned_start: [T + 1], banned_tokens, per row; None when no row bans.
+
+    Raises:
+        ValueError: a shape that does not fit or a group given in part, naming the argument.
+    """
+
+    row_session: torch.Tensor
+    repetition_penalty: torch.Tensor | None = None
+    presence_penalty: torch.Tensor | None = None
+    frequency_penalty: torch.Tensor | None = None
+    count_start: torch.Tensor | None = None
+    count_tokens: torch.Tensor | None = None
+    count_output: torch.Tensor | None = None
+    path_start: torch.Tensor | None = None
+    path_tokens: torch.Tensor | None = None
+    bias_start: torch.Tensor | None = None
+    bias_tokens: torch.Tensor | None = None
+    bias_values: torch.Tensor | None = None
+    allowed_start: torch.Tensor | None = None
+    allowed_tokens: torch.Tensor | None = None
+    banned_start: torch.Tensor | None = None
+    banned_tokens: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        check_shape("row_session", self.row_session, ("T",))
+        rows = self.row_session.shape[0]
+        sessions: int | None = None
+        for group in _GROUPS:
+            columns = {name: getattr(self, name) for name in group}
+            if all(column is None for column in columns.values()):
+                continue
+            for name, column in columns.items():
+                if column is None:
+                    raise ValueError(f"{name}: None given, a tensor needed, as for the rest of {', '.join(group)}")
+                if column.device != self.row_session.device:
+                    raise ValueError(f"{name}: device {column.device} given, {self.row_session.device} needed")
+            sessions = self._check_group(columns, rows, sessions)
+
+    def _check_group(self, columns: dict[str, torch.Tensor], rows: int, sessions: int | None) -> int | None:
+        for name, column in columns.items():
+            if name in ("path_start", "banned_start"):
+                check_shape(name, column, (rows + 1,))
+            elif name.endswith(("_start", "_penalty")):
+                extra = int(name.endswith("_start"))
+                sessions = column.shape[0] - extra if sessions is None else sessions
+                check_shape(name, column, (sessions + extra,))
+            else:
+                same_list = columns.get("bias_tokens" if name == "bias_values" else "count_tokens")
+                paired = name in ("bias_values", "count_output") and same_list is not None
+                check_shape(name, column, (same_list.shape[0] if paired and same_list is not None else "entries",))
+        return sessions
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no processor is on for any row."""
+        return all(getattr(self, group[0]) is None for group in _GROUPS)
+
+
+_GROUPS = (
+    (
+        "repetition_penalty", "presence_penalty", "frequency_penalty",
+        "count_start", "count_tokens", "count_output", "path_start", "path_tokens",
+    ),
+    ("bias_start", "bias_tokens", "bias_values"),
+    ("allowed_start", "allowed_tokens"),
+    ("banned_start", "banned_tokens"),
+)  # fmt: skip
+
+
+def apply_processors(logits: torch.Tensor, batch: ProcessorBatch) -> None:
+    """Apply the processors of `batch` to `logits` in place.
+
+    Args:
+        logits: [T, V] float32, changed.
+        batch: what applies to which row.
+
+    Raises:
+        ValueError: a shape, dtype or device that does not fit, naming the argument.
+    """
+    check_shape("logits", logits, (batch.row_session.shape[0], "V"))
+    if logits.dtype != torch.float32:
+        raise ValueError(f"logits: dtype {logits.dtype} given, torch.float32 needed")
+    if logits.device != batch.row_session.device:
+        raise ValueError(f"logits: device {logits.device} given, {batch.row_session.device} (that of batch) needed")
+    if batch.is_empty or logits.numel() == 0:
+        return
+    if uses_triton(logits):
+        _launch(logits, batch)
+    else:
+        apply_processors_reference(logits, batch)
+
+
+def apply_processors_reference(logits: torch.Tensor, batch: ProcessorBatch) -> None:
+    """`apply_processors` on the CPU, session by session, through numpy's view of the same memory."""
+    values = logits.numpy()
+    row_session = batch.row_session.numpy()
+    for session in np.unique(row_session).tolist():
+        rows = np.flatnonzero(row_session == session)
+        if batch.repetition_penalty is not None and 0 <= session < batch.repetition_penalty.shape[0]:
+            _penalise(values, batch, session, rows)
+        if batch.bias_start is not None and 0 <= session < batch.bias_start.shape[0] - 1:
+            _add_bias(values, batch, session, rows)
+        if batch.allowed_start is not None and 0 <= session < batch.allowed_start.shape[0] - 1:
+            _keep_allowed(values, batch, session, rows)
+    if batch.banned_start is not None and batch.banned_tokens is not None:
+        for row in range(values.shape[0]):
+            banned = _list(batch.banned_start, batch.banned_tokens, row)
+            values[row, banned[_inside(banned, values)]] = -np.inf
+
+
+def _list(start: torch.Tensor, entries: torch.Tensor, index: int) -> np.ndarray:
+    return entries.numpy()[max(int(start[index]), 0) : max(int(start[index + 1]), 0)]
+
+
+def _inside(tokens: np.ndarray, values: np.ndarray) -> np.ndarray:
+    return (tokens >= 0) & (tokens < values.shape[1])
+
+
+def _penalise(values: np.ndarray, batch: ProcessorBatch, session: int, rows: np.ndarray) -> None:
+    assert batch.repetition_penalty is not None
+    assert batch.presence_penalty is not None
+    assert batch.frequency_penalty is not None
+    assert batch.count_start is not None
+    assert batch.count_tokens is not None
+    assert batch.count_output is not None
+    assert batch.path_start is not None
+    assert batch.path_tokens is not None
+    repetition = batch.repetition_penalty.numpy()[session]
+    presence = batch.presence_penalty.numpy()[session]
+    frequency = batch.frequency_penalty.numpy()[session]
+    if repetition == 1 and presence == 0 and frequency == 0:
+        return
+
+    def penalised(logit: np.ndarray, count: np.ndarray) -> np.ndarray:
+        repeated = np.where(logit > 0, logit / repetition, logit * repetition)
+        return repeated - frequency * count.astype(np.float32) - presence * (count > 0).astype(np.float32)
+
+    tokens = _list(batch.count_start, batch.count_tokens, session)
+    counts = _list(batch.count_start, batch.count_output, session)
+    paths = [np.unique(_list(batch.path_start, batch.path_tokens, row), return_counts=True) for row in rows.tolist()]
+    # A token of the path is computed from its untouched logit, then written over what its session's entry made of it.
+    on_path = []
+    for row, (path, occurrences) in zip(rows.tolist(), paths, strict=True):
+        place = np.minimum(np.searchsorted(tokens, path), max(tokens.size - 1, 0))
+        known = tokens[place] == path if tokens.size else np.zeros(path.size, dtype=np.bool_)
+        total = occurrences + (np.where(known, counts[place], 0) if tokens.size else 0)
+        valid = _inside(path, values)
+        on_path.append((row, path[valid], penalised(values[row, path[valid]], total[valid])))
+    valid = _inside(tokens, values)
+    entries = np.ix_(rows, tokens[valid])
+    values[entries] = penalised(values[entries], counts[valid])
+    for row, path, logit in on_path:
+        values[row, path] = logit
+
+
+def _add_bias(values: np.ndarray, batch: ProcessorBatch, session: int, rows: np.ndarray) -> None:
+    assert batch.bias_start is not None
+    assert batch.bias_tokens is not None
+    assert batch.bias_values is not None
+    tokens = _list(batch.bias_start, batch.bias_tokens, session)
+    valid = _inside(tokens, values)
+    values[np.ix_(rows, tokens[valid])] += _list(batch.bias_start, batch.bias_values, session)[valid]
+
+
+def _keep_allowed(values: np.ndarray, batch: ProcessorBatch, session: int, rows: np.ndarray) -> None:
+    assert batch.allowed_start is not None
+    assert batch.allowed_tokens is not None
+    tokens = _list(batch.allowed_start, batch.allowed_tokens, session)
+    if tokens.size:
+        entries = np.ix_(rows, tokens[_inside(tokens, values)])
+        kept = values[entries]
+        values[rows] = -np.inf
+        values[entries] = kept

@@ -1,0 +1,231 @@
+"""Greedy verification of token trees: walk down from the root along the target's own choices.
+
+    last = retrive_index[b, 0]
+    while some child of the node at `last` holds target_predict[last]: accept it, last = its row
+    the accepted nodes are emitted, and then target_predict[last]
+
+Under coupled sampling the choices are argmax(log p + G), and the same walk serves.
+
+Trees come as retrieve links: node 0 is the root, `retrive_next_token` a node's first child and `retrive_next_sibling`
+the next child of its parent, -1 for none; `retrive_index[b, i]` is node i's row in the flattened batch. The spelling
+"retrive" is the field's. Malformed links do no harm: a link outside [0, n) ends its list, at most n siblings are visited
+per level, and a candidate below 0 or a row outside [0, bs * n) is skipped; a request whose root row is outside accepts
+nothing and emits nothing.
+
+Shapes: bs requests, n nodes of a request with its root, S = nodes of the deepest path, so at most S - 1 are accepted.
+Source: EAGLE-2, arXiv 2406.16858; operator of the same name in SGLang's kernel library.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.kernels.backend import check_shape, jit, tl, uses_triton
+
+__all__ = ["verify_tree_greedy", "verify_tree_greedy_reference"]
+
+
+def verify_tree_greedy(
+    predicts: torch.Tensor,
+    accept_index: torch.Tensor,
+    accept_token_num: torch.Tensor,
+    candidates: torch.Tensor,
+    retrive_index: torch.Tensor,
+    retrive_next_token: torch.Tensor,
+    retrive_next_sibling: torch.Tensor,
+    target_predict: torch.Tensor,
+) -> None:
+    """Write which nodes of each tree the target accepts; entries off the path keep their values.
+
+    The tokens emitted for request b are `predicts[accept_index[b, 0 .. accept_token_num[b]]]`.
+
+    Args:
+        predicts: [bs * n] int32, written: the emitted token at each row of the path.
+        accept_index: [bs, S] int32, written: the rows of the path, root first.
+        accept_token_num: [bs] int32, written: accepted nodes, the final token not counted.
+        candidates: [bs, n] int, the nodes' tokens.
+        retrive_index: [bs, n] int.
+        retrive_next_token: [bs, n] int.
+        retrive_next_sibling: [bs, n] int.
+        target_predict: [bs, n] int, the target's choice at every node.
+
+    Raises:
+        ValueError: a shape, dtype or device that does not fit, or an output too small, naming the argument.
+    """
+    links = (candidates, retrive_index, retrive_next_token, retrive_next_sibling, target_predict)
+    _check_arguments(predicts, accept_index, accept_token_num, links)
+    if candidates.numel() == 0:
+        return
+    run = _launch if uses_triton(candidates) else verify_tree_greedy_reference
+    flat = predicts.contiguous().view(-1)
+    run(flat, accept_index, accept_token_num, *links)
+    if not predicts.is_contiguous():
+        predicts.copy_(flat.view_as(predicts))
+
+
+def _check_arguments(
+    predicts: torch.Tensor,
+    accept_index: torch.Tensor,
+    accept_token_num: torch.Tensor,
+    links: tuple[torch.Tensor, ...],
+) -> None:
+    candidates = links[0]
+    check_shape("candidates", candidates, ("bs", "n"))
+    requests, nodes = candidates.shape
+    names = ("candidates", "retrive_index", "retrive_next_token", "retrive_next_sibling", "target_predict")
+    for name, tensor in zip(names, links, strict=True):
+        if name == "target_predict" and tensor.dim() == 1:
+            check_shape(name, tensor, (requests * nodes,))
+        else:
+            check_shape(name, tensor, (requests, nodes))
+    check_shape("accept_index", accept_index, ("bs", "S"))
+    for name, given, needed in (
+        ("predicts", predicts.numel(), requests * nodes),
+        ("accept_index", accept_index.shape[0], requests),
+        ("accept_index columns", accept_index.shape[1], 1),
+        ("accept_token_num", accept_token_num.numel(), requests),
+    ):
+        if given < needed:
+            raise ValueError(f"{name}: size {given} given, at least {needed} needed")
+    check_shape("accept_token_num", accept_token_num, ("bs",))
+    outputs = (("predicts", predicts), ("accept_index", accept_index), ("accept_token_num", accept_token_num))
+    for name, tensor in (*zip(names, links, strict=True), *outputs):
+        if tensor.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"{name}: dtype {tensor.dtype} given, torch.int32 or torch.int64 needed")
+        if tensor.device != candidates.device:
+            raise ValueError(f"{name}: device {tensor.device} given, {candidates.device} (that of candidates) needed")
+
+
+def verify_tree_greedy_reference(
+    predicts: torch.Tensor,
+    accept_index: torch.Tensor,
+    accept_token_num: torch.Tensor,
+    candidates: torch.Tensor,
+    retrive_index: torch.Tensor,
+    retrive_next_token: torch.Tensor,
+    retrive_next_sibling: torch.Tensor,
+    target_predict: torch.Tensor,
+) -> None:
+    """`verify_tree_greedy` in plain Python over one request after the other; `predicts` is flat."""
+    targets = target_predict.reshape(-1).tolist()
+    tokens, rows = candidates.tolist(), retrive_index.tolist()
+    children, siblings = retrive_next_token.tolist(), retrive_next_sibling.tolist()
+    for request in range(len(rows)):
+        path = _walk(
+            tokens[request], rows[request], children[request], siblings[request],
+            targets, max_accepted=accept_index.shape[1] - 1,
+        )  # fmt: skip
+        accept_token_num[request] = max(len(path) - 1, 0)
+        if path:
+            on_path = torch.tensor(path, device=predicts.device)
+            accept_index[request, : len(path)] = on_path.to(accept_index.dtype)
+            predicts[on_path] = target_predict.reshape(-1)[on_path].to(predicts.dtype)
+
+
+def _walk(
+    tokens: list[int],
+    rows: list[int],
+    children: list[int],
+    siblings: list[int],
+    targets: list[int],
+    *,
+    max_accepted: int,
+) -> list[int]:
+    """The rows from the root to the last accepted node; empty where the root's row is out of range."""
+    nodes, all_rows = len(tokens), len(targets)
+    if not 0 <= rows[0] < all_rows:
+        return []
+    path, node = [rows[0]], 0
+    while len(path) <= max_accepted:
+        wanted, child = targets[path[-1]], children[node]
+        for _ in range(nodes):
+            if not 0 <= child < nodes:
+                return path
+            if tokens[child] == wanted >= 0 and 0 <= rows[child] < all_rows:
+                break
+            child = siblings[child]
+        else:
+            return path
+        path.append(rows[child])
+        node = child
+    return path
+
+
+def _launch(
+    predicts: torch.Tensor,
+    accept_index: torch.Tensor,
+    accept_token_num: torch.Tensor,
+    candidates: torch.Tensor,
+    retrive_index: torch.Tensor,
+    retrive_next_token: torch.Tensor,
+    retrive_next_sibling: torch.Tensor,
+    target_predict: torch.Tensor,
+) -> None:
+    requests, nodes = candidates.shape
+    _verify_tree_greedy_kernel[(requests,)](
+        predicts,
+        accept_index,
+        accept_token_num,
+        candidates.contiguous(),
+        retrive_index.contiguous(),
+        retrive_next_token.contiguous(),
+        retrive_next_sibling.contiguous(),
+        target_predict.contiguous(),
+        accept_index.stride(0),
+        accept_index.stride(1),
+        accept_token_num.stride(0),
+        nodes,
+        requests * nodes,
+        accept_index.shape[1],
+        num_warps=1,
+    )
+
+
+@jit
+def _verify_tree_greedy_kernel(
+    predicts_ptr,  # [bs * n] int32
+    accept_index_ptr,  # [bs, S] int32
+    accept_token_num_ptr,  # [bs] int32
+    candidates_ptr,  # [bs, n] int
+    retrive_index_ptr,  # [bs, n] int
+    next_token_ptr,  # [bs, n] int
+    next_sibling_ptr,  # [bs, n] int
+    target_predict_ptr,  # [bs * n] int
+    accept_row_stride,
+    accept_stride,
+    num_stride,
+    nodes,
+    all_rows,
+    path_nodes,
+):
+    request = tl.program_id(0).to(tl.int64)
+    base = request * nodes
+    accept_index_ptr += request * accept_row_stride
+    accepted = 0
+    node = tl.full([], 0, tl.int64)
+    last = tl.load(retrive_index_ptr + base).to(tl.int64)
+    walking = (last >= 0) & (last < all_rows)
+    if walking:
+        tl.store(accept_index_ptr, last.to(accept_index_ptr.dtype.element_ty))
+    while walking:
+        wanted = tl.load(target_predict_ptr + last).to(tl.int64)
+        tl.store(predicts_ptr + last, wanted.to(predicts_ptr.dtype.element_ty))
+        child = tl.load(next_token_ptr + base + node).to(tl.int64)
+        row = last
+        visited = 0
+        found = False
+        searching = (accepted < path_nodes - 1) & (child >= 0) & (child < nodes)
+        while searching:
+            token = tl.load(candidates_ptr + base + child).to(tl.int64)
+            row = tl.load(retrive_index_ptr + base + child).to(tl.int64)
+            found = (token == wanted) & (wanted >= 0) & (row >= 0) & (row < all_rows)
+            visited += 1
+            node = child
+            child = tl.load(next_sibling_ptr + base + child).to(tl.int64)
+            searching = (found == 0) & (visited < nodes) & (child >= 0) & (child < nodes)
+        walking = found
+        if found:
+            accepted += 1
+            last = row
+            tl.store(accept_index_ptr + accepted * accept_stride, last.to(accept_index_ptr.dtype.element_ty))
+    tl.store(accept_token_num_ptr + request * num_stride, accepted.to(accept_token_num_ptr.dtype.element_ty))
