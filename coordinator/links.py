@@ -1,0 +1,320 @@
+"""The coordinator's ends of the worker streams: messages to protocol buffers and back, reader and writer apart.
+
+A link owns one long-lived bidirectional stream. Two ends that both write before they read would block each other, so
+on every link one task reads and one writes.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+
+import grpc
+import grpc.aio
+
+from outrider import rpc
+from outrider.coordinator.messages import (
+    Commit,
+    Growth,
+    SessionOpening,
+    SessionVerdict,
+    SpeculationMode,
+    TokenLogprobs,
+    TreeSubmission,
+    VerifyResult,
+)
+from outrider.errors import WorkerUnavailable
+from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+from outrider.wire import floats_from_bytes, split_by_counts, tokens_to_bytes
+
+logger = logging.getLogger(__name__)
+
+_MODES = {
+    SpeculationMode.ASYNC: common_pb2.SPECULATION_MODE_ASYNC,
+    SpeculationMode.SYNC: common_pb2.SPECULATION_MODE_SYNC,
+    SpeculationMode.OFF: common_pb2.SPECULATION_MODE_OFF,
+}
+
+
+def opening_to_proto(opening: SessionOpening) -> common_pb2.SessionOpen:
+    """The message that opens a session at a worker."""
+    return common_pb2.SessionOpen(
+        session_id=opening.session_id,
+        epoch=opening.epoch,
+        prompt=tokens_to_bytes(opening.prompt),
+        output=tokens_to_bytes(opening.output),
+        sampling=opening.sampling.to_proto(),
+        limits=common_pb2.SpeculationLimits(
+            mode=_MODES[opening.mode],
+            max_live_nodes=opening.max_live_nodes,
+            max_depth=opening.max_depth,
+            sync_nodes=opening.sync_nodes,
+        ),
+    )
+
+
+class _Link:
+    """What both links share: the channel, the two tasks, and one notice when the stream is lost."""
+
+    def __init__(self, address: str, *, on_lost: Callable[[str], None]) -> None:
+        self.address = address
+        self._channel = rpc.open_channel(address)
+        self._on_lost = on_lost
+        self._tasks: list[asyncio.Task[None]] = []
+        self._outgoing_ready = asyncio.Event()
+        self.is_lost = False
+
+    def _start(self, call: "grpc.aio.StreamStreamCall") -> None:
+        self._call = call
+        for work in (self._read(), self._write()):
+            self._tasks.append(asyncio.create_task(self._guard(work)))
+
+    async def _guard(self, work: Coroutine[None, None, None]) -> None:
+        try:
+            await work
+            reason = "the worker closed the stream"
+        except grpc.aio.AioRpcError as error:
+            reason = f"{error.code().name}: {error.details()}"
+        except asyncio.InvalidStateError as error:
+            reason = str(error)
+        except (ValueError, IndexError) as error:
+            reason = f"the worker sent a message whose columns do not fit: {error}"
+        self._lose(reason)
+
+    def _lose(self, reason: str) -> None:
+        if not self.is_lost:
+            self.is_lost = True
+            self._fail(reason)
+            self._on_lost(reason)
+
+    def _fail(self, reason: str) -> None:
+        """Answers whoever waits on this link."""
+
+    async def _read(self) -> None:
+        raise NotImplementedError
+
+    async def _write(self) -> None:
+        while True:
+            await self._outgoing_ready.wait()
+            self._outgoing_ready.clear()
+            for message in self._take_outgoing():
+                await self._call.write(message)
+
+    def _take_outgoing(self) -> Sequence[object]:
+        raise NotImplementedError
+
+    async def ready(self, *, timeout_s: float) -> None:
+        """Waits until the worker answers.
+
+        Raises:
+            WorkerUnavailable: it does not in time.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._channel.channel_ready()
+        except TimeoutError as error:
+            raise WorkerUnavailable(f"{self.address} did not answer within {timeout_s:g} s") from error
+
+    async def close(self) -> None:
+        """Ends the stream; the worker closes the sessions that came over it."""
+        self.is_lost = True
+        for task in self._tasks:
+            task.cancel()
+        self._call.cancel()
+        for task in self._tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        self._fail("the link was closed")
+        await self._channel.close(None)
+
+
+class TargetLink(_Link):
+    """The stream to one target worker."""
+
+    def __init__(self, address: str, *, incarnation: int, on_lost: Callable[[str], None]) -> None:
+        super().__init__(address, on_lost=on_lost)
+        self._incarnation = incarnation
+        self._step = 0
+        self._waiting: dict[int, asyncio.Future[VerifyResult]] = {}
+        self._outgoing: list[target_pb2.VerifyRequest] = []
+        self.load = common_pb2.WorkerLoad()
+        self._start(target_pb2_grpc.TargetServiceStub(self._channel).Verify())
+
+    def submit(
+        self, trees: Sequence[TreeSubmission], *, openings: Sequence[SessionOpening] = ()
+    ) -> "asyncio.Future[VerifyResult]":
+        """Sends a batch; the future gives its verdicts, or raises WorkerUnavailable when the stream is lost."""
+        self._step += 1
+        future: asyncio.Future[VerifyResult] = asyncio.get_running_loop().create_future()
+        if self.is_lost:
+            future.set_exception(WorkerUnavailable("the target worker's stream is lost"))
+            return future
+        batch = target_pb2.TreeBatch(
+            session_ids=[tree.session_id for tree in trees],
+            epochs=[tree.epoch for tree in trees],
+            lengths=[tree.length for tree in trees],
+            node_counts=[len(tree.tokens) for tree in trees],
+            tokens=[token for tree in trees for token in tree.tokens],
+            parents=[parent for tree in trees for parent in tree.parents],
+        )
+        opens = [opening_to_proto(opening) for opening in openings]
+        self._waiting[self._step] = future
+        self._send(target_pb2.VerifyRequest(step=self._step, opens=opens, trees=batch))
+        return future
+
+    def close_session(self, session_id: int, epoch: int) -> None:
+        """Frees a session at the worker, after the steps in flight."""
+        self._send(target_pb2.VerifyRequest(close_session_ids=[session_id], close_epochs=[epoch]))
+
+    def _send(self, request: target_pb2.VerifyRequest) -> None:
+        request.incarnation = self._incarnation
+        self._outgoing.append(request)
+        self._outgoing_ready.set()
+
+    def _take_outgoing(self) -> Sequence[target_pb2.VerifyRequest]:
+        outgoing, self._outgoing = self._outgoing, []
+        return outgoing
+
+    async def _read(self) -> None:
+        while (response := await self._call.read()) is not grpc.aio.EOF:
+            self.load = response.load
+            future = self._waiting.pop(response.step, None)
+            if future is not None and not future.done():
+                future.set_result(_verify_result(response))
+
+    def _fail(self, reason: str) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for future in waiting.values():
+            if not future.done():
+                future.set_exception(WorkerUnavailable(f"the target worker's stream is lost ({reason})"))
+
+
+def _verify_result(response: target_pb2.VerifyResponse) -> VerifyResult:
+    errors = {(error.session_id, error.epoch): error.message for error in response.errors}
+    logprobs = {entry.row: _logprobs(entry) for entry in response.logprobs}
+    verdicts = []
+    columns = zip(
+        response.session_ids,
+        response.epochs,
+        response.outcomes,
+        split_by_counts(response.accepted_counts),
+        split_by_counts(response.token_counts),
+        strict=True,
+    )
+    for row, (session_id, epoch, outcome, accepted, emitted) in enumerate(columns):
+        failed = outcome == target_pb2.OUTCOME_ERROR
+        verdicts.append(
+            SessionVerdict(
+                session_id=session_id,
+                epoch=epoch,
+                deferred=outcome == target_pb2.OUTCOME_DEFERRED,
+                error=errors.get((session_id, epoch), "the target worker gave no reason") if failed else None,
+                accepted_nodes=response.accepted_nodes[accepted],
+                token_ids=response.tokens[emitted],
+                logprobs=logprobs.get(row),
+            )
+        )
+    return VerifyResult(
+        step=response.step,
+        verdicts=verdicts,
+        step_ns=response.report.step_ns,
+        forward_ns=response.report.forward_ns,
+        step_tokens=response.report.tokens,
+    )
+
+
+def _logprobs(entry: target_pb2.Logprobs) -> TokenLogprobs:
+    token_logprobs = floats_from_bytes(entry.token_logprobs).tolist()
+    count = len(token_logprobs)
+    top = floats_from_bytes(entry.top_logprobs).reshape(count, entry.top_count).tolist()
+    ids = list(entry.top_token_ids)
+    rows = [ids[start : start + entry.top_count] for start in range(0, count * entry.top_count, entry.top_count or 1)]
+    return TokenLogprobs(token_logprobs=token_logprobs, top_token_ids=rows or [[]] * count, top_logprobs=top)
+
+
+class DraftLink(_Link):
+    """The stream to one draft worker. Nothing sent here is ever waited for."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        incarnation: int,
+        on_growth: Callable[[Growth], None],
+        on_error: Callable[[int, int, str], None],
+        on_lost: Callable[[str], None],
+    ) -> None:
+        super().__init__(address, on_lost=on_lost)
+        self._incarnation = incarnation
+        self._on_growth = on_growth
+        self._on_error = on_error
+        self._outgoing: draft_pb2.DraftCommands | None = None
+        self.load = common_pb2.WorkerLoad()
+        self.step_ns = 0.0
+        """Exponential average of the worker's step time."""
+        self._start(draft_pb2_grpc.DraftServiceStub(self._channel).Speculate())
+
+    def open_session(self, opening: SessionOpening) -> None:
+        """Asks the worker to grow this session's tree from now on."""
+        self._commands().opens.append(opening_to_proto(opening))
+
+    def commit(self, commit: Commit) -> None:
+        """Tells the worker what was committed. Commits made together leave as one message."""
+        batch = self._commands().commits
+        batch.session_ids.append(commit.session_id)
+        batch.epochs.append(commit.epoch)
+        batch.positions.append(commit.position)
+        batch.token_counts.append(len(commit.token_ids))
+        batch.tokens.extend(commit.token_ids)
+
+    def close_session(self, session_id: int, epoch: int) -> None:
+        """Frees a session at the worker."""
+        commands = self._commands()
+        commands.close_session_ids.append(session_id)
+        commands.close_epochs.append(epoch)
+
+    def _commands(self) -> draft_pb2.DraftCommands:
+        if self._outgoing is None:
+            self._outgoing = draft_pb2.DraftCommands(incarnation=self._incarnation)
+            self._outgoing_ready.set()
+        return self._outgoing
+
+    def _take_outgoing(self) -> Sequence[draft_pb2.DraftCommands]:
+        commands, self._outgoing = self._outgoing, None
+        return [] if commands is None else [commands]
+
+    async def _read(self) -> None:
+        while (message := await self._call.read()) is not grpc.aio.EOF:
+            self.load = message.load
+            if message.report.step_ns:
+                self.step_ns += (message.report.step_ns - self.step_ns) * (0.1 if self.step_ns else 1.0)
+            for error in message.errors:
+                self._on_error(error.session_id, error.epoch, error.message)
+            for growth in _growth(message):
+                self._on_growth(growth)
+
+
+def _growth(message: draft_pb2.DraftGrowth) -> list[Growth]:
+    acceptance = floats_from_bytes(message.acceptance).tolist()
+    node_ids, parents, tokens = list(message.node_ids), list(message.parents), list(message.tokens)
+    columns = zip(
+        message.session_ids,
+        message.epochs,
+        message.as_of,
+        split_by_counts(message.node_counts),
+        message.complete or [False] * len(message.session_ids),
+        strict=True,
+    )
+    return [
+        Growth(
+            session_id=session_id,
+            epoch=epoch,
+            as_of=as_of,
+            node_ids=node_ids[nodes],
+            parents=parents[nodes],
+            tokens=tokens[nodes],
+            acceptance=acceptance[nodes],
+            complete=complete,
+        )
+        for session_id, epoch, as_of, nodes, complete in columns
+    ]
