@@ -1,0 +1,297 @@
+"""Requests are taken with every default filled in, or refused with every wrong field named."""
+
+import math
+import random
+from collections.abc import Callable
+
+import grpc
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from outrider.coordinator.messages import SpeculationMode
+from outrider.coordinator.tokenizer import TextTokenizer
+from outrider.coordinator.validation import RequestLimits, RequestValidator
+from outrider.errors import InvalidRequest
+from outrider.rpc import status_of
+from outrider.v1 import common_pb2, generation_pb2
+
+EOS = 255
+MODEL = common_pb2.ModelInfo(name="tiny", vocab_size=256, max_model_len=64, eos_token_ids=[EOS])
+
+
+def tokenizer_of_bytes() -> TextTokenizer:
+    vocab = {char: rank for rank, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return TextTokenizer(tokenizer)
+
+
+TOKENIZER = tokenizer_of_bytes()
+VALIDATOR = RequestValidator(MODEL, TOKENIZER, RequestLimits(default_max_new_tokens=32, max_nodes=24, max_depth=8))
+
+
+def request_with(**fields: object) -> generation_pb2.GenerateRequest:
+    request = generation_pb2.GenerateRequest(text="hello")
+    if "token_ids" in fields:
+        request.token_ids.ids.extend(fields.pop("token_ids"))  # type: ignore[arg-type]
+    for name, value in fields.items():
+        if name in generation_pb2.SamplingParams.DESCRIPTOR.fields_by_name:
+            request.sampling_params.MergeFrom(generation_pb2.SamplingParams(**{name: value}))  # type: ignore[arg-type]
+        else:
+            request.MergeFrom(generation_pb2.GenerateRequest(**{name: value}))  # type: ignore[arg-type]
+    return request
+
+
+def violations(request: generation_pb2.GenerateRequest, validator: RequestValidator = VALIDATOR) -> dict[str, str]:
+    with pytest.raises(InvalidRequest) as caught:
+        validator.check(request)
+    return {violation.field: violation.description for violation in caught.value.violations}
+
+
+def test_defaults() -> None:
+    generation, streams = VALIDATOR.check(generation_pb2.GenerateRequest(text="hello"))
+    sampling = generation.sampling
+    assert list(generation.prompt_token_ids) == TOKENIZER.encode("hello")
+    assert (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) == (0.0, 0, 1.0, 0.0)
+    assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.0, 0.0, 0.0)
+    assert (sampling.max_new_tokens, sampling.min_new_tokens, sampling.logprobs) == (32, 0, None)
+    assert sampling.stop_token_ids == (EOS,)
+    assert (generation.mode, generation.max_nodes, generation.max_depth) == (SpeculationMode.ASYNC, 24, 8)
+    assert (generation.n, len(streams), generation.trace, dict(generation.received)) == (1, 1, False, {})
+
+
+def test_every_parameter_arrives() -> None:
+    request = request_with(
+        token_ids=[1, 2],
+        temperature=0.5,
+        top_p=0.75,
+        top_k=7,
+        min_p=0.25,
+        repetition_penalty=1.5,
+        presence_penalty=-1.0,
+        frequency_penalty=2.0,
+        logit_bias={3: -100.0, 4: 100.0},
+        allowed_token_ids=[9, 8, 9],
+        seed=2**64 - 1,
+        max_new_tokens=62,
+        min_new_tokens=5,
+        stop=["x", "y"],
+        stop_token_ids=[9, EOS],
+        ignore_eos=True,
+        n=3,
+        logprobs=0,
+        speculation={"mode": 2, "max_nodes": 3, "max_depth": 2},
+        request_id="a-b_c.d:9",
+        trace=True,
+    )
+    generation, streams = VALIDATOR.check(request)
+    sampling = generation.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.5, 0.75, 7, 0.25)
+    assert (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty) == (1.5, -1.0, 2.0)
+    assert dict(sampling.logit_bias) == {3: -100.0, 4: 100.0}
+    assert (sampling.allowed_token_ids, sampling.stop_token_ids) == ((9, 8), (9, EOS))
+    assert (sampling.seed, sampling.max_new_tokens, sampling.min_new_tokens) == (2**64 - 1, 62, 5)
+    assert (sampling.logprobs, generation.stop, generation.n, len(streams)) == (0, ("x", "y"), 3, 3)
+    assert (generation.mode, generation.max_nodes, generation.max_depth) == (SpeculationMode.SYNC, 3, 2)
+    assert (generation.request_id, generation.trace) == ("a-b_c.d:9", True)
+    assert len({id(stream) for stream in streams}) == 3
+
+
+def test_end_of_sequence_stops_unless_ignored() -> None:
+    assert VALIDATOR.check(request_with(stop_token_ids=[1]))[0].sampling.stop_token_ids == (1, EOS)
+    assert VALIDATOR.check(request_with(ignore_eos=True))[0].sampling.stop_token_ids == ()
+
+
+def test_drawn_seeds_differ_and_a_known_one_is_kept() -> None:
+    seeds = {VALIDATOR.check(request_with())[0].sampling.seed for _ in range(5)}
+    assert len(seeds) == 5
+    assert VALIDATOR.check(request_with(), known_seed=77)[0].sampling.seed == 77
+    assert VALIDATOR.check(request_with(seed=0), known_seed=77)[0].sampling.seed == 0
+
+
+def test_default_output_limit_is_cut_to_the_room_but_a_given_one_is_not() -> None:
+    assert VALIDATOR.check(request_with(token_ids=[1] * 60))[0].sampling.max_new_tokens == 4
+    assert VALIDATOR.check(request_with(token_ids=[1] * 63))[0].sampling.max_new_tokens == 1
+    message = violations(request_with(token_ids=[1] * 60, max_new_tokens=5))["sampling_params.max_new_tokens"]
+    assert all(number in message for number in ("60", "5", "65", "64", "at most 4"))
+    assert VALIDATOR.check(request_with(token_ids=[1] * 60, max_new_tokens=4))[0].sampling.max_new_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "words"),
+    [
+        ({"text": ""}, "text", "empty"),
+        ({"text": "x" * 64}, "text", "64 tokens"),
+        ({"text": "x" * 1000}, "text", "shorten"),
+        ({"token_ids": []}, "token_ids.ids", "empty"),
+        ({"token_ids": [1] * 64}, "token_ids.ids", "at most 63"),
+        ({"token_ids": [1, 256]}, "token_ids.ids[1]", "token id 256 is outside the vocabulary: give 0 to 255"),
+        ({"token_ids": [2**32 - 1]}, "token_ids.ids[0]", "4294967295"),
+        ({"temperature": math.nan}, "sampling_params.temperature", "nan given"),
+        ({"temperature": math.inf}, "sampling_params.temperature", "inf given"),
+        ({"temperature": -0.5}, "sampling_params.temperature", "-0.5 given"),
+        ({"top_p": 1.5}, "sampling_params.top_p", "1.5 given, more than 0 and at most 1"),
+        ({"top_p": 0.0}, "sampling_params.top_p", "0 given"),
+        ({"top_p": math.nan}, "sampling_params.top_p", "nan"),
+        ({"top_k": -2}, "sampling_params.top_k", "-2 given"),
+        ({"min_p": 1.01}, "sampling_params.min_p", "1.01"),
+        ({"min_p": -0.1}, "sampling_params.min_p", "-0.1"),
+        ({"repetition_penalty": 0.0}, "sampling_params.repetition_penalty", "more than 0"),
+        ({"repetition_penalty": 2.5}, "sampling_params.repetition_penalty", "2.5"),
+        ({"presence_penalty": 2.1}, "sampling_params.presence_penalty", "-2 to 2"),
+        ({"frequency_penalty": -math.inf}, "sampling_params.frequency_penalty", "-inf"),
+        ({"logit_bias": {256: 1.0}}, "sampling_params.logit_bias[256]", "0 to 255"),
+        ({"logit_bias": {1: math.nan}}, "sampling_params.logit_bias[1]", "finite"),
+        ({"logit_bias": {1: -101.0}}, "sampling_params.logit_bias[1]", "-101"),
+        ({"allowed_token_ids": [3, 300]}, "sampling_params.allowed_token_ids[1]", "300"),
+        ({"stop_token_ids": [256]}, "sampling_params.stop_token_ids[0]", "256"),
+        ({"stop": ["ok", ""]}, "sampling_params.stop[1]", "empty"),
+        ({"stop": ["é" * 129]}, "sampling_params.stop[0]", "258 bytes"),
+        ({"stop": ["x"] * 17}, "sampling_params.stop", "17 strings"),
+        ({"n": 0}, "sampling_params.n", "1 to 16"),
+        ({"n": 17}, "sampling_params.n", "17 given"),
+        ({"logprobs": 21}, "sampling_params.logprobs", "0 to 20"),
+        ({"max_new_tokens": 0}, "sampling_params.max_new_tokens", "1 or more"),
+        ({"max_new_tokens": 2**32 - 1}, "sampling_params.max_new_tokens", "at most 59"),
+        ({"max_new_tokens": 4, "min_new_tokens": 5}, "sampling_params.min_new_tokens", "more than max_new_tokens (4)"),
+        ({"allowed_token_ids": [EOS], "min_new_tokens": 1}, "sampling_params.allowed_token_ids", "only stop tokens"),
+        ({"speculation": {"mode": 9}}, "speculation.mode", "9 given"),
+        ({"speculation": {"max_nodes": 25}}, "speculation.max_nodes", "1 to 24"),
+        ({"speculation": {"max_nodes": 0}}, "speculation.max_nodes", "0 given"),
+        ({"speculation": {"max_depth": 9}}, "speculation.max_depth", "1 to 8"),
+        ({"request_id": "x" * 129}, "request_id", "129 characters"),
+        ({"request_id": "two words"}, "request_id", "letters"),
+        ({"request_id": "zeile\n"}, "request_id", "letters"),
+        ({"received": [{"index": 1, "token_ids": [1]}]}, "received[0].index", "1 choices"),
+        ({"received": [{"index": 0}, {"index": 0}]}, "received[1].index", "twice"),
+        ({"received": [{"token_ids": [256]}]}, "received[0].token_ids[0]", "outside"),
+        ({"received": [{"token_ids": [1] * 33, "text_bytes": 33}]}, "received[0].token_ids", "max_new_tokens is 32"),
+        ({"received": [{"token_ids": TOKENIZER.encode("abc"), "text_bytes": 2}]}, "received[0].text_bytes", "has 3"),
+        ({"received": [{"token_ids": [EOS, 1]}]}, "received[0].token_ids", "ended after 1 of these 2"),
+        (
+            {"received": [{"token_ids": TOKENIZER.encode("abc")}], "stop": ["b"]},
+            "received[0].token_ids",
+            "ended after 2",
+        ),
+        ({"received": [{"token_ids": [1], "text_bytes": 1}], "temperature": 1.0}, "sampling_params.seed", "Started"),
+    ],
+)
+def test_violation(fields: dict[str, object], field: str, words: str) -> None:
+    found = violations(request_with(**fields))
+    assert list(found) == [field]
+    assert words in found[field]
+
+
+def test_prompt_is_missing() -> None:
+    assert violations(generation_pb2.GenerateRequest()) == {"prompt": "missing: give text or token_ids"}
+
+
+def test_without_tokenizer_text_and_stop_strings_are_refused() -> None:
+    validator = RequestValidator(MODEL, None)
+    found = violations(request_with(text="hello", stop=["x"]), validator)
+    assert "no tokenizer" in found["text"]
+    assert "stop_token_ids" in found["sampling_params.stop"]
+    assert validator.check(request_with(token_ids=[1]))[1][0].push([5]).text == ""
+
+
+def test_all_wrong_fields_are_named_at_once_and_fit_into_a_status() -> None:
+    request = request_with(
+        token_ids=[300],
+        temperature=math.nan,
+        top_p=1.5,
+        top_k=-7,
+        min_p=2.0,
+        repetition_penalty=-1.0,
+        presence_penalty=9.0,
+        frequency_penalty=math.inf,
+        logit_bias={256: math.inf},
+        allowed_token_ids=[400],
+        max_new_tokens=4000,
+        min_new_tokens=4001,
+        stop=[""],
+        stop_token_ids=[500],
+        n=99,
+        logprobs=99,
+        speculation={"mode": 7, "max_nodes": 1000, "max_depth": 1000},
+        request_id="a b",
+        received=[{"index": 99}],
+    )
+    found = violations(request)
+    assert len(found) == 21
+    assert "request" not in found
+    with pytest.raises(InvalidRequest) as caught:
+        VALIDATOR.check(request)
+    assert status_size(caught.value) < 8000
+
+
+def status_size(error: InvalidRequest) -> int:
+    status = status_of(error)
+    return len(status.message) + len(status.SerializeToString()) * 4 // 3
+
+
+def test_endless_violations_are_counted() -> None:
+    found = violations(request_with(token_ids=[999] * 50))
+    assert found["token_ids.ids"] == "47 more token ids outside the vocabulary"
+    request = request_with(received=[{"index": index, "token_ids": [999] * 5} for index in range(1, 200)])
+    with pytest.raises(InvalidRequest) as caught:
+        VALIDATOR.check(request)
+    assert "more fields are wrong" in caught.value.violations[-1].description
+    assert status_size(caught.value) < 8192
+    assert status_of(caught.value).code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+
+
+def with_bytes(request: generation_pb2.GenerateRequest, more: bytes) -> generation_pb2.GenerateRequest:
+    return generation_pb2.GenerateRequest.FromString(request.SerializeToString() + more)
+
+
+def test_unknown_fields_are_named_at_any_depth() -> None:
+    # Field 100 (varint 1) at the top; field 99 in sampling_params (4); field 77 in received (6).
+    found = violations(with_bytes(request_with(), b"\xa0\x06\x01" + b"\x22\x03\x98\x06\x01" + b"\x32\x03\xe8\x04\x01"))
+    assert set(found) == {"100", "sampling_params.99", "received[0].77"}
+    assert "outrider.v1.SamplingParams has no field 99" in found["sampling_params.99"]
+
+
+def test_resume_is_taken() -> None:
+    stop_at_b = {"token_ids": TOKENIZER.encode("ab"), "text_bytes": 1}
+    request = request_with(received=[stop_at_b, {"index": 2, "token_ids": [EOS]}], stop=["b"], n=3, seed=1)
+    generation, streams = VALIDATOR.check(request)
+    assert dict(generation.received) == {0: tuple(TOKENIZER.encode("ab")), 2: (EOS,)}
+    # The streams are fresh: the scheduler pushes what was received.
+    assert [stream.text_bytes for stream in streams] == [0, 0, 0]
+
+
+def test_resume_counts_text_that_was_held_back() -> None:
+    smile = TOKENIZER.encode("🙂")
+    unfinished = request_with(received=[{"token_ids": smile[:2], "text_bytes": 0}], seed=1)
+    assert VALIDATOR.check(unfinished)[0].received
+    ended = request_with(received=[{"token_ids": smile[:2], "text_bytes": 3}], seed=1, max_new_tokens=2)
+    assert VALIDATOR.check(ended)[0].received
+
+
+def test_random_requests_are_taken_or_refused_and_nothing_else() -> None:
+    generator = random.Random(5)
+    numbers = [0.0, 1.0, -1.0, 2.0, 0.3, math.nan, math.inf, -math.inf, 1e30, 1e-40]
+    wholes = [0, 1, 5, 16, 64, 255, 256, 2**31 - 1, 2**32 - 1]
+    choices: dict[str, Callable[[], object]] = {
+        **dict.fromkeys(
+            ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"],
+            lambda: generator.choice(numbers),
+        ),
+        **dict.fromkeys(["max_new_tokens", "min_new_tokens", "n", "logprobs"], lambda: generator.choice(wholes)),
+        **dict.fromkeys(["token_ids", "stop_token_ids", "allowed_token_ids"], lambda: generator.choices(wholes, k=3)),
+        "logit_bias": lambda: {generator.choice(wholes): generator.choice(numbers)},
+        "stop": lambda: generator.choices(["", "x", "y" * 300], k=2),
+    }
+    taken = 0
+    for _ in range(400):
+        names = generator.sample(sorted(choices), k=generator.randint(1, 4))
+        try:
+            generation, _ = VALIDATOR.check(request_with(**{name: choices[name]() for name in names}))
+        except InvalidRequest as error:
+            assert error.violations
+        else:
+            taken += 1
+            assert generation.sampling.max_new_tokens + len(generation.prompt_token_ids) <= MODEL.max_model_len
+            assert all(math.isfinite(value) for value in generation.sampling.logit_bias.values())
+    assert 40 < taken < 360
