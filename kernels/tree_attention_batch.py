@@ -127,68 +127,87 @@ class CpuPlan:
     covers_all_rows: bool
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _HostArrays:
+    """The batch's tensors as numpy arrays over the same memory, with the masks unpacked to one bool per key."""
+
+    slot_table: np.ndarray
+    prefix_len: np.ndarray
+    tree_start: list[int]
+    tree_bits: np.ndarray
+    positions: np.ndarray | None
+    slot_positions: np.ndarray | None
+    num_slots: int
+    sliding_window: int
+
+
 def _plan_cpu(batch: TreeAttentionBatch, num_slots: int, sliding_window: int) -> CpuPlan:
-    query_start = batch.query_start.tolist()
-    rows = batch.prefix_len.shape[0]
     words = np.ascontiguousarray(batch.tree_mask.numpy())
-    bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little").view(np.bool_)
+    windowed = sliding_window > 0
+    assert not windowed or (batch.positions is not None and batch.slot_positions is not None)
+    arrays = _HostArrays(
+        slot_table=batch.slot_table.numpy(),
+        prefix_len=batch.prefix_len.numpy(),
+        tree_start=batch.tree_start.tolist(),
+        tree_bits=np.unpackbits(words.view(np.uint8), axis=1, bitorder="little").view(np.bool_),
+        positions=None if batch.positions is None else batch.positions.numpy(),
+        slot_positions=None if batch.slot_positions is None else batch.slot_positions.numpy(),
+        num_slots=num_slots,
+        sliding_window=sliding_window,
+    )
+    rows = arrays.prefix_len.shape[0]
+    starts = [min(max(start, 0), rows) for start in batch.query_start.tolist()]
     sessions = []
-    covered = 0
     for session, key_len in enumerate(batch.key_len.tolist()):
-        begin, end = min(query_start[session], rows), min(query_start[session + 1], rows)
-        if end <= begin or key_len <= 0:
-            continue
-        covered += end - begin
-        sessions.append(_plan_session(batch, session, begin, end, min(key_len, batch.slot_table.shape[1]), bits,
-                                      num_slots, sliding_window))  # fmt: skip
+        begin, end = starts[session], starts[session + 1]
+        keys = min(key_len, arrays.slot_table.shape[1])
+        if end > begin and keys > 0:
+            sessions.append(_plan_session(arrays, session, slice(begin, end), keys))
+    covered = sum(session.row_end - session.row_begin for session in sessions)
     return CpuPlan(sessions=tuple(sessions), covers_all_rows=covered == rows)
 
 
-def _plan_session(
-    batch: TreeAttentionBatch,
-    session: int,
-    begin: int,
-    end: int,
-    key_len: int,
-    bits: np.ndarray,
-    num_slots: int,
-    sliding_window: int,
-) -> SessionPlan:
-    prefix_len = batch.prefix_len.numpy()[begin:end]
-    tree_start = int(batch.tree_start[session])
-    slot_row = batch.slot_table[session, :key_len]
-    slots = slot_row.numpy()
-    inside = (slots >= 0) & (slots < num_slots)
-    plain = sliding_window <= 0 and bool(inside.all())
-    # Without a window, what every row sees needs no mask; with one, any key may be hidden.
-    mask_begin = max(min(int(prefix_len.min()), key_len), 0) if plain else 0
-    visible = np.arange(mask_begin, key_len) < prefix_len[:, None]
-    first = max(tree_start, mask_begin)
-    last = min(key_len, tree_start + bits.shape[1])
-    if last > first:
-        visible[:, first - mask_begin : last - mask_begin] |= bits[begin:end, first - tree_start : last - tree_start]
-    if not plain:
-        visible &= inside
-        slots = np.where(inside, slots, 0).astype(np.int32)
-        slot_row = torch.from_numpy(slots)
-    if sliding_window > 0:
-        assert batch.positions is not None and batch.slot_positions is not None
-        distance = batch.positions.numpy()[begin:end, None] - batch.slot_positions.numpy()[slots]
-        visible &= distance < sliding_window
-    consecutive = bool((np.diff(slots) == 1).all())
-    all_visible = bool(visible.all())
-    seen = visible.any(axis=1) if mask_begin == 0 else None
+def _plan_session(arrays: _HostArrays, session: int, rows: slice, keys: int) -> SessionPlan:
+    slots = arrays.slot_table[session, :keys]
+    lowest, highest = int(slots.min()), int(slots.max())
+    inside = lowest >= 0 and highest < arrays.num_slots
+    # What every row sees needs no mask; with a window or slots out of range any key may be hidden.
+    mask_begin = 0
+    if inside and arrays.sliding_window <= 0:
+        mask_begin = min(max(int(arrays.prefix_len[rows].min()), 0), keys)
+    visible = _visible(arrays, session, rows, mask_begin, keys)
+    if not inside:
+        in_range = (slots >= 0) & (slots < arrays.num_slots)
+        visible &= in_range
+        slots = np.where(in_range, slots, 0).astype(np.int32)
+    if arrays.sliding_window > 0 and arrays.positions is not None and arrays.slot_positions is not None:
+        visible &= arrays.positions[rows, None] - arrays.slot_positions[slots] < arrays.sliding_window
+    consecutive = highest - lowest == keys - 1 and bool((np.diff(slots) == 1).all())
+    blank = ~visible.any(axis=1) if mask_begin == 0 else np.zeros(1, dtype=np.bool_)
     return SessionPlan(
-        row_begin=begin,
-        row_end=end,
-        slots=None if consecutive else slot_row,
+        row_begin=rows.start,
+        row_end=rows.stop,
+        slots=None if consecutive else torch.from_numpy(slots),
         slot_begin=int(slots[0]),
-        key_count=key_len,
-        mask=None if all_visible else _additive(visible),
+        key_count=keys,
+        mask=None if visible.all() else _additive(visible),
         mask_begin=mask_begin,
-        blank=None if seen is None or bool(seen.all()) else torch.from_numpy(~seen)[:, None, None],
+        blank=torch.from_numpy(blank)[:, None, None] if blank.any() else None,
     )
 
 
+def _visible(arrays: _HostArrays, session: int, rows: slice, first_key: int, keys: int) -> np.ndarray:
+    """Which keys from `first_key` on the rows see by prefix or tree mask, [rows, keys - first_key] bool."""
+    visible = np.arange(first_key, keys) < arrays.prefix_len[rows, None]
+    tree_start = arrays.tree_start[session]
+    begin = max(tree_start, first_key)
+    end = min(keys, tree_start + arrays.tree_bits.shape[1])
+    if end > begin:
+        bits = arrays.tree_bits[rows, begin - tree_start : end - tree_start]
+        visible[:, begin - first_key : end - first_key] |= bits
+    return visible
+
+
 def _additive(visible: np.ndarray) -> torch.Tensor:
+    """[rows, 1, keys] float32: 0 where visible, -inf elsewhere."""
     return torch.from_numpy(np.where(visible, np.float32(0), np.float32(-np.inf)))[:, None, :]
