@@ -20,7 +20,7 @@ class CoordinatorConfig:
         default_max_new_tokens: output limit of a request that names none.
         max_running_sessions: choices that are generated at a time; further requests wait.
         max_queue: requests that may wait; more are refused with RESOURCE_EXHAUSTED.
-        max_buffered_events: events that a slow reader may leave unread before its request is ended.
+        max_buffered_events: events that a slow reader may leave unread before its request rests until it reads on.
         max_nodes: most nodes verified for a choice in one step, and the default of a request.
         max_depth: deepest node of a tree, and the default of a request.
         max_live_nodes: most nodes that a draft may hold for a choice.

@@ -53,6 +53,17 @@ class RequestLimits:
     max_depth: int = 8
 
 
+def check_known_fields(request: Message) -> None:
+    """For requests of which nothing else can be wrong.
+
+    Raises:
+        InvalidRequest: the request holds fields that this protocol does not have.
+    """
+    violations = [FieldViolation(path, description) for path, description in _unknown_fields(request, "")]
+    if violations:
+        raise InvalidRequest(_fitting(violations))
+
+
 class RequestValidator:
     """Checks requests against one model.
 
@@ -70,18 +81,23 @@ class RequestValidator:
         self._limits = limits or RequestLimits()
 
     def check(
-        self, request: generation_pb2.GenerateRequest, *, known_seed: int | None = None
+        self,
+        request: generation_pb2.GenerateRequest,
+        *,
+        request_id: str | None = None,
+        known_seed: int | None = None,
     ) -> tuple[GenerationRequest, list[TextStream]]:
         """The request with every default filled in, and a fresh text stream for each choice.
 
         Args:
+            request_id: made by the server, for a request that names none.
             known_seed: of the live request with the same id, for a resume that names none.
 
         Raises:
             InvalidRequest: names every field that is wrong, and what to change.
         """
         check = _Check(request, self._model, self._tokenizer, self._limits)
-        generation = check.run(known_seed)
+        generation = check.run(request.request_id or request_id or "", known_seed)
         if check.violations:
             raise InvalidRequest(_fitting(check.violations))
         return generation, check.text_streams(generation)
@@ -104,7 +120,7 @@ class _Check:
         self._limits = limits
         self.violations: list[FieldViolation] = []
 
-    def run(self, known_seed: int | None) -> GenerationRequest:
+    def run(self, request_id: str, known_seed: int | None) -> GenerationRequest:
         """The request, meaningful only if there are no violations."""
         request = self._request
         unknown = list(_unknown_fields(request, ""))
@@ -117,7 +133,7 @@ class _Check:
         stop = self._stop()
         mode, max_nodes, max_depth = self._speculation()
         generation = GenerationRequest(
-            request_id=request.request_id,
+            request_id=request_id,
             prompt_token_ids=tuple(prompt),
             sampling=sampling,
             stop=stop,

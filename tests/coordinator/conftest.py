@@ -1,0 +1,217 @@
+"""A fake model and fake workers: the scheduler's loop without gRPC, torch or time to waste."""
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from outrider.coordinator.config import CoordinatorConfig
+from outrider.coordinator.messages import (
+    Commit,
+    GenerationRequest,
+    GenerationResult,
+    Growth,
+    SessionOpening,
+    SessionVerdict,
+    TokenDelta,
+    TreeSubmission,
+    VerifyResult,
+)
+from outrider.coordinator.scheduler import Scheduler
+from outrider.coordinator.text_stream import TextStream
+from outrider.errors import WorkerUnavailable
+from outrider.sampling import SamplingSpec
+from outrider.v1 import registry_pb2
+
+VOCABULARY = 50
+
+
+def next_token(token_ids: Sequence[int]) -> int:
+    """The fake target's choice: any fixed function of the prefix will do."""
+    return (token_ids[-1] * 7 + len(token_ids) * 3 + token_ids[0]) % VOCABULARY
+
+
+def expected_output(prompt: Sequence[int], sampling: SamplingSpec) -> list[int]:
+    token_ids = list(prompt)
+    while len(token_ids) - len(prompt) < sampling.max_new_tokens:
+        token_ids.append(next_token(token_ids))
+        if token_ids[-1] in sampling.stop_token_ids:
+            break
+    return token_ids[len(prompt) :]
+
+
+class FakeTarget:
+    """Verifies with `next_token`, commits by its own result, and remembers what it was sent."""
+
+    def __init__(self, *, step_s: float = 0.0, defer_first: bool = False) -> None:
+        self.step_s = step_s
+        self.defer_first = defer_first
+        self.sessions: dict[int, tuple[int, list[int], int, SamplingSpec]] = {}
+        self.closed: list[tuple[int, int]] = []
+        self.batches: list[Sequence[TreeSubmission]] = []
+        self.fail_sessions: set[int] = set()
+        self.is_lost = False
+
+    def submit(
+        self, trees: Sequence[TreeSubmission], *, openings: Sequence[SessionOpening] = ()
+    ) -> "asyncio.Future[VerifyResult]":
+        self.batches.append(trees)
+        for opening in openings:
+            tokens = [*opening.prompt, *opening.output]
+            self.sessions[opening.session_id] = (opening.epoch, tokens, len(opening.prompt), opening.sampling)
+        return asyncio.ensure_future(self._step(trees))
+
+    async def _step(self, trees: Sequence[TreeSubmission]) -> VerifyResult:
+        await asyncio.sleep(self.step_s)
+        if self.is_lost:
+            raise WorkerUnavailable("the fake target was lost")
+        deferred, self.defer_first = self.defer_first, False
+        verdicts = [self._verdict(tree, deferred=deferred) for tree in trees]
+        rows = sum(1 + len(tree.tokens) for tree in trees)
+        return VerifyResult(step=len(self.batches), verdicts=verdicts, step_ns=1000, forward_ns=900, step_tokens=rows)
+
+    def _verdict(self, tree: TreeSubmission, *, deferred: bool) -> SessionVerdict:
+        epoch, tokens, prompt_length, sampling = self.sessions[tree.session_id]
+        assert (epoch, len(tokens)) == (tree.epoch, tree.length)
+        if tree.session_id in self.fail_sessions:
+            self.fail_sessions.discard(tree.session_id)
+            return SessionVerdict(session_id=tree.session_id, epoch=epoch, error="the fake target forgot it")
+        if deferred:
+            return SessionVerdict(session_id=tree.session_id, epoch=epoch, deferred=True)
+        emitted: list[int] = []
+        accepted: list[int] = []
+        node: int | None = 0
+        while node is not None:
+            token = next_token(tokens)
+            tokens.append(token)
+            emitted.append(token)
+            matches = [
+                number
+                for number, (child, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True), start=1)
+                if parent == node and child == token
+            ]
+            node = matches[0] if matches else None
+            if node is not None:
+                accepted.append(node)
+            if token in sampling.stop_token_ids or len(tokens) - prompt_length == sampling.max_new_tokens:
+                break
+        return SessionVerdict(session_id=tree.session_id, epoch=epoch, accepted_nodes=accepted, token_ids=emitted)
+
+    def close_session(self, session_id: int, epoch: int) -> None:
+        self.closed.append((session_id, epoch))
+        self.sessions.pop(session_id, None)
+
+
+class FakeDraft:
+    """Grows guesses of which a given share is right; growth reaches the scheduler after a random delay."""
+
+    def __init__(self, *, accuracy: float, delay_s: float, seed: int = 0) -> None:
+        self.step_ns = 1e6
+        self.accuracy = accuracy
+        self.delay_s = delay_s
+        self.random = random.Random(seed)
+        self.sessions: dict[int, tuple[int, list[int]]] = {}
+        self.closed: list[tuple[int, int]] = []
+        self.deliver: Callable[[Growth], None] = lambda growth: None
+        self._ids = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def open_session(self, opening: SessionOpening) -> None:
+        self.sessions[opening.session_id] = (opening.epoch, [*opening.prompt, *opening.output])
+        self._grow_later(opening.session_id)
+
+    def commit(self, commit: Commit) -> None:
+        epoch, tokens = self.sessions[commit.session_id]
+        assert (epoch, len(tokens)) == (commit.epoch, commit.position)
+        tokens.extend(commit.token_ids)
+        self._grow_later(commit.session_id)
+
+    def close_session(self, session_id: int, epoch: int) -> None:
+        self.closed.append((session_id, epoch))
+        self.sessions.pop(session_id, None)
+
+    def _grow_later(self, session_id: int) -> None:
+        epoch, tokens = self.sessions[session_id]
+        task = asyncio.create_task(self._grow(session_id, epoch, list(tokens)))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _grow(self, session_id: int, epoch: int, tokens: list[int]) -> None:
+        as_of, parent = len(tokens), 0
+        columns: list[tuple[int, int, int, float]] = []
+        for _ in range(6):
+            right = next_token(tokens)
+            guess = right if self.random.random() < self.accuracy else (right + 1) % VOCABULARY
+            for token in (guess, (guess + 5) % VOCABULARY):
+                self._ids += 1
+                columns.append((self._ids, parent, token, 0.7 if token == guess else 0.1))
+            parent = columns[-2][0]
+            tokens.append(guess)
+        await asyncio.sleep(self.random.random() * self.delay_s)
+        node_ids, parents, token_ids, acceptance = zip(*columns, strict=True)
+        self.deliver(
+            Growth(
+                session_id=session_id,
+                epoch=epoch,
+                as_of=as_of,
+                node_ids=node_ids,
+                parents=parents,
+                tokens=token_ids,
+                acceptance=acceptance,
+                complete=True,
+            )
+        )
+
+
+class Bench:
+    """A scheduler with fake workers around it."""
+
+    def __init__(self, **config: object) -> None:
+        self.scheduler = Scheduler(CoordinatorConfig(port=0, **config))  # type: ignore[arg-type]
+        self.limits = registry_pb2.WorkerLimits(max_sessions=8, max_tree_nodes=64, max_step_tokens=256)
+
+    def add_target(self, name: str = "target", **options: object) -> FakeTarget:
+        target = FakeTarget(**options)  # type: ignore[arg-type]
+        self.scheduler.add_target(name, target, self.limits)  # type: ignore[arg-type]
+        return target
+
+    def add_draft(self, name: str = "draft", *, accuracy: float = 0.8, delay_s: float = 0.002) -> FakeDraft:
+        draft = FakeDraft(accuracy=accuracy, delay_s=delay_s)
+        draft.deliver = lambda growth: self.scheduler.take_growth(name, growth)
+        self.scheduler.add_draft(name, draft, self.limits)  # type: ignore[arg-type]
+        return draft
+
+    async def generate(self, request: GenerationRequest) -> tuple[list[list[int]], GenerationResult]:
+        """Output tokens per choice, and the result."""
+        streams = [TextStream(None) for _ in range(request.n)]
+        generation = self.scheduler.submit(request, streams)
+        outputs: list[list[int]] = [list(request.received.get(index, ())) for index in range(request.n)]
+        result = None
+        try:
+            async for event in generation:
+                if isinstance(event, TokenDelta):
+                    assert event.offset == len(outputs[event.index])
+                    outputs[event.index].extend(event.token_ids)
+                elif isinstance(event, GenerationResult):
+                    assert result is None
+                    result = event
+        finally:
+            generation.cancel()
+        assert result is not None
+        return outputs, result
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+@pytest.fixture
+def make_bench() -> type[Bench]:
+    return Bench
+
+
+@pytest.fixture
+def expect_output() -> Callable[[Sequence[int], SamplingSpec], list[int]]:
+    return expected_output

@@ -1,0 +1,133 @@
+import random
+
+import pytest
+
+from outrider.coordinator.messages import Growth
+from outrider.coordinator.mirror import MirrorTree
+
+
+def make_growth(as_of, nodes, *, complete=False) -> Growth:
+    node_ids, parents, tokens = zip(*nodes, strict=True)
+    return Growth(
+        session_id=1,
+        epoch=1,
+        as_of=as_of,
+        node_ids=node_ids,
+        parents=parents,
+        tokens=tokens,
+        acceptance=[0.5] * len(nodes),
+        complete=complete,
+    )
+
+
+def paths(mirror: MirrorTree) -> set[tuple[int, ...]]:
+    found = set()
+
+    def descend(node, path):
+        for child in node.children.values():
+            found.add((*path, child.token))
+            descend(child, (*path, child.token))
+
+    descend(mirror.tree.root, ())
+    return found
+
+
+def commit(mirror: MirrorTree, token_ids: list[int], new: list[int]) -> None:
+    token_ids.extend(new)
+    mirror.commit(new)
+
+
+def test_growth_of_two_workers_merges_by_parent_and_token():
+    mirror = MirrorTree([9])
+    assert mirror.graft("a", make_growth(1, [(1, 0, 5), (2, 1, 6)])) == 2
+    assert mirror.graft("b", make_growth(1, [(1, 0, 5), (2, 1, 7)])) == 2
+    assert paths(mirror) == {(5,), (5, 6), (5, 7)}
+    assert mirror.tree.size == 3
+
+
+def test_late_growth_descends_through_committed_tokens():
+    token_ids = [9]
+    mirror = MirrorTree(token_ids)
+    mirror.graft("a", make_growth(1, [(1, 0, 5), (2, 0, 4)]))
+    commit(mirror, token_ids, [5, 6])
+    # Made before the draft knew of the commit: one branch leads through 5 and 6, the others are dead.
+    late = make_growth(1, [(3, 1, 6), (4, 3, 7), (5, 1, 8), (6, 2, 6), (7, 4, 1)])
+    assert mirror.graft("a", late) == 3
+    assert paths(mirror) == {(7,), (7, 1)}
+    # Ids of committed nodes serve until as_of has passed them.
+    assert mirror.graft("a", make_growth(1, [(8, 3, 2)])) == 1
+    assert paths(mirror) == {(7,), (7, 1), (2,)}
+    assert mirror.graft("a", make_growth(3, [(9, 0, 3)])) == 1
+    assert mirror.graft("a", make_growth(3, [(10, 3, 4)])) == 0
+
+
+def test_growth_for_the_root_at_an_older_length():
+    token_ids = [9]
+    mirror = MirrorTree(token_ids)
+    commit(mirror, token_ids, [5])
+    assert mirror.graft("a", make_growth(1, [(1, 0, 5), (2, 0, 6), (3, 1, 7)])) == 2
+    assert paths(mirror) == {(7,)}
+
+
+def test_growth_from_the_future_is_dropped():
+    mirror = MirrorTree([9])
+    assert mirror.graft("a", make_growth(2, [(1, 0, 5)])) == 0
+    assert not paths(mirror)
+
+
+def test_complete_holds_for_its_round_only():
+    token_ids = [9]
+    mirror = MirrorTree(token_ids)
+    mirror.graft("a", make_growth(1, [(1, 0, 5)], complete=True))
+    assert mirror.is_complete
+    commit(mirror, token_ids, [5])
+    mirror.clear()
+    assert not mirror.is_complete
+    assert not paths(mirror)
+
+
+def test_a_worker_that_starts_anew_may_use_its_ids_again():
+    mirror = MirrorTree([9])
+    mirror.graft("a", make_growth(1, [(1, 0, 5)]))
+    mirror.forget_worker("a")
+    assert mirror.graft("a", make_growth(1, [(2, 1, 6)])) == 0
+    assert mirror.graft("a", make_growth(1, [(1, 0, 6)])) == 1
+    assert paths(mirror) == {(5,), (6,)}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_mirror_equals_the_draft_whatever_the_delay(seed):
+    """A draft that applies commits late, its growth delayed too: every node that agrees with the commits is there."""
+    chance = random.Random(seed)
+    token_ids = [0]
+    mirror = MirrorTree(token_ids)
+    draft_tokens, commits, in_flight = [0], [], []
+    grown: dict[int, tuple[int, ...]] = {}
+    next_id = 0
+    delivered: set[tuple[int, ...]] = set()
+    for _ in range(300):
+        action = chance.random()
+        if action < 0.4:
+            # Grow below the draft's root or below a node of its that is still alive.
+            root = tuple(draft_tokens)
+            alive = [number for number, path in grown.items() if path[: len(root)] == root and len(path) > len(root)]
+            parent = chance.choice([0, *alive])
+            path = (*(grown[parent] if parent else root), chance.randrange(3))
+            if path not in grown.values():
+                next_id += 1
+                grown[next_id] = path
+                in_flight.append((len(root), next_id, parent, path))
+        elif action < 0.7 and in_flight:
+            as_of, node_id, parent, path = in_flight.pop(0)
+            mirror.graft("a", make_growth(as_of, [(node_id, parent, path[-1])]))
+            delivered.add(path)
+        elif action < 0.85:
+            choices = list(mirror.tree.root.children) or [chance.randrange(3)]
+            new = [chance.choice([*choices, chance.randrange(3)])]
+            commit(mirror, token_ids, new)
+            commits.append(new)
+        elif commits:
+            draft_tokens.extend(commits.pop(0))
+    root = tuple(token_ids)
+    wanted = {path[len(root) :] for path in delivered if path[: len(root)] == root and len(path) > len(root)}
+    assert paths(mirror) == wanted

@@ -1,0 +1,231 @@
+import asyncio
+
+import pytest
+
+from outrider.coordinator.messages import FinishReason, GenerationRequest, GenerationResult, SpeculationMode
+from outrider.coordinator.text_stream import TextStream
+from outrider.errors import Overloaded, Superseded, WorkerUnavailable
+from outrider.sampling import SamplingSpec
+
+
+def make_request(number: int = 1, **changes) -> GenerationRequest:
+    settings = {
+        "request_id": f"request-{number}",
+        "prompt_token_ids": (number, 2, 3),
+        "sampling": SamplingSpec(max_new_tokens=40),
+    }
+    return GenerationRequest(**settings | changes)
+
+
+def assert_idle(bench) -> None:
+    assert bench.scheduler.running_sessions == 0
+    assert bench.scheduler.waiting_requests == 0
+
+
+@pytest.mark.parametrize("mode", list(SpeculationMode))
+@pytest.mark.parametrize("accuracy", [0.0, 0.7, 1.0])
+async def test_output_is_the_targets_whatever_the_draft_does(bench, expect_output, mode, accuracy):
+    target = bench.add_target(step_s=0.001)
+    draft = bench.add_draft(accuracy=accuracy)
+    request = make_request(mode=mode)
+    outputs, result = await bench.generate(request)
+    assert outputs == [expect_output(request.prompt_token_ids, request.sampling)]
+    assert result.choices[0].finish_reason is FinishReason.LENGTH
+    assert result.choices[0].completion_tokens == 40
+    if mode is SpeculationMode.OFF:
+        assert result.speculation.verify_steps == 40
+        assert not draft.closed
+    elif accuracy == 1.0:
+        assert result.speculation.acceptance_length > 1.5
+    assert_idle(bench)
+    assert not target.sessions
+    assert not draft.sessions
+
+
+async def test_sessions_share_batches_and_keep_apart(bench, expect_output):
+    target = bench.add_target(step_s=0.002)
+    bench.add_draft()
+    bench.add_draft("second")
+    requests = [make_request(number) for number in range(1, 13)]
+    results = await asyncio.gather(*(bench.generate(request) for request in requests))
+    for request, (outputs, _) in zip(requests, results, strict=True):
+        assert outputs == [expect_output(request.prompt_token_ids, request.sampling)]
+    # Twelve sessions, eight places: batches of several, never more than the target takes.
+    assert max(len(batch) for batch in target.batches) == 8
+    assert_idle(bench)
+
+
+async def test_stop_token_ends_the_choice(bench, expect_output):
+    bench.add_target()
+    bench.add_draft(accuracy=1.0)
+    plain = expect_output((1, 2, 3), SamplingSpec(max_new_tokens=40))
+    sampling = SamplingSpec(max_new_tokens=40, stop_token_ids=(plain[7],))
+    outputs, result = await bench.generate(make_request(sampling=sampling))
+    end = plain.index(plain[7]) + 1
+    assert outputs == [plain[:end]]
+    assert result.choices[0].finish_reason is FinishReason.STOP
+    assert result.choices[0].stop_token_id == plain[7]
+
+
+async def test_without_a_draft_it_decodes_plainly(bench, expect_output):
+    bench.add_target()
+    request = make_request()
+    outputs, result = await bench.generate(request)
+    assert outputs == [expect_output(request.prompt_token_ids, request.sampling)]
+    assert result.speculation.drafted_tokens == 0
+
+
+async def test_a_draft_lost_in_the_middle_changes_nothing(bench, expect_output):
+    bench.add_target(step_s=0.001)
+    bench.add_draft(accuracy=0.9)
+    request = make_request(sampling=SamplingSpec(max_new_tokens=120))
+    task = asyncio.create_task(bench.generate(request))
+    await asyncio.sleep(0.02)
+    bench.scheduler.remove_draft("draft")
+    await asyncio.sleep(0.01)
+    late = bench.add_draft("late", accuracy=0.9)
+    outputs, _ = await task
+    assert outputs == [expect_output(request.prompt_token_ids, request.sampling)]
+    assert late.closed
+
+
+async def test_a_silent_draft_is_not_waited_for_beyond_the_cap(make_bench, expect_output):
+    bench = make_bench(verify_wait_cap_ms=5.0)
+    bench.add_target()
+    bench.add_draft(delay_s=1000.0)
+    request = make_request()
+    async with asyncio.timeout(5):
+        outputs, _ = await bench.generate(request)
+    assert outputs == [expect_output(request.prompt_token_ids, request.sampling)]
+
+
+async def test_a_lost_target_hands_its_sessions_to_another(bench, expect_output):
+    first = bench.add_target("first", step_s=0.001)
+    request = make_request(sampling=SamplingSpec(max_new_tokens=60))
+    task = asyncio.create_task(bench.generate(request))
+    await asyncio.sleep(0.02)
+    second = bench.add_target("second")
+    first.is_lost = True
+    outputs, _ = await task
+    assert outputs == [expect_output(request.prompt_token_ids, request.sampling)]
+    assert second.closed
+    assert_idle(bench)
+
+
+async def test_the_last_target_lost_ends_requests_with_a_reason(bench):
+    target = bench.add_target(step_s=0.001)
+    task = asyncio.create_task(bench.generate(make_request(sampling=SamplingSpec(max_new_tokens=1000))))
+    await asyncio.sleep(0.01)
+    target.is_lost = True
+    with pytest.raises(WorkerUnavailable, match="target"):
+        await task
+    assert_idle(bench)
+    with pytest.raises(WorkerUnavailable, match="no target worker"):
+        bench.scheduler.submit(make_request(), [TextStream(None)])
+
+
+async def test_a_replaced_target_is_waited_for_when_configured(make_bench, expect_output):
+    bench = make_bench(target_wait_s=5.0)
+    target = bench.add_target(step_s=0.001)
+    request = make_request(sampling=SamplingSpec(max_new_tokens=60))
+    task = asyncio.create_task(bench.generate(request))
+    await asyncio.sleep(0.01)
+    target.is_lost = True
+    await asyncio.sleep(0.01)
+    bench.add_target("again")
+    outputs, _ = await task
+    assert outputs == [expect_output(request.prompt_token_ids, request.sampling)]
+
+
+async def test_a_session_that_a_target_forgot_is_opened_anew(bench, expect_output):
+    target = bench.add_target(step_s=0.001)
+    task = asyncio.create_task(bench.generate(make_request()))
+    await asyncio.sleep(0.01)
+    target.fail_sessions.update(target.sessions)
+    outputs, _ = await task
+    assert outputs == [expect_output((1, 2, 3), SamplingSpec(max_new_tokens=40))]
+
+
+async def test_deferred_sessions_are_submitted_again(bench, expect_output):
+    target = bench.add_target(defer_first=True)
+    outputs, result = await bench.generate(make_request())
+    assert outputs == [expect_output((1, 2, 3), SamplingSpec(max_new_tokens=40))]
+    assert len(target.batches) == result.speculation.verify_steps + 1
+
+
+async def test_cancelling_frees_both_workers(bench):
+    target = bench.add_target(step_s=0.005)
+    draft = bench.add_draft()
+    generation = bench.scheduler.submit(make_request(), [TextStream(None)])
+    await asyncio.sleep(0.02)
+    assert target.sessions
+    generation.cancel()
+    await asyncio.sleep(0.02)
+    assert not target.sessions
+    assert not draft.sessions
+    assert_idle(bench)
+    assert not any(isinstance(event, GenerationResult) for event in [event async for event in generation])
+
+
+async def test_abort_reaches_the_reader(bench):
+    bench.add_target(step_s=0.005)
+    generation = bench.scheduler.submit(make_request(), [TextStream(None)])
+    generation.abort(Superseded("taken over"))
+    with pytest.raises(Superseded):
+        async for _ in generation:
+            pass
+    assert_idle(bench)
+
+
+async def test_a_full_queue_refuses_at_once(make_bench):
+    bench = make_bench(max_queue=2, max_running_sessions=1)
+    bench.add_target(step_s=0.01)
+    running = [bench.scheduler.submit(make_request(number), [TextStream(None)]) for number in range(3)]
+    with pytest.raises(Overloaded, match="queue of 2") as caught:
+        bench.scheduler.submit(make_request(9), [TextStream(None)])
+    assert caught.value.retry_after_s > 0
+    for generation in running:
+        generation.cancel()
+    assert_idle(bench)
+
+
+async def test_a_stalled_reader_rests_and_goes_on(make_bench, expect_output):
+    bench = make_bench(max_buffered_events=4)
+    target = bench.add_target()
+    sampling = SamplingSpec(max_new_tokens=40)
+    generation = bench.scheduler.submit(make_request(sampling=sampling), [TextStream(None)])
+    await asyncio.sleep(0.05)
+    assert len(target.batches) <= 6
+    output = [token for event in [e async for e in generation][:-1] for token in event.token_ids]
+    assert output == expect_output((1, 2, 3), sampling)
+
+
+async def test_several_choices_of_one_request(bench):
+    bench.add_target()
+    outputs, result = await bench.generate(make_request(n=3))
+    assert len(outputs) == len(result.choices) == 3
+    assert [choice.index for choice in result.choices] == [0, 1, 2]
+
+
+async def test_a_resumed_request_goes_on_after_what_was_received(bench, expect_output):
+    bench.add_target()
+    sampling = SamplingSpec(max_new_tokens=40)
+    whole = expect_output((1, 2, 3), sampling)
+    outputs, _ = await bench.generate(make_request(sampling=sampling, received={0: tuple(whole[:11])}))
+    assert outputs == [whole]
+    outputs, result = await bench.generate(make_request(sampling=sampling, received={0: tuple(whole)}))
+    assert outputs == [whole]
+    assert result.choices[0].finish_reason is FinishReason.LENGTH
+
+
+async def test_trace_shows_growth_arriving_while_the_target_verifies(bench):
+    bench.add_target(step_s=0.005)
+    bench.add_draft(accuracy=0.5, delay_s=0.004)
+    request = make_request(trace=True)
+    generation = bench.scheduler.submit(request, [TextStream(None)])
+    rounds = [event async for event in generation if hasattr(event, "submitted_ns")]
+    assert sum(len(record.emitted_token_ids) for record in rounds) == 40
+    assert any(arrival.during_verify for record in rounds for arrival in record.growth)
+    for record in rounds:
+        assert record.submitted_ns <= record.result_ns
+        assert all(parent < number for number, parent in enumerate(record.node_parents, start=1))

@@ -1,0 +1,45 @@
+import numpy as np
+import pytest
+
+from outrider.sampling import SamplingSpec
+from outrider.wire import floats_from_bytes, floats_to_bytes, split_by_counts, tokens_from_bytes, tokens_to_bytes
+
+
+def test_tokens_travel_as_little_endian_words():
+    assert tokens_to_bytes([1, 2**32 - 1]) == b"\x01\x00\x00\x00\xff\xff\xff\xff"
+    assert tokens_from_bytes(tokens_to_bytes([7, 8, 9])) == [7, 8, 9]
+    with pytest.raises(ValueError, match="multiple"):
+        tokens_from_bytes(b"abc")
+
+
+def test_floats_travel_exactly():
+    values = np.array([0.1, -np.inf, 3e-40], dtype=np.float32)
+    assert floats_from_bytes(floats_to_bytes(values)).tobytes() == values.tobytes()
+
+
+def test_columns_are_split_by_counts():
+    assert [list(range(6))[part] for part in split_by_counts([2, 0, 3, 1])] == [[0, 1], [], [2, 3, 4], [5]]
+
+
+def test_sampling_survives_the_wire():
+    spec = SamplingSpec(
+        temperature=0.5,
+        top_k=7,
+        top_p=0.75,
+        min_p=0.25,
+        repetition_penalty=1.5,
+        presence_penalty=-0.5,
+        frequency_penalty=0.5,
+        logit_bias={3: -1.5},
+        allowed_token_ids=(1, 2, 3),
+        seed=2**64 - 1,
+        choice_index=2,
+        stop_token_ids=(0, 5),
+        max_new_tokens=9,
+        min_new_tokens=4,
+        logprobs=0,
+    )
+    assert SamplingSpec.from_proto(spec.to_proto()) == spec
+    assert SamplingSpec.from_proto(SamplingSpec().to_proto()) == SamplingSpec()
+    assert spec.has_penalties
+    assert not SamplingSpec().has_penalties
