@@ -1,0 +1,87 @@
+"""How trees are grown, and what a step of growth gives, as plain data."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrowthConfig:
+    """How trees are grown.
+
+    Attributes:
+        branching: children of a node.
+        max_step_nodes: most nodes expanded in one step, over all sessions.
+        min_session_nodes: nodes a step leaves to each session that can grow before the best of all are taken.
+        max_step_tokens: most prefill tokens of one step.
+        max_live_nodes: most nodes of a session, whatever its credit.
+        max_model_len: most tokens of a session.
+        min_path_value: nodes less likely to be reached are not expanded: a commit would wait for that step.
+        min_acceptance: children less likely to be accepted are not grown.
+        sync_step_nodes: sync mode: nodes of one session expanded in one step.
+        prior_strength: trials that the calibration's prior is worth.
+        calibration_decay: what one trial leaves of its bucket's earlier ones.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    branching: int = 4
+    max_step_nodes: int = 8
+    min_session_nodes: int = 1
+    max_step_tokens: int = 256
+    max_live_nodes: int = 64
+    max_model_len: int = 2048
+    min_path_value: float = 0.01
+    min_acceptance: float = 0.005
+    sync_step_nodes: int = 8
+    prior_strength: float = 20.0
+    calibration_decay: float = 0.999
+
+    def __post_init__(self) -> None:
+        for name in (
+            "branching", "max_step_nodes", "min_session_nodes", "max_step_tokens", "max_live_nodes", "max_model_len",
+            "sync_step_nodes",
+        ):  # fmt: skip
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} given, at least 1 needed")
+        for name in ("min_path_value", "min_acceptance"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} given, at least 0 and below 1 needed")
+
+
+@dataclass(frozen=True, slots=True)
+class SessionGrowth:
+    """New nodes of one session.
+
+    Attributes:
+        owner: whom the growth is for.
+        session_id: of that owner.
+        epoch: of the session.
+        as_of: committed length that the growth continues.
+        node_ids: [n].
+        parents: [n] node ids, or 0 for the root at length `as_of`; a parent stands before its children.
+        tokens: [n].
+        acceptance: [n] estimates given the parent.
+        complete: sync mode: the round's tree is whole.
+    """
+
+    owner: Any
+    session_id: int
+    epoch: int
+    as_of: int
+    node_ids: list[int]
+    parents: list[int]
+    tokens: list[int]
+    acceptance: list[float]
+    complete: bool
+
+
+@dataclass(slots=True)
+class GrowthStep:
+    """What one step gave and what it cost; `tokens` and `sessions` count the forward's rows."""
+
+    growths: list[SessionGrowth] = field(default_factory=list)
+    step_ns: int = 0
+    forward_ns: int = 0
+    tokens: int = 0
+    sessions: int = 0

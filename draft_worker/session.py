@@ -1,0 +1,207 @@
+"""One session at a draft worker: its committed tokens, its tree, and which of both have KV.
+
+The session's row of the slot table holds the KV of committed tokens 0 to `kv_len` - 1 and, once all have it, the KV
+of the expanded nodes. The invariant that everything here keeps: the tree has nodes only where `kv_len` equals the
+committed length; otherwise the tokens from `kv_len` on (prompt, gaps, the target's final token) are *pending*, a chain
+whose last row gives the root its children.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from outrider.draft_worker.calibration import AcceptanceCalibration
+from outrider.draft_worker.draft_tree import DraftNode, DraftTree, assign_keys
+from outrider.engine.kv_slots import SlotTable
+from outrider.sampling import SamplingSpec
+
+
+class GrowthMode(Enum):
+    """How a session's tree grows."""
+
+    ASYNC = "async"
+    """Without being asked, until credit or depth is used up."""
+    SYNC = "sync"
+    """One tree of fixed size after every commit, level by level, afresh."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrowthLimits:
+    """Bounds of one session's tree; see `SpeculationLimits` in common.proto.
+
+    Raises:
+        ValueError: a bound below 1.
+    """
+
+    mode: GrowthMode = GrowthMode.ASYNC
+    max_live_nodes: int = 64
+    max_depth: int = 16
+    sync_nodes: int = 24
+
+    def __post_init__(self) -> None:
+        for name in ("max_live_nodes", "max_depth", "sync_nodes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} given, at least 1 needed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionStart:
+    """What opens a session.
+
+    Attributes:
+        key: names the session in its worker: coordinator's incarnation and session id.
+        owner: what its growth is handed to; opaque here.
+        epoch: counts the opens of this session.
+        prompt: at least one token.
+        output: tokens committed so far.
+    """
+
+    key: tuple[int, int]
+    owner: Any
+    epoch: int
+    prompt: Sequence[int]
+    output: Sequence[int]
+    sampling: SamplingSpec
+    limits: GrowthLimits
+
+
+class CommitMismatch(ValueError):
+    """A commit that does not continue what the session holds."""
+
+
+class DraftSession:
+    """The state of one open session.
+
+    Args:
+        start: what opened it.
+        slots: the slot table; the session takes a row of it.
+        max_model_len: most tokens of a session.
+
+    Raises:
+        OutOfSlots: no row is free.
+    """
+
+    def __init__(self, start: SessionStart, slots: SlotTable, *, max_model_len: int) -> None:
+        self.key, self.owner, self.epoch = start.key, start.owner, start.epoch
+        self.sampling, self.limits = start.sampling, start.limits
+        self.tokens = [*start.prompt, *start.output]
+        self.prompt_len = len(start.prompt)
+        self.kv_len = 0
+        self.starved = False
+        """Waits for slots, without KV."""
+        self.level = 0
+        """Sync mode: steps the round's tree has had, its root's included; -1 once it is sent."""
+        self.least_value = 0.0
+        """Sync mode: nodes of a lower path value cannot have children among the round's best."""
+        self._slots = slots
+        self._counts = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+        self._counted_length = 0
+        self.row = slots.acquire_row()
+        self.tree = DraftTree(
+            self.tokens[-1],
+            len(self.tokens) - 1,
+            max_depth=start.limits.max_depth,
+            max_children=start.limits.max_live_nodes,
+            last_position=min(self.prompt_len + start.sampling.max_new_tokens, max_model_len) - 1,
+            final_tokens=frozenset(start.sampling.stop_token_ids),
+        )
+
+    @property
+    def length(self) -> int:
+        """Committed tokens, prompt and output."""
+        return len(self.tokens)
+
+    @property
+    def is_sync(self) -> bool:
+        """Whether the session grows one tree a round."""
+        return self.limits.mode is GrowthMode.SYNC
+
+    @property
+    def root_is_open(self) -> bool:
+        """Whether the committed tokens can be continued at all. A stop token within the prompt stops nothing."""
+        root = self.tree.root
+        if self.length == self.prompt_len:
+            return root.position < self.tree.last_position
+        return self.tree.may_expand(root)
+
+    @property
+    def wants_prefill(self) -> bool:
+        """Whether committed tokens lack KV, and a tree is to grow from them."""
+        return self.kv_len < self.length and self.level >= 0 and not self.starved and self.root_is_open
+
+    def commit(self, position: int, token_ids: Sequence[int], calibration: AcceptanceCalibration) -> None:
+        """Moves the root along tokens that the target has committed; dead branches give their slots back.
+
+        Args:
+            position: committed length before the tokens. What the session already has is skipped.
+            token_ids: the tokens, at least one.
+            calibration: is told which children were hit.
+
+        Raises:
+            CommitMismatch: tokens are missing before `position`, or differ from what was committed.
+        """
+        known = self.length - position
+        if known < 0:
+            raise CommitMismatch(f"commit at {position}, but only {self.length} tokens are known")
+        if known:
+            if list(token_ids[:known]) != self.tokens[position : position + len(token_ids)]:
+                raise CommitMismatch(f"commit at {position} differs from what was committed there")
+            token_ids = token_ids[known:]
+        if token_ids:
+            self._observe(token_ids, calibration)
+            self._reroot(token_ids)
+
+    def token_counts(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The distinct committed tokens, ascending, and how often each occurs in the output."""
+        if self._counted_length != self.length:
+            tokens, inverse = np.unique(np.array(self.tokens, dtype=np.int64), return_inverse=True)
+            counts = np.bincount(inverse[self.prompt_len :], minlength=len(tokens)).astype(np.int64)
+            self._counts, self._counted_length = (tokens, counts), self.length
+        return self._counts
+
+    def drop_kv(self) -> None:
+        """Gives all slots back and forgets the tree; everything is pending again."""
+        self._slots.truncate(self.row, 0)
+        self.kv_len = 0
+        self.tree.clear()
+        self.least_value = 0.0
+        self.level = min(self.level, 0)
+
+    def starve(self) -> None:
+        """Gives all slots back until there are enough for the session."""
+        self.drop_kv()
+        self.starved = True
+
+    def close(self) -> None:
+        """Gives the row and its slots back."""
+        self._slots.release_row(self.row)
+
+    def _observe(self, token_ids: Sequence[int], calibration: AcceptanceCalibration) -> None:
+        node: DraftNode | None = self.tree.root
+        for token in token_ids:
+            if node is None or node.child_tokens is None:
+                return
+            assert node.child_buckets is not None
+            hit = node.child_tokens.index(token) if token in node.child_tokens else -1
+            calibration.observe(node.child_buckets, hit)
+            node = node.children.get(token)
+
+    def _reroot(self, token_ids: Sequence[int]) -> None:
+        had_tree = self.kv_len == self.length
+        path, expanded = self.tree.reroot(token_ids)
+        kept = [node.key_offset for node in path if node.child_tokens is not None]
+        if self.is_sync:
+            # A round's tree depends on the committed tokens alone, so nothing survives but the path's KV.
+            self.tree.clear()
+            self.level, self.least_value, expanded, kept = 0, 0.0, [], kept[: len(token_ids) - 1]
+        self.tokens.extend(token_ids)
+        if not had_tree:
+            return
+        self._slots.retain(self.row, self.kv_len, [*kept, *(node.key_offset for node in expanded)])
+        self.kv_len += len(kept)
+        self.tree.root.key_offset, self.tree.root.mask = -1, 0
+        assign_keys(expanded, 0)

@@ -1,0 +1,187 @@
+"""What the next forward computes: pending chains, and the best frontier nodes of all sessions.
+
+Slots are reserved here. Where they run out, trees wait, and pending tokens take the KV of the youngest sessions,
+which start again once there is room.
+"""
+
+import logging
+from collections.abc import Collection
+from heapq import heapify, heappop, heappush
+
+from outrider.draft_worker.draft_tree import DraftNode, assign_keys, mask_words
+from outrider.draft_worker.growth_step import GrowthConfig
+from outrider.draft_worker.session import DraftSession
+from outrider.engine.batch import BatchBuilder
+from outrider.engine.kv_slots import SlotTable
+
+logger = logging.getLogger(__name__)
+
+# A session that lost its slots starts again when this many are free beyond what it needs; with fewer it would lose
+# them to the next tokens of an older one.
+_RESTART_MARGIN = 64
+
+
+class StepPlan:
+    """One forward in the making.
+
+    Attributes:
+        builder: its rows.
+        parents: [R] the nodes whose children the R rows of logits give, each with its session.
+        spans: sessions in the order of `parents`, and how many of them each has.
+        stuck: sync sessions whose round can go no further.
+    """
+
+    def __init__(self) -> None:
+        self.builder = BatchBuilder()
+        self.parents: list[tuple[DraftSession, DraftNode]] = []
+        self.spans: list[tuple[DraftSession, int]] = []
+        self.stuck: list[DraftSession] = []
+        self._chained: set[tuple[int, int]] = set()
+
+    def add_chain(self, session: DraftSession, count: int) -> None:
+        """The session's next pending tokens; the last one expands the root."""
+        first, end = session.kv_len, session.kv_len + count
+        whole = end == session.length
+        self.builder.add_chain(session.row, session.tokens[first:end], first, whole)
+        self._chained.add(session.key)
+        session.kv_len = end
+        if whole:
+            self.parents.append((session, session.tree.root))
+            self.spans.append((session, 1))
+
+    def add_nodes(self, session: DraftSession, nodes: list[DraftNode], first_index: int) -> None:
+        """Nodes of the session's tree, their KV at key indices from `first_index` on."""
+        assign_keys(nodes, first_index - session.length)
+        self.builder.add_tree(
+            session.row,
+            tree_start=session.length,
+            token_ids=[node.token for node in nodes],
+            positions=[node.position for node in nodes],
+            masks=mask_words(nodes),
+            write_indices=range(first_index, first_index + len(nodes)),
+        )
+        self.parents.extend([(session, node) for node in nodes])
+        self.spans.append((session, len(nodes)))
+
+    def holds_chain(self, session: DraftSession) -> bool:
+        """Whether pending tokens of the session are in this forward."""
+        return session.key in self._chained
+
+
+class StepPlanner:
+    """Plans step after step over the open sessions.
+
+    Args:
+        sessions: the open sessions, oldest first; a live view.
+        slots: where their KV lies.
+        config: see there.
+    """
+
+    def __init__(self, sessions: Collection[DraftSession], slots: SlotTable, config: GrowthConfig) -> None:
+        self._sessions = sessions
+        self._slots = slots
+        self._config = config
+        self._turn = 0
+
+    def plan(self) -> StepPlan:
+        """The next forward, perhaps empty."""
+        plan = StepPlan()
+        self._plan_chains(plan)
+        self._plan_trees(plan)
+        return plan
+
+    def _plan_chains(self, plan: StepPlan) -> None:
+        """Pending tokens, the shortest chain first: a final token must not wait for somebody's prompt."""
+        for session in self._sessions:
+            if session.starved and self._slots.free >= session.length + _RESTART_MARGIN:
+                session.starved = False
+            if session.level == 0 and session.is_sync and (session.starved or not session.root_is_open):
+                plan.stuck.append(session)
+        waiting = [session for session in self._sessions if session.wants_prefill]
+        waiting.sort(key=lambda session: session.length - session.kv_len)
+        budget = self._config.max_step_tokens
+        for session in waiting:
+            count = min(session.length - session.kv_len, budget)
+            # It may have lost its slots to one before it.
+            if count > 0 and not session.starved and self._reserve(session, count, plan):
+                budget -= count
+                plan.add_chain(session, count)
+
+    def _reserve(self, session: DraftSession, count: int, plan: StepPlan) -> bool:
+        """Takes slots for pending tokens; the youngest session loses its own first, this one in its turn."""
+        if self._slots.free < count:
+            holders = [held for held in self._sessions if held is session or self._slots.length(held.row)]
+            while self._slots.free < count and holders:
+                victim = holders.pop()
+                if plan.holds_chain(victim):
+                    continue
+                logger.info("session %d waits for slots: %d free", victim.key[1], self._slots.free)
+                victim.starve()
+                if victim is session:
+                    return False
+        if self._slots.free < count:
+            return False
+        self._slots.extend(session.row, count)
+        return True
+
+    def _plan_trees(self, plan: StepPlan) -> None:
+        growing = []
+        for session in self._sessions:
+            if session.kv_len < session.length or plan.holds_chain(session):
+                continue
+            value = session.tree.best_value
+            if session.is_sync:
+                self._plan_level(session, plan)
+            elif value > 0 and value >= self._config.min_path_value and (room := self._room(session)) > 0:
+                growing.append((session, room))
+        if growing:
+            for session, nodes in self._share_out(growing):
+                self._add_nodes(session, nodes, plan)
+
+    def _plan_level(self, session: DraftSession, plan: StepPlan) -> None:
+        """A sync session's next level whole, whatever the others do: its tree must not depend on them."""
+        if session.level <= 0:
+            return
+        room = min(self._slots.max_row_len - self._slots.length(session.row), self._slots.free)
+        nodes = session.tree.take(min(room, self._config.sync_step_nodes), session.least_value)
+        self._add_nodes(session, nodes, plan)
+        if not nodes:
+            plan.stuck.append(session)
+
+    def _room(self, session: DraftSession) -> int:
+        """Nodes of the session that its credit and its row of slots allow to expand."""
+        live = session.limits.max_live_nodes
+        credit = (live - session.tree.size) // min(self._config.branching, live)
+        return min(credit, self._slots.max_row_len - self._slots.length(session.row))
+
+    def _share_out(self, growing: list[tuple[DraftSession, int]]) -> list[tuple[DraftSession, list[DraftNode]]]:
+        """The step's width in nodes: everybody's minimum first, then the best of all sessions."""
+        width, least = min(self._config.max_step_nodes, self._slots.free), self._config.min_path_value
+        if len(growing) == 1:
+            session, room = growing[0]
+            return [(session, session.tree.take(min(room, width), least))]
+        # Where there are more sessions than width, another one comes first at every step.
+        self._turn = (self._turn + 1) % len(growing)
+        growing = growing[self._turn :] + growing[: self._turn]
+        shares: list[list[DraftNode]] = []
+        for session, room in growing:
+            share = session.tree.take(min(room, width, self._config.min_session_nodes), least)
+            width -= len(share)
+            shares.append(share)
+        best = [(-session.tree.best_value, index) for index, (session, _) in enumerate(growing)]
+        heapify(best)
+        while width > 0 and best:
+            _, index = heappop(best)
+            session, room = growing[index]
+            node = session.tree.take(1, least) if len(shares[index]) < room else []
+            if node:
+                shares[index] += node
+                width -= 1
+                heappush(best, (-session.tree.best_value, index))
+        return [(session, share) for (session, _), share in zip(growing, shares, strict=True)]
+
+    def _add_nodes(self, session: DraftSession, nodes: list[DraftNode], plan: StepPlan) -> None:
+        if nodes:
+            first_index = self._slots.length(session.row)
+            self._slots.extend(session.row, len(nodes))
+            plan.add_nodes(session, nodes, first_index)

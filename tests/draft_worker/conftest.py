@@ -1,0 +1,92 @@
+"""A model as a table: its logits are a function of the tokens that a row attends to, so wrong KV gives wrong logits."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from outrider.draft_worker.growth import TreeGrowth
+from outrider.draft_worker.growth_step import GrowthConfig
+from outrider.draft_worker.session import GrowthLimits, SessionStart
+from outrider.engine.batch import ForwardBatch
+from outrider.engine.kv_slots import SlotTable
+from outrider.sampling import SamplingSpec
+
+VOCAB = 24
+SHARPNESS = 2.5
+
+
+def table_logits(context: Sequence[int]) -> np.ndarray:
+    """[V] logits after `context`; any change of any token changes them."""
+    words = np.random.SeedSequence([len(context), *context]).generate_state(VOCAB)
+    return (SHARPNESS * (words.astype(np.float64) / 2**32 * 3.46 - 1.73)).astype(np.float32)
+
+
+class TableRunner:
+    """Keeps each slot's token and position as its KV and checks what rows attend to."""
+
+    def __init__(self, *, num_slots: int = 600, max_rows: int = 8, max_row_len: int = 300) -> None:
+        self.slots = SlotTable(num_slots=num_slots, max_rows=max_rows, max_row_len=max_row_len)
+        self.vocab_size = VOCAB
+        self.batches: list[ForwardBatch] = []
+        self.on_forward: Callable[[], None] | None = None
+        self._stored = np.full((num_slots, 2), -1, dtype=np.int64)
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        self.batches.append(batch)
+        contexts = []
+        for session, row in enumerate(batch.rows):
+            keys = self.slots.table[row]
+            span = range(batch.query_start[session], batch.query_start[session + 1])
+            for query in span:
+                slot = keys[batch.write_index[query]]
+                assert slot >= 0, "a row writes to no slot"
+                self._stored[slot] = batch.token_ids[query], batch.positions[query]
+            contexts += [self._context(batch, session, keys, query) for query in span]
+        if self.on_forward is not None:
+            self.on_forward()
+        wanted = [table_logits(contexts[row]) for row in batch.logit_rows]
+        return torch.from_numpy(np.array(wanted, dtype=np.float32).reshape(len(wanted), VOCAB))
+
+    def _context(self, batch: ForwardBatch, session: int, keys: np.ndarray, query: int) -> list[int]:
+        visible = list(range(batch.prefix_len[query]))
+        start = batch.tree_start[session]
+        for word, bits in enumerate(batch.tree_mask[query].view(np.uint64).tolist()):
+            visible += [start + 64 * word + bit for bit in range(64) if bits >> bit & 1]
+        assert max(visible) < batch.key_len[session]
+        seen = sorted((self._stored[keys[index]].tolist() for index in visible), key=lambda stored: stored[1])
+        assert [position for _, position in seen] == list(range(batch.positions[query] + 1)), "not one path"
+        return [token for token, _ in seen]
+
+
+@pytest.fixture
+def logits_after() -> Callable[[Sequence[int]], np.ndarray]:
+    return table_logits
+
+
+@pytest.fixture
+def make_runner() -> Callable[..., TableRunner]:
+    return TableRunner
+
+
+@pytest.fixture
+def make_growth() -> Callable[..., tuple[TreeGrowth, TableRunner]]:
+    def make(*, runner: dict[str, int] | None = None, **config: Any) -> tuple[TreeGrowth, TableRunner]:
+        table = TableRunner(**(runner or {}))
+        settings = {"max_model_len": 200, "min_path_value": 0.0, "min_acceptance": 0.0} | config
+        return TreeGrowth(table, GrowthConfig(**settings)), table
+
+    return make
+
+
+@pytest.fixture
+def make_start() -> Callable[..., SessionStart]:
+    def make(session_id: int = 1, *, prompt: Sequence[int] = (1, 2, 3), **changes: Any) -> SessionStart:
+        limits = changes.pop("limits", GrowthLimits())
+        sampling = changes.pop("sampling", SamplingSpec(max_new_tokens=100))
+        fields = {"key": (7, session_id), "owner": "owner", "epoch": 1, "output": ()} | changes
+        return SessionStart(prompt=prompt, sampling=sampling, limits=limits, **fields)
+
+    return make
