@@ -1,0 +1,102 @@
+"""How a deployment is set up: what runs, where, and with how much."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+
+class Bind(StrEnum):
+    """Where the servers listen.
+
+    LOOPBACK: 127.0.0.1, every role on one node. NODE: each on its own node's address, spread by Ray. Traffic is not
+    encrypted and callers are not authenticated: NODE is for a network that is closed by other means.
+    """
+
+    LOOPBACK = "loopback"
+    NODE = "node"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeployConfig:
+    """One deployment: a coordinator, target workers and draft workers as Ray actors.
+
+    Attributes:
+        ray_address: "local" starts a Ray of its own; "auto" joins the cluster of this machine; "host:port" or
+            "ray://host:port" joins the cluster there.
+        name: of the deployment; its actors are called NAME/coordinator, NAME/target-0, NAME/draft-0.
+        target_model: checkpoint folder, on every node that may hold a target; default the embedded target.
+        draft_model: checkpoint folder, on every node that may hold a draft; default the embedded draft.
+        targets: number of target workers.
+        drafts: number of draft workers; 0 decodes without speculation.
+        port: of the coordinator; 0 takes one that is free when the deployment starts, and keeps it over restarts.
+        bind: where the servers listen.
+        target_gpus: GPUs per target worker; default what the cluster has, shared evenly, at most one each.
+        draft_gpus: GPUs per draft worker; likewise.
+        coordinator_resources: custom Ray resources that the coordinator needs, by name.
+        target_resources: custom Ray resources per target worker, such as {"big_gpu": 1}.
+        draft_resources: custom Ray resources per draft worker.
+        target_threads: CPU threads per target worker; default the worker's own.
+        draft_threads: CPU threads per draft worker; likewise.
+        start_timeout_s: longest that a role may take to serve, loading its model included.
+        ping_interval_s: time between two looks at an actor's health.
+        hang_timeout_s: silence of a serving actor after which it is killed and started anew.
+        stop_timeout_s: time that a role gets to finish its requests when the deployment stops.
+        object_store_bytes: of a local Ray; the data path does not use it.
+        role_logs: print what the roles log; otherwise it is only in Ray's session folder.
+
+    Raises:
+        ValueError: a value out of range, with the value.
+    """
+
+    ray_address: str = "local"
+    name: str = "outrider"
+    target_model: Path | None = None
+    draft_model: Path | None = None
+    targets: int = 1
+    drafts: int = 1
+    port: int = 50051
+    bind: Bind = Bind.LOOPBACK
+    target_gpus: float | None = None
+    draft_gpus: float | None = None
+    coordinator_resources: Mapping[str, float] = field(default_factory=dict)
+    target_resources: Mapping[str, float] = field(default_factory=dict)
+    draft_resources: Mapping[str, float] = field(default_factory=dict)
+    target_threads: int | None = None
+    draft_threads: int | None = None
+    start_timeout_s: float = 300.0
+    ping_interval_s: float = 1.0
+    hang_timeout_s: float = 10.0
+    stop_timeout_s: float = 10.0
+    object_store_bytes: int = 200_000_000
+    role_logs: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.name or "/" in self.name:
+            raise ValueError(f"name: {self.name!r} given, a name without '/' needed")
+        if self.targets < 1:
+            raise ValueError(f"targets: {self.targets} given, at least 1 needed")
+        if self.drafts < 0:
+            raise ValueError(f"drafts: {self.drafts} given, 0 or more needed")
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port: {self.port} given, 0 to 65535 needed")
+        for name in ("target_threads", "draft_threads"):
+            if (threads := getattr(self, name)) is not None and threads < 1:
+                raise ValueError(f"{name}: {threads} given, at least 1 needed")
+        for name in ("target_gpus", "draft_gpus"):
+            if (gpus := getattr(self, name)) is not None and not 0 <= gpus < math.inf:
+                raise ValueError(f"{name}: {gpus} given, 0 or more needed")
+        for name in ("start_timeout_s", "ping_interval_s", "hang_timeout_s", "stop_timeout_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}: {getattr(self, name)} given, more than 0 needed")
+
+
+def shared_gpus(available: float, workers: int) -> float:
+    """GPUs per worker when `workers` of them share `available`: a whole one where it suffices, else an even part.
+
+    A part is rounded down so that as many as needed fit on one GPU: 2 GPUs for 3 workers give half a GPU each.
+    """
+    if workers == 0 or available < 1:
+        return 0.0
+    return 1.0 / math.ceil(workers / int(available))
