@@ -55,8 +55,8 @@ def load_checkpoint(config: EngineConfig) -> tuple[PreTrainedModel, ModelCard]:
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{folder}: transformers cannot load it: {error}") from error
-    model = model.to(config.device).eval().requires_grad_(False)
-    return model, _card(folder, config, model_config)
+    torch.nn.Module.to(model, config.device)
+    return model.eval().requires_grad_(False), _card(folder, config, model_config)
 
 
 def _read_config(folder: Path) -> PretrainedConfig:

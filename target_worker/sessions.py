@@ -1,0 +1,178 @@
+"""What a verifier is asked, what it answers, and what it keeps of a session (no proto, no grpc)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from outrider.engine.kv_slots import SlotTable
+from outrider.sampling import SamplingSpec
+
+SessionKey = tuple[int, int]
+"""(coordinator incarnation, session id)."""
+
+
+class Code(IntEnum):
+    """The google.rpc.Code values that faults carry."""
+
+    INVALID_ARGUMENT = 3
+    NOT_FOUND = 5
+    RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+
+
+class SessionFault(Exception):
+    """What is wrong with one session; others go on."""
+
+    def __init__(self, code: Code, message: str) -> None:
+        self.code = code
+        self.message = message
+        super().__init__(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenRequest:
+    """Opens a session, or reopens it under a higher epoch with other committed tokens."""
+
+    key: SessionKey
+    epoch: int
+    prompt: Sequence[int]
+    output: Sequence[int]
+    sampling: SamplingSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeRequest:
+    """A tree to verify; its root is the token at index `length - 1` and stands for node 0.
+
+    Attributes:
+        key: whose tree.
+        epoch: under which open.
+        length: committed tokens the sender holds.
+        tokens: [n] of nodes 1 to n.
+        parents: [n] node numbers; a parent stands before its children.
+    """
+
+    key: SessionKey
+    epoch: int
+    length: int
+    tokens: Sequence[int]
+    parents: Sequence[int]
+
+
+class Outcome(Enum):
+    """What became of a tree."""
+
+    ACCEPTED = 1
+    DEFERRED = 2
+    ERROR = 3
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenLogprobs:
+    """Raw log probabilities of m emitted tokens and their k best alternatives.
+
+    Attributes:
+        token_logprobs: [m] float32.
+        top_token_ids: [m, k] int64, best first.
+        top_logprobs: [m, k] float32.
+    """
+
+    token_logprobs: npt.NDArray[np.float32]
+    top_token_ids: npt.NDArray[np.int64]
+    top_logprobs: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TreeResult:
+    """One tree's outcome.
+
+    Attributes:
+        outcome: accepted, deferred or error.
+        accepted_nodes: node numbers on the accepted path, root to leaf.
+        token_ids: emitted tokens: those of the accepted nodes and the final one, unless the walk ended before it.
+        logprobs: of the emitted tokens, where the session asked for them.
+        fault: what is wrong, where the outcome is an error.
+    """
+
+    outcome: Outcome
+    accepted_nodes: Sequence[int] = ()
+    token_ids: Sequence[int] = ()
+    logprobs: TokenLogprobs | None = None
+    fault: SessionFault | None = None
+
+
+DEFERRED = TreeResult(outcome=Outcome.DEFERRED)
+
+
+@dataclass(kw_only=True, eq=False)
+class Session:
+    """A session as the verifier holds it. Between steps its row has KV for at most all tokens but the last.
+
+    Attributes:
+        key: (incarnation, session id).
+        epoch: of its latest open.
+        order: place in the order of opens; the highest is the youngest.
+        row: of the slot table.
+        tokens: prompt and committed output.
+        prompt_len: tokens of the prompt.
+        sampling: how tokens are chosen.
+        limit: most tokens (prompt and output) it may reach.
+    """
+
+    key: SessionKey
+    epoch: int
+    order: int
+    row: int
+    tokens: list[int]
+    prompt_len: int
+    sampling: SamplingSpec
+    limit: int
+    stop_token_ids: frozenset[int] = field(init=False)
+    _counts: "TokenCounts | None" = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.stop_token_ids = frozenset(self.sampling.stop_token_ids)
+
+    @property
+    def root_index(self) -> int:
+        """Index of the last committed token, whose KV the next verification writes."""
+        return len(self.tokens) - 1
+
+    def pending(self, slots: SlotTable) -> int:
+        """Tokens before the root that have no KV yet."""
+        return self.root_index - slots.length(self.row)
+
+    def truncate(self, length: int) -> None:
+        """Forgets the tokens from `length` on."""
+        del self.tokens[length:]
+        self._counts = None
+
+    def counts(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Ascending distinct tokens, and how often each occurs in the output (0: in the prompt alone)."""
+        if self._counts is None:
+            self._counts = TokenCounts(self.tokens[: self.prompt_len], self.tokens[self.prompt_len :])
+        self._counts.follow(self.tokens)
+        return self._counts.token_ids, self._counts.output
+
+
+class TokenCounts:
+    """Distinct tokens of a growing sequence, counted over its output; kept, for sorting long prompts is not free."""
+
+    def __init__(self, prompt: Sequence[int], output: Sequence[int]) -> None:
+        self.token_ids: npt.NDArray[np.int64] = np.unique(np.array([*prompt, *output], dtype=np.int64))
+        self.output: npt.NDArray[np.int64] = np.zeros(len(self.token_ids), dtype=np.int64)
+        np.add.at(self.output, np.searchsorted(self.token_ids, np.array(output, dtype=np.int64)), 1)
+        self._length = len(prompt) + len(output)
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Counts the tokens appended since the last call."""
+        for token in tokens[self._length :]:
+            place = int(np.searchsorted(self.token_ids, token))
+            if place == len(self.token_ids) or self.token_ids[place] != token:
+                self.token_ids = np.insert(self.token_ids, place, token)
+                self.output = np.insert(self.output, place, 0)
+            self.output[place] += 1
+        self._length = len(tokens)

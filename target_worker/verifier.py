@@ -1,0 +1,316 @@
+"""Verifies token trees: one forward, one choice a node, one walk a session (no proto, no grpc).
+
+The choice at a node depends on the node's path, the session's parameters and its seed alone, so whatever tree is
+submitted the emitted tokens are those of plain decoding; a tree only decides how many come out of a step.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from outrider.engine.batch import BatchBuilder
+from outrider.engine.model_runner import ModelRunner
+from outrider.errors import OutOfSlots
+from outrider.target_worker.choice import NodeRows, choose, token_logprobs
+from outrider.target_worker.planning import Planner, Work
+from outrider.target_worker.sessions import (
+    DEFERRED,
+    Code,
+    OpenRequest,
+    Outcome,
+    Session,
+    SessionFault,
+    SessionKey,
+    TokenLogprobs,
+    TreeRequest,
+    TreeResult,
+)
+from outrider.target_worker.walk import walk
+from outrider.tree import ancestor_masks
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepResult:
+    """Results in the order of the trees, and what the step cost (see StepReport in common.proto)."""
+
+    results: list[TreeResult]
+    step_ns: int
+    forward_ns: int
+    tokens: int
+    sessions: int
+
+
+class Verifier:
+    """The sessions of one target model. Not thread-safe: one thread calls it.
+
+    Args:
+        runner: the target.
+        max_step_tokens: most rows of one forward: nodes, roots and prefill tokens.
+
+    Raises:
+        ValueError: `max_step_tokens` below 1.
+    """
+
+    def __init__(self, runner: ModelRunner, *, max_step_tokens: int) -> None:
+        if max_step_tokens < 1:
+            raise ValueError(f"max_step_tokens: {max_step_tokens} given, at least 1 needed")
+        self._runner = runner
+        self._slots = runner.slots
+        self._planner = Planner(
+            runner.slots, max_step_tokens=max_step_tokens, max_tree_nodes=runner.config.max_tree_nodes
+        )
+        self._sessions: dict[SessionKey, Session] = {}
+        self._opens = 0
+        self.steps = 0
+
+    @property
+    def session_count(self) -> int:
+        """Open sessions."""
+        return len(self._sessions)
+
+    @property
+    def slots_used(self) -> int:
+        """KV slots that sessions hold."""
+        return self._slots.used
+
+    @property
+    def slots_total(self) -> int:
+        """KV slots of the cache."""
+        return self._slots.num_slots
+
+    @property
+    def preemptions(self) -> int:
+        """How often a session lost its KV to an older one."""
+        return self._planner.preemptions
+
+    @property
+    def has_pending_prefill(self) -> bool:
+        """Whether `prefill` would have something to try."""
+        return any(session.pending(self._slots) > 0 for session in self._sessions.values())
+
+    def open(self, request: OpenRequest) -> None:
+        """Opens a session, or replaces it where it is open under the same or an older epoch.
+
+        KV of tokens that the old and the new state share from the start on is kept.
+
+        Raises:
+            SessionFault: an older epoch, tokens or parameters out of range, no room.
+        """
+        held = self._sessions.get(request.key)
+        if held is not None and request.epoch < held.epoch:
+            raise SessionFault(Code.FAILED_PRECONDITION, f"epoch {request.epoch} is over: {held.epoch} is open")
+        tokens = [*request.prompt, *request.output]
+        self._check_open(request, tokens)
+        if held is None:
+            row = self._acquire_row()
+        else:
+            row = held.row
+            shared = _shared_prefix(held.tokens, tokens)
+            self._slots.truncate(row, min(shared, len(tokens) - 1))
+        self._opens += 1
+        self._sessions[request.key] = Session(
+            key=request.key,
+            epoch=request.epoch,
+            order=self._opens if held is None else held.order,
+            row=row,
+            tokens=tokens,
+            prompt_len=len(request.prompt),
+            sampling=request.sampling,
+            limit=min(len(request.prompt) + request.sampling.max_new_tokens, self._runner.info.max_model_len),
+        )
+
+    def close(self, key: SessionKey, epoch: int) -> None:
+        """Frees a session and its slots; unknown ones and those reopened under a higher epoch stay as they are."""
+        session = self._sessions.get(key)
+        if session is not None and session.epoch <= epoch:
+            del self._sessions[key]
+            self._slots.release_row(session.row)
+
+    def step(self, trees: Sequence[TreeRequest]) -> StepResult:
+        """Verifies a batch of trees in one forward and commits what it accepts.
+
+        Sessions are independent: a fault of one is its own result, and closes it.
+        """
+        begin = time.perf_counter_ns()
+        results: list[TreeResult] = [DEFERRED] * len(trees)
+        places: list[int] = []
+        asked: list[tuple[Session, TreeRequest]] = []
+        count = Counter(tree.key for tree in trees)
+        for place, tree in enumerate(trees):
+            try:
+                asked.append((self._checked(tree, repeated=count[tree.key] > 1), tree))
+                places.append(place)
+            except SessionFault as fault:
+                results[place] = TreeResult(outcome=Outcome.ERROR, fault=fault)
+        for place, result in enumerate(results):
+            if result.outcome is Outcome.ERROR:
+                self.close(trees[place].key, trees[place].epoch)
+        works = self._planner.plan(asked, self._sessions.values())
+        forward_ns, accepted = self._run(works)
+        for place, work in zip(places, works, strict=False):
+            results[place] = accepted.get(id(work), DEFERRED)
+        self.steps += 1
+        return StepResult(
+            results=results,
+            step_ns=time.perf_counter_ns() - begin,
+            forward_ns=forward_ns,
+            tokens=sum(work.rows for work in works),
+            sessions=sum(work.rows > 0 for work in works),
+        )
+
+    def prefill(self) -> int:
+        """One forward of pending prefill alone, oldest session first; the rows it computed."""
+        return self.step([]).tokens
+
+    def _acquire_row(self) -> int:
+        try:
+            return self._slots.acquire_row()
+        except OutOfSlots as error:
+            raise SessionFault(Code.RESOURCE_EXHAUSTED, str(error)) from error
+
+    def _check_open(self, request: OpenRequest, tokens: Sequence[int]) -> None:
+        vocab_size, longest = self._runner.vocab_size, self._runner.info.max_model_len
+        sampling = request.sampling
+        if not request.prompt:
+            raise SessionFault(Code.INVALID_ARGUMENT, "prompt: empty, at least one token needed")
+        if max(tokens) >= vocab_size or min(tokens) < 0:
+            raise SessionFault(Code.INVALID_ARGUMENT, f"prompt, output: token ids from 0 to {vocab_size - 1} needed")
+        if len(tokens) > min(longest, self._slots.num_slots):
+            raise SessionFault(
+                Code.RESOURCE_EXHAUSTED,
+                f"{len(tokens)} tokens given; the model takes {longest}, the KV cache {self._slots.num_slots}",
+            )
+        named = [*sampling.allowed_token_ids, *sampling.stop_token_ids, *sampling.logit_bias]
+        if named and (max(named) >= vocab_size or min(named) < 0):
+            raise SessionFault(Code.INVALID_ARGUMENT, f"sampling: token ids from 0 to {vocab_size - 1} needed")
+        only_stops = set(sampling.allowed_token_ids) <= set(sampling.stop_token_ids)
+        if sampling.min_new_tokens and sampling.allowed_token_ids and only_stops:
+            raise SessionFault(Code.INVALID_ARGUMENT, "sampling: min_new_tokens leaves no allowed token")
+
+    def _checked(self, tree: TreeRequest, *, repeated: bool) -> Session:
+        session = self._sessions.get(tree.key)
+        if session is None or session.epoch < tree.epoch:
+            raise SessionFault(Code.NOT_FOUND, "the session is not open here under this epoch: open it again")
+        if session.epoch > tree.epoch:
+            raise SessionFault(Code.FAILED_PRECONDITION, f"epoch {tree.epoch} is over: {session.epoch} is open")
+        if repeated:
+            raise SessionFault(Code.INVALID_ARGUMENT, "the session stands in the batch more than once")
+        if tree.length > len(session.tokens):
+            raise SessionFault(
+                Code.FAILED_PRECONDITION,
+                f"length {tree.length} given, {len(session.tokens)} tokens are here: open the session again",
+            )
+        if tree.length < session.prompt_len:
+            raise SessionFault(
+                Code.INVALID_ARGUMENT, f"length {tree.length} given, the prompt alone has {session.prompt_len} tokens"
+            )
+        if tree.length >= session.limit:
+            raise SessionFault(
+                Code.INVALID_ARGUMENT, f"length {tree.length} given, the session ends at {session.limit}"
+            )
+        if tree.length > self._slots.num_slots:
+            raise SessionFault(
+                Code.RESOURCE_EXHAUSTED, f"{tree.length} tokens, the KV cache holds {self._slots.num_slots}"
+            )
+        _check_tree(tree, self._runner.vocab_size)
+        if tree.length < len(session.tokens):
+            session.truncate(tree.length)
+            self._slots.truncate(session.row, session.root_index)
+        return session
+
+    def _run(self, works: Sequence[Work]) -> tuple[int, dict[int, TreeResult]]:
+        """The forward of all works and the walks of those that verify: its time, and results by id of the work."""
+        active = [work for work in works if work.rows]
+        if not active:
+            return 0, {}
+        builder = BatchBuilder()
+        trees = {id(work): NodeRows.of(work.session, *_nodes_of(work)) for work in active if work.verifies}
+        for work in active:
+            _add_rows(builder, work, trees.get(id(work)), self._slots.length(work.session.row) - work.rows)
+        begin = time.perf_counter_ns()
+        logits = self._runner.forward(builder.build())
+        walking = [work for work in active if work.verifies]
+        raw, choices = choose(logits, list(trees.values())) if walking else (logits, [])
+        forward_ns = time.perf_counter_ns() - begin
+        results: dict[int, TreeResult] = {}
+        first = 0
+        for work in walking:
+            tree = trees[id(work)]
+            results[id(work)] = self._commit(tree, choices[first : first + tree.count], raw[first : first + tree.count])
+            first += tree.count
+        return forward_ns, results
+
+    def _commit(self, tree: NodeRows, choices: Sequence[int], raw: torch.Tensor) -> TreeResult:
+        """Walks one session's tree along its choices [1 + n] and commits what the walk emits."""
+        session = tree.session
+        accepted, emitted = walk(
+            choices,
+            tree.tokens,
+            tree.parents,
+            stop_token_ids=session.stop_token_ids,
+            room=session.limit - len(session.tokens),
+        )
+        logprobs: TokenLogprobs | None = None
+        if session.sampling.logprobs is not None:
+            # The j-th emitted token was chosen at the root (j = 0) or at the (j-1)-th accepted node.
+            chosen_at = [0, *accepted][: len(emitted)]
+            logprobs = token_logprobs(raw[chosen_at], emitted, session.sampling.logprobs)
+        # The root and all emitted tokens but the last, which is the next root, keep their KV.
+        self._slots.retain(session.row, session.root_index, [0, *accepted[: len(emitted) - 1]])
+        session.tokens.extend(emitted)
+        return TreeResult(outcome=Outcome.ACCEPTED, accepted_nodes=accepted, token_ids=emitted, logprobs=logprobs)
+
+
+def _check_tree(tree: TreeRequest, vocab_size: int) -> None:
+    if len(tree.tokens) != len(tree.parents):
+        raise SessionFault(
+            Code.INVALID_ARGUMENT, f"{len(tree.tokens)} tokens and {len(tree.parents)} parents given, as many needed"
+        )
+    if any(not 0 <= token < vocab_size for token in tree.tokens):
+        raise SessionFault(Code.INVALID_ARGUMENT, f"tokens: ids from 0 to {vocab_size - 1} needed")
+    if any(not 0 <= parent <= place for place, parent in enumerate(tree.parents)):
+        raise SessionFault(Code.INVALID_ARGUMENT, "parents: a parent must stand before its children")
+
+
+def _nodes_of(work: Work) -> tuple[Sequence[int], Sequence[int]]:
+    """Tokens and parents of the nodes that are computed: all of the tree's, or none."""
+    if not work.nodes or work.tree is None:
+        return (), ()
+    return work.tree.tokens, work.tree.parents
+
+
+def _add_rows(builder: BatchBuilder, work: Work, tree: NodeRows | None, first_index: int) -> None:
+    session = work.session
+    if tree is None or not tree.tokens:
+        chain = session.tokens[first_index : first_index + work.prefill + work.verifies]
+        builder.add_chain(session.row, chain, first_index, work.verifies)
+        return
+    root = session.root_index
+    if work.prefill:
+        builder.add_chain(session.row, session.tokens[first_index:root], first_index, False)
+    # Nodes past the session's end are never accepted: their positions stay within what the model knows.
+    positions = np.minimum(root + tree.depths, session.limit - 1).tolist()
+    builder.add_tree(
+        session.row,
+        tree_start=root,
+        token_ids=[session.tokens[root], *tree.tokens],
+        positions=positions,
+        masks=ancestor_masks(tree.parents),
+        write_indices=range(root, root + tree.count),
+    )
+
+
+def _shared_prefix(held: Iterable[int], given: Iterable[int]) -> int:
+    count = 0
+    for old, new in zip(held, given, strict=False):
+        if old != new:
+            break
+        count += 1
+    return count

@@ -1,0 +1,435 @@
+"""The verifier against a plain loop over transformers' own forward with the same choice rule."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from outrider.engine.model_runner import EngineConfig, ModelRunner
+from outrider.kernels.coupled_sampling import coupled_choice
+from outrider.sampling import SamplingSpec
+from outrider.target_worker.sessions import Code, OpenRequest, Outcome, TreeRequest, TreeResult
+from outrider.target_worker.verifier import Verifier
+
+PROMPT = [5, 9, 33, 2, 17, 40, 8]
+Tree = tuple[list[int], list[int]]
+NO_TREE: Tree = ([], [])
+
+
+@dataclass
+class Plain:
+    """What plain decoding gives: tokens, and the raw log probabilities [V] each was chosen at."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[torch.Tensor] = field(default_factory=list)
+
+
+def plain_decode(model: PreTrainedModel, prompt: Sequence[int], spec: SamplingSpec) -> Plain:
+    out = Plain()
+    while len(out.tokens) < spec.max_new_tokens:
+        sequence = [*prompt, *out.tokens]
+        with torch.inference_mode():
+            raw = model(torch.tensor([sequence])).logits[0, -1]
+        out.logprobs.append(raw.log_softmax(-1))
+        logits = processed(raw.clone(), prompt, out.tokens, spec)
+        out.tokens.append(choice(logits, len(sequence), spec))
+        if out.tokens[-1] in spec.stop_token_ids:
+            break
+    return out
+
+
+def processed(logits: torch.Tensor, prompt: Sequence[int], output: Sequence[int], spec: SamplingSpec) -> torch.Tensor:
+    counts = Counter(output)
+    for token in {*prompt, *output}:
+        value = logits[token]
+        logits[token] = value / spec.repetition_penalty if value > 0 else value * spec.repetition_penalty
+        logits[token] -= spec.frequency_penalty * counts[token] + spec.presence_penalty * (counts[token] > 0)
+    for token, bias in spec.logit_bias.items():
+        logits[token] += bias
+    if spec.allowed_token_ids:
+        banned = [token for token in range(len(logits)) if token not in spec.allowed_token_ids]
+        logits[banned] = -torch.inf
+    if len(output) < spec.min_new_tokens:
+        logits[list(spec.stop_token_ids)] = -torch.inf
+    return logits
+
+
+def choice(logits: torch.Tensor, position: int, spec: SamplingSpec) -> int:
+    seed = np.array([spec.seed], dtype=np.uint64).view(np.int64)
+    return int(
+        coupled_choice(
+            logits[None],
+            torch.from_numpy(seed),
+            torch.tensor([position]),
+            torch.tensor([spec.temperature]),
+            torch.tensor([spec.top_k]),
+            torch.tensor([spec.top_p]),
+            torch.tensor([spec.min_p]),
+            choice_index=torch.tensor([spec.choice_index]),
+        )
+    )
+
+
+def make_verifier(checkpoint: Path, **overrides: int) -> Verifier:
+    step = overrides.pop("max_step_tokens", 64)
+    config = {"num_slots": 512, "max_sessions": 8, "max_tree_nodes": 16} | overrides
+    return Verifier(ModelRunner(EngineConfig(model_path=checkpoint, **config)), max_step_tokens=step)
+
+
+def open_request(
+    number: int, spec: SamplingSpec, *, epoch: int = 1, prompt: Sequence[int] = PROMPT, output: Sequence[int] = ()
+) -> OpenRequest:
+    return OpenRequest(key=(7, number), epoch=epoch, prompt=prompt, output=output, sampling=spec)
+
+
+def tree_request(number: int, length: int, tree: Tree = NO_TREE, *, epoch: int = 1) -> TreeRequest:
+    return TreeRequest(key=(7, number), epoch=epoch, length=length, tokens=tree[0], parents=tree[1])
+
+
+def random_tree(rng: random.Random, expected: Sequence[int]) -> Tree:
+    """Nodes anywhere, half of them with the token that plain decoding has at that depth."""
+    tokens, parents, depths = [], [], [0]
+    for number in range(rng.randint(0, 12)):
+        parent = rng.randint(0, number)
+        depth = depths[parent] + 1
+        depths.append(depth)
+        right = expected[depth - 1] if depth <= len(expected) else rng.randrange(61)
+        tokens.append(right if rng.random() < 0.5 else rng.randrange(61))
+        parents.append(parent)
+    return tokens, parents
+
+
+def oracle_tree(rng: random.Random, expected: Sequence[int]) -> Tree:
+    """The continuation itself, a wrong sibling before each right node, beyond the end of the output as well."""
+    tokens, parents, last = [], [], 0
+    for token in [*expected[:6], 1, 2]:
+        tokens += [(token + 1) % 61, token]
+        parents += [last, last]
+        last = len(tokens)
+    return tokens, parents
+
+
+def adversarial_tree(rng: random.Random, expected: Sequence[int]) -> Tree:
+    """The right first token twice, one of them under the wrong parent, and a right chain below a wrong node."""
+    right = [*expected[:3], 4, 4, 4]
+    wrong = (right[0] + 1) % 61
+    return [wrong, right[0], right[1], right[0], right[1], wrong, right[2]], [0, 1, 1, 0, 4, 4, 5]
+
+
+def no_tree(_rng: random.Random, _expected: Sequence[int]) -> Tree:
+    return NO_TREE
+
+
+@dataclass
+class Decoded:
+    tokens: list[int] = field(default_factory=list)
+    results: list[TreeResult] = field(default_factory=list)
+
+
+def decode(
+    verifier: Verifier,
+    number: int,
+    spec: SamplingSpec,
+    expected: Sequence[int],
+    make_tree: Callable[[random.Random, Sequence[int]], Tree],
+) -> Decoded:
+    rng, out = random.Random(number), Decoded()
+    while len(out.tokens) < spec.max_new_tokens and not (out.tokens and out.tokens[-1] in spec.stop_token_ids):
+        tree = make_tree(rng, expected[len(out.tokens) :])
+        result = verifier.step([tree_request(number, len(PROMPT) + len(out.tokens), tree)]).results[0]
+        if result.outcome is Outcome.DEFERRED:
+            continue
+        assert result.outcome is Outcome.ACCEPTED, result.fault
+        check_path(tree, result)
+        out.tokens += result.token_ids
+        out.results.append(result)
+    return out
+
+
+def check_path(tree: Tree, result: TreeResult) -> None:
+    tokens, parents = tree
+    assert [tokens[node - 1] for node in result.accepted_nodes] == result.token_ids[: len(result.accepted_nodes)]
+    assert [parents[node - 1] for node in result.accepted_nodes] == [0, *result.accepted_nodes[:-1]][
+        : len(result.accepted_nodes)
+    ]
+    assert len(result.token_ids) - len(result.accepted_nodes) in (0, 1)
+
+
+SPECS = {
+    "greedy": SamplingSpec(max_new_tokens=24),
+    "coupled": SamplingSpec(temperature=1.0, seed=2**63 + 11, max_new_tokens=24),
+    "coupled-filters": SamplingSpec(
+        temperature=0.8, top_k=20, top_p=0.9, min_p=0.02, seed=5, choice_index=2, max_new_tokens=24
+    ),
+    "penalties": SamplingSpec(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.7, max_new_tokens=24),
+    "penalties-coupled": SamplingSpec(
+        temperature=1.0, seed=3, repetition_penalty=0.8, frequency_penalty=-0.5, max_new_tokens=24
+    ),
+    "bias": SamplingSpec(logit_bias={3: 2.5, 40: -100.0, 11: 2.0}, temperature=0.7, seed=9, max_new_tokens=24),
+    "allowed": SamplingSpec(allowed_token_ids=(4, 8, 15, 16, 23, 42), temperature=1.0, seed=1, max_new_tokens=24),
+    "stop": SamplingSpec(temperature=1.0, seed=4, stop_token_ids=tuple(range(0, 61, 9)), max_new_tokens=40),
+    "min-new": SamplingSpec(
+        temperature=1.0, seed=4, stop_token_ids=tuple(range(0, 61, 3)), min_new_tokens=9, max_new_tokens=40
+    ),
+    "short": SamplingSpec(max_new_tokens=3),
+    "logprobs": SamplingSpec(temperature=1.0, seed=8, logprobs=4, repetition_penalty=1.5, max_new_tokens=16),
+}
+TREES = [random_tree, oracle_tree, adversarial_tree, no_tree]
+
+
+@pytest.fixture(scope="module")
+def verifier(checkpoint: Path) -> Verifier:
+    return make_verifier(checkpoint)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_any_tree_gives_plain_decoding(name: str, verifier: Verifier, reference_model: PreTrainedModel) -> None:
+    spec = SPECS[name]
+    plain = plain_decode(reference_model, PROMPT, spec)
+    steps = {}
+    for make_tree in TREES:
+        verifier.open(open_request(1, spec))
+        decoded = decode(verifier, 1, spec, plain.tokens, make_tree)
+        verifier.close((7, 1), 1)
+        assert decoded.tokens == plain.tokens, make_tree.__name__
+        steps[make_tree] = len(decoded.results)
+        if spec.logprobs is not None:
+            check_logprobs(decoded, plain, spec.logprobs)
+    assert steps[no_tree] == len(plain.tokens)
+    assert steps[oracle_tree] <= -(-len(plain.tokens) // 5), "the oracle's nodes were not accepted"
+    assert verifier.session_count == 0
+
+
+def check_logprobs(decoded: Decoded, plain: Plain, count: int) -> None:
+    got = [result.logprobs for result in decoded.results]
+    expected = torch.stack(plain.logprobs)
+    best = expected.topk(count)
+    for name, values in (
+        ("token_logprobs", expected.gather(1, torch.tensor(plain.tokens)[:, None]).squeeze(1)),
+        ("top_logprobs", best.values),
+    ):
+        actual = np.concatenate([getattr(part, name) for part in got])
+        np.testing.assert_allclose(actual, values.numpy(), rtol=1e-4, atol=1e-4)
+    assert np.concatenate([part.top_token_ids for part in got if part is not None]).tolist() == best.indices.tolist()
+
+
+def test_specs_meet_what_they_are_for(reference_model: PreTrainedModel) -> None:
+    """Stop tokens occur before the limit, min_new_tokens changes something, penalties too."""
+    outputs = {name: plain_decode(reference_model, PROMPT, spec).tokens for name, spec in SPECS.items()}
+    assert len(outputs["stop"]) < 40
+    assert 9 < len(outputs["min-new"]) < 40 or outputs["min-new"][9] % 3 == 0
+    assert outputs["penalties"] != outputs["greedy"]
+
+
+def test_sessions_of_one_batch_are_independent(checkpoint: Path, reference_model: PreTrainedModel) -> None:
+    verifier = make_verifier(checkpoint, max_step_tokens=40)
+    specs = list(SPECS.values())[:5]
+    plain = [plain_decode(reference_model, PROMPT, spec).tokens for spec in specs]
+    for number, spec in enumerate(specs):
+        verifier.open(open_request(number, spec))
+    rng, outputs = random.Random(0), [[] for _ in specs]
+    while live := [number for number, spec in enumerate(specs) if len(outputs[number]) < spec.max_new_tokens]:
+        batch = [n for n in live if rng.random() < 0.7]
+        trees = [random_tree(rng, plain[n][len(outputs[n]) :]) for n in batch]
+        requests = [tree_request(n, len(PROMPT) + len(outputs[n]), tree) for n, tree in zip(batch, trees, strict=True)]
+        step = verifier.step(requests)
+        assert step.tokens <= 40
+        for number, result in zip(batch, step.results, strict=True):
+            outputs[number] += result.token_ids
+    assert outputs == plain
+    for number in range(len(specs)):
+        verifier.close((7, number), 1)
+    assert verifier.slots_used == 0
+
+
+def test_first_token_shares_the_forward_of_the_last_prefill_chunk(checkpoint: Path) -> None:
+    verifier = make_verifier(checkpoint, max_step_tokens=4)
+    verifier.open(open_request(1, SamplingSpec()))
+    outcomes = [verifier.step([tree_request(1, 7)]) for _ in range(2)]
+    # 6 tokens before the root: 4, then 2 and the root.
+    assert [step.results[0].outcome for step in outcomes] == [Outcome.DEFERRED, Outcome.ACCEPTED]
+    assert [step.tokens for step in outcomes] == [4, 3]
+
+
+def test_prefill_goes_on_without_a_batch(checkpoint: Path) -> None:
+    verifier = make_verifier(checkpoint, max_step_tokens=4)
+    verifier.open(open_request(1, SamplingSpec()))
+    assert verifier.has_pending_prefill
+    assert [verifier.prefill(), verifier.prefill(), verifier.prefill()] == [4, 2, 0]
+    assert not verifier.has_pending_prefill
+    assert verifier.step([tree_request(1, 7)]).tokens == 1
+
+
+def test_trees_are_cut_to_their_root_before_a_session_waits(checkpoint: Path, reference_model: PreTrainedModel) -> None:
+    verifier = make_verifier(checkpoint, max_step_tokens=14, max_tree_nodes=8)
+    spec = SamplingSpec(max_new_tokens=8)
+    plain = plain_decode(reference_model, PROMPT, spec).tokens
+    verifier.open(open_request(1, spec))
+    first = verifier.step([tree_request(1, 7)])
+    assert list(first.results[0].token_ids) == plain[:1]
+    verifier.open(open_request(2, spec))
+    # 7 rows of the new session and 1 root leave 6: a tree of 6 fits, one of 7 is cut, and both sessions emit.
+    chain = [*plain[1:], 0]
+    for count, emitted in ((7, 1), (6, 7)):
+        tree = (chain[:count], list(range(count)))
+        step = verifier.step([tree_request(1, 8, tree), tree_request(2, 7)])
+        assert [len(result.token_ids) for result in step.results] == [emitted, 1]
+        verifier.close((7, 2), 1)
+        verifier.open(open_request(2, spec))
+    oversized = (list(range(9)), [0] * 9)
+    assert [len(r.token_ids) for r in verifier.step([tree_request(1, 8, oversized)]).results] == [1]
+
+
+def test_out_of_slots_preempts_the_youngest_and_loses_nothing(
+    checkpoint: Path, reference_model: PreTrainedModel
+) -> None:
+    verifier = make_verifier(checkpoint, num_slots=60)
+    spec = SamplingSpec(temperature=1.0, seed=6, max_new_tokens=30)
+    plain = plain_decode(reference_model, PROMPT, spec).tokens
+    outputs: list[list[int]] = [[] for _ in range(4)]
+    for number in range(4):
+        verifier.open(open_request(number, spec))
+    deferred = 0
+    for _ in range(400):
+        live = [number for number in range(4) if len(outputs[number]) < 30]
+        if not live:
+            break
+        requests = [
+            tree_request(n, 7 + len(outputs[n]), (plain[len(outputs[n]) :][:2], [0, 1]))
+            if len(outputs[n]) < 28
+            else tree_request(n, 7 + len(outputs[n]))
+            for n in live
+        ]
+        for number, result in zip(live, verifier.step(requests).results, strict=True):
+            deferred += result.outcome is Outcome.DEFERRED
+            outputs[number] += result.token_ids
+            if len(outputs[number]) >= 30:
+                verifier.close((7, number), 1)
+    assert outputs == [plain] * 4
+    assert deferred > 0
+    assert verifier.preemptions > 0
+    assert verifier.slots_used == 0
+
+
+def test_a_shorter_length_truncates_and_a_longer_one_asks_to_reopen(
+    verifier: Verifier, reference_model: PreTrainedModel
+) -> None:
+    spec = SamplingSpec(temperature=1.0, seed=12, repetition_penalty=1.4, max_new_tokens=20)
+    plain = plain_decode(reference_model, PROMPT, spec).tokens
+    verifier.open(open_request(1, spec))
+    verifier.step([tree_request(1, 7, (plain[:6], list(range(6))))])
+    again = verifier.step([tree_request(1, 9, ([plain[2]], [0]))]).results[0]
+    assert list(again.token_ids) == plain[2:4]
+    ahead = verifier.step([tree_request(1, 40)]).results[0]
+    assert ahead.fault is not None
+    assert ahead.fault.code is Code.FAILED_PRECONDITION
+    assert "open the session again" in ahead.fault.message
+    assert verifier.session_count == 0
+
+
+def test_reopening_keeps_the_shared_prefix_and_refuses_older_epochs(
+    verifier: Verifier, reference_model: PreTrainedModel
+) -> None:
+    spec = SamplingSpec(max_new_tokens=20)
+    plain = plain_decode(reference_model, PROMPT, spec).tokens
+    verifier.open(open_request(1, spec, epoch=2))
+    verifier.step([tree_request(1, 7, (plain[:6], list(range(6))), epoch=2)])
+    verifier.open(open_request(1, spec, epoch=3, output=plain[:4]))
+    step = verifier.step([tree_request(1, 11, ([plain[4]], [0]), epoch=3)])
+    assert list(step.results[0].token_ids) == plain[4:6]
+    assert step.tokens == 2, "KV of the shared tokens was recomputed"
+    with pytest.raises(Exception, match="epoch 2 is over"):
+        verifier.open(open_request(1, spec, epoch=2))
+    ghost = verifier.step([tree_request(1, 13, epoch=2)]).results[0]
+    assert ghost.fault is not None
+    assert ghost.fault.code is Code.FAILED_PRECONDITION
+    verifier.close((7, 1), 2)
+    assert verifier.session_count == 1, "a ghost closed a session that was reopened"
+    verifier.close((7, 1), 3)
+    assert verifier.slots_used == 0
+
+
+@pytest.mark.parametrize(
+    ("request_", "code"),
+    [
+        (tree_request(9, 7), Code.NOT_FOUND),
+        (tree_request(1, 7, epoch=2), Code.NOT_FOUND),
+        (tree_request(1, 7, ([61], [0])), Code.INVALID_ARGUMENT),
+        (tree_request(1, 7, ([-1], [0])), Code.INVALID_ARGUMENT),
+        (tree_request(1, 7, ([1, 2], [0, 2])), Code.INVALID_ARGUMENT),
+        (tree_request(1, 7, ([1], [-1])), Code.INVALID_ARGUMENT),
+        (tree_request(1, 7, ([1], [0, 0])), Code.INVALID_ARGUMENT),
+        (tree_request(1, 6), Code.INVALID_ARGUMENT),
+        (tree_request(1, 8), Code.FAILED_PRECONDITION),
+    ],
+)
+def test_a_fault_is_its_own_sessions(
+    request_: TreeRequest, code: Code, verifier: Verifier, reference_model: PreTrainedModel
+) -> None:
+    spec = SamplingSpec(max_new_tokens=4)
+    plain = plain_decode(reference_model, PROMPT, spec).tokens
+    for number in (1, 2):
+        verifier.open(open_request(number, spec))
+    step = verifier.step([request_, tree_request(2, 7, (plain[:2], [0, 1]))])
+    assert step.results[0].fault is not None
+    assert step.results[0].fault.code is code
+    assert list(step.results[1].token_ids) == plain[:3]
+    for number in (1, 2):
+        verifier.close((7, number), 9)
+    assert (verifier.session_count, verifier.slots_used) == (0, 0)
+
+
+def test_a_repeated_session_is_a_fault_of_both_entries(verifier: Verifier) -> None:
+    verifier.open(open_request(1, SamplingSpec()))
+    step = verifier.step([tree_request(1, 7), tree_request(1, 7)])
+    assert [result.outcome for result in step.results] == [Outcome.ERROR] * 2
+    assert verifier.session_count == 0
+
+
+def test_the_end_of_a_session_is_a_fault_not_a_token(verifier: Verifier) -> None:
+    verifier.open(open_request(1, SamplingSpec(max_new_tokens=1)))
+    assert len(verifier.step([tree_request(1, 7)]).results[0].token_ids) == 1
+    over = verifier.step([tree_request(1, 8)]).results[0]
+    assert over.fault is not None
+    assert "ends at 8" in over.fault.message
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (open_request(1, SamplingSpec(), prompt=[]), "prompt: empty"),
+        (open_request(1, SamplingSpec(), prompt=[61]), "token ids from 0 to 60"),
+        (open_request(1, SamplingSpec(), output=[99]), "token ids from 0 to 60"),
+        (open_request(1, SamplingSpec(), prompt=[1] * 97), "the model takes 96"),
+        (open_request(1, SamplingSpec(logit_bias={61: 1.0})), "sampling: token ids"),
+        (open_request(1, SamplingSpec(min_new_tokens=1, allowed_token_ids=(3,), stop_token_ids=(3, 4))), "leaves no"),
+    ],
+)
+def test_opens_that_cannot_be_served(request_: OpenRequest, message: str, verifier: Verifier) -> None:
+    with pytest.raises(Exception, match=message):
+        verifier.open(request_)
+    assert verifier.session_count == 0
+
+
+def test_more_sessions_than_rows_are_refused(checkpoint: Path) -> None:
+    verifier = make_verifier(checkpoint, max_sessions=1)
+    verifier.open(open_request(1, SamplingSpec()))
+    with pytest.raises(Exception, match="max_sessions"):
+        verifier.open(open_request(2, SamplingSpec()))
+
+
+def test_output_ends_where_the_model_does(checkpoint: Path, reference_model: PreTrainedModel) -> None:
+    verifier = make_verifier(checkpoint, max_model_len=12)
+    spec = SamplingSpec(max_new_tokens=50)
+    plain = plain_decode(reference_model, PROMPT, replace(spec, max_new_tokens=5)).tokens
+    verifier.open(open_request(1, spec))
+    tree = ([*plain, 1, 2, 3], list(range(8)))
+    result = verifier.step([tree_request(1, 7, tree)]).results[0]
+    assert list(result.token_ids) == plain
+    assert list(result.accepted_nodes) == [1, 2, 3, 4, 5]
