@@ -176,7 +176,7 @@ class TargetLink(_Link):
         return outgoing
 
     async def _read(self) -> None:
-        while (response := await self._call.read()) is not grpc.aio.EOF:
+        async for response in self._call:
             self.load = response.load
             future = self._waiting.pop(response.step, None)
             if future is not None and not future.done():
@@ -284,7 +284,7 @@ class DraftLink(_Link):
         return [] if commands is None else [commands]
 
     async def _read(self) -> None:
-        while (message := await self._call.read()) is not grpc.aio.EOF:
+        async for message in self._call:
             self.load = message.load
             if message.report.step_ns:
                 self.step_ns += (message.report.step_ns - self.step_ns) * (0.1 if self.step_ns else 1.0)

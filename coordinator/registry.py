@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import grpc.aio
 from grpc.aio import ServicerContext
 
 from outrider import rpc
@@ -79,15 +78,15 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     ) -> None:
         """The worker's lease; see registry.proto."""
         try:
-            worker = await self._introduce(context)
+            worker = await self._introduce(request_iterator)
             if worker is not None:
-                await self._hold(worker, context)
+                await self._hold(worker, request_iterator, context)
         except OutriderError as error:
             await rpc.abort_with(context, error)
 
-    async def _introduce(self, context: ServicerContext[Any, Any]) -> RegisteredWorker | None:
-        report = await context.read()
-        if report is grpc.aio.EOF:
+    async def _introduce(self, reports: AsyncIterator[registry_pb2.WorkerReport]) -> RegisteredWorker | None:
+        report = await anext(reports, None)
+        if report is None:
             return None
         if report.WhichOneof("report") != "introduction":
             raise WorkerRefused("the first message of a worker has to be its introduction")
@@ -114,7 +113,12 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 f"{own.max_model_len}: raise the target's max_model_len or lower the coordinator's"
             )
 
-    async def _hold(self, worker: RegisteredWorker, context: ServicerContext[Any, Any]) -> None:
+    async def _hold(
+        self,
+        worker: RegisteredWorker,
+        reports: AsyncIterator[registry_pb2.WorkerReport],
+        context: ServicerContext[Any, Any],
+    ) -> None:
         """Serves a worker from its introduction to the end of its lease."""
         self.workers[worker.worker_id] = worker
         lease = registry_pb2.Lease(
@@ -122,7 +126,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             heartbeat_interval_ms=self._config.heartbeat_interval_ms,
             lease_ms=self._config.lease_ms,
         )
-        heartbeats = asyncio.create_task(self._watch_heartbeats(worker, context))
+        heartbeats = asyncio.create_task(self._watch_heartbeats(worker, reports))
         try:
             await context.write(lease)
             await self._connect(worker)
@@ -135,13 +139,15 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             await self._disconnect(worker)
         raise WorkerUnavailable(f"the lease has ended: {worker.lost_reason}")
 
-    async def _watch_heartbeats(self, worker: RegisteredWorker, context: ServicerContext[Any, Any]) -> None:
+    async def _watch_heartbeats(
+        self, worker: RegisteredWorker, reports: AsyncIterator[registry_pb2.WorkerReport]
+    ) -> None:
         lease_s = self._config.lease_ms / 1e3
         try:
             while True:
                 async with asyncio.timeout(lease_s):
-                    report = await context.read()
-                if report is grpc.aio.EOF:
+                    report = await anext(reports, None)
+                if report is None:
                     worker.lose("it took its leave")
                     return
                 worker.reported_ns = time.monotonic_ns()
@@ -149,8 +155,6 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                     worker.load = report.load
         except TimeoutError:
             worker.lose(f"no heartbeat for {lease_s:g} s")
-        except grpc.aio.UsageError:
-            worker.lose("its stream ended")
 
     async def _connect(self, worker: RegisteredWorker) -> None:
         address = worker.introduction.address

@@ -9,7 +9,7 @@ import grpc.aio
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_health.v1.health import aio as health_aio
+from grpc_health.v1.health import aio as health_aio  # pyright: ignore[reportAttributeAccessIssue] - bound at run time
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
@@ -75,7 +75,8 @@ def status_of(error: errors.OutriderError) -> status_pb2.Status:
 
 async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: errors.OutriderError) -> NoReturn:
     """Ends a call with the status of `error`."""
-    await context.abort_with_status(rpc_status.to_status(status_of(error)))
+    # The stubs of grpc.aio lack this method.
+    await context.abort_with_status(rpc_status.to_status(status_of(error)))  # pyright: ignore[reportAttributeAccessIssue]
     raise AssertionError("abort_with_status does not return")
 
 

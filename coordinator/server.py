@@ -1,0 +1,119 @@
+"""The coordinator process: build its parts, serve, stop."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable
+
+import grpc.aio
+
+from outrider import __version__
+from outrider.coordinator.config import CoordinatorConfig
+from outrider.coordinator.registry import RegistryServicer
+from outrider.coordinator.scheduler import Scheduler
+from outrider.coordinator.service import GenerationServicer
+from outrider.coordinator.tokenizer import TextTokenizer, read_model_info
+from outrider.coordinator.validation import RequestLimits
+from outrider.errors import WorkerUnavailable
+from outrider.rpc import RoleServer
+from outrider.v1 import generation_pb2, registry_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+SERVICES = ("outrider.v1.GenerationService", "outrider.v1.RegistryService")
+
+
+class CoordinatorServer:
+    """All parts of one coordinator, joined.
+
+    Raises:
+        CheckpointError: the model folder lacks what a coordinator needs.
+        OSError: the address cannot be bound.
+    """
+
+    def __init__(self, config: CoordinatorConfig) -> None:
+        self._config = config
+        self._started_ns = time.monotonic_ns()
+        self._incarnation = secrets.randbits(63)
+        model = read_model_info(config.model_folder, max_model_len=config.max_model_len)
+        self.scheduler = Scheduler(config)
+        self.registry = RegistryServicer(self.scheduler, config=config, model=model, incarnation=self._incarnation)
+        generation = GenerationServicer(
+            self.scheduler,
+            model=model,
+            tokenizer=TextTokenizer.load(config.tokenizer_folder),
+            limits=RequestLimits(
+                default_max_new_tokens=config.default_max_new_tokens,
+                max_nodes=config.max_nodes,
+                max_depth=config.max_depth,
+            ),
+            server_info=self.info,
+        )
+
+        def add_services(server: grpc.aio.Server) -> None:
+            generation.add_to(server)
+            registry_pb2_grpc.add_RegistryServiceServicer_to_server(self.registry, server)
+
+        self._server = RoleServer(services=SERVICES, add_services=add_services, address=config.address)
+
+    @property
+    def address(self) -> str:
+        """host:port that is bound."""
+        return self._server.address
+
+    def info(self) -> generation_pb2.ServerInfo:
+        """The state of the server now."""
+        totals = self.scheduler.totals
+        steps = totals.verify_steps
+        return generation_pb2.ServerInfo(
+            incarnation=self._incarnation,
+            version=__version__,
+            uptime_s=(time.monotonic_ns() - self._started_ns) / 1e9,
+            running_sessions=self.scheduler.running_sessions,
+            waiting_requests=self.scheduler.waiting_requests,
+            workers=self.registry.statuses(),
+            requests_total=totals.requests,
+            emitted_tokens_total=totals.emitted_tokens,
+            speculation=generation_pb2.SpeculationStats(
+                verify_steps=steps,
+                spec_draft_tokens=totals.drafted_tokens,
+                spec_accepted_tokens=totals.accepted_tokens,
+                acceptance_length=1 + totals.accepted_tokens / steps if steps else 1.0,
+            ),
+            dropped_nodes_total=totals.dropped_nodes,
+            steps_total=totals.steps,
+        )
+
+    async def start(self) -> None:
+        """Begins to serve."""
+        await self._server.start()
+
+    async def stop(self) -> None:
+        """Health NOT_SERVING, running requests get `drain_s`, then everything ends."""
+        await self._server.stop(drain=self._drain)
+
+    async def _drain(self) -> None:
+        deadline = time.monotonic() + self._config.drain_s
+        while self.scheduler.running_sessions and time.monotonic() < deadline:  # noqa: ASYNC110 - bounded, at shutdown
+            await asyncio.sleep(0.02)
+        await self.scheduler.stop(WorkerUnavailable("the coordinator is shutting down; resume at another one"))
+
+
+async def serve(
+    config: CoordinatorConfig, *, ready: Callable[[str], None] | None = None, stop: asyncio.Event | None = None
+) -> None:
+    """Runs a coordinator until `stop` is set.
+
+    Args:
+        ready: called with host:port once it serves.
+        stop: default never.
+    """
+    server = CoordinatorServer(config)
+    await server.start()
+    if ready is not None:
+        ready(server.address)
+    try:
+        await (stop or asyncio.Event()).wait()
+    finally:
+        await server.stop()
