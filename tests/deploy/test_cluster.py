@@ -97,14 +97,10 @@ async def until_restarted(handle: RoleHandle, pid: int) -> RoleReport:
 
 
 async def test_each_role_serves_in_a_process_of_its_own(deployment: Deployment):
-    reports = [handle.report for handle in deployment.handles]
-    assert [handle.name for handle in deployment.handles] == [
-        "outrider/coordinator",
-        "outrider/target-0",
-        "outrider/draft-0",
-    ]
-    assert len({report.pid for report in reports if report} | {os.getpid()}) == 4
-    assert deployment.endpoint == reports[0].address
+    reports = {handle.name: handle.report for handle in deployment.handles if handle.report}
+    assert list(reports) == ["outrider/coordinator", "outrider/target-0", "outrider/draft-0"]
+    assert len({report.pid for report in reports.values()} | {os.getpid()}) == 4
+    assert deployment.endpoint == reports["outrider/coordinator"].address
     assert deployment.endpoint.startswith("127.0.0.1:")
 
 
