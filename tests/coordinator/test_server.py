@@ -1,0 +1,318 @@
+"""The coordinator's server with workers that are fake, over streams that are real."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from outrider.coordinator.config import CoordinatorConfig
+from outrider.coordinator.server import CoordinatorServer
+from outrider.rpc import RoleServer, open_channel
+from outrider.tokenizer_hash import tokenizer_hash
+from outrider.v1 import (
+    common_pb2,
+    draft_pb2,
+    draft_pb2_grpc,
+    generation_pb2,
+    generation_pb2_grpc,
+    registry_pb2,
+    registry_pb2_grpc,
+    target_pb2,
+    target_pb2_grpc,
+)
+from outrider.wire import floats_to_bytes, tokens_from_bytes
+
+VOCABULARY = 256
+
+
+def next_token(length: int) -> int:
+    return (length * 5) % VOCABULARY
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = {"model_type": "llama", "vocab_size": VOCABULARY, "max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+class CountingTarget(target_pb2_grpc.TargetServiceServicer):
+    """Chooses `next_token` of the length; never looks at trees' shapes beyond the first child."""
+
+    def __init__(self) -> None:
+        self.requests: list[target_pb2.VerifyRequest] = []
+        self.open_streams = 0
+
+    async def Verify(self, request_iterator, context):  # noqa: N802
+        self.open_streams += 1
+        try:
+            async for request in request_iterator:
+                self.requests.append(request)
+                if request.step:
+                    await asyncio.sleep(0.002)
+                    yield self._answer(request)
+        finally:
+            self.open_streams -= 1
+
+    def _answer(self, request: target_pb2.VerifyRequest) -> target_pb2.VerifyResponse:
+        trees = request.trees
+        response = target_pb2.VerifyResponse(step=request.step, report=common_pb2.StepReport(step_ns=10, tokens=1))
+        for row, (session_id, epoch, length) in enumerate(
+            zip(trees.session_ids, trees.epochs, trees.lengths, strict=True)
+        ):
+            response.session_ids.append(session_id)
+            response.epochs.append(epoch)
+            response.outcomes.append(target_pb2.OUTCOME_ACCEPTED)
+            accepted = 1 if trees.node_counts[row] and trees.tokens[0] == next_token(length) else 0
+            response.accepted_counts.append(accepted)
+            response.accepted_nodes.extend([1] * accepted)
+            response.token_counts.append(1 + accepted)
+            response.tokens.extend(next_token(length + offset) for offset in range(1 + accepted))
+            response.logprobs.append(
+                target_pb2.Logprobs(
+                    row=row,
+                    token_logprobs=floats_to_bytes([-0.5] * (1 + accepted)),
+                    top_count=2,
+                    top_token_ids=[1, 2] * (1 + accepted),
+                    top_logprobs=floats_to_bytes([-0.5, -1.5] * (1 + accepted)),
+                )
+            )
+        return response
+
+
+class GuessingDraft(draft_pb2_grpc.DraftServiceServicer):
+    """Answers every open and commit with the right next token."""
+
+    def __init__(self) -> None:
+        self.commands: list[draft_pb2.DraftCommands] = []
+
+    async def Speculate(self, request_iterator, context):  # noqa: N802
+        node_id = 0
+        lengths: dict[int, int] = {}
+        async for commands in request_iterator:
+            self.commands.append(commands)
+            growth = draft_pb2.DraftGrowth(report=common_pb2.StepReport(step_ns=1_000_000))
+            epochs = {}
+            for opening in commands.opens:
+                lengths[opening.session_id] = len(tokens_from_bytes(opening.prompt))
+                epochs[opening.session_id] = opening.epoch
+            commits = commands.commits
+            for session_id, epoch, position, count in zip(
+                commits.session_ids, commits.epochs, commits.positions, commits.token_counts, strict=True
+            ):
+                lengths[session_id] = position + count
+                epochs[session_id] = epoch
+            for session_id, epoch in epochs.items():
+                node_id += 1
+                growth.session_ids.append(session_id)
+                growth.epochs.append(epoch)
+                growth.as_of.append(lengths[session_id])
+                growth.node_counts.append(1)
+                growth.node_ids.append(node_id)
+                growth.parents.append(0)
+                growth.tokens.append(next_token(lengths[session_id]))
+                growth.complete.append(True)
+            growth.acceptance = floats_to_bytes([0.9] * len(epochs))
+            yield growth
+
+
+class Worker:
+    """A fake worker process: its own server, and a registration that beats until told otherwise."""
+
+    def __init__(self, servicer, role, coordinator: str, folder, **changes) -> None:
+        self.servicer = servicer
+        self.role = role
+        self.coordinator = coordinator
+        self.hash = tokenizer_hash(folder)
+        self.changes = changes
+        self.beat = True
+        self.lease: registry_pb2.Lease | None = None
+        self.code: grpc.StatusCode | None = None
+        self.details = ""
+        self.registered = asyncio.Event()
+
+    async def __aenter__(self):
+        add = {
+            registry_pb2.WORKER_ROLE_TARGET: target_pb2_grpc.add_TargetServiceServicer_to_server,
+            registry_pb2.WORKER_ROLE_DRAFT: draft_pb2_grpc.add_DraftServiceServicer_to_server,
+        }[self.role]
+        self.server = RoleServer(
+            services=[], add_services=lambda server: add(self.servicer, server), address="127.0.0.1:0"
+        )
+        await self.server.start()
+        self.channel = open_channel(self.coordinator)
+        self.task = asyncio.create_task(self._register())
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+        await self.channel.close()
+        await self.server.stop(grace_s=0)
+
+    async def _register(self) -> None:
+        call = registry_pb2_grpc.RegistryServiceStub(self.channel).Register(self._reports())
+        try:
+            async for lease in call:
+                self.lease = lease
+                self.registered.set()
+        except grpc.aio.AioRpcError as error:
+            self.code, self.details = error.code(), error.details() or ""
+            self.registered.set()
+
+    async def _reports(self) -> AsyncIterator[registry_pb2.WorkerReport]:
+        settings = {
+            "worker_id": f"worker-{self.role}",
+            "role": self.role,
+            "address": self.server.address,
+            "model": common_pb2.ModelInfo(
+                name="fake", vocab_size=VOCABULARY, tokenizer_hash=self.hash, max_model_len=512
+            ),
+            "limits": registry_pb2.WorkerLimits(max_sessions=8, max_tree_nodes=32, max_step_tokens=128),
+        }
+        yield registry_pb2.WorkerReport(introduction=registry_pb2.WorkerIntroduction(**settings | self.changes))
+        while self.beat:
+            yield registry_pb2.WorkerReport(load=common_pb2.WorkerLoad(sessions=3))
+            await asyncio.sleep(0.05)
+        await asyncio.Event().wait()
+
+
+def target_worker(coordinator: CoordinatorServer, folder, **changes) -> Worker:
+    return Worker(CountingTarget(), registry_pb2.WORKER_ROLE_TARGET, coordinator.address, folder, **changes)
+
+
+def draft_worker(coordinator: CoordinatorServer, folder, **changes) -> Worker:
+    return Worker(GuessingDraft(), registry_pb2.WORKER_ROLE_DRAFT, coordinator.address, folder, **changes)
+
+
+@pytest.fixture
+async def coordinator(model_folder):
+    config = CoordinatorConfig(port=0, model_path=model_folder, heartbeat_interval_ms=100, lease_ms=400, drain_s=0.2)
+    server = CoordinatorServer(config)
+    await server.start()
+    yield server
+    await server.stop()
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def generate(coordinator: CoordinatorServer, **settings) -> list[generation_pb2.GenerateResponse]:
+    async with open_channel(coordinator.address) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        sampling = generation_pb2.SamplingParams(max_new_tokens=20, **settings)
+        request = generation_pb2.GenerateRequest(text="abc", sampling_params=sampling)
+        return [response async for response in stub.Generate(request)]
+
+
+def tokens_of(responses) -> list[int]:
+    return [token for response in responses if response.HasField("delta") for token in response.delta.token_ids]
+
+
+async def test_tokens_travel_from_the_target_to_the_client(coordinator, model_folder):
+    async with target_worker(coordinator, model_folder) as target, draft_worker(coordinator, model_folder):
+        await until(lambda: [status.state for status in coordinator.registry.statuses()] == ["serving"] * 2)
+        responses = await generate(coordinator, logprobs=2)
+        assert tokens_of(responses) == [next_token(length) for length in range(3, 23)]
+        assert responses[0].HasField("started")
+        finished = responses[-1].finished
+        assert finished.usage.completion_tokens == 20
+        assert finished.speculation.spec_accepted_tokens > 0
+        first = next(response.delta for response in responses if response.HasField("delta"))
+        assert list(first.logprobs.top_token_ids)[:2] == [1, 2]
+        closes = [request for request in target.servicer.requests if request.close_session_ids]
+        assert len(closes) == 1
+        assert coordinator.info().emitted_tokens_total == 20
+        statuses = coordinator.registry.statuses()
+        assert {status.state for status in statuses} == {"serving"}
+        await until(lambda: all(status.load.sessions == 3 for status in coordinator.registry.statuses()))
+
+
+async def test_a_stranger_is_refused_with_the_reason(coordinator, model_folder):
+    stranger = common_pb2.ModelInfo(name="other", vocab_size=9, tokenizer_hash="0" * 64, max_model_len=512)
+    async with draft_worker(coordinator, model_folder, model=stranger) as worker:
+        await worker.registered.wait()
+        assert worker.code is grpc.StatusCode.FAILED_PRECONDITION
+        assert "same tokenizer" in worker.details
+    short = common_pb2.ModelInfo(
+        name="short", vocab_size=9, tokenizer_hash=tokenizer_hash(model_folder), max_model_len=100
+    )
+    async with target_worker(coordinator, model_folder, model=short) as worker:
+        await worker.registered.wait()
+        assert worker.code is grpc.StatusCode.FAILED_PRECONDITION
+        assert "max_model_len" in worker.details
+    assert not coordinator.registry.statuses()
+
+
+async def test_silence_ends_the_lease(coordinator, model_folder):
+    async with target_worker(coordinator, model_folder) as worker:
+        await until(lambda: coordinator.scheduler.has_target)
+        assert worker.lease is not None
+        assert worker.lease.lease_ms == 400
+        worker.beat = False
+        await until(lambda: not coordinator.scheduler.has_target)
+        await until(lambda: worker.code is grpc.StatusCode.UNAVAILABLE)
+        assert "no heartbeat" in worker.details
+        assert not coordinator.registry.statuses()
+        await until(lambda: worker.servicer.open_streams == 0)
+
+
+async def test_a_worker_whose_address_does_not_answer_is_let_go(model_folder):
+    config = CoordinatorConfig(port=0, model_path=model_folder, connect_timeout_s=0.3)
+    server = CoordinatorServer(config)
+    await server.start()
+    try:
+        async with target_worker(server, model_folder, address="127.0.0.1:1") as worker:
+            await worker.registered.wait()
+            await until(lambda: worker.code is grpc.StatusCode.UNAVAILABLE)
+            assert not server.scheduler.has_target
+    finally:
+        await server.stop()
+
+
+async def test_without_workers_it_says_so_and_is_healthy(coordinator):
+    with pytest.raises(grpc.aio.AioRpcError, match="no target worker") as caught:
+        await generate(coordinator)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    async with open_channel(coordinator.address) as channel:
+        request = health_pb2.HealthCheckRequest(service="outrider.v1.GenerationService")
+        response = await health_pb2_grpc.HealthStub(channel).Check(request)
+        assert response.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_a_taken_port_is_named(coordinator, model_folder):
+    port = int(coordinator.address.rpartition(":")[2])
+    with pytest.raises(OSError, match=str(port)):
+        CoordinatorServer(CoordinatorConfig(port=port, model_path=model_folder))
+
+
+async def test_stopping_ends_streams_with_a_reason(model_folder):
+    config = CoordinatorConfig(port=0, model_path=model_folder, drain_s=0.0)
+    server = CoordinatorServer(config)
+    await server.start()
+
+    class Silent(CountingTarget):
+        def _answer(self, request):
+            return target_pb2.VerifyResponse(step=request.step + 1000)
+
+    worker = Worker(Silent(), registry_pb2.WORKER_ROLE_TARGET, server.address, model_folder)
+    async with worker:
+        await until(lambda: server.scheduler.has_target)
+        task = asyncio.create_task(generate(server))
+        await until(lambda: server.scheduler.running_sessions == 1)
+        await server.stop()
+        with pytest.raises(grpc.aio.AioRpcError, match="shutting down") as caught:
+            await task
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
