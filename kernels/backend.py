@@ -22,7 +22,7 @@ else:
     from types import SimpleNamespace
 
     triton = None
-    tl = SimpleNamespace(constexpr=object)
+    tl = SimpleNamespace(constexpr=int)
 
     def jit(function: Any = None, **_options: Any) -> Any:
         """Stand-in for `triton.jit`: the kernel is defined, and never launched."""

@@ -23,7 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from outrider.kernels.backend import check_shape
+from outrider.kernels.backend import check_shape, uses_triton
+from outrider.kernels.coupled_sampling_kernels import launch_choice, launch_topk
 from outrider.kernels.noise import STREAM_CHOICE, gumbel_noise_reference
 
 __all__ = [
@@ -67,7 +68,7 @@ def coupled_choice(
         ValueError: a shape, dtype or device that does not fit, naming the argument.
     """
     rows = _checked_rows(logits, seeds, positions, temperature, top_k, top_p, min_p, logit_bias, choice_index)
-    return coupled_choice_reference(rows)
+    return launch_choice(rows) if uses_triton(logits) else coupled_choice_reference(rows)
 
 
 def coupled_topk_scored(
@@ -98,7 +99,7 @@ def coupled_topk_scored(
     rows = _checked_rows(logits, seeds, positions, temperature, top_k, top_p, min_p, logit_bias, choice_index)
     if not 1 <= k <= logits.shape[1]:
         raise ValueError(f"k: {k} given, 1 to V = {logits.shape[1]} needed")
-    return coupled_topk_scored_reference(rows, k)
+    return launch_topk(rows, k) if uses_triton(logits) else coupled_topk_scored_reference(rows, k)
 
 
 def coupled_topk(

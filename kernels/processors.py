@@ -219,3 +219,179 @@ def _keep_allowed(values: np.ndarray, batch: ProcessorBatch, session: int, rows:
         kept = values[entries]
         values[rows] = -np.inf
         values[entries] = kept
+
+
+def _launch(logits: torch.Tensor, batch: ProcessorBatch) -> None:
+    """One launch a group that is on; launches keep the order of the groups."""
+    rows, vocab_size = logits.shape
+    target = (logits, *logits.stride(), vocab_size)
+    row_session = batch.row_session.contiguous()
+    if batch.count_start is not None:
+        columns = [getattr(batch, name).contiguous() for name in _GROUPS[0]]
+        _penalty_kernel[(rows,)](*target, row_session, batch.count_start.shape[0] - 1, *columns, BLOCK=256)
+    if batch.bias_start is not None and batch.bias_tokens is not None and batch.bias_values is not None:
+        sessions = batch.bias_start.shape[0] - 1
+        columns = (batch.bias_start.contiguous(), batch.bias_tokens.contiguous(), batch.bias_values.contiguous())
+        _bias_kernel[(rows,)](*target, row_session, sessions, *columns, BLOCK=256)
+    if batch.allowed_start is not None and batch.allowed_tokens is not None:
+        sessions = batch.allowed_start.shape[0] - 1
+        columns = (batch.allowed_start.contiguous(), batch.allowed_tokens.contiguous())
+        block = min(triton.next_power_of_2(vocab_size), 2048)
+        _allowed_kernel[(rows, triton.cdiv(vocab_size, block))](*target, row_session, sessions, *columns, BLOCK=block)
+    if batch.banned_start is not None and batch.banned_tokens is not None:
+        _banned_kernel[(rows,)](*target, batch.banned_start.contiguous(), batch.banned_tokens.contiguous(), BLOCK=32)
+
+
+@jit
+def _penalised(logit, count, repetition, presence, frequency):
+    repeated = tl.where(logit > 0, logit / repetition, logit * repetition)
+    return repeated - frequency * count.to(tl.float32) - tl.where(count > 0, presence, 0.0)
+
+
+@jit
+def _penalty_kernel(
+    logits_ptr,  # [T, V] float32
+    row_stride,
+    stride,
+    vocab_size,
+    row_session_ptr,  # [T] int
+    sessions,
+    repetition_ptr,  # [S] float32
+    presence_ptr,  # [S] float32
+    frequency_ptr,  # [S] float32
+    count_start_ptr,  # [S + 1] int
+    count_tokens_ptr,  # [N] int
+    count_output_ptr,  # [N] int
+    path_start_ptr,  # [T + 1] int
+    path_tokens_ptr,  # [M] int
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    row = tl.program_id(0)
+    session = tl.load(row_session_ptr + row).to(tl.int64)
+    if (session < 0) | (session >= sessions):
+        return
+    repetition = tl.load(repetition_ptr + session)
+    presence = tl.load(presence_ptr + session)
+    frequency = tl.load(frequency_ptr + session)
+    if (repetition == 1.0) & (presence == 0.0) & (frequency == 0.0):
+        return
+    logits_ptr += row.to(tl.int64) * row_stride
+    begin = tl.load(count_start_ptr + session).to(tl.int32)
+    end = tl.load(count_start_ptr + session + 1).to(tl.int32)
+    path_begin = tl.load(path_start_ptr + row).to(tl.int32)
+    path_end = tl.load(path_start_ptr + row + 1).to(tl.int32)
+    # The session's own tokens, with what the path adds to their counts.
+    for first in range(begin, end, BLOCK):
+        entry = first + tl.arange(0, BLOCK)
+        token = tl.load(count_tokens_ptr + entry, mask=entry < end, other=-1).to(tl.int64)
+        count = tl.load(count_output_ptr + entry, mask=entry < end, other=0).to(tl.int32)
+        for step in range(path_begin, path_end):
+            count += (tl.load(path_tokens_ptr + step).to(tl.int64) == token).to(tl.int32)
+        inside = (token >= 0) & (token < vocab_size)
+        logit = tl.load(logits_ptr + token * stride, mask=inside, other=0.0)
+        tl.store(logits_ptr + token * stride, _penalised(logit, count, repetition, presence, frequency), mask=inside)
+    # Tokens of the path that the session has not got, each where it occurs first.
+    for step in range(path_begin, path_end):
+        token = tl.load(path_tokens_ptr + step).to(tl.int64)
+        elsewhere = tl.zeros([BLOCK], tl.int32)
+        for first in range(begin, end, BLOCK):
+            entry = first + tl.arange(0, BLOCK)
+            known = tl.load(count_tokens_ptr + entry, mask=entry < end, other=-1).to(tl.int64)
+            elsewhere += (known == token).to(tl.int32)
+        count = tl.full([], 0, tl.int32)
+        earlier = tl.full([], 0, tl.int32)
+        for other in range(path_begin, path_end):
+            same = (tl.load(path_tokens_ptr + other).to(tl.int64) == token).to(tl.int32)
+            count += same
+            earlier += tl.where(other < step, same, 0)
+        if (token >= 0) & (token < vocab_size) & (tl.sum(elsewhere) + earlier == 0):
+            logit = tl.load(logits_ptr + token * stride)
+            tl.store(logits_ptr + token * stride, _penalised(logit, count, repetition, presence, frequency))
+
+
+@jit
+def _bias_kernel(
+    logits_ptr,  # [T, V] float32
+    row_stride,
+    stride,
+    vocab_size,
+    row_session_ptr,  # [T] int
+    sessions,
+    start_ptr,  # [S + 1] int
+    tokens_ptr,  # [N] int
+    values_ptr,  # [N] float32
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    row = tl.program_id(0)
+    session = tl.load(row_session_ptr + row).to(tl.int64)
+    if (session < 0) | (session >= sessions):
+        return
+    logits_ptr += row.to(tl.int64) * row_stride
+    end = tl.load(start_ptr + session + 1).to(tl.int32)
+    for first in range(tl.load(start_ptr + session).to(tl.int32), end, BLOCK):
+        entry = first + tl.arange(0, BLOCK)
+        token = tl.load(tokens_ptr + entry, mask=entry < end, other=-1).to(tl.int64)
+        inside = (token >= 0) & (token < vocab_size)
+        logit = tl.load(logits_ptr + token * stride, mask=inside, other=0.0)
+        bias = tl.load(values_ptr + entry, mask=entry < end, other=0.0)
+        tl.store(logits_ptr + token * stride, logit + bias, mask=inside)
+
+
+@jit
+def _allowed_kernel(
+    logits_ptr,  # [T, V] float32
+    row_stride,
+    stride,
+    vocab_size,
+    row_session_ptr,  # [T] int
+    sessions,
+    start_ptr,  # [S + 1] int
+    tokens_ptr,  # [N] int, ascending within a session
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    row = tl.program_id(0)
+    session = tl.load(row_session_ptr + row).to(tl.int64)
+    if (session < 0) | (session >= sessions):
+        return
+    begin = tl.load(start_ptr + session).to(tl.int32)
+    end = tl.load(start_ptr + session + 1).to(tl.int32)
+    if end <= begin:
+        return
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    # Binary search of every token of the block: the place of the last entry that is not above it.
+    place = tl.full([BLOCK], 0, tl.int32) + begin
+    span = tl.full([BLOCK], 0, tl.int32) + (end - begin)
+    left = end - begin
+    while left > 1:
+        half = span // 2
+        middle = tl.minimum(place + half, end - 1)
+        goes_right = tl.load(tokens_ptr + middle).to(tl.int32) <= token
+        place = tl.where(goes_right, middle, place)
+        span = span - half
+        left = left - left // 2
+    allowed = tl.load(tokens_ptr + place).to(tl.int32) == token
+    tl.store(
+        logits_ptr + row.to(tl.int64) * row_stride + token * stride,
+        tl.full([BLOCK], float("-inf"), tl.float32),
+        mask=(token < vocab_size) & (allowed == 0),
+    )
+
+
+@jit
+def _banned_kernel(
+    logits_ptr,  # [T, V] float32
+    row_stride,
+    stride,
+    vocab_size,
+    start_ptr,  # [T + 1] int
+    tokens_ptr,  # [N] int
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    row = tl.program_id(0)
+    logits_ptr += row.to(tl.int64) * row_stride
+    end = tl.load(start_ptr + row + 1).to(tl.int32)
+    for first in range(tl.load(start_ptr + row).to(tl.int32), end, BLOCK):
+        entry = first + tl.arange(0, BLOCK)
+        token = tl.load(tokens_ptr + entry, mask=entry < end, other=-1).to(tl.int64)
+        inside = (token >= 0) & (token < vocab_size)
+        tl.store(logits_ptr + token * stride, tl.full([BLOCK], float("-inf"), tl.float32), mask=inside)

@@ -307,13 +307,14 @@ def _tree_attention_kernel(
     )
     tree_start = tl.load(tree_start_ptr + session)
     prefix_len = tl.load(prefix_len_ptr + row, mask=row_ok, other=0)
-    position = tl.load(positions_ptr + row, mask=row_ok & HAS_WINDOW, other=0)
     first = split * split_keys
     last = tl.minimum(tl.minimum(tl.load(key_len_ptr + session), max_key_len), first + split_keys)
     # Keys before this are in the prefix of every row: only their slots need a check.
     shared_prefix = tl.min(tl.where(row_ok, prefix_len, max_key_len))
+    position = prefix_len
     if HAS_WINDOW:
-        shared_prefix = 0
+        shared_prefix = tl.minimum(shared_prefix, 0)
+        position = tl.load(positions_ptr + row, mask=row_ok, other=0)
     table_ptr = slot_table_ptr + session.to(tl.int64) * table_row_stride
     key_ptr += head_kv * key_head_stride
     value_ptr += head_kv * value_head_stride

@@ -201,7 +201,7 @@ def _verify_tree_greedy_kernel(
     request = tl.program_id(0).to(tl.int64)
     base = request * nodes
     accept_index_ptr += request * accept_row_stride
-    accepted = 0
+    accepted = tl.full([], 0, tl.int32)
     node = tl.full([], 0, tl.int64)
     last = tl.load(retrive_index_ptr + base).to(tl.int64)
     walking = (last >= 0) & (last < all_rows)
@@ -212,8 +212,8 @@ def _verify_tree_greedy_kernel(
         tl.store(predicts_ptr + last, wanted.to(predicts_ptr.dtype.element_ty))
         child = tl.load(next_token_ptr + base + node).to(tl.int64)
         row = last
-        visited = 0
-        found = False
+        visited = tl.full([], 0, tl.int32)
+        found = last < 0
         searching = (accepted < path_nodes - 1) & (child >= 0) & (child < nodes)
         while searching:
             token = tl.load(candidates_ptr + base + child).to(tl.int64)
