@@ -14,7 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-if TYPE_CHECKING or importlib.util.find_spec("triton") is not None:
+if TYPE_CHECKING:
+    # Kernels are a language of their own: a type checker sees neither its functions nor the launches.
+    triton: Any = None
+
+    class _Anything(type):
+        def __getattr__(cls, name: str) -> Any: ...
+
+    class tl(metaclass=_Anything):  # noqa: D101, N801
+        constexpr = int
+
+    def jit(function: Any = None, **options: Any) -> Any:  # noqa: D103
+        ...
+elif importlib.util.find_spec("triton") is not None:
     import triton
     import triton.language as tl
     from triton import jit
@@ -24,7 +36,7 @@ else:
     triton = None
     tl = SimpleNamespace(constexpr=int)
 
-    def jit(function: Any = None, **_options: Any) -> Any:
+    def jit(function=None, **_options):
         """Stand-in for `triton.jit`: the kernel is defined, and never launched."""
         return function if function is not None else (lambda inner: inner)
 

@@ -15,17 +15,20 @@ probability. Tokens that tie with the last one kept are kept.
 Shapes: T rows, V vocabulary size, k tokens of a row.
 """
 
+# compile-time parameters of kernels are upper case; operators and kernels take positional columns
+# ruff: noqa: PLR0917
+
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from outrider.kernels.backend import check_shape, uses_triton
+from outrider.kernels.backend import uses_triton
 from outrider.kernels.coupled_sampling_kernels import launch_choice, launch_topk
 from outrider.kernels.noise import STREAM_CHOICE, gumbel_noise_reference
+from outrider.kernels.sampling_rows import SamplingRows, checked_rows
 
 __all__ = [
     "coupled_choice",
@@ -67,7 +70,7 @@ def coupled_choice(
     Raises:
         ValueError: a shape, dtype or device that does not fit, naming the argument.
     """
-    rows = _checked_rows(logits, seeds, positions, temperature, top_k, top_p, min_p, logit_bias, choice_index)
+    rows = checked_rows(logits, seeds, positions, temperature, top_k, top_p, min_p, logit_bias, choice_index)
     return launch_choice(rows) if uses_triton(logits) else coupled_choice_reference(rows)
 
 
@@ -96,7 +99,7 @@ def coupled_topk_scored(
     Raises:
         ValueError: a shape, dtype or device that does not fit, or k outside [1, V], naming the argument.
     """
-    rows = _checked_rows(logits, seeds, positions, temperature, top_k, top_p, min_p, logit_bias, choice_index)
+    rows = checked_rows(logits, seeds, positions, temperature, top_k, top_p, min_p, logit_bias, choice_index)
     if not 1 <= k <= logits.shape[1]:
         raise ValueError(f"k: {k} given, 1 to V = {logits.shape[1]} needed")
     return launch_topk(rows, k) if uses_triton(logits) else coupled_topk_scored_reference(rows, k)
@@ -120,68 +123,6 @@ def coupled_topk(
         logits, seeds, positions, temperature, top_k, top_p, min_p, logit_bias, k=k, choice_index=choice_index
     )
     return tokens, log_q
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class SamplingRows:
-    """Checked arguments of the operators: logits [T, V], everything else [T], bias [T, V] or None."""
-
-    logits: torch.Tensor
-    seeds: torch.Tensor
-    positions: torch.Tensor
-    temperature: torch.Tensor
-    top_k: torch.Tensor
-    top_p: torch.Tensor
-    min_p: torch.Tensor
-    logit_bias: torch.Tensor | None
-    choice_index: torch.Tensor | None
-
-
-def _checked_rows(
-    logits: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    min_p: torch.Tensor,
-    logit_bias: torch.Tensor | None,
-    choice_index: torch.Tensor | None,
-) -> SamplingRows:
-    rows = SamplingRows(
-        logits=logits,
-        seeds=seeds,
-        positions=positions,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        logit_bias=logit_bias,
-        choice_index=choice_index,
-    )
-    check_shape("logits", logits, ("T", "V"))
-    if logits.shape[1] == 0 or not logits.is_floating_point():
-        raise ValueError(f"logits: {list(logits.shape)} {logits.dtype} given, at least one floating column needed")
-    for name in ("seeds", "positions", "temperature", "top_k", "top_p", "min_p", "choice_index"):
-        column = getattr(rows, name)
-        if column is None:
-            continue
-        check_shape(name, column, (logits.shape[0],))
-        if column.device != logits.device:
-            raise ValueError(f"{name}: device {column.device} given, {logits.device} (that of logits) needed")
-        if column.is_floating_point() != (name in ("temperature", "top_p", "min_p")):
-            raise ValueError(f"{name}: dtype {column.dtype} given, {_needed_dtype(name)} needed")
-    if seeds.dtype != torch.int64:
-        raise ValueError(f"seeds: dtype {seeds.dtype} given, torch.int64 needed")
-    if logit_bias is not None:
-        check_shape("logit_bias", logit_bias, tuple(logits.shape))
-        if logit_bias.device != logits.device:
-            raise ValueError(f"logit_bias: device {logit_bias.device} given, {logits.device} (that of logits) needed")
-    return rows
-
-
-def _needed_dtype(name: str) -> str:
-    return "torch.float32" if name in ("temperature", "top_p", "min_p") else "torch.int32 or torch.int64"
 
 
 def coupled_choice_reference(rows: SamplingRows) -> torch.Tensor:

@@ -12,17 +12,16 @@ Three launches, none of which writes anything of size V:
 Shapes: T rows, V vocabulary size, C blocks of a row, k tokens of a row.
 """
 
-from __future__ import annotations
+# compile-time parameters of kernels are upper case; operators and kernels take positional columns
+# ruff: noqa: N803, PLR0917
 
-from typing import TYPE_CHECKING
+from __future__ import annotations
 
 import torch
 
 from outrider.kernels.backend import jit, tl, triton
 from outrider.kernels.noise import STREAM_CHOICE, gumbel_of_block
-
-if TYPE_CHECKING:
-    from outrider.kernels.coupled_sampling import SamplingRows
+from outrider.kernels.sampling_rows import SamplingRows
 
 __all__ = ["launch_choice", "launch_topk"]
 
@@ -120,7 +119,7 @@ def _scaled_block(
     logits_stride,
     bias_stride,
     vocab_size,
-    HAS_BIAS: tl.constexpr,  # noqa: N803
+    HAS_BIAS: tl.constexpr,
 ):
     """z of a block of ids, -inf beyond V; the biased logits themselves at temperature 0."""
     inside = ids < vocab_size
@@ -158,9 +157,9 @@ def _search(
     lowest,  # int64: ordered value; elements below it count nothing
     largest,  # float32: the row's largest z
     target,  # float32: stat to be reached, at most that of all elements from `lowest`
-    BY_MASS: tl.constexpr,  # noqa: N803
-    HAS_BIAS: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
+    BY_MASS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """The largest ordered value t that occurs and has stat({z >= t}) >= target, int64."""
     # Invariant: stat({z >= low}) >= target > stat({z >= high}), and low occurs.
@@ -205,8 +204,8 @@ def _threshold_kernel(
     bias_row_stride,
     bias_stride,
     vocab_size,
-    HAS_BIAS: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
@@ -276,12 +275,12 @@ def _partial_kernel(
     bias_row_stride,
     bias_stride,
     vocab_size,
-    HAS_BIAS: tl.constexpr,  # noqa: N803
-    HAS_CHOICE: tl.constexpr,  # noqa: N803
-    WITH_MASS: tl.constexpr,  # noqa: N803
-    K: tl.constexpr,  # noqa: N803
-    BLOCK_K: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
+    HAS_BIAS: tl.constexpr,
+    HAS_CHOICE: tl.constexpr,
+    WITH_MASS: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     first_id = tl.program_id(1) * BLOCK
@@ -335,10 +334,10 @@ def _merge_kernel(
     scores_ptr,  # [T, K] float32
     vocab_size,
     blocks,
-    WITH_MASS: tl.constexpr,  # noqa: N803
-    K: tl.constexpr,  # noqa: N803
-    BLOCK_K: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
+    WITH_MASS: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     candidate = tl.arange(0, BLOCK * BLOCK_K)

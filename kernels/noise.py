@@ -17,6 +17,9 @@ Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011). St
 Shapes: T rows, V vocabulary size, k ids of a row.
 """
 
+# compile-time parameters of kernels are upper case; operators and kernels take positional columns
+# ruff: noqa: N803, PLR0917
+
 from __future__ import annotations
 
 import threading
@@ -204,13 +207,15 @@ class _RememberedRows:
             for key, row in rows.items():
                 if key not in self._rows:
                     self._rows[key] = row
-                    self._bytes += row.nbytes
+                    self._bytes += row.nbytes + _ROW_OVERHEAD_BYTES
             while self._bytes > self._capacity_bytes:
                 _, dropped = self._rows.popitem(last=False)
-                self._bytes -= dropped.nbytes
+                self._bytes -= dropped.nbytes + _ROW_OVERHEAD_BYTES
 
 
-# 32 MiB hold 1,024 rows of 8,192 entries: tens of sessions with trees of usual depth.
+# What a tensor and its key take beside the data; it keeps rows of a small vocabulary from piling up.
+_ROW_OVERHEAD_BYTES = 1024
+# 32 MiB hold about 1,000 rows of 8,192 entries: tens of sessions with trees of usual depth.
 _ROWS = _RememberedRows(capacity_bytes=32 << 20)
 
 
@@ -322,7 +327,7 @@ def gumbel_of_word(word):
 
 
 @jit
-def gumbel_of_block(seed, first_id, position, stream, choice, BLOCK: tl.constexpr):  # noqa: N803
+def gumbel_of_block(seed, first_id, position, stream, choice, BLOCK: tl.constexpr):
     """G of the BLOCK ids from `first_id`, a multiple of 4: one Philox call for four ids."""
     counter = first_id // 4 + tl.arange(0, BLOCK // 4)
     x0, x1, x2, x3 = philox_words(seed, counter, position, stream, choice)
@@ -340,8 +345,8 @@ def _noise_kernel(
     ids_stride,
     count,
     stream,
-    AS_WORDS: tl.constexpr,  # noqa: N803
-    BLOCK: tl.constexpr,  # noqa: N803
+    AS_WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

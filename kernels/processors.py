@@ -16,103 +16,18 @@ Lists of different lengths are compressed rows: `x_start[i]:x_start[i + 1]` is t
 vocabulary size, S sessions.
 """
 
-from __future__ import annotations
+# compile-time parameters of kernels are upper case; operators and kernels take positional columns
+# ruff: noqa: N803, PLR0917
 
-from dataclasses import dataclass
+from __future__ import annotations
 
 import numpy as np
 import torch
 
 from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
+from outrider.kernels.processor_batch import PENALTY_COLUMNS, ProcessorBatch
 
 __all__ = ["ProcessorBatch", "apply_processors", "apply_processors_reference"]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ProcessorBatch:
-    """What is applied to which row. A group left at None is off for every session, and costs nothing.
-
-    Tokens of one list are unique and ascending, except in paths; tokens outside [0, V) are ignored. A row whose
-    session lies outside [0, S) gets only its own banned tokens.
-
-    Attributes:
-        row_session: [T] int32 or int64, the session of each row.
-        repetition_penalty: [S] float32, 1 is off; None when no session has a penalty of any kind.
-        presence_penalty: [S] float32, 0 is off.
-        frequency_penalty: [S] float32, 0 is off.
-        count_start: [S + 1], count_tokens: the tokens of each session's prompt and committed output.
-        count_output: how often each of them occurs in the output; 0 for a token of the prompt alone.
-        path_start: [T + 1], path_tokens: the tokens of each row's path, from below the root to the row's own token;
-            they count as output.
-        bias_start: [S + 1], bias_tokens, bias_values (float32); None when no session has a bias.
-        allowed_start: [S + 1], allowed_tokens; an empty list allows all. None when no session restricts.
-        banned_start: [T + 1], banned_tokens, per row; None when no row bans.
-
-    Raises:
-        ValueError: a shape that does not fit or a group given in part, naming the argument.
-    """
-
-    row_session: torch.Tensor
-    repetition_penalty: torch.Tensor | None = None
-    presence_penalty: torch.Tensor | None = None
-    frequency_penalty: torch.Tensor | None = None
-    count_start: torch.Tensor | None = None
-    count_tokens: torch.Tensor | None = None
-    count_output: torch.Tensor | None = None
-    path_start: torch.Tensor | None = None
-    path_tokens: torch.Tensor | None = None
-    bias_start: torch.Tensor | None = None
-    bias_tokens: torch.Tensor | None = None
-    bias_values: torch.Tensor | None = None
-    allowed_start: torch.Tensor | None = None
-    allowed_tokens: torch.Tensor | None = None
-    banned_start: torch.Tensor | None = None
-    banned_tokens: torch.Tensor | None = None
-
-    def __post_init__(self) -> None:
-        check_shape("row_session", self.row_session, ("T",))
-        rows = self.row_session.shape[0]
-        sessions: int | None = None
-        for group in _GROUPS:
-            columns = {name: getattr(self, name) for name in group}
-            if all(column is None for column in columns.values()):
-                continue
-            for name, column in columns.items():
-                if column is None:
-                    raise ValueError(f"{name}: None given, a tensor needed, as for the rest of {', '.join(group)}")
-                if column.device != self.row_session.device:
-                    raise ValueError(f"{name}: device {column.device} given, {self.row_session.device} needed")
-            sessions = self._check_group(columns, rows, sessions)
-
-    def _check_group(self, columns: dict[str, torch.Tensor], rows: int, sessions: int | None) -> int | None:
-        for name, column in columns.items():
-            if name in ("path_start", "banned_start"):
-                check_shape(name, column, (rows + 1,))
-            elif name.endswith(("_start", "_penalty")):
-                extra = int(name.endswith("_start"))
-                sessions = column.shape[0] - extra if sessions is None else sessions
-                check_shape(name, column, (sessions + extra,))
-            else:
-                same_list = columns.get("bias_tokens" if name == "bias_values" else "count_tokens")
-                paired = name in ("bias_values", "count_output") and same_list is not None
-                check_shape(name, column, (same_list.shape[0] if paired and same_list is not None else "entries",))
-        return sessions
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no processor is on for any row."""
-        return all(getattr(self, group[0]) is None for group in _GROUPS)
-
-
-_GROUPS = (
-    (
-        "repetition_penalty", "presence_penalty", "frequency_penalty",
-        "count_start", "count_tokens", "count_output", "path_start", "path_tokens",
-    ),
-    ("bias_start", "bias_tokens", "bias_values"),
-    ("allowed_start", "allowed_tokens"),
-    ("banned_start", "banned_tokens"),
-)  # fmt: skip
 
 
 def apply_processors(logits: torch.Tensor, batch: ProcessorBatch) -> None:
@@ -227,7 +142,7 @@ def _launch(logits: torch.Tensor, batch: ProcessorBatch) -> None:
     target = (logits, *logits.stride(), vocab_size)
     row_session = batch.row_session.contiguous()
     if batch.count_start is not None:
-        columns = [getattr(batch, name).contiguous() for name in _GROUPS[0]]
+        columns = [getattr(batch, name).contiguous() for name in PENALTY_COLUMNS]
         _penalty_kernel[(rows,)](*target, row_session, batch.count_start.shape[0] - 1, *columns, BLOCK=256)
     if batch.bias_start is not None and batch.bias_tokens is not None and batch.bias_values is not None:
         sessions = batch.bias_start.shape[0] - 1
@@ -264,7 +179,7 @@ def _penalty_kernel(
     count_output_ptr,  # [N] int
     path_start_ptr,  # [T + 1] int
     path_tokens_ptr,  # [M] int
-    BLOCK: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
     session = tl.load(row_session_ptr + row).to(tl.int64)
@@ -320,7 +235,7 @@ def _bias_kernel(
     start_ptr,  # [S + 1] int
     tokens_ptr,  # [N] int
     values_ptr,  # [N] float32
-    BLOCK: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
     session = tl.load(row_session_ptr + row).to(tl.int64)
@@ -347,7 +262,7 @@ def _allowed_kernel(
     sessions,
     start_ptr,  # [S + 1] int
     tokens_ptr,  # [N] int, ascending within a session
-    BLOCK: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
     session = tl.load(row_session_ptr + row).to(tl.int64)
@@ -360,15 +275,12 @@ def _allowed_kernel(
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     # Binary search of every token of the block: the place of the last entry that is not above it.
     place = tl.full([BLOCK], 0, tl.int32) + begin
-    span = tl.full([BLOCK], 0, tl.int32) + (end - begin)
     left = end - begin
     while left > 1:
-        half = span // 2
+        half = left // 2
         middle = tl.minimum(place + half, end - 1)
-        goes_right = tl.load(tokens_ptr + middle).to(tl.int32) <= token
-        place = tl.where(goes_right, middle, place)
-        span = span - half
-        left = left - left // 2
+        place = tl.where(tl.load(tokens_ptr + middle).to(tl.int32) <= token, middle, place)
+        left = left - half
     allowed = tl.load(tokens_ptr + place).to(tl.int32) == token
     tl.store(
         logits_ptr + row.to(tl.int64) * row_stride + token * stride,
@@ -385,7 +297,7 @@ def _banned_kernel(
     vocab_size,
     start_ptr,  # [T + 1] int
     tokens_ptr,  # [N] int
-    BLOCK: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * row_stride

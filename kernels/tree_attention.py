@@ -9,6 +9,9 @@ before the row's. Keys and values of the current rows must be in the caches befo
 Shapes: T query rows, S sessions, H query heads, Hkv key/value heads, G = H / Hkv, D head size, L keys of one session.
 """
 
+# compile-time parameters of kernels are upper case, pointers and strides positional; a kernel is one function
+# ruff: noqa: N803, PLR0915, PLR0917
+
 from __future__ import annotations
 
 import functools
@@ -126,7 +129,7 @@ def _gather(cache: torch.Tensor, session: SessionPlan) -> torch.Tensor:
 
 
 def _weights(query: torch.Tensor, key: torch.Tensor, session: SessionPlan, softcap: float) -> torch.Tensor:
-    """Attention weights [rows * G, L] of one key head's scaled queries [rows * G, D]; zero for rows that see nothing."""
+    """Attention weights [rows * G, L] of a key head's scaled queries [rows * G, D]; zero where a row sees nothing."""
     scores = torch.mm(query, key.t())
     if softcap > 0:
         scores.div_(softcap).tanh_().mul_(softcap)
@@ -244,6 +247,20 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 @jit
+def _sees(tree_mask_ptr, row, row_ok, prefix_len, index, tree_start, words):
+    """Which keys `index` the rows see by their prefix or their tree mask, [M, N] bool."""
+    offset = index - tree_start
+    in_tree = (offset >= 0) & (offset < words * 64)
+    word = tl.load(
+        tree_mask_ptr + row[:, None] * words + (offset >> 6)[None, :],
+        mask=row_ok[:, None] & in_tree[None, :],
+        other=0,
+    )
+    bit = (word >> (offset & 63)[None, :].to(tl.int64)) & 1
+    return (index[None, :] < prefix_len[:, None]) | (bit != 0)
+
+
+@jit
 def _tree_attention_kernel(
     query_ptr,  # [T, H, D]
     key_ptr,  # [num_slots, Hkv, D]
@@ -277,14 +294,14 @@ def _tree_attention_kernel(
     scale,
     softcap,
     window,
-    SPLITS: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr,  # noqa: N803
-    HEAD_DIM: tl.constexpr,  # noqa: N803
-    HAS_SOFTCAP: tl.constexpr,  # noqa: N803
-    HAS_WINDOW: tl.constexpr,  # noqa: N803
-    BLOCK_M: tl.constexpr,  # noqa: N803
-    BLOCK_N: tl.constexpr,  # noqa: N803
-    BLOCK_D: tl.constexpr,  # noqa: N803
+    SPLITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     session = tl.program_id(2)
     head_kv = tl.program_id(1) // SPLITS
@@ -335,15 +352,7 @@ def _tree_attention_kernel(
             scores = softcap * (1 - 2 / (tl.exp(2 * (scores / softcap)) + 1))
         visible = row_ok[:, None] & slot_ok[None, :]
         if begin + BLOCK_N > shared_prefix:
-            offset = index - tree_start
-            in_tree = (offset >= 0) & (offset < words * 64)
-            word = tl.load(
-                tree_mask_ptr + row[:, None] * words + (offset >> 6)[None, :],
-                mask=row_ok[:, None] & in_tree[None, :],
-                other=0,
-            )
-            bit = (word >> (offset & 63)[None, :].to(tl.int64)) & 1
-            visible = visible & ((index[None, :] < prefix_len[:, None]) | (bit != 0))
+            visible = visible & _sees(tree_mask_ptr, row, row_ok, prefix_len, index, tree_start, words)
             if HAS_WINDOW:
                 key_position = tl.load(slot_positions_ptr + slot, mask=slot_ok, other=0)
                 visible = visible & (position[:, None] - key_position[None, :] < window)
@@ -380,11 +389,11 @@ def _merge_kernel(
     out_ptr,  # [T, H, D]
     query_start_ptr,  # [S + 1] int32
     sessions,
-    SPLITS: tl.constexpr,  # noqa: N803
-    HEADS: tl.constexpr,  # noqa: N803
-    HEAD_DIM: tl.constexpr,  # noqa: N803
-    BLOCK_S: tl.constexpr,  # noqa: N803
-    BLOCK_D: tl.constexpr,  # noqa: N803
+    SPLITS: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     row = tl.program_id(0)
     # Rows of no session were written by nobody; they keep their zeros.

@@ -8,13 +8,16 @@ Under coupled sampling the choices are argmax(log p + G), and the same walk serv
 
 Trees come as retrieve links: node 0 is the root, `retrive_next_token` a node's first child and `retrive_next_sibling`
 the next child of its parent, -1 for none; `retrive_index[b, i]` is node i's row in the flattened batch. The spelling
-"retrive" is the field's. Malformed links do no harm: a link outside [0, n) ends its list, at most n siblings are visited
-per level, and a candidate below 0 or a row outside [0, bs * n) is skipped; a request whose root row is outside accepts
-nothing and emits nothing.
+"retrive" is the field's. Malformed links do no harm: a link outside [0, n) ends its list, at most n siblings are
+visited per level, and a candidate below 0 or a row outside [0, bs * n) is skipped; a request whose root row is outside
+accepts nothing and emits nothing.
 
 Shapes: bs requests, n nodes of a request with its root, S = nodes of the deepest path, so at most S - 1 are accepted.
 Source: EAGLE-2, arXiv 2406.16858; operator of the same name in SGLang's kernel library.
 """
+
+# compile-time parameters of kernels are upper case; operators and kernels take positional columns
+# ruff: noqa: PLR0917
 
 from __future__ import annotations
 
