@@ -1,0 +1,308 @@
+"""The Python client: text or token ids in, a streamed generation out (torch-free).
+
+    with Client("127.0.0.1:50051") as client:
+        print(client.generate("def fibonacci(n):", max_new_tokens=64).text)
+        with client.stream("import os", temperature=0.8, seed=7) as stream:
+            for delta in stream:
+                print(delta.text, end="")
+        print(stream.result.usage)
+
+`AsyncClient` is the same with `async`. A stream that breaks (UNAVAILABLE) is resumed with the same request id, the
+same seed and the tokens received so far: the continuation is the one that would have come. Errors are those of
+`outrider.errors`; a deadline that passes raises TimeoutError.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Generator, Iterator, Sequence
+from types import TracebackType
+from typing import Self, TypeVar, Unpack
+
+import grpc
+import grpc.aio
+
+from outrider.client_errors import error_of
+from outrider.client_progress import ChoiceOutput, Delta, GenerateOptions, GenerationOutput, Progress
+from outrider.rpc import CHANNEL_OPTIONS
+from outrider.v1 import generation_pb2, generation_pb2_grpc
+
+__all__ = [
+    "AsyncClient",
+    "AsyncStream",
+    "ChoiceOutput",
+    "Client",
+    "Delta",
+    "GenerateOptions",
+    "GenerationOutput",
+    "Stream",
+]
+
+_Answer = TypeVar("_Answer")
+
+# Of calls that answer at once.
+_CALL_TIMEOUT_S = 10.0
+# A restarted server is found again within a second; gRPC's own default backs off to two minutes.
+_OPTIONS = [
+    *CHANNEL_OPTIONS,
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
+
+
+class AsyncStream:
+    """One generation as it comes: iterate over its deltas, then read `result`.
+
+    Close it (or use it as an `async with` block) to stop before the end; the server then stops within a step.
+    """
+
+    def __init__(self, stub: generation_pb2_grpc.GenerationServiceStub, progress: Progress) -> None:
+        self._stub = stub
+        self._progress = progress
+        self._deltas = self._run()
+
+    @property
+    def result(self) -> GenerationOutput:
+        """The whole generation.
+
+        Raises:
+            RuntimeError: the stream has not ended.
+        """
+        return self._progress.result()
+
+    @property
+    def choices(self) -> list[ChoiceOutput]:
+        """What has come so far, one entry a choice; it stays readable after an error."""
+        return self._progress.choices()
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        return self._deltas
+
+    async def aclose(self) -> None:
+        """Stops the generation; harmless when it has ended."""
+        await self._deltas.aclose()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def _run(self) -> AsyncGenerator[Delta, None]:
+        progress = self._progress
+        while not progress.is_finished:
+            call = self._stub.Generate(progress.request(), timeout=progress.remaining_s())
+            try:
+                async for response in call:
+                    for delta in progress.take(response):
+                        yield delta
+                break
+            except grpc.RpcError as error:
+                pause_s = progress.pause_before_resuming_s(error_of(error))
+            finally:
+                # Leaving the loop does not end the call by itself.
+                call.cancel()
+            await asyncio.sleep(pause_s)
+        progress.check_complete()
+
+
+class AsyncClient:
+    """A connection to one coordinator.
+
+    Args:
+        endpoint: host:port.
+        max_resumes: attempts in a row, without a new token between them, to resume a stream that broke.
+    """
+
+    def __init__(self, endpoint: str, *, max_resumes: int = 8) -> None:
+        self.endpoint = endpoint
+        self._max_resumes = max_resumes
+        self._channel = grpc.aio.insecure_channel(endpoint, options=_OPTIONS)
+        self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
+
+    def stream(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> AsyncStream:
+        """Starts a generation at the first iteration over the returned stream.
+
+        Raises:
+            InvalidRequest: an option cannot be put into a request; the server checks the rest.
+        """
+        return AsyncStream(self._stub, Progress(prompt, options, max_resumes=self._max_resumes))
+
+    async def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> GenerationOutput:
+        """A whole generation.
+
+        Raises:
+            OutriderError: as the server says; see `outrider.errors`.
+            TimeoutError: `timeout_s` has passed.
+        """
+        async with self.stream(prompt, **options) as stream:
+            async for _ in stream:
+                pass
+        return stream.result
+
+    async def abort(self, *request_ids: str) -> list[str]:
+        """Ends live requests; returns the ids that were live."""
+        answer = await _answer(
+            self._stub.Abort(generation_pb2.AbortRequest(request_ids=request_ids), timeout=_CALL_TIMEOUT_S)
+        )
+        return list(answer.aborted_request_ids)
+
+    async def model_info(self) -> generation_pb2.GetModelInfoResponse:
+        """The model that is served."""
+        return await _answer(self._stub.GetModelInfo(generation_pb2.GetModelInfoRequest(), timeout=_CALL_TIMEOUT_S))
+
+    async def server_info(self) -> generation_pb2.ServerInfo:
+        """The server's state: load, workers, totals."""
+        return await _answer(self._stub.GetServerInfo(generation_pb2.GetServerInfoRequest(), timeout=_CALL_TIMEOUT_S))
+
+    async def watch(self, *, interval_ms: int = 1000) -> AsyncIterator[generation_pb2.ServerInfo]:
+        """The server's state at once, then at every interval, until the iteration is closed."""
+        call = self._stub.Watch(generation_pb2.WatchRequest(interval_ms=interval_ms))
+        try:
+            async for info in call:
+                yield info
+        except grpc.RpcError as error:
+            raise error_of(error) from error
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        """Ends all calls and the connection."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class Stream:
+    """One generation as it comes: iterate over its deltas, then read `result`; see `AsyncStream`."""
+
+    def __init__(self, stub: generation_pb2_grpc.GenerationServiceStub, progress: Progress) -> None:
+        self._stub = stub
+        self._progress = progress
+        self._deltas = self._run()
+
+    @property
+    def result(self) -> GenerationOutput:
+        """The whole generation.
+
+        Raises:
+            RuntimeError: the stream has not ended.
+        """
+        return self._progress.result()
+
+    @property
+    def choices(self) -> list[ChoiceOutput]:
+        """What has come so far, one entry a choice; it stays readable after an error."""
+        return self._progress.choices()
+
+    def __iter__(self) -> Iterator[Delta]:
+        return self._deltas
+
+    def close(self) -> None:
+        """Stops the generation; harmless when it has ended."""
+        self._deltas.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self) -> Generator[Delta, None, None]:
+        progress = self._progress
+        while not progress.is_finished:
+            call = self._stub.Generate(progress.request(), timeout=progress.remaining_s())
+            try:
+                for response in call:
+                    yield from progress.take(response)
+                break
+            except grpc.RpcError as error:
+                pause_s = progress.pause_before_resuming_s(error_of(error))
+            finally:
+                call.cancel()
+            time.sleep(pause_s)
+        progress.check_complete()
+
+
+class Client:
+    """A connection to one coordinator, for code without an event loop; see `AsyncClient`."""
+
+    def __init__(self, endpoint: str, *, max_resumes: int = 8) -> None:
+        self.endpoint = endpoint
+        self._max_resumes = max_resumes
+        self._channel = grpc.insecure_channel(endpoint, options=_OPTIONS)
+        self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
+
+    def stream(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> Stream:
+        """Starts a generation at the first iteration over the returned stream.
+
+        Raises:
+            InvalidRequest: an option cannot be put into a request; the server checks the rest.
+        """
+        return Stream(self._stub, Progress(prompt, options, max_resumes=self._max_resumes))
+
+    def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> GenerationOutput:
+        """A whole generation.
+
+        Raises:
+            OutriderError: as the server says; see `outrider.errors`.
+            TimeoutError: `timeout_s` has passed.
+        """
+        with self.stream(prompt, **options) as stream:
+            for _ in stream:
+                pass
+        return stream.result
+
+    def abort(self, *request_ids: str) -> list[str]:
+        """Ends live requests; returns the ids that were live."""
+        with _errors_turned():
+            request = generation_pb2.AbortRequest(request_ids=request_ids)
+            return list(self._stub.Abort(request, timeout=_CALL_TIMEOUT_S).aborted_request_ids)
+
+    def model_info(self) -> generation_pb2.GetModelInfoResponse:
+        """The model that is served."""
+        with _errors_turned():
+            return self._stub.GetModelInfo(generation_pb2.GetModelInfoRequest(), timeout=_CALL_TIMEOUT_S)
+
+    def server_info(self) -> generation_pb2.ServerInfo:
+        """The server's state: load, workers, totals."""
+        with _errors_turned():
+            return self._stub.GetServerInfo(generation_pb2.GetServerInfoRequest(), timeout=_CALL_TIMEOUT_S)
+
+    def close(self) -> None:
+        """Ends all calls and the connection."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+async def _answer(call: Awaitable[_Answer]) -> _Answer:
+    try:
+        return await call
+    except grpc.RpcError as error:
+        raise error_of(error) from error
+
+
+@contextlib.contextmanager
+def _errors_turned() -> Iterator[None]:
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise error_of(error) from error

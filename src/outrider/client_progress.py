@@ -1,0 +1,383 @@
+"""What a client knows of one generation: the request, what has come, and how to go on after a break (no transport)."""
+
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict, cast
+
+from outrider.errors import FieldViolation, InvalidRequest, OutriderError, Overloaded, WorkerUnavailable
+from outrider.v1 import common_pb2, generation_pb2, target_pb2
+from outrider.wire import floats_from_bytes
+
+DEFAULT_TIMEOUT_S = 600.0
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 2.0
+
+_MODES = {
+    "async": common_pb2.SPECULATION_MODE_ASYNC,
+    "sync": common_pb2.SPECULATION_MODE_SYNC,
+    "off": common_pb2.SPECULATION_MODE_OFF,
+}
+_FINISH_REASONS: dict[int, Literal["stop", "length"]] = {
+    generation_pb2.FINISH_REASON_STOP: "stop",
+    generation_pb2.FINISH_REASON_LENGTH: "length",
+}
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Every parameter of a generation; `SamplingParams` in generation.proto says what each means and its default.
+
+    None is the same as absent. `timeout_s` bounds the whole generation (default 600; None is no bound).
+    """
+
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    allowed_token_ids: Sequence[int] | None
+    seed: int | None
+    max_new_tokens: int | None
+    min_new_tokens: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool
+    n: int | None
+    logprobs: int | None
+    speculation: Literal["async", "sync", "off"]
+    max_nodes: int | None
+    max_depth: int | None
+    request_id: str | None
+    trace: bool
+    timeout_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprobs:
+    """Log probabilities of m tokens: the chosen ones' `[m]`, and the k best as (token id, log probability) `[m][k]`."""
+
+    token_logprobs: Sequence[float]
+    top: Sequence[Sequence[tuple[int, float]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delta:
+    """New tokens of one choice. `offset` tokens and `text_offset` UTF-8 bytes of text went before."""
+
+    index: int
+    token_ids: Sequence[int]
+    text: str
+    offset: int
+    text_offset: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChoiceOutput:
+    """One choice. `finish_reason` is None while it is unfinished; `stop_reason` is the stop token id or string."""
+
+    index: int
+    text: str
+    token_ids: Sequence[int]
+    finish_reason: Literal["stop", "length"] | None = None
+    stop_reason: int | str | None = None
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """Tokens of a generation, over all its choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speculation:
+    """How drafting went, over all choices (after a resume: since then)."""
+
+    verify_steps: int
+    drafted_tokens: int
+    accepted_tokens: int
+    acceptance_length: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timings:
+    """As the server measured them (after a resume: since then)."""
+
+    queue_ms: float
+    ttft_ms: float
+    tpot_ms: float
+    total_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationOutput:
+    """A whole generation.
+
+    Attributes:
+        seed: with the same request it gives the same tokens again.
+        rounds: one entry a verification, if the request asked for a trace.
+        resumes: how often the stream broke and was resumed.
+    """
+
+    request_id: str
+    seed: int
+    choices: Sequence[ChoiceOutput]
+    usage: Usage
+    speculation: Speculation
+    timings: Timings
+    rounds: Sequence[generation_pb2.Round] = field(default=(), repr=False)
+    resumes: int = 0
+
+    @property
+    def text(self) -> str:
+        """Text of the first choice."""
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Tokens of the first choice."""
+        return self.choices[0].token_ids
+
+    @property
+    def finish_reason(self) -> Literal["stop", "length"] | None:
+        """Why the first choice ended."""
+        return self.choices[0].finish_reason
+
+    @property
+    def logprobs(self) -> TokenLogprobs | None:
+        """Log probabilities of the first choice, if asked for."""
+        return self.choices[0].logprobs
+
+
+@dataclass
+class _Received:
+    """What has come of one choice."""
+
+    token_ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    text_bytes: int = 0
+    token_logprobs: list[float] = field(default_factory=list)
+    top: list[Sequence[tuple[int, float]]] = field(default_factory=list)
+
+    def take(self, delta: generation_pb2.Delta) -> Delta | None:
+        """What of a delta is new: None for a duplicate."""
+        known, known_bytes = len(self.token_ids) - delta.offset, self.text_bytes - delta.text_offset
+        if known < 0 or known_bytes < 0:
+            raise OutriderError(f"choice {delta.index}: the server left out what stands before token {delta.offset}")
+        new = Delta(
+            index=delta.index,
+            token_ids=tuple(delta.token_ids[known:]),
+            text=delta.text.encode("utf-8")[known_bytes:].decode("utf-8", errors="ignore"),
+            offset=len(self.token_ids),
+            text_offset=self.text_bytes,
+            logprobs=_logprobs(delta.logprobs, known) if delta.HasField("logprobs") else None,
+        )
+        if not new.token_ids and not new.text:
+            return None
+        self.token_ids += new.token_ids
+        self.texts.append(new.text)
+        self.text_bytes += len(new.text.encode("utf-8"))
+        if new.logprobs is not None:
+            self.token_logprobs += new.logprobs.token_logprobs
+            self.top += new.logprobs.top
+        return new
+
+
+class Progress:
+    """One generation: gives the request to send, takes what comes, and says how to go on after a break.
+
+    Args:
+        prompt: text or token ids.
+        options: see `GenerateOptions`.
+        max_resumes: attempts in a row without a new token between them.
+
+    Raises:
+        InvalidRequest: an option cannot be put into a request.
+        TypeError: an option that does not exist.
+    """
+
+    def __init__(self, prompt: str | Sequence[int], options: GenerateOptions, *, max_resumes: int) -> None:
+        options = cast("GenerateOptions", dict(options))
+        timeout_s = options.pop("timeout_s", DEFAULT_TIMEOUT_S)
+        self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        self._max_resumes = max_resumes
+        self._request = build_request(prompt, options)
+        self._choices = [_Received() for _ in range(self._request.sampling_params.n or 1)]
+        self._with_logprobs = self._request.sampling_params.HasField("logprobs")
+        self._started: generation_pb2.Started | None = None
+        self._finished: generation_pb2.Finished | None = None
+        self._rounds: list[generation_pb2.Round] = []
+        self._breaks_in_a_row = 0
+        self._resumes = 0
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the last message has come."""
+        return self._finished is not None
+
+    def request(self) -> generation_pb2.GenerateRequest:
+        """What to send: after a break, the same request with what has been received."""
+        del self._request.received[:]
+        for index, choice in enumerate(self._choices):
+            if choice.token_ids:
+                self._request.received.add(index=index, token_ids=choice.token_ids, text_bytes=choice.text_bytes)
+        return self._request
+
+    def remaining_s(self) -> float | None:
+        """Time left until the deadline."""
+        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+
+    def take(self, response: generation_pb2.GenerateResponse) -> Iterator[Delta]:
+        """Takes a message; yields the delta it brought, unless it is a duplicate."""
+        match response.WhichOneof("event"):
+            case "started":
+                self._take_started(response.started)
+            case "delta":
+                if response.delta.index >= len(self._choices):
+                    raise OutriderError(f"the server sent choice {response.delta.index}, which was not asked for")
+                delta = self._choices[response.delta.index].take(response.delta)
+                if delta is not None:
+                    self._breaks_in_a_row = 0
+                    yield delta
+            case "round":
+                self._rounds.append(response.round)
+            case "finished":
+                self._finished = response.finished
+
+    def _take_started(self, started: generation_pb2.Started) -> None:
+        if self._started is None:
+            self._started = started
+            # A resume has to name both.
+            self._request.request_id = started.request_id
+            self._request.sampling_params.seed = started.seed
+
+    def pause_before_resuming_s(self, error: OutriderError | TimeoutError) -> float:
+        """How long to wait before the request is sent again; raises the error if it is not to be sent again."""
+        resumable = self._started is not None and isinstance(error, WorkerUnavailable | Overloaded)
+        if not resumable or self._breaks_in_a_row >= self._max_resumes:
+            raise error
+        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**self._breaks_in_a_row) * random.uniform(0.8, 1.2)
+        if isinstance(error, Overloaded):
+            pause_s = max(pause_s, error.retry_after_s)
+        remaining_s = self.remaining_s()
+        if remaining_s is not None and pause_s >= remaining_s:
+            raise error
+        self._breaks_in_a_row += 1
+        self._resumes += 1
+        return pause_s
+
+    def check_complete(self) -> None:
+        """At the end of a stream without an error.
+
+        Raises:
+            OutriderError: the server ended it before its last message.
+        """
+        if self._finished is None:
+            raise OutriderError("the server ended the stream without Finished")
+
+    def choices(self) -> list[ChoiceOutput]:
+        """What has come so far."""
+        ends = {choice.index: choice for choice in self._finished.choices} if self._finished is not None else {}
+        return [self._choice(index, received, ends.get(index)) for index, received in enumerate(self._choices)]
+
+    def _choice(self, index: int, received: _Received, end: generation_pb2.Choice | None) -> ChoiceOutput:
+        stop_kind = end.WhichOneof("stop_reason") if end is not None else None
+        return ChoiceOutput(
+            index=index,
+            text="".join(received.texts),
+            token_ids=tuple(received.token_ids),
+            finish_reason=_FINISH_REASONS.get(end.finish_reason) if end is not None else None,
+            stop_reason=getattr(end, stop_kind) if stop_kind is not None else None,
+            logprobs=TokenLogprobs(token_logprobs=tuple(received.token_logprobs), top=tuple(received.top))
+            if self._with_logprobs
+            else None,
+        )
+
+    def result(self) -> GenerationOutput:
+        """The whole generation.
+
+        Raises:
+            RuntimeError: it has not ended.
+        """
+        if self._started is None or self._finished is None:
+            raise RuntimeError("the stream has not ended: iterate over it first")
+        finished = self._finished
+        return GenerationOutput(
+            request_id=self._started.request_id,
+            seed=self._started.seed,
+            choices=self.choices(),
+            usage=Usage(prompt_tokens=finished.usage.prompt_tokens, completion_tokens=finished.usage.completion_tokens),
+            speculation=Speculation(
+                verify_steps=finished.speculation.verify_steps,
+                drafted_tokens=finished.speculation.spec_draft_tokens,
+                accepted_tokens=finished.speculation.spec_accepted_tokens,
+                acceptance_length=finished.speculation.acceptance_length,
+            ),
+            timings=Timings(
+                queue_ms=finished.timings.queue_ms,
+                ttft_ms=finished.timings.ttft_ms,
+                tpot_ms=finished.timings.tpot_ms,
+                total_ms=finished.timings.total_ms,
+            ),
+            rounds=self._rounds,
+            resumes=self._resumes,
+        )
+
+
+def build_request(prompt: str | Sequence[int], options: GenerateOptions) -> generation_pb2.GenerateRequest:
+    """The message of a prompt and options.
+
+    Raises:
+        InvalidRequest: a value that the message cannot hold.
+        TypeError: an option that does not exist.
+    """
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    request, violations = generation_pb2.GenerateRequest(), []
+
+    def put(field_name: str, message: Any) -> None:
+        try:
+            request.MergeFrom(message())
+        except (TypeError, ValueError, UnicodeError) as error:
+            violations.append(FieldViolation(field_name, str(error)))
+
+    if isinstance(prompt, str):
+        put("text", lambda: generation_pb2.GenerateRequest(text=prompt))
+    else:
+        put("token_ids", lambda: generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=prompt)))
+    mode = given.pop("speculation", "async")
+    if mode not in _MODES:
+        violations.append(FieldViolation("speculation", f"{mode!r} given, {', '.join(_MODES)} needed"))
+    request.speculation.mode = _MODES.get(mode, common_pb2.SPECULATION_MODE_ASYNC)
+    if isinstance(given.get("stop"), str):
+        given["stop"] = [given["stop"]]
+    unknown = given.keys() - GenerateOptions.__annotations__.keys()
+    if unknown:
+        raise TypeError(f"no such option: {', '.join(sorted(unknown))}")
+    for name, value in given.items():
+        put(name, lambda name=name, value=value: _option_message(name, value))
+    if violations:
+        raise InvalidRequest(violations)
+    return request
+
+
+def _option_message(name: str, value: Any) -> generation_pb2.GenerateRequest:
+    if name in generation_pb2.SamplingParams.DESCRIPTOR.fields_by_name:
+        return generation_pb2.GenerateRequest(sampling_params=generation_pb2.SamplingParams(**{name: value}))
+    if name in ("max_nodes", "max_depth"):
+        return generation_pb2.GenerateRequest(speculation=generation_pb2.SpeculationParams(**{name: value}))
+    return generation_pb2.GenerateRequest(**{name: value})
+
+
+def _logprobs(logprobs: target_pb2.Logprobs, skip: int) -> TokenLogprobs:
+    chosen = floats_from_bytes(logprobs.token_logprobs).tolist()
+    best, count = floats_from_bytes(logprobs.top_logprobs).tolist(), logprobs.top_count
+    pairs = list(zip(logprobs.top_token_ids, best, strict=True))
+    top = [tuple(pairs[row * count : (row + 1) * count]) for row in range(len(chosen))]
+    return TokenLogprobs(token_logprobs=tuple(chosen[skip:]), top=tuple(top[skip:]))
