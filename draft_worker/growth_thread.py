@@ -1,0 +1,191 @@
+"""The one thread that runs the draft model: applies commands between steps, grows, and hands growth to its owners.
+
+It grows while there is anything to grow and sleeps on its queue otherwise. Commands that arrive while a forward runs
+are applied right after it, before anything else is planned.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Protocol
+
+from outrider.draft_worker.growth import TreeGrowth
+from outrider.draft_worker.growth_step import GrowthStep, SessionGrowth
+from outrider.draft_worker.session import CommitMismatch, SessionStart
+from outrider.errors import OutriderError
+
+logger = logging.getLogger(__name__)
+
+_BUSY_WINDOW_NS = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFailure:
+    """Why a session is not open here (any more)."""
+
+    session_id: int
+    epoch: int
+    error: OutriderError | CommitMismatch
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How full the worker is, and the share of its time, of about the last second, that steps took."""
+
+    sessions: int
+    slots_used: int
+    slots_total: int
+    steps: int
+    busy: float
+
+
+class GrowthOwner(Protocol):
+    """Whom sessions belong to. Called on the growth thread; must not block."""
+
+    def deliver(self, growths: Sequence[SessionGrowth], step: GrowthStep, load: Load) -> None:
+        """New nodes of this owner's sessions, from one step."""
+        ...
+
+    def fail(self, failure: SessionFailure) -> None:
+        """A command that could not be carried out; its session is not open."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCommand:
+    """Opens a session for `owner`."""
+
+    owner: GrowthOwner
+    start: SessionStart
+
+
+@dataclass(frozen=True, slots=True)
+class CommitCommand:
+    """Commits tokens of a session."""
+
+    owner: GrowthOwner
+    key: tuple[int, int]
+    epoch: int
+    position: int
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class CloseCommand:
+    """Closes a session."""
+
+    owner: GrowthOwner
+    key: tuple[int, int]
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveCommand:
+    """Closes all sessions of an owner."""
+
+    owner: GrowthOwner
+
+
+Command = OpenCommand | CommitCommand | CloseCommand | LeaveCommand
+
+
+class GrowthThread:
+    """Runs a `TreeGrowth` on a thread of its own.
+
+    Args:
+        growth: used by that thread alone once it is started.
+
+    Attributes:
+        ended: done when the thread is; holds the exception if a step failed.
+    """
+
+    def __init__(self, growth: TreeGrowth) -> None:
+        self.ended: Future[None] = Future()
+        self._growth = growth
+        # None ends the thread.
+        self._commands: SimpleQueue[Sequence[Command] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="draft-growth", daemon=True)
+        self._busy_ns = 0
+        # When the window of `busy` began, and the time in steps until then.
+        self._window = (time.perf_counter_ns(), 0)
+
+    def start(self) -> None:
+        """Starts to grow."""
+        self._thread.start()
+
+    def submit(self, commands: Sequence[Command]) -> None:
+        """Queues commands, applied together and in order; any thread may call this."""
+        self._commands.put(commands)
+
+    def stop(self) -> None:
+        """Ends the thread after the step it is in; returns when it has ended."""
+        self._commands.put(None)
+        self._thread.join()
+
+    def load(self) -> Load:
+        """How full and how busy the worker is; any thread may call this."""
+        slots = self._growth.slots
+        began, busy_before = self._window
+        elapsed = max(time.perf_counter_ns() - began, 1)
+        busy = min((self._busy_ns - busy_before) / elapsed, 1.0)
+        return Load(self._growth.num_sessions, slots.used, slots.num_slots, self._growth.steps, busy)
+
+    def _run(self) -> None:
+        try:
+            idle = True
+            while self._apply_waiting(block=idle):
+                step = self._growth.step()
+                idle = step is None
+                if step is not None:
+                    self._hand_out(step)
+        except BaseException as error:
+            # Whoever serves waits for `ended`, and ends the process with the reason.
+            logger.exception("growth failed")
+            self.ended.set_exception(error)
+        else:
+            self.ended.set_result(None)
+
+    def _apply_waiting(self, *, block: bool) -> bool:
+        """Applies every command that waits; with `block` at least one. False once the thread is to end."""
+        while block or not self._commands.empty():
+            commands = self._commands.get()
+            if commands is None:
+                return False
+            for command in commands:
+                self._apply(command)
+            block = False
+        return True
+
+    def _apply(self, command: Command) -> None:
+        growth = self._growth
+        if isinstance(command, LeaveCommand):
+            growth.close_owned(command.owner)
+            return
+        try:
+            if isinstance(command, CommitCommand):
+                session_id, epoch = command.key[1], command.epoch
+                growth.commit(command.key, command.epoch, command.position, command.token_ids)
+            elif isinstance(command, OpenCommand):
+                session_id, epoch = command.start.key[1], command.start.epoch
+                growth.open(command.start)
+            else:
+                growth.close(command.key, command.epoch)
+        except (OutriderError, CommitMismatch) as error:
+            logger.info("session %d, epoch %d: %s", session_id, epoch, error)
+            command.owner.fail(SessionFailure(session_id, epoch, error))
+
+    def _hand_out(self, step: GrowthStep) -> None:
+        now = time.perf_counter_ns()
+        if now - self._window[0] > _BUSY_WINDOW_NS:
+            self._window = (now - step.step_ns, self._busy_ns)
+        self._busy_ns += step.step_ns
+        by_owner: dict[int, list[SessionGrowth]] = {}
+        for growth in step.growths:
+            by_owner.setdefault(id(growth.owner), []).append(growth)
+        load = self.load()
+        for growths in by_owner.values():
+            growths[0].owner.deliver(growths, step, load)
