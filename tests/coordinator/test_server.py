@@ -288,7 +288,7 @@ async def test_without_workers_it_says_so_and_is_healthy(coordinator):
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     async with open_channel(coordinator.address) as channel:
         request = health_pb2.HealthCheckRequest(service="outrider.v1.GenerationService")
-        response = await health_pb2_grpc.HealthStub(channel).Check(request)
+        response = await health_pb2_grpc.HealthStub(channel).Check(request)  # pyright: ignore[reportAttributeAccessIssue]
         assert response.status == health_pb2.HealthCheckResponse.SERVING
 
 

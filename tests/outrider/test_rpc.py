@@ -1,0 +1,61 @@
+import grpc
+import grpc.aio
+import pytest
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2
+
+from outrider import errors, rpc
+
+
+def every_error(kind: type[errors.OutriderError] = errors.OutriderError) -> list[type[errors.OutriderError]]:
+    return [found for below in kind.__subclasses__() for found in (below, *every_error(below))]
+
+
+def test_every_error_has_a_code():
+    assert every_error()
+    for kind in every_error():
+        assert any(issubclass(kind, known) for known in rpc.CODES), kind
+
+
+def test_violations_travel_as_details():
+    error = errors.InvalidRequest([errors.FieldViolation("top_p", "too high"), errors.FieldViolation("n", "zero")])
+    status = rpc.status_of(error)
+    assert status.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+    assert status.message == "top_p: too high; n: zero"
+    detail = error_details_pb2.BadRequest()
+    assert status.details[0].Unpack(detail)
+    assert [violation.field for violation in detail.field_violations] == ["top_p", "n"]
+
+
+def test_overload_says_when_to_retry():
+    status = rpc.status_of(errors.Overloaded("full", retry_after_s=1.5))
+    detail = error_details_pb2.RetryInfo()
+    assert status.details[0].Unpack(detail)
+    assert (detail.retry_delay.seconds, detail.retry_delay.nanos) == (1, 500_000_000)
+
+
+async def test_a_role_server_is_healthy_until_it_stops():
+    server = rpc.RoleServer(
+        services=["outrider.v1.TargetService"], add_services=lambda server: None, address="127.0.0.1:0"
+    )
+    await server.start()
+    seen = []
+
+    async def drain() -> None:
+        seen.append(await health(server.address))
+
+    assert await health(server.address) == health_pb2.HealthCheckResponse.SERVING
+    with pytest.raises(OSError, match=str(server.port)):
+        rpc.RoleServer(services=[], add_services=lambda server: None, address=server.address)
+    await server.stop(grace_s=0, drain=drain)
+    assert seen == [health_pb2.HealthCheckResponse.NOT_SERVING]
+
+
+async def health(address: str) -> int:
+    async with rpc.open_channel(address) as channel:
+        check = channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+        return (await check(health_pb2.HealthCheckRequest(service="outrider.v1.TargetService"))).status
