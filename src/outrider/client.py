@@ -58,9 +58,8 @@ class AsyncStream:
     """
 
     def __init__(self, stub: generation_pb2_grpc.GenerationServiceStub, progress: Progress) -> None:
-        self._stub = stub
         self._progress = progress
-        self._deltas = self._run()
+        self._deltas = _run_async(stub, progress)
 
     @property
     def result(self) -> GenerationOutput:
@@ -90,23 +89,6 @@ class AsyncStream:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.aclose()
-
-    async def _run(self) -> AsyncGenerator[Delta, None]:
-        progress = self._progress
-        while not progress.is_finished:
-            call = self._stub.Generate(progress.request(), timeout=progress.remaining_s())
-            try:
-                async for response in call:
-                    for delta in progress.take(response):
-                        yield delta
-                break
-            except grpc.RpcError as error:
-                pause_s = progress.pause_before_resuming_s(error_of(error))
-            finally:
-                # Leaving the loop does not end the call by itself.
-                call.cancel()
-            await asyncio.sleep(pause_s)
-        progress.check_complete()
 
 
 class AsyncClient:
@@ -158,7 +140,7 @@ class AsyncClient:
         """The server's state: load, workers, totals."""
         return await _answer(self._stub.GetServerInfo(generation_pb2.GetServerInfoRequest(), timeout=_CALL_TIMEOUT_S))
 
-    async def watch(self, *, interval_ms: int = 1000) -> AsyncIterator[generation_pb2.ServerInfo]:
+    async def watch(self, *, interval_ms: int = 1000) -> AsyncGenerator[generation_pb2.ServerInfo, None]:
         """The server's state at once, then at every interval, until the iteration is closed."""
         call = self._stub.Watch(generation_pb2.WatchRequest(interval_ms=interval_ms))
         try:
@@ -186,9 +168,8 @@ class Stream:
     """One generation as it comes: iterate over its deltas, then read `result`; see `AsyncStream`."""
 
     def __init__(self, stub: generation_pb2_grpc.GenerationServiceStub, progress: Progress) -> None:
-        self._stub = stub
         self._progress = progress
-        self._deltas = self._run()
+        self._deltas = _run(stub, progress)
 
     @property
     def result(self) -> GenerationOutput:
@@ -218,21 +199,6 @@ class Stream:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-    def _run(self) -> Generator[Delta, None, None]:
-        progress = self._progress
-        while not progress.is_finished:
-            call = self._stub.Generate(progress.request(), timeout=progress.remaining_s())
-            try:
-                for response in call:
-                    yield from progress.take(response)
-                break
-            except grpc.RpcError as error:
-                pause_s = progress.pause_before_resuming_s(error_of(error))
-            finally:
-                call.cancel()
-            time.sleep(pause_s)
-        progress.check_complete()
 
 
 class Client:
@@ -306,3 +272,38 @@ def _errors_turned() -> Iterator[None]:
         yield
     except grpc.RpcError as error:
         raise error_of(error) from error
+
+
+# The streams' loops hold no stream, so that one which is dropped unread ends at once.
+async def _run_async(
+    stub: generation_pb2_grpc.GenerationServiceStub, progress: Progress
+) -> AsyncGenerator[Delta, None]:
+    while not progress.is_finished:
+        call = stub.Generate(progress.request(), timeout=progress.remaining_s())
+        try:
+            async for response in call:
+                for delta in progress.take(response):
+                    yield delta
+            break
+        except grpc.RpcError as error:
+            pause_s = progress.pause_before_resuming_s(error_of(error))
+        finally:
+            # Leaving the loop does not end the call by itself.
+            call.cancel()
+        await asyncio.sleep(pause_s)
+    progress.check_complete()
+
+
+def _run(stub: generation_pb2_grpc.GenerationServiceStub, progress: Progress) -> Generator[Delta, None, None]:
+    while not progress.is_finished:
+        call = stub.Generate(progress.request(), timeout=progress.remaining_s())
+        try:
+            for response in call:
+                yield from progress.take(response)
+            break
+        except grpc.RpcError as error:
+            pause_s = progress.pause_before_resuming_s(error_of(error))
+        finally:
+            call.cancel()
+        time.sleep(pause_s)
+    progress.check_complete()

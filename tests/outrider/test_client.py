@@ -1,0 +1,383 @@
+"""The client against a scripted server on loopback: results, errors, resumes, early exits."""
+
+import asyncio
+import contextlib
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from outrider.client import AsyncClient, Client
+from outrider.errors import (
+    FieldViolation,
+    InvalidRequest,
+    OutriderError,
+    Overloaded,
+    Superseded,
+    WorkerRefused,
+    WorkerUnavailable,
+)
+from outrider.rpc import abort_with
+from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc, target_pb2
+from outrider.wire import floats_to_bytes
+
+TEXT = "Grüße, 🙂 world"
+Request = generation_pb2.GenerateRequest
+Response = generation_pb2.GenerateResponse
+Script = Callable[[Request, int], AsyncIterator[Response]]
+
+
+def started(request: Request) -> Response:
+    seed = request.sampling_params.seed if request.sampling_params.HasField("seed") else 99
+    return Response(started=generation_pb2.Started(request_id=request.request_id or "made", seed=seed, prompt_tokens=4))
+
+
+def delta(position: int, *, count: int = 1, index: int = 0) -> Response:
+    """Token `position` is character `position` of the text."""
+    message = generation_pb2.Delta(
+        index=index,
+        token_ids=range(position, position + count),
+        text=TEXT[position : position + count],
+        offset=position,
+        text_offset=len(TEXT[:position].encode()),
+    )
+    message.logprobs.CopyFrom(
+        target_pb2.Logprobs(
+            token_logprobs=floats_to_bytes([-float(p) for p in range(position, position + count)]),
+            top_count=2,
+            top_token_ids=[p * 10 + k for p in range(position, position + count) for k in range(2)],
+            top_logprobs=floats_to_bytes([v for p in range(position, position + count) for v in (-float(p), -9.0)]),
+        )
+    )
+    return Response(delta=message)
+
+
+def finished(n: int = 1) -> Response:
+    return Response(
+        finished=generation_pb2.Finished(
+            choices=[
+                generation_pb2.Choice(
+                    index=index,
+                    finish_reason=generation_pb2.FINISH_REASON_STOP,
+                    completion_tokens=len(TEXT),
+                    stop_string="\n",
+                )
+                for index in range(n)
+            ],
+            usage=generation_pb2.Usage(prompt_tokens=4, completion_tokens=n * len(TEXT)),
+            speculation=generation_pb2.SpeculationStats(
+                verify_steps=5, spec_draft_tokens=40, spec_accepted_tokens=10, acceptance_length=3.0
+            ),
+            timings=generation_pb2.Timings(queue_ms=1, ttft_ms=2, tpot_ms=3, total_ms=4),
+        )
+    )
+
+
+class ScriptedServicer:
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.requests: list[Request] = []
+        self.ended = threading.Event()
+
+    async def Generate(self, request: Request, context: Any) -> AsyncIterator[Response]:  # noqa: N802
+        self.requests.append(request)
+        try:
+            async for response in self.script(request, len(self.requests) - 1):
+                yield response
+        except OutriderError as error:
+            await abort_with(context, error)
+        finally:
+            self.ended.set()
+
+    async def Abort(self, request: Any, context: Any) -> generation_pb2.AbortResponse:  # noqa: N802
+        return generation_pb2.AbortResponse(aborted_request_ids=request.request_ids[:1])
+
+    async def GetModelInfo(self, request: Any, context: Any) -> generation_pb2.GetModelInfoResponse:  # noqa: N802
+        return generation_pb2.GetModelInfoResponse(max_new_tokens_default=128)
+
+    async def GetServerInfo(self, request: Any, context: Any) -> generation_pb2.ServerInfo:  # noqa: N802
+        await abort_with(context, WorkerRefused("another tokenizer"))
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[generation_pb2.ServerInfo]:  # noqa: N802
+        for count in range(10):
+            yield generation_pb2.ServerInfo(running_sessions=count)
+
+
+@contextlib.contextmanager
+def serving(script: Script) -> Iterator[tuple[ScriptedServicer, str]]:
+    """A server in a thread with an event loop of its own, so that both clients can be tested alike."""
+    servicer, loop = ScriptedServicer(script), asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    async def start() -> tuple[grpc.aio.Server, int]:
+        server = grpc.aio.server()
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)  # pyright: ignore[reportArgumentType]
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        return server, port
+
+    server, port = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
+    try:
+        yield servicer, f"127.0.0.1:{port}"
+    finally:
+        asyncio.run_coroutine_threadsafe(server.stop(0), loop).result(10)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+async def whole(request: Request, _: int) -> AsyncIterator[Response]:
+    yield started(request)
+    for position in range(0, len(TEXT), 3):
+        yield delta(position, count=min(3, len(TEXT) - position))
+    yield Response(round=generation_pb2.Round(step=1))
+    yield finished()
+
+
+def test_result() -> None:
+    with serving(whole) as (servicer, endpoint), Client(endpoint) as client:
+        result = client.generate("hey", logprobs=2, trace=True)
+    assert (result.text, result.token_ids, result.finish_reason) == (TEXT, tuple(range(len(TEXT))), "stop")
+    assert (result.request_id, result.seed, result.resumes) == ("made", 99, 0)
+    assert (result.usage.prompt_tokens, result.usage.completion_tokens) == (4, len(TEXT))
+    speculation = result.speculation
+    assert (speculation.verify_steps, speculation.drafted_tokens, speculation.accepted_tokens) == (5, 40, 10)
+    assert speculation.acceptance_length == 3.0
+    timings = result.timings
+    assert (timings.queue_ms, timings.ttft_ms, timings.tpot_ms, timings.total_ms) == (1, 2, 3, 4)
+    assert result.choices[0].stop_reason == "\n"
+    assert result.logprobs is not None
+    assert result.logprobs.token_logprobs[:3] == (0.0, -1.0, -2.0)
+    assert result.logprobs.top[1] == ((10, -1.0), (11, -9.0))
+    assert len(result.logprobs.top) == len(TEXT)
+    assert [record.step for record in result.rounds] == [1]
+    assert servicer.requests[0].text == "hey"
+
+
+def test_every_option_reaches_the_request() -> None:
+    sampling: dict[str, Any] = {
+        "temperature": 0.5, "top_p": 0.75, "top_k": -1, "min_p": 0.25, "repetition_penalty": 1.5,
+        "presence_penalty": 0.5, "frequency_penalty": -0.5, "logit_bias": {3: 1.5}, "allowed_token_ids": [1, 2],
+        "seed": 2**64 - 1, "max_new_tokens": 9, "min_new_tokens": 2, "stop": ["a", "b"], "stop_token_ids": [5],
+        "ignore_eos": True, "n": 1, "logprobs": 0,
+    }  # fmt: skip
+    with serving(whole) as (servicer, endpoint), Client(endpoint) as client:
+        client.generate([7, 8], speculation="sync", max_nodes=3, max_depth=2, request_id="id", **sampling)
+    assert servicer.requests[0] == Request(
+        request_id="id",
+        token_ids=generation_pb2.TokenIds(ids=[7, 8]),
+        sampling_params=generation_pb2.SamplingParams(**sampling),
+        speculation=generation_pb2.SpeculationParams(mode=common_pb2.SPECULATION_MODE_SYNC, max_nodes=3, max_depth=2),
+    )
+    assert set(sampling) == set(generation_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+
+
+def test_absent_options_are_absent() -> None:
+    with serving(whole) as (servicer, endpoint), Client(endpoint) as client:
+        client.generate("x", temperature=None, seed=None, stop="end")
+    assert servicer.requests[0].sampling_params == generation_pb2.SamplingParams(stop=["end"])
+    assert servicer.requests[0].speculation.mode == 1
+
+
+def test_stream_gives_deltas_then_the_result() -> None:
+    with serving(whole) as (_, endpoint), Client(endpoint) as client, client.stream("x") as stream:
+        with pytest.raises(RuntimeError, match="not ended"):
+            _ = stream.result
+        deltas = list(stream)
+        assert "".join(part.text for part in deltas) == TEXT == stream.result.text
+        assert [part.offset for part in deltas] == list(range(0, len(TEXT), 3))
+
+
+async def test_async_stream_and_calls() -> None:
+    with serving(whole) as (_, endpoint):
+        async with AsyncClient(endpoint) as client:
+            assert (await client.generate("x")).text == TEXT
+            async with client.stream("x") as stream:
+                assert "".join([part.text async for part in stream]) == TEXT
+            assert stream.result.finish_reason == "stop"
+            assert await client.abort("a", "b") == ["a"]
+            assert (await client.model_info()).max_new_tokens_default == 128
+            with pytest.raises(WorkerRefused, match="another tokenizer"):
+                await client.server_info()
+            watch = client.watch(interval_ms=100)
+            assert [(await anext(watch)).running_sessions for _ in range(3)] == [0, 1, 2]
+            await watch.aclose()
+
+
+def test_sync_calls() -> None:
+    with serving(whole) as (_, endpoint), Client(endpoint) as client:
+        assert client.abort("a", "b") == ["a"]
+        assert client.model_info().max_new_tokens_default == 128
+        with pytest.raises(WorkerRefused, match="another tokenizer"):
+            client.server_info()
+
+
+def breaking_at(*positions: int, overlap: int = 0) -> Script:
+    """The stream breaks before these positions; the next one repeats `overlap` tokens."""
+
+    async def script(request: Request, attempt: int) -> AsyncIterator[Response]:
+        yield started(request)
+        got = len(request.received[0].token_ids) if request.received else 0
+        assert not request.received or request.received[0].text_bytes == len(TEXT[:got].encode())
+        end = positions[attempt] if attempt < len(positions) else len(TEXT)
+        start = max(0, got - overlap)
+        if end > start:
+            yield delta(start, count=end - start)
+        if attempt < len(positions):
+            raise WorkerUnavailable("the worker is gone")
+        yield finished()
+
+    return script
+
+
+@pytest.mark.parametrize("overlap", [0, 2, 100])
+def test_broken_stream_is_resumed_and_duplicates_are_dropped(overlap: int) -> None:
+    with serving(breaking_at(3, 9, overlap=overlap)) as (servicer, endpoint), Client(endpoint) as client:
+        with client.stream("x", temperature=1.0, logprobs=1) as stream:
+            deltas = list(stream)
+        result = stream.result
+    assert (result.text, result.token_ids, result.resumes) == (TEXT, tuple(range(len(TEXT))), 2)
+    assert "".join(part.text for part in deltas) == TEXT
+    assert [part.offset for part in deltas] == [0, 3, 9]
+    assert result.logprobs is not None
+    assert result.logprobs.token_logprobs == tuple(-float(position) for position in range(len(TEXT)))
+    first, second, third = servicer.requests
+    assert (first.request_id, first.sampling_params.HasField("seed")) == ("", False)
+    assert (second.request_id, second.sampling_params.seed) == ("made", 99)
+    assert list(third.received[0].token_ids) == list(range(9))
+
+
+async def test_async_stream_is_resumed() -> None:
+    with serving(breaking_at(0, 0, 5)) as (servicer, endpoint):
+        async with AsyncClient(endpoint) as client:
+            assert (await client.generate("x")).text == TEXT
+    assert len(servicer.requests) == 4
+
+
+def test_resumes_are_bounded_and_what_came_stays_readable() -> None:
+    with serving(breaking_at(*[4] * 50)) as (servicer, endpoint), Client(endpoint, max_resumes=2) as client:
+        stream = client.stream("x")
+        with pytest.raises(WorkerUnavailable, match="the worker is gone"):
+            list(stream)
+        assert stream.choices[0].text == TEXT[:4]
+        assert stream.choices[0].finish_reason is None
+    assert len(servicer.requests) == 3
+
+
+def test_several_choices_are_kept_apart() -> None:
+    async def script(request: Request, attempt: int) -> AsyncIterator[Response]:
+        yield started(request)
+        if attempt == 0:
+            yield delta(0, count=5, index=1)
+            raise WorkerUnavailable("gone")
+        assert [entry.index for entry in request.received] == [1]
+        yield delta(0, count=len(TEXT), index=0)
+        yield delta(5, count=len(TEXT) - 5, index=1)
+        yield finished(2)
+
+    with serving(script) as (_, endpoint), Client(endpoint) as client:
+        result = client.generate("x", n=2)
+    assert [choice.text for choice in result.choices] == [TEXT, TEXT]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidRequest([FieldViolation("text", "empty"), FieldViolation("top_p", "1.5 given")]),
+        Overloaded("full", retry_after_s=1.25),
+        WorkerUnavailable("no target"),
+        WorkerRefused("no"),
+        Superseded("taken over"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_come_back_as_they_were(error: OutriderError) -> None:
+    async def script(request: Request, _: int) -> AsyncIterator[Response]:
+        raise error
+        yield started(request)
+
+    with serving(script) as (servicer, endpoint), Client(endpoint) as client, pytest.raises(type(error)) as caught:
+        client.generate("x")
+    assert str(caught.value) == str(error)
+    assert vars(caught.value) == vars(error)
+    # Nothing had come: nothing was resumed.
+    assert len(servicer.requests) == 1
+
+
+def test_other_errors() -> None:
+    async def broken(request: Request, _: int) -> AsyncIterator[Response]:
+        yield started(request)
+        raise ZeroDivisionError
+
+    async def gap(request: Request, _: int) -> AsyncIterator[Response]:
+        yield started(request)
+        yield delta(3)
+
+    async def short(request: Request, _: int) -> AsyncIterator[Response]:
+        yield started(request)
+
+    scripts = [(broken, "UNKNOWN"), (gap, "left out what stands before token 3"), (short, "without Finished")]
+    for script, words in scripts:
+        with (
+            serving(script) as (_, endpoint),
+            Client(endpoint) as client,
+            pytest.raises(OutriderError, match=words),
+        ):
+            client.generate("x")
+
+
+def test_nobody_listens() -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(WorkerUnavailable):
+        client.generate("x")
+
+
+async def forever(request: Request, _: int) -> AsyncIterator[Response]:
+    yield started(request)
+    yield delta(0)
+    await asyncio.sleep(60)
+
+
+def test_timeout() -> None:
+    with serving(forever) as (_, endpoint), Client(endpoint) as client, pytest.raises(TimeoutError):
+        client.generate("x", timeout_s=0.3)
+
+
+def test_early_exit_cancels_at_the_server() -> None:
+    with serving(forever) as (servicer, endpoint), Client(endpoint) as client:
+        with client.stream("x") as stream:
+            next(iter(stream))
+        assert servicer.ended.wait(5)
+        servicer.ended.clear()
+        # Without a `with`, dropping the stream is enough.
+        for _ in client.stream("x"):
+            break
+        assert servicer.ended.wait(5)
+
+
+async def test_early_exit_of_an_async_stream_cancels_at_the_server() -> None:
+    with serving(forever) as (servicer, endpoint):
+        async with AsyncClient(endpoint) as client:
+            async with client.stream("x") as stream:
+                await anext(aiter(stream))
+            assert await asyncio.to_thread(servicer.ended.wait, 5)
+
+
+def test_options_that_no_request_can_hold() -> None:
+    with Client("127.0.0.1:1") as client:
+        with pytest.raises(InvalidRequest) as caught:
+            client.stream([-1], max_new_tokens=-5, temperature="hot", speculation="fast", stop=["\ud800"])  # type: ignore[arg-type]
+        fields = {violation.field for violation in caught.value.violations}
+        assert fields == {"token_ids", "max_new_tokens", "temperature", "speculation", "stop"}
+        with pytest.raises(TypeError, match="temprature"):
+            client.stream("x", temprature=1.0)  # type: ignore[call-arg]
+
+
+def test_client_imports_no_torch() -> None:
+    code = "import sys, outrider.client; print(sorted({'torch', 'transformers', 'ray'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
