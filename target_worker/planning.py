@@ -47,22 +47,23 @@ class Planner:
 
     Args:
         slots: the table.
-        max_step_tokens: most rows of a step.
         max_tree_nodes: most nodes of a tree, root excluded.
     """
 
-    def __init__(self, slots: SlotTable, *, max_step_tokens: int, max_tree_nodes: int) -> None:
+    def __init__(self, slots: SlotTable, *, max_tree_nodes: int) -> None:
         self._slots = slots
-        self._max_step_tokens = max_step_tokens
         self._max_tree_nodes = max_tree_nodes
         self.preemptions = 0
 
-    def plan(self, asked: Sequence[tuple[Session, TreeRequest]], sessions: Iterable[Session]) -> list[Work]:
+    def plan(
+        self, asked: Sequence[tuple[Session, TreeRequest]], sessions: Iterable[Session], *, max_step_tokens: int
+    ) -> list[Work]:
         """The work of one step, its slots reserved.
 
         Args:
             asked: sessions with a tree to verify, in the batch's order.
             sessions: all that are open, `asked` included.
+            max_step_tokens: most rows.
 
         Returns:
             The asked ones in their order, then others whose prefill goes on; work of no rows is deferred.
@@ -75,12 +76,12 @@ class Planner:
             for session in sessions
             if id(session) not in busy and session.pending(self._slots) > 0
         ]
-        self._share_budget(works)
+        self._share_budget(works, max_step_tokens)
         self._reserve(works, sessions)
         return works
 
-    def _share_budget(self, works: list[Work]) -> None:
-        left = self._max_step_tokens
+    def _share_budget(self, works: list[Work], max_step_tokens: int) -> None:
+        left = max_step_tokens
         unfinished: list[Work] = []
         # Roots of sessions that are ready come first: each costs one row and earns at least one token.
         for work in works:
@@ -94,7 +95,7 @@ class Planner:
                 left -= pending + 1
             elif pending > 0:
                 unfinished.append(work)
-        held = self._max_step_tokens // _PREFILL_SHARE if unfinished else 0
+        held = max_step_tokens // _PREFILL_SHARE if unfinished else 0
         for work in works:
             if not work.verifies or work.tree is None:
                 continue

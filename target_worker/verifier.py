@@ -4,7 +4,6 @@ The choice at a node depends on the node's path, the session's parameters and it
 submitted the emitted tokens are those of plain decoding; a tree only decides how many come out of a step.
 """
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 
 from outrider.engine.batch import BatchBuilder
-from outrider.engine.model_runner import ModelRunner
+from outrider.engine.model_runner import ModelCard, ModelRunner
 from outrider.errors import OutOfSlots
 from outrider.target_worker.choice import NodeRows, choose, token_logprobs
 from outrider.target_worker.planning import Planner, Work
@@ -33,7 +32,7 @@ from outrider.target_worker.sessions import (
 from outrider.target_worker.walk import walk
 from outrider.tree import ancestor_masks
 
-logger = logging.getLogger(__name__)
+_PREFILL_PART = 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,12 +62,16 @@ class Verifier:
             raise ValueError(f"max_step_tokens: {max_step_tokens} given, at least 1 needed")
         self._runner = runner
         self._slots = runner.slots
-        self._planner = Planner(
-            runner.slots, max_step_tokens=max_step_tokens, max_tree_nodes=runner.config.max_tree_nodes
-        )
+        self._max_step_tokens = max_step_tokens
+        self._planner = Planner(runner.slots, max_tree_nodes=runner.config.max_tree_nodes)
         self._sessions: dict[SessionKey, Session] = {}
         self._opens = 0
         self.steps = 0
+
+    @property
+    def model(self) -> ModelCard:
+        """The target's card."""
+        return self._runner.info
 
     @property
     def session_count(self) -> int:
@@ -138,6 +141,9 @@ class Verifier:
 
         Sessions are independent: a fault of one is its own result, and closes it.
         """
+        return self._step(trees, self._max_step_tokens)
+
+    def _step(self, trees: Sequence[TreeRequest], max_step_tokens: int) -> StepResult:
         begin = time.perf_counter_ns()
         results: list[TreeResult] = [DEFERRED] * len(trees)
         places: list[int] = []
@@ -152,7 +158,7 @@ class Verifier:
         for place, result in enumerate(results):
             if result.outcome is Outcome.ERROR:
                 self.close(trees[place].key, trees[place].epoch)
-        works = self._planner.plan(asked, self._sessions.values())
+        works = self._planner.plan(asked, self._sessions.values(), max_step_tokens=max_step_tokens)
         forward_ns, accepted = self._run(works)
         for place, work in zip(places, works, strict=False):
             results[place] = accepted.get(id(work), DEFERRED)
@@ -166,8 +172,11 @@ class Verifier:
         )
 
     def prefill(self) -> int:
-        """One forward of pending prefill alone, oldest session first; the rows it computed."""
-        return self.step([]).tokens
+        """One forward of pending prefill alone, oldest session first; the rows it computed.
+
+        It takes a part of a step's rows, so that a batch that arrives meanwhile does not wait for long.
+        """
+        return self._step([], -(-self._max_step_tokens // _PREFILL_PART)).tokens
 
     def _acquire_row(self) -> int:
         try:

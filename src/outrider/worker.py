@@ -42,7 +42,7 @@ def model_info(card: ModelCard) -> common_pb2.ModelInfo:
 
 
 def introduce(
-    role: registry_pb2.WorkerRole.ValueType,
+    role: registry_pb2.WorkerRole,
     *,
     address: str,
     model: common_pb2.ModelInfo,

@@ -259,7 +259,7 @@ def test_first_token_shares_the_forward_of_the_last_prefill_chunk(checkpoint: Pa
 
 
 def test_prefill_goes_on_without_a_batch(checkpoint: Path) -> None:
-    verifier = make_verifier(checkpoint, max_step_tokens=4)
+    verifier = make_verifier(checkpoint, max_step_tokens=16)
     verifier.open(open_request(1, SamplingSpec()))
     assert verifier.has_pending_prefill
     assert [verifier.prefill(), verifier.prefill(), verifier.prefill()] == [4, 2, 0]

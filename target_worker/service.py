@@ -1,0 +1,228 @@
+"""TargetService.Verify: unpacks a coordinator's messages, hands them to the step thread, packs the results."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import grpc.aio
+
+from outrider import rpc
+from outrider.errors import FieldViolation, InvalidRequest, OutriderError
+from outrider.sampling import SamplingSpec
+from outrider.target_worker.sessions import Code, OpenRequest, Outcome, SessionFault, SessionKey, TreeRequest
+from outrider.target_worker.step_thread import Batch, BatchResult, Load, StepThread
+from outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
+from outrider.wire import floats_to_bytes, split_by_counts, tokens_from_bytes
+
+logger = logging.getLogger(__name__)
+
+# Messages of one stream that may wait for the model; then its reader waits, and with it the coordinator.
+_MAX_WAITING = 64
+
+_OUTCOMES = {
+    Outcome.ACCEPTED: target_pb2.OUTCOME_ACCEPTED,
+    Outcome.DEFERRED: target_pb2.OUTCOME_DEFERRED,
+    Outcome.ERROR: target_pb2.OUTCOME_ERROR,
+}
+_Response = target_pb2.VerifyResponse
+
+
+@dataclass(eq=False)
+class _Stream:
+    """One coordinator's stream.
+
+    Attributes:
+        open_epochs: sessions opened over it, with their epochs; closed when it ends.
+        last_step: highest step seen.
+        outgoing: answers on their way, in the order of the requests; None ends the stream.
+        room: how many more answers may be on their way.
+    """
+
+    open_epochs: dict[SessionKey, int] = field(default_factory=dict)
+    last_step: int = 0
+    outgoing: "asyncio.Queue[asyncio.Task[_Response] | None]" = field(default_factory=asyncio.Queue)
+    room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_WAITING))
+
+
+class TargetServicer(target_pb2_grpc.TargetServiceServicer):
+    """Serves any number of coordinators from one step thread.
+
+    Attributes:
+        duplicates: messages ignored because their step had been seen.
+    """
+
+    def __init__(self, steps: StepThread) -> None:
+        self._steps = steps
+        self.duplicates = 0
+
+    async def Verify(  # noqa: N802 - the name is the protocol's
+        self,
+        request_iterator: AsyncIterator[target_pb2.VerifyRequest],
+        context: "grpc.aio.ServicerContext[target_pb2.VerifyRequest, _Response]",
+    ) -> None:
+        """See target.proto. Reading and writing are tasks of their own: neither ever waits for the other."""
+        stream = _Stream()
+        reader = asyncio.create_task(self._read(stream, request_iterator))
+        reader.add_done_callback(lambda _reader: stream.outgoing.put_nowait(None))
+        try:
+            while (answer := await stream.outgoing.get()) is not None:
+                await context.write(await answer)
+                stream.room.release()
+            await reader
+        except OutriderError as error:
+            await rpc.abort_with(context, error)
+        finally:
+            self._steps.submit(Batch(closes=list(stream.open_epochs.items())))
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+            while not stream.outgoing.empty():
+                if (answer := stream.outgoing.get_nowait()) is not None:
+                    answer.cancel()
+
+    async def _read(self, stream: _Stream, requests: AsyncIterator[target_pb2.VerifyRequest]) -> None:
+        async for request in requests:
+            if request.step and request.step <= stream.last_step:
+                self.duplicates += 1
+                logger.warning("step %d came again and is ignored", request.step)
+                continue
+            stream.last_step = max(stream.last_step, request.step)
+            batch, unreadable = unpack(request)
+            for opening in batch.opens:
+                stream.open_epochs[opening.key] = opening.epoch
+            for key, epoch in batch.closes:
+                if stream.open_epochs.get(key, epoch + 1) <= epoch:
+                    del stream.open_epochs[key]
+            done = self._steps.submit(batch)
+            if request.step:
+                await stream.room.acquire()
+                stream.outgoing.put_nowait(asyncio.create_task(self._answer(request, done, unreadable)))
+
+    async def _answer(
+        self,
+        request: target_pb2.VerifyRequest,
+        done: "Future[BatchResult]",
+        unreadable: list[common_pb2.SessionError],
+    ) -> _Response:
+        response = pack(request, await asyncio.wrap_future(done), self._steps.load)
+        response.errors.extend(unreadable)
+        return response
+
+
+def unpack(request: target_pb2.VerifyRequest) -> tuple[Batch, list[common_pb2.SessionError]]:
+    """A message as a batch, and the opens whose bytes could not be read.
+
+    Raises:
+        InvalidRequest: columns of different lengths, which leave open what belongs to whom.
+    """
+    violations = [
+        FieldViolation(name, f"{count} entries given, {needed} needed")
+        for name, count, needed in _column_lengths(request)
+        if count != needed
+    ]
+    if violations:
+        raise InvalidRequest(violations)
+    opens: list[OpenRequest] = []
+    unreadable: list[common_pb2.SessionError] = []
+    for opening in request.opens:
+        try:
+            opens.append(_open_request(request.incarnation, opening))
+        except ValueError as error:
+            fault = SessionFault(Code.INVALID_ARGUMENT, f"prompt, output: {error}")
+            unreadable.append(_session_error(opening.session_id, opening.epoch, fault))
+    closes = [
+        ((request.incarnation, session_id), epoch)
+        for session_id, epoch in zip(request.close_session_ids, request.close_epochs, strict=True)
+    ]
+    return Batch(opens=opens, closes=closes, trees=_tree_requests(request)), unreadable
+
+
+def _column_lengths(request: target_pb2.VerifyRequest) -> list[tuple[str, int, int]]:
+    trees = request.trees
+    sessions, nodes = len(trees.session_ids), sum(trees.node_counts)
+    return [
+        ("close_epochs", len(request.close_epochs), len(request.close_session_ids)),
+        ("trees.epochs", len(trees.epochs), sessions),
+        ("trees.lengths", len(trees.lengths), sessions),
+        ("trees.node_counts", len(trees.node_counts), sessions),
+        ("trees.tokens", len(trees.tokens), nodes),
+        ("trees.parents", len(trees.parents), nodes),
+    ]
+
+
+def _open_request(incarnation: int, opening: common_pb2.SessionOpen) -> OpenRequest:
+    return OpenRequest(
+        key=(incarnation, opening.session_id),
+        epoch=opening.epoch,
+        prompt=tokens_from_bytes(opening.prompt),
+        output=tokens_from_bytes(opening.output),
+        sampling=SamplingSpec.from_proto(opening.sampling),
+    )
+
+
+def _tree_requests(request: target_pb2.VerifyRequest) -> list[TreeRequest]:
+    trees = request.trees
+    tokens, parents = list(trees.tokens), list(trees.parents)
+    return [
+        TreeRequest(
+            key=(request.incarnation, session_id),
+            epoch=epoch,
+            length=length,
+            tokens=tokens[nodes],
+            parents=parents[nodes],
+        )
+        for session_id, epoch, length, nodes in zip(
+            trees.session_ids, trees.epochs, trees.lengths, split_by_counts(trees.node_counts), strict=True
+        )
+    ]
+
+
+def pack(request: target_pb2.VerifyRequest, done: BatchResult, load: Load) -> _Response:
+    """The answer to a message with a step."""
+    trees = request.trees
+    response = _Response(step=request.step, session_ids=trees.session_ids, epochs=trees.epochs, load=pack_load(load))
+    reported: set[tuple[int, int]] = set()
+    for row, result in enumerate(done.results):
+        response.outcomes.append(_OUTCOMES[result.outcome])
+        response.accepted_counts.append(len(result.accepted_nodes))
+        response.accepted_nodes.extend(result.accepted_nodes)
+        response.token_counts.append(len(result.token_ids))
+        response.tokens.extend(result.token_ids)
+        if result.logprobs is not None:
+            response.logprobs.append(
+                target_pb2.Logprobs(
+                    row=row,
+                    token_logprobs=floats_to_bytes(result.logprobs.token_logprobs),
+                    top_count=result.logprobs.top_token_ids.shape[1],
+                    top_token_ids=result.logprobs.top_token_ids.ravel().tolist(),
+                    top_logprobs=floats_to_bytes(result.logprobs.top_logprobs),
+                )
+            )
+        if result.fault is not None:
+            reported.add((trees.session_ids[row], trees.epochs[row]))
+            response.errors.append(_session_error(trees.session_ids[row], trees.epochs[row], result.fault))
+    for key, epoch, fault in done.faults:
+        if (key[1], epoch) not in reported:
+            response.errors.append(_session_error(key[1], epoch, fault))
+    if done.step is not None:
+        response.report.step_ns = done.step.step_ns
+        response.report.forward_ns = done.step.forward_ns
+        response.report.tokens = done.step.tokens
+        response.report.sessions = done.step.sessions
+    return response
+
+
+def pack_load(load: Load) -> common_pb2.WorkerLoad:
+    """The load as it travels."""
+    return common_pb2.WorkerLoad(
+        sessions=load.sessions,
+        slots_used=load.slots_used,
+        slots_total=load.slots_total,
+        steps=load.steps,
+        busy=load.busy,
+    )
+
+
+def _session_error(session_id: int, epoch: int, fault: SessionFault) -> common_pb2.SessionError:
+    return common_pb2.SessionError(session_id=session_id, epoch=epoch, code=int(fault.code), message=fault.message)

@@ -1,0 +1,87 @@
+"""The target worker from its configuration to its registration, and its end."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from outrider import rpc
+from outrider.errors import CheckpointError
+from outrider.target_worker.server import TargetWorkerConfig, serve
+from outrider.v1 import registry_pb2, registry_pb2_grpc
+
+
+class OneLease(registry_pb2_grpc.RegistryServiceServicer):
+    """Takes one worker in."""
+
+    def __init__(self) -> None:
+        self.introduced: asyncio.Future[registry_pb2.WorkerIntroduction] = asyncio.get_running_loop().create_future()
+        self.reported: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def Register(  # noqa: N802
+        self, request_iterator: AsyncIterator[registry_pb2.WorkerReport], _context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[registry_pb2.Lease]:
+        async for report in request_iterator:
+            if report.WhichOneof("report") == "introduction":
+                self.introduced.set_result(report.introduction)
+                yield registry_pb2.Lease(incarnation=1, heartbeat_interval_ms=10, lease_ms=1000)
+            elif not self.reported.done():
+                self.reported.set_result(report.load.slots_total)
+
+
+async def test_serves_registers_and_stops(checkpoint: Path) -> None:
+    registry = OneLease()
+    coordinator = rpc.RoleServer(
+        services=["outrider.v1.RegistryService"],
+        add_services=lambda server: registry_pb2_grpc.add_RegistryServiceServicer_to_server(registry, server),
+        address="127.0.0.1:0",
+    )
+    await coordinator.start()
+    config = TargetWorkerConfig(
+        model_path=checkpoint, coordinators=(coordinator.address,), num_slots=64, max_sessions=4, max_step_tokens=32
+    )
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    stop = asyncio.Event()
+    serving = asyncio.create_task(serve(config, ready=ready.set_result, stop=stop))
+    async with asyncio.timeout(20):
+        address = await ready
+        introduction = await registry.introduced
+        assert await registry.reported == 64
+    assert introduction.address == address
+    assert introduction.role == registry_pb2.WORKER_ROLE_TARGET
+    assert (introduction.model.vocab_size, introduction.model.max_model_len) == (61, 96)
+    assert list(introduction.model.eos_token_ids) == [60]
+    assert (introduction.limits.max_sessions, introduction.limits.max_step_tokens) == (4, 32)
+    async with rpc.open_channel(address) as channel:
+        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+    assert health.status == health_pb2.HealthCheckResponse.SERVING
+    stop.set()
+    async with asyncio.timeout(10):
+        await serving
+    await coordinator.stop(grace_s=0)
+
+
+async def test_a_folder_that_is_no_checkpoint_ends_it(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        await serve(TargetWorkerConfig(model_path=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("port", 70000, "port: 70000"),
+        ("host", "", "host"),
+        ("max_step_tokens", 0, "max_step_tokens: 0"),
+        ("max_step_tokens", 8, "at least max_sessions"),
+        ("coordinators", ("localhost",), "host:port"),
+        ("threads", 0, "torch_threads"),
+        ("device", "tpu", "device: 'tpu'"),
+    ],
+)
+def test_configurations_that_cannot_work(field: str, value: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TargetWorkerConfig(**{field: value})  # type: ignore[arg-type]

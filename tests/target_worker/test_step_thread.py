@@ -1,0 +1,156 @@
+"""The step thread with a verifier that only notes what it is asked."""
+
+import threading
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+
+from outrider.errors import WorkerUnavailable
+from outrider.sampling import SamplingSpec
+from outrider.target_worker.sessions import DEFERRED, Code, OpenRequest, Outcome, SessionFault, TreeRequest, TreeResult
+from outrider.target_worker.step_thread import Batch, StepThread
+from outrider.target_worker.verifier import StepResult, Verifier
+
+
+class NotingVerifier:
+    """Holds its first step until told to go on, so that batches pile up meanwhile."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, Any]] = []
+        self.go_on, self.entered = threading.Event(), threading.Event()
+        self.session_count = self.slots_used = self.slots_total = self.steps = 0
+        self.pending_rows = [0]
+        self.fails = False
+
+    @property
+    def has_pending_prefill(self) -> bool:
+        return len(self.pending_rows) > 1
+
+    def prefill(self) -> int:
+        self.log.append(("prefill", None))
+        return self.pending_rows.pop()
+
+    def open(self, request: OpenRequest) -> None:
+        self.log.append(("open", request.key[1]))
+        if request.key[1] == 13:
+            raise SessionFault(Code.RESOURCE_EXHAUSTED, "no room")
+
+    def close(self, key: tuple[int, int], _epoch: int) -> None:
+        self.log.append(("close", key[1]))
+
+    def step(self, trees: Sequence[TreeRequest]) -> StepResult:
+        self.log.append(("step", [tree.key[1] for tree in trees]))
+        self.entered.set()
+        assert self.go_on.wait(10)
+        if self.fails:
+            raise RuntimeError("the device is gone")
+        results = [
+            TreeResult(outcome=Outcome.ERROR, fault=SessionFault(Code.NOT_FOUND, "not open")) if tree.key[1] == 13
+            else TreeResult(outcome=Outcome.ACCEPTED, token_ids=[tree.key[1]])
+            for tree in trees
+        ]  # fmt: skip
+        return StepResult(results=results, step_ns=1, forward_ns=1, tokens=len(trees), sessions=len(trees))
+
+
+def tree(number: int) -> TreeRequest:
+    return TreeRequest(key=(1, number), epoch=1, length=1, tokens=(), parents=())
+
+
+def opening(number: int) -> OpenRequest:
+    return OpenRequest(key=(1, number), epoch=1, prompt=[1], output=[], sampling=SamplingSpec())
+
+
+@pytest.fixture
+def fake() -> NotingVerifier:
+    return NotingVerifier()
+
+
+@pytest.fixture
+def steps(fake: NotingVerifier):
+    thread = StepThread(lambda: cast(Verifier, fake))
+    thread.start()
+    yield thread
+    fake.go_on.set()
+    thread.stop()
+    with pytest.raises(RuntimeError) if fake.fails else pytest.MonkeyPatch().context():
+        thread.stopped.result(10)
+
+
+def test_what_waits_becomes_one_step_each_with_its_own_results(steps: StepThread, fake: NotingVerifier) -> None:
+    first = steps.submit(Batch(trees=[tree(1)]))
+    assert fake.entered.wait(10)
+    waiting = [steps.submit(Batch(opens=[opening(n)], trees=[tree(n), tree(n + 1)])) for n in (2, 4)]
+    closing = steps.submit(Batch(closes=[((1, 1), 1), ((1, 2), 1)]))
+    fake.go_on.set()
+    assert [list(result.token_ids) for done in waiting for result in done.result(10).results] == [[2], [3], [4], [5]]
+    assert first.result(10).step is not waiting[0].result(10).step
+    assert waiting[0].result(10).step is waiting[1].result(10).step
+    assert closing.result(10).step is None
+    # 1 is not in the step and makes room before it; 2 is, and is closed after it.
+    assert fake.log[1:] == [("close", 1), ("open", 2), ("open", 4), ("step", [2, 3, 4, 5]), ("close", 2)]
+
+
+def test_a_session_stands_in_a_step_once(steps: StepThread, fake: NotingVerifier) -> None:
+    steps.submit(Batch(trees=[tree(1)]))
+    assert fake.entered.wait(10)
+    waiting = [steps.submit(Batch(trees=[tree(n)])) for n in (2, 3, 2)]
+    fake.go_on.set()
+    for done in waiting:
+        done.result(10)
+    assert [entry for entry in fake.log if entry[0] == "step"] == [("step", [1]), ("step", [2, 3]), ("step", [2])]
+
+
+def test_why_an_open_failed_is_told_with_the_first_tree(steps: StepThread, fake: NotingVerifier) -> None:
+    fake.go_on.set()
+    assert steps.submit(Batch(opens=[opening(13)])).result(10).faults[0][2].message == "no room"
+    faults = [steps.submit(Batch(trees=[tree(13)])).result(10).results[0].fault for _ in range(2)]
+    assert [fault.message for fault in faults if fault is not None] == ["no room", "not open"]
+
+
+def test_prefills_while_nothing_waits_and_rests_when_it_cannot(steps: StepThread, fake: NotingVerifier) -> None:
+    fake.go_on.set()
+    fake.pending_rows = [0, 0, 0, 5, 5]
+    steps.submit(Batch(trees=[tree(1)])).result(10)
+    steps.submit(Batch(trees=[tree(2)])).result(10)
+    # After each batch it goes on until a prefill computes no row.
+    steps.stop()
+    steps.stopped.result(10)
+    assert fake.log.count(("prefill", None)) <= 4
+    assert DEFERRED.outcome is Outcome.DEFERRED
+
+
+def test_a_failure_ends_the_thread_and_everyone_hears_of_it(steps: StepThread, fake: NotingVerifier) -> None:
+    fake.fails = True
+    first = steps.submit(Batch(trees=[tree(1)]))
+    assert fake.entered.wait(10)
+    second = steps.submit(Batch(trees=[tree(2)]))
+    fake.go_on.set()
+    for done in (first, second):
+        with pytest.raises(WorkerUnavailable, match="the device is gone"):
+            done.result(10)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        steps.stopped.result(10)
+    with pytest.raises(WorkerUnavailable, match="stopping"):
+        steps.submit(Batch(trees=[tree(3)])).result(10)
+
+
+def test_a_model_that_cannot_be_loaded_is_told_by_ready() -> None:
+    def fail() -> Verifier:
+        raise ValueError("no such model")
+
+    thread = StepThread(fail)
+    thread.start()
+    with pytest.raises(ValueError, match="no such model"):
+        thread.ready.result(10)
+
+
+def test_busy_is_the_share_since_the_last_report(steps: StepThread, fake: NotingVerifier) -> None:
+    steps.ready.result(10)
+    assert steps.report().busy == 0.0
+    done = steps.submit(Batch(trees=[tree(1)]))
+    assert fake.entered.wait(10)
+    threading.Timer(0.05, fake.go_on.set).start()
+    done.result(10)
+    steps.submit(Batch()).result(10)
+    assert 0.2 < steps.report().busy <= 1.0
