@@ -1,0 +1,64 @@
+"""Where the kernel tests run: references on the CPU, Triton through its interpreter, and Triton on a GPU.
+
+Triton decides at import whether to interpret, so one process cannot hold both. Tests that take `triton_device` come
+twice: their interpreter half is left out of an ordinary run and run by `test_interpreter.py` in a process of its own,
+their CUDA half is marked `gpu` and skipped where there is no CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider.kernels import backend
+
+
+@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def triton_device(request: pytest.FixtureRequest) -> torch.device:
+    """The device on which operators run their Triton kernels."""
+    if request.param == "interpreter":
+        return torch.device("cpu")
+    if backend.INTERPRETED or not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device and no interpreter")
+    return torch.device("cuda")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    kept, left_out = [], []
+    for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        interpreted = parameters.get("triton_device") == "interpreter"
+        belongs = here not in item.path.parents or interpreted == backend.INTERPRETED
+        (kept if belongs else left_out).append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(20)
+
+
+def _chi_square_p(observed: torch.Tensor, law: torch.Tensor) -> float:
+    """Probability of counts as far from `law` as `observed`; 0 where something impossible was seen."""
+    expected = law.double() * observed.sum()
+    if bool((observed[expected == 0] > 0).any()):
+        return 0.0
+    # Cells with few expected counts are put together, as the approximation needs.
+    small = expected < 8
+    cells = torch.cat([observed[~small].double(), observed[small].sum()[None].double()])
+    wanted = torch.cat([expected[~small], expected[small].sum()[None]])
+    cells, wanted = cells[wanted > 0], wanted[wanted > 0]
+    statistic = ((cells - wanted) ** 2 / wanted).sum()
+    freedom = torch.tensor(float(len(wanted) - 1), dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom / 2, statistic / 2))
+
+
+@pytest.fixture
+def chi_square_p() -> Callable[[torch.Tensor, torch.Tensor], float]:
+    return _chi_square_p
