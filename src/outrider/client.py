@@ -75,6 +75,11 @@ class AsyncStream:
         """What has come so far, one entry a choice; it stays readable after an error."""
         return self._progress.choices()
 
+    @property
+    def rounds(self) -> list[generation_pb2.Round]:
+        """The verifications so far, of a request with `trace`."""
+        return self._progress.rounds
+
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self._deltas
 
@@ -184,6 +189,11 @@ class Stream:
     def choices(self) -> list[ChoiceOutput]:
         """What has come so far, one entry a choice; it stays readable after an error."""
         return self._progress.choices()
+
+    @property
+    def rounds(self) -> list[generation_pb2.Round]:
+        """The verifications so far, of a request with `trace`."""
+        return self._progress.rounds
 
     def __iter__(self) -> Iterator[Delta]:
         return self._deltas

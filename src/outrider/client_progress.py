@@ -222,6 +222,11 @@ class Progress:
         """Whether the last message has come."""
         return self._finished is not None
 
+    @property
+    def rounds(self) -> list[generation_pb2.Round]:
+        """The verifications so far."""
+        return list(self._rounds)
+
     def request(self) -> generation_pb2.GenerateRequest:
         """What to send: after a break, the same request with what has been received."""
         del self._request.received[:]

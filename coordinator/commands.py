@@ -1,0 +1,276 @@
+"""The coordinator's own commands: `generate` and `status`, both clients of its public door."""
+
+import json
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from outrider.client import Client, GenerateOptions, GenerationOutput, Stream
+from outrider.v1 import generation_pb2, registry_pb2
+from outrider.wire import floats_from_bytes
+
+DEFAULT_ENDPOINT = "127.0.0.1:50051"
+
+
+def _checked_endpoint(endpoint: str) -> str:
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdigit():
+        raise typer.BadParameter(f"{endpoint!r} given, HOST:PORT needed")
+    return endpoint
+
+
+Endpoint = Annotated[
+    str, typer.Option(metavar="HOST:PORT", envvar="OUTRIDER_ENDPOINT", callback=_checked_endpoint, help="The service.")
+]
+
+
+def generate_command(open_local: Callable[[int], AbstractContextManager[str]]) -> Callable[..., None]:
+    """The `generate` command.
+
+    Args:
+        open_local: starts a service of its own with this many drafts, for `--local`; gives its endpoint.
+    """
+
+    def generate(
+        prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from stdin.")],
+        *,
+        endpoint: Endpoint = DEFAULT_ENDPOINT,
+        local: Annotated[bool, typer.Option("--local", help="Start a service of its own for this request.")] = False,
+        drafts: Annotated[int, typer.Option(min=0, help="Draft workers of --local.")] = 1,
+        max_new_tokens: Annotated[int | None, typer.Option(help="Most tokens of output; default the server's.")] = None,
+        min_new_tokens: Annotated[int | None, typer.Option(help="Tokens before which nothing may end it.")] = None,
+        temperature: Annotated[float | None, typer.Option(help="0 is greedy, the default.")] = None,
+        top_p: Annotated[float | None, typer.Option(help="Keep the most likely tokens up to this mass.")] = None,
+        top_k: Annotated[int | None, typer.Option(help="Keep this many most likely tokens; 0 is off.")] = None,
+        min_p: Annotated[float | None, typer.Option(help="Keep tokens of this share of the best one's.")] = None,
+        repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: repeat less; 1 is off.")] = None,
+        presence_penalty: Annotated[float | None, typer.Option(help="Off tokens already put out.")] = None,
+        frequency_penalty: Annotated[float | None, typer.Option(help="Off tokens, each time put out.")] = None,
+        seed: Annotated[int | None, typer.Option(help="With the same request: the same tokens.")] = None,
+        stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
+        ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence.")] = False,
+        speculation: Annotated[Literal["async", "sync", "off"], typer.Option(help="How drafts are used.")] = "async",
+        max_nodes: Annotated[int | None, typer.Option(help="Most draft tokens verified in a step.")] = None,
+        max_depth: Annotated[int | None, typer.Option(help="Most draft tokens in a row.")] = None,
+        timeout_s: Annotated[float, typer.Option(min=0.001, help="Give up after this time.")] = 600.0,
+        json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+        trace: Annotated[Path | None, typer.Option(help="Write one JSON line a verification to this file.")] = None,
+    ) -> None:
+        """Continue PROMPT: text streams to stdout, one line of statistics to stderr."""
+        options: GenerateOptions = {
+            "max_new_tokens": max_new_tokens,
+            "min_new_tokens": min_new_tokens,
+            "temperature": temperature,
+            "top_p": top_p,
+            "top_k": top_k,
+            "min_p": min_p,
+            "repetition_penalty": repetition_penalty,
+            "presence_penalty": presence_penalty,
+            "frequency_penalty": frequency_penalty,
+            "seed": seed,
+            "stop": stop,
+            "ignore_eos": ignore_eos,
+            "speculation": speculation,
+            "max_nodes": max_nodes,
+            "max_depth": max_depth,
+            "timeout_s": timeout_s,
+            "trace": trace is not None,
+        }
+        text = _read_prompt(prompt)
+        # Opened at once: a path that cannot be written is told before the work is done.
+        with (
+            trace.open("w", encoding="utf-8") if trace is not None else nullcontext() as trace_file,
+            open_local(drafts) if local else nullcontext(endpoint) as address,
+            Client(address) as client,
+            client.stream(text, **options) as stream,
+        ):
+            try:
+                result = _read(stream, echo=not json_output)
+            finally:
+                if trace_file is not None:
+                    trace_file.writelines(json.dumps(round_dict(record)) + "\n" for record in stream.rounds)
+        if json_output:
+            typer.echo(json.dumps(result_dict(result)))
+        else:
+            typer.echo(statistics(result), err=True)
+
+    return generate
+
+
+def _read_prompt(prompt: str) -> str:
+    if prompt != "-":
+        return prompt
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"stdin is not UTF-8: {error}") from error
+
+
+def _read(stream: Stream, *, echo: bool) -> GenerationOutput:
+    for delta in stream:
+        if echo:
+            typer.echo(delta.text, nl=False)
+            sys.stdout.flush()
+    if echo and not stream.result.text.endswith("\n"):
+        typer.echo()
+    return stream.result
+
+
+def statistics(result: GenerationOutput) -> str:
+    """One line about a generation."""
+    timings, speculation = result.timings, result.speculation
+    return (
+        f"{result.usage.completion_tokens} tokens in {timings.total_ms:.0f} ms "
+        f"(first after {timings.ttft_ms:.0f} ms, then {timings.tpot_ms:.2f} ms a token), "
+        f"{speculation.verify_steps} verifications, acceptance length {speculation.acceptance_length:.2f}, "
+        f"finish reason {result.finish_reason}, seed {result.seed}"
+    )
+
+
+def result_dict(result: GenerationOutput) -> dict[str, Any]:
+    """What `--json` prints."""
+    speculation, timings = result.speculation, result.timings
+    return {
+        "text": result.text,
+        "token_ids": list(result.token_ids),
+        "finish_reason": result.finish_reason,
+        "usage": {
+            "prompt_tokens": result.usage.prompt_tokens,
+            "completion_tokens": result.usage.completion_tokens,
+        },
+        "speculation": {
+            "verify_steps": speculation.verify_steps,
+            "drafted_tokens": speculation.drafted_tokens,
+            "accepted_tokens": speculation.accepted_tokens,
+            "acceptance_length": speculation.acceptance_length,
+        },
+        "timings": {"ttft_ms": timings.ttft_ms, "tpot_ms": timings.tpot_ms, "total_ms": timings.total_ms},
+    }
+
+
+def round_dict(record: generation_pb2.Round) -> dict[str, Any]:
+    """One line of `--trace`; `Round` in generation.proto says what each entry means."""
+    return {
+        "index": record.index,
+        "step": record.step,
+        "length": record.length,
+        "submitted_ns": record.submitted_ns,
+        "result_ns": record.result_ns,
+        "waited_ns": record.waited_ns,
+        "step_ns": record.step_ns,
+        "node_tokens": list(record.node_tokens),
+        "node_parents": list(record.node_parents),
+        "node_values": floats_from_bytes(record.node_values).tolist(),
+        "accepted_nodes": list(record.accepted_nodes),
+        "emitted_token_ids": list(record.emitted_token_ids),
+        "growth": [
+            {
+                "worker_id": arrival.worker_id,
+                "arrived_ns": arrival.arrived_ns,
+                "as_of": arrival.as_of,
+                "nodes": arrival.nodes,
+                "grafted": arrival.grafted,
+                "during_verify": arrival.during_verify,
+            }
+            for arrival in record.growth
+        ],
+    }
+
+
+def status(
+    endpoint: Endpoint = DEFAULT_ENDPOINT,
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Show the server, its workers and its totals."""
+    with Client(endpoint) as client:
+        info = client.server_info()
+    if json_output:
+        typer.echo(json.dumps(status_dict(info)))
+        return
+    console = Console(highlight=False)
+    for table in (_server_table(endpoint, info), _worker_table(info.workers)):
+        console.print(table)
+
+
+def status_dict(info: generation_pb2.ServerInfo) -> dict[str, Any]:
+    """What `status --json` prints."""
+    return {
+        "version": info.version,
+        "uptime_s": info.uptime_s,
+        "running_sessions": info.running_sessions,
+        "waiting_requests": info.waiting_requests,
+        "requests_total": info.requests_total,
+        "emitted_tokens_total": info.emitted_tokens_total,
+        "steps_total": info.steps_total,
+        "dropped_nodes_total": info.dropped_nodes_total,
+        "speculation": {
+            "verify_steps": info.speculation.verify_steps,
+            "drafted_tokens": info.speculation.spec_draft_tokens,
+            "accepted_tokens": info.speculation.spec_accepted_tokens,
+            "acceptance_length": info.speculation.acceptance_length,
+        },
+        "workers": [_worker_dict(worker) for worker in info.workers],
+    }
+
+
+def _worker_dict(worker: generation_pb2.WorkerStatus) -> dict[str, Any]:
+    introduction, load = worker.introduction, worker.load
+    return {
+        "worker_id": introduction.worker_id,
+        "role": _role_name(introduction.role),
+        "address": introduction.address,
+        "state": worker.state,
+        "lease_age_ms": worker.lease_age_ms,
+        "model": introduction.model.name,
+        "dtype": introduction.model.dtype,
+        "sessions": load.sessions,
+        "slots_used": load.slots_used,
+        "slots_total": load.slots_total,
+        "steps": load.steps,
+        "busy": load.busy,
+    }
+
+
+def _role_name(role: registry_pb2.WorkerRole) -> str:
+    return registry_pb2.WorkerRole.Name(role).removeprefix("WORKER_ROLE_").lower()
+
+
+def _server_table(endpoint: str, info: generation_pb2.ServerInfo) -> Table:
+    table = Table(title=f"Outrider {info.version} at {endpoint}", title_justify="left", show_header=False)
+    speculation = info.speculation
+    rows = {
+        "up for": f"{info.uptime_s:.0f} s",
+        "sessions": f"{info.running_sessions} running, {info.waiting_requests} waiting",
+        "requests": f"{info.requests_total}",
+        "tokens": f"{info.emitted_tokens_total} in {info.steps_total} steps",
+        "acceptance length": f"{speculation.acceptance_length:.2f} over {speculation.verify_steps} verifications",
+        "draft tokens": f"{speculation.spec_draft_tokens} verified, {speculation.spec_accepted_tokens} accepted, "
+        f"{info.dropped_nodes_total} dropped",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _worker_table(workers: Iterable[generation_pb2.WorkerStatus]) -> Table:
+    table = Table("role", "worker", "address", "state", "model", "sessions", "KV slots", "steps", "busy", "lease age")
+    for worker in map(_worker_dict, workers):
+        table.add_row(
+            worker["role"],
+            worker["worker_id"],
+            worker["address"],
+            worker["state"],
+            f"{worker['model']} {worker['dtype']}",
+            str(worker["sessions"]),
+            f"{worker['slots_used']}/{worker['slots_total']}",
+            str(worker["steps"]),
+            f"{worker['busy']:.0%}",
+            f"{worker['lease_age_ms']:.0f} ms",
+        )
+    return table

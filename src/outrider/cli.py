@@ -1,0 +1,176 @@
+"""The `outrider` command: every role and every tool under one name.
+
+This is the one place besides deploy/ that knows every role; each is imported when its command runs.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+import click
+import typer
+
+from outrider.errors import InvalidRequest, OutriderError
+
+BAD_ARGUMENTS, FAILED, INTERRUPTED = 2, 1, 130
+# A process that was told to stop and does not is ended the hard way.
+_STOP_GRACE_S = 15.0
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+_ROLE_OPTIONS = [
+    inspect.Parameter(
+        "log_level",
+        inspect.Parameter.KEYWORD_ONLY,
+        default="info",
+        annotation=Annotated[LogLevel, typer.Option(help="Least severity that is logged, on stderr.")],
+    ),
+    inspect.Parameter(
+        "stop_with_stdin",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=False,
+        annotation=Annotated[bool, typer.Option(help="Stop when stdin closes: with the process that holds it.")],
+    ),
+]
+
+
+def build_app() -> typer.Typer:
+    """All commands; importing their configurations is quick, importing what they run is left to them."""
+    from outrider.coordinator import commands
+    from outrider.coordinator.config import CoordinatorConfig
+    from outrider.deploy.commands import demo, up
+    from outrider.draft_worker.config import DraftWorkerConfig
+    from outrider.target_worker.config import TargetWorkerConfig
+
+    app = typer.Typer(
+        name="outrider",
+        help="Serve a language model faster without changing what it says.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    app.command("up")(up)
+    app.command("demo")(demo)
+    app.command("generate")(commands.generate_command(local_endpoint))
+    app.command("status")(commands.status)
+    app.command("coordinator")(_role(CoordinatorConfig, _coordinator))
+    app.command("target-worker")(_role(TargetWorkerConfig, _target_worker))
+    app.command("draft-worker")(_role(DraftWorkerConfig, _draft_worker))
+    return app
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The console script: errors are one line on stderr, 2 for wrong arguments, 1 for the rest."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one command line; returns the exit code."""
+    try:
+        outcome = build_app()(list(arguments), prog_name="outrider", standalone_mode=False)
+    except click.ClickException as error:
+        return _fail(_one_line(error.format_message() or "a command is missing"), error.exit_code)
+    except InvalidRequest as error:
+        return _fail(_one_line(str(error)), BAD_ARGUMENTS)
+    except BrokenPipeError:
+        # The reader of our stdout has gone; Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except (OutriderError, OSError, TimeoutError) as error:
+        return _fail(_one_line(str(error)), FAILED)
+    except (click.Abort, KeyboardInterrupt):
+        return INTERRUPTED
+    return outcome if isinstance(outcome, int) else 0
+
+
+def _fail(message: str, code: int) -> int:
+    typer.echo(f"error: {message}", err=True)
+    return code
+
+
+def _one_line(message: str) -> str:
+    return " ".join(message.split())
+
+
+@contextlib.contextmanager
+def local_endpoint(drafts: int) -> Iterator[str]:
+    """The endpoint of a service of child processes, which end with the block."""
+    from outrider.local import LocalService
+
+    with LocalService(drafts=drafts) as service:
+        yield service.endpoint
+
+
+# ---------------------------------------------------------------------------------------------------------------- roles
+
+
+def _role(config_type: type, serve: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    from outrider.command_options import config_command
+
+    def run_role(config: Any, *, log_level: LogLevel, stop_with_stdin: bool) -> None:
+        logging.basicConfig(
+            level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+        )
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(_serve_until_stopped(serve, config, stop_with_stdin=stop_with_stdin))
+
+    run_role.__doc__ = serve.__doc__
+    return config_command(config_type, run_role, more=_ROLE_OPTIONS)
+
+
+async def _coordinator(config: Any, **options: Any) -> None:
+    """The public door and the scheduler, as a plain process; prints `ready HOST:PORT` when it serves."""
+    from outrider.coordinator import server
+
+    await server.serve(config, **options)
+
+
+async def _target_worker(config: Any, **options: Any) -> None:
+    """Verifies trees with the target model, as a plain process; prints `ready HOST:PORT` when it serves."""
+    from outrider.target_worker import server
+
+    await server.serve(config, **options)
+
+
+async def _draft_worker(config: Any, **options: Any) -> None:
+    """Grows trees with the draft model, as a plain process; prints `ready HOST:PORT` when it serves."""
+    from outrider.draft_worker import server
+
+    await server.serve(config, **options)
+
+
+async def _serve_until_stopped(serve: Callable[..., Awaitable[None]], config: Any, *, stop_with_stdin: bool) -> None:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    if stop_with_stdin:
+        threading.Thread(target=_watch_stdin, args=(loop, stop), daemon=True).start()
+    await serve(config, ready=lambda address: typer.echo(f"ready {address}"), stop=stop)
+
+
+def _watch_stdin(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    loop.call_soon_threadsafe(stop.set)
+    time.sleep(_STOP_GRACE_S)
+    os._exit(FAILED)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    if sys.platform == "win32":
+        return None
+    import uvloop
+
+    return uvloop.new_event_loop
+
+
+if __name__ == "__main__":
+    main()

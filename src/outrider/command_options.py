@@ -1,0 +1,77 @@
+"""A command line out of a configuration dataclass: one option a field, its help from the docstring's Attributes."""
+
+import dataclasses
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import typer
+
+Config = TypeVar("Config")
+
+
+def config_command(
+    config_type: type[Config], run: Callable[..., None], *, more: Sequence[inspect.Parameter] = ()
+) -> Callable[..., None]:
+    """A function for typer that takes every field of `config_type` as an option and hands `run` the configuration.
+
+    Args:
+        config_type: a dataclass whose every field has a default; it checks its values and raises ValueError.
+        run: called as `run(config, **values of more)`; its docstring is the command's help.
+        more: options that are not fields, as keyword-only parameters annotated for typer.
+    """
+    hints, texts = get_type_hints(config_type), attribute_help(config_type)
+    fields = dataclasses.fields(config_type)  # pyright: ignore[reportArgumentType]
+    parameters = [*(_parameter(field, hints[field.name], texts) for field in fields), *more]
+
+    def command(**values: Any) -> None:
+        others = {parameter.name: values.pop(parameter.name) for parameter in more}
+        given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        try:
+            config = config_type(**given)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+        run(config, **others)
+
+    command.__doc__ = run.__doc__
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
+    return command
+
+
+def attribute_help(config_type: type) -> dict[str, str]:
+    """Each attribute's text in the Attributes section of a docstring, on one line.
+
+    Raises:
+        ValueError: a field is not described.
+    """
+    _, _, section = (inspect.getdoc(config_type) or "").partition("Attributes:\n")
+    section = re.split(r"\n(?=\S)", section)[0]
+    entries = re.split(r"^    (?=\w+: )", section, flags=re.MULTILINE)[1:]
+    texts = {name: " ".join(text.split()) for name, _, text in (entry.partition(": ") for entry in entries)}
+    missing = {field.name for field in dataclasses.fields(config_type)} - texts.keys()
+    if missing:
+        raise ValueError(f"{config_type.__name__} does not describe {', '.join(sorted(missing))}")
+    return texts
+
+
+def _parameter(field: dataclasses.Field[Any], hint: Any, texts: dict[str, str]) -> inspect.Parameter:
+    default = list(field.default) if isinstance(field.default, tuple) else field.default
+    annotation = Annotated[_option_type(hint), typer.Option(help=texts[field.name])]
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _option_type(hint: Any) -> Any:
+    """The type that typer reads a value as: of `str | Path` it is Path, of a tuple a repeatable option."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is tuple:
+        return list[arguments[0]]  # pyright: ignore[reportInvalidTypeArguments]
+    if origin in (Union, types.UnionType):
+        kinds = [argument for argument in arguments if argument is not types.NoneType]
+        kind = Path if Path in kinds else kinds[0]
+        return typing.Optional[kind] if types.NoneType in arguments else kind  # noqa: UP045 a type at run time
+    return hint
