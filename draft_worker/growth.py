@@ -44,9 +44,11 @@ class Runner(Protocol):
 class TreeGrowth:
     """All sessions of a worker, grown step by step.
 
-    Args:
+    Attributes:
         runner: the draft model.
         config: see there.
+        calibration: of all sessions.
+        steps: forwards so far.
     """
 
     def __init__(self, runner: Runner, config: GrowthConfig) -> None:
@@ -57,7 +59,7 @@ class TreeGrowth:
             decay=config.calibration_decay,
         )
         self.steps = 0
-        self._runner = runner
+        self.runner = runner
         self._chooser = ChildChooser(self.calibration, branching=config.branching, vocab_size=runner.vocab_size)
         # In the order they were opened.
         self._sessions: dict[tuple[int, int], DraftSession] = {}
@@ -71,7 +73,7 @@ class TreeGrowth:
     @property
     def slots(self) -> SlotTable:
         """Where the KV of all sessions lies."""
-        return self._runner.slots
+        return self.runner.slots
 
     def session(self, key: tuple[int, int]) -> DraftSession | None:
         """The open session of this key."""
@@ -139,7 +141,7 @@ class TreeGrowth:
     def _run(self, plan: StepPlan, step: GrowthStep) -> None:
         started = time.perf_counter_ns()
         step.tokens, step.sessions = plan.builder.num_rows, plan.builder.num_sessions
-        logits = self._runner.forward(plan.builder.build())
+        logits = self.runner.forward(plan.builder.build())
         if not plan.parents:
             step.forward_ns = time.perf_counter_ns() - started
             return
@@ -169,7 +171,7 @@ class TreeGrowth:
             violations.append(FieldViolation("prompt", "empty, at least one token needed"))
         if length > limit:
             violations.append(FieldViolation("prompt", f"{length} tokens with the output given, at most {limit} fit"))
-        highest, vocab_size = max((*start.prompt, *start.output), default=0), self._runner.vocab_size
+        highest, vocab_size = max((*start.prompt, *start.output), default=0), self.runner.vocab_size
         if highest >= vocab_size:
             violations.append(FieldViolation("prompt", f"token {highest} given, ids below {vocab_size} needed"))
         if violations:

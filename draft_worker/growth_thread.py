@@ -7,7 +7,7 @@ are applied right after it, before anything else is planned.
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -97,15 +97,17 @@ class GrowthThread:
     """Runs a `TreeGrowth` on a thread of its own.
 
     Args:
-        growth: used by that thread alone once it is started.
+        make_growth: called on that thread, so that everything of torch happens on one.
 
     Attributes:
-        ended: done when the thread is; holds the exception if a step failed.
+        ready: done when the model is loaded; its exception says why it could not be.
+        stopped: done when the thread ends; its exception is what ended it.
     """
 
-    def __init__(self, growth: TreeGrowth) -> None:
-        self.ended: Future[None] = Future()
-        self._growth = growth
+    def __init__(self, make_growth: Callable[[], TreeGrowth]) -> None:
+        self.ready: Future[TreeGrowth] = Future()
+        self.stopped: Future[None] = Future()
+        self._make_growth = make_growth
         # None ends the thread.
         self._commands: SimpleQueue[Sequence[Command] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="draft-growth", daemon=True)
@@ -114,7 +116,7 @@ class GrowthThread:
         self._window = (time.perf_counter_ns(), 0)
 
     def start(self) -> None:
-        """Starts to grow."""
+        """Starts the thread; `ready` tells when the model is there."""
         self._thread.start()
 
     def submit(self, commands: Sequence[Command]) -> None:
@@ -122,61 +124,48 @@ class GrowthThread:
         self._commands.put(commands)
 
     def stop(self) -> None:
-        """Ends the thread after the step it is in; returns when it has ended."""
+        """Ends the thread after the step it is in; `stopped` tells when."""
         self._commands.put(None)
-        self._thread.join()
 
     def load(self) -> Load:
-        """How full and how busy the worker is; any thread may call this."""
-        slots = self._growth.slots
+        """How full and how busy the worker is; any thread may call this once `ready` is done."""
+        growth = self.ready.result(timeout=0)
+        slots = growth.slots
         began, busy_before = self._window
         elapsed = max(time.perf_counter_ns() - began, 1)
         busy = min((self._busy_ns - busy_before) / elapsed, 1.0)
-        return Load(self._growth.num_sessions, slots.used, slots.num_slots, self._growth.steps, busy)
+        return Load(growth.num_sessions, slots.used, slots.num_slots, growth.steps, busy)
 
     def _run(self) -> None:
         try:
-            idle = True
-            while self._apply_waiting(block=idle):
-                step = self._growth.step()
-                idle = step is None
-                if step is not None:
-                    self._hand_out(step)
-        except BaseException as error:
-            # Whoever serves waits for `ended`, and ends the process with the reason.
-            logger.exception("growth failed")
-            self.ended.set_exception(error)
+            growth = self._make_growth()
+            self.ready.set_result(growth)
+            self._grow(growth)
+        except BaseException as error:  # noqa: BLE001 - handed on through `stopped`, where the server ends
+            if not self.ready.done():
+                self.ready.set_exception(error)
+            self.stopped.set_exception(error)
         else:
-            self.ended.set_result(None)
+            self.stopped.set_result(None)
 
-    def _apply_waiting(self, *, block: bool) -> bool:
+    def _grow(self, growth: TreeGrowth) -> None:
+        idle = True
+        while self._apply_waiting(growth, block=idle):
+            step = growth.step()
+            idle = step is None
+            if step is not None:
+                self._hand_out(step)
+
+    def _apply_waiting(self, growth: TreeGrowth, *, block: bool) -> bool:
         """Applies every command that waits; with `block` at least one. False once the thread is to end."""
         while block or not self._commands.empty():
             commands = self._commands.get()
             if commands is None:
                 return False
             for command in commands:
-                self._apply(command)
+                _apply(growth, command)
             block = False
         return True
-
-    def _apply(self, command: Command) -> None:
-        growth = self._growth
-        if isinstance(command, LeaveCommand):
-            growth.close_owned(command.owner)
-            return
-        try:
-            if isinstance(command, CommitCommand):
-                session_id, epoch = command.key[1], command.epoch
-                growth.commit(command.key, command.epoch, command.position, command.token_ids)
-            elif isinstance(command, OpenCommand):
-                session_id, epoch = command.start.key[1], command.start.epoch
-                growth.open(command.start)
-            else:
-                growth.close(command.key, command.epoch)
-        except (OutriderError, CommitMismatch) as error:
-            logger.info("session %d, epoch %d: %s", session_id, epoch, error)
-            command.owner.fail(SessionFailure(session_id, epoch, error))
 
     def _hand_out(self, step: GrowthStep) -> None:
         now = time.perf_counter_ns()
@@ -189,3 +178,21 @@ class GrowthThread:
         load = self.load()
         for growths in by_owner.values():
             growths[0].owner.deliver(growths, step, load)
+
+
+def _apply(growth: TreeGrowth, command: Command) -> None:
+    if isinstance(command, LeaveCommand):
+        growth.close_owned(command.owner)
+        return
+    try:
+        if isinstance(command, CommitCommand):
+            session_id, epoch = command.key[1], command.epoch
+            growth.commit(command.key, command.epoch, command.position, command.token_ids)
+        elif isinstance(command, OpenCommand):
+            session_id, epoch = command.start.key[1], command.start.epoch
+            growth.open(command.start)
+        else:
+            growth.close(command.key, command.epoch)
+    except (OutriderError, CommitMismatch) as error:
+        logger.info("session %d, epoch %d: %s", session_id, epoch, error)
+        command.owner.fail(SessionFailure(session_id, epoch, error))

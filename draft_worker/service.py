@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from outrider import rpc
 from outrider.draft_worker.growth_step import GrowthStep, SessionGrowth
 from outrider.draft_worker.growth_thread import (
     CloseCommand,
@@ -20,15 +21,12 @@ from outrider.draft_worker.growth_thread import (
     SessionFailure,
 )
 from outrider.draft_worker.session import GrowthLimits, GrowthMode, SessionStart
-from outrider.errors import FieldViolation, InvalidRequest
-from outrider.rpc import CODES
+from outrider.errors import FieldViolation, InvalidRequest, OutriderError
 from outrider.sampling import SamplingSpec
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 from outrider.wire import floats_to_bytes, split_by_counts, tokens_from_bytes
 
 logger = logging.getLogger(__name__)
-
-SERVICE_NAME = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].full_name
 
 _MODES = {
     common_pb2.SPECULATION_MODE_UNSPECIFIED: GrowthMode.ASYNC,
@@ -37,12 +35,11 @@ _MODES = {
 }
 
 
-class DraftService(draft_pb2_grpc.DraftServiceServicer):
+class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     """Serves every coordinator's stream from one growth thread."""
 
     def __init__(self, growth: GrowthThread) -> None:
         self._growth = growth
-        self._streams: set[_Stream] = set()
 
     async def Speculate(  # noqa: N802 - the name in the proto
         self,
@@ -51,31 +48,20 @@ class DraftService(draft_pb2_grpc.DraftServiceServicer):
     ) -> None:
         """One coordinator's commands in and growth out, until it hangs up; then its sessions are closed."""
         stream = _Stream(asyncio.get_running_loop())
-        self._streams.add(stream)
         reader = asyncio.create_task(self._read(request_iterator, stream))
         reader.add_done_callback(stream.reader_ended)
         try:
             while (message := await stream.take()) is not None:
                 await context.write(message)
-        except _MalformedCommands as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except OutriderError as error:
+            await rpc.abort_with(context, error)
         finally:
             reader.cancel()
-            self._streams.discard(stream)
             self._growth.submit([LeaveCommand(stream)])
-
-    def end_streams(self) -> None:
-        """Lets every stream end in good order."""
-        for stream in self._streams:
-            stream.end()
 
     async def _read(self, requests: AsyncIterator[draft_pb2.DraftCommands], stream: "_Stream") -> None:
         async for message in requests:
             self._growth.submit(_commands(message, stream))
-
-
-class _MalformedCommands(ValueError):
-    """Columns of a message that do not fit together."""
 
 
 class _Stream:
@@ -92,15 +78,12 @@ class _Stream:
         self._put(_growth_message(growths, step, load))
 
     def fail(self, failure: SessionFailure) -> None:
-        kinds = (code for kind, code in CODES.items() if isinstance(failure.error, kind))
+        kinds = (code for kind, code in rpc.CODES.items() if isinstance(failure.error, kind))
         code = next(kinds, grpc.StatusCode.FAILED_PRECONDITION)
         error = common_pb2.SessionError(
             session_id=failure.session_id, epoch=failure.epoch, code=code.value[0], message=str(failure.error)
         )
         self._put(draft_pb2.DraftGrowth(errors=[error]))
-
-    def end(self) -> None:
-        self._put(None)
 
     def reader_ended(self, reader: asyncio.Task[None]) -> None:
         self._put(None if reader.cancelled() else reader.exception())
@@ -119,7 +102,7 @@ class _Stream:
             logger.debug("growth for a closed stream dropped")
 
 
-def load_message(load: Load) -> common_pb2.WorkerLoad:
+def pack_load(load: Load) -> common_pb2.WorkerLoad:
     """A worker's load as it travels."""
     return common_pb2.WorkerLoad(
         sessions=load.sessions,
@@ -134,8 +117,9 @@ def _commands(message: draft_pb2.DraftCommands, stream: _Stream) -> list[Command
     """The commands of a message, in the order opens, commits, closes.
 
     Raises:
-        _MalformedCommands: columns of different lengths.
+        InvalidRequest: columns of different lengths, which leave open what belongs to whom.
     """
+    _check_columns(message)
     commands: list[Command] = []
     for opened in message.opens:
         try:
@@ -143,17 +127,32 @@ def _commands(message: draft_pb2.DraftCommands, stream: _Stream) -> list[Command
         except InvalidRequest as error:
             stream.fail(SessionFailure(opened.session_id, opened.epoch, error))
     batch = message.commits
-    columns = (batch.session_ids, batch.epochs, batch.positions, batch.token_counts)
-    if len(set(map(len, columns))) > 1 or sum(batch.token_counts) != len(batch.tokens):
-        raise _MalformedCommands("commits: columns of one length, and token_counts that add up to tokens, needed")
     tokens = list(batch.tokens)
-    for session_id, epoch, position, span in zip(*columns[:3], split_by_counts(batch.token_counts), strict=True):
+    columns = zip(batch.session_ids, batch.epochs, batch.positions, split_by_counts(batch.token_counts), strict=True)
+    for session_id, epoch, position, span in columns:
         commands.append(CommitCommand(stream, (message.incarnation, session_id), epoch, position, tokens[span]))
-    if len(message.close_session_ids) != len(message.close_epochs):
-        raise _MalformedCommands("close_epochs: as many as close_session_ids needed")
     for session_id, epoch in zip(message.close_session_ids, message.close_epochs, strict=True):
         commands.append(CloseCommand(stream, (message.incarnation, session_id), epoch))
     return commands
+
+
+def _check_columns(message: draft_pb2.DraftCommands) -> None:
+    batch = message.commits
+    sessions = len(batch.session_ids)
+    lengths = (
+        ("commits.epochs", len(batch.epochs), sessions),
+        ("commits.positions", len(batch.positions), sessions),
+        ("commits.token_counts", len(batch.token_counts), sessions),
+        ("commits.tokens", len(batch.tokens), sum(batch.token_counts)),
+        ("close_epochs", len(message.close_epochs), len(message.close_session_ids)),
+    )
+    violations = [
+        FieldViolation(name, f"{count} entries given, {needed} needed")
+        for name, count, needed in lengths
+        if count != needed
+    ]
+    if violations:
+        raise InvalidRequest(violations)
 
 
 def _session_start(opened: common_pb2.SessionOpen, incarnation: int, stream: _Stream) -> SessionStart:
@@ -195,5 +194,5 @@ def _growth_message(growths: Sequence[SessionGrowth], step: GrowthStep, load: Lo
         report=common_pb2.StepReport(
             step_ns=step.step_ns, forward_ns=step.forward_ns, tokens=step.tokens, sessions=step.sessions
         ),
-        load=load_message(load),
+        load=pack_load(load),
     )

@@ -1,0 +1,102 @@
+"""How a draft worker is set up (torch-free, so that command lines may build it)."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.draft_worker.growth_step import GrowthConfig
+from outrider.engine.config import DtypeName, EngineConfig
+from outrider.models import embedded_draft_path
+
+_CPU_STEP_NODES = 8
+_GPU_STEP_NODES = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftWorkerConfig:
+    """One draft worker process.
+
+    Attributes:
+        model_path: checkpoint folder; default the embedded draft.
+        host: address to listen on.
+        port: to listen on; 0 takes a free one.
+        advertised_host: host under which coordinators dial this worker; default `host`.
+        coordinators: host:port of every coordinator to register at; none serves whoever dials.
+        device: "cpu", "cuda" or "cuda:N".
+        dtype: of weights and KV; default float32 on a CPU, bfloat16 on a GPU.
+        threads: CPU threads of one operator.
+        max_sessions: sessions at a time.
+        max_model_len: most tokens of a session (prompt and output); default the checkpoint's own limit.
+        max_live_nodes: most nodes of one session's tree, whatever its credit.
+        max_step_nodes: most nodes expanded in one step, over all sessions; default 8 on a CPU, 64 on a GPU.
+        max_step_tokens: most prefill tokens of one step.
+        branching: children of a node.
+        min_path_value: nodes less likely to be reached are not expanded.
+        min_acceptance: children less likely to be accepted are not grown.
+        num_slots: tokens whose KV fits; default is what `kv_bytes` holds.
+        kv_bytes: memory for KV; see `EngineConfig`.
+
+    Raises:
+        ValueError: a value out of range, with the value.
+    """
+
+    model_path: str | Path | None = None
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertised_host: str | None = None
+    coordinators: tuple[str, ...] = ()
+    device: str = "cpu"
+    dtype: DtypeName | None = None
+    threads: int = 1
+    max_sessions: int = 64
+    max_model_len: int | None = None
+    max_live_nodes: int = 256
+    max_step_nodes: int | None = None
+    max_step_tokens: int = 256
+    branching: int = 4
+    min_path_value: float = GrowthConfig.min_path_value
+    min_acceptance: float = GrowthConfig.min_acceptance
+    num_slots: int | None = None
+    kv_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.host:
+            raise ValueError("host: empty, an address such as 127.0.0.1 needed")
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port: {self.port} given, 0 to 65535 needed")
+        for address in self.coordinators:
+            if not address.rpartition(":")[2].isdigit():
+                raise ValueError(f"coordinators: {address!r} given, host:port needed")
+        self.engine()
+        self.growth(max_model_len=self.max_model_len or 1)
+
+    @property
+    def address(self) -> str:
+        """host:port to listen on."""
+        return f"{self.host}:{self.port}"
+
+    def engine(self) -> EngineConfig:
+        """The model's part."""
+        return EngineConfig(
+            model_path=self.model_path or embedded_draft_path(),
+            device=self.device,
+            dtype=self.dtype,
+            num_slots=self.num_slots,
+            kv_bytes=self.kv_bytes,
+            max_sessions=self.max_sessions,
+            max_model_len=self.max_model_len,
+            max_tree_nodes=self.max_live_nodes,
+            torch_threads=self.threads,
+        )
+
+    def growth(self, *, max_model_len: int) -> GrowthConfig:
+        """The trees' part; the length is the loaded model's."""
+        default = _CPU_STEP_NODES if self.device == "cpu" else _GPU_STEP_NODES
+        return GrowthConfig(
+            branching=self.branching,
+            max_step_nodes=default if self.max_step_nodes is None else self.max_step_nodes,
+            max_step_tokens=self.max_step_tokens,
+            max_live_nodes=self.max_live_nodes,
+            max_model_len=max_model_len,
+            min_path_value=self.min_path_value,
+            min_acceptance=self.min_acceptance,
+        )
