@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -57,7 +58,8 @@ async def test_serves_registers_and_stops(checkpoint: Path) -> None:
     assert list(introduction.model.eos_token_ids) == [60]
     assert (introduction.limits.max_sessions, introduction.limits.max_step_tokens) == (4, 32)
     async with rpc.open_channel(address) as channel:
-        health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        health = await stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
     assert health.status == health_pb2.HealthCheckResponse.SERVING
     stop.set()
     async with asyncio.timeout(10):

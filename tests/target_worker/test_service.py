@@ -64,6 +64,12 @@ async def service(checkpoint: Path) -> AsyncIterator[Service]:
     await service.stop()
 
 
+async def read(call: grpc.aio.StreamStreamCall) -> target_pb2.VerifyResponse:
+    response = await call.read()
+    assert isinstance(response, target_pb2.VerifyResponse)
+    return response
+
+
 def opening(number: int, *, epoch: int = 1, **sampling: object) -> common_pb2.SessionOpen:
     spec = SamplingSpec(**{"max_new_tokens": 12} | sampling)  # type: ignore[arg-type]
     return common_pb2.SessionOpen(
@@ -102,7 +108,7 @@ async def test_verifies_trees_and_reports_the_step(service: Service, reference_m
     plain = plain_tokens(reference_model, 5)
     call = service.verify()
     await call.write(request(1, batch(5, 1, 2), opens=[opening(1), opening(2, logprobs=2)]))
-    first = await call.read()
+    first = await read(call)
     assert (first.step, list(first.session_ids), list(first.epochs)) == (1, [1, 2], [1, 1])
     assert list(first.outcomes) == [target_pb2.OUTCOME_ACCEPTED] * 2
     assert (list(first.accepted_counts), list(first.token_counts)) == ([0, 0], [1, 1])
@@ -115,12 +121,12 @@ async def test_verifies_trees_and_reports_the_step(service: Service, reference_m
     assert (first.load.sessions, first.load.slots_used, first.load.slots_total, first.load.steps) == (2, 10, 256, 1)
     wrong = (plain[3] + 1) % 61
     await call.write(request(2, batch(6, 1, 2, tokens=[plain[1], plain[2], wrong])))
-    second = await call.read()
+    second = await read(call)
     assert (list(second.accepted_counts), list(second.accepted_nodes)) == ([2, 2], [1, 2, 1, 2])
     assert list(second.tokens) == plain[1:4] * 2
     assert len(floats_from_bytes(second.logprobs[0].token_logprobs)) == 3
     await call.done_writing()
-    assert await call.read() is grpc.aio.EOF
+    assert await call.code() is grpc.StatusCode.OK
     await service.until_empty()
 
 
@@ -131,7 +137,7 @@ async def test_a_duplicate_step_is_ignored_and_counted(service: Service) -> None
         await call.write(message)
     await call.write(request(2, batch(6, 1)))
     await call.write(request(4, batch(6, 1)))
-    assert [(await call.read()).step for _ in range(2)] == [3, 4]
+    assert [(await read(call)).step for _ in range(2)] == [3, 4]
     assert service.servicer.duplicates == 2
     call.cancel()
     await service.until_empty()
@@ -141,11 +147,11 @@ async def test_messages_without_a_step_open_and_close_and_are_not_answered(servi
     call = service.verify()
     await call.write(request(0, opens=[opening(1), opening(2)]))
     await call.write(request(1, batch(5, 1)))
-    assert list((await call.read()).outcomes) == [target_pb2.OUTCOME_ACCEPTED]
+    assert list((await read(call)).outcomes) == [target_pb2.OUTCOME_ACCEPTED]
     await call.write(request(0, close_session_ids=[1, 2], close_epochs=[1, 1]))
     await service.until_empty()
     await call.write(request(2, batch(6, 1)))
-    late = await call.read()
+    late = await read(call)
     assert list(late.outcomes) == [target_pb2.OUTCOME_ERROR]
     assert late.errors[0].code == grpc.StatusCode.NOT_FOUND.value[0]
     call.cancel()
@@ -158,14 +164,14 @@ async def test_errors_of_one_session_leave_others_and_the_stream_alone(service: 
     bad_token = opening(3)
     bad_token.prompt = struct.pack("<2I", 4, 4_000_000_000)
     await call.write(request(1, batch(5, 1, 2, 3, 4), opens=[opening(1), bad_prompt, bad_token]))
-    response = await call.read()
+    response = await read(call)
     assert list(response.outcomes) == [target_pb2.OUTCOME_ACCEPTED] + [target_pb2.OUTCOME_ERROR] * 3
     messages = {error.session_id: error.message for error in response.errors}
     assert "token ids from 0 to 60" in messages[3]
     assert "open it again" in messages[4]
     assert "prompt, output" in messages[2]
     await call.write(request(2, batch(6, 1)))
-    assert list((await call.read()).outcomes) == [target_pb2.OUTCOME_ACCEPTED]
+    assert list((await read(call)).outcomes) == [target_pb2.OUTCOME_ACCEPTED]
     call.cancel()
 
 
@@ -175,7 +181,7 @@ async def test_columns_that_do_not_fit_end_the_stream_with_their_names(service: 
     trees.parents.pop()
     await call.write(request(1, trees, opens=[opening(1)]))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call.read()
+        await read(call)
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "trees.parents: 1 entries given, 2 needed" in (caught.value.details() or "")
 
@@ -183,10 +189,10 @@ async def test_columns_that_do_not_fit_end_the_stream_with_their_names(service: 
 async def test_the_end_of_a_stream_closes_its_sessions_only(service: Service) -> None:
     lost, kept = service.verify(), service.verify()
     await lost.write(request(1, batch(5, 1, 2), opens=[opening(1), opening(2)]))
-    await lost.read()
+    await read(lost)
     # The coordinator dials anew and reopens session 2 before the old stream's end is noticed.
     await kept.write(request(1, opens=[opening(2, epoch=2)], trees=target_pb2.TreeBatch()))
-    await kept.read()
+    await read(kept)
     lost.cancel()
     async with asyncio.timeout(10):
         while service.steps.load.sessions != 1:
@@ -194,7 +200,7 @@ async def test_the_end_of_a_stream_closes_its_sessions_only(service: Service) ->
     trees = batch(5, 2)
     trees.epochs[0] = 2
     await kept.write(request(2, trees))
-    assert list((await kept.read()).outcomes) == [target_pb2.OUTCOME_ACCEPTED]
+    assert list((await read(kept)).outcomes) == [target_pb2.OUTCOME_ACCEPTED]
     kept.cancel()
     await service.until_empty()
 
@@ -208,9 +214,9 @@ async def test_many_coordinators_at_once(service: Service, reference_model: PreT
             message = request(step, batch(5 + len(tokens), 1), opens=[opening(1)] if step == 1 else [])
             message.incarnation = incarnation
             await call.write(message)
-            tokens += (await call.read()).tokens
+            tokens += (await read(call)).tokens
         await call.done_writing()
-        assert await call.read() is grpc.aio.EOF
+        assert await call.code() is grpc.StatusCode.OK
         return tokens
 
     assert await asyncio.gather(*(coordinator(number) for number in range(4))) == [plain] * 4

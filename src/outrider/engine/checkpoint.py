@@ -2,12 +2,16 @@
 
 import json
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from outrider.engine.attention import ATTENTION_NAME
 from outrider.engine.config import EngineConfig
@@ -42,9 +46,15 @@ def load_checkpoint(config: EngineConfig) -> tuple[PreTrainedModel, ModelCard]:
     """
     folder = Path(config.model_path)
     model_config = _read_config(folder)
-    dtype: torch.dtype = getattr(torch, config.dtype_name)
+    with _no_progress_bar():
+        model = _load_weights(folder, model_config, getattr(torch, config.dtype_name))
+    torch.nn.Module.to(model, config.device)
+    return model.eval().requires_grad_(False), _card(folder, config, model_config)
+
+
+def _load_weights(folder: Path, model_config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=model_config,
             dtype=dtype,
@@ -52,11 +62,28 @@ def load_checkpoint(config: EngineConfig) -> tuple[PreTrainedModel, ModelCard]:
             use_safetensors=True,
             trust_remote_code=False,
             local_files_only=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: transformers cannot load it: {error}") from error
-    torch.nn.Module.to(model, config.device)
-    return model.eval().requires_grad_(False), _card(folder, config, model_config)
+    model, report = loaded
+    # transformers fills what is missing with random numbers and only warns.
+    absent = sorted([*report["missing_keys"], *(str(key) for key in report["mismatched_keys"])])
+    if absent:
+        raise CheckpointError(f"{folder}: {len(absent)} weights are missing or of another shape, {absent[0]} first")
+    return model
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """A worker's log is no terminal."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 def _read_config(folder: Path) -> PretrainedConfig:

@@ -1,6 +1,7 @@
 """Every family's forward over chunks and trees against transformers' own, path by path."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from outrider.engine.batch import BatchBuilder
 from outrider.engine.model_runner import EngineConfig, ModelRunner
 from outrider.tree import ancestor_masks, node_depths
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -51,9 +52,14 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "qwen2-window": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=6, max_window_layers=1),
     "qwen3": Qwen3Config(**SIZES),
     "mistral": MistralConfig(**SIZES, sliding_window=6),
-    "gemma": GemmaConfig(**SIZES | {"tie_word_embeddings": True}),
+    "gemma": GemmaConfig(**{**SIZES, "tie_word_embeddings": True}),
     "gemma2": Gemma2Config(**SIZES, sliding_window=6, query_pre_attn_scalar=24, attn_logit_softcapping=5.0),
-    "gemma3": Gemma3TextConfig(**SIZES, sliding_window=6, query_pre_attn_scalar=24, sliding_window_pattern=2),
+    "gemma3": Gemma3TextConfig(
+        **SIZES,
+        sliding_window=6,
+        query_pre_attn_scalar=24,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
 }
 # 0 is the root; two branches, one of them forking again.
 PARENTS = [0, 1, 1, 0, 4, 2]

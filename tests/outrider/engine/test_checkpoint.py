@@ -1,0 +1,106 @@
+"""Which folders are served, and what those that are not are told."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from outrider.engine.checkpoint import load_checkpoint
+from outrider.engine.config import EngineConfig
+from outrider.engine.model_runner import ModelRunner
+from outrider.errors import CheckpointError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    config = LlamaConfig(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
+        eos_token_id=3,
+        bos_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def edit(path: Path, **changes: Any) -> None:
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps({**document, **changes}))
+
+
+def test_the_card_says_what_the_files_say(folder: Path) -> None:
+    edit(folder / "generation_config.json", eos_token_id=[3, 5])
+    _, card = load_checkpoint(EngineConfig(model_path=folder, dtype="bfloat16", max_model_len=20))
+    assert (card.vocab_size, card.dtype, card.max_model_len) == (16, "bfloat16", 20)
+    assert card.eos_token_ids == (3, 5)
+    assert card.name == folder.name
+    assert card.tokenizer_hash == ""
+
+
+def test_end_of_sequence_falls_back_to_the_model_configuration(folder: Path) -> None:
+    (folder / "generation_config.json").unlink()
+    assert load_checkpoint(EngineConfig(model_path=folder))[1].eos_token_ids == (3,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"auto_map": {"AutoModelForCausalLM": "code.Model"}}, "auto_map"),
+        ({"model_type": "gpt2"}, "'gpt2' is not served; these are: llama"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+        ({"use_bidirectional_attention": True}, "bidirectional"),
+    ],
+)
+def test_configurations_that_are_refused(folder: Path, changes: dict[str, Any], message: str) -> None:
+    edit(folder / "config.json", **changes)
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(EngineConfig(model_path=folder))
+
+
+def test_pickled_weights_are_refused(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"no \*\.safetensors.*save_pretrained"):
+        load_checkpoint(EngineConfig(model_path=folder))
+
+
+def test_damaged_files_are_named(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"not a tensor")
+    with pytest.raises(CheckpointError, match="cannot load"):
+        load_checkpoint(EngineConfig(model_path=folder))
+    (folder / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json: not JSON"):
+        load_checkpoint(EngineConfig(model_path=folder))
+
+
+def test_weights_that_are_missing_are_not_made_up(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.0.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"1 weights are missing.*up_proj"):
+        load_checkpoint(EngineConfig(model_path=folder))
+
+
+def test_a_folder_without_a_model(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        load_checkpoint(EngineConfig(model_path=tmp_path))
+
+
+def test_lengths_and_memory_that_cannot_be(folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="the model ends at 32"):
+        load_checkpoint(EngineConfig(model_path=folder, max_model_len=33))
+    with pytest.raises(CheckpointError, match="hold no token, 64 needed for each"):
+        ModelRunner(EngineConfig(model_path=folder, kv_bytes=63))
+
+
+def test_kv_memory_is_what_is_asked_for_or_needed(folder: Path) -> None:
+    assert ModelRunner(EngineConfig(model_path=folder, kv_bytes=6400)).slots.num_slots == 100
+    # Two sessions of 32 tokens and 4 nodes never need more.
+    assert ModelRunner(EngineConfig(model_path=folder, max_sessions=2, max_tree_nodes=4)).slots.num_slots == 72

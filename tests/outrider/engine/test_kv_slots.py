@@ -1,0 +1,78 @@
+"""Slots are neither lost nor given twice, whatever is done to rows."""
+
+import random
+
+import pytest
+
+from outrider.engine.kv_slots import SlotTable
+from outrider.errors import OutOfSlots
+
+
+def slots_of(table: SlotTable, row: int) -> list[int]:
+    return table.table[row, : table.length(row)].tolist()
+
+
+def test_random_use_never_loses_or_doubles_a_slot() -> None:
+    rng = random.Random(0)
+    table = SlotTable(num_slots=40, max_rows=4, max_row_len=24)
+    rows: dict[int, list[int]] = {}
+    for _ in range(3000):
+        action = rng.choice(["acquire", "release", "extend", "truncate", "retain"])
+        row = rng.choice(list(rows)) if rows else None
+        if action == "acquire" and len(rows) < 4:
+            rows[table.acquire_row()] = []
+        elif row is None:
+            continue
+        elif action == "release":
+            table.release_row(row)
+            del rows[row]
+        elif action == "extend":
+            count = rng.randint(0, 8)
+            if count > table.free or len(rows[row]) + count > 24:
+                with pytest.raises(OutOfSlots):
+                    table.extend(row, count)
+            else:
+                table.extend(row, count)
+                fresh = slots_of(table, row)[len(rows[row]) :]
+                assert len(fresh) == count
+                rows[row] += fresh
+        elif action == "truncate":
+            length = rng.randint(0, 24)
+            table.truncate(row, length)
+            rows[row] = rows[row][:length]
+        else:
+            start = rng.randint(0, len(rows[row]))
+            tail = rows[row][start:]
+            kept = rng.sample(range(len(tail)), rng.randint(0, len(tail)))
+            table.retain(row, start, kept)
+            rows[row] = rows[row][:start] + [tail[place] for place in kept]
+        held = [slot for slots in rows.values() for slot in slots]
+        assert len(set(held)) == len(held)
+        assert (table.used, table.free) == (len(held), 40 - len(held))
+        assert all(slots_of(table, number) == slots for number, slots in rows.items())
+        assert all((table.table[number, len(slots) :] == -1).all() for number, slots in rows.items())
+    for row in rows:
+        table.release_row(row)
+    assert (table.used, table.free_rows) == (0, 4)
+
+
+def test_fresh_slots_are_consecutive() -> None:
+    table = SlotTable(num_slots=16, max_rows=2, max_row_len=16)
+    first = table.acquire_row()
+    table.extend(first, 5)
+    assert slots_of(table, first) == [0, 1, 2, 3, 4]
+    table.truncate(first, 2)
+    table.extend(first, 4)
+    assert slots_of(table, first) == [0, 1, 2, 3, 4, 5]
+
+
+def test_no_row_left() -> None:
+    table = SlotTable(num_slots=4, max_rows=1, max_row_len=4)
+    table.acquire_row()
+    with pytest.raises(OutOfSlots, match="max_sessions"):
+        table.acquire_row()
+
+
+def test_sizes_are_checked() -> None:
+    with pytest.raises(ValueError, match="num_slots: 0"):
+        SlotTable(num_slots=0, max_rows=1, max_row_len=1)
