@@ -15,7 +15,7 @@ import ray.util
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from outrider.deploy.actors import CoordinatorActor, RoleActor, Serve, ServingWorkers
-from outrider.deploy.config import Bind, DeployConfig, shared_gpus
+from outrider.deploy.config import Bind, DeployConfig, amounts, shared_gpus
 from outrider.deploy.health import RoleHandle, watch
 from outrider.deploy.roles import Roles
 from outrider.errors import WorkerUnavailable
@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 NAMESPACE = "outrider"
 START_POLL_INTERVAL_S = 0.1
+CONNECT_TIMEOUT_S = 5.0
 LOOPBACK = "127.0.0.1"
 
 
@@ -98,21 +99,23 @@ class Deployment:
         # A coordinator that Ray moved would come back where nobody looks for it.
         at_home = NodeAffinitySchedulingStrategy(node_id=home["NodeID"], soft=False)
         serve = functools.partial(self._roles.coordinator, config, port=port)
-        needs = {"resources": dict(config.coordinator_resources), "scheduling_strategy": at_home}
+        needs = {"resources": amounts(config.coordinator_resources), "scheduling_strategy": at_home}
         self._add(CoordinatorActor, "coordinator", serve, host=host, needs=needs)
 
         # Loopback reaches no other node; elsewhere each worker takes its own node's address.
         placed = {"scheduling_strategy": at_home if loopback else "DEFAULT"}
         worker_host = LOOPBACK if loopback else None
         target_gpus, draft_gpus = _gpus(config)
-        serve = functools.partial(self._roles.target, config, coordinator=self._endpoint)
-        needs = {"num_gpus": target_gpus, "resources": dict(config.target_resources), **placed}
-        for index in range(config.targets):
-            self._add(RoleActor, f"target-{index}", serve, host=worker_host, needs=needs)
-        serve = functools.partial(self._roles.draft, config, coordinator=self._endpoint)
-        needs = {"num_gpus": draft_gpus, "resources": dict(config.draft_resources), **placed}
-        for index in range(config.drafts):
-            self._add(RoleActor, f"draft-{index}", serve, host=worker_host, needs=needs)
+        workers = {
+            "target": (self._roles.target, config.targets, target_gpus, config.target_resources),
+            "draft": (self._roles.draft, config.drafts, draft_gpus, config.draft_resources),
+        }
+        for role, (serve_worker, count, gpus, resources) in workers.items():
+            device = "cuda" if gpus else "cpu"
+            serve = functools.partial(serve_worker, config, coordinator=self._endpoint, device=device)
+            needs = {"num_gpus": gpus, "resources": amounts(resources), **placed}
+            for index in range(count):
+                self._add(RoleActor, f"{role}-{index}", serve, host=worker_host, needs=needs)
 
         await asyncio.gather(*(_serving(handle) for handle in self._handles))
         await self._registered()
@@ -173,6 +176,7 @@ def connect(config: DeployConfig) -> bool:
     # Both are read by Ray when it starts; what the user has set counts.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
+    _check_reachable(config.ray_address)
     options: dict[str, Any] = {}
     if config.ray_address == "local":
         options = {"include_dashboard": False, "object_store_memory": config.object_store_bytes}
@@ -191,17 +195,32 @@ def connect(config: DeployConfig) -> bool:
     return True
 
 
+def _check_reachable(address: str) -> None:
+    """Ray itself would try for minutes.
+
+    Raises:
+        ConnectionError: nothing listens at host:port.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise ConnectionError(f"no Ray cluster at {address}: {error}") from error
+
+
 def _home_node(config: DeployConfig) -> dict[str, Any]:
     """The coordinator's node: this process's own where it has the resources asked for, else any that has."""
+    needed = amounts(config.coordinator_resources)
     own = ray.get_runtime_context().get_node_id()
     nodes = [
         node
         for node in ray.nodes()
-        if node["Alive"]
-        and all(node["Resources"].get(name, 0) >= amount for name, amount in config.coordinator_resources.items())
+        if node["Alive"] and all(node["Resources"].get(name, 0) >= amount for name, amount in needed.items())
     ]
     if not nodes:
-        raise WorkerUnavailable(f"no node has the coordinator's resources {dict(config.coordinator_resources)}")
+        raise WorkerUnavailable(f"no node has the coordinator's resources {needed}")
     return min(nodes, key=lambda node: (node["NodeID"] != own, node["NodeID"]))
 
 

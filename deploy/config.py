@@ -1,8 +1,8 @@
 """How a deployment is set up: what runs, where, and with how much."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
@@ -34,11 +34,11 @@ class DeployConfig:
         bind: where the servers listen.
         target_gpus: GPUs per target worker; default what the cluster has, shared evenly, at most one each.
         draft_gpus: GPUs per draft worker; likewise.
-        coordinator_resources: custom Ray resources that the coordinator needs, by name.
-        target_resources: custom Ray resources per target worker, such as {"big_gpu": 1}.
-        draft_resources: custom Ray resources per draft worker.
-        target_threads: CPU threads per target worker; default the worker's own.
-        draft_threads: CPU threads per draft worker; likewise.
+        coordinator_resources: custom Ray resources that the coordinator's machine must have, as NAME=AMOUNT.
+        target_resources: custom Ray resources per target worker, as NAME=AMOUNT.
+        draft_resources: custom Ray resources per draft worker, as NAME=AMOUNT.
+        target_threads: CPU threads per target worker; default the cores that the drafts leave, shared evenly.
+        draft_threads: CPU threads per draft worker.
         start_timeout_s: longest that a role may take to serve, loading its model included.
         ping_interval_s: time between two looks at an actor's health.
         hang_timeout_s: silence of a serving actor after which it is killed and started anew.
@@ -60,11 +60,11 @@ class DeployConfig:
     bind: Bind = Bind.LOOPBACK
     target_gpus: float | None = None
     draft_gpus: float | None = None
-    coordinator_resources: Mapping[str, float] = field(default_factory=dict)
-    target_resources: Mapping[str, float] = field(default_factory=dict)
-    draft_resources: Mapping[str, float] = field(default_factory=dict)
+    coordinator_resources: tuple[str, ...] = ()
+    target_resources: tuple[str, ...] = ()
+    draft_resources: tuple[str, ...] = ()
     target_threads: int | None = None
-    draft_threads: int | None = None
+    draft_threads: int = 1
     start_timeout_s: float = 300.0
     ping_interval_s: float = 1.0
     hang_timeout_s: float = 10.0
@@ -84,12 +84,47 @@ class DeployConfig:
         for name in ("target_threads", "draft_threads"):
             if (threads := getattr(self, name)) is not None and threads < 1:
                 raise ValueError(f"{name}: {threads} given, at least 1 needed")
+        for name in ("coordinator_resources", "target_resources", "draft_resources"):
+            try:
+                amounts(getattr(self, name))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from error
         for name in ("target_gpus", "draft_gpus"):
             if (gpus := getattr(self, name)) is not None and not 0 <= gpus < math.inf:
                 raise ValueError(f"{name}: {gpus} given, 0 or more needed")
         for name in ("start_timeout_s", "ping_interval_s", "hang_timeout_s", "stop_timeout_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}: {getattr(self, name)} given, more than 0 needed")
+
+
+def amounts(resources: Sequence[str]) -> dict[str, float]:
+    """`{"big_gpu": 1.0}` of `["big_gpu=1"]`.
+
+    Raises:
+        ValueError: an entry is not NAME=AMOUNT with an amount above 0.
+    """
+    found = {}
+    for entry in resources:
+        name, _, amount = entry.partition("=")
+        try:
+            found[name] = float(amount)
+        except ValueError:
+            raise ValueError(f"{entry!r} given, NAME=AMOUNT needed") from None
+        if not name or not 0 < found[name] < math.inf:
+            raise ValueError(f"{entry!r} given, NAME=AMOUNT with an amount above 0 needed")
+    return found
+
+
+def target_threads(config: DeployConfig, cores: int) -> int:
+    """CPU threads of a target worker on a machine with so many cores.
+
+    What was configured, else an even part of what the drafts leave; with roles on many machines, all cores but one.
+    """
+    if config.target_threads is not None:
+        return config.target_threads
+    if config.bind is Bind.NODE:
+        return max(1, cores - 1)
+    return max(1, (cores - config.drafts * config.draft_threads) // config.targets)
 
 
 def shared_gpus(available: float, workers: int) -> float:

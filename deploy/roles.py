@@ -6,11 +6,12 @@ has to answer, and the deployment itself needs none of it.
 
 import asyncio
 import importlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from outrider.deploy.config import DeployConfig
+from outrider.deploy.config import DeployConfig, target_threads
 
 
 class ServeCoordinator(Protocol):
@@ -27,7 +28,14 @@ class ServeWorker(Protocol):
     """Serves a worker on a free port of `host`, registered with `coordinator`, until `stop`."""
 
     async def __call__(
-        self, config: DeployConfig, *, coordinator: str, host: str, ready: Callable[[str], None], stop: asyncio.Event
+        self,
+        config: DeployConfig,
+        *,
+        coordinator: str,
+        device: str,
+        host: str,
+        ready: Callable[[str], None],
+        stop: asyncio.Event,
     ) -> None:
         """Runs the server."""
         ...
@@ -46,34 +54,55 @@ async def serve_coordinator(
 
 
 async def serve_target(
-    config: DeployConfig, *, coordinator: str, host: str, ready: Callable[[str], None], stop: asyncio.Event
+    config: DeployConfig,
+    *,
+    coordinator: str,
+    device: str,
+    host: str,
+    ready: Callable[[str], None],
+    stop: asyncio.Event,
 ) -> None:
     """A target worker of `config`."""
     await asyncio.to_thread(importlib.import_module, "outrider.target_worker.server")
     from outrider.target_worker import server
     from outrider.target_worker.config import TargetWorkerConfig
 
-    given = _given(model_path=config.target_model, threads=config.target_threads)
-    role = TargetWorkerConfig(host=host, port=0, coordinators=(coordinator,), **given)
+    role = TargetWorkerConfig(
+        model_path=config.target_model,
+        host=host,
+        coordinators=(coordinator,),
+        device=device,
+        threads=target_threads(config, _cores()),
+    )
     await server.serve(role, ready=ready, stop=stop)
 
 
 async def serve_draft(
-    config: DeployConfig, *, coordinator: str, host: str, ready: Callable[[str], None], stop: asyncio.Event
+    config: DeployConfig,
+    *,
+    coordinator: str,
+    device: str,
+    host: str,
+    ready: Callable[[str], None],
+    stop: asyncio.Event,
 ) -> None:
     """A draft worker of `config`."""
     await asyncio.to_thread(importlib.import_module, "outrider.draft_worker.server")
     from outrider.draft_worker import server
     from outrider.draft_worker.config import DraftWorkerConfig
 
-    given = _given(model_path=config.draft_model, threads=config.draft_threads)
-    role = DraftWorkerConfig(host=host, port=0, coordinators=(coordinator,), **given)
+    role = DraftWorkerConfig(
+        model_path=config.draft_model,
+        host=host,
+        coordinators=(coordinator,),
+        device=device,
+        threads=config.draft_threads,
+    )
     await server.serve(role, ready=ready, stop=stop)
 
 
-def _given(**settings: Any) -> dict[str, Any]:
-    """Those that were set; the role's own defaults stand for the others."""
-    return {name: value for name, value in settings.items() if value is not None}
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True, kw_only=True)

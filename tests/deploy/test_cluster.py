@@ -54,8 +54,15 @@ async def serve_registry(
 
 
 async def serve_worker(
-    config: DeployConfig, *, coordinator: str, host: str, ready: Callable[[str], None], stop: asyncio.Event
+    config: DeployConfig,
+    *,
+    coordinator: str,
+    device: str,
+    host: str,
+    ready: Callable[[str], None],
+    stop: asyncio.Event,
 ) -> None:
+    assert device == "cpu"
     server = rpc.RoleServer(services=[], add_services=lambda _: None, address=f"{host}:0")
     await server.start()
     ready(server.address)
@@ -142,13 +149,13 @@ async def test_a_role_that_fails_at_the_start_is_named_and_nothing_stays():
 
 
 async def test_a_worker_that_never_registers_is_a_timeout():
-    config = DeployConfig(port=0, drafts=2, start_timeout_s=4.0)
-    with pytest.raises(WorkerUnavailable, match="not ready after 4 s: a worker has not registered"):
+    config = DeployConfig(port=0, drafts=2, start_timeout_s=10.0)
+    with pytest.raises(WorkerUnavailable, match="not ready after 10 s: a worker has not registered"):
         await Deployment(config, roles=FAKES).start()
 
 
 async def test_resources_that_no_node_has_are_named():
-    config = DeployConfig(port=0, coordinator_resources={"moon": 1})
+    config = DeployConfig(port=0, coordinator_resources=("moon=1",))
     with pytest.raises(WorkerUnavailable, match="moon"):
         await Deployment(config, roles=FAKES).start()
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from outrider.deploy.config import DeployConfig, shared_gpus
+from outrider.deploy.config import Bind, DeployConfig, amounts, shared_gpus, target_threads
 
 
 @pytest.mark.parametrize(
@@ -14,6 +14,7 @@ from outrider.deploy.config import DeployConfig, shared_gpus
         ("drafts", -1),
         ("port", 65536),
         ("target_threads", 0),
+        ("draft_threads", 0),
         ("draft_gpus", -0.5),
         ("target_gpus", float("nan")),
         ("hang_timeout_s", 0.0),
@@ -31,3 +32,22 @@ def test_a_wrong_setting_is_named_with_its_value(setting: str, value: object):
 )
 def test_gpus_are_shared_evenly_and_at_most_one_each(available: float, workers: int, each: float):
     assert shared_gpus(available, workers) == pytest.approx(each)
+
+
+@pytest.mark.parametrize("entry", ["big_gpu", "=1", "big_gpu=much", "big_gpu=0", "big_gpu=-1", "big_gpu=inf"])
+def test_a_resource_without_a_sound_amount_is_refused(entry: str):
+    with pytest.raises(ValueError, match=f"target_resources: '{entry}' given, NAME=AMOUNT"):
+        DeployConfig(target_resources=(entry,))
+
+
+def test_resources_are_read_as_ray_wants_them():
+    assert amounts(("big_gpu=1", "fast=0.5")) == {"big_gpu": 1.0, "fast": 0.5}
+
+
+def test_targets_get_the_cores_that_drafts_leave():
+    assert target_threads(DeployConfig(), cores=2) == 1
+    assert target_threads(DeployConfig(drafts=0), cores=2) == 2
+    assert target_threads(DeployConfig(drafts=2, targets=2), cores=16) == 7
+    assert target_threads(DeployConfig(drafts=4), cores=2) == 1
+    assert target_threads(DeployConfig(target_threads=3), cores=2) == 3
+    assert target_threads(DeployConfig(bind=Bind.NODE, targets=4), cores=16) == 15

@@ -1,0 +1,77 @@
+"""`outrider up` and `outrider demo`. Ray is imported when one of them runs: the other commands start quickly."""
+
+import asyncio
+import logging
+import signal
+from collections.abc import Coroutine
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from outrider.command_options import config_command
+from outrider.deploy.config import DeployConfig
+
+
+def _up(config: DeployConfig) -> None:
+    """Start the service on Ray and keep it running until Ctrl-C or SIGTERM; prints `ready HOST:PORT`."""
+    _run(_serve_until_stopped(config))
+
+
+up = config_command(DeployConfig, _up)
+
+
+def demo(
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the completion.")] = 128,
+    drafts: Annotated[int, typer.Option(min=0, help="Number of draft workers.")] = 1,
+    role_logs: Annotated[bool, typer.Option(help="Print what the roles log.")] = False,
+) -> None:
+    """Start the service on a local Ray, stream one completion with live counters, and stop it."""
+    config = DeployConfig(port=0, name="outrider-demo", drafts=drafts, role_logs=role_logs)
+    if not _run(_show(config, max_new_tokens=max_new_tokens)):
+        raise typer.Abort
+
+
+async def _serve_until_stopped(config: DeployConfig) -> None:
+    from outrider.deploy.cluster import Deployment
+
+    async with Deployment(config) as deployment:
+        typer.echo(f"ready {deployment.endpoint}")
+        await asyncio.Event().wait()
+
+
+async def _show(config: DeployConfig, *, max_new_tokens: int) -> None:
+    from outrider.deploy.cluster import Deployment
+    from outrider.deploy.demo import stream_completion, summary
+
+    console = Console(highlight=False)
+    with console.status("starting Ray, a coordinator, a target worker and a draft worker"):
+        deployment = Deployment(config)
+        await deployment.start()
+    try:
+        for handle in deployment.handles:
+            if handle.report is not None:
+                console.print(f"{handle.name:24} pid {handle.report.pid:<8} {handle.report.address}", style="dim")
+        console.print()
+        result = await stream_completion(deployment.endpoint, max_new_tokens=max_new_tokens, console=console)
+        console.print()
+        console.print(summary(result))
+    finally:
+        await deployment.stop()
+
+
+def _run(main: Coroutine[Any, Any, None]) -> bool:
+    """Runs `main` until it is done, or until Ctrl-C or SIGTERM cancels it; returns whether it got done."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        asyncio.run(_cancelled_by_signals(main))
+    except asyncio.CancelledError:
+        return False
+    return True
+
+
+async def _cancelled_by_signals(main: Coroutine[Any, Any, None]) -> None:
+    task = asyncio.ensure_future(main)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    await task
