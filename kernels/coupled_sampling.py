@@ -7,6 +7,8 @@
 
 with G of `outrider.kernels.noise`. At temperature 0 the filters and the noise are left out: the choice is the argmax of
 the logits, and `coupled_topk_scored` ranks by logits with their log softmax as score. Ties go to the smallest id.
+z and z + G are float32 as they stand, without a first pass for the row's maximum: at temperature 0.01 and logits around
+20 the noise rounds to 1e-4, and far below that a choice is greedy.
 
 Conventions: top_k 0 or below is off, top_p 1 or above is off, min_p 0 is off. Order: top-k, then top-p on what is left,
 renormalised (the smallest set of most probable tokens whose mass reaches top_p), then min-p relative to the largest
@@ -213,15 +215,15 @@ def _thresholds(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, 
 def _threshold(ascending: np.ndarray, top_k: int, top_p: float, min_p: float) -> float:
     largest = ascending[-1]
     threshold = np.float32(-np.inf)
-    if largest == threshold:
-        return float(threshold)
+    if not np.isfinite(largest):
+        # Nothing is allowed, or nothing compares: infinities stay, and only they.
+        return float(largest) if largest > 0 else float(threshold)
     if 0 < top_k < ascending.size:
         threshold = ascending[-top_k]
     if top_p < 1:
         descending = ascending[np.searchsorted(ascending, threshold) :][::-1]
         mass = np.cumsum(np.exp(descending - largest), dtype=np.float64)
-        # The bound matters only for rows with NaN, where no comparison holds.
-        threshold = descending[min(np.searchsorted(mass, top_p * mass[-1]), descending.size - 1)]
+        threshold = descending[np.searchsorted(mass, top_p * mass[-1])]
     if min_p > 0:
         # p >= min_p * max p, in logarithms: the normaliser drops out.
         threshold = max(threshold, largest + np.float32(math.log(min_p)))

@@ -228,6 +228,9 @@ def _threshold_kernel(
     largest = tl.max(most)
     if largest == float("-inf"):
         return
+    if largest == float("inf"):
+        tl.store(threshold_ptr + row, largest)
+        return
     kept = _ordered(tl.min(least)).to(tl.int64)
     threshold = tl.full([], float("-inf"), tl.float32)
     if limited:

@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     here = Path(__file__).parent
     kept, left_out = [], []
     for item in items:
-        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
         interpreted = parameters.get("triton_device") == "interpreter"
         belongs = here not in item.path.parents or interpreted == backend.INTERPRETED
         (kept if belongs else left_out).append(item)

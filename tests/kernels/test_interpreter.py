@@ -16,8 +16,7 @@ def test_triton_kernels_agree_with_their_references_under_the_interpreter() -> N
     root = Path(__file__).parents[2]
     # The interpreter computes masked-out lanes too, and numpy warns of what it finds there.
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", str(Path(__file__).parent), "-q", "-p", "no:cacheprovider"]
-        + ["-W", "ignore::RuntimeWarning"],
+        [sys.executable, "-m", "pytest", Path(__file__).parent, "-qpno:cacheprovider", "-Wignore::RuntimeWarning"],
         cwd=root,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,

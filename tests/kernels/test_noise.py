@@ -124,10 +124,10 @@ def test_triton_words_and_noise_equal_the_reference(triton_device: torch.device,
     ids = torch.tensor([[0, 1, 2, 3, 4, 131071, 5]]).expand(4, -1).to(index_dtype)
     choice = torch.tensor([0, 1, 2, 3])
     expected = noise.philox_uint32_reference(seeds, positions, ids, 2, choice)
-    moved = [tensor.to(triton_device) for tensor in (seeds, positions, ids)]
-    words = noise.philox_uint32(*moved, 2, choice.to(triton_device))
+    seeds_there, positions_there, ids_there = (tensor.to(triton_device) for tensor in (seeds, positions, ids))
+    words = noise.philox_uint32(seeds_there, positions_there, ids_there, 2, choice.to(triton_device))
     assert torch.equal(words.cpu(), expected)
-    gumbel = noise.gumbel_noise(*moved, 2, choice.to(triton_device))
+    gumbel = noise.gumbel_noise(seeds_there, positions_there, ids_there, 2, choice.to(triton_device))
     torch.testing.assert_close(
         gumbel.cpu(), noise.gumbel_noise_reference(seeds, positions, ids, 2, choice), rtol=1e-6, atol=4e-6
     )

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ def _int32(values: list[int]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def _batch(**changes: object) -> TreeAttentionBatch:
+def _batch(**changes: Any) -> TreeAttentionBatch:
     """A tree, a prefill chunk, a session without rows, one step of decoding, a row that sees nothing, two free rows."""
     query_start = [0, 5, 9, 9, 10, 11]
     rows, sessions = 13, 5
@@ -28,7 +29,7 @@ def _batch(**changes: object) -> TreeAttentionBatch:
     tree_mask[:5, 0] = torch.tensor([0b1, 0b11, 0b101, 0b1101, -(2**63) + 1])
     tree_mask[4, 1] = 0b101001
     tree_mask[11:] = -1
-    columns = {
+    columns: dict[str, Any] = {
         "slot_table": torch.stack([torch.randperm(_SLOTS)[:144] for _ in range(sessions)]).int(),
         "query_start": _int32(query_start),
         "tree_start": tree_start,
@@ -40,7 +41,7 @@ def _batch(**changes: object) -> TreeAttentionBatch:
         "positions": torch.randint(0, 60, (rows,)).int(),
         "slot_positions": torch.randint(0, 60, (_SLOTS,)).int(),
     }
-    return TreeAttentionBatch(**{**columns, **changes})  # type: ignore[arg-type]
+    return TreeAttentionBatch(**{**columns, **changes})
 
 
 def _tensors(
@@ -108,17 +109,17 @@ def test_against_the_definition(heads: int, heads_kv: int, head_dim: int, window
 
 @pytest.mark.parametrize("split_keys", [None, 50])
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (25, 3.0)])
-@pytest.mark.parametrize(("heads", "heads_kv", "head_dim"), _SHAPES[:2])
+@pytest.mark.parametrize("shape", _SHAPES[:2])
 def test_triton_against_the_reference(
-    triton_device: torch.device, split_keys: int | None, window: int, softcap: float,
-    heads: int, heads_kv: int, head_dim: int,
+    triton_device: torch.device, split_keys: int | None, window: int, softcap: float, shape: tuple[int, int, int]
 ) -> None:  # fmt: skip
     batch = _batch(split_keys=split_keys)
     batch.slot_table[0, 3], batch.slot_table[3, 30] = -4, _SLOTS
-    tensors = _tensors(batch, heads, heads_kv, head_dim)
+    tensors = _tensors(batch, *shape)
     expected = tree_attention_reference(*tensors, batch, scale=0.3, sliding_window=window, softcap=softcap)
-    moved = (tensor.to(triton_device) for tensor in tensors)
-    out = tree_attention(*moved, _moved(batch, triton_device), scale=0.3, sliding_window=window, softcap=softcap)
+    query, key, value = (tensor.to(triton_device) for tensor in tensors)
+    moved = _moved(batch, triton_device)
+    out = tree_attention(query, key, value, moved, scale=0.3, sliding_window=window, softcap=softcap)
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -145,7 +146,8 @@ def test_cuda_head_sizes_and_dtypes(head_dim: int, dtype: torch.dtype, splits: i
     batch = _batch(split_keys=splits)
     tensors = _tensors(batch, 8, 2, head_dim, dtype)
     expected = tree_attention_reference(*tensors, batch, scale=head_dim**-0.5)
-    out = tree_attention(*(tensor.to(device) for tensor in tensors), _moved(batch, device), scale=head_dim**-0.5)
+    query, key, value = (tensor.to(device) for tensor in tensors)
+    out = tree_attention(query, key, value, _moved(batch, device), scale=head_dim**-0.5)
     tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     torch.testing.assert_close(out.cpu().float(), expected.float(), rtol=tolerance, atol=tolerance)
 
@@ -258,7 +260,7 @@ def test_bad_tensors_are_named(place: int, tensor: torch.Tensor, message: str) -
     tensors = list(_tensors(batch, 4, 2, 16))
     tensors[place] = tensor
     with pytest.raises(ValueError, match=message):
-        tree_attention(*tensors, batch, scale=1.0)
+        tree_attention(tensors[0], tensors[1], tensors[2], batch, scale=1.0)
 
 
 def test_windows_need_positions() -> None:

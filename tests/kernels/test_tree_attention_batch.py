@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from outrider.kernels.tree_attention_batch import TreeAttentionBatch
 
 
-def _columns() -> dict[str, object]:
+def _columns() -> dict[str, Any]:
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32)
 
@@ -37,19 +39,19 @@ def _columns() -> dict[str, object]:
         ({"split_keys": 0}, "split_keys: 0 given"),
     ],
 )
-def test_bad_columns_are_named(changes: dict[str, object], message: str) -> None:
+def test_bad_columns_are_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        TreeAttentionBatch(**{**_columns(), **changes})  # type: ignore[arg-type]
+        TreeAttentionBatch(**{**_columns(), **changes})
 
 
 def test_plan_is_built_once_per_window_and_cache() -> None:
-    batch = TreeAttentionBatch(**_columns())  # type: ignore[arg-type]
+    batch = TreeAttentionBatch(**_columns())
     assert batch.cpu_plan(16, 0) is batch.cpu_plan(16, 0)
     assert batch.cpu_plan(16, 0) is not batch.cpu_plan(16, 4)
 
 
 def test_plan_masks_only_what_some_row_may_not_see() -> None:
-    batch = TreeAttentionBatch(**_columns())  # type: ignore[arg-type]
+    batch = TreeAttentionBatch(**_columns())
     tree, decode = batch.cpu_plan(16, 0).sessions
     assert tree.mask_begin == 4 and tree.mask is not None
     assert tree.mask[:, 0].tolist() == [[0.0, -float("inf")], [0.0, 0.0]]

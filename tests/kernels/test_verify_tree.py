@@ -152,7 +152,7 @@ def test_triton_strides_and_larger_buffers(triton_device: torch.device) -> None:
 
 def test_no_requests_is_no_work() -> None:
     empty = torch.zeros(0, 4, dtype=torch.int64)
-    verify_tree_greedy(*_outputs(0, 4, 2, torch.device("cpu")), empty, empty, empty, empty, empty)
+    verify_tree_greedy(*_outputs(0, 4, 2, torch.device("cpu")), *[empty] * 5)
 
 
 @pytest.mark.parametrize(

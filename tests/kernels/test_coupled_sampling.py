@@ -1,0 +1,294 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.kernels import noise
+from outrider.kernels.coupled_sampling import (
+    coupled_choice,
+    coupled_choice_reference,
+    coupled_topk,
+    coupled_topk_scored,
+    coupled_topk_scored_reference,
+)
+from outrider.kernels.sampling_rows import checked_rows
+
+# Arguments by name; Any, as they are also taken apart, replaced and left out.
+Columns = dict[str, Any]
+
+
+def _columns(logits: torch.Tensor, **changes: float | torch.Tensor) -> Columns:
+    """Arguments for `logits` [T, V]: temperature 1 and no filters unless changed; a number stands for every row."""
+    rows = logits.shape[0]
+    columns: Columns = {
+        "logits": logits,
+        "seeds": torch.randint(-(2**63), 2**63 - 1, (rows,)),
+        "positions": torch.randint(0, 10_000, (rows,)),
+        "temperature": torch.ones(rows),
+        "top_k": torch.zeros(rows, dtype=torch.int32),
+        "top_p": torch.ones(rows),
+        "min_p": torch.zeros(rows),
+    }
+    for name, value in changes.items():
+        before = columns.get(name)
+        if isinstance(value, torch.Tensor) or before is None:
+            columns[name] = torch.as_tensor(value)
+        else:
+            columns[name] = torch.full_like(before, value)
+    return columns
+
+
+def _support(logits: torch.Tensor, columns: Columns, row: int) -> torch.Tensor:
+    """The filtered, renormalised law of one row in float64, from the definitions, [V]."""
+    temperature, top_k, top_p, min_p = (
+        float(columns[name][row]) for name in ("temperature", "top_k", "top_p", "min_p")
+    )
+    law = torch.softmax(logits.double() / temperature, dim=-1)
+    if 0 < top_k < len(law):
+        law = torch.where(law >= law.sort(descending=True).values[int(top_k) - 1], law, 0.0)
+        law = law / law.sum()
+    if top_p < 1:
+        ordered = law.sort(descending=True).values
+        before = ordered.cumsum(0) - ordered
+        # The smallest set that reaches top_p: all tokens before which less than top_p has been gathered.
+        smallest = ordered[max(int((before < top_p - 1e-12).sum()) - 1, 0)]
+        law = torch.where(law >= smallest, law, 0.0)
+    if min_p > 0:
+        law = torch.where(law >= min_p * law.max() * (1 - 1e-7), law, 0.0)
+    return law / law.sum()
+
+
+def _mixed(vocab_size: int, ties: bool) -> Columns:
+    """One row for each way of choosing, greedy ones between them."""
+    temperature = [0.0, 1.0, 0.5, 1.0, 1.0, 1.0, 1.0, 0.05, 2.0, 0.0, 0.7]
+    logits = torch.randn(len(temperature), vocab_size) * 3
+    return _columns(
+        (logits * 2).round() / 2 if ties else logits,
+        temperature=torch.tensor(temperature),
+        top_k=torch.tensor([0, 0, -1, 3, 0, 5, 0, 0, vocab_size, 3, 1]),
+        top_p=torch.tensor([1, 1, 1, 1, 0.7, 0.8, 0.93, 1, 0.3, 0.2, 0.0]),
+        min_p=torch.tensor([0, 0, 0, 0, 0, 0, 0.1, 0, 0.05, 0, 0]),
+    )
+
+
+def _rows(columns: Columns, **more: torch.Tensor | None):
+    return checked_rows(**{"logit_bias": None, "choice_index": None, **columns, **more})
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 7, 300])
+@pytest.mark.parametrize("ties", [False, True])
+def test_topk_ranks_the_support_by_log_probability_plus_noise(vocab_size: int, ties: bool) -> None:
+    for _ in range(5):
+        columns = _mixed(vocab_size, ties)
+        k = min(vocab_size, 4)
+        tokens, log_q, scores = coupled_topk_scored(**columns, k=k)
+        logits = columns["logits"]
+        gumbel = noise.gumbel_noise(columns["seeds"], columns["positions"], vocab_size)
+        for row in range(logits.shape[0]):
+            greedy = float(columns["temperature"][row]) == 0
+            law = torch.softmax(logits[row].double(), 0) if greedy else _support(logits[row], columns, row)
+            score = law.log() if greedy else law.log() + gumbel[row].double()
+            ranked = sorted(range(vocab_size), key=lambda token, score=score: (-float(score[token]), token))
+            wanted = [token if law[token] > 0 else -1 for token in ranked[:k]]
+            assert tokens[row].tolist() == wanted, row
+            present = [token for token in wanted if token >= 0]
+            # z is a float32: at tiny temperatures it is large, and what is added to it rounds accordingly.
+            scale = 1.0 if greedy else 1 / float(columns["temperature"][row])
+            tolerance = max(1e-4, float(logits[row].abs().max()) * scale * 2**-22)
+            for found, wanted_values in ((log_q, law.log()), (scores, score)):
+                torch.testing.assert_close(
+                    found[row, : len(present)].double(), wanted_values[present], rtol=1e-4, atol=tolerance
+                )
+            assert (log_q[row, len(present) :] == -math.inf).all() and (scores[row, len(present) :] == -math.inf).all()
+
+
+def test_choice_is_the_first_of_the_topk() -> None:
+    columns = _mixed(50, ties=False)
+    tokens, log_q = coupled_topk(**columns, k=3)
+    assert torch.equal(coupled_choice(**columns), tokens[:, 0])
+    assert log_q.shape == (11, 3)
+
+
+def test_greedy_ties_go_to_the_smallest_id() -> None:
+    columns = _columns(torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0]]), temperature=0.0)
+    assert coupled_choice(**columns).tolist() == [1]
+    assert coupled_topk(**columns, k=5)[0].tolist() == [[1, 2, 4, 3, 0]]
+
+
+@pytest.mark.parametrize("temperature", [1e-9, 1e-40])
+def test_vanishing_temperatures_are_greedy(temperature: float) -> None:
+    columns = _columns(torch.randn(50, 20), temperature=temperature)
+    assert torch.equal(coupled_choice(**columns), columns["logits"].argmax(dim=-1))
+
+
+@pytest.mark.parametrize(
+    ("filters", "kept"),
+    [
+        ({"top_k": 2}, {0, 1, 2}),
+        ({"top_k": 1}, {0}),
+        ({"top_k": -1}, {0, 1, 2, 3, 4}),
+        ({"top_p": 0.45}, {0, 1, 2}),
+        ({"top_p": 0.40}, {0}),
+        ({"top_p": 0.0}, {0}),
+        ({"top_k": 3, "top_p": 0.45}, {0}),
+        ({"top_k": 1, "top_p": 0.9999}, {0}),
+        ({"min_p": 0.49}, {0, 1, 2}),
+        ({"min_p": 0.51}, {0}),
+        ({"top_p": 0.9, "min_p": 0.2}, {0, 1, 2, 3}),
+    ],
+)
+def test_ties_at_a_threshold_are_kept(filters: dict[str, float], kept: set[int]) -> None:
+    law = torch.tensor([0.42, 0.21, 0.21, 0.1, 0.06])
+    columns = _columns(law.log().expand(400, 5), **filters)
+    assert set(coupled_choice(**columns).tolist()) == kept
+
+
+def test_same_seed_and_position_same_choice_wherever_the_row_stands() -> None:
+    columns = _mixed(64, ties=False)
+    chosen = coupled_choice(**columns)
+    order = torch.randperm(len(chosen))[:7]
+    taken = {name: column[order] for name, column in columns.items() if column is not None}
+    assert torch.equal(coupled_choice(**taken), chosen[order])
+    for row in range(len(chosen)):
+        single = {name: column[row : row + 1] for name, column in columns.items() if column is not None}
+        assert coupled_choice(**single).tolist() == [int(chosen[row])]
+
+
+def test_bias_and_dtype_and_choice_index() -> None:
+    columns = _mixed(30, ties=False)
+    logits = columns["logits"]
+    bias = torch.randn_like(logits)
+    merged = {**columns, "logits": logits + bias}
+    before = logits.clone()
+    assert torch.equal(
+        coupled_topk(**columns, logit_bias=bias, k=4)[0],
+        coupled_topk(**merged, k=4)[0],
+    )
+    assert torch.equal(logits, before)
+    half = {**columns, "logits": logits.bfloat16()}
+    full = {**columns, "logits": logits.bfloat16().float()}
+    assert torch.equal(coupled_topk(**half, k=4)[0], coupled_topk(**full, k=4)[0])
+    flat = _columns(torch.zeros(64, 16), seeds=torch.full((64,), 5), positions=torch.full((64,), 9))
+    assert len(set(coupled_choice(**flat).tolist())) == 1
+    several = coupled_choice(**flat, choice_index=torch.arange(64))
+    assert len(set(several.tolist())) > 8
+
+
+def test_forbidden_tokens_are_never_chosen() -> None:
+    logits = torch.full((200, 9), -math.inf)
+    logits[:, 4], logits[:, 6] = 0.0, -30.0
+    columns = _columns(logits, top_k=5, top_p=0.99)
+    assert set(coupled_choice(**columns).tolist()) == {4}
+    tokens, log_q, scores = coupled_topk_scored(**_columns(logits), k=3)
+    assert (tokens == torch.tensor([4, 6, -1])).all()
+    assert (log_q[:, 2] == -math.inf).all() and (scores[:, :2] > -math.inf).all()
+    nothing = coupled_topk_scored(**_columns(torch.full((2, 3), -math.inf), top_p=0.5), k=2)
+    assert (nothing[0] == -1).all()
+
+
+def test_odd_logits_never_leave_the_vocabulary() -> None:
+    logits = torch.randn(6, 12)
+    logits[0, 3], logits[1, 4], logits[2] = math.nan, math.inf, math.nan
+    for filters in ({}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"temperature": 0.0}):
+        chosen = coupled_choice(**_columns(logits, **filters))
+        assert ((chosen >= 0) & (chosen < 12)).all()
+
+
+def test_empty_batch() -> None:
+    columns = _columns(torch.zeros(0, 5))
+    assert coupled_choice(**columns).shape == (0,)
+    assert coupled_topk(**columns, k=2)[0].shape == (0, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seeds": torch.zeros(3, dtype=torch.int64)}, r"seeds: shape \[3\] given, \[2\] needed"),
+        ({"seeds": torch.zeros(2, dtype=torch.int32)}, "seeds: dtype torch.int32 given, torch.int64 needed"),
+        ({"temperature": torch.zeros(2, dtype=torch.int64)}, "temperature: dtype"),
+        ({"top_k": torch.zeros(2)}, "top_k: dtype torch.float32 given"),
+        ({"logits": torch.zeros(2, 4, 1)}, r"logits: shape \[2, 4, 1\] given, \[T, V\] needed"),
+        ({"logits": torch.zeros(2, 0)}, "logits: .* given"),
+        ({"logit_bias": torch.zeros(2, 3)}, "logit_bias: shape"),
+    ],
+)
+def test_bad_arguments_are_named(changes: dict[str, torch.Tensor], message: str) -> None:
+    columns = {**_columns(torch.zeros(2, 4)), **changes}
+    with pytest.raises(ValueError, match=message):
+        coupled_choice(**columns)
+
+
+@pytest.mark.parametrize("k", [0, 5])
+def test_k_out_of_range_is_named(k: int) -> None:
+    with pytest.raises(ValueError, match=f"k: {k} given, 1 to V = 4 needed"):
+        coupled_topk(**_columns(torch.zeros(2, 4)), k=k)
+
+
+def _check_triton(columns: Columns, device: torch.device, k: int, **more: torch.Tensor) -> None:
+    moved = {name: column.to(device) for name, column in {**columns, **more}.items() if column is not None}
+    rows = _rows(columns, **more)
+    assert torch.equal(coupled_choice(**moved).cpu(), coupled_choice_reference(rows))
+    found, expected = coupled_topk_scored(**moved, k=k), coupled_topk_scored_reference(rows, k)
+    assert torch.equal(found[0].cpu(), expected[0])
+    for name, have, want in zip(("log q", "scores"), found[1:], expected[1:], strict=True):
+        torch.testing.assert_close(have.cpu(), want, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name} {text}")
+
+
+@pytest.mark.parametrize(("vocab_size", "k"), [(1, 1), (7, 7), (64, 3), (5000, 5)])
+def test_triton_choices_equal_the_reference(triton_device: torch.device, vocab_size: int, k: int) -> None:
+    columns = _mixed(vocab_size, ties=vocab_size == 64)
+    _check_triton(columns, triton_device, k)
+
+
+def test_triton_bias_choice_index_dtypes_and_strides(triton_device: torch.device) -> None:
+    columns = _mixed(40, ties=False)
+    rows = columns["seeds"].shape[0]
+    bias = torch.randn(40, rows).t()
+    wide = torch.randn(rows, 80)[:, ::2]
+    _check_triton({**columns, "logits": wide}, triton_device, 4, logit_bias=bias, choice_index=torch.arange(rows))
+    one_row = torch.randn(1, 40).half().expand(rows, -1)
+    _check_triton({**columns, "logits": one_row}, triton_device, 4)
+
+
+def test_triton_forbidden_and_odd_logits(triton_device: torch.device) -> None:
+    logits = torch.full((4, 9), -math.inf)
+    logits[0, 4], logits[0, 6] = 0.0, -30.0
+    logits[2] = torch.randn(9)
+    _check_triton(_columns(logits, top_p=0.99), triton_device, 3)
+    logits[1], logits[3] = math.nan, math.inf
+    for filters in ({}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}):
+        moved = {name: column.to(triton_device) for name, column in _columns(logits, **filters).items()}
+        chosen = coupled_choice(**moved)
+        assert ((chosen >= 0) & (chosen < 9)).all()
+
+
+@pytest.mark.gpu
+def test_cuda_choices_replay_from_a_graph() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    columns = {name: column.cuda() for name, column in _mixed(1000, ties=False).items() if column is not None}
+    coupled_topk_scored(**columns, k=4)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = coupled_topk_scored(**columns, k=4)
+    columns["logits"].normal_()
+    columns["positions"].add_(1)
+    graph.replay()
+    for have, want in zip(replayed, coupled_topk_scored(**columns, k=4), strict=True):
+        assert torch.equal(have, want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("filtered", [False, True])
+def test_cuda_full_vocabulary_equals_the_reference(filtered: bool) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    columns = _columns(torch.randn(16, 128_256) * 3)
+    if filtered:
+        columns["top_k"] = torch.tensor([0, 50, 5000, 0] * 4)
+        columns["top_p"] = torch.tensor([0.9, 0.95, 1.0, 1.0] * 4)
+        columns["min_p"] = torch.tensor([0.0, 0.0, 0.01, 0.05] * 4)
+    _check_triton(columns, torch.device("cuda"), 8)
