@@ -15,12 +15,15 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-import click
 import typer
 
 from outrider.errors import InvalidRequest, OutriderError
 
 BAD_ARGUMENTS, FAILED, INTERRUPTED = 2, 1, 130
+# typer brings click along in itself or as a package, by its version: this is the root of its errors in either.
+_ClickException: type[Exception] = next(
+    kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException"
+)
 # A process that was told to stop and does not is ended the hard way.
 _STOP_GRACE_S = 15.0
 
@@ -52,7 +55,6 @@ def build_app() -> typer.Typer:
     app = typer.Typer(
         name="outrider",
         help="Serve a language model faster without changing what it says.",
-        no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,
@@ -75,9 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: Sequence[str]) -> int:
     """Runs one command line; returns the exit code."""
     try:
-        outcome = build_app()(list(arguments), prog_name="outrider", standalone_mode=False)
-    except click.ClickException as error:
-        return _fail(_one_line(error.format_message() or "a command is missing"), error.exit_code)
+        outcome = build_app()(list(arguments) or ["--help"], prog_name="outrider", standalone_mode=False)
+    except _ClickException as error:
+        # Its plain str() leaves out which option is meant.
+        return _fail(_one_line(getattr(error, "format_message")()), getattr(error, "exit_code"))  # noqa: B009
     except InvalidRequest as error:
         return _fail(_one_line(str(error)), BAD_ARGUMENTS)
     except BrokenPipeError:
@@ -86,7 +89,7 @@ def run(arguments: Sequence[str]) -> int:
         return FAILED
     except (OutriderError, OSError, TimeoutError) as error:
         return _fail(_one_line(str(error)), FAILED)
-    except (click.Abort, KeyboardInterrupt):
+    except (typer.Abort, KeyboardInterrupt):
         return INTERRUPTED
     return outcome if isinstance(outcome, int) else 0
 

@@ -6,7 +6,6 @@
 The children end with the service, and with this process however it ends: each watches a pipe that closes then.
 """
 
-import contextlib
 import os
 import select
 import subprocess
@@ -131,10 +130,6 @@ class LocalService:
     def stop(self) -> None:
         """Ends every process; harmless when all have ended."""
         for process in self.processes.values():
-            if process.stdin is not None:
-                # The children watch this: it reaches them even if they are busy.
-                with contextlib.suppress(OSError):
-                    process.stdin.close()
             process.terminate()
         deadline = time.monotonic() + _STOP_TIMEOUT_S
         for process in self.processes.values():
@@ -143,8 +138,7 @@ class LocalService:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
+            _close_pipes(process)
         for log in self._logs.values():
             log.close()
         self._logs.clear()
@@ -163,6 +157,8 @@ class LocalService:
         if previous is not None and previous.poll() is None:
             raise ValueError(f"{name} is still running")
         self._addresses.pop(name, None)
+        if previous is not None:
+            _close_pipes(previous)
         if name in self._logs:
             self._logs.pop(name).close()
         self._logs[name] = log = tempfile.TemporaryFile()  # noqa: SIM115 closed by stop
@@ -204,6 +200,12 @@ class LocalService:
             if code is not None:
                 last = "; ".join(self.stderr(name).strip().splitlines()[-_SHOWN_STDERR_LINES:])
                 raise WorkerUnavailable(f"{name} ended with exit code {code}: {last}")
+
+
+def _close_pipes(process: subprocess.Popen[bytes]) -> None:
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            pipe.close()
 
 
 def _option(name: str, value: str | Path | None) -> list[str]:

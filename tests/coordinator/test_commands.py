@@ -1,0 +1,336 @@
+"""`generate` and `status` against a scripted server, through the command line's own entry."""
+
+import asyncio
+import contextlib
+import io
+import json
+import os
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from outrider import cli
+from outrider.errors import FieldViolation, InvalidRequest, OutriderError, WorkerRefused, WorkerUnavailable
+from outrider.rpc import abort_with
+from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc, registry_pb2
+from outrider.wire import floats_to_bytes
+
+ROUND = generation_pb2.Round(
+    step=4,
+    length=9,
+    submitted_ns=100,
+    result_ns=200,
+    waited_ns=7,
+    step_ns=60,
+    node_tokens=[5, 6],
+    node_parents=[0, 1],
+    node_values=floats_to_bytes([0.5, 0.25]),
+    accepted_nodes=[1],
+    emitted_token_ids=[5, 8],
+    growth=[
+        generation_pb2.GrowthArrival(worker_id="d", arrived_ns=150, as_of=9, nodes=2, grafted=1, during_verify=True)
+    ],
+)
+INFO = generation_pb2.ServerInfo(
+    version="1.2.3",
+    uptime_s=61.5,
+    running_sessions=2,
+    waiting_requests=1,
+    requests_total=9,
+    emitted_tokens_total=1000,
+    steps_total=400,
+    dropped_nodes_total=17,
+    speculation=generation_pb2.SpeculationStats(
+        verify_steps=300, spec_draft_tokens=2000, spec_accepted_tokens=600, acceptance_length=3.0
+    ),
+    workers=[
+        generation_pb2.WorkerStatus(
+            introduction=registry_pb2.WorkerIntroduction(
+                worker_id="target-1",
+                role=registry_pb2.WORKER_ROLE_TARGET,
+                address="127.0.0.1:7",
+                model=common_pb2.ModelInfo(name="tiny", dtype="float32"),
+            ),
+            load=common_pb2.WorkerLoad(sessions=2, slots_used=50, slots_total=100, steps=400, busy=0.5),
+            state="serving",
+            lease_age_ms=12.0,
+        )
+    ],
+)
+
+
+class ScriptedServicer:
+    def __init__(self) -> None:
+        self.requests: list[generation_pb2.GenerateRequest] = []
+        self.error: OutriderError | None = None
+        self.error_after_text: OutriderError | None = None
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[generation_pb2.GenerateResponse]:  # noqa: N802
+        self.requests.append(request)
+        if self.error is not None:
+            await abort_with(context, self.error)
+        yield generation_pb2.GenerateResponse(started=generation_pb2.Started(request_id="r", seed=11, prompt_tokens=3))
+        yield generation_pb2.GenerateResponse(delta=generation_pb2.Delta(token_ids=[5, 8], text="né"))
+        if request.trace:
+            yield generation_pb2.GenerateResponse(round=ROUND)
+        if self.error_after_text is not None:
+            await abort_with(context, self.error_after_text)
+        yield generation_pb2.GenerateResponse(
+            delta=generation_pb2.Delta(token_ids=[9], text="w", offset=2, text_offset=3)
+        )
+        yield generation_pb2.GenerateResponse(
+            finished=generation_pb2.Finished(
+                choices=[generation_pb2.Choice(finish_reason=generation_pb2.FINISH_REASON_LENGTH, completion_tokens=3)],
+                usage=generation_pb2.Usage(prompt_tokens=3, completion_tokens=3),
+                speculation=generation_pb2.SpeculationStats(
+                    verify_steps=2, spec_draft_tokens=6, spec_accepted_tokens=1, acceptance_length=1.5
+                ),
+                timings=generation_pb2.Timings(queue_ms=0.5, ttft_ms=4, tpot_ms=2, total_ms=8),
+            )
+        )
+
+    async def Abort(self, request: Any, context: Any) -> generation_pb2.AbortResponse:  # noqa: N802
+        return generation_pb2.AbortResponse()
+
+    async def GetModelInfo(self, request: Any, context: Any) -> generation_pb2.GetModelInfoResponse:  # noqa: N802
+        return generation_pb2.GetModelInfoResponse()
+
+    async def GetServerInfo(self, request: Any, context: Any) -> generation_pb2.ServerInfo:  # noqa: N802
+        return INFO
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[generation_pb2.ServerInfo]:  # noqa: N802
+        yield INFO
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedServicer]:
+    """A server in a thread; the command line finds it through its environment variable."""
+    servicer, loop = ScriptedServicer(), asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    async def start() -> tuple[grpc.aio.Server, int]:
+        server = grpc.aio.server()
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)  # pyright: ignore[reportArgumentType]
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        return server, port
+
+    grpc_server, port = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
+    monkeypatch.setenv("OUTRIDER_ENDPOINT", f"127.0.0.1:{port}")
+    yield servicer
+    asyncio.run_coroutine_threadsafe(grpc_server.stop(0), loop).result(10)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def test_text_on_stdout_statistics_on_stderr(server: ScriptedServicer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["generate", "hi"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "néw\n"
+    assert err.count("\n") == 1
+    assert "3 tokens in 8 ms" in err
+    assert "acceptance length 1.50" in err
+    assert server.requests[0].text == "hi"
+    assert server.requests[0].sampling_params == generation_pb2.SamplingParams()
+
+
+def test_json_is_exactly_one_object(server: ScriptedServicer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["generate", "hi", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {
+        "text": "néw",
+        "token_ids": [5, 8, 9],
+        "finish_reason": "length",
+        "usage": {"prompt_tokens": 3, "completion_tokens": 3},
+        "speculation": {"verify_steps": 2, "drafted_tokens": 6, "accepted_tokens": 1, "acceptance_length": 1.5},
+        "timings": {"ttft_ms": 4, "tpot_ms": 2, "total_ms": 8},
+    }
+    assert err == ""
+
+
+def test_every_option_reaches_the_request(server: ScriptedServicer) -> None:
+    line = (
+        "--max-new-tokens 9 --min-new-tokens 2 --temperature 0.5 --top-p 0.75 --top-k 7 --min-p 0.25 "
+        "--repetition-penalty 1.5 --presence-penalty 0.5 --frequency-penalty -0.5 --seed 3 --stop a --stop b "
+        "--ignore-eos --speculation sync --max-nodes 5 --max-depth 4 --json"
+    )
+    assert cli.run(["generate", "hi", *line.split()]) == 0
+    assert server.requests[0] == generation_pb2.GenerateRequest(
+        text="hi",
+        sampling_params=generation_pb2.SamplingParams(
+            max_new_tokens=9,
+            min_new_tokens=2,
+            temperature=0.5,
+            top_p=0.75,
+            top_k=7,
+            min_p=0.25,
+            repetition_penalty=1.5,
+            presence_penalty=0.5,
+            frequency_penalty=-0.5,
+            seed=3,
+            stop=["a", "b"],
+            ignore_eos=True,
+        ),
+        speculation=generation_pb2.SpeculationParams(mode=common_pb2.SPECULATION_MODE_SYNC, max_nodes=5, max_depth=4),
+    )
+
+
+def test_trace_file_has_one_line_a_round(server: ScriptedServicer, tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    assert cli.run(["generate", "hi", "--trace", str(file)]) == 0
+    assert server.requests[0].trace
+    lines = file.read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {
+            "index": 0,
+            "step": 4,
+            "length": 9,
+            "submitted_ns": 100,
+            "result_ns": 200,
+            "waited_ns": 7,
+            "step_ns": 60,
+            "node_tokens": [5, 6],
+            "node_parents": [0, 1],
+            "node_values": [0.5, 0.25],
+            "accepted_nodes": [1],
+            "emitted_token_ids": [5, 8],
+            "growth": [
+                {
+                    "worker_id": "d",
+                    "arrived_ns": 150,
+                    "as_of": 9,
+                    "nodes": 2,
+                    "grafted": 1,
+                    "during_verify": True,
+                }
+            ],
+        }
+    ]
+
+
+def test_trace_is_kept_when_the_stream_fails(
+    server: ScriptedServicer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.error_after_text = WorkerRefused("lost its way")
+    file = tmp_path / "trace.jsonl"
+    assert cli.run(["generate", "hi", "--trace", str(file)]) == 1
+    out, err = capsys.readouterr()
+    assert out == "né"
+    assert err == "error: lost its way\n"
+    assert len(file.read_text().splitlines()) == 1
+
+
+def test_prompt_from_stdin(server: ScriptedServicer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("zwölf\n".encode())))
+    assert cli.run(["generate", "-", "--json"]) == 0
+    assert server.requests[0].text == "zwölf\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
+    assert cli.run(["generate", "-", "--json"]) == 2
+
+
+def test_local_starts_a_service_of_its_own(server: ScriptedServicer, monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoint, started = os.environ["OUTRIDER_ENDPOINT"], []
+
+    @contextlib.contextmanager
+    def fake_local(drafts: int) -> Iterator[str]:
+        started.append(drafts)
+        yield endpoint
+        started.append("ended")
+
+    monkeypatch.delenv("OUTRIDER_ENDPOINT")
+    monkeypatch.setattr(cli, "local_endpoint", fake_local)
+    assert cli.run(["generate", "hi", "--local", "--drafts", "3", "--json"]) == 0
+    assert started == [3, "ended"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (InvalidRequest([FieldViolation("sampling_params.top_p", "1.5 given"), FieldViolation("text", "empty")]), 2),
+        (WorkerUnavailable("no target worker is registered"), 1),
+    ],
+)
+def test_errors_are_one_line(
+    server: ScriptedServicer, capsys: pytest.CaptureFixture[str], error: OutriderError, code: int
+) -> None:
+    server.error = error
+    assert cli.run(["generate", "hi"]) == code
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", f"error: {error}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate"], "Missing argument"),
+        (["generate", "x", "--temperature", "hot"], "temperature"),
+        (["generate", "x", "--speculation", "fast"], "speculation"),
+        (["generate", "x", "--endpoint", "nowhere"], "HOST:PORT needed"),
+        (["generate", "x", "--max-new-tokens", "-4"], "max_new_tokens"),
+        (["generate", "x", "--nonsense"], "nonsense"),
+        (["generat"], "generat"),
+        (["status", "--endpoint", ":"], "HOST:PORT needed"),
+    ],
+)
+def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+    assert cli.run(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert words in err
+
+
+def test_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["generate", "hi"], ["status"]):
+        assert cli.run([*arguments, "--endpoint", "127.0.0.1:1"]) == 1
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1
+
+
+def test_trace_file_that_cannot_be_written(server: ScriptedServicer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["generate", "hi", "--trace", "/nonexistent/trace.jsonl"]) == 1
+    assert "/nonexistent/trace.jsonl" in capsys.readouterr().err
+    assert server.requests == []
+
+
+def test_status_as_json(server: ScriptedServicer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["status", "--json"]) == 0
+    status = json.loads(capsys.readouterr().out)
+    assert (status["version"], status["running_sessions"], status["waiting_requests"]) == ("1.2.3", 2, 1)
+    assert status["speculation"]["acceptance_length"] == 3.0
+    assert status["workers"] == [
+        {
+            "worker_id": "target-1",
+            "role": "target",
+            "address": "127.0.0.1:7",
+            "state": "serving",
+            "lease_age_ms": 12.0,
+            "model": "tiny",
+            "dtype": "float32",
+            "sessions": 2,
+            "slots_used": 50,
+            "slots_total": 100,
+            "steps": 400,
+            "busy": 0.5,
+        }
+    ]
+
+
+def test_status_as_a_table(
+    server: ScriptedServicer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    assert cli.run(["status"]) == 0
+    out = capsys.readouterr().out
+    for words in ("Outrider 1.2.3", "2 running, 1 waiting", "3.00 over 300", "target-1", "50/100", "50%", "serving"):
+        assert words in out
