@@ -25,6 +25,8 @@ def error_of(error: grpc.RpcError) -> errors.OutriderError | TimeoutError:
         retry_after_s = _retry_after_s(error)
         if retry_after_s is not None:
             return errors.Overloaded(message, retry_after_s=retry_after_s)
+    if message.startswith("failed to connect to all addresses"):
+        message = f"cannot connect to the service, is it running? {message.rpartition('last error: ')[2]}"
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return TimeoutError(f"no end within the timeout: {message}")
     kind = _KINDS.get(code)

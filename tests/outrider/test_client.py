@@ -332,7 +332,7 @@ def test_other_errors() -> None:
 
 
 def test_nobody_listens() -> None:
-    with Client("127.0.0.1:1") as client, pytest.raises(WorkerUnavailable):
+    with Client("127.0.0.1:1") as client, pytest.raises(WorkerUnavailable, match="is it running"):
         client.generate("x")
 
 
