@@ -350,14 +350,16 @@ def _tree_attention_kernel(
         scores = tl.dot(query, key, input_precision="ieee") * scale
         if HAS_SOFTCAP:
             scores = softcap * (1 - 2 / (tl.exp(2 * (scores / softcap)) + 1))
-        visible = row_ok[:, None] & slot_ok[None, :]
+        # 0 or -inf to add, in float32: masks of one bit do not survive the compiler's changes of layout.
+        hidden = tl.zeros([BLOCK_M, BLOCK_N], tl.float32) + tl.where(slot_ok, 0.0, float("-inf"))[None, :]
         if begin + BLOCK_N > shared_prefix:
-            visible = visible & _sees(tree_mask_ptr, row, row_ok, prefix_len, index, tree_start, words)
+            sees = _sees(tree_mask_ptr, row, row_ok, prefix_len, index, tree_start, words)
+            hidden = tl.where(sees, hidden, float("-inf"))
             if HAS_WINDOW:
                 key_position = tl.load(slot_positions_ptr + slot, mask=slot_ok, other=0)
-                visible = visible & (position[:, None] - key_position[None, :] < window)
+                hidden = tl.where(position[:, None] - key_position[None, :] < window, hidden, float("-inf"))
         # Base 2 throughout: exp2 is what the hardware has.
-        scores = tl.where(visible, scores * 1.4426950408889634, float("-inf"))
+        scores = scores * 1.4426950408889634 + hidden
         new_best = tl.maximum(best, tl.max(scores, axis=1))
         shift = tl.where(new_best == float("-inf"), 0.0, new_best)
         weights = tl.exp2(scores - shift[:, None])
