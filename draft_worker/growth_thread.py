@@ -107,6 +107,9 @@ class GrowthThread:
     def __init__(self, make_growth: Callable[[], TreeGrowth]) -> None:
         self.ready: Future[TreeGrowth] = Future()
         self.stopped: Future[None] = Future()
+        # Running futures cannot be cancelled by whoever stops waiting for them.
+        self.ready.set_running_or_notify_cancel()
+        self.stopped.set_running_or_notify_cancel()
         self._make_growth = make_growth
         # None ends the thread.
         self._commands: SimpleQueue[Sequence[Command] | None] = SimpleQueue()

@@ -40,9 +40,10 @@ async def serve(
         return TreeGrowth(runner, config.growth(max_model_len=runner.info.max_model_len))
 
     thread = GrowthThread(make_growth)
+    servicer = DraftServicer(thread)
     server = RoleServer(
         services=["outrider.v1.DraftService"],
-        add_services=lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(DraftServicer(thread), server),
+        add_services=lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, server),
         address=config.address,
     )
     thread.start()
@@ -65,7 +66,7 @@ async def serve(
             ready(server.address)
         await _until_any((stop or asyncio.Event()).wait(), registration, asyncio.wrap_future(thread.stopped))
     finally:
-        await server.stop()
+        await server.stop(drain=servicer.end_streams)
         thread.stop()
         # What ended the thread, if anything did, has been raised above.
         await asyncio.gather(asyncio.wrap_future(thread.stopped), return_exceptions=True)

@@ -40,6 +40,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
     def __init__(self, growth: GrowthThread) -> None:
         self._growth = growth
+        self._streams: set[_Stream] = set()
 
     async def Speculate(  # noqa: N802 - the name in the proto
         self,
@@ -50,6 +51,7 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         stream = _Stream(asyncio.get_running_loop())
         reader = asyncio.create_task(self._read(request_iterator, stream))
         reader.add_done_callback(stream.reader_ended)
+        self._streams.add(stream)
         try:
             while (message := await stream.take()) is not None:
                 await context.write(message)
@@ -57,7 +59,13 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             await rpc.abort_with(context, error)
         finally:
             reader.cancel()
+            self._streams.discard(stream)
             self._growth.submit([LeaveCommand(stream)])
+
+    async def end_streams(self) -> None:
+        """Lets every stream end after what it has to send, so that coordinators turn elsewhere at once."""
+        for stream in self._streams:
+            stream.end()
 
     async def _read(self, requests: AsyncIterator[draft_pb2.DraftCommands], stream: "_Stream") -> None:
         async for message in requests:
@@ -84,6 +92,9 @@ class _Stream:
             session_id=failure.session_id, epoch=failure.epoch, code=code.value[0], message=str(failure.error)
         )
         self._put(draft_pb2.DraftGrowth(errors=[error]))
+
+    def end(self) -> None:
+        self._put(None)
 
     def reader_ended(self, reader: asyncio.Task[None]) -> None:
         self._put(None if reader.cancelled() else reader.exception())

@@ -1,11 +1,13 @@
 """A model as a table: its logits are a function of the tokens that a row attends to, so wrong KV gives wrong logits."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.draft_worker.growth import TreeGrowth
 from outrider.draft_worker.growth_step import GrowthConfig
@@ -90,3 +92,24 @@ def make_start() -> Callable[..., SessionStart]:
         return SessionStart(prompt=prompt, sampling=sampling, limits=limits, **fields)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=256,
+        initializer_range=0.4,
+        bos_token_id=0,
+        eos_token_id=1,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.draft_worker.choice import ChildChooser
 from outrider.draft_worker.draft_tree import DraftNode
@@ -19,27 +18,6 @@ from outrider.engine.model_runner import EngineConfig, ModelRunner
 from outrider.sampling import SamplingSpec
 
 Make = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoint")
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=256,
-        initializer_range=0.4,
-        bos_token_id=0,
-        eos_token_id=1,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    return folder
 
 
 def fresh_logits(runner: ModelRunner, context: list[int]) -> np.ndarray:

@@ -1,0 +1,315 @@
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from threading import Event
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from outrider.draft_worker.growth import TreeGrowth
+from outrider.draft_worker.growth_thread import GrowthThread
+from outrider.draft_worker.service import DraftServicer
+from outrider.rpc import RoleServer, open_channel
+from outrider.sampling import SamplingSpec
+from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc
+from outrider.wire import floats_from_bytes, split_by_counts, tokens_to_bytes
+
+Make = Callable[..., Any]
+ASYNC, SYNC, OFF = (getattr(common_pb2, f"SPECULATION_MODE_{name}") for name in ("ASYNC", "SYNC", "OFF"))
+
+
+class Worker:
+    """A draft worker on loopback, with what the tests look into."""
+
+    def __init__(self, growth: TreeGrowth, thread: GrowthThread, address: str) -> None:
+        self.growth, self.thread, self.address = growth, thread, address
+
+    @asynccontextmanager
+    async def stream(self) -> "AsyncIterator[Stream]":
+        async with open_channel(self.address) as channel:
+            yield Stream(draft_pb2_grpc.DraftServiceStub(channel).Speculate())
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(5):
+            while not condition():
+                await asyncio.sleep(0.002)
+
+    @property
+    def is_empty(self) -> bool:
+        slots = self.growth.slots
+        return self.growth.num_sessions == 0 and slots.used == 0 and slots.free_rows == 8
+
+
+class Stream:
+    """A coordinator's end: sends commands and mirrors the trees, as the protocol says it may."""
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+        self.messages: list[draft_pb2.DraftGrowth] = []
+        self.nodes: dict[int, dict[int, tuple[int, int]]] = {}
+        self.growths: list[tuple[int, int, int, int, bool]] = []
+        self.errors: list[common_pb2.SessionError] = []
+
+    async def send(self, **fields: Any) -> None:
+        await self.call.write(draft_pb2.DraftCommands(incarnation=2**63 + 1, **fields))
+
+    async def commit(self, session_id: int, epoch: int, position: int, tokens: list[int]) -> None:
+        batch = draft_pb2.CommitBatch(
+            session_ids=[session_id], epochs=[epoch], positions=[position], token_counts=[len(tokens)], tokens=tokens
+        )
+        await self.send(commits=batch)
+
+    async def take(self) -> draft_pb2.DraftGrowth:
+        async with asyncio.timeout(5):
+            message = await self.call.read()
+        assert message, "the stream has ended"
+        self.messages.append(message)
+        self.errors += message.errors
+        acceptance = floats_from_bytes(message.acceptance)
+        assert len(acceptance) == len(message.node_ids)
+        assert ((acceptance > 0) & (acceptance <= 1)).all()
+        spans = split_by_counts(message.node_counts)
+        columns = (message.session_ids, message.epochs, message.as_of, spans, message.complete)
+        for session_id, epoch, as_of, span, complete in zip(*columns, strict=True):
+            known = self.nodes.setdefault(session_id, {})
+            for node_id, parent, token in zip(
+                message.node_ids[span], message.parents[span], message.tokens[span], strict=True
+            ):
+                assert node_id > 0
+                assert node_id not in known
+                assert parent == 0 or parent in known
+                known[node_id] = (parent, token)
+            self.growths.append((session_id, epoch, as_of, span.stop - span.start, complete))
+        return message
+
+    async def take_until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await self.take()
+
+
+def opening(session_id: int = 1, *, epoch: int = 1, prompt: Any = (1, 2, 3), **limits: int) -> common_pb2.SessionOpen:
+    bounds = {"mode": ASYNC, "max_live_nodes": 20, "max_depth": 8, "sync_nodes": 12} | limits
+    return common_pb2.SessionOpen(
+        session_id=session_id,
+        epoch=epoch,
+        prompt=prompt if isinstance(prompt, bytes) else tokens_to_bytes(prompt),
+        sampling=SamplingSpec(temperature=1.0, seed=2**64 - 1, max_new_tokens=60).to_proto(),
+        limits=common_pb2.SpeculationLimits(**bounds),  # pyright: ignore[reportArgumentType]
+    )
+
+
+@pytest.fixture
+async def worker(make_growth: Make) -> AsyncIterator[Worker]:
+    growth, _ = make_growth()
+    thread = GrowthThread(lambda: growth)
+    server = RoleServer(
+        services=["outrider.v1.DraftService"],
+        add_services=lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(DraftServicer(thread), server),
+        address="127.0.0.1:0",
+    )
+    thread.start()
+    await asyncio.wrap_future(thread.ready)
+    await server.start()
+    yield Worker(growth, thread, server.address)
+    await server.stop(grace_s=0)
+    thread.stop()
+    await asyncio.wrap_future(thread.stopped)
+
+
+async def test_growth_commits_and_close(worker: Worker):
+    async with worker.stream() as stream:
+        await stream.send(opens=[opening()])
+        await stream.take_until(lambda: len(stream.nodes.get(1, {})) == 20)
+        assert {(epoch, as_of) for _, epoch, as_of, _, _ in stream.growths} == {(1, 3)}
+        report = stream.messages[0].report
+        assert (report.tokens, report.sessions) == (3, 1)
+        assert report.step_ns > report.forward_ns > 0
+        load = stream.messages[-1].load
+        assert (load.sessions, load.slots_total) == (1, 600)
+        assert load.slots_used >= 3
+        assert load.steps >= len(stream.messages)
+        assert 0 < load.busy <= 1
+        best, (parent, token) = next(iter(stream.nodes[1].items()))
+        assert parent == 0
+        await stream.commit(1, 1, 3, [token])
+        await stream.take_until(lambda: stream.growths[-1][2] == 4)
+        session = worker.growth.session((2**63 + 1, 1))
+        assert session is not None
+        assert session.tree.root.node_id == best
+        await stream.send(close_session_ids=[1], close_epochs=[1])
+        await worker.until(lambda: worker.is_empty)
+
+
+async def test_one_step_is_one_message_for_all_sessions_of_a_stream_alone(worker: Worker):
+    async with worker.stream() as one, worker.stream() as other:
+        await one.send(opens=[opening(1), opening(2)])
+        await one.take_until(lambda: len(one.nodes.get(1, {})) == len(one.nodes.get(2, {})) == 20)
+        assert [sorted(message.session_ids) for message in one.messages] == [[1, 2]] * len(one.messages)
+        assert len(one.messages) > 1
+        await other.send(opens=[opening(3)])
+        await other.take_until(lambda: len(other.nodes.get(3, {})) == 20)
+        assert set(other.nodes) == {3}
+        assert set(one.nodes) == {1, 2}
+
+
+@pytest.mark.parametrize("end", ["hang up", "cancel"])
+async def test_the_streams_end_closes_its_sessions(worker: Worker, end: str):
+    async with worker.stream() as one, worker.stream() as other:
+        await one.send(opens=[opening(1), opening(2)])
+        await other.send(opens=[opening(3)])
+        await one.take_until(lambda: len(one.nodes) == 2)
+        await other.take_until(lambda: len(other.nodes) == 1)
+        if end == "cancel":
+            one.call.cancel()
+        else:
+            await one.call.done_writing()
+            while await one.call.read():
+                pass
+            assert await one.call.code() is grpc.StatusCode.OK
+        await worker.until(lambda: worker.growth.num_sessions == 1)
+        assert worker.growth.session((2**63 + 1, 3)) is not None
+        other.call.cancel()
+        await worker.until(lambda: worker.is_empty)
+
+
+async def test_a_newer_epoch_takes_the_session_over_and_the_ghost_is_refused(worker: Worker):
+    async with worker.stream() as ghost, worker.stream() as current:
+        await ghost.send(opens=[opening(1, epoch=1)])
+        await ghost.take_until(lambda: len(ghost.nodes.get(1, {})) == 20)
+        await current.send(opens=[opening(1, epoch=2, prompt=[7, 8])])
+        await current.take_until(lambda: len(current.nodes.get(1, {})) == 20)
+        assert {growth[:3] for growth in current.growths} == {(1, 2, 2)}
+        await ghost.commit(1, 1, 3, [4])
+        await ghost.send(opens=[opening(1, epoch=1)], close_session_ids=[1], close_epochs=[1])
+        await ghost.take_until(lambda: len(ghost.errors) == 2)
+        assert [(error.session_id, error.epoch, error.code) for error in ghost.errors] == [(1, 1, 10)] * 2
+        ghost.call.cancel()
+        await current.commit(1, 2, 2, [9, 9])
+        await current.take_until(lambda: current.growths[-1][2] == 4)
+        assert not current.errors
+
+
+async def test_sync_rounds_are_one_whole_message(worker: Worker):
+    async with worker.stream() as stream:
+        await stream.send(opens=[opening(1, mode=SYNC)])
+        await stream.take()
+        assert stream.growths == [(1, 1, 3, 12, True)]
+        await stream.commit(1, 1, 3, [5])
+        await stream.take()
+        assert stream.growths[1] == (1, 1, 4, 12, True)
+
+
+async def test_faults_of_one_session_leave_the_stream_and_the_others_alone(worker: Worker):
+    async with worker.stream() as stream:
+        faulty = [
+            opening(2, prompt=b"abc"),
+            opening(3, prompt=[]),
+            opening(4, prompt=[24]),
+            opening(5, mode=OFF),
+            opening(6, prompt=[1] * 201),
+        ]
+        await stream.send(opens=[*faulty, opening(1)])
+        await stream.commit(7, 1, 3, [4])
+        await stream.take_until(lambda: len(stream.errors) == 6 and 1 in stream.nodes)
+        codes = {error.session_id: error.code for error in stream.errors}
+        assert codes == {2: 3, 3: 3, 4: 3, 5: 3, 6: 3, 7: 10}
+        assert all(error.message for error in stream.errors)
+        await stream.commit(1, 1, 5, [4])  # leaves a hole: the session is closed
+        await stream.take_until(lambda: len(stream.errors) == 7)
+        assert (stream.errors[-1].session_id, stream.errors[-1].code) == (1, 9)
+        await stream.send(opens=[opening(8)])
+        await stream.take_until(lambda: 8 in stream.nodes)
+        assert worker.growth.num_sessions == 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"commits": draft_pb2.CommitBatch(session_ids=[1], epochs=[1], positions=[3], token_counts=[2], tokens=[4])},
+        {"commits": draft_pb2.CommitBatch(session_ids=[1], epochs=[1], token_counts=[1], tokens=[4])},
+        {"close_session_ids": [1, 2], "close_epochs": [1]},
+    ],
+)
+async def test_columns_that_do_not_fit_end_the_stream(worker: Worker, fields: dict[str, Any]):
+    async with worker.stream() as stream:
+        await stream.send(opens=[opening(1)])
+        await stream.take()
+        await stream.send(**fields)
+        with pytest.raises(grpc.aio.AioRpcError, match="entries given") as caught:
+            while True:
+                await stream.take()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    await worker.until(lambda: worker.is_empty)
+
+
+async def test_unset_limits_are_the_workers_own(worker: Worker):
+    async with worker.stream() as stream:
+        await stream.send(opens=[opening(1, mode=0, max_live_nodes=0, max_depth=0, sync_nodes=0)])
+        await stream.take_until(lambda: len(stream.nodes.get(1, {})) > 50)
+
+
+async def test_the_thread_sleeps_when_nothing_is_to_be_grown(worker: Worker, monkeypatch: pytest.MonkeyPatch):
+    asked = []
+    step = worker.growth.step
+    monkeypatch.setattr(worker.growth, "step", lambda: (asked.append(1), step())[1])
+    async with worker.stream() as stream:
+        await stream.send(opens=[opening(1)])
+        await stream.take_until(lambda: len(stream.nodes.get(1, {})) == 20)
+        await asyncio.sleep(0.05)
+        before = len(asked)
+        await asyncio.sleep(0.1)
+        assert len(asked) == before
+        assert worker.thread.load().busy < 1
+
+
+async def test_a_commit_during_a_forward_applies_right_after_it(make_growth: Make):
+    growth, runner = make_growth()
+    thread = GrowthThread(lambda: growth)
+    forwarding, go_on = Event(), Event()
+
+    def hold() -> None:
+        if len(runner.batches) == 2:
+            forwarding.set()
+            assert go_on.wait(5)
+
+    runner.on_forward = hold
+    server = RoleServer(
+        services=["outrider.v1.DraftService"],
+        add_services=lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(DraftServicer(thread), server),
+        address="127.0.0.1:0",
+    )
+    thread.start()
+    await server.start()
+    async with Worker(growth, thread, server.address).stream() as stream:
+        await stream.send(opens=[opening(1, max_live_nodes=64)])
+        first = await stream.take()
+        assert await asyncio.to_thread(forwarding.wait, 5)
+        await stream.commit(1, 1, 3, [first.tokens[1]])
+        await asyncio.sleep(0.02)
+        go_on.set()
+        await stream.take_until(lambda: stream.growths[-1][2] == 4)
+        # The step that was running still counts for the old root; the next one is of the new root, which it had given
+        # children already, so that their KV and ids live on.
+        assert [growth[2] for growth in stream.growths[:3]] == [3, 3, 4]
+        assert len(runner.batches[2].token_ids) == 4
+        stream.call.cancel()
+    await server.stop(grace_s=0)
+    thread.stop()
+    await asyncio.wrap_future(thread.stopped)
+
+
+async def test_a_failing_model_ends_the_thread_with_its_reason(make_growth: Make, make_start: Make):
+    growth, runner = make_growth()
+
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    runner.on_forward = fail
+    growth.open(make_start())
+    thread = GrowthThread(lambda: growth)
+    thread.start()
+    thread.submit([])
+    with pytest.raises(RuntimeError, match="out of memory"):
+        await asyncio.wrap_future(thread.stopped)
