@@ -61,7 +61,8 @@ class Deployment:
         """Returns the coordinator's host:port once every worker serves through it."""
         try:
             self._owns_ray = connect(self._config)
-            await asyncio.wait_for(self._bring_up(), self._config.start_timeout_s)
+            async with asyncio.timeout(self._config.start_timeout_s):
+                await self._bring_up()
         except TimeoutError as error:
             waiting = await self._waiting_for()
             await self.stop()
@@ -142,7 +143,8 @@ class Deployment:
 
     async def _stop_actor(self, handle: RoleHandle) -> None:
         try:
-            await asyncio.wait_for(handle.actor.stop.remote(), self._config.stop_timeout_s)
+            async with asyncio.timeout(self._config.stop_timeout_s):
+                await handle.actor.stop.remote()
         except (ray.exceptions.RayError, TimeoutError) as error:
             logger.info("%s did not stop by itself: %s", handle.name, type(error).__name__)
         ray.kill(handle.actor, no_restart=True)

@@ -22,7 +22,7 @@ up = config_command(DeployConfig, _up)
 
 
 def demo(
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the completion.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Length of the completion.")] = 160,
     drafts: Annotated[int, typer.Option(min=0, help="Number of draft workers.")] = 1,
     role_logs: Annotated[bool, typer.Option(help="Print what the roles log.")] = False,
 ) -> None:

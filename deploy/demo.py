@@ -10,8 +10,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from outrider.client import AsyncClient
-from outrider.client_progress import GenerationOutput
+from outrider.client import AsyncClient, GenerateOptions, GenerationOutput
 
 PROMPT = '''import json
 from pathlib import Path
@@ -25,8 +24,9 @@ class Settings:
         self.values = {}
 
     def load(self):
-        """Read the values from the file, if there is one."""
-'''
+        """Read the values from the file, if there is one."""'''
+# Sampled, so that it reads like a program and not like a proof; the seed makes it the same every time.
+TEMPERATURE, SEED = 0.7, 5
 COUNTER_INTERVAL_MS = 100
 
 
@@ -79,7 +79,8 @@ async def stream_completion(
             with live:
                 if not console.is_terminal:
                     console.out(prompt, end="", highlight=False)
-                async with client.stream(prompt, max_new_tokens=max_new_tokens) as stream:
+                options: GenerateOptions = {"max_new_tokens": max_new_tokens, "temperature": TEMPERATURE, "seed": SEED}
+                async with client.stream(prompt, **options) as stream:
                     async for delta in stream:
                         progress.add(text=delta.text, tokens=len(delta.token_ids))
                         if not console.is_terminal:

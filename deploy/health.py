@@ -45,7 +45,9 @@ async def watch(handle: RoleHandle, config: DeployConfig) -> None:
     while True:
         try:
             patience = patience_s(handle.report, config)
-            report = await asyncio.wait_for(handle.actor.report.remote(), patience)
+            # Not wait_for: in Python 3.11 it loses a cancellation that coincides with an answer.
+            async with asyncio.timeout(patience):
+                report = await handle.actor.report.remote()
         except TimeoutError:
             _restart(handle, f"silent for {patience:g} s")
         except ray.exceptions.RayError as error:

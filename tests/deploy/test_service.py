@@ -1,0 +1,118 @@
+"""The real roles on Ray: one completion through actors, one with its draft worker killed, and the command itself."""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from outrider.client import AsyncClient, GenerateOptions
+from outrider.deploy.cluster import Deployment
+from outrider.deploy.config import DeployConfig
+from outrider.deploy.demo import PROMPT
+from outrider.models import held_out_prompts
+from outrider.v1 import generation_pb2, registry_pb2
+
+OPTIONS: GenerateOptions = {"max_new_tokens": 96, "temperature": 1.0, "seed": 11, "ignore_eos": True}
+PLAIN: GenerateOptions = {**OPTIONS, "speculation": "off"}
+OUTRIDER = str(Path(sys.executable).parent / "outrider")
+
+
+# One deployment for the tests that use it, so one event loop too.
+on_one_loop = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def deployment() -> AsyncIterator[Deployment]:
+    async with Deployment(DeployConfig(port=0, name="service-test")) as started:
+        yield started
+
+
+@on_one_loop
+async def test_a_completion_streams_through_ray_placed_processes(deployment: Deployment):
+    async with AsyncClient(deployment.endpoint) as client:
+        async with client.stream(held_out_prompts()[0], **OPTIONS) as stream:
+            deltas = [delta async for delta in stream]
+        plain = await client.generate(held_out_prompts()[0], **PLAIN)
+    assert len(deltas) > 1
+    assert stream.result.speculation.acceptance_length > 1.5
+    assert stream.result.token_ids == plain.token_ids
+    assert len(plain.token_ids) == 96
+
+
+@on_one_loop
+async def test_a_draft_killed_in_the_middle_changes_no_token(deployment: Deployment):
+    (draft,) = (handle for handle in deployment.handles if handle.name.endswith("draft-0"))
+    assert draft.report is not None
+    alive = draft.report.pid
+    async with AsyncClient(deployment.endpoint) as client:
+        whole = await client.generate(held_out_prompts()[0], **OPTIONS)
+        async with client.stream(held_out_prompts()[0], **OPTIONS) as stream:
+            async for delta in stream:
+                if delta.offset > 10 and alive:
+                    os.kill(alive, signal.SIGKILL)
+                    alive = 0
+        assert not alive, "the completion ended before the draft worker could be killed"
+        assert stream.result.token_ids == whole.token_ids
+        await until_drafts_serve(client)
+        again = await client.generate(held_out_prompts()[0], **OPTIONS)
+    assert again.token_ids == whole.token_ids
+    assert again.speculation.accepted_tokens > 0
+
+
+async def until_drafts_serve(client: AsyncClient) -> None:
+    """Waits for the killed worker to be struck off, and for its successor."""
+    async with asyncio.timeout(60):
+        while not any(is_serving_draft(worker) for worker in (await client.server_info()).workers):
+            await asyncio.sleep(0.1)
+
+
+def is_serving_draft(worker: generation_pb2.WorkerStatus) -> bool:
+    return worker.introduction.role == registry_pb2.WORKER_ROLE_DRAFT and worker.state == "serving"
+
+
+@pytest.mark.parametrize(
+    ("send", "number"), [(os.killpg, signal.SIGINT), (os.kill, signal.SIGTERM)], ids=["Ctrl-C", "SIGTERM"]
+)
+def test_up_serves_until_told_to_stop_and_leaves_nothing(send: Callable[[int, int], None], number: signal.Signals):
+    command = [OUTRIDER, "up", "--port", "0", "--drafts", "0", "--name", "up-test"]
+    # A group of its own: Ctrl-C at a terminal reaches Ray's processes too.
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as up:
+        assert up.stdout is not None
+        endpoint = re.fullmatch(r"ready (127\.0\.0\.1:\d+)\n", up.stdout.readline())
+        send(up.pid, number)
+        rest, errors = up.communicate(timeout=60)
+    assert endpoint, errors
+    assert (up.returncode, rest) == (0, ""), errors
+    assert "Traceback" not in errors
+    assert not processes_mentioning("up-test")
+
+
+def test_demo_shows_a_completion_and_what_it_cost():
+    done = subprocess.run(
+        [OUTRIDER, "demo", "--max-new-tokens", "24"], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert PROMPT in done.stdout
+    assert re.search(r"tokens +24 \(prompt \d+\)", done.stdout)
+    assert re.search(r"acceptance length +\d\.\d\d", done.stdout)
+    assert done.stderr == ""
+
+
+def processes_mentioning(text: str) -> list[str]:
+    """Command lines of live processes other than this one."""
+    lines = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            lines.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
+        except OSError:
+            continue  # it has ended meanwhile
+    return [line for line in lines if text in line]
