@@ -58,7 +58,7 @@ bench: setup ## tokens per second on this machine: off, sync, async
 	@$(BIN)/python benchmarks/cpu.py
 
 pair: setup ## train the embedded pair anew (hours on a CPU, minutes on a GPU)
-	@$(BIN)/python recipes/embedded_pair/build.py
+	@$(BIN)/python recipes/embedded_pair/train.py
 
 clean: ## remove the environments and everything built
 	rm -rf $(VENV) .protos-venv build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis
