@@ -79,7 +79,7 @@ def choice(logits: torch.Tensor, position: int, spec: SamplingSpec) -> int:
 
 def make_verifier(checkpoint: Path, **overrides: int) -> Verifier:
     step = overrides.pop("max_step_tokens", 64)
-    config: dict[str, Any] = {"num_slots": 512, "max_sessions": 8, "max_tree_nodes": 16} | overrides
+    config: dict[str, Any] = {"num_slots": 512, "max_sessions": 8, "max_tree_nodes": 16, "torch_threads": 1} | overrides
     return Verifier(ModelRunner(EngineConfig(model_path=checkpoint, **config)), max_step_tokens=step)
 
 

@@ -37,7 +37,7 @@ def _attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    _attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
     *,
     step: AttentionStep,
     scaling: float,
@@ -46,6 +46,7 @@ def _attention(
     **_unused: Any,
 ) -> tuple[torch.Tensor, None]:
     """The interface's signature: query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]."""
+    assert attention_mask is None, "transformers built a mask; its size is quadratic in the rows, and it is not used"
     key_cache, value_cache = step.key_caches[module.layer_idx], step.value_caches[module.layer_idx]
     key_cache.index_copy_(0, step.write_slots, key[0].transpose(0, 1))
     value_cache.index_copy_(0, step.write_slots, value[0].transpose(0, 1))

@@ -74,8 +74,11 @@ def save_random(config: PretrainedConfig, folder: Path) -> Path:
     return folder
 
 
-def own_logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+def own_model(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+
+
+def own_logits(model: Any, token_ids: list[int]) -> torch.Tensor:
     with torch.inference_mode():
         return model(torch.tensor([token_ids])).logits[0]
 
@@ -83,7 +86,7 @@ def own_logits(folder: Path, token_ids: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_chunked_prefill_and_tree_equal_every_path_alone(family: str, tmp_path: Path) -> None:
     folder = save_random(FAMILIES[family], tmp_path)
-    runner = ModelRunner(EngineConfig(model_path=folder, num_slots=64, max_sessions=3))
+    runner = ModelRunner(EngineConfig(model_path=folder, num_slots=64, max_sessions=3, torch_threads=1))
     prompts = np.random.default_rng(1).integers(0, 97, (2, 14)).tolist()
     nodes = [11, 22, 33, 44, 55, 66]
     rows = [runner.slots.acquire_row() for _ in prompts]
@@ -109,11 +112,37 @@ def test_chunked_prefill_and_tree_equal_every_path_alone(family: str, tmp_path: 
             write_indices=range(13, 14 + len(nodes)),
         )
     logits = runner.forward(builder.build()).reshape(len(prompts), 1 + len(nodes), -1)
+    model = own_model(folder)
     for session, prompt in enumerate(prompts):
         for number in range(len(nodes) + 1):
             path, node = [], number
             while node:
                 path.insert(0, nodes[node - 1])
                 node = PARENTS[node - 1]
-            expected = own_logits(folder, [*prompt, *path])[-1]
+            expected = own_logits(model, [*prompt, *path])[-1]
             torch.testing.assert_close(logits[session, number], expected, rtol=1e-4, atol=2e-4)
+
+
+def test_bfloat16_stays_near_float32_and_gives_float32_logits(tmp_path: Path) -> None:
+    folder = save_random(FAMILIES["llama"], tmp_path)
+    runner = ModelRunner(EngineConfig(model_path=folder, dtype="bfloat16", num_slots=32, torch_threads=1))
+    row, prompt = runner.slots.acquire_row(), [3, 1, 4, 1, 5, 9, 2, 6]
+    runner.slots.extend(row, len(prompt))
+    builder = BatchBuilder()
+    builder.add_chain(row, prompt, 0, True)
+    logits = runner.forward(builder.build())
+    assert logits.dtype == torch.float32
+    expected = own_logits(own_model(folder), prompt)[-1:]
+    assert (logits - expected).norm() < 0.05 * expected.norm()
+
+
+def test_writing_where_nothing_was_reserved_is_noticed(tmp_path: Path) -> None:
+    runner = ModelRunner(
+        EngineConfig(model_path=save_random(FAMILIES["llama"], tmp_path), num_slots=32, torch_threads=1)
+    )
+    row = runner.slots.acquire_row()
+    runner.slots.extend(row, 1)
+    builder = BatchBuilder()
+    builder.add_chain(row, [1, 2], 0, True)
+    with pytest.raises(AssertionError, match="not reserved"):
+        runner.forward(builder.build())
