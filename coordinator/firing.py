@@ -15,8 +15,32 @@ from outrider.tree import Node
 CHILD_HIT = 0.9
 # Leaves that one draft step expands for a session.
 STEP_WIDTH = 8
-# A growth later than this many of its draft's steps is not coming soon.
-OVERDUE_STEPS = 2.5
+# How many mean deviations past its mean an answer still counts as on its way.
+_PATIENT_DEVIATIONS = 3.0
+
+
+class Latency:
+    """Running mean and mean deviation of a time, as TCP keeps them of its round trips."""
+
+    def __init__(self) -> None:
+        self.mean_ns = 0.0
+        self.deviation_ns = 0.0
+
+    def observe(self, elapsed_ns: float) -> None:
+        """One measured time."""
+        if not self.mean_ns:
+            self.mean_ns, self.deviation_ns = elapsed_ns, elapsed_ns / 2
+            return
+        # A pause of the whole machine must not teach patience: it counts as twice the mean at most.
+        error_ns = min(elapsed_ns, 2 * self.mean_ns) - self.mean_ns
+        self.mean_ns += error_ns / 8
+        self.deviation_ns += (abs(error_ns) - self.deviation_ns) / 4
+
+    def left_ns(self, elapsed_ns: float) -> float | None:
+        """Expected time still to wait after `elapsed_ns`; None when nothing is known, or it is overdue."""
+        if not self.mean_ns or elapsed_ns > self.mean_ns + _PATIENT_DEVIATIONS * self.deviation_ns:
+            return None
+        return max(self.mean_ns - elapsed_ns, self.deviation_ns, 0.05 * self.mean_ns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,20 +48,16 @@ class GrowthForecast:
     """When a session's draft is expected to speak next.
 
     Attributes:
-        last_ns: when it last spoke, or was told of a commit, whichever is later.
-        step_ns: how long its steps take.
+        since_ns: when what it answers happened: the commit it has not spoken to yet, or its last growth.
+        latency: how long that takes it.
     """
 
-    last_ns: int
-    step_ns: float
+    since_ns: int
+    latency: Latency
 
     def due_in_ns(self, now_ns: int) -> float | None:
         """Time until the next growth; None when it is overdue."""
-        since = now_ns - self.last_ns
-        if self.step_ns <= 0 or since > OVERDUE_STEPS * self.step_ns:
-            return None
-        # Once late, the rest is as uncertain as a fresh half step.
-        return max(self.step_ns - since, 0.5 * self.step_ns)
+        return self.latency.left_ns(now_ns - self.since_ns)
 
 
 def leaf_gain(root: Node, candidates: Sequence[Node], *, max_depth: int) -> float:

@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 
 from outrider import rpc
+from outrider.coordinator.firing import Latency
 from outrider.coordinator.messages import (
     Commit,
     Growth,
@@ -250,8 +251,8 @@ class DraftLink(_Link):
         self._on_error = on_error
         self._outgoing: draft_pb2.DraftCommands | None = None
         self.load = common_pb2.WorkerLoad()
-        self.step_ns = 0.0
-        """Exponential average of the worker's step time."""
+        self.step_latency = Latency()
+        """The worker's step time."""
         self._start(draft_pb2_grpc.DraftServiceStub(self._channel).Speculate())
 
     def open_session(self, opening: SessionOpening) -> None:
@@ -287,7 +288,7 @@ class DraftLink(_Link):
         async for message in self._call:
             self.load = message.load
             if message.report.step_ns:
-                self.step_ns += (message.report.step_ns - self.step_ns) * (0.1 if self.step_ns else 1.0)
+                self.step_latency.observe(message.report.step_ns)
             for error in message.errors:
                 self._on_error(error.session_id, error.epoch, error.message)
             for growth in _growth(message):

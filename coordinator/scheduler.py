@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outrider.coordinator.config import CoordinatorConfig
-from outrider.coordinator.firing import GrowthForecast, leaf_gain, patience_ns
+from outrider.coordinator.firing import GrowthForecast, Latency, leaf_gain, patience_ns
 from outrider.coordinator.lane import TargetLane
 from outrider.coordinator.links import DraftLink, TargetLink
 from outrider.coordinator.messages import (
@@ -37,17 +37,24 @@ logger = logging.getLogger(__name__)
 # A worker's error of a session (a lost state, say) is answered by opening it anew; the same again is given up.
 MAX_REOPENINGS = 2
 _DEFERRED_PAUSE_S = 0.005
+# A draft that has answered none of a session's last commits is waited for at every so many of them only.
+_RETRY_COMMITS = 8
 
 
 @dataclass(kw_only=True)
 class DraftPeer:
-    """A draft worker as the scheduler sees it."""
+    """A draft worker as the scheduler sees it.
+
+    Attributes:
+        response: from a commit to the first growth that knows of it.
+    """
 
     worker_id: str
     link: DraftLink
     limits: registry_pb2.WorkerLimits
     sessions: set[int] = field(default_factory=set)
     last_growth_ns: int = 0
+    response: Latency = field(default_factory=Latency)
 
 
 @dataclass(kw_only=True)
@@ -134,10 +141,12 @@ class Scheduler:
 
     def _forecast(self, session: Session) -> GrowthForecast | None:
         peers = [peer for worker_id in session.draft_epochs if (peer := self._drafts.get(worker_id)) is not None]
-        if not peers:
+        if not peers or (session.unanswered_commits > 1 and session.unanswered_commits % _RETRY_COMMITS):
             return None
         peer = max(peers, key=lambda peer: peer.last_growth_ns)
-        return GrowthForecast(last_ns=max(peer.last_growth_ns, session.committed_ns), step_ns=peer.link.step_ns)
+        if session.unanswered_commits:
+            return GrowthForecast(since_ns=session.committed_ns, latency=peer.response)
+        return GrowthForecast(since_ns=peer.last_growth_ns, latency=peer.link.step_latency)
 
     def _awaits_tree(self, session: Session) -> bool:
         """Whether a `sync` session's tree of this round is still growing."""
@@ -185,6 +194,7 @@ class Scheduler:
         for worker_id, epoch in session.draft_epochs.items():
             commit = Commit(session_id=session.session_id, epoch=epoch, position=position, token_ids=token_ids)
             self._drafts[worker_id].link.commit(commit)
+            session.unanswered_commits += 1
         return len(token_ids)
 
     # --------------------------------------------------------------------------------------------- requests in and out
@@ -346,6 +356,10 @@ class Scheduler:
             self.totals.dropped_nodes += len(growth.node_ids)
             return
         peer.last_growth_ns = time.monotonic_ns()
+        if growth.as_of == len(session.token_ids) and session.unanswered_commits:
+            if session.unanswered_commits == 1:
+                peer.response.observe(peer.last_growth_ns - session.committed_ns)
+            session.unanswered_commits = 0
         self.totals.dropped_nodes += session.take_growth(worker_id, growth)
         for lane in self._lanes.values():
             if session.session_id in lane.sessions:

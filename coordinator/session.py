@@ -65,6 +65,8 @@ class Session:
         self.arrivals: list[GrowthArrival] = []
         self.committed_ns = 0
         """When tokens were last committed."""
+        self.unanswered_commits = 0
+        """Commits since the draft last showed that it knows all."""
         self._take_received(request.received.get(index, ()))
         self.mirror = MirrorTree(self.token_ids)
 

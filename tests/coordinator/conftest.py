@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from outrider.coordinator.config import CoordinatorConfig
+from outrider.coordinator.firing import Latency
 from outrider.coordinator.messages import (
     Commit,
     GenerationRequest,
@@ -107,7 +108,8 @@ class FakeDraft:
     """Grows guesses of which a given share is right; growth reaches the scheduler after a random delay."""
 
     def __init__(self, *, accuracy: float, delay_s: float, seed: int = 0) -> None:
-        self.step_ns = 1e6
+        self.step_latency = Latency()
+        self.step_latency.observe(1e6)
         self.accuracy = accuracy
         self.delay_s = delay_s
         self.random = random.Random(seed)
