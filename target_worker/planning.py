@@ -108,11 +108,9 @@ class Planner:
             left -= work.prefill
 
     def _reserve(self, works: list[Work], sessions: Sequence[Session]) -> None:
-        planned = {id(work): self._slots.length(work.session.row) for work in works}
         for work in sorted(works, key=lambda work: work.session.order):
             needed = work.prefill + work.verifies
-            displaced = self._slots.length(work.session.row) != planned[id(work)]
-            if needed == 0 or displaced or not self._take(work, needed, sessions):
+            if needed == 0 or not self._take(work, needed, sessions):
                 work.prefill, work.verifies, work.nodes = 0, False, 0
         for work in works:
             if work.nodes and work.nodes <= self._slots.free:
@@ -125,7 +123,8 @@ class Planner:
         session = work.session
         younger = [other for other in sessions if other.order > session.order and self._slots.length(other.row)]
         within_reach = self._slots.free + sum(self._slots.length(other.row) for other in younger)
-        # All that the session needs up to its root: a prefill that would stop half way holds slots for nothing.
+        # All that the session needs up to its root: a prefill that would stop half way holds slots for nothing. A session
+        # displaced in this very step needs more than it gave up, so its plan, now wrong, ends here as well.
         missing = len(session.tokens) - self._slots.length(session.row)
         if missing > within_reach:
             return False

@@ -334,6 +334,36 @@ def test_a_shorter_length_truncates_and_a_longer_one_asks_to_reopen(
     assert verifier.session_count == 0
 
 
+def test_truncating_forgets_what_penalties_counted(verifier: Verifier, reference_model: PreTrainedModel) -> None:
+    spec = SamplingSpec(repetition_penalty=2.0, frequency_penalty=2.0, max_new_tokens=20)
+    plain = plain_decode(reference_model, PROMPT, spec).tokens
+    verifier.open(open_request(1, spec))
+    verifier.step([tree_request(1, 7, (plain[:8], list(range(8))))])
+    verifier.step([tree_request(1, 16)])
+    again = [
+        token for length in range(8, 18) for token in verifier.step([tree_request(1, length)]).results[0].token_ids
+    ]
+    verifier.close((7, 1), 1)
+    assert again == plain[1:11]
+
+
+def test_reopening_with_other_tokens_recomputes_what_differs(
+    verifier: Verifier, reference_model: PreTrainedModel
+) -> None:
+    spec = SamplingSpec(max_new_tokens=20)
+    other = [(token + 1) % 61 for token in plain_decode(reference_model, PROMPT, spec).tokens[:3]]
+    verifier.open(open_request(1, spec))
+    verifier.step([tree_request(1, 7)])
+    verifier.step([tree_request(1, 8)])
+    verifier.step([tree_request(1, 9)])
+    verifier.open(open_request(1, spec, epoch=2, output=other))
+    step = verifier.step([tree_request(1, 10, epoch=2)])
+    verifier.close((7, 1), 2)
+    expected = plain_decode(reference_model, [*PROMPT, *other], replace(spec, max_new_tokens=1)).tokens
+    assert list(step.results[0].token_ids) == expected
+    assert step.tokens == 3, "the prompt's KV was not kept"
+
+
 def test_reopening_keeps_the_shared_prefix_and_refuses_older_epochs(
     verifier: Verifier, reference_model: PreTrainedModel
 ) -> None:
