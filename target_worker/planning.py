@@ -123,8 +123,8 @@ class Planner:
         session = work.session
         younger = [other for other in sessions if other.order > session.order and self._slots.length(other.row)]
         within_reach = self._slots.free + sum(self._slots.length(other.row) for other in younger)
-        # All that the session needs up to its root: a prefill that would stop half way holds slots for nothing. A session
-        # displaced in this very step needs more than it gave up, so its plan, now wrong, ends here as well.
+        # All that the session needs up to its root: a prefill that would stop half way holds slots for nothing. And a
+        # session displaced in this very step needs more than it gave up, so its plan, now wrong, ends here as well.
         missing = len(session.tokens) - self._slots.length(session.row)
         if missing > within_reach:
             return False
