@@ -113,14 +113,14 @@ class AcceptanceCalibration:
 
 
 def _prior(branching: int, *, coupled: bool) -> FloatArray:
-    """[k * bins] estimates before anything was observed."""
+    """[k * bins] estimates before anything was observed: curves through the embedded pair's acceptance."""
     edges = np.array((0.0, *(_GAP_EDGES if coupled else _SURPRISE_EDGES)))
     centers = np.append((edges[:-1] + edges[1:]) / 2, edges[-1] * 1.2)
     ranks = np.arange(branching)[:, None]
     if coupled:
-        best = 1 - 0.55 * np.exp(-0.6 * centers)
-        others = 0.4 * np.exp(-0.9 * centers) / np.maximum(ranks, 1)
+        best = 1 - 0.63 * np.exp(-0.65 * centers)
+        others = 0.32 * 0.63 ** (ranks - 1.0) * np.exp(-0.8 * centers)
     else:
-        best = 0.95 * np.exp(-0.8 * centers)
-        others = 0.8 * np.exp(-0.9 * centers) / np.maximum(ranks, 1)
+        best = 0.995 * np.exp(-0.33 * centers)
+        others = np.where(ranks == 1, 0.75 * np.exp(-0.95 * centers), 0.45 * np.exp(-0.9 * centers))
     return np.where(ranks == 0, best, others).astype(np.float32).ravel()

@@ -31,8 +31,8 @@ class GrowthConfig:
     max_step_tokens: int = 256
     max_live_nodes: int = 64
     max_model_len: int = 2048
-    min_path_value: float = 0.01
-    min_acceptance: float = 0.005
+    min_path_value: float = 0.03
+    min_acceptance: float = 0.02
     sync_step_nodes: int = 8
     prior_strength: float = 20.0
     calibration_decay: float = 0.999

@@ -1,6 +1,7 @@
 """The draft worker from its configuration to its registration, and its end."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -79,6 +80,25 @@ async def test_serves_registers_grows_and_stops(checkpoint: Path):
     async with asyncio.timeout(10):
         await serving
     await coordinator.stop(grace_s=0)
+
+
+async def test_cancelling_it_leaves_nothing_behind(checkpoint: Path):
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    config = DraftWorkerConfig(model_path=checkpoint, num_slots=64, max_sessions=2)
+    serving = asyncio.create_task(serve(config, ready=ready.set_result))
+    async with asyncio.timeout(20):
+        address = await ready
+        async with rpc.open_channel(address) as channel:
+            call = draft_pb2_grpc.DraftServiceStub(channel).Speculate()
+            await call.write(draft_pb2.DraftCommands(incarnation=1))
+            serving.cancel()
+            assert not await call.read()
+        with pytest.raises(asyncio.CancelledError):
+            await serving
+    for thread in threading.enumerate():
+        if thread.name == "draft-growth":
+            thread.join(5)
+            assert not thread.is_alive()
 
 
 async def test_a_refusal_ends_it_with_the_reason(checkpoint: Path):
