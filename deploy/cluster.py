@@ -3,10 +3,7 @@
 import asyncio
 import functools
 import logging
-import os
-import signal
 import socket
-import threading
 from typing import Any
 
 import ray
@@ -16,15 +13,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from outrider.deploy.actors import CoordinatorActor, RoleActor, Serve, ServingWorkers
 from outrider.deploy.config import Bind, DeployConfig, amounts, shared_gpus
+from outrider.deploy.connection import NAMESPACE, connect
 from outrider.deploy.health import RoleHandle, watch
 from outrider.deploy.roles import Roles
 from outrider.errors import WorkerUnavailable
 
 logger = logging.getLogger(__name__)
 
-NAMESPACE = "outrider"
 START_POLL_INTERVAL_S = 0.1
-CONNECT_TIMEOUT_S = 5.0
 LOOPBACK = "127.0.0.1"
 
 
@@ -165,51 +161,6 @@ async def _serving(handle: RoleHandle) -> None:
         if handle.report.failure is not None:
             raise WorkerUnavailable(f"{handle.name} could not serve: {handle.report.failure}")
         await asyncio.sleep(START_POLL_INTERVAL_S)
-
-
-def connect(config: DeployConfig) -> bool:
-    """Joins the Ray that this process is in already, else the one at `ray_address`, else starts one.
-
-    Returns:
-        True if a Ray was started here, which is then ours to shut down.
-    """
-    if ray.is_initialized():
-        return False
-    # Both are read by Ray when it starts; what the user has set counts.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
-    _check_reachable(config.ray_address)
-    options: dict[str, Any] = {}
-    if config.ray_address == "local":
-        options = {"include_dashboard": False, "object_store_memory": config.object_store_bytes}
-    on_main_thread = threading.current_thread() is threading.main_thread()
-    sigterm = signal.getsignal(signal.SIGTERM) if on_main_thread else None
-    ray.init(
-        address=config.ray_address,
-        namespace=NAMESPACE,
-        log_to_driver=config.role_logs,
-        logging_level=logging.ERROR,
-        **options,
-    )
-    # Ray takes SIGTERM for itself and would exit without stopping the roles.
-    if on_main_thread and sigterm is not None:
-        signal.signal(signal.SIGTERM, sigterm)
-    return True
-
-
-def _check_reachable(address: str) -> None:
-    """Ray itself would try for minutes.
-
-    Raises:
-        ConnectionError: nothing listens at host:port.
-    """
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdigit():
-        return
-    try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
-    except OSError as error:
-        raise ConnectionError(f"no Ray cluster at {address}: {error}") from error
 
 
 def _home_node(config: DeployConfig) -> dict[str, Any]:

@@ -13,8 +13,9 @@ import ray.cloudpickle
 
 from outrider import rpc
 from outrider.deploy.actors import RoleReport
-from outrider.deploy.cluster import NAMESPACE, Deployment, connect
+from outrider.deploy.cluster import Deployment
 from outrider.deploy.config import DeployConfig
+from outrider.deploy.connection import NAMESPACE, connect
 from outrider.deploy.health import RoleHandle, patience_s
 from outrider.deploy.roles import Roles
 from outrider.errors import WorkerUnavailable
@@ -22,6 +23,9 @@ from outrider.v1 import generation_pb2, generation_pb2_grpc, registry_pb2
 
 # The actors cannot import this file: it travels to them by value.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+# Where Ray had to be started twice, it forgets the processes of its first attempt until the end.
+pytestmark = pytest.mark.filterwarnings(r"ignore:subprocess \d+ is still running:ResourceWarning")
 
 CONFIG = DeployConfig(port=0, ping_interval_s=0.1, hang_timeout_s=1.0, start_timeout_s=60.0, stop_timeout_s=5.0)
 

@@ -19,6 +19,9 @@ from outrider.deploy.demo import PROMPT
 from outrider.models import held_out_prompts
 from outrider.v1 import generation_pb2, registry_pb2
 
+# Where Ray had to be started twice, it forgets the processes of its first attempt until the end.
+pytestmark = pytest.mark.filterwarnings(r"ignore:subprocess \d+ is still running:ResourceWarning")
+
 OPTIONS: GenerateOptions = {"max_new_tokens": 96, "temperature": 1.0, "seed": 11, "ignore_eos": True}
 PLAIN: GenerateOptions = {**OPTIONS, "speculation": "off"}
 OUTRIDER = str(Path(sys.executable).parent / "outrider")
