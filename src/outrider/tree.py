@@ -136,9 +136,10 @@ def ancestor_masks(parents: Sequence[int], *, words: int | None = None) -> npt.N
     """
     count = len(parents) + 1
     words = (count + 63) // 64 if words is None else words
-    masks = np.zeros((count, words), dtype=np.uint64)
-    for number in range(count):
-        if number:
-            masks[number] = masks[parents[number - 1]]
-        masks[number, number >> 6] |= np.uint64(1) << np.uint64(number & 63)
-    return masks.view(np.int64)
+    masks = [1]
+    for number, parent in enumerate(parents, start=1):
+        masks.append(masks[parent] | 1 << number)
+    if words == 1:
+        return np.array(masks, dtype=np.uint64).view(np.int64)[:, None]
+    data = b"".join(mask.to_bytes(8 * words, "little") for mask in masks)
+    return np.frombuffer(data, dtype="<i8").reshape(count, words)

@@ -1,0 +1,164 @@
+"""The sceptic's bench: real processes on one side, a plain loop over transformers' own forward on the other."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+from outrider.local import LocalService
+from outrider.models import embedded_target_path, held_out_prompts
+from outrider.sampling import SamplingSpec
+
+# Two choices whose scores lie this near may swap with the shape of a batch (float32 rows differ by about 1e-5).
+NEAR_TIE = 1e-4
+
+_MASK = np.uint64(0xFFFFFFFF)
+
+
+def _philox(seed: int, position: int, choice_index: int, vocab_size: int) -> np.ndarray:
+    """uint32 [V]: Philox4x32-10 written out once more, from its paper, so that a fault in ours cannot hide."""
+    lanes = np.arange((vocab_size + 3) // 4, dtype=np.uint64)
+    counter = [lanes, np.full_like(lanes, position), np.zeros_like(lanes), np.full_like(lanes, choice_index)]
+    key = [np.uint64(seed & 0xFFFFFFFF), np.uint64(seed >> 32)]
+    for _ in range(10):
+        low, high = counter[0] * np.uint64(0xD2511F53), counter[2] * np.uint64(0xCD9E8D57)
+        counter = [
+            (high >> np.uint64(32)) ^ counter[1] ^ key[0],
+            high & _MASK,
+            (low >> np.uint64(32)) ^ counter[3] ^ key[1],
+            low & _MASK,
+        ]
+        key = [(key[0] + np.uint64(0x9E3779B9)) & _MASK, (key[1] + np.uint64(0xBB67AE85)) & _MASK]
+    return np.stack(counter, axis=1).reshape(-1)[:vocab_size].astype(np.uint32)
+
+
+def gumbel_noise(seed: int, position: int, choice_index: int, vocab_size: int) -> np.ndarray:
+    """float64 [V], from the definition: G = -log E, E = -log(1 - w)."""
+    word = _philox(seed, position, choice_index, vocab_size).astype(np.float32)
+    uniform = np.minimum((word + np.float32(0.5)) * np.float32(2**-32), np.float32(1 - 2**-24)).astype(np.float64)
+    return -np.log(-np.log1p(-uniform))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceOutput:
+    """What the plain loop generates; `margins` are the gaps between best and second score of every choice."""
+
+    token_ids: Sequence[int]
+    margins: Sequence[float]
+    logprobs: Sequence[float]
+    finish_reason: str
+
+
+class Reference:
+    """One token at a time through transformers, the choice rule written out plainly in numpy."""
+
+    def __init__(self) -> None:
+        path = embedded_target_path()
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self.eos = self.model.generation_config.eos_token_id
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    @torch.inference_mode()
+    def generate(self, prompt: Sequence[int], spec: SamplingSpec) -> ReferenceOutput:
+        token_ids, cache = list(prompt), DynamicCache()
+        fed, margins, logprobs, finish = 0, [], [], "length"
+        for _ in range(spec.max_new_tokens):
+            new = torch.tensor([token_ids[fed:]])
+            output = self.model(input_ids=new, past_key_values=cache, use_cache=True)
+            fed = len(token_ids)
+            raw = output.logits[0, -1].double().numpy()
+            token, margin = choose(raw, token_ids, len(prompt), spec)
+            token_ids.append(token)
+            margins.append(margin)
+            logprobs.append(float(raw[token] - np.logaddexp.reduce(raw)))
+            if token in spec.stop_token_ids:
+                finish = "stop"
+                break
+        return ReferenceOutput(
+            token_ids=token_ids[len(prompt) :], margins=margins, logprobs=logprobs, finish_reason=finish
+        )
+
+
+def choose(raw: np.ndarray, token_ids: Sequence[int], prompt_length: int, spec: SamplingSpec) -> tuple[int, float]:
+    """The token after `token_ids`, and how far its score is ahead of the next best."""
+    logits = raw.copy()
+    output = token_ids[prompt_length:]
+    for token in set(token_ids):
+        scale = spec.repetition_penalty
+        logits[token] = logits[token] / scale if logits[token] > 0 else logits[token] * scale
+    for token in set(output):
+        logits[token] -= spec.frequency_penalty * output.count(token) + spec.presence_penalty
+    for token, bias in spec.logit_bias.items():
+        logits[token] += bias
+    allowed = np.ones(len(logits), dtype=bool)
+    if spec.allowed_token_ids:
+        allowed[:] = False
+        allowed[list(spec.allowed_token_ids)] = True
+    if len(output) < spec.min_new_tokens:
+        allowed[list(spec.stop_token_ids)] = False
+    logits[~allowed] = -np.inf
+    if spec.temperature == 0:
+        scores = logits
+    else:
+        scores = filtered(logits / spec.temperature, spec)
+        scores = scores + gumbel_noise(spec.seed, len(token_ids), spec.choice_index, len(logits))
+    best = int(np.argmax(scores))
+    return best, float(scores[best] - np.partition(scores, -2)[-2])
+
+
+def filtered(scaled: np.ndarray, spec: SamplingSpec) -> np.ndarray:
+    if spec.top_k > 0:
+        scaled = np.where(scaled >= np.sort(scaled)[-min(spec.top_k, len(scaled))], scaled, -np.inf)
+    if spec.top_p < 1:
+        probabilities = np.exp(scaled - np.logaddexp.reduce(scaled))
+        ranked = np.sort(probabilities)[::-1]
+        last = int(np.searchsorted(np.cumsum(ranked), spec.top_p))
+        scaled = np.where(probabilities >= ranked[min(last, len(ranked) - 1)], scaled, -np.inf)
+    if spec.min_p > 0:
+        scaled = np.where(scaled >= scaled.max() + np.log(spec.min_p), scaled, -np.inf)
+    return scaled
+
+
+def first_true_difference(got: Sequence[int], wanted: ReferenceOutput) -> int | None:
+    """Where two outputs part, unless it is at a near tie; None if nowhere."""
+    for place, token in enumerate(wanted.token_ids):
+        if place >= len(got) or got[place] != token:
+            return None if wanted.margins[place] < NEAR_TIE else place
+    return None if len(got) == len(wanted.token_ids) else len(wanted.token_ids)
+
+
+@pytest.fixture(scope="session")
+def reference() -> Reference:
+    torch.set_num_threads(2)
+    return Reference()
+
+
+@pytest.fixture(scope="session")
+def prompts(reference: Reference) -> list[list[int]]:
+    """Fifty held-out prompts as token ids."""
+    texts = held_out_prompts()
+    assert len(texts) >= 50
+    return [reference.encode(text) for text in texts[:50]]
+
+
+@pytest.fixture(scope="session")
+def differs() -> Callable[[Sequence[int], ReferenceOutput], int | None]:
+    return first_true_difference
+
+
+@pytest.fixture(scope="session")
+def one_draft() -> Iterator[LocalService]:
+    with LocalService(drafts=1) as service:
+        yield service
+
+
+@pytest.fixture(scope="session")
+def two_drafts() -> Iterator[LocalService]:
+    with LocalService(drafts=2) as service:
+        yield service

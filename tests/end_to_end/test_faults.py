@@ -1,0 +1,211 @@
+"""Processes die, clients leave, requests are malformed: the output stays what it is and nothing is left behind."""
+
+import signal
+import threading
+import time
+
+import grpc
+import pytest
+
+from outrider.client import Client
+from outrider.errors import OutriderError
+from outrider.local import LocalService
+from outrider.rpc import CHANNEL_OPTIONS
+from outrider.v1 import generation_pb2
+
+
+def wait_until(condition, *, timeout_s: float = 15.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def is_quiet(client: Client) -> bool:
+    """No session anywhere, no slot held at any worker."""
+    info = client.server_info()
+    if info.running_sessions or info.waiting_requests:
+        return False
+    return all(not worker.load.sessions and not worker.load.slots_used for worker in info.workers)
+
+
+def test_a_draft_killed_in_the_middle_changes_nothing(prompts):
+    with LocalService(drafts=1) as service, Client(service.endpoint) as client:
+        settings = {"max_new_tokens": 160, "temperature": 1.0, "seed": 9, "ignore_eos": True}
+        wanted = client.generate(prompts[0], speculation="off", **settings)
+        tokens: list[int] = []
+        with client.stream(prompts[0], **settings) as stream:
+            for delta in stream:
+                tokens.extend(delta.token_ids)
+                if len(tokens) > 40 and service.processes["draft-0"].poll() is None:
+                    service.processes["draft-0"].send_signal(signal.SIGKILL)
+                    service.processes["draft-0"].wait()
+        assert tokens == list(wanted.token_ids)
+        assert stream.result.speculation.accepted_tokens > 0
+        # And with no draft at all.
+        wait_until(lambda: len(client.server_info().workers) == 1)
+        output = client.generate(prompts[0], **settings)
+        assert list(output.token_ids) == list(wanted.token_ids)
+        assert output.speculation.drafted_tokens == 0
+
+
+def test_a_frozen_draft_costs_speed_only(prompts):
+    with LocalService(drafts=1) as service, Client(service.endpoint) as client:
+        settings = {"max_new_tokens": 120, "ignore_eos": True}
+        wanted = client.generate(prompts[1], speculation="off", **settings)
+        draft = service.processes["draft-0"]
+        tokens: list[int] = []
+        try:
+            with client.stream(prompts[1], **settings) as stream:
+                for delta in stream:
+                    tokens.extend(delta.token_ids)
+                    if len(tokens) > 20:
+                        draft.send_signal(signal.SIGSTOP)
+        finally:
+            draft.send_signal(signal.SIGCONT)
+        assert tokens == list(wanted.token_ids)
+
+
+def test_a_target_killed_ends_the_stream_with_the_reason_and_tokens_stay_valid(prompts):
+    with LocalService(drafts=1) as service, Client(service.endpoint, max_resumes=0) as client:
+        wanted = client.generate(prompts[2], max_new_tokens=200, speculation="off", ignore_eos=True)
+        tokens: list[int] = []
+        with (
+            pytest.raises(OutriderError, match="target"),
+            client.stream(prompts[2], max_new_tokens=200, ignore_eos=True) as stream,
+        ):
+            for delta in stream:
+                tokens.extend(delta.token_ids)
+                if len(tokens) > 20:
+                    service.processes["target-0"].send_signal(signal.SIGKILL)
+        assert 20 < len(tokens) < 200
+        assert tokens == list(wanted.token_ids)[: len(tokens)]
+
+
+def test_leaving_early_frees_everything(one_draft, prompts):
+    with Client(one_draft.endpoint) as client:
+        for _ in range(3):
+            with client.stream(prompts[3], max_new_tokens=800, ignore_eos=True) as stream:
+                next(iter(stream))
+        wait_until(lambda: is_quiet(client))
+
+
+def test_abort_ends_a_request_of_another_client(one_draft, prompts):
+    with Client(one_draft.endpoint) as client, Client(one_draft.endpoint) as other:
+        with (
+            pytest.raises(OutriderError, match="abort"),
+            client.stream(prompts[3], max_new_tokens=800, ignore_eos=True, request_id="long") as stream,
+        ):
+            for _ in stream:
+                other.abort("long")
+        wait_until(lambda: is_quiet(client))
+
+
+def malformed_requests(vocab_size: int, max_model_len: int) -> list[bytes]:
+    """Two hundred requests with something wrong, as bytes on the wire."""
+    sampling_faults = [
+        {"temperature": float("nan")},
+        {"temperature": -0.5},
+        {"temperature": float("inf")},
+        {"top_p": 1.5},
+        {"top_p": 0.0},
+        {"top_p": float("nan")},
+        {"top_k": -7},
+        {"min_p": -0.1},
+        {"min_p": 1.1},
+        {"repetition_penalty": 0.0},
+        {"presence_penalty": 9.0},
+        {"frequency_penalty": float("inf")},
+        {"logit_bias": {vocab_size: 1.0}},
+        {"logit_bias": {1: float("nan")}},
+        {"allowed_token_ids": [vocab_size + 3]},
+        {"max_new_tokens": 0},
+        {"max_new_tokens": max_model_len},
+        {"max_new_tokens": 4, "min_new_tokens": 5},
+        {"stop": [""]},
+        {"stop": ["x" * 300]},
+        {"stop": ["a"] * 40},
+        {"stop_token_ids": [vocab_size]},
+        {"n": 0},
+        {"n": 99},
+        {"logprobs": 21},
+    ]
+    requests = []
+    for repeat in range(7):
+        for fault in sampling_faults:
+            sampling = generation_pb2.SamplingParams(**fault)
+            request = generation_pb2.GenerateRequest(text=f"x = {repeat}", sampling_params=sampling)
+            requests.append(request.SerializeToString())
+    good = generation_pb2.GenerateRequest(text="x")
+    stops_with_broken_utf8 = b"\x22\x05\x6a\x03\xff\xfe\xfd"
+    over_long = generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[5] * (max_model_len + 1)))
+    others = [
+        b"",
+        generation_pb2.GenerateRequest(text="").SerializeToString(),
+        generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds()).SerializeToString(),
+        generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[vocab_size])).SerializeToString(),
+        over_long.SerializeToString(),
+        good.SerializeToString() + stops_with_broken_utf8,
+        good.SerializeToString() + b"\xfa\x07\x01x",
+        good.SerializeToString() + b"\x22\x04\xfa\x07\x01x",
+        b"\xff\xff\xff\xff",
+        good.SerializeToString()[:-1],
+        generation_pb2.GenerateRequest(text="x", request_id="y" * 5000).SerializeToString(),
+        generation_pb2.GenerateRequest(
+            text="x", speculation=generation_pb2.SpeculationParams(max_nodes=100_000)
+        ).SerializeToString(),
+        generation_pb2.GenerateRequest(
+            text="x", received=[generation_pb2.Received(index=7, token_ids=[1])]
+        ).SerializeToString(),
+    ]
+    return (requests + others * 2)[:200]
+
+
+def test_two_hundred_malformed_requests(one_draft, prompts):
+    with Client(one_draft.endpoint) as client:
+        model = client.model_info().model
+        requests = malformed_requests(model.vocab_size, model.max_model_len)
+        assert len(requests) == 200
+        with grpc.insecure_channel(one_draft.endpoint, options=CHANNEL_OPTIONS) as channel:
+            generate = channel.unary_stream(
+                "/outrider.v1.GenerationService/Generate",
+                request_serializer=lambda data: data,
+                response_deserializer=generation_pb2.GenerateResponse.FromString,
+            )
+            for data in requests:
+                with pytest.raises(grpc.RpcError) as caught:
+                    list(generate(data, timeout=10))
+                error = caught.value
+                assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, (data[:80], error.details())
+                assert len(error.details()) > 15, data[:80]
+        output = client.generate(prompts[0], max_new_tokens=8)
+        assert len(output.token_ids) == 8
+        wait_until(lambda: is_quiet(client))
+
+
+def test_many_clients_at_once_all_get_their_own(one_draft, prompts):
+    with Client(one_draft.endpoint) as client:
+        wanted = {}
+        for number in range(6):
+            wanted[number] = client.generate(prompts[number], max_new_tokens=16, speculation="off").token_ids
+        got: dict[int, object] = {}
+
+        def run(number: int) -> None:
+            with Client(one_draft.endpoint) as own:
+                got[number] = own.generate(prompts[number], max_new_tokens=16).token_ids
+
+        threads = [threading.Thread(target=run, args=(number,)) for number in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert got == wanted
+        wait_until(lambda: is_quiet(client))
+
+
+def test_reflection_lists_the_services(one_draft):
+    from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+
+    with grpc.insecure_channel(one_draft.endpoint) as channel:
+        services = set(ProtoReflectionDescriptorDatabase(channel).get_services())
+    assert {"outrider.v1.GenerationService", "outrider.v1.RegistryService", "grpc.health.v1.Health"} <= services
