@@ -40,6 +40,7 @@ def test_commit_keeps_the_surviving_branch(seed):
         chain, at = [], node
         while at is not tree.root:
             chain.append(at.acceptance)
+            assert at.parent is not None
             at = at.parent
         assert node.depth == len(chain)
         assert node.path_value == pytest.approx(np.prod(chain))
@@ -75,6 +76,7 @@ def test_masks_and_depths_follow_the_ancestors(size):
         visible, at = {0}, node
         while at is not tree.root:
             visible.add(nodes.index(at) + 1)
+            assert at.parent is not None
             at = at.parent
         bits = {bit for bit in range(len(nodes) + 1) if int(masks[number, bit >> 6]) >> (bit & 63) & 1}
         assert bits == visible
