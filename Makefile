@@ -13,6 +13,7 @@ PYTHON ?= $(shell for modules in sys,ensurepip,venv sys; do for python in python
 	$$python -c "import $$modules; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))" 2>/dev/null && \
 	{ echo $$python; exit; }; done; done)
 TORCH_INDEX ?=
+BUF := npx --yes --loglevel=error @bufbuild/buf@1.75.0
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --constraint constraints.txt
 
@@ -44,8 +45,8 @@ check: setup ## formatting, lint, types, generated code
 	@$(BIN)/ruff check .
 	@$(BIN)/pyright
 	@PYTHON=$(BIN)/python sh protos/generate.sh --check
-	@if command -v npx >/dev/null; then cd protos && npx --yes @bufbuild/buf@1.75.0 lint; \
-		else echo "npx is not installed: left out buf lint"; fi
+	@if $(BUF) --version >/dev/null 2>&1; then cd protos && $(BUF) lint; \
+		else echo "left out the lint of protos: no buf (npx, from npm) on this machine"; fi
 
 format: setup ## format the code and mend what the linter can
 	@$(BIN)/ruff format .

@@ -54,7 +54,8 @@ async def _show(config: DeployConfig, *, max_new_tokens: int) -> None:
                 console.print(f"{handle.name:24} pid {handle.report.pid:<8} {handle.report.address}", style="dim")
         console.print()
         result = await stream_completion(deployment.endpoint, max_new_tokens=max_new_tokens, console=console)
-        console.print()
+        # The completion may end in the middle of a line.
+        console.print("" if console.is_terminal else "\n")
         console.print(summary(result))
     finally:
         await deployment.stop()

@@ -32,9 +32,10 @@ COUNTER_INTERVAL_MS = 100
 
 @dataclass(kw_only=True)
 class Progress:
-    """What a viewer sees of a running completion."""
+    """What a viewer sees of a running completion: its last `visible_lines`, so that the counters stay on screen."""
 
     prompt: str
+    visible_lines: int | None = None
     text: str = ""
     tokens: int = 0
     verify_steps: int = 0
@@ -60,7 +61,8 @@ class Progress:
             f"[bold]{self.acceptance_length:.2f}[/] tokens a verify step",
             f"[bold]{self.verify_steps}[/] verify steps",
         )
-        return Group(Text(self.prompt, style="dim", end=""), Text(self.text), Text(), counters)
+        lines = Text.assemble((self.prompt, "dim"), self.text).split("\n", allow_blank=True)
+        return Group(Text("\n").join(lines[-self.visible_lines :] if self.visible_lines else lines), Text(), counters)
 
 
 async def stream_completion(
@@ -71,7 +73,7 @@ async def stream_completion(
     Raises:
         OutriderError: as the server says.
     """
-    progress = Progress(prompt=prompt)
+    progress = Progress(prompt=prompt, visible_lines=max(1, console.height - 4))
     live = Live(progress, console=console, refresh_per_second=10) if console.is_terminal else contextlib.nullcontext()
     async with AsyncClient(endpoint) as client:
         counting = asyncio.create_task(_count(client, progress))
@@ -88,6 +90,7 @@ async def stream_completion(
                 result = stream.result
                 progress.verify_steps = result.speculation.verify_steps
                 progress.acceptance_length = result.speculation.acceptance_length
+                progress.visible_lines = None
         finally:
             counting.cancel()
             # The counters decorate: what goes wrong with the server, the stream says.
