@@ -17,6 +17,7 @@ from outrider.draft_worker.growth import TreeGrowth
 from outrider.draft_worker.growth_step import GrowthStep, SessionGrowth
 from outrider.draft_worker.session import CommitMismatch, SessionStart
 from outrider.errors import OutriderError
+from outrider.worker import share_interpreter
 
 logger = logging.getLogger(__name__)
 
@@ -140,6 +141,7 @@ class GrowthThread:
         return Load(growth.num_sessions, slots.used, slots.num_slots, growth.steps, busy)
 
     def _run(self) -> None:
+        share_interpreter()
         try:
             growth = self._make_growth()
             self.ready.set_result(growth)

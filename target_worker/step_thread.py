@@ -21,6 +21,7 @@ from outrider.target_worker.sessions import (
     TreeResult,
 )
 from outrider.target_worker.verifier import StepResult, Verifier
+from outrider.worker import share_interpreter
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +137,7 @@ class StepThread:
         return self.load
 
     def _run(self) -> None:
+        share_interpreter()
         error: BaseException | None = None
         try:
             verifier = self._make_verifier()

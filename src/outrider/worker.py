@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 import secrets
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -24,9 +25,20 @@ logger = logging.getLogger(__name__)
 Load = Callable[[], common_pb2.WorkerLoad]
 """What the worker is doing now; called once a heartbeat."""
 
+_SWITCH_INTERVAL_S = 0.0005
 _FIRST_LEASE_S = 10.0
 _MIN_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 2.0
+
+
+def share_interpreter() -> None:
+    """Lets the thread of the event loop have the interpreter soon while another thread computes.
+
+    By default a thread gives the interpreter up after 5 ms. A message passes through it several times, so that on two
+    busy cores growth and commits took 15 to 70 ms; with half a millisecond a token of the embedded pair took 5 ms
+    instead of 8.
+    """
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
 
 
 def model_info(card: ModelCard) -> common_pb2.ModelInfo:

@@ -9,6 +9,7 @@ from outrider.engine.batch import ForwardBatch
 from outrider.engine.checkpoint import ModelCard, load_checkpoint
 from outrider.engine.config import EngineConfig
 from outrider.engine.kv_slots import SlotTable
+from outrider.engine.packed_linear import can_pack, pack_linear_layers
 from outrider.errors import CheckpointError
 from outrider.kernels.tree_attention import TreeAttentionBatch
 
@@ -37,6 +38,8 @@ class ModelRunner:
         self.config = config
         self.device = torch.device(config.device)
         self._model, self.info = load_checkpoint(config)
+        if self.device.type == "cpu" and can_pack():
+            pack_linear_layers(self._model)
         shape = _KvShape(self._model.config, getattr(torch, config.dtype_name))
         row_len = self.info.max_model_len + config.max_tree_nodes
         num_slots = _num_slots(config, shape, row_len, self.device)
