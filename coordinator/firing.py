@@ -1,9 +1,9 @@
 """When to fire: whether a free target should wait for more growth, or verify what is there.
 
 The next growth of a draft adds children to the best leaves of its trees. If it is expected in `w` nanoseconds, waiting
-costs `rate * w` tokens, rate being the tokens per nanosecond that the target's sessions emit now. It earns about the
-sum of the leaves' path values times the chance that one of a leaf's children is right. Wait while that earns more; a
-hard cap bounds the wait of a round, and a draft that is overdue is not waited for at all.
+costs `rate * w` tokens, rate being the tokens per nanosecond that the target's sessions emit now. It earns a share of
+the sum of the leaves' path values. Wait while that earns more; a hard cap bounds the wait of a round, and a draft that
+is overdue is not waited for at all.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from outrider.tree import Node
 
-# Chance that some child of an accepted node is the target's choice.
-CHILD_HIT = 0.9
+# What a leaf's children are worth now, in tokens per path value of the leaf: some child is right nine times in ten, but
+# half of what comes too late for this round still serves the next one, so waiting earns the other half only.
+LEAF_GAIN = 0.45
 # Leaves that one draft step expands for a session.
 STEP_WIDTH = 8
 # How many mean deviations past its mean an answer still counts as on its way.
@@ -63,9 +64,9 @@ class GrowthForecast:
 def leaf_gain(root: Node, candidates: Sequence[Node], *, max_depth: int) -> float:
     """Expected tokens that one more draft step adds to a session's submission."""
     if not root.children:
-        return CHILD_HIT if max_depth > 0 else 0.0
+        return LEAF_GAIN if max_depth > 0 else 0.0
     leaves = [node.path_value for node in candidates if not node.children and node.depth < max_depth]
-    return CHILD_HIT * sum(leaves[:STEP_WIDTH])
+    return LEAF_GAIN * sum(leaves[:STEP_WIDTH])
 
 
 def patience_ns(outlooks: Iterable[tuple[float, GrowthForecast]], *, rate: float, now_ns: int, left_ns: float) -> float:

@@ -39,6 +39,8 @@ class MirrorTree:
         self._token_ids = token_ids
         self.length = len(token_ids)
         self.tree = TokenTree(token_ids[-1])
+        self.root_was_drafted = False
+        """Whether the root was a node of the tree before it was committed: a draft may be expanding it by now."""
         self._views: dict[str, _WorkerView] = {}
 
     def graft(self, worker_id: str, growth: Growth) -> int:
@@ -81,6 +83,7 @@ class MirrorTree:
         length_at: dict[Node, int] = {}
         for place, node in enumerate(self.tree.commit(token_ids), start=1):
             length_at[node] = self.length + place
+        self.root_was_drafted = len(length_at) == len(token_ids)
         self.length += len(token_ids)
         assert self.length == len(self._token_ids)
         alive = set(self.tree.root.walk())

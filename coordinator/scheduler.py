@@ -144,8 +144,9 @@ class Scheduler:
         if not peers or (session.unanswered_commits > 1 and session.unanswered_commits % _RETRY_COMMITS):
             return None
         peer = max(peers, key=lambda peer: peer.last_growth_ns)
-        if session.unanswered_commits:
+        if session.unanswered_commits and not session.mirror.root_was_drafted:
             return GrowthForecast(since_ns=session.committed_ns, latency=peer.response)
+        # The step that the draft is in expands the root, most likely, although it does not know yet that it is one.
         return GrowthForecast(since_ns=peer.last_growth_ns, latency=peer.link.step_latency)
 
     def _awaits_tree(self, session: Session) -> bool:

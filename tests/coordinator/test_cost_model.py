@@ -48,3 +48,18 @@ def test_nonsense_is_not_learned():
     cost.observe(0, 5.0)
     cost.observe(3, 0)
     assert cost.predict_ns(1) == 7.0
+
+
+def test_bad_luck_with_one_size_is_forgotten():
+    """A size measured once, at a bad moment, and avoided since: its estimate returns to what its neighbours say."""
+    cost = StepCost()
+    for _ in range(20):
+        for rows in (1, 8, 24):
+            cost.observe(rows, 4e6 + 5e4 * rows)
+    for _ in range(5):
+        cost.observe(4, 12e6)
+    assert cost.predict_ns(4) > 7e6
+    for _ in range(800):
+        for rows in (1, 8, 24):
+            cost.observe(rows, 4e6 + 5e4 * rows)
+    assert cost.predict_ns(4) == pytest.approx(4.2e6, rel=0.1)

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from outrider.coordinator.firing import CHILD_HIT, GrowthForecast, Latency, leaf_gain, patience_ns
+from outrider.coordinator.firing import LEAF_GAIN, GrowthForecast, Latency, leaf_gain, patience_ns
 from outrider.tree import TokenTree
 
 MS = 1_000_000
@@ -64,10 +64,10 @@ def test_nobody_to_wait_for():
 
 def test_gain_counts_leaves_that_may_still_grow():
     tree = TokenTree(1)
-    assert leaf_gain(tree.root, [], max_depth=8) == CHILD_HIT
+    assert leaf_gain(tree.root, [], max_depth=8) == LEAF_GAIN
     assert leaf_gain(tree.root, [], max_depth=0) == 0
     top = tree.add(tree.root, 2, 0.8)
     tree.add(tree.root, 3, 0.1)
     deep = tree.add(top, 4, 0.5)
-    assert leaf_gain(tree.root, tree.best(10), max_depth=8) == pytest.approx(CHILD_HIT * (0.4 + 0.1))
-    assert leaf_gain(tree.root, tree.best(10), max_depth=deep.depth) == pytest.approx(CHILD_HIT * 0.1)
+    assert leaf_gain(tree.root, tree.best(10), max_depth=8) == pytest.approx(LEAF_GAIN * (0.4 + 0.1))
+    assert leaf_gain(tree.root, tree.best(10), max_depth=deep.depth) == pytest.approx(LEAF_GAIN * 0.1)
