@@ -19,17 +19,17 @@ class CoordinatorConfig:
         max_model_len: most tokens of a session (prompt and output); default the model's own limit.
         default_max_new_tokens: output limit of a request that names none.
         max_running_sessions: choices that are generated at a time; further requests wait.
-        max_queue: requests that may wait; more are refused with RESOURCE_EXHAUSTED.
+        max_queue: choices that may wait; a request that does not fit is refused with RESOURCE_EXHAUSTED.
         max_buffered_events: events that a slow reader may leave unread before its request rests until it reads on.
         max_nodes: most nodes verified for a choice in one step, and the default of a request.
         max_depth: deepest node of a tree, and the default of a request.
         max_live_nodes: most nodes that a draft may hold for a choice.
-        max_step_tokens: most rows (nodes and roots) submitted in one step.
         verify_wait_cap_ms: longest that a free target waits for growth in async mode.
         sync_wait_cap_ms: longest that a round of sync mode waits for its tree; after that it goes with what is there.
         heartbeat_interval_ms: how often a worker reports.
         lease_ms: silence after which a worker counts as lost.
         target_wait_s: longest that a request waits for a lost target worker to be replaced.
+        room_wait_s: longest that a choice waits for KV memory at a target that nobody else here uses.
         connect_timeout_s: longest to dial a worker that has registered.
         retry_after_s: what an overloaded server tells clients to wait.
         drain_s: time that running requests get when the process is told to stop.
@@ -50,12 +50,12 @@ class CoordinatorConfig:
     max_nodes: int = 24
     max_depth: int = 8
     max_live_nodes: int = 128
-    max_step_tokens: int = 1024
     verify_wait_cap_ms: float = 20.0
     sync_wait_cap_ms: float = 1000.0
     heartbeat_interval_ms: int = 500
     lease_ms: int = 2000
     target_wait_s: float = 0.0
+    room_wait_s: float = 5.0
     connect_timeout_s: float = 5.0
     retry_after_s: float = 1.0
     drain_s: float = 5.0
@@ -69,7 +69,7 @@ class CoordinatorConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}: {value} given, at least 1 needed")
-        for name in ("max_queue", "verify_wait_cap_ms", "target_wait_s", "drain_s"):
+        for name in ("max_queue", "verify_wait_cap_ms", "target_wait_s", "room_wait_s", "drain_s"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}: {getattr(self, name)} given, 0 or more needed")
         for name in ("sync_wait_cap_ms", "connect_timeout_s", "retry_after_s"):
@@ -108,6 +108,5 @@ _AT_LEAST_ONE = (
     "max_buffered_events",
     "max_nodes",
     "max_depth",
-    "max_step_tokens",
     "heartbeat_interval_ms",
 )

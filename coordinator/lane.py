@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from outrider.coordinator.cost_model import StepCost
 from outrider.coordinator.links import TargetLink
-from outrider.coordinator.messages import SessionOpening, TreeSubmission, VerifyResult
+from outrider.coordinator.messages import SessionOpening, SpeculationMode, TreeSubmission, VerifyResult
 from outrider.coordinator.selection import choose_nodes
 from outrider.coordinator.session import Session, Submission
 from outrider.tree import Node, parent_numbers
@@ -37,10 +37,11 @@ class TargetLane:
 
     def runnable(self) -> list[Session]:
         """Sessions that may be verified now, oldest first; those whose reader stalls rest."""
+        now_ns = time.monotonic_ns()
         return [
             session
             for session in self.sessions.values()
-            if not session.is_finished and not session.generation.is_stalled
+            if not session.is_finished and not session.generation.is_stalled and session.rests_until_ns <= now_ns
         ]
 
     def notify(self) -> None:
@@ -65,11 +66,7 @@ class TargetLane:
             cost_ns=lambda rows: self.cost.predict_ns(rows) + self._overhead_ns,
             max_rows=self.limits.max_step_tokens,
         )
-        # A fixed tree is what sync mode is for: it is submitted whole.
-        chosen = [
-            nodes if session.mode == "sync" else head
-            for session, nodes, head in zip(sessions, candidates, chosen, strict=True)
-        ]
+        chosen = self._with_fixed_trees(sessions, candidates, chosen)
         openings = [self._opening(session) for session in sessions if session.target_id != self.worker_id]
         self._submitted_ns = time.monotonic_ns()
         trees = [
@@ -77,6 +74,18 @@ class TargetLane:
         ]
         self.in_flight = list(sessions)
         return self.link.submit(trees, openings=openings)
+
+    def _with_fixed_trees(
+        self, sessions: Sequence[Session], candidates: Sequence[Sequence[Node]], chosen: Sequence[Sequence[Node]]
+    ) -> list[Sequence[Node]]:
+        """A fixed tree is what sync mode is for: it is submitted whole as long as the step has room for it."""
+        room = self.limits.max_step_tokens - len(sessions) - sum(map(len, chosen))
+        trees: list[Sequence[Node]] = []
+        for session, nodes, head in zip(sessions, candidates, chosen, strict=True):
+            more = len(nodes) - len(head) if session.mode is SpeculationMode.SYNC else 0
+            trees.append(nodes if 0 < more <= room else head)
+            room -= more if more <= room else 0
+        return trees
 
     def _opening(self, session: Session) -> SessionOpening:
         opening = session.opening(max_live_nodes=0)

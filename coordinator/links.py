@@ -16,7 +16,9 @@ from outrider import rpc
 from outrider.coordinator.firing import Latency
 from outrider.coordinator.messages import (
     Commit,
+    FaultKind,
     Growth,
+    SessionFault,
     SessionOpening,
     SessionVerdict,
     SpeculationMode,
@@ -35,6 +37,13 @@ _MODES = {
     SpeculationMode.SYNC: common_pb2.SPECULATION_MODE_SYNC,
     SpeculationMode.OFF: common_pb2.SPECULATION_MODE_OFF,
 }
+
+_FAULT_KINDS = {
+    grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]: FaultKind.NO_ROOM,
+    grpc.StatusCode.INVALID_ARGUMENT.value[0]: FaultKind.REFUSED,
+    grpc.StatusCode.OUT_OF_RANGE.value[0]: FaultKind.REFUSED,
+}
+_NO_REASON = SessionFault(kind=FaultKind.LOST, message="the target worker gave no reason")
 
 
 def opening_to_proto(opening: SessionOpening) -> common_pb2.SessionOpen:
@@ -80,6 +89,10 @@ class _Link:
             reason = str(error)
         except (ValueError, IndexError) as error:
             reason = f"the worker sent a message whose columns do not fit: {error}"
+        except Exception as error:
+            # Whatever it is, whoever waits on this link has to hear of it.
+            logger.exception("the stream to %s failed", self.address)
+            reason = f"{type(error).__name__}: {error}"
         self._lose(reason)
 
     def _lose(self, reason: str) -> None:
@@ -191,7 +204,7 @@ class TargetLink(_Link):
 
 
 def _verify_result(response: target_pb2.VerifyResponse) -> VerifyResult:
-    errors = {(error.session_id, error.epoch): error.message for error in response.errors}
+    faults = {(error.session_id, error.epoch): _fault(error) for error in response.errors}
     logprobs = {entry.row: _logprobs(entry) for entry in response.logprobs}
     verdicts = []
     columns = zip(
@@ -203,15 +216,17 @@ def _verify_result(response: target_pb2.VerifyResponse) -> VerifyResult:
         strict=True,
     )
     for row, (session_id, epoch, outcome, accepted, emitted) in enumerate(columns):
-        failed = outcome == target_pb2.OUTCOME_ERROR
+        token_ids = response.tokens[emitted]
+        if outcome == target_pb2.OUTCOME_ACCEPTED and not token_ids:
+            raise ValueError("an accepted tree without a token")
         verdicts.append(
             SessionVerdict(
                 session_id=session_id,
                 epoch=epoch,
                 deferred=outcome == target_pb2.OUTCOME_DEFERRED,
-                error=errors.get((session_id, epoch), "the target worker gave no reason") if failed else None,
+                fault=faults.get((session_id, epoch), _NO_REASON) if outcome == target_pb2.OUTCOME_ERROR else None,
                 accepted_nodes=response.accepted_nodes[accepted],
-                token_ids=response.tokens[emitted],
+                token_ids=token_ids,
                 logprobs=logprobs.get(row),
             )
         )
@@ -222,6 +237,10 @@ def _verify_result(response: target_pb2.VerifyResponse) -> VerifyResult:
         forward_ns=response.report.forward_ns,
         step_tokens=response.report.tokens,
     )
+
+
+def _fault(error: common_pb2.SessionError) -> SessionFault:
+    return SessionFault(kind=_FAULT_KINDS.get(error.code, FaultKind.LOST), message=error.message)
 
 
 def _logprobs(entry: target_pb2.Logprobs) -> TokenLogprobs:

@@ -188,13 +188,32 @@ class TreeSubmission:
     parents: Sequence[int]
 
 
+class FaultKind(StrEnum):
+    """What a session's fault at a worker calls for."""
+
+    LOST = "lost"
+    """The worker does not have it (any more): open it anew."""
+    NO_ROOM = "no room"
+    """The worker is full: try again later."""
+    REFUSED = "refused"
+    """It can never be served."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionFault:
+    """Why a worker has closed, or not opened, a session."""
+
+    kind: FaultKind
+    message: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class SessionVerdict:
     """What the target says of one session's tree.
 
     Attributes:
         deferred: nothing was emitted, submit again.
-        error: None, or why the session is closed at the worker.
+        fault: None, or why the session is closed at the worker.
         accepted_nodes: numbers (from 1) in the submitted tree, root to leaf.
         token_ids: emitted tokens.
     """
@@ -202,7 +221,7 @@ class SessionVerdict:
     session_id: int
     epoch: int
     deferred: bool = False
-    error: str | None = None
+    fault: SessionFault | None = None
     accepted_nodes: Sequence[int] = ()
     token_ids: Sequence[int] = ()
     logprobs: TokenLogprobs | None = None

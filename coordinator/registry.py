@@ -27,6 +27,7 @@ class RegisteredWorker:
     load: common_pb2.WorkerLoad = field(default_factory=common_pb2.WorkerLoad)
     reported_ns: int = 0
     link: TargetLink | DraftLink | None = None
+    is_serving: bool = False
     lost: asyncio.Event = field(default_factory=asyncio.Event)
     lost_reason: str = ""
 
@@ -45,7 +46,7 @@ class RegisteredWorker:
         """As `WorkerStatus.state`."""
         if self.lost.is_set():
             return "lost"
-        return "connecting" if self.link is None else "serving"
+        return "serving" if self.is_serving else "connecting"
 
     def lose(self, reason: str) -> None:
         """Its data stream or its lease has ended."""
@@ -107,7 +108,13 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 f"tokenizer {model.tokenizer_hash[:12]} of {model.name} is not {own.tokenizer_hash[:12]} of "
                 f"{own.name}: use a draft and a target with the same tokenizer"
             )
-        if introduction.role == registry_pb2.WORKER_ROLE_TARGET and model.max_model_len < own.max_model_len:
+        is_target = introduction.role == registry_pb2.WORKER_ROLE_TARGET
+        if model.vocab_size > own.vocab_size or (is_target and model.vocab_size != own.vocab_size):
+            raise WorkerRefused(
+                f"{model.name} has {model.vocab_size} vocabulary entries, {own.name} {own.vocab_size}: "
+                "a target needs as many, a draft at most as many"
+            )
+        if is_target and model.max_model_len < own.max_model_len:
             raise WorkerRefused(
                 f"the target serves {model.max_model_len} tokens a session, the coordinator promises "
                 f"{own.max_model_len}: raise the target's max_model_len or lower the coordinator's"
@@ -155,6 +162,10 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                     worker.load = report.load
         except TimeoutError:
             worker.lose(f"no heartbeat for {lease_s:g} s")
+        except Exception as error:
+            # A lease that nobody watches would never end.
+            logger.exception("the heartbeats of %s cannot be read", worker.worker_id)
+            worker.lose(f"its heartbeats cannot be read: {error}")
 
     async def _connect(self, worker: RegisteredWorker) -> None:
         address = worker.introduction.address
@@ -172,9 +183,10 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         worker.link = link
         await link.ready(timeout_s=self._config.connect_timeout_s)
         if isinstance(link, TargetLink):
-            self._scheduler.add_target(worker.worker_id, link, worker.introduction.limits)
+            self._scheduler.add_target(worker.worker_id, link, worker.introduction.limits, on_failure=worker.lose)
         else:
             self._scheduler.add_draft(worker.worker_id, link, worker.introduction.limits)
+        worker.is_serving = True
 
     async def _disconnect(self, worker: RegisteredWorker) -> None:
         if worker.is_target:

@@ -12,7 +12,7 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from outrider.coordinator.config import CoordinatorConfig
@@ -21,15 +21,17 @@ from outrider.coordinator.lane import TargetLane
 from outrider.coordinator.links import DraftLink, TargetLink
 from outrider.coordinator.messages import (
     Commit,
+    FaultKind,
     GenerationRequest,
     Growth,
+    SessionFault,
     SessionVerdict,
     SpeculationMode,
     VerifyResult,
 )
 from outrider.coordinator.session import Generation, Session
 from outrider.coordinator.text_stream import TextStream
-from outrider.errors import OutriderError, Overloaded, WorkerUnavailable
+from outrider.errors import FieldViolation, InvalidRequest, OutriderError, Overloaded, WorkerUnavailable
 from outrider.v1 import registry_pb2
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,8 @@ logger = logging.getLogger(__name__)
 # A worker's error of a session (a lost state, say) is answered by opening it anew; the same again is given up.
 MAX_REOPENINGS = 2
 _DEFERRED_PAUSE_S = 0.005
+# How long a session that a full target turned away waits before it asks again.
+_NO_ROOM_PAUSE_NS = 50_000_000
 # A draft that has answered none of a session's last commits is waited for at every so many of them only.
 _RETRY_COMMITS = 8
 
@@ -85,6 +89,8 @@ class Scheduler:
         self._loops: dict[str, asyncio.Task[None]] = {}
         self._drafts: dict[str, DraftPeer] = {}
         self._reopenings: dict[int, int] = {}
+        self._without_room_since: dict[int, int] = {}
+        self._is_draining = False
         self._target_deadline: asyncio.TimerHandle | None = None
         self.totals = Totals()
 
@@ -121,8 +127,7 @@ class Scheduler:
     def _patience_ns(self, lane: TargetLane, waited_ns: int) -> float:
         sessions = lane.runnable()
         if sessions and all(session.mode is SpeculationMode.SYNC for session in sessions):
-            incomplete = any(self._awaits_tree(session) for session in sessions)
-            return max(0.0, self._config.sync_wait_cap_ms * 1e6 - waited_ns) if incomplete else 0.0
+            return max(self._sync_wait_left_ns(session) for session in sessions)
         now_ns = time.monotonic_ns()
         outlooks = [
             (gain, forecast)
@@ -150,10 +155,16 @@ class Scheduler:
         return GrowthForecast(since_ns=peer.last_growth_ns, latency=peer.link.step_latency)
 
     def _awaits_tree(self, session: Session) -> bool:
-        """Whether a `sync` session's tree of this round is still growing."""
+        """Whether a `sync` session's tree of this round is still growing, and is worth waiting for."""
+        return self._sync_wait_left_ns(session) > 0
+
+    def _sync_wait_left_ns(self, session: Session) -> float:
         if session.mode is not SpeculationMode.SYNC or not session.draft_epochs or session.mirror.is_complete:
-            return False
-        return session.sampling.max_new_tokens - session.output_length > 1
+            return 0.0
+        if session.sampling.max_new_tokens - session.output_length <= 1:
+            return 0.0
+        waited_ns = time.monotonic_ns() - session.committed_ns
+        return max(0.0, self._config.sync_wait_cap_ms * 1e6 - waited_ns)
 
     def _ready(self, lane: TargetLane) -> list[Session]:
         """The sessions of this round: while others can run, those whose fixed tree is still growing stay out of it."""
@@ -170,8 +181,8 @@ class Scheduler:
             session = in_flight.get(verdict.session_id)
             if session is None or session.is_finished or verdict.epoch != session.target_epoch:
                 continue
-            if verdict.error is not None:
-                self._reopen(session, verdict.error)
+            if verdict.fault is not None:
+                self._take_fault(session, verdict.fault)
             elif verdict.deferred:
                 session.submission = None
             else:
@@ -184,6 +195,8 @@ class Scheduler:
         assert session.submission is not None
         drafted = len(session.submission.nodes)
         token_ids = session.commit(verdict, result)
+        self._reopenings.pop(session.session_id, None)
+        self._without_room_since.pop(session.session_id, None)
         self.totals.verify_steps += 1
         self.totals.drafted_tokens += drafted
         self.totals.accepted_tokens += min(len(verdict.accepted_nodes), len(token_ids))
@@ -207,6 +220,8 @@ class Scheduler:
             Overloaded: the queue is full.
             WorkerUnavailable: there is no target worker.
         """
+        if self._is_draining:
+            raise WorkerUnavailable("the coordinator is shutting down; try another one")
         if not self._lanes and not self._config.target_wait_s:
             raise WorkerUnavailable("no target worker is registered; start one, then try again")
         if len(self._waiting) + request.n > self._config.max_queue + self._room():
@@ -238,15 +253,24 @@ class Scheduler:
             lane = min(lanes, key=lambda lane: len(lane.sessions))
             session = self._waiting.popleft()
             session.generation.note_admitted()
-            session.generation.on_resume = lane.notify
+            session.generation.on_resume = self._notify_all
+            session.committed_ns = time.monotonic_ns()
             lane.sessions[session.session_id] = session
             self._assign_draft(session)
             lane.notify()
 
-    def _assign_draft(self, session: Session) -> None:
+    def _notify_all(self) -> None:
+        for lane in self._lanes.values():
+            lane.notify()
+
+    def _assign_draft(self, session: Session, *, but_not: str = "") -> None:
         if session.mode is SpeculationMode.OFF or session.draft_epochs:
             return
-        peers = [peer for peer in self._drafts.values() if len(peer.sessions) < peer.limits.max_sessions]
+        peers = [
+            peer
+            for worker_id, peer in self._drafts.items()
+            if worker_id != but_not and len(peer.sessions) < peer.limits.max_sessions
+        ]
         if not peers:
             return
         peer = min(peers, key=lambda peer: len(peer.sessions))
@@ -255,7 +279,16 @@ class Scheduler:
         peer.sessions.add(session.session_id)
         peer.link.open_session(opening)
 
+    def _assign_drafts(self) -> None:
+        """Gives a draft to the sessions that have none, as far as there is room."""
+        for lane in self._lanes.values():
+            for session in lane.sessions.values():
+                self._assign_draft(session)
+
     def _release(self, generation: Generation) -> None:
+        for session in generation.sessions:
+            if session in self._waiting:
+                self._waiting.remove(session)
         for session in generation.sessions:
             self._release_session(session)
 
@@ -264,42 +297,77 @@ class Scheduler:
         if self._sessions.pop(session.session_id, None) is None:
             return
         self._reopenings.pop(session.session_id, None)
+        self._without_room_since.pop(session.session_id, None)
         if session in self._waiting:
             self._waiting.remove(session)
         for worker_id, epoch in session.draft_epochs.items():
             peer = self._drafts[worker_id]
             peer.sessions.discard(session.session_id)
             peer.link.close_session(session.session_id, epoch)
+        had_draft = bool(session.draft_epochs)
         session.draft_epochs.clear()
         for lane in self._lanes.values():
             if lane.sessions.pop(session.session_id, None) is not None:
                 if session.target_id == lane.worker_id:
                     lane.link.close_session(session.session_id, session.target_epoch)
                 lane.notify()
+        if had_draft:
+            self._assign_drafts()
         self._admit()
 
-    def _reopen(self, session: Session, reason: str) -> None:
-        """A worker has lost or refused a session: open it anew from its committed tokens, a bounded number of times."""
-        count = self._reopenings[session.session_id] = self._reopenings.get(session.session_id, 0) + 1
+    def _take_fault(self, session: Session, fault: SessionFault) -> None:
+        """A worker has lost or refused a session."""
         session.submission, session.target_id = None, None
-        if count > MAX_REOPENINGS:
-            session.generation.abort(WorkerUnavailable(f"the target worker cannot serve this request: {reason}"))
+        if fault.kind is FaultKind.REFUSED:
+            session.generation.abort(InvalidRequest([FieldViolation("request", fault.message)]))
+        elif fault.kind is FaultKind.NO_ROOM:
+            self._wait_for_room(session, fault.message)
         else:
-            logger.warning("session %d is opened anew: %s", session.session_id, reason)
+            count = self._reopenings[session.session_id] = self._reopenings.get(session.session_id, 0) + 1
+            if count > MAX_REOPENINGS:
+                message = f"the target worker cannot serve this request: {fault.message}"
+                session.generation.abort(WorkerUnavailable(message))
+            logger.warning("session %d is opened anew: %s", session.session_id, fault.message)
+
+    def _wait_for_room(self, session: Session, reason: str) -> None:
+        """The target is full with others' sessions: this one rests for a moment, then asks again."""
+        others = any(held is not session for lane in self._lanes.values() for held in lane.sessions.values())
+        now_ns = time.monotonic_ns()
+        since_ns = self._without_room_since.setdefault(session.session_id, now_ns)
+        if now_ns - since_ns > self._config.room_wait_s * 1e9 and not others:
+            session.generation.abort(Overloaded(reason, retry_after_s=self._config.retry_after_s))
+            return
+        session.rests_until_ns = now_ns + _NO_ROOM_PAUSE_NS
+        loop = asyncio.get_running_loop()
+        for lane in self._lanes.values():
+            if session.session_id in lane.sessions:
+                loop.call_later(_NO_ROOM_PAUSE_NS / 1e9, lane.notify)
 
     # --------------------------------------------------------------------------------------------------------- workers
 
-    def add_target(self, worker_id: str, link: TargetLink, limits: registry_pb2.WorkerLimits) -> None:
-        """A target worker is ready."""
+    def add_target(
+        self,
+        worker_id: str,
+        link: TargetLink,
+        limits: registry_pb2.WorkerLimits,
+        *,
+        on_failure: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        """A target worker is ready; `on_failure` is called with the reason when its loop fails."""
+        if self._target_deadline is not None:
+            self._target_deadline.cancel()
+            self._target_deadline = None
         lane = self._lanes[worker_id] = TargetLane(worker_id, link, limits)
         loop = self._loops[worker_id] = asyncio.create_task(self._verify_rounds(lane), name=f"verify {worker_id}")
-        loop.add_done_callback(functools.partial(self._on_loop_done, worker_id))
+        loop.add_done_callback(functools.partial(self._on_loop_done, worker_id, on_failure))
         self._admit()
 
-    def _on_loop_done(self, worker_id: str, loop: "asyncio.Task[None]") -> None:
+    def _on_loop_done(self, worker_id: str, on_failure: Callable[[str], None], loop: "asyncio.Task[None]") -> None:
         if not loop.cancelled() and (error := loop.exception()) is not None:
             logger.error("the verify loop of %s failed", worker_id, exc_info=error)
-            self.remove_target(worker_id, f"its verify loop failed: {error}")
+            reason = f"its verify loop failed: {error}"
+            self.remove_target(worker_id, reason)
+            on_failure(reason)
 
     def remove_target(self, worker_id: str, reason: str) -> None:
         """A target worker is gone: its sessions go on elsewhere, or end when there is no other."""
@@ -332,9 +400,7 @@ class Scheduler:
     def add_draft(self, worker_id: str, link: DraftLink, limits: registry_pb2.WorkerLimits) -> None:
         """A draft worker is ready; sessions without one are given to it."""
         self._drafts[worker_id] = DraftPeer(worker_id=worker_id, link=link, limits=limits)
-        for lane in self._lanes.values():
-            for session in lane.sessions.values():
-                self._assign_draft(session)
+        self._assign_drafts()
 
     def remove_draft(self, worker_id: str) -> None:
         """A draft worker is gone: what it has grown stays, its sessions go to another if there is one."""
@@ -346,8 +412,7 @@ class Scheduler:
             session.draft_epochs.pop(worker_id, None)
             session.mirror.forget_worker(worker_id)
             self._assign_draft(session)
-        for lane in self._lanes.values():
-            lane.notify()
+        self._notify_all()
 
     def take_growth(self, worker_id: str, growth: Growth) -> None:
         """Growth has arrived; it may be late, for a session that has ended, or of an old epoch."""
@@ -375,6 +440,8 @@ class Scheduler:
         del session.draft_epochs[worker_id]
         session.mirror.forget_worker(worker_id)
         peer.sessions.discard(session_id)
+        self._assign_draft(session, but_not=worker_id)
+        self._notify_all()
 
     # ---------------------------------------------------------------------------------------------------------- status
 
@@ -393,8 +460,15 @@ class Scheduler:
         """Whether a request can be served."""
         return bool(self._lanes)
 
+    def drain(self) -> None:
+        """From now on new requests are refused; those that run go on."""
+        self._is_draining = True
+
     async def stop(self, error: OutriderError) -> None:
         """Ends all requests with `error`, and the loops."""
+        self.drain()
+        if self._target_deadline is not None:
+            self._target_deadline.cancel()
         for session in list(self._sessions.values()):
             session.generation.abort(error)
         for loop in self._loops.values():

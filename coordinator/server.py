@@ -94,6 +94,7 @@ class CoordinatorServer:
         await self._server.stop(drain=self._drain)
 
     async def _drain(self) -> None:
+        self.scheduler.drain()
         deadline = time.monotonic() + self._config.drain_s
         while self.scheduler.running_sessions and time.monotonic() < deadline:  # noqa: ASYNC110 - bounded, at shutdown
             await asyncio.sleep(0.02)

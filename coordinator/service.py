@@ -96,8 +96,9 @@ class GenerationServicer:
         request_id = request.request_id or uuid.uuid4().hex
         try:
             checked, text_streams = await self._check(request, request_id)
-            self._end_live(request_id, "another stream took it over")
             generation = self._scheduler.submit(checked, text_streams)
+            # Only now: a request that cannot be taken over is better off with its old stream.
+            self._end_live(request_id, "another stream took it over")
         except OutriderError as error:
             await abort_with(context, error)
         live = self._live[request_id] = _Live(generation, checked.sampling.seed)

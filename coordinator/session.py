@@ -64,7 +64,9 @@ class Session:
         self.submission: Submission | None = None
         self.arrivals: list[GrowthArrival] = []
         self.committed_ns = 0
-        """When tokens were last committed."""
+        """When tokens were last committed, or the session was placed."""
+        self.rests_until_ns = 0
+        """A full target turned it away: not to be submitted before."""
         self.unanswered_commits = 0
         """Commits since the draft last showed that it knows all."""
         self._take_received(request.received.get(index, ()))
@@ -138,7 +140,6 @@ class Session:
         self.committed_ns = time.monotonic_ns()
         token_ids = list(verdict.token_ids)
         offset, text_offset = self.output_length, self.text_bytes
-        record = self._round_record(submission, verdict, result) if self.request.trace else None
         text, kept = self._extend(token_ids)
         token_ids = token_ids[:kept]
         self.verify_steps += 1
@@ -160,8 +161,8 @@ class Session:
                 logprobs=_head(verdict.logprobs, kept),
             )
         )
-        if record is not None:
-            self.generation.emit(record)
+        if self.request.trace:
+            self.generation.emit(self._round_record(submission, verdict, result, kept=kept))
         return token_ids
 
     def _extend(self, token_ids: Sequence[int]) -> tuple[str, int]:
@@ -195,12 +196,14 @@ class Session:
             )
         return text, kept
 
-    def _round_record(self, submission: Submission, verdict: SessionVerdict, result: VerifyResult) -> RoundRecord:
+    def _round_record(
+        self, submission: Submission, verdict: SessionVerdict, result: VerifyResult, *, kept: int
+    ) -> RoundRecord:
         arrivals, self.arrivals = self.arrivals, []
         return RoundRecord(
             index=self.index,
             step=result.step,
-            length=len(self.token_ids),
+            length=len(self.token_ids) - kept,
             submitted_ns=submission.submitted_ns,
             result_ns=time.monotonic_ns(),
             waited_ns=submission.waited_ns,
@@ -208,8 +211,8 @@ class Session:
             node_tokens=[node.token for node in submission.nodes],
             node_parents=parent_numbers(submission.nodes),
             node_values=[node.path_value for node in submission.nodes],
-            accepted_nodes=verdict.accepted_nodes,
-            emitted_token_ids=verdict.token_ids,
+            accepted_nodes=verdict.accepted_nodes[:kept],
+            emitted_token_ids=verdict.token_ids[:kept],
             growth=arrivals,
         )
 

@@ -10,9 +10,11 @@ from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.firing import Latency
 from outrider.coordinator.messages import (
     Commit,
+    FaultKind,
     GenerationRequest,
     GenerationResult,
     Growth,
+    SessionFault,
     SessionOpening,
     SessionVerdict,
     TokenDelta,
@@ -52,6 +54,7 @@ class FakeTarget:
         self.closed: list[tuple[int, int]] = []
         self.batches: list[Sequence[TreeSubmission]] = []
         self.fail_sessions: set[int] = set()
+        self.fault_kind = FaultKind.LOST
         self.is_lost = False
 
     def submit(
@@ -77,7 +80,8 @@ class FakeTarget:
         assert (epoch, len(tokens)) == (tree.epoch, tree.length)
         if tree.session_id in self.fail_sessions:
             self.fail_sessions.discard(tree.session_id)
-            return SessionVerdict(session_id=tree.session_id, epoch=epoch, error="the fake target forgot it")
+            fault = SessionFault(kind=self.fault_kind, message="the fake target says no")
+            return SessionVerdict(session_id=tree.session_id, epoch=epoch, fault=fault)
         if deferred:
             return SessionVerdict(session_id=tree.session_id, epoch=epoch, deferred=True)
         emitted: list[int] = []

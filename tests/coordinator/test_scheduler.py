@@ -2,9 +2,15 @@ import asyncio
 
 import pytest
 
-from outrider.coordinator.messages import FinishReason, GenerationRequest, GenerationResult, SpeculationMode
+from outrider.coordinator.messages import (
+    FaultKind,
+    FinishReason,
+    GenerationRequest,
+    GenerationResult,
+    SpeculationMode,
+)
 from outrider.coordinator.text_stream import TextStream
-from outrider.errors import Overloaded, Superseded, WorkerUnavailable
+from outrider.errors import InvalidRequest, Overloaded, Superseded, WorkerUnavailable
 from outrider.sampling import SamplingSpec
 
 
@@ -144,6 +150,156 @@ async def test_a_session_that_a_target_forgot_is_opened_anew(bench, expect_outpu
     target.fail_sessions.update(target.sessions)
     outputs, _ = await task
     assert outputs == [expect_output((1, 2, 3), SamplingSpec(max_new_tokens=40))]
+
+
+async def test_a_session_lost_again_and_again_is_given_up(bench):
+    target = bench.add_target(step_s=0.001)
+    generation = bench.scheduler.submit(make_request(), [TextStream(None)])
+    with pytest.raises(WorkerUnavailable, match="says no"):
+        async for _ in failing_always(target, generation):
+            pass
+    assert_idle(bench)
+
+
+async def failing_always(target, generation):
+    (session,) = generation.sessions
+    target.fail_sessions = Everything()
+    async for event in generation:
+        yield event
+    assert session.result is None
+
+
+class Everything(set):
+    def __contains__(self, item) -> bool:
+        return True
+
+
+async def test_losses_far_apart_are_not_added_up(bench, expect_output):
+    target = bench.add_target(step_s=0.001)
+    task = asyncio.create_task(bench.generate(make_request(sampling=SamplingSpec(max_new_tokens=60))))
+    for _ in range(5):
+        await asyncio.sleep(0.006)
+        target.fail_sessions.update(target.sessions)
+    outputs, _ = await task
+    assert outputs == [expect_output((1, 2, 3), SamplingSpec(max_new_tokens=60))]
+
+
+async def test_a_full_target_makes_a_session_wait_not_fail(bench, expect_output):
+    target = bench.add_target(step_s=0.001)
+    target.fault_kind = FaultKind.NO_ROOM
+    task = asyncio.create_task(bench.generate(make_request()))
+    for _ in range(4):
+        await asyncio.sleep(0.06)
+        target.fail_sessions.update(target.sessions)
+    outputs, _ = await task
+    assert outputs == [expect_output((1, 2, 3), SamplingSpec(max_new_tokens=40))]
+
+
+async def test_what_never_fits_is_refused_in_the_end(make_bench):
+    bench = make_bench(room_wait_s=0.1)
+    target = bench.add_target()
+    target.fault_kind, target.fail_sessions = FaultKind.NO_ROOM, Everything()
+    with pytest.raises(Overloaded, match="says no"):
+        await bench.generate(make_request())
+    assert_idle(bench)
+
+
+async def test_what_a_target_refuses_is_the_requests_fault(bench):
+    target = bench.add_target()
+    target.fault_kind, target.fail_sessions = FaultKind.REFUSED, Everything()
+    with pytest.raises(InvalidRequest, match="says no"):
+        await bench.generate(make_request())
+    assert_idle(bench)
+
+
+async def test_a_sync_session_is_not_starved_by_others(make_bench, expect_output):
+    bench = make_bench(sync_wait_cap_ms=30.0)
+    bench.add_target(step_s=0.001)
+    bench.add_draft(delay_s=1000.0)
+    sampling = SamplingSpec(max_new_tokens=6)
+    endless = bench.scheduler.submit(
+        make_request(2, mode=SpeculationMode.OFF, sampling=SamplingSpec(max_new_tokens=100_000)), [TextStream(None)]
+    )
+    async with asyncio.timeout(3):
+        outputs, _ = await bench.generate(make_request(mode=SpeculationMode.SYNC, sampling=sampling))
+    assert outputs == [expect_output((1, 2, 3), sampling)]
+    endless.cancel()
+
+
+async def test_choices_on_two_targets_all_wake_when_the_reader_reads_on(make_bench):
+    bench = make_bench(max_buffered_events=4)
+    bench.limits.max_sessions = 1
+    bench.add_target("first")
+    bench.add_target("second")
+    request = make_request(n=2)
+    generation = bench.scheduler.submit(request, [TextStream(None), TextStream(None)])
+    await asyncio.sleep(0.05)
+    async with asyncio.timeout(5):
+        events = [event async for event in generation]
+    assert isinstance(events[-1], GenerationResult)
+    assert [choice.completion_tokens for choice in events[-1].choices] == [40, 40]
+
+
+async def test_a_draft_that_gives_a_session_up_hands_it_to_another(bench):
+    bench.add_target(step_s=0.002)
+    first = bench.add_draft("first", delay_s=1000.0)
+    second = bench.add_draft("second")
+    generations = [bench.scheduler.submit(make_request(number), [TextStream(None)]) for number in range(2)]
+    await asyncio.sleep(0.01)
+    ((session_id, (epoch, _)),) = first.sessions.items()
+    bench.scheduler.take_draft_error("first", session_id, epoch, "no room")
+    await asyncio.sleep(0.01)
+    assert session_id in second.sessions
+    for generation in generations:
+        generation.cancel()
+
+
+async def test_a_session_without_a_draft_gets_the_next_free_place(bench):
+    bench.limits.max_sessions = 1
+    bench.add_target("a")
+    bench.add_target("b")
+    draft = bench.add_draft()
+    long = SamplingSpec(max_new_tokens=100_000)
+    first, second = (
+        bench.scheduler.submit(make_request(number, sampling=long), [TextStream(None)]) for number in (1, 2)
+    )
+    await asyncio.sleep(0.01)
+    assert set(draft.sessions) == {first.sessions[0].session_id}
+    first.cancel()
+    assert set(draft.sessions) == {second.sessions[0].session_id}
+    second.cancel()
+
+
+async def test_a_broken_verify_loop_is_reported(bench):
+    target = bench.add_target()
+    target.submit = None  # type: ignore[assignment]
+    reasons: list[str] = []
+    bench.scheduler.remove_target("target", "replaced")
+    bench.scheduler.add_target("broken", target, bench.limits, on_failure=reasons.append)
+    with pytest.raises(WorkerUnavailable):
+        await bench.generate(make_request())
+    assert len(reasons) == 1
+    assert not bench.scheduler.has_target
+
+
+async def test_every_loss_of_the_target_gets_its_whole_wait(make_bench, expect_output):
+    bench = make_bench(target_wait_s=0.2)
+    targets = [bench.add_target("0", step_s=0.001)]
+    task = asyncio.create_task(bench.generate(make_request(sampling=SamplingSpec(max_new_tokens=200))))
+    for number in range(1, 4):
+        await asyncio.sleep(0.01)
+        targets[-1].is_lost = True
+        await asyncio.sleep(0.13)
+        targets.append(bench.add_target(str(number), step_s=0.001))
+    outputs, _ = await task
+    assert outputs == [expect_output((1, 2, 3), SamplingSpec(max_new_tokens=200))]
+
+
+async def test_a_draining_scheduler_takes_nothing_new(bench):
+    bench.add_target()
+    bench.scheduler.drain()
+    with pytest.raises(WorkerUnavailable, match="shutting down"):
+        bench.scheduler.submit(make_request(), [TextStream(None)])
 
 
 async def test_deferred_sessions_are_submitted_again(bench, expect_output):

@@ -90,7 +90,7 @@ class CountingTarget(target_pb2_grpc.TargetServiceServicer):
 
 
 class GuessingDraft(draft_pb2_grpc.DraftServiceServicer):
-    """Answers every open and commit with the right next token."""
+    """Answers every open and commit with the right next three tokens."""
 
     def __init__(self) -> None:
         self.commands: list[draft_pb2.DraftCommands] = []
@@ -112,16 +112,16 @@ class GuessingDraft(draft_pb2_grpc.DraftServiceServicer):
                 lengths[session_id] = position + count
                 epochs[session_id] = epoch
             for session_id, epoch in epochs.items():
-                node_id += 1
                 growth.session_ids.append(session_id)
                 growth.epochs.append(epoch)
                 growth.as_of.append(lengths[session_id])
-                growth.node_counts.append(1)
-                growth.node_ids.append(node_id)
-                growth.parents.append(0)
-                growth.tokens.append(next_token(lengths[session_id]))
+                growth.node_counts.append(3)
+                growth.node_ids.extend(range(node_id + 1, node_id + 4))
+                growth.parents.extend([0, node_id + 1, node_id + 2])
+                growth.tokens.extend(next_token(lengths[session_id] + ahead) for ahead in range(3))
                 growth.complete.append(True)
-            growth.acceptance = floats_to_bytes([0.9] * len(epochs))
+                node_id += 3
+            growth.acceptance = floats_to_bytes([0.9] * 3 * len(epochs))
             yield growth
 
 
@@ -246,8 +246,15 @@ async def test_a_stranger_is_refused_with_the_reason(coordinator, model_folder):
         await worker.registered.wait()
         assert worker.code is grpc.StatusCode.FAILED_PRECONDITION
         assert "same tokenizer" in worker.details
+    wide = common_pb2.ModelInfo(
+        name="wide", vocab_size=VOCABULARY + 1, tokenizer_hash=tokenizer_hash(model_folder), max_model_len=512
+    )
+    async with draft_worker(coordinator, model_folder, model=wide) as worker:
+        await worker.registered.wait()
+        assert worker.code is grpc.StatusCode.FAILED_PRECONDITION
+        assert "vocabulary" in worker.details
     short = common_pb2.ModelInfo(
-        name="short", vocab_size=9, tokenizer_hash=tokenizer_hash(model_folder), max_model_len=100
+        name="short", vocab_size=VOCABULARY, tokenizer_hash=tokenizer_hash(model_folder), max_model_len=100
     )
     async with target_worker(coordinator, model_folder, model=short) as worker:
         await worker.registered.wait()
