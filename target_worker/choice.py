@@ -58,7 +58,7 @@ class NodeRows:
 
 
 @torch.inference_mode()
-def choose(logits: torch.Tensor, rows: Sequence[NodeRows]) -> tuple[torch.Tensor, list[int]]:
+def choose(logits: torch.Tensor, rows: Sequence[NodeRows]) -> tuple[torch.Tensor, torch.Tensor]:
     """The token chosen at every row.
 
     Args:
@@ -66,14 +66,14 @@ def choose(logits: torch.Tensor, rows: Sequence[NodeRows]) -> tuple[torch.Tensor
         rows: of the sessions, in the order of the logits.
 
     Returns:
-        The raw logits [T, V], kept where a session asks for log probabilities, and the choices [T].
+        The raw logits [T, V], kept where a session asks for log probabilities, and the choices [T] int64.
     """
     processors = _processors(rows, logits.device)
     wants_raw = any(part.session.sampling.logprobs is not None for part in rows)
     raw = logits.clone() if wants_raw and not processors.is_empty else logits
     apply_processors(logits, processors)
     columns = _columns(rows, logits.device)
-    return raw, coupled_choice(logits, **columns).tolist()
+    return raw, coupled_choice(logits, **columns)
 
 
 @torch.inference_mode()

@@ -29,7 +29,7 @@ from outrider.target_worker.sessions import (
     TreeRequest,
     TreeResult,
 )
-from outrider.target_worker.walk import walk
+from outrider.target_worker.walk import accepted_paths, emit
 from outrider.tree import ancestor_masks
 
 _PREFILL_PART = 4
@@ -245,27 +245,24 @@ class Verifier:
             _add_rows(builder, work, trees.get(id(work)), self._slots.length(work.session.row) - work.rows)
         begin = time.perf_counter_ns()
         logits = self._runner.forward(builder.build())
-        walking = [work for work in active if work.verifies]
-        raw, choices = choose(logits, list(trees.values())) if walking else (logits, [])
+        if not trees:
+            return time.perf_counter_ns() - begin, {}
+        raw, chosen = choose(logits, list(trees.values()))
+        paths, choices = accepted_paths(chosen, [(tree.tokens, tree.parents) for tree in trees.values()])
         forward_ns = time.perf_counter_ns() - begin
         results: dict[int, TreeResult] = {}
         first = 0
-        for work in walking:
-            tree = trees[id(work)]
-            results[id(work)] = self._commit(tree, choices[first : first + tree.count], raw[first : first + tree.count])
+        for (work, tree), path in zip(trees.items(), paths, strict=True):
+            rows = slice(first, first + tree.count)
+            results[work] = self._commit(tree, path, choices[rows], raw[rows])
             first += tree.count
         return forward_ns, results
 
-    def _commit(self, tree: NodeRows, choices: Sequence[int], raw: torch.Tensor) -> TreeResult:
-        """Walks one session's tree along its choices [1 + n] and commits what the walk emits."""
+    def _commit(self, tree: NodeRows, path: Sequence[int], choices: Sequence[int], raw: torch.Tensor) -> TreeResult:
+        """Commits what one session's walk emits; `path` are the accepted nodes, `choices` [1 + n] those of its rows."""
         session = tree.session
-        accepted, emitted = walk(
-            choices,
-            tree.tokens,
-            tree.parents,
-            stop_token_ids=session.stop_token_ids,
-            room=session.limit - len(session.tokens),
-        )
+        room = session.limit - len(session.tokens)
+        accepted, emitted = emit(path, choices, stop_token_ids=session.stop_token_ids, room=room)
         logprobs: TokenLogprobs | None = None
         if session.sampling.logprobs is not None:
             # The j-th emitted token was chosen at the root (j = 0) or at the (j-1)-th accepted node.

@@ -1,46 +1,86 @@
-"""The walk down a verified tree (torch-free)."""
+"""The walk down verified trees: the operator for all sessions at once, then each session's own ends."""
 
 from collections.abc import Sequence
 
+import numpy as np
+import torch
 
-def walk(
-    choices: Sequence[int],
-    tokens: Sequence[int],
-    parents: Sequence[int],
-    *,
-    stop_token_ids: frozenset[int],
-    room: int,
-) -> tuple[list[int], list[int]]:
-    """Follows the target's choices down a tree.
+from outrider.kernels.verify_tree import verify_tree_greedy
 
-    The same walk as the operator `verify_tree_greedy`, here on the host: the choices must come to the host anyway, and
-    a walk over a few of them costs less than the launch that would replace it.
+
+def accepted_paths(
+    choices: torch.Tensor, trees: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> tuple[list[list[int]], list[int]]:
+    """Walks every tree along the target's choices.
 
     Args:
+        choices: [T] int64, the tokens chosen at the root and the n nodes of every tree, tree after tree, on the
+            target's device.
+        trees: per tree, tokens [n] and parents [n] (node numbers, 0 the root) of nodes 1 to n.
+
+    Returns:
+        Per tree, the accepted nodes, root to leaf, the root left out; and the choices [T], on the host.
+    """
+    width = 1 + max(len(tokens) for tokens, _ in trees)
+    rows = np.full((len(trees), width), -1, dtype=np.int64)
+    candidates, first_child, next_sibling = rows.copy(), rows.copy(), rows.copy()
+    first = 0
+    for place, (tokens, parents) in enumerate(trees):
+        count = 1 + len(tokens)
+        rows[place, :count] = np.arange(first, first + count)
+        candidates[place, 1:count] = tokens
+        _link(parents, first_child[place], next_sibling[place])
+        first += count
+    device = choices.device
+    accept_index = torch.zeros((len(trees), width), dtype=torch.int32, device=device)
+    accepted = torch.zeros(len(trees), dtype=torch.int32, device=device)
+    # The operator wants a choice for every cell of its padded trees; rows past T are never visited.
+    padded = torch.zeros(rows.size, dtype=torch.int64, device=device)
+    padded[:first] = choices
+    verify_tree_greedy(
+        torch.zeros_like(padded),
+        accept_index,
+        accepted,
+        torch.from_numpy(candidates).to(device),
+        torch.from_numpy(rows).to(device),
+        torch.from_numpy(first_child).to(device),
+        torch.from_numpy(next_sibling).to(device),
+        padded.view(rows.shape),
+    )
+    walked = zip(accept_index.tolist(), accepted.tolist(), strict=True)
+    paths = [[row - path[0] for row in path[1 : count + 1]] for path, count in walked]
+    return paths, choices.tolist()
+
+
+def _link(parents: Sequence[int], first_child: np.ndarray, next_sibling: np.ndarray) -> None:
+    """Writes the retrieve links of one tree (see `outrider.kernels.verify_tree`)."""
+    newest: dict[int, int] = {}
+    for number, parent in enumerate(parents, start=1):
+        if parent in newest:
+            next_sibling[newest[parent]] = number
+        else:
+            first_child[parent] = number
+        newest[parent] = number
+
+
+def emit(
+    path: Sequence[int], choices: Sequence[int], *, stop_token_ids: frozenset[int], room: int
+) -> tuple[list[int], list[int]]:
+    """Where a walk ends for its session: at a stop token, or with the last token that may be emitted.
+
+    Args:
+        path: the accepted nodes, root to leaf.
         choices: [n + 1] the token chosen at the root and at each node.
-        tokens: [n] of nodes 1 to n.
-        parents: [n] node numbers, 0 the root.
         stop_token_ids: the walk ends at these.
         room: most tokens that may be emitted, at least 1.
 
     Returns:
-        The accepted nodes, root to leaf, and the emitted tokens: those of the accepted nodes and the final choice,
-        which is left out where a stop token or `room` ended the walk at an accepted node.
+        The accepted nodes, and the emitted tokens: those of the accepted nodes and the final choice, which is left out
+        where a stop token or `room` ended the walk at an accepted node.
     """
-    children: dict[tuple[int, int], int] = {}
-    for number, edge in enumerate(zip(parents, tokens, strict=True), start=1):
-        children.setdefault(edge, number)
-    accepted: list[int] = []
     emitted: list[int] = []
-    node = 0
-    while len(emitted) < room:
-        token = choices[node]
-        emitted.append(token)
-        child = children.get((node, token))
-        if child is None:
+    for node in (0, *path):
+        emitted.append(choices[node])
+        if len(emitted) == room or choices[node] in stop_token_ids:
             break
-        accepted.append(child)
-        if token in stop_token_ids:
-            break
-        node = child
-    return accepted, emitted
+    return list(path[: len(emitted)]), emitted

@@ -113,14 +113,17 @@ def test_a_warmer_choice_is_found_out(small, monkeypatch):
 
 def test_a_walk_that_takes_any_child_is_found_out(small, monkeypatch):
     folder, law = small
-    honest = verifier_module.walk
+    honest = verifier_module.accepted_paths
     chance = random.Random(0)
 
-    def careless(choices, tokens, parents, **limits):
-        # Now and then the first child of the root is let through although the target chose otherwise.
-        if tokens and chance.random() < 0.2:
-            choices = [tokens[0], *choices[1:]]
-        return honest(choices, tokens, parents, **limits)
+    def careless(choices, trees):
+        # Now and then the first node of a tree is let through although the target chose otherwise.
+        choices, first = choices.clone(), 0
+        for tokens, _ in trees:
+            if tokens and chance.random() < 0.2:
+                choices[first] = tokens[0]
+            first += 1 + len(tokens)
+        return honest(choices, trees)
 
-    monkeypatch.setattr(verifier_module, "walk", careless)
+    monkeypatch.setattr(verifier_module, "accepted_paths", careless)
     assert p_value(sample(folder, seed=3), law) < 1e-6
