@@ -44,7 +44,7 @@ def generate_command(open_local: Callable[[int], AbstractContextManager[str]]) -
         local: Annotated[bool, typer.Option("--local", help="Start a service of its own for this request.")] = False,
         drafts: Annotated[int, typer.Option(min=0, help="Draft workers of --local.")] = 1,
         max_new_tokens: Annotated[int | None, typer.Option(help="Most tokens of output; default the server's.")] = None,
-        min_new_tokens: Annotated[int | None, typer.Option(help="Tokens before which no stop token may be chosen.")] = None,
+        min_new_tokens: Annotated[int | None, typer.Option(help="No stop token before so many tokens.")] = None,
         temperature: Annotated[float | None, typer.Option(help="0 is greedy, the default.")] = None,
         top_p: Annotated[float | None, typer.Option(help="Keep the most likely tokens up to this mass.")] = None,
         top_k: Annotated[int | None, typer.Option(help="Keep this many most likely tokens; 0 is off.")] = None,
