@@ -56,7 +56,7 @@ protos: setup ## generate the code of protos/outrider/v1 anew
 	@PYTHON=$(BIN)/python sh protos/generate.sh
 
 bench: setup ## tokens per second on this machine: off, sync, async
-	@$(BIN)/python benchmarks/cpu.py
+	@$(BIN)/python benchmarks/modes.py
 
 pair: setup ## train the embedded pair anew (hours on a CPU, minutes on a GPU)
 	@$(BIN)/python recipes/embedded_pair/train.py

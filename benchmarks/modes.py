@@ -1,9 +1,9 @@
-"""What speculation is worth on this machine's CPU: tokens per second of off, sync and async, side by side.
+"""What speculation is worth on this machine: tokens per second of off, sync and async, side by side.
 
-    python benchmarks/cpu.py [--sessions 1 8] [--prompts 16] [--max-new-tokens 128] [--output-json FILE]
+    python benchmarks/modes.py [--sessions 1 8] [--temperature 0] [--device cpu] [--output-json FILE]
 
-Real services, real processes, the embedded pair. Thread counts are set per role: `off` gets all cores for its target,
-`sync` and `async` share them between target and draft. The modes take turns prompt set by prompt set, and every ratio
+Real services, real processes, the embedded pair. Thread counts are set per role: on a CPU `off` gets all cores for its
+target, `sync` and `async` share them between target and draft. The modes take turns over the prompts, and every ratio
 is the median over the repeats of (mode / off) within one repeat, so that a noisy neighbour hits all modes alike.
 """
 
@@ -152,14 +152,24 @@ def main() -> None:
     parser.add_argument("--draft-threads", type=int, default=1)
     parser.add_argument("--target-threads", type=int, default=max(1, cores - 1), help="of sync and async")
     parser.add_argument("--off-threads", type=int, default=cores, help="of off")
+    parser.add_argument("--device", default="cpu", help="of both models: cpu, cuda or cuda:N")
+    parser.add_argument("--dtype", default=None, help="float32 or bfloat16; default the device's own")
     parser.add_argument("--output-json", type=Path)
     arguments = parser.parse_args()
-    plain = LocalService(drafts=0, target_threads=arguments.off_threads)
-    speculative = LocalService(drafts=1, target_threads=arguments.target_threads, draft_threads=arguments.draft_threads)
+    model_args = ["--device", arguments.device, *(["--dtype", arguments.dtype] if arguments.dtype else [])]
+    plain = LocalService(drafts=0, target_threads=arguments.off_threads, target_args=model_args)
+    speculative = LocalService(
+        drafts=1,
+        target_threads=arguments.target_threads,
+        draft_threads=arguments.draft_threads,
+        target_args=model_args,
+        draft_args=model_args,
+    )
     with plain, speculative:
         endpoints = {"off": plain.endpoint, "sync": speculative.endpoint, "async": speculative.endpoint}
         measurements = measure(arguments, endpoints)
-    print_table(measurements, f"embedded pair, float32, {cores} cores, temperature {arguments.temperature:g}")
+    where = f"{cores} cores" if arguments.device == "cpu" else arguments.device
+    print_table(measurements, f"embedded pair, {where}, temperature {arguments.temperature:g}")
     settings = {name: value for name, value in vars(arguments).items() if name != "output_json"}
     report = json.dumps(
         {
