@@ -263,13 +263,13 @@ class Scheduler:
         for lane in self._lanes.values():
             lane.notify()
 
-    def _assign_draft(self, session: Session, *, but_not: str = "") -> None:
+    def _assign_draft(self, session: Session) -> None:
         if session.mode is SpeculationMode.OFF or session.draft_epochs:
             return
         peers = [
             peer
             for worker_id, peer in self._drafts.items()
-            if worker_id != but_not and len(peer.sessions) < peer.limits.max_sessions
+            if worker_id not in session.refused_by and len(peer.sessions) < peer.limits.max_sessions
         ]
         if not peers:
             return
@@ -440,7 +440,8 @@ class Scheduler:
         del session.draft_epochs[worker_id]
         session.mirror.forget_worker(worker_id)
         peer.sessions.discard(session_id)
-        self._assign_draft(session, but_not=worker_id)
+        session.refused_by.add(worker_id)
+        self._assign_draft(session)
         self._notify_all()
 
     # ---------------------------------------------------------------------------------------------------------- status

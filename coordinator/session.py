@@ -61,6 +61,8 @@ class Session:
         self.target_id: str | None = None
         self.target_epoch = 0
         self.draft_epochs: dict[str, int] = {}
+        self.refused_by: set[str] = set()
+        """Draft workers that gave this session up."""
         self.submission: Submission | None = None
         self.arrivals: list[GrowthArrival] = []
         self.committed_ns = 0

@@ -103,10 +103,17 @@ class TreeGrowth:
         Raises:
             Superseded: no session of this key is open under this epoch.
             CommitMismatch: the tokens do not continue the session; it is closed.
+            InvalidRequest: a token that this model does not have (the target's vocabulary may be padded wider); the
+                session is closed.
         """
         session = self._sessions.get(key)
         if session is None or session.epoch != epoch:
             raise Superseded(f"no session is open under epoch {epoch}")
+        highest, vocab_size = max(token_ids, default=0), self.runner.vocab_size
+        if highest >= vocab_size:
+            self._remove(session)
+            violation = FieldViolation("tokens", f"token {highest} given, ids below {vocab_size} needed")
+            raise InvalidRequest([violation])
         try:
             session.commit(position, token_ids, self.calibration)
         except CommitMismatch:

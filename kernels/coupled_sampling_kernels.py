@@ -209,7 +209,8 @@ def _threshold_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
-    top_k = tl.load(top_k_ptr + row).to(tl.int32)
+    # Everything from V on is off; a larger int64 must not wrap around.
+    top_k = tl.minimum(tl.maximum(tl.load(top_k_ptr + row).to(tl.int64), 0), vocab_size).to(tl.int32)
     top_p = tl.load(top_p_ptr + row)
     min_p = tl.load(min_p_ptr + row)
     limited = (top_k > 0) & (top_k < vocab_size)

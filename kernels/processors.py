@@ -136,6 +136,10 @@ def _keep_allowed(values: np.ndarray, batch: ProcessorBatch, session: int, rows:
         values[entries] = kept
 
 
+def _entries(tokens: torch.Tensor | None) -> int:
+    return 0 if tokens is None else tokens.shape[0]
+
+
 def _launch(logits: torch.Tensor, batch: ProcessorBatch) -> None:
     """One launch a group that is on; launches keep the order of the groups."""
     rows, vocab_size = logits.shape
@@ -143,18 +147,31 @@ def _launch(logits: torch.Tensor, batch: ProcessorBatch) -> None:
     row_session = batch.row_session.contiguous()
     if batch.count_start is not None:
         columns = [getattr(batch, name).contiguous() for name in PENALTY_COLUMNS]
-        _penalty_kernel[(rows,)](*target, row_session, batch.count_start.shape[0] - 1, *columns, BLOCK=256)
+        entries = (_entries(batch.count_tokens), _entries(batch.path_tokens))
+        _penalty_kernel[(rows,)](*target, row_session, batch.count_start.shape[0] - 1, *columns, *entries, BLOCK=256)
     if batch.bias_start is not None and batch.bias_tokens is not None and batch.bias_values is not None:
         sessions = batch.bias_start.shape[0] - 1
         columns = (batch.bias_start.contiguous(), batch.bias_tokens.contiguous(), batch.bias_values.contiguous())
-        _bias_kernel[(rows,)](*target, row_session, sessions, *columns, BLOCK=256)
+        entries = batch.bias_tokens.shape[0]
+        _bias_kernel[(rows,)](*target, row_session, sessions, *columns, entries, BLOCK=256)
     if batch.allowed_start is not None and batch.allowed_tokens is not None:
         sessions = batch.allowed_start.shape[0] - 1
         columns = (batch.allowed_start.contiguous(), batch.allowed_tokens.contiguous())
         block = min(triton.next_power_of_2(vocab_size), 2048)
-        _allowed_kernel[(rows, triton.cdiv(vocab_size, block))](*target, row_session, sessions, *columns, BLOCK=block)
+        entries = batch.allowed_tokens.shape[0]
+        grid = (rows, triton.cdiv(vocab_size, block))
+        _allowed_kernel[grid](*target, row_session, sessions, *columns, entries, BLOCK=block)
     if batch.banned_start is not None and batch.banned_tokens is not None:
-        _banned_kernel[(rows,)](*target, batch.banned_start.contiguous(), batch.banned_tokens.contiguous(), BLOCK=32)
+        columns = (batch.banned_start.contiguous(), batch.banned_tokens.contiguous())
+        _banned_kernel[(rows,)](*target, *columns, batch.banned_tokens.shape[0], BLOCK=32)
+
+
+@jit
+def _list_bounds(start_ptr, index, entries):
+    """Where list `index` begins and ends among the entries, whatever the starts say."""
+    begin = tl.minimum(tl.maximum(tl.load(start_ptr + index).to(tl.int64), 0), entries)
+    end = tl.minimum(tl.maximum(tl.load(start_ptr + index + 1).to(tl.int64), 0), entries)
+    return begin.to(tl.int32), end.to(tl.int32)
 
 
 @jit
@@ -179,6 +196,8 @@ def _penalty_kernel(
     count_output_ptr,  # [N] int
     path_start_ptr,  # [T + 1] int
     path_tokens_ptr,  # [M] int
+    count_entries,  # N
+    path_entries,  # M
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -191,10 +210,8 @@ def _penalty_kernel(
     if (repetition == 1.0) & (presence == 0.0) & (frequency == 0.0):
         return
     logits_ptr += row.to(tl.int64) * row_stride
-    begin = tl.load(count_start_ptr + session).to(tl.int32)
-    end = tl.load(count_start_ptr + session + 1).to(tl.int32)
-    path_begin = tl.load(path_start_ptr + row).to(tl.int32)
-    path_end = tl.load(path_start_ptr + row + 1).to(tl.int32)
+    begin, end = _list_bounds(count_start_ptr, session, count_entries)
+    path_begin, path_end = _list_bounds(path_start_ptr, row, path_entries)
     # The session's own tokens, with what the path adds to their counts.
     for first in range(begin, end, BLOCK):
         entry = first + tl.arange(0, BLOCK)
@@ -235,6 +252,7 @@ def _bias_kernel(
     start_ptr,  # [S + 1] int
     tokens_ptr,  # [N] int
     values_ptr,  # [N] float32
+    entries,  # N
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -242,8 +260,8 @@ def _bias_kernel(
     if (session < 0) | (session >= sessions):
         return
     logits_ptr += row.to(tl.int64) * row_stride
-    end = tl.load(start_ptr + session + 1).to(tl.int32)
-    for first in range(tl.load(start_ptr + session).to(tl.int32), end, BLOCK):
+    begin, end = _list_bounds(start_ptr, session, entries)
+    for first in range(begin, end, BLOCK):
         entry = first + tl.arange(0, BLOCK)
         token = tl.load(tokens_ptr + entry, mask=entry < end, other=-1).to(tl.int64)
         inside = (token >= 0) & (token < vocab_size)
@@ -262,14 +280,14 @@ def _allowed_kernel(
     sessions,
     start_ptr,  # [S + 1] int
     tokens_ptr,  # [N] int, ascending within a session
+    entries,  # N
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
     session = tl.load(row_session_ptr + row).to(tl.int64)
     if (session < 0) | (session >= sessions):
         return
-    begin = tl.load(start_ptr + session).to(tl.int32)
-    end = tl.load(start_ptr + session + 1).to(tl.int32)
+    begin, end = _list_bounds(start_ptr, session, entries)
     if end <= begin:
         return
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -279,9 +297,9 @@ def _allowed_kernel(
     while left > 1:
         half = left // 2
         middle = tl.minimum(place + half, end - 1)
-        place = tl.where(tl.load(tokens_ptr + middle).to(tl.int32) <= token, middle, place)
+        place = tl.where(tl.load(tokens_ptr + middle).to(tl.int64) <= token, middle, place)
         left = left - half
-    allowed = tl.load(tokens_ptr + place).to(tl.int32) == token
+    allowed = tl.load(tokens_ptr + place).to(tl.int64) == token
     tl.store(
         logits_ptr + row.to(tl.int64) * row_stride + token * stride,
         tl.full([BLOCK], float("-inf"), tl.float32),
@@ -297,12 +315,13 @@ def _banned_kernel(
     vocab_size,
     start_ptr,  # [T + 1] int
     tokens_ptr,  # [N] int
+    entries,  # N
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * row_stride
-    end = tl.load(start_ptr + row + 1).to(tl.int32)
-    for first in range(tl.load(start_ptr + row).to(tl.int32), end, BLOCK):
+    begin, end = _list_bounds(start_ptr, row, entries)
+    for first in range(begin, end, BLOCK):
         entry = first + tl.arange(0, BLOCK)
         token = tl.load(tokens_ptr + entry, mask=entry < end, other=-1).to(tl.int64)
         inside = (token >= 0) & (token < vocab_size)

@@ -254,6 +254,24 @@ async def test_a_draft_that_gives_a_session_up_hands_it_to_another(bench):
         generation.cancel()
 
 
+async def test_a_session_that_every_draft_gives_up_goes_on_without(bench, expect_output):
+    bench.add_target(step_s=0.001)
+    opened: list[str] = []
+    for name in ("first", "second"):
+        draft = bench.add_draft(name, delay_s=1000.0)
+
+        def refuse(opening, *, name=name) -> None:
+            opened.append(name)
+            loop = asyncio.get_running_loop()
+            error = (name, opening.session_id, opening.epoch, "unknown token")
+            loop.call_soon(bench.scheduler.take_draft_error, *error)
+
+        draft.open_session = refuse
+    outputs, _ = await bench.generate(make_request())
+    assert outputs == [expect_output((1, 2, 3), SamplingSpec(max_new_tokens=40))]
+    assert sorted(opened) == ["first", "second"]
+
+
 async def test_a_session_without_a_draft_gets_the_next_free_place(bench):
     bench.limits.max_sessions = 1
     bench.add_target("a")

@@ -439,6 +439,20 @@ def test_sessions_that_cannot_be_opened(make_growth: Make, make_start: Make):
     assert runner.slots.free_rows == 1
 
 
+def test_a_committed_token_beyond_the_vocabulary_ends_that_session_alone(make_growth: Make, make_start: Make):
+    growth, runner = make_growth()
+    growth.open(make_start(1))
+    growth.open(make_start(2))
+    finish(growth)
+    with pytest.raises(InvalidRequest, match=str(runner.vocab_size)):
+        growth.commit((7, 1), 1, 3, [runner.vocab_size])
+    assert growth.session((7, 1)) is None
+    growth.commit((7, 2), 1, 3, [1])
+    assert growths_of(finish(growth), 2)
+    growth.close((7, 2), 1)
+    assert growth.slots.used == 0
+
+
 def test_older_epochs_are_refused_and_newer_ones_replace(make_growth: Make, make_start: Make):
     growth, runner = make_growth()
     growth.open(make_start(epoch=2, prompt=[1, 2, 3]))

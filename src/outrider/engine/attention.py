@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention, tree_attention_reference
+from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention
 
 ATTENTION_NAME = "outrider_tree"
 
@@ -22,14 +22,12 @@ class AttentionStep:
         value_caches: per layer [num_slots, Hkv, D].
         write_slots: [T] int64.
         batch: who sees what.
-        reference: plain torch on every device.
     """
 
     key_caches: list[torch.Tensor]
     value_caches: list[torch.Tensor]
     write_slots: torch.Tensor
     batch: TreeAttentionBatch
-    reference: bool = False
 
 
 def _attention(
@@ -50,8 +48,7 @@ def _attention(
     key_cache, value_cache = step.key_caches[module.layer_idx], step.value_caches[module.layer_idx]
     key_cache.index_copy_(0, step.write_slots, key[0].transpose(0, 1))
     value_cache.index_copy_(0, step.write_slots, value[0].transpose(0, 1))
-    operator = tree_attention_reference if step.reference else tree_attention
-    out = operator(
+    out = tree_attention(
         query[0].transpose(0, 1),
         key_cache,
         value_cache,

@@ -21,7 +21,6 @@ class EngineConfig:
         max_sessions: sessions at a time.
         max_model_len: most tokens of a session (prompt and output); default is the checkpoint's own limit.
         max_tree_nodes: most nodes of a session's tree, root excluded.
-        attention_backend: "auto" (Triton on a GPU) or "reference" (plain torch everywhere).
         torch_threads: threads of one operator on a CPU; default leaves torch's setting.
 
     Raises:
@@ -36,7 +35,6 @@ class EngineConfig:
     max_sessions: int = 64
     max_model_len: int | None = None
     max_tree_nodes: int = 64
-    attention_backend: Literal["auto", "reference"] = "auto"
     torch_threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -50,8 +48,6 @@ class EngineConfig:
             raise ValueError(f"device: {self.device!r} given, cpu, cuda or cuda:N needed")
         if self.dtype not in (None, "float32", "bfloat16", "float16"):
             raise ValueError(f"dtype: {self.dtype!r} given, float32, bfloat16 or float16 needed")
-        if self.attention_backend not in ("auto", "reference"):
-            raise ValueError(f"attention_backend: {self.attention_backend!r} given, auto or reference needed")
 
     @property
     def dtype_name(self) -> DtypeName:

@@ -88,7 +88,6 @@ class ModelRunner:
             key_caches=self._key_caches,
             value_caches=self._value_caches,
             write_slots=slots,
-            reference=self.config.attention_backend == "reference",
             batch=TreeAttentionBatch(
                 slot_table=self._put(slot_table),
                 query_start=self._put(batch.query_start),

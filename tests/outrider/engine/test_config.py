@@ -14,7 +14,6 @@ from outrider.engine.config import EngineConfig, create_config_for_draft_model
         ("max_tree_nodes", -1),
         ("device", "tpu"),
         ("dtype", "int8"),
-        ("attention_backend", "magic"),
     ],
 )
 def test_values_out_of_range_are_named(field: str, value: object) -> None:
