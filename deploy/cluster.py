@@ -130,8 +130,10 @@ class Deployment:
         """Waits until the coordinator can use every worker."""
         wanted = ServingWorkers(targets=self._config.targets, drafts=self._config.drafts)
         coordinator = self._handles[0].actor
-        while await coordinator.serving_workers.remote() != wanted:  # noqa: ASYNC110 (it is in another process)
+        while await coordinator.serving_workers.remote() != wanted:
             await asyncio.sleep(START_POLL_INTERVAL_S)
+            # One that listened may still be refused by the coordinator, and then says why.
+            await asyncio.gather(*(_refresh(handle) for handle in self._handles))
 
     async def _waiting_for(self) -> str:
         late = [handle.name for handle in self._handles if handle.report is None or handle.report.address is None]
@@ -147,20 +149,25 @@ class Deployment:
 
 
 async def _serving(handle: RoleHandle) -> None:
-    """Waits until an actor's server listens.
+    """Waits until an actor's server listens; raises as `_refresh` does."""
+    while handle.report is None or handle.report.address is None:
+        await _refresh(handle)
+        await asyncio.sleep(START_POLL_INTERVAL_S)
+
+
+async def _refresh(handle: RoleHandle) -> None:
+    """Asks an actor how it is.
 
     Raises:
         WorkerUnavailable: it failed, with its reason.
     """
-    while handle.report is None or handle.report.address is None:
-        try:
-            handle.report = await handle.actor.report.remote()
-        except ray.exceptions.RayError as error:
-            raise WorkerUnavailable(f"{handle.name} could not be started: {error}") from error
-        assert handle.report is not None
-        if handle.report.failure is not None:
-            raise WorkerUnavailable(f"{handle.name} could not serve: {handle.report.failure}")
-        await asyncio.sleep(START_POLL_INTERVAL_S)
+    try:
+        handle.report = await handle.actor.report.remote()
+    except ray.exceptions.RayError as error:
+        raise WorkerUnavailable(f"{handle.name} could not be started: {error}") from error
+    assert handle.report is not None
+    if handle.report.failure is not None:
+        raise WorkerUnavailable(f"{handle.name} could not serve: {handle.report.failure}")
 
 
 def _home_node(config: DeployConfig) -> dict[str, Any]:
@@ -179,7 +186,14 @@ def _home_node(config: DeployConfig) -> dict[str, Any]:
 
 def _gpus(config: DeployConfig) -> tuple[float, float]:
     """GPUs per target and per draft worker."""
-    even = shared_gpus(ray.cluster_resources().get("GPU", 0.0), config.targets + config.drafts)
+    available = ray.cluster_resources().get("GPU", 0.0)
+    sharing = 0
+    for named, count in ((config.target_gpus, config.targets), (config.draft_gpus, config.drafts)):
+        if named is None:
+            sharing += count
+        else:
+            available -= named * count
+    even = shared_gpus(max(available, 0.0), sharing)
     target = even if config.target_gpus is None else config.target_gpus
     draft = even if config.draft_gpus is None else config.draft_gpus
     return target, draft

@@ -45,7 +45,7 @@ async def _show(config: DeployConfig, *, max_new_tokens: int) -> None:
     from outrider.deploy.demo import stream_completion, summary
 
     console = Console(highlight=False)
-    with console.status("starting Ray, a coordinator, a target worker and a draft worker"):
+    with console.status("starting Ray, the coordinator and the workers"):
         deployment = Deployment(config)
         await deployment.start()
     try:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,7 @@ def patience_s(report: RoleReport | None, config: DeployConfig) -> float:
 async def watch(handle: RoleHandle, config: DeployConfig) -> None:
     """Looks after one actor until cancelled: kills it, so that Ray starts it anew, when it is silent or has failed."""
     backoff_s = config.ping_interval_s
+    well_since: float | None = None
     while True:
         try:
             patience = patience_s(handle.report, config)
@@ -58,11 +60,15 @@ async def watch(handle: RoleHandle, config: DeployConfig) -> None:
                 logger.warning("%s runs again, pid %d", handle.name, report.pid)
             handle.report = report
             if report.failure is None:
-                backoff_s = config.ping_interval_s
+                # Only one that has served for a while is well: one that fails while it loads is silent until it does.
+                well_since = (well_since or time.monotonic()) if report.address is not None else None
+                if well_since is not None and time.monotonic() - well_since > backoff_s:
+                    backoff_s = config.ping_interval_s
             else:
+                well_since = None
                 _restart(handle, report.failure)
                 backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
-        await asyncio.sleep(backoff_s)
+        await asyncio.sleep(config.ping_interval_s if handle.report is not None else backoff_s)
 
 
 def _restart(handle: RoleHandle, reason: str) -> None:

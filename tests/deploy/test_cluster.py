@@ -16,9 +16,9 @@ from outrider.deploy.actors import RoleReport
 from outrider.deploy.cluster import Deployment
 from outrider.deploy.config import DeployConfig
 from outrider.deploy.connection import NAMESPACE, connect
-from outrider.deploy.health import RoleHandle, patience_s
+from outrider.deploy.health import LONGEST_BACKOFF_S, RoleHandle, patience_s, watch
 from outrider.deploy.roles import Roles
-from outrider.errors import WorkerUnavailable
+from outrider.errors import WorkerRefused, WorkerUnavailable
 from outrider.v1 import generation_pb2, generation_pb2_grpc, registry_pb2
 
 # The actors cannot import this file: it travels to them by value.
@@ -169,3 +169,50 @@ def test_an_actor_that_loads_may_be_silent_for_longer():
     loading = RoleReport(pid=1, node="n", address=None, failure=None)
     assert patience_s(serving, CONFIG) == CONFIG.hang_timeout_s
     assert patience_s(loading, CONFIG) == patience_s(None, CONFIG) == CONFIG.start_timeout_s
+
+
+async def refused_later(config: DeployConfig, *, ready: Callable[[str], None], **_: object) -> None:
+    ready("127.0.0.1:1")
+    await asyncio.sleep(1.0)
+    raise WorkerRefused("use a draft and a target with the same tokenizer")
+
+
+async def test_a_worker_that_the_coordinator_refuses_is_named_with_the_reason():
+    config = DeployConfig(port=0, drafts=2)
+    roles = Roles(coordinator=serve_registry, target=serve_worker, draft=refused_later)
+    with pytest.raises(WorkerUnavailable, match="could not serve: WorkerRefused: use a draft"):
+        await Deployment(config, roles=roles).start()
+
+
+class FailingActor:
+    """Loads, fails, is started anew, loads, fails."""
+
+    def __init__(self) -> None:
+        self.report = self
+        self._asked = 0
+
+    async def remote(self) -> RoleReport:
+        self._asked += 1
+        failure = "OSError: no such checkpoint" if self._asked % 2 == 0 else None
+        return RoleReport(pid=self._asked // 2, node="n", address=None, failure=failure)
+
+
+async def test_a_role_that_fails_again_and_again_gets_longer_pauses(monkeypatch):
+    monkeypatch.setattr("outrider.deploy.health.ray.kill", lambda *_, **__: None)
+    handle = RoleHandle(name="target-0", actor=FailingActor())
+    pauses: list[float] = []
+    real_sleep = asyncio.sleep
+
+    async def note_pause(seconds: float) -> None:
+        if handle.report is None:
+            pauses.append(seconds)
+        await real_sleep(0)
+
+    monkeypatch.setattr("outrider.deploy.health.asyncio.sleep", note_pause)
+    watching = asyncio.create_task(watch(handle, CONFIG))
+    while len(pauses) < 10:
+        await real_sleep(0)
+    watching.cancel()
+    await asyncio.gather(watching, return_exceptions=True)
+    assert pauses[:4] == pytest.approx([0.2, 0.4, 0.8, 1.6])
+    assert pauses[-1] == LONGEST_BACKOFF_S
