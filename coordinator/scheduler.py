@@ -327,6 +327,7 @@ class Scheduler:
             if count > MAX_REOPENINGS:
                 message = f"the target worker cannot serve this request: {fault.message}"
                 session.generation.abort(WorkerUnavailable(message))
+                return
             logger.warning("session %d is opened anew: %s", session.session_id, fault.message)
 
     def _wait_for_room(self, session: Session, reason: str) -> None:
