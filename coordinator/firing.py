@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from outrider.tree import Node
 
-# What a leaf's children are worth now, in tokens per path value of the leaf: some child is right about nine times in ten
-# (measured on the embedded pair), but part of what comes too late for this round still serves the next. That part is
-# assumed to be half; docs/performance.md has what was compared.
+# What a leaf's children are worth now, in tokens per path value of the leaf: some child is right about nine times in
+# ten (measured on the embedded pair), but part of what comes too late for this round still serves the next. That part
+# is assumed to be half; docs/performance.md has what was compared.
 LEAF_GAIN = 0.45
 # Leaves that one draft step expands for a session.
 STEP_WIDTH = 8
