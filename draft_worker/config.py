@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.draft_worker.growth_step import GrowthConfig
-from outrider.engine.config import DtypeName, EngineConfig
+from outrider.engine.config import AttentionBackend, DtypeName, EngineConfig
 from outrider.models import embedded_draft_path
 
 # On a CPU every row costs time that the next step waits for; on a GPU some tens of rows cost no more than one.
@@ -35,6 +35,8 @@ class DraftWorkerConfig:
         min_acceptance: children less likely to be accepted are not grown.
         num_slots: tokens whose KV fits; default is what `kv_bytes` holds.
         kv_bytes: memory for KV; see `EngineConfig`.
+        attention_backend: what runs the attention: triton (default on a GPU), flashinfer (on a GPU, with the extra of
+            that name) or reference (plain torch; default on a CPU).
 
     Raises:
         ValueError: a value out of range, with the value.
@@ -58,6 +60,7 @@ class DraftWorkerConfig:
     min_acceptance: float = GrowthConfig.min_acceptance
     num_slots: int | None = None
     kv_bytes: int | None = None
+    attention_backend: AttentionBackend | None = None
 
     def __post_init__(self) -> None:
         if not self.host:
@@ -87,6 +90,7 @@ class DraftWorkerConfig:
             max_model_len=self.max_model_len,
             max_tree_nodes=self.max_live_nodes,
             torch_threads=self.threads,
+            attention_backend=self.attention_backend,
         )
 
     def growth(self, *, max_model_len: int) -> GrowthConfig:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.engine.config import DtypeName, EngineConfig
+from outrider.engine.config import AttentionBackend, DtypeName, EngineConfig
 from outrider.models import embedded_target_path
 
 
@@ -26,6 +26,8 @@ class TargetWorkerConfig:
         max_step_tokens: most rows of one forward: nodes, roots and prefill tokens.
         num_slots: tokens whose KV fits; default is what `kv_bytes` holds.
         kv_bytes: memory for KV; see `EngineConfig`.
+        attention_backend: what runs the attention: triton (default on a GPU), flashinfer (on a GPU, with the extra of
+            that name) or reference (plain torch; default on a CPU).
 
     Raises:
         ValueError: a value out of range, with the value.
@@ -45,6 +47,7 @@ class TargetWorkerConfig:
     max_step_tokens: int = 512
     num_slots: int | None = None
     kv_bytes: int | None = None
+    attention_backend: AttentionBackend | None = None
 
     def __post_init__(self) -> None:
         if not self.host:
@@ -80,4 +83,5 @@ class TargetWorkerConfig:
             max_model_len=self.max_model_len,
             max_tree_nodes=self.max_tree_nodes,
             torch_threads=self.threads,
+            attention_backend=self.attention_backend,
         )

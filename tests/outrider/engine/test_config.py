@@ -1,8 +1,13 @@
 """Engine configurations."""
 
+import sys
+from typing import Any
+
 import pytest
 
+from outrider.draft_worker.config import DraftWorkerConfig
 from outrider.engine.config import EngineConfig, create_config_for_draft_model
+from outrider.target_worker.config import TargetWorkerConfig
 
 
 @pytest.mark.parametrize(
@@ -14,6 +19,7 @@ from outrider.engine.config import EngineConfig, create_config_for_draft_model
         ("max_tree_nodes", -1),
         ("device", "tpu"),
         ("dtype", "int8"),
+        ("attention_backend", "eager"),
     ],
 )
 def test_values_out_of_range_are_named(field: str, value: object) -> None:
@@ -26,10 +32,60 @@ def test_dtype_defaults_follow_the_device() -> None:
     assert EngineConfig(model_path="x", device="cuda:1").dtype_name == "bfloat16"
 
 
+def test_attention_backend_defaults_follow_the_device() -> None:
+    assert EngineConfig(model_path="x").attention_backend_name == "reference"
+    assert EngineConfig(model_path="x", device="cuda:1").attention_backend_name == "triton"
+    chosen = EngineConfig(model_path="x", device="cuda", attention_backend="reference")
+    assert chosen.attention_backend_name == "reference"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"attention_backend": "triton"}, "'triton' given, which needs a CUDA device"),
+        ({"attention_backend": "flashinfer"}, "'flashinfer' given, which needs a CUDA device"),
+        (
+            {"attention_backend": "flashinfer", "device": "cuda", "dtype": "float32"},
+            "'flashinfer' given, which needs dtype float16 or bfloat16, not float32",
+        ),
+    ],
+)
+def test_attention_backends_that_cannot_run_say_what_they_need(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(model_path="x", **fields)
+
+
+def test_flashinfer_that_is_not_installed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
+    with pytest.raises(ValueError, match=r"not installed here: pip install 'outrider\[flashinfer\]'"):
+        EngineConfig(model_path="x", device="cuda", attention_backend="flashinfer")
+
+
+@pytest.mark.parametrize("config_type", [TargetWorkerConfig, DraftWorkerConfig])
+def test_both_workers_hand_the_attention_backend_on(config_type: Any) -> None:
+    assert config_type().engine().attention_backend is None
+    assert config_type(device="cuda", attention_backend="reference").engine().attention_backend == "reference"
+    with pytest.raises(ValueError, match="attention_backend: 'triton' given, which needs a CUDA device"):
+        config_type(attention_backend="triton")
+
+
 def test_a_draft_takes_its_model_and_place_and_the_targets_limits() -> None:
     target = EngineConfig(model_path="big", device="cuda", max_sessions=7, max_model_len=99, torch_threads=4)
-    draft = EngineConfig(model_path="small", device="cuda:1", dtype="float16", num_slots=5, max_sessions=3)
+    draft = EngineConfig(
+        model_path="small",
+        device="cuda:1",
+        dtype="float16",
+        num_slots=5,
+        max_sessions=3,
+        attention_backend="reference",
+    )
     made = create_config_for_draft_model(target, draft)
     assert made == EngineConfig(
-        model_path="small", device="cuda:1", dtype="float16", num_slots=5, max_sessions=7, max_model_len=99
+        model_path="small",
+        device="cuda:1",
+        dtype="float16",
+        num_slots=5,
+        max_sessions=7,
+        max_model_len=99,
+        attention_backend="reference",
     )
