@@ -58,6 +58,16 @@ def generate_command(open_local: Callable[[int], AbstractContextManager[str]]) -
         speculation: Annotated[Literal["async", "sync", "off"], typer.Option(help="How drafts are used.")] = "async",
         max_nodes: Annotated[int | None, typer.Option(help="Most draft tokens verified in a step.")] = None,
         max_depth: Annotated[int | None, typer.Option(help="Most draft tokens in a row.")] = None,
+        verification: Annotated[
+            Literal["coupled", "target_only", "rejection"],
+            typer.Option(help="How drafts are judged above temperature 0."),
+        ] = "coupled",
+        threshold_single: Annotated[
+            float | None, typer.Option(help="Of target_only: accept what is this likely; lossy below 1.")
+        ] = None,
+        threshold_acc: Annotated[
+            float | None, typer.Option(help="Of target_only: divides cumulative probabilities; lossy below 1.")
+        ] = None,
         timeout_s: Annotated[float, typer.Option(min=0.001, help="Give up after this time.")] = 600.0,
         json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
         trace: Annotated[Path | None, typer.Option(help="Write one JSON line a verification to this file.")] = None,
@@ -79,6 +89,9 @@ def generate_command(open_local: Callable[[int], AbstractContextManager[str]]) -
             "speculation": speculation,
             "max_nodes": max_nodes,
             "max_depth": max_depth,
+            "verification": verification,
+            "threshold_single": threshold_single,
+            "threshold_acc": threshold_acc,
             "timeout_s": timeout_s,
             "trace": trace is not None,
         }

@@ -4,7 +4,7 @@ import math
 import re
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from google.protobuf.message import Message
@@ -14,7 +14,7 @@ from outrider.coordinator.messages import GenerationRequest, SpeculationMode
 from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.tokenizer import TextTokenizer
 from outrider.errors import FieldViolation, InvalidRequest
-from outrider.sampling import SamplingSpec
+from outrider.sampling import SamplingSpec, VerificationRule, rule_from_proto
 from outrider.v1 import common_pb2, generation_pb2
 
 MAX_REQUEST_ID_CHARS = 128
@@ -129,7 +129,7 @@ class _Check:
         prompt = self._prompt()
         n = self._whole("n", default=1, low=1, high=MAX_CHOICES)
         max_new_tokens = self._max_new_tokens(prompt)
-        sampling = self._sampling(max_new_tokens, self._seed(known_seed))
+        sampling = replace(self._sampling(max_new_tokens, self._seed(known_seed)), **self._verification())
         stop = self._stop()
         mode, max_nodes, max_depth = self._speculation()
         generation = GenerationRequest(
@@ -354,6 +354,26 @@ class _Check:
                 self._wrong(f"speculation.{name}", f"{value} given, 1 to {highest} needed (mode 3, off, needs none)")
             values.append(value)
         return mode or SpeculationMode.ASYNC, values[0], values[1]
+
+    def _verification(self) -> dict[str, Any]:
+        """The rule and its thresholds, as fields of a SamplingSpec."""
+        given, rule = self._request.speculation, VerificationRule.COUPLED
+        try:
+            rule = rule_from_proto(given.verification)
+        except ValueError as error:
+            self._wrong("speculation.verification", str(error))
+        chosen: dict[str, Any] = {"verification": rule}
+        for name in ("threshold_single", "threshold_acc"):
+            if not given.HasField(name):  # pyright: ignore[reportArgumentType] as above
+                continue
+            value = chosen[name] = getattr(given, name)
+            if rule is not VerificationRule.TARGET_ONLY:
+                self._wrong(
+                    f"speculation.{name}", f"only verification 2 (target_only) has it, not {rule}: leave it out"
+                )
+            elif not 0 < value <= 1:
+                self._wrong(f"speculation.{name}", f"{value:g} given, more than 0 and at most 1 needed (1 is off)")
+        return chosen
 
     def _check_received(self, generation: GenerationRequest) -> None:
         seen: set[int] = set()

@@ -19,6 +19,11 @@ _MODES = {
     "sync": common_pb2.SPECULATION_MODE_SYNC,
     "off": common_pb2.SPECULATION_MODE_OFF,
 }
+_RULES = {
+    "coupled": common_pb2.VERIFICATION_RULE_COUPLED,
+    "target_only": common_pb2.VERIFICATION_RULE_TARGET_ONLY,
+    "rejection": common_pb2.VERIFICATION_RULE_REJECTION,
+}
 _FINISH_REASONS: dict[int, Literal["stop", "length"]] = {
     generation_pb2.FINISH_REASON_STOP: "stop",
     generation_pb2.FINISH_REASON_LENGTH: "length",
@@ -26,7 +31,7 @@ _FINISH_REASONS: dict[int, Literal["stop", "length"]] = {
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Every parameter of a generation; `SamplingParams` in generation.proto says what each means and its default.
+    """Every parameter of a generation; generation.proto (`SamplingParams`, `SpeculationParams`) says what each means.
 
     None is the same as absent. `timeout_s` bounds the whole generation (default 600; None is no bound).
     """
@@ -51,6 +56,9 @@ class GenerateOptions(TypedDict, total=False):
     speculation: Literal["async", "sync", "off"]
     max_nodes: int | None
     max_depth: int | None
+    verification: Literal["coupled", "target_only", "rejection"] | None
+    threshold_single: float | None
+    threshold_acc: float | None
     request_id: str | None
     trace: bool
     timeout_s: float | None
@@ -356,10 +364,12 @@ def build_request(prompt: str | Sequence[int], options: GenerateOptions) -> gene
         put("text", lambda: generation_pb2.GenerateRequest(text=prompt))
     else:
         put("token_ids", lambda: generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=prompt)))
-    mode = given.pop("speculation", "async")
-    if mode not in _MODES:
-        violations.append(FieldViolation("speculation", f"{mode!r} given, {', '.join(_MODES)} needed"))
-    request.speculation.mode = _MODES.get(mode, common_pb2.SPECULATION_MODE_ASYNC)
+    given["speculation"] = given.get("speculation", "async")
+    for name, numbers in (("speculation", _MODES), ("verification", _RULES)):
+        if (word := given.pop(name, None)) in numbers:
+            setattr(request.speculation, "mode" if name == "speculation" else name, numbers[word])
+        elif word is not None:
+            violations.append(FieldViolation(name, f"{word!r} given, {', '.join(numbers)} needed"))
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
     unknown = given.keys() - GenerateOptions.__annotations__.keys()
@@ -375,7 +385,7 @@ def build_request(prompt: str | Sequence[int], options: GenerateOptions) -> gene
 def _option_message(name: str, value: Any) -> generation_pb2.GenerateRequest:
     if name in generation_pb2.SamplingParams.DESCRIPTOR.fields_by_name:
         return generation_pb2.GenerateRequest(sampling_params=generation_pb2.SamplingParams(**{name: value}))
-    if name in ("max_nodes", "max_depth"):
+    if name in generation_pb2.SpeculationParams.DESCRIPTOR.fields_by_name:
         return generation_pb2.GenerateRequest(speculation=generation_pb2.SpeculationParams(**{name: value}))
     return generation_pb2.GenerateRequest(**{name: value})
 

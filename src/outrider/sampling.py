@@ -2,8 +2,40 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from outrider.v1 import common_pb2
+
+
+class VerificationRule(StrEnum):
+    """How the target judges what a draft has grown; see the enum of the same name in common.proto."""
+
+    COUPLED = "coupled"
+    """One choice a node, with noise that the draft shares; greedy at temperature 0."""
+    TARGET_ONLY = "target_only"
+    """Coins against the cumulative probability of a node's children."""
+    REJECTION = "rejection"
+    """min(1, p / q) along a chain."""
+
+
+_RULES = {
+    common_pb2.VERIFICATION_RULE_UNSPECIFIED: VerificationRule.COUPLED,
+    common_pb2.VERIFICATION_RULE_COUPLED: VerificationRule.COUPLED,
+    common_pb2.VERIFICATION_RULE_TARGET_ONLY: VerificationRule.TARGET_ONLY,
+    common_pb2.VERIFICATION_RULE_REJECTION: VerificationRule.REJECTION,
+}
+_RULES_TO_PROTO = {rule: number for number, rule in _RULES.items()}
+
+
+def rule_from_proto(number: common_pb2.VerificationRule) -> VerificationRule:
+    """The rule of this number.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if number not in _RULES:
+        raise ValueError(f"{number} given, 1 (coupled), 2 (target_only) or 3 (rejection) needed")
+    return _RULES[number]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +60,14 @@ class SamplingSpec:
     max_new_tokens: int = 128
     min_new_tokens: int = 0
     logprobs: int | None = None
+    verification: VerificationRule = VerificationRule.COUPLED
+    threshold_single: float = 1.0
+    threshold_acc: float = 1.0
+
+    @property
+    def rule(self) -> VerificationRule:
+        """The rule in force: at temperature 0 there is one choice, whatever was asked for."""
+        return self.verification if self.temperature > 0 else VerificationRule.COUPLED
 
     @property
     def has_penalties(self) -> bool:
@@ -51,6 +91,9 @@ class SamplingSpec:
             stop_token_ids=self.stop_token_ids,
             max_new_tokens=self.max_new_tokens,
             min_new_tokens=self.min_new_tokens,
+            verification=_RULES_TO_PROTO[self.verification],
+            threshold_single=self.threshold_single,
+            threshold_acc=self.threshold_acc,
         )
         if self.logprobs is not None:
             state.logprobs = self.logprobs
@@ -58,7 +101,11 @@ class SamplingSpec:
 
     @classmethod
     def from_proto(cls, state: common_pb2.SamplingState) -> "SamplingSpec":
-        """The inverse of `to_proto` (floats rounded to float32 on the way)."""
+        """The inverse of `to_proto` (floats rounded to float32 on the way).
+
+        Raises:
+            ValueError: a verification rule that this version does not know.
+        """
         return cls(
             temperature=state.temperature,
             top_k=state.top_k,
@@ -75,4 +122,7 @@ class SamplingSpec:
             max_new_tokens=state.max_new_tokens,
             min_new_tokens=state.min_new_tokens,
             logprobs=state.logprobs if state.HasField("logprobs") else None,
+            verification=rule_from_proto(state.verification),
+            threshold_single=state.threshold_single,
+            threshold_acc=state.threshold_acc,
         )

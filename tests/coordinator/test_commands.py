@@ -159,7 +159,8 @@ def test_every_option_reaches_the_request(server: ScriptedServicer) -> None:
     line = (
         "--max-new-tokens 9 --min-new-tokens 2 --temperature 0.5 --top-p 0.75 --top-k 7 --min-p 0.25 "
         "--repetition-penalty 1.5 --presence-penalty 0.5 --frequency-penalty -0.5 --seed 3 --stop a --stop b "
-        "--ignore-eos --speculation sync --max-nodes 5 --max-depth 4 --json"
+        "--ignore-eos --speculation sync --max-nodes 5 --max-depth 4 --json "
+        "--verification target_only --threshold-single 0.25 --threshold-acc 0.5"
     )
     assert cli.run(["generate", "hi", *line.split()]) == 0
     assert server.requests[0] == generation_pb2.GenerateRequest(
@@ -178,7 +179,14 @@ def test_every_option_reaches_the_request(server: ScriptedServicer) -> None:
             stop=["a", "b"],
             ignore_eos=True,
         ),
-        speculation=generation_pb2.SpeculationParams(mode=common_pb2.SPECULATION_MODE_SYNC, max_nodes=5, max_depth=4),
+        speculation=generation_pb2.SpeculationParams(
+            mode=common_pb2.SPECULATION_MODE_SYNC,
+            max_nodes=5,
+            max_depth=4,
+            verification=common_pb2.VERIFICATION_RULE_TARGET_ONLY,
+            threshold_single=0.25,
+            threshold_acc=0.5,
+        ),
     )
 
 
@@ -272,6 +280,7 @@ def test_errors_are_one_line(
         (["generate"], "Missing argument"),
         (["generate", "x", "--temperature", "hot"], "temperature"),
         (["generate", "x", "--speculation", "fast"], "speculation"),
+        (["generate", "x", "--verification", "lenient"], "verification"),
         (["generate", "x", "--endpoint", "nowhere"], "HOST:PORT needed"),
         (["generate", "x", "--max-new-tokens", "-4"], "max_new_tokens"),
         (["generate", "x", "--nonsense"], "nonsense"),

@@ -13,6 +13,7 @@ from outrider.coordinator.tokenizer import TextTokenizer
 from outrider.coordinator.validation import RequestLimits, RequestValidator
 from outrider.errors import InvalidRequest
 from outrider.rpc import status_of
+from outrider.sampling import VerificationRule
 from outrider.v1 import common_pb2, generation_pb2
 
 EOS = 255
@@ -59,6 +60,8 @@ def test_defaults() -> None:
     assert sampling.stop_token_ids == (EOS,)
     assert (generation.mode, generation.max_nodes, generation.max_depth) == (SpeculationMode.ASYNC, 24, 8)
     assert (generation.n, len(streams), generation.trace, dict(generation.received)) == (1, 1, False, {})
+    assert sampling.verification is VerificationRule.COUPLED
+    assert (sampling.threshold_single, sampling.threshold_acc) == (1.0, 1.0)
 
 
 def test_every_parameter_arrives() -> None:
@@ -96,6 +99,25 @@ def test_every_parameter_arrives() -> None:
     assert (generation.mode, generation.max_nodes, generation.max_depth) == (SpeculationMode.SYNC, 3, 2)
     assert (generation.request_id, generation.trace) == ("a-b_c.d:9", True)
     assert len({id(stream) for stream in streams}) == 3
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_the_rule_arrives_and_is_in_force_above_temperature_0(number: int) -> None:
+    greedy = VALIDATOR.check(request_with(speculation={"verification": number}))[0].sampling
+    warm = VALIDATOR.check(request_with(temperature=0.5, speculation={"verification": number}))[0].sampling
+    assert warm.verification is greedy.verification is warm.rule is list(VerificationRule)[number - 1]
+    assert greedy.rule is VerificationRule.COUPLED
+
+
+def test_thresholds_of_target_only_arrive() -> None:
+    given = {"verification": 2, "threshold_single": 0.25, "threshold_acc": 0.5}
+    sampling = VALIDATOR.check(request_with(speculation=given))[0].sampling
+    assert (sampling.threshold_single, sampling.threshold_acc) == (0.25, 0.5)
+
+
+def test_both_thresholds_and_a_wrong_rule_are_named_together() -> None:
+    found = violations(request_with(speculation={"verification": 7, "threshold_single": 2.0, "threshold_acc": 0.5}))
+    assert set(found) == {f"speculation.{name}" for name in ("verification", "threshold_single", "threshold_acc")}
 
 
 def test_end_of_sequence_stops_unless_ignored() -> None:
@@ -160,6 +182,12 @@ def test_default_output_limit_is_cut_to_the_room_but_a_given_one_is_not() -> Non
         ({"speculation": {"max_nodes": 25}}, "speculation.max_nodes", "1 to 24"),
         ({"speculation": {"max_nodes": 0}}, "speculation.max_nodes", "0 given"),
         ({"speculation": {"max_depth": 9}}, "speculation.max_depth", "1 to 8"),
+        ({"speculation": {"verification": 9}}, "speculation.verification", "9 given, 1 (coupled)"),
+        ({"speculation": {"threshold_single": 0.5}}, "speculation.threshold_single", "target_only"),
+        ({"speculation": {"verification": 3, "threshold_acc": 1.0}}, "speculation.threshold_acc", "not rejection"),
+        ({"speculation": {"verification": 2, "threshold_single": 0.0}}, "speculation.threshold_single", "0 given"),
+        ({"speculation": {"verification": 2, "threshold_acc": 1.5}}, "speculation.threshold_acc", "1.5 given"),
+        ({"speculation": {"verification": 2, "threshold_acc": math.nan}}, "speculation.threshold_acc", "nan given"),
         ({"request_id": "x" * 129}, "request_id", "129 characters"),
         ({"request_id": "two words"}, "request_id", "letters"),
         ({"request_id": "zeile\n"}, "request_id", "letters"),

@@ -166,14 +166,23 @@ def test_every_option_reaches_the_request() -> None:
         "seed": 2**64 - 1, "max_new_tokens": 9, "min_new_tokens": 2, "stop": ["a", "b"], "stop_token_ids": [5],
         "ignore_eos": True, "n": 1, "logprobs": 0,
     }  # fmt: skip
+    speculation: dict[str, Any] = {"max_nodes": 3, "max_depth": 2, "threshold_single": 0.25, "threshold_acc": 0.5}
     with serving(whole) as (servicer, endpoint), Client(endpoint) as client:
-        client.generate([7, 8], speculation="sync", max_nodes=3, max_depth=2, request_id="id", **sampling)
+        client.generate(
+            [7, 8], speculation="sync", verification="target_only", request_id="id", **speculation, **sampling
+        )
     assert servicer.requests[0] == Request(
         request_id="id",
         token_ids=generation_pb2.TokenIds(ids=[7, 8]),
         sampling_params=generation_pb2.SamplingParams(**sampling),
-        speculation=generation_pb2.SpeculationParams(mode=common_pb2.SPECULATION_MODE_SYNC, max_nodes=3, max_depth=2),
+        speculation=generation_pb2.SpeculationParams(
+            mode=common_pb2.SPECULATION_MODE_SYNC,
+            verification=common_pb2.VERIFICATION_RULE_TARGET_ONLY,
+            **speculation,
+        ),
     )
+    named = {"mode", "verification", *speculation}
+    assert named == set(generation_pb2.SpeculationParams.DESCRIPTOR.fields_by_name)
     assert set(sampling) == set(generation_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
 
 
@@ -181,7 +190,7 @@ def test_absent_options_are_absent() -> None:
     with serving(whole) as (servicer, endpoint), Client(endpoint) as client:
         client.generate("x", temperature=None, seed=None, stop="end")
     assert servicer.requests[0].sampling_params == generation_pb2.SamplingParams(stop=["end"])
-    assert servicer.requests[0].speculation.mode == 1
+    assert servicer.requests[0].speculation == generation_pb2.SpeculationParams(mode=common_pb2.SPECULATION_MODE_ASYNC)
 
 
 def test_stream_gives_deltas_then_the_result() -> None:

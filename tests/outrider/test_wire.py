@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from outrider.sampling import SamplingSpec
+from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.wire import floats_from_bytes, floats_to_bytes, split_by_counts, tokens_from_bytes, tokens_to_bytes
 
 
@@ -38,8 +38,18 @@ def test_sampling_survives_the_wire():
         max_new_tokens=9,
         min_new_tokens=4,
         logprobs=0,
+        verification=VerificationRule.TARGET_ONLY,
+        threshold_single=0.5,
+        threshold_acc=0.25,
     )
     assert SamplingSpec.from_proto(spec.to_proto()) == spec
     assert SamplingSpec.from_proto(SamplingSpec().to_proto()) == SamplingSpec()
     assert spec.has_penalties
     assert not SamplingSpec().has_penalties
+
+
+def test_a_rule_of_a_later_version_is_refused():
+    state = SamplingSpec().to_proto()
+    state.verification = 9  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ValueError, match="9 given"):
+        SamplingSpec.from_proto(state)

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/common.proto\x12\x0boutrider.v1\"\x82\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x16\n\x0etokenizer_hash\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\"\xbe\x03\n\rSamplingState\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12=\n\nlogit_bias\x18\x08 \x03(\x0b\x32).outrider.v1.SamplingState.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\t \x03(\r\x12\x0c\n\x04seed\x18\n \x01(\x06\x12\x14\n\x0c\x63hoice_index\x18\x0b \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x16\n\x0emax_new_tokens\x18\r \x01(\r\x12\x16\n\x0emin_new_tokens\x18\x0e \x01(\r\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x00\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0b\n\t_logprobs\"~\n\x11SpeculationLimits\x12*\n\x04mode\x18\x01 \x01(\x0e\x32\x1c.outrider.v1.SpeculationMode\x12\x16\n\x0emax_live_nodes\x18\x02 \x01(\r\x12\x11\n\tmax_depth\x18\x03 \x01(\r\x12\x12\n\nsync_nodes\x18\x04 \x01(\r\"\xae\x01\n\x0bSessionOpen\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06prompt\x18\x03 \x01(\x0c\x12\x0e\n\x06output\x18\x04 \x01(\x0c\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.outrider.v1.SamplingState\x12.\n\x06limits\x18\x06 \x01(\x0b\x32\x1e.outrider.v1.SpeculationLimits\"S\n\nStepReport\x12\x0f\n\x07step_ns\x18\x01 \x01(\x04\x12\x12\n\nforward_ns\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x01(\r\x12\x10\n\x08sessions\x18\x04 \x01(\r\"d\n\nWorkerLoad\x12\x10\n\x08sessions\x18\x01 \x01(\r\x12\x12\n\nslots_used\x18\x02 \x01(\r\x12\x13\n\x0bslots_total\x18\x03 \x01(\r\x12\r\n\x05steps\x18\x04 \x01(\x04\x12\x0c\n\x04\x62usy\x18\x05 \x01(\x02\"P\n\x0cSessionError\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0c\n\x04\x63ode\x18\x03 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\t*\x84\x01\n\x0fSpeculationMode\x12 \n\x1cSPECULATION_MODE_UNSPECIFIED\x10\x00\x12\x1a\n\x16SPECULATION_MODE_ASYNC\x10\x01\x12\x19\n\x15SPECULATION_MODE_SYNC\x10\x02\x12\x18\n\x14SPECULATION_MODE_OFF\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/common.proto\x12\x0boutrider.v1\"\x82\x01\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x16\n\x0etokenizer_hash\x18\x03 \x01(\t\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\"\xa4\x04\n\rSamplingState\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12=\n\nlogit_bias\x18\x08 \x03(\x0b\x32).outrider.v1.SamplingState.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\t \x03(\r\x12\x0c\n\x04seed\x18\n \x01(\x06\x12\x14\n\x0c\x63hoice_index\x18\x0b \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x16\n\x0emax_new_tokens\x18\r \x01(\r\x12\x16\n\x0emin_new_tokens\x18\x0e \x01(\r\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x00\x88\x01\x01\x12\x33\n\x0cverification\x18\x10 \x01(\x0e\x32\x1d.outrider.v1.VerificationRule\x12\x18\n\x10threshold_single\x18\x11 \x01(\x02\x12\x15\n\rthreshold_acc\x18\x12 \x01(\x02\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0b\n\t_logprobs\"H\n\x12\x44raftDistributions\x12\x0e\n\x06\x63ounts\x18\x01 \x03(\r\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x0f\n\x07weights\x18\x03 \x01(\x0c\"~\n\x11SpeculationLimits\x12*\n\x04mode\x18\x01 \x01(\x0e\x32\x1c.outrider.v1.SpeculationMode\x12\x16\n\x0emax_live_nodes\x18\x02 \x01(\r\x12\x11\n\tmax_depth\x18\x03 \x01(\r\x12\x12\n\nsync_nodes\x18\x04 \x01(\r\"\xae\x01\n\x0bSessionOpen\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06prompt\x18\x03 \x01(\x0c\x12\x0e\n\x06output\x18\x04 \x01(\x0c\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.outrider.v1.SamplingState\x12.\n\x06limits\x18\x06 \x01(\x0b\x32\x1e.outrider.v1.SpeculationLimits\"S\n\nStepReport\x12\x0f\n\x07step_ns\x18\x01 \x01(\x04\x12\x12\n\nforward_ns\x18\x02 \x01(\x04\x12\x0e\n\x06tokens\x18\x03 \x01(\r\x12\x10\n\x08sessions\x18\x04 \x01(\r\"d\n\nWorkerLoad\x12\x10\n\x08sessions\x18\x01 \x01(\r\x12\x12\n\nslots_used\x18\x02 \x01(\r\x12\x13\n\x0bslots_total\x18\x03 \x01(\r\x12\r\n\x05steps\x18\x04 \x01(\x04\x12\x0c\n\x04\x62usy\x18\x05 \x01(\x02\"P\n\x0cSessionError\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0c\n\x04\x63ode\x18\x03 \x01(\r\x12\x0f\n\x07message\x18\x04 \x01(\t*\x84\x01\n\x0fSpeculationMode\x12 \n\x1cSPECULATION_MODE_UNSPECIFIED\x10\x00\x12\x1a\n\x16SPECULATION_MODE_ASYNC\x10\x01\x12\x19\n\x15SPECULATION_MODE_SYNC\x10\x02\x12\x18\n\x14SPECULATION_MODE_OFF\x10\x03*\x98\x01\n\x10VerificationRule\x12!\n\x1dVERIFICATION_RULE_UNSPECIFIED\x10\x00\x12\x1d\n\x19VERIFICATION_RULE_COUPLED\x10\x01\x12!\n\x1dVERIFICATION_RULE_TARGET_ONLY\x10\x02\x12\x1f\n\x1bVERIFICATION_RULE_REJECTION\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,22 +33,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGSTATE_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGSTATE_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_SPECULATIONMODE']._serialized_start=1198
-  _globals['_SPECULATIONMODE']._serialized_end=1330
+  _globals['_SPECULATIONMODE']._serialized_start=1374
+  _globals['_SPECULATIONMODE']._serialized_end=1506
+  _globals['_VERIFICATIONRULE']._serialized_start=1509
+  _globals['_VERIFICATIONRULE']._serialized_end=1661
   _globals['_MODELINFO']._serialized_start=42
   _globals['_MODELINFO']._serialized_end=172
   _globals['_SAMPLINGSTATE']._serialized_start=175
-  _globals['_SAMPLINGSTATE']._serialized_end=621
-  _globals['_SAMPLINGSTATE_LOGITBIASENTRY']._serialized_start=560
-  _globals['_SAMPLINGSTATE_LOGITBIASENTRY']._serialized_end=608
-  _globals['_SPECULATIONLIMITS']._serialized_start=623
-  _globals['_SPECULATIONLIMITS']._serialized_end=749
-  _globals['_SESSIONOPEN']._serialized_start=752
-  _globals['_SESSIONOPEN']._serialized_end=926
-  _globals['_STEPREPORT']._serialized_start=928
-  _globals['_STEPREPORT']._serialized_end=1011
-  _globals['_WORKERLOAD']._serialized_start=1013
-  _globals['_WORKERLOAD']._serialized_end=1113
-  _globals['_SESSIONERROR']._serialized_start=1115
-  _globals['_SESSIONERROR']._serialized_end=1195
+  _globals['_SAMPLINGSTATE']._serialized_end=723
+  _globals['_SAMPLINGSTATE_LOGITBIASENTRY']._serialized_start=662
+  _globals['_SAMPLINGSTATE_LOGITBIASENTRY']._serialized_end=710
+  _globals['_DRAFTDISTRIBUTIONS']._serialized_start=725
+  _globals['_DRAFTDISTRIBUTIONS']._serialized_end=797
+  _globals['_SPECULATIONLIMITS']._serialized_start=799
+  _globals['_SPECULATIONLIMITS']._serialized_end=925
+  _globals['_SESSIONOPEN']._serialized_start=928
+  _globals['_SESSIONOPEN']._serialized_end=1102
+  _globals['_STEPREPORT']._serialized_start=1104
+  _globals['_STEPREPORT']._serialized_end=1187
+  _globals['_WORKERLOAD']._serialized_start=1189
+  _globals['_WORKERLOAD']._serialized_end=1289
+  _globals['_SESSIONERROR']._serialized_start=1291
+  _globals['_SESSIONERROR']._serialized_end=1371
 # @@protoc_insertion_point(module_scope)

@@ -13,10 +13,21 @@ class SpeculationMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SPECULATION_MODE_ASYNC: _ClassVar[SpeculationMode]
     SPECULATION_MODE_SYNC: _ClassVar[SpeculationMode]
     SPECULATION_MODE_OFF: _ClassVar[SpeculationMode]
+
+class VerificationRule(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    VERIFICATION_RULE_UNSPECIFIED: _ClassVar[VerificationRule]
+    VERIFICATION_RULE_COUPLED: _ClassVar[VerificationRule]
+    VERIFICATION_RULE_TARGET_ONLY: _ClassVar[VerificationRule]
+    VERIFICATION_RULE_REJECTION: _ClassVar[VerificationRule]
 SPECULATION_MODE_UNSPECIFIED: SpeculationMode
 SPECULATION_MODE_ASYNC: SpeculationMode
 SPECULATION_MODE_SYNC: SpeculationMode
 SPECULATION_MODE_OFF: SpeculationMode
+VERIFICATION_RULE_UNSPECIFIED: VerificationRule
+VERIFICATION_RULE_COUPLED: VerificationRule
+VERIFICATION_RULE_TARGET_ONLY: VerificationRule
+VERIFICATION_RULE_REJECTION: VerificationRule
 
 class ModelInfo(_message.Message):
     __slots__ = ("name", "vocab_size", "tokenizer_hash", "dtype", "max_model_len", "eos_token_ids")
@@ -35,7 +46,7 @@ class ModelInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SamplingState(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "seed", "choice_index", "stop_token_ids", "max_new_tokens", "min_new_tokens", "logprobs")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "seed", "choice_index", "stop_token_ids", "max_new_tokens", "min_new_tokens", "logprobs", "verification", "threshold_single", "threshold_acc")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -58,6 +69,9 @@ class SamplingState(_message.Message):
     MAX_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MIN_NEW_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    VERIFICATION_FIELD_NUMBER: _ClassVar[int]
+    THRESHOLD_SINGLE_FIELD_NUMBER: _ClassVar[int]
+    THRESHOLD_ACC_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
@@ -73,7 +87,20 @@ class SamplingState(_message.Message):
     max_new_tokens: int
     min_new_tokens: int
     logprobs: int
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., choice_index: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., logprobs: _Optional[int] = ...) -> None: ...
+    verification: VerificationRule
+    threshold_single: float
+    threshold_acc: float
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., choice_index: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., logprobs: _Optional[int] = ..., verification: _Optional[_Union[VerificationRule, str]] = ..., threshold_single: _Optional[float] = ..., threshold_acc: _Optional[float] = ...) -> None: ...
+
+class DraftDistributions(_message.Message):
+    __slots__ = ("counts", "token_ids", "weights")
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: bytes
+    weights: bytes
+    def __init__(self, counts: _Optional[_Iterable[int]] = ..., token_ids: _Optional[bytes] = ..., weights: _Optional[bytes] = ...) -> None: ...
 
 class SpeculationLimits(_message.Message):
     __slots__ = ("mode", "max_live_nodes", "max_depth", "sync_nodes")

@@ -36,7 +36,7 @@ class CommitBatch(_message.Message):
     def __init__(self, session_ids: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., positions: _Optional[_Iterable[int]] = ..., token_counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DraftGrowth(_message.Message):
-    __slots__ = ("session_ids", "epochs", "as_of", "node_counts", "node_ids", "parents", "tokens", "acceptance", "complete", "errors", "report", "load")
+    __slots__ = ("session_ids", "epochs", "as_of", "node_counts", "node_ids", "parents", "tokens", "acceptance", "complete", "errors", "report", "load", "distributions")
     SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
     AS_OF_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,7 @@ class DraftGrowth(_message.Message):
     ERRORS_FIELD_NUMBER: _ClassVar[int]
     REPORT_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    DISTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
     session_ids: _containers.RepeatedScalarFieldContainer[int]
     epochs: _containers.RepeatedScalarFieldContainer[int]
     as_of: _containers.RepeatedScalarFieldContainer[int]
@@ -61,4 +62,5 @@ class DraftGrowth(_message.Message):
     errors: _containers.RepeatedCompositeFieldContainer[_common_pb2.SessionError]
     report: _common_pb2.StepReport
     load: _common_pb2.WorkerLoad
-    def __init__(self, session_ids: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., as_of: _Optional[_Iterable[int]] = ..., node_counts: _Optional[_Iterable[int]] = ..., node_ids: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., acceptance: _Optional[bytes] = ..., complete: _Optional[_Iterable[bool]] = ..., errors: _Optional[_Iterable[_Union[_common_pb2.SessionError, _Mapping]]] = ..., report: _Optional[_Union[_common_pb2.StepReport, _Mapping]] = ..., load: _Optional[_Union[_common_pb2.WorkerLoad, _Mapping]] = ...) -> None: ...
+    distributions: _common_pb2.DraftDistributions
+    def __init__(self, session_ids: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., as_of: _Optional[_Iterable[int]] = ..., node_counts: _Optional[_Iterable[int]] = ..., node_ids: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., acceptance: _Optional[bytes] = ..., complete: _Optional[_Iterable[bool]] = ..., errors: _Optional[_Iterable[_Union[_common_pb2.SessionError, _Mapping]]] = ..., report: _Optional[_Union[_common_pb2.StepReport, _Mapping]] = ..., load: _Optional[_Union[_common_pb2.WorkerLoad, _Mapping]] = ..., distributions: _Optional[_Union[_common_pb2.DraftDistributions, _Mapping]] = ...) -> None: ...

@@ -99,14 +99,20 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ...) -> None: ...
 
 class SpeculationParams(_message.Message):
-    __slots__ = ("mode", "max_nodes", "max_depth")
+    __slots__ = ("mode", "max_nodes", "max_depth", "verification", "threshold_single", "threshold_acc")
     MODE_FIELD_NUMBER: _ClassVar[int]
     MAX_NODES_FIELD_NUMBER: _ClassVar[int]
     MAX_DEPTH_FIELD_NUMBER: _ClassVar[int]
+    VERIFICATION_FIELD_NUMBER: _ClassVar[int]
+    THRESHOLD_SINGLE_FIELD_NUMBER: _ClassVar[int]
+    THRESHOLD_ACC_FIELD_NUMBER: _ClassVar[int]
     mode: _common_pb2.SpeculationMode
     max_nodes: int
     max_depth: int
-    def __init__(self, mode: _Optional[_Union[_common_pb2.SpeculationMode, str]] = ..., max_nodes: _Optional[int] = ..., max_depth: _Optional[int] = ...) -> None: ...
+    verification: _common_pb2.VerificationRule
+    threshold_single: float
+    threshold_acc: float
+    def __init__(self, mode: _Optional[_Union[_common_pb2.SpeculationMode, str]] = ..., max_nodes: _Optional[int] = ..., max_depth: _Optional[int] = ..., verification: _Optional[_Union[_common_pb2.VerificationRule, str]] = ..., threshold_single: _Optional[float] = ..., threshold_acc: _Optional[float] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("started", "delta", "finished", "round")

@@ -36,20 +36,22 @@ class VerifyRequest(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., step: _Optional[int] = ..., opens: _Optional[_Iterable[_Union[_common_pb2.SessionOpen, _Mapping]]] = ..., close_session_ids: _Optional[_Iterable[int]] = ..., close_epochs: _Optional[_Iterable[int]] = ..., trees: _Optional[_Union[TreeBatch, _Mapping]] = ...) -> None: ...
 
 class TreeBatch(_message.Message):
-    __slots__ = ("session_ids", "epochs", "lengths", "node_counts", "tokens", "parents")
+    __slots__ = ("session_ids", "epochs", "lengths", "node_counts", "tokens", "parents", "distributions")
     SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
     LENGTHS_FIELD_NUMBER: _ClassVar[int]
     NODE_COUNTS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
+    DISTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
     session_ids: _containers.RepeatedScalarFieldContainer[int]
     epochs: _containers.RepeatedScalarFieldContainer[int]
     lengths: _containers.RepeatedScalarFieldContainer[int]
     node_counts: _containers.RepeatedScalarFieldContainer[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
     parents: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session_ids: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ..., node_counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ...) -> None: ...
+    distributions: _common_pb2.DraftDistributions
+    def __init__(self, session_ids: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ..., node_counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., distributions: _Optional[_Union[_common_pb2.DraftDistributions, _Mapping]] = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
     __slots__ = ("step", "session_ids", "epochs", "outcomes", "accepted_counts", "accepted_nodes", "token_counts", "tokens", "logprobs", "errors", "report", "load")
