@@ -3,14 +3,53 @@ tree attention over the caches. Model code stays transformers'; it hands `step` 
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface
 
+from outrider.engine.config import AttentionBackend
 from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention
+from outrider.kernels.tree_attention_dense import tree_attention_dense
 
 ATTENTION_NAME = "outrider_tree"
+
+
+class TreeAttention(Protocol):
+    """An operator with the arguments and the answer of `tree_attention`."""
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        batch: TreeAttentionBatch,
+        *,
+        scale: float,
+        sliding_window: int = 0,
+        softcap: float = 0.0,
+    ) -> torch.Tensor:
+        """[T, H, D]."""
+        ...
+
+
+def attention_operator(backend: AttentionBackend, device: torch.device, head_dim: int) -> TreeAttention:
+    """The operator that `backend` names, on `device`.
+
+    Raises:
+        ValueError: `backend` does not take this head size.
+    """
+    if backend == "flashinfer":
+        # Imported here: an optional extra, and importing it is not free.
+        from outrider.kernels.tree_attention_flashinfer import FLASHINFER_HEAD_DIMS, tree_attention_flashinfer
+
+        if head_dim not in FLASHINFER_HEAD_DIMS:
+            raise ValueError(f"attention_backend: flashinfer takes head sizes {FLASHINFER_HEAD_DIMS}, not {head_dim}")
+        return tree_attention_flashinfer
+    if backend == "reference" and device.type == "cuda":
+        return tree_attention_dense
+    # On a CPU this runs the reference, which plans for that.
+    return tree_attention
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -22,12 +61,14 @@ class AttentionStep:
         value_caches: per layer [num_slots, Hkv, D].
         write_slots: [T] int64.
         batch: who sees what.
+        attend: what computes the attention.
     """
 
     key_caches: list[torch.Tensor]
     value_caches: list[torch.Tensor]
     write_slots: torch.Tensor
     batch: TreeAttentionBatch
+    attend: TreeAttention
 
 
 def _attention(
@@ -48,7 +89,7 @@ def _attention(
     key_cache, value_cache = step.key_caches[module.layer_idx], step.value_caches[module.layer_idx]
     key_cache.index_copy_(0, step.write_slots, key[0].transpose(0, 1))
     value_cache.index_copy_(0, step.write_slots, value[0].transpose(0, 1))
-    out = tree_attention(
+    out = step.attend(
         query[0].transpose(0, 1),
         key_cache,
         value_cache,

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from outrider.engine.attention import AttentionStep
+from outrider.engine.attention import AttentionStep, attention_operator
 from outrider.engine.batch import ForwardBatch
 from outrider.engine.checkpoint import ModelCard, load_checkpoint
 from outrider.engine.config import EngineConfig
@@ -29,7 +29,8 @@ class ModelRunner:
         slots: the slot table; callers extend and truncate its rows, the runner only reads it.
 
     Raises:
-        CheckpointError: see `load_checkpoint`; also where not even one session fits the KV memory.
+        CheckpointError: see `load_checkpoint`; also where not even one session fits the KV memory, or the attention
+            backend does not take the model's head size.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -41,6 +42,10 @@ class ModelRunner:
         if self.device.type == "cpu" and can_pack():
             pack_linear_layers(self._model)
         shape = _KvShape(self._model.config, getattr(torch, config.dtype_name))
+        try:
+            self._attend = attention_operator(config.attention_backend_name, self.device, shape.head_dim)
+        except ValueError as error:
+            raise CheckpointError(f"{config.model_path}: {error}") from error
         row_len = self.info.max_model_len + config.max_tree_nodes
         num_slots = _num_slots(config, shape, row_len, self.device)
         self.slots = SlotTable(num_slots=num_slots, max_rows=config.max_sessions, max_row_len=row_len)
@@ -100,6 +105,7 @@ class ModelRunner:
                 positions=positions,
                 slot_positions=self._slot_positions,
             ),
+            attend=self._attend,
         )
 
     def _put(self, array: np.ndarray) -> torch.Tensor:

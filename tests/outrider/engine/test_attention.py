@@ -1,0 +1,117 @@
+"""Which operator a configured attention backend runs, and that all give a model the same logits."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from outrider.engine.attention import attention_operator
+from outrider.engine.batch import BatchBuilder
+from outrider.engine.config import AttentionBackend, EngineConfig
+from outrider.engine.model_runner import ModelRunner
+from outrider.errors import CheckpointError
+from outrider.kernels.tree_attention import tree_attention
+from outrider.kernels.tree_attention_dense import tree_attention_dense
+from outrider.kernels.tree_attention_flashinfer import tree_attention_flashinfer
+from outrider.tree import ancestor_masks, node_depths
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "operator"),
+    [
+        ("reference", CPU, tree_attention),
+        ("triton", CUDA, tree_attention),
+        ("reference", CUDA, tree_attention_dense),
+        ("flashinfer", CUDA, tree_attention_flashinfer),
+    ],
+)
+def test_a_backend_is_an_operator(backend: AttentionBackend, device: torch.device, operator: Any) -> None:
+    assert attention_operator(backend, device, 128) is operator
+
+
+def test_flashinfer_names_the_head_sizes_it_takes() -> None:
+    with pytest.raises(ValueError, match=r"attention_backend: flashinfer takes head sizes \(64, 128, 256\), not 96"):
+        attention_operator("flashinfer", CUDA, 96)
+
+
+def test_every_layer_runs_the_chosen_operator(tmp_path: Path) -> None:
+    runner = ModelRunner(EngineConfig(model_path=_save_llama(tmp_path, head_dim=16), num_slots=32, torch_threads=1))
+    called = []
+
+    def recording(*arguments: Any, **options: Any) -> torch.Tensor:
+        called.append(options["scale"])
+        return tree_attention(*arguments, **options)
+
+    runner._attend = recording
+    assert torch.equal(_logits(runner), _logits(ModelRunner(runner.config)))
+    assert called == [0.25] * 3 * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # FlashInfer compiles its kernels at their first use
+def test_all_backends_give_the_same_logits_on_cuda(tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    folder = _save_llama(tmp_path, head_dim=64)
+    options: dict[str, Any] = {"model_path": folder, "device": "cuda", "num_slots": 32}
+    expected = _logits(ModelRunner(EngineConfig(**options, dtype="float32", attention_backend="reference")))
+    logits = _logits(ModelRunner(EngineConfig(**options, dtype="float32", attention_backend="triton")))
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    backends: list[AttentionBackend] = ["triton", "reference"]
+    if importlib.util.find_spec("flashinfer") is not None:
+        backends.append("flashinfer")
+    for backend in backends:
+        logits = _logits(ModelRunner(EngineConfig(**options, dtype="bfloat16", attention_backend=backend)))
+        assert (logits - expected).norm() < 0.05 * expected.norm(), backend
+
+
+@pytest.mark.gpu
+def test_a_model_that_flashinfer_cannot_run_is_refused_at_start(tmp_path: Path) -> None:
+    if not torch.cuda.is_available() or importlib.util.find_spec("flashinfer") is None:
+        pytest.skip("needs a CUDA device and FlashInfer")
+    folder = _save_llama(tmp_path, head_dim=16)
+    with pytest.raises(CheckpointError, match="flashinfer takes head sizes"):
+        ModelRunner(EngineConfig(model_path=folder, device="cuda", attention_backend="flashinfer", num_slots=8))
+
+
+def _logits(runner: ModelRunner) -> torch.Tensor:
+    """Of a prompt in two chunks and a tree of four nodes behind it, in one session."""
+    row, prompt, parents = runner.slots.acquire_row(), [3, 1, 4, 1, 5, 9, 2, 6], [0, 1, 1]
+    runner.slots.extend(row, len(prompt) + len(parents))
+    for begin, end in ((0, 5), (5, 7)):
+        builder = BatchBuilder()
+        builder.add_chain(row, prompt[begin:end], begin, False)
+        runner.forward(builder.build())
+    builder = BatchBuilder()
+    builder.add_tree(
+        row,
+        tree_start=7,
+        token_ids=[6, 20, 30, 40],
+        positions=[7 + int(depth) for depth in node_depths(parents)],
+        masks=ancestor_masks(parents),
+        write_indices=range(7, 11),
+    )
+    return runner.forward(builder.build()).cpu()
+
+
+def _save_llama(folder: Path, *, head_dim: int) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=head_dim,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
