@@ -1,0 +1,383 @@
+"""Verification of draft chains by speculative sampling: keep a draft token with probability min(1, p / q).
+
+    accept draft i iff u[i] * q[i, d[i]] < p[i, d[i]]
+    at the first rejection, i: emit a sample of max(p[i] - q[i], 0) (of p[i] where that is 0 everywhere), and stop
+    all accepted: emit a sample of p[S]
+
+If d[i] was sampled from q[i], every emitted token is an exact sample of its row of p. An id outside [0, V) ends the
+chain: the final token is then a sample of p at its position.
+
+Randomness comes from `outrider.kernels.noise`. The words of position i are those of the ids 2i and 2i + 1 with
+
+    seed     = seed + (offset >> 32) * 0x9E3779B97F4A7C15 modulo 2^64
+    position = offset modulo 2^32
+    choice   = the row of the batch where one seed serves all rows, else 0
+
+in the stream of coins for u[i], in that of residuals for a final token at position i. Two words x, y give the uniform
+((x >> 5) * 2^26 + (y >> 6)) * 2^-53 in [0, 1), and every comparison with it is float64.
+
+Shapes: B requests, S drafts of a request, V vocabulary size.
+Source: arXiv 2211.17192 and 2302.01318; operator of the same name in FlashInfer.
+"""
+
+# compile-time parameters of kernels are upper case; operators and kernels take positional columns
+# ruff: noqa: N803, PLR0917
+
+from __future__ import annotations
+
+import torch
+
+from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
+from outrider.kernels.noise import STREAM_COINS, STREAM_RESIDUAL, philox_uint32_reference, philox_words
+from outrider.kernels.residual_sampling import (
+    ResidualPlan,
+    launch_residual_draw,
+    residual_tokens_reference,
+    store_plan,
+    with_dense_rows,
+)
+
+__all__ = [
+    "chain_speculative_sampling",
+    "chain_speculative_sampling_reference",
+    "chain_uniforms_reference",
+    "judge_chains_reference",
+]
+
+_COINS = tl.constexpr(STREAM_COINS)
+_RESIDUAL = tl.constexpr(STREAM_RESIDUAL)
+# 0x9E3779B97F4A7C15, odd, as the signed number of the same bits.
+_OFFSET_FACTOR = 0x9E3779B97F4A7C15 - 2**64
+_FACTOR = tl.constexpr(_OFFSET_FACTOR)
+
+_Verdict = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def chain_speculative_sampling(
+    draft_probs: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    target_probs: torch.Tensor,
+    maybe_output_accepted_token_num: torch.Tensor | None = None,
+    maybe_output_emitted_draft_token_num: torch.Tensor | None = None,
+    deterministic: bool = True,
+    generator: torch.Generator | None = None,
+    seed: int | torch.Tensor | None = None,
+    offset: int | torch.Tensor | None = None,
+) -> _Verdict:
+    """Judge each request's drafts from left to right.
+
+    Args:
+        draft_probs: [B, S, V] float32 or bfloat16, q.
+        draft_token_ids: [B, S] int32 or int64, sampled from q; an id outside [0, V) ends a chain.
+        target_probs: [B, S + 1, V] float32 or bfloat16, p.
+        maybe_output_accepted_token_num: [B] int32 or int64; `accepted` is added to it.
+        maybe_output_emitted_draft_token_num: [B] int32 or int64; `emitted` is added to it.
+        deterministic: has no effect: the same inputs always give the same bits.
+        generator: draws the seed if none is given; torch's default generator otherwise.
+        seed: any int, taken modulo 2^64, or an int64 tensor [1] or [B]. With [B] a row's stream does not depend on
+            where the row stands.
+        offset: like seed, 0 by default. Each pair of seed and offset has a stream of its own.
+
+    Returns:
+        Tokens [B, S + 1] int32, the emitted drafts, then the final token, then -1; accepted [B], the positions whose
+        draft passes its test whether or not the walk got there; emitted [B], the drafts emitted. The last two are the
+        given tensors, or fresh int32.
+
+    Raises:
+        ValueError: a shape, dtype or device that does not fit, naming the argument.
+    """
+    counters = (maybe_output_accepted_token_num, maybe_output_emitted_draft_token_num)
+    _check_inputs(draft_probs, draft_token_ids, target_probs, counters)
+    if seed is None:
+        where = target_probs.device if generator is None else generator.device
+        seed = torch.randint(-(2**63), 2**63 - 1, (1,), device=where, generator=generator)
+        seed = int(seed) if where.type == "cpu" else seed
+    offset = 0 if offset is None else offset
+    for name, value in (("seed", seed), ("offset", offset)):
+        _check_key(name, value, target_probs)
+    run = _launch if uses_triton(target_probs) else _counted_reference
+    return run(draft_probs, draft_token_ids, target_probs, counters, seed, offset)
+
+
+def _check_inputs(
+    draft_probs: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    target_probs: torch.Tensor,
+    counters: tuple[torch.Tensor | None, torch.Tensor | None],
+) -> None:
+    check_shape("draft_token_ids", draft_token_ids, ("B", "S"))
+    requests, drafts = draft_token_ids.shape
+    check_shape("target_probs", target_probs, (requests, drafts + 1, "V"))
+    check_shape("draft_probs", draft_probs, (requests, drafts, target_probs.shape[2]))
+    if target_probs.shape[2] == 0:
+        raise ValueError("target_probs: vocabulary of 0 given, at least 1 needed")
+    floats, ints = (torch.float32, torch.bfloat16), (torch.int32, torch.int64)
+    checked = [
+        ("draft_probs", draft_probs, floats),
+        ("draft_token_ids", draft_token_ids, ints),
+        ("target_probs", target_probs, floats),
+    ]
+    names = ("maybe_output_accepted_token_num", "maybe_output_emitted_draft_token_num")
+    for name, counter in zip(names, counters, strict=True):
+        if counter is not None:
+            check_shape(name, counter, (requests,))
+            checked.append((name, counter, ints))
+    for name, tensor, dtypes in checked:
+        if tensor.dtype not in dtypes:
+            raise ValueError(f"{name}: dtype {tensor.dtype} given, {' or '.join(map(str, dtypes))} needed")
+        if tensor.device != target_probs.device:
+            needed = f"{target_probs.device} (that of target_probs)"
+            raise ValueError(f"{name}: device {tensor.device} given, {needed} needed")
+
+
+def _check_key(name: str, value: int | torch.Tensor, target_probs: torch.Tensor) -> None:
+    if not isinstance(value, torch.Tensor):
+        return
+    if value.dim() != 1 or value.shape[0] not in (1, target_probs.shape[0]):
+        raise ValueError(f"{name}: shape {list(value.shape)} given, [1] or [{target_probs.shape[0]}] needed")
+    if value.dtype != torch.int64:
+        raise ValueError(f"{name}: dtype {value.dtype} given, torch.int64 needed")
+    if value.device != target_probs.device:
+        raise ValueError(f"{name}: device {value.device} given, {target_probs.device} (that of target_probs) needed")
+
+
+def chain_speculative_sampling_reference(
+    draft_probs: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    target_probs: torch.Tensor,
+    seed: int | torch.Tensor,
+    offset: int | torch.Tensor = 0,
+) -> _Verdict:
+    """`chain_speculative_sampling` in plain torch: tokens, accepted and emitted, all int32."""
+    requests, drafts = draft_token_ids.shape
+    uniforms = chain_uniforms_reference(seed, offset, requests, drafts + 1)
+    coins, finals = (uniform.to(target_probs.device) for uniform in uniforms)
+    return judge_chains_reference(draft_probs, draft_token_ids, target_probs, coins[:, :drafts], finals)
+
+
+def chain_uniforms_reference(
+    seed: int | torch.Tensor, offset: int | torch.Tensor, requests: int, positions: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The coin and the residual uniform of each request and position, both [requests, positions] float64."""
+    seeds, offsets = (
+        (value.cpu() if isinstance(value, torch.Tensor) else torch.tensor([_signed(value)])).expand(requests)
+        for value in (seed, offset)
+    )
+    one_seed = not isinstance(seed, torch.Tensor) or len(seed) == 1
+    rows = torch.arange(requests) if one_seed else torch.zeros(requests, dtype=torch.int64)
+    keys = seeds + (offsets >> 32) * _OFFSET_FACTOR
+    ids = torch.arange(2 * positions).expand(requests, -1)
+    coins, finals = (
+        philox_uint32_reference(keys, offsets, ids, stream, rows).view(requests, positions, 2)
+        for stream in (STREAM_COINS, STREAM_RESIDUAL)
+    )
+    return _uniforms_of_words(coins), _uniforms_of_words(finals)
+
+
+def _uniforms_of_words(words: torch.Tensor) -> torch.Tensor:
+    return ((words[..., 0] >> 5) * 2**26 + (words[..., 1] >> 6)).double() * 2**-53
+
+
+def _signed(value: int) -> int:
+    """The int64 with the bits of `value` modulo 2^64."""
+    return (value + 2**63) % 2**64 - 2**63
+
+
+def judge_chains_reference(
+    draft_probs: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    target_probs: torch.Tensor,
+    coins: torch.Tensor,
+    finals: torch.Tensor,
+) -> _Verdict:
+    """The verdict for given uniforms.
+
+    Args:
+        draft_probs: [B, S, V].
+        draft_token_ids: [B, S].
+        target_probs: [B, S + 1, V].
+        coins: [B, S] float64, u of each draft's test.
+        finals: [B, S + 1] float64, u of a final token drawn at each position.
+
+    Returns:
+        Tokens [B, S + 1], accepted [B] and emitted [B], all int32.
+    """
+    requests, drafts = draft_token_ids.shape
+    vocab_size = target_probs.shape[2]
+    ids = draft_token_ids.long()
+    known = ((ids >= 0) & (ids < vocab_size)).cumprod(1).bool()
+    at = ids.clamp(0, vocab_size - 1)[..., None]
+    q = draft_probs.gather(2, at)[..., 0].double()
+    p = target_probs[:, :drafts].gather(2, at)[..., 0].double()
+    passes = known & (coins * q < p)
+    emitted = passes.cumprod(1).sum(1)
+
+    row = torch.arange(requests, device=ids.device)
+    target = target_probs[row, emitted].float()
+    # A rejection is what leaves a residual: neither the end of the chain nor an unknown id does.
+    rejected = emitted < known.sum(1)
+    draft = torch.zeros_like(target)
+    draft[rejected] = draft_probs[row[rejected], emitted[rejected]].float()
+    residual = (target - draft).clamp(min=0)
+    residual = torch.where(residual.sum(1, keepdim=True) > 0, residual, target.clamp(min=0))
+    final = residual_tokens_reference(residual, finals[row, emitted])
+
+    position = torch.arange(drafts + 1, device=ids.device)
+    tokens = torch.nn.functional.pad(ids, (0, 1), value=-1).masked_fill(position >= emitted[:, None], -1)
+    tokens[row, emitted] = final
+    return tokens.int(), passes.sum(1).int(), emitted.int()
+
+
+def _counted_reference(
+    draft_probs: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    target_probs: torch.Tensor,
+    counters: tuple[torch.Tensor | None, torch.Tensor | None],
+    seed: int | torch.Tensor,
+    offset: int | torch.Tensor,
+) -> _Verdict:
+    tokens, *counts = chain_speculative_sampling_reference(draft_probs, draft_token_ids, target_probs, seed, offset)
+    accepted, emitted = (
+        count if given is None else given.add_(count) for count, given in zip(counts, counters, strict=True)
+    )
+    return tokens, accepted, emitted
+
+
+def _launch(
+    draft_probs: torch.Tensor,
+    draft_token_ids: torch.Tensor,
+    target_probs: torch.Tensor,
+    counters: tuple[torch.Tensor | None, torch.Tensor | None],
+    seed: int | torch.Tensor,
+    offset: int | torch.Tensor,
+) -> _Verdict:
+    requests, drafts = draft_token_ids.shape
+    device = target_probs.device
+    tokens = torch.empty(requests, drafts + 1, dtype=torch.int32, device=device)
+    accepted, emitted = (
+        torch.empty(requests, dtype=torch.int32, device=device) if given is None else given for given in counters
+    )
+    if requests == 0:
+        return tokens, accepted, emitted
+    ids = draft_token_ids.contiguous()
+    target = with_dense_rows(target_probs)
+    # Without drafts there is no row of q; any tensor will do, for none of it is read.
+    draft = with_dense_rows(draft_probs) if drafts else target
+    keys = [value.contiguous() if isinstance(value, torch.Tensor) else value for value in (seed, offset)]
+    plan = ResidualPlan.empty(requests, device)
+    _accept_kernel[(requests,)](
+        tokens,
+        accepted,
+        emitted,
+        ids,
+        draft,
+        target,
+        plan.columns,
+        plan.uniforms,
+        *(_signed(key) if isinstance(key, int) else 0 for key in keys),
+        *(ids if isinstance(key, int) else key for key in keys),
+        accepted.stride(0),
+        emitted.stride(0),
+        *draft.stride()[:2],
+        *target.stride()[:2],
+        drafts,
+        target.shape[2],
+        *(0 if isinstance(key, int) else len(key) for key in keys),
+        ADDS_ACCEPTED=counters[0] is not None,
+        ADDS_EMITTED=counters[1] is not None,
+        LANES=triton.next_power_of_2(drafts + 1),
+        num_warps=1,
+    )
+    launch_residual_draw(tokens, target, draft, plan, falls_back=True)
+    return tokens, accepted, emitted
+
+
+@jit
+def _uniform(seed, offset, position, row, STREAM: tl.constexpr):
+    """The uniforms of a block of positions, as in the module's docstring."""
+    key = seed + (offset >> 32) * _FACTOR
+    stream = tl.full([], STREAM, tl.int64)
+    x0, x1, x2, x3 = philox_words(key, position >> 1, offset & 0xFFFFFFFF, stream, row)
+    odd = (position & 1) == 1
+    high, low = tl.where(odd, x2, x0), tl.where(odd, x3, x1)
+    return ((high >> 5).to(tl.float64) * 67108864.0 + (low >> 6).to(tl.float64)) * 1.1102230246251565e-16
+
+
+@jit
+def _key_of_row(value, values_ptr, count, row):
+    """A row's seed or offset: `value` if there is no tensor, else the tensor's only entry or the row's own."""
+    value = value.to(tl.int64)
+    if count > 0:
+        value = tl.load(values_ptr + tl.where(count > 1, row, 0)).to(tl.int64)
+    return value
+
+
+@jit(do_not_specialize=["seed", "offset", "seeds", "offsets"])
+def _accept_kernel(
+    tokens_ptr,  # [B, S + 1] int32
+    accepted_ptr,  # [B] int
+    emitted_ptr,  # [B] int
+    ids_ptr,  # [B, S] int
+    draft_ptr,  # [B, S, V] float
+    target_ptr,  # [B, S + 1, V] float
+    columns_ptr,  # [B, PLAN_COLUMNS] int64
+    uniforms_ptr,  # [B] float64
+    seed: tl.int64,
+    offset: tl.int64,
+    seeds_ptr,  # [seeds] int64
+    offsets_ptr,  # [offsets] int64
+    accepted_stride,
+    emitted_stride,
+    draft_stride,
+    draft_row_stride,
+    target_stride,
+    target_row_stride,
+    drafts,
+    vocab_size,
+    seeds,
+    offsets,
+    ADDS_ACCEPTED: tl.constexpr,
+    ADDS_EMITTED: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    position = tl.arange(0, LANES)
+    token = tl.load(ids_ptr + row * drafts + position, mask=position < drafts, other=-1).to(tl.int64)
+    usable = (token >= 0) & (token < vocab_size)
+    place = row * draft_stride + position * draft_row_stride + token
+    q = tl.load(draft_ptr + place, mask=usable, other=0.0).to(tl.float64)
+    place = row * target_stride + position * target_row_stride + token
+    p = tl.load(target_ptr + place, mask=usable, other=0.0).to(tl.float64)
+
+    seed = _key_of_row(seed, seeds_ptr, seeds, row)
+    offset = _key_of_row(offset, offsets_ptr, offsets, row)
+    stream_row = tl.where(seeds > 1, 0, row)
+    coins = _uniform(seed, offset, position, stream_row, _COINS)
+    finals = _uniform(seed, offset, position, stream_row, _RESIDUAL)
+    # Lanes at and past the chain's end hold no token, so `known` is at most S.
+    known = tl.min(tl.where(usable, LANES, position))
+    passes = usable & (position < known) & (coins * q < p)
+    emitted = tl.min(tl.where(passes, LANES, position))
+    accepted = tl.sum(passes.to(tl.int32))
+
+    tl.store(tokens_ptr + row * (drafts + 1) + position, tl.where(position < emitted, token, -1).to(tl.int32),
+             mask=(position <= drafts) & (position != emitted))  # fmt: skip
+    accepted_ptr += row * accepted_stride
+    emitted_ptr += row * emitted_stride
+    emitted_count = emitted
+    if ADDS_ACCEPTED:
+        accepted += tl.load(accepted_ptr)
+    if ADDS_EMITTED:
+        emitted_count += tl.load(emitted_ptr)
+    tl.store(accepted_ptr, accepted.to(accepted_ptr.dtype.element_ty))
+    tl.store(emitted_ptr, emitted_count.to(emitted_ptr.dtype.element_ty))
+    store_plan(
+        columns_ptr,
+        uniforms_ptr,
+        row,
+        emitted,
+        tl.where(emitted < known, emitted, -1),
+        row * (drafts + 1) + emitted,
+        tl.full([], 0, tl.int64),
+        tl.sum(tl.where(position == emitted, finals, 0.0)),
+    )

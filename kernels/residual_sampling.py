@@ -1,0 +1,242 @@
+"""The last token of a verdict: a draw from what the target has over the draft, in rows that only the device knows.
+
+    r[t]  = max(p[t] - q[t], 0), and 0 for excluded tokens
+    token = smallest t with r[t] > 0 and cumsum(r)[t] > u * sum(r); else the last t with r[t] > 0; else V - 1
+
+Both rejection rules end so: `outrider.kernels.tree_sampling` and `outrider.kernels.chain_sampling`, whose walks write
+into a `ResidualPlan` which rows of p and q each request draws from. One launch follows: a program for every request
+and block of V sums its block, and of each request the program that arrives last looks up the token. Differences are
+float32, their sums float64 and in an order fixed by V alone, so a row gives the same bits wherever it stands.
+
+Shapes: bs requests, V vocabulary size, n tokens that can be excluded.
+"""
+
+# compile-time parameters of kernels are upper case; operators and kernels take positional columns
+# ruff: noqa: N803, PLR0917
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from outrider.kernels.backend import jit, tl, triton
+
+__all__ = [
+    "PLAN_COLUMNS",
+    "ResidualPlan",
+    "launch_residual_draw",
+    "residual_tokens_reference",
+    "store_plan",
+    "with_dense_rows",
+]
+
+# p's row, q's row (-1: none), place of the token in the output (-1: no token), number of excluded tokens, programs
+# that have arrived, and a place for what a walk read only to have it near.
+PLAN_COLUMNS = 6
+_PLAN_COLUMNS = tl.constexpr(PLAN_COLUMNS)
+_LARGEST_BLOCK = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResidualPlan:
+    """What a walk leaves on the device for the draw.
+
+    Attributes:
+        columns: [bs, PLAN_COLUMNS] int64, see `store_plan`.
+        uniforms: [bs] float64, u of each request.
+        excluded: [bs, n] int32, tokens without residual (-1: unused), or None.
+    """
+
+    columns: torch.Tensor
+    uniforms: torch.Tensor
+    excluded: torch.Tensor | None = None
+
+    @classmethod
+    def empty(cls, requests: int, device: torch.device, *, excluded: int = 0) -> ResidualPlan:
+        """Room for a walk to write into; `excluded` is n."""
+        return cls(
+            columns=torch.empty(requests, PLAN_COLUMNS, dtype=torch.int64, device=device),
+            uniforms=torch.empty(requests, dtype=torch.float64, device=device),
+            excluded=torch.empty(requests, excluded, dtype=torch.int32, device=device) if excluded else None,
+        )
+
+
+def residual_tokens_reference(residual: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """One token of each row of `residual`.
+
+    Args:
+        residual: [R, V] float32, not negative.
+        uniforms: [R] float, u of each row.
+
+    Returns:
+        [R] int64.
+    """
+    vocab_size = residual.shape[1]
+    ids = torch.arange(vocab_size, device=residual.device)
+    cumulative = residual.double().cumsum(1)
+    threshold = uniforms.double()[:, None] * cumulative[:, -1:]
+    first = torch.where((residual > 0) & (cumulative > threshold), ids, vocab_size).amin(1)
+    last = torch.where(residual > 0, ids, -1).amax(1)
+    return torch.where(first < vocab_size, first, torch.where(last >= 0, last, vocab_size - 1))
+
+
+def with_dense_rows(probabilities: torch.Tensor) -> torch.Tensor:
+    """`probabilities`, or a copy if the entries of a row are not neighbours in memory."""
+    return probabilities if probabilities.stride(-1) == 1 else probabilities.contiguous()
+
+
+def launch_residual_draw(
+    out: torch.Tensor,
+    target_probs: torch.Tensor,
+    draft_probs: torch.Tensor | None,
+    plan: ResidualPlan,
+    *,
+    falls_back: bool,
+) -> None:
+    """Draw one token per request.
+
+    Args:
+        out: contiguous, int32 or int64; the token of request b goes to the place that `plan` names.
+        target_probs: [bs, rows, V], dense rows.
+        draft_probs: [bs, rows, V], dense rows, or None for zeros.
+        plan: what the walk wrote.
+        falls_back: whether a request without any residual draws from its row of p.
+    """
+    requests, _, vocab_size = target_probs.shape
+    block = min(max(triton.next_power_of_2(vocab_size), 16), _LARGEST_BLOCK)
+    blocks = triton.cdiv(vocab_size, block)
+    sums = torch.empty(requests, 2, blocks, dtype=torch.float64, device=out.device)
+    draft = target_probs if draft_probs is None else draft_probs
+    excluded = plan.columns if plan.excluded is None else plan.excluded
+    _residual_kernel[(requests * blocks,)](
+        out,
+        target_probs,
+        draft,
+        plan.columns,
+        plan.uniforms,
+        excluded,
+        sums,
+        target_probs.stride(0),
+        target_probs.stride(1),
+        draft.stride(0),
+        draft.stride(1),
+        excluded.stride(0),
+        vocab_size,
+        blocks,
+        HAS_DRAFT=draft_probs is not None,
+        HAS_EXCLUDED=plan.excluded is not None,
+        FALLS_BACK=falls_back,
+        BLOCK=block,
+        BLOCKS=triton.next_power_of_2(blocks),
+        num_warps=8 if block >= 2048 else 4,
+    )
+
+
+@jit
+def store_plan(columns_ptr, uniforms_ptr, request, target_row, draft_row, place, excluded, uniform):
+    """For a walk: request `request` draws from these rows; also starts its count of arrivals."""
+    columns_ptr += request * _PLAN_COLUMNS
+    tl.store(columns_ptr, target_row.to(tl.int64))
+    tl.store(columns_ptr + 1, draft_row.to(tl.int64))
+    tl.store(columns_ptr + 2, place.to(tl.int64))
+    tl.store(columns_ptr + 3, excluded.to(tl.int64))
+    tl.store(columns_ptr + 4, 0)
+    tl.store(uniforms_ptr + request, uniform)
+
+
+@jit
+def _residual_of_block(
+    target_ptr,
+    draft_ptr,
+    excluded_ptr,
+    draft_row,
+    excluded,
+    ids,
+    vocab_size,
+    HAS_DRAFT: tl.constexpr,
+    HAS_EXCLUDED: tl.constexpr,
+):
+    """r and max(p, 0) of a block of ids, 0 beyond V."""
+    inside = ids < vocab_size
+    target = tl.load(target_ptr + ids, mask=inside, other=0.0).to(tl.float32)
+    residual = target
+    if HAS_DRAFT:
+        residual -= tl.load(draft_ptr + ids, mask=inside & (draft_row >= 0), other=0.0).to(tl.float32)
+    # Written so that NaN counts as nothing.
+    residual = tl.where(residual > 0, residual, 0.0)
+    target = tl.where(target > 0, target, 0.0)
+    if HAS_EXCLUDED:
+        lowest, highest = tl.min(ids), tl.max(ids)
+        for place in range(excluded):
+            token = tl.load(excluded_ptr + place)
+            if (token >= lowest) & (token <= highest):
+                residual = tl.where(ids == token, 0.0, residual)
+    return residual, target
+
+
+@jit
+def _residual_kernel(
+    out_ptr,  # int32 or int64
+    target_ptr,  # [bs, rows, V] float
+    draft_ptr,  # [bs, rows, V] float
+    columns_ptr,  # [bs, PLAN_COLUMNS] int64
+    uniforms_ptr,  # [bs] float64
+    excluded_ptr,  # [bs, n] int32
+    sums_ptr,  # [bs, 2, blocks] float64
+    target_stride,
+    target_row_stride,
+    draft_stride,
+    draft_row_stride,
+    excluded_stride,
+    vocab_size,
+    blocks,
+    HAS_DRAFT: tl.constexpr,
+    HAS_EXCLUDED: tl.constexpr,
+    FALLS_BACK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    request = (tl.program_id(0) // blocks).to(tl.int64)
+    block = tl.program_id(0) % blocks
+    columns_ptr += request * _PLAN_COLUMNS
+    target_row, draft_row = tl.load(columns_ptr), tl.load(columns_ptr + 1)
+    place, excluded = tl.load(columns_ptr + 2), tl.load(columns_ptr + 3)
+    if place >= 0:
+        target_ptr += request * target_stride + target_row * target_row_stride
+        draft_ptr += request * draft_stride + tl.maximum(draft_row, 0) * draft_row_stride
+        excluded_ptr += request * excluded_stride
+        sums_ptr += request * 2 * blocks
+        ids = block * BLOCK + tl.arange(0, BLOCK)
+        residual, target = _residual_of_block(
+            target_ptr, draft_ptr, excluded_ptr, draft_row, excluded, ids, vocab_size, HAS_DRAFT, HAS_EXCLUDED
+        )
+        tl.store(sums_ptr + block, tl.sum(residual.to(tl.float64)))
+        if FALLS_BACK:
+            tl.store(sums_ptr + blocks + block, tl.sum(target.to(tl.float64)))
+        # The sums have to be out before this program counts as arrived.
+        tl.debug_barrier()
+        if tl.atomic_add(columns_ptr + 4, 1) == blocks - 1:
+            lanes = tl.arange(0, BLOCKS)
+            # .cg: other multiprocessors wrote these, the first-level cache may hold older values.
+            sums = tl.load(sums_ptr + lanes, mask=lanes < blocks, other=0.0, cache_modifier=".cg")
+            if FALLS_BACK:
+                whole = tl.load(sums_ptr + blocks + lanes, mask=lanes < blocks, other=0.0, cache_modifier=".cg")
+                nothing = tl.sum(sums) == 0
+                sums = tl.where(nothing, whole, sums)
+                draft_row = tl.where(nothing, -1, draft_row)
+            ends = tl.cumsum(sums, 0)
+            threshold = tl.load(uniforms_ptr + request) * tl.max(ends)
+            first = tl.min(tl.where((sums > 0) & (ends > threshold), lanes, BLOCKS))
+            last = tl.max(tl.where(sums > 0, lanes, 0))
+            found = tl.where(first < BLOCKS, first, last)
+            before = tl.sum(tl.where(lanes < found, sums, 0.0))
+            ids = found * BLOCK + tl.arange(0, BLOCK)
+            residual, target = _residual_of_block(
+                target_ptr, draft_ptr, excluded_ptr, draft_row, excluded, ids, vocab_size, HAS_DRAFT, HAS_EXCLUDED
+            )
+            reached = before + tl.cumsum(residual.to(tl.float64), 0)
+            token = tl.min(tl.where((residual > 0) & (reached > threshold), ids, vocab_size))
+            final = tl.max(tl.where(residual > 0, ids, -1))
+            token = tl.where(token < vocab_size, token, tl.where(final >= 0, final, vocab_size - 1))
+            tl.store(out_ptr + place, token.to(out_ptr.dtype.element_ty))
