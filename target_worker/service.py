@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import grpc.aio
 
 from outrider import rpc
+from outrider.draft_distribution import unpack_distributions
 from outrider.errors import FieldViolation, InvalidRequest, OutriderError
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.sessions import Code, OpenRequest, Outcome, SessionFault, SessionKey, TreeRequest
@@ -129,7 +130,7 @@ def unpack(request: target_pb2.VerifyRequest) -> tuple[Batch, list[common_pb2.Se
         try:
             opens.append(_open_request(request.incarnation, opening))
         except ValueError as error:
-            fault = SessionFault(Code.INVALID_ARGUMENT, f"prompt, output: {error}")
+            fault = SessionFault(Code.INVALID_ARGUMENT, f"prompt, output or sampling: {error}")
             unreadable.append(_session_error(opening.session_id, opening.epoch, fault))
     closes = [
         ((request.incarnation, session_id), epoch)
@@ -164,6 +165,10 @@ def _open_request(incarnation: int, opening: common_pb2.SessionOpen) -> OpenRequ
 def _tree_requests(request: target_pb2.VerifyRequest) -> list[TreeRequest]:
     trees = request.trees
     tokens, parents = list(trees.tokens), list(trees.parents)
+    try:
+        distributions = unpack_distributions(trees.distributions, len(tokens))
+    except ValueError as error:
+        raise InvalidRequest([FieldViolation("trees", str(error))]) from error
     return [
         TreeRequest(
             key=(request.incarnation, session_id),
@@ -171,6 +176,7 @@ def _tree_requests(request: target_pb2.VerifyRequest) -> list[TreeRequest]:
             length=length,
             tokens=tokens[nodes],
             parents=parents[nodes],
+            distributions=distributions[nodes],
         )
         for session_id, epoch, length, nodes in zip(
             trees.session_ids, trees.epochs, trees.lengths, split_by_counts(trees.node_counts), strict=True

@@ -7,6 +7,7 @@ from enum import Enum, IntEnum
 import numpy as np
 import numpy.typing as npt
 
+from outrider.draft_distribution import DraftDistribution
 from outrider.engine.kv_slots import SlotTable
 from outrider.sampling import SamplingSpec
 
@@ -53,6 +54,7 @@ class TreeRequest:
         length: committed tokens the sender holds.
         tokens: [n] of nodes 1 to n.
         parents: [n] node numbers; a parent stands before its children.
+        distributions: [n] the q each token was drawn from, under the rejection rule; otherwise empty, or None each.
     """
 
     key: SessionKey
@@ -60,6 +62,7 @@ class TreeRequest:
     length: int
     tokens: Sequence[int]
     parents: Sequence[int]
+    distributions: Sequence[DraftDistribution | None] = ()
 
 
 class Outcome(Enum):

@@ -1,7 +1,8 @@
-"""Verifies token trees: one forward, one choice a node, one walk a session (no proto, no grpc).
+"""Verifies token trees: one forward, one walk a session (no proto, no grpc).
 
-The choice at a node depends on the node's path, the session's parameters and its seed alone, so whatever tree is
-submitted the emitted tokens are those of plain decoding; a tree only decides how many come out of a step.
+Under the default rule the choice at a node depends on the node's path, the session's parameters and its seed alone, so
+whatever tree is submitted the emitted tokens are those of plain decoding; a tree only decides how many come out of a
+step. Under the other rules (`outrider.target_worker.rules`) their distribution is that of plain decoding.
 """
 
 import time
@@ -15,8 +16,11 @@ import torch
 from outrider.engine.batch import BatchBuilder
 from outrider.engine.model_runner import ModelCard, ModelRunner
 from outrider.errors import OutOfSlots
-from outrider.target_worker.choice import NodeRows, choose, token_logprobs
+from outrider.sampling import VerificationRule
+from outrider.target_worker.logits import process, token_logprobs
+from outrider.target_worker.node_rows import NodeRows
 from outrider.target_worker.planning import Planner, Work
+from outrider.target_worker.rules import verify
 from outrider.target_worker.sessions import (
     DEFERRED,
     Code,
@@ -29,7 +33,8 @@ from outrider.target_worker.sessions import (
     TreeRequest,
     TreeResult,
 )
-from outrider.target_worker.walk import accepted_paths, emit
+from outrider.target_worker.tree_checks import check_tree
+from outrider.target_worker.walk import Walk, emit
 from outrider.tree import ancestor_masks
 
 _PREFILL_PART = 4
@@ -202,6 +207,9 @@ class Verifier:
         only_stops = set(sampling.allowed_token_ids) <= set(sampling.stop_token_ids)
         if sampling.min_new_tokens and sampling.allowed_token_ids and only_stops:
             raise SessionFault(Code.INVALID_ARGUMENT, "sampling: min_new_tokens leaves no allowed token")
+        thresholds = (sampling.threshold_single, sampling.threshold_acc)
+        if sampling.rule is VerificationRule.TARGET_ONLY and not all(0 < value <= 1 for value in thresholds):
+            raise SessionFault(Code.INVALID_ARGUMENT, f"thresholds: {thresholds} given, above 0 and at most 1 needed")
 
     def _checked(self, tree: TreeRequest, *, repeated: bool) -> Session:
         session = self._sessions.get(tree.key)
@@ -228,7 +236,7 @@ class Verifier:
             raise SessionFault(
                 Code.RESOURCE_EXHAUSTED, f"{tree.length} tokens, the KV cache holds {self._slots.num_slots}"
             )
-        _check_tree(tree, self._runner.vocab_size)
+        check_tree(tree, session.sampling.rule, self._runner.vocab_size)
         if tree.length < len(session.tokens):
             session.truncate(tree.length)
             self._slots.truncate(session.row, session.root_index)
@@ -240,29 +248,27 @@ class Verifier:
         if not active:
             return 0, {}
         builder = BatchBuilder()
-        trees = {id(work): NodeRows.of(work.session, *_nodes_of(work)) for work in active if work.verifies}
+        trees = {id(work): _node_rows(work) for work in active if work.verifies}
         for work in active:
             _add_rows(builder, work, trees.get(id(work)), self._slots.length(work.session.row) - work.rows)
         begin = time.perf_counter_ns()
         logits = self._runner.forward(builder.build())
         if not trees:
             return time.perf_counter_ns() - begin, {}
-        raw, chosen = choose(logits, list(trees.values()))
-        paths, choices = accepted_paths(chosen, [(tree.tokens, tree.parents) for tree in trees.values()])
+        raw = process(logits, list(trees.values()))
+        walks = verify(logits, list(trees.values()))
         forward_ns = time.perf_counter_ns() - begin
         results: dict[int, TreeResult] = {}
         first = 0
-        for (work, tree), path in zip(trees.items(), paths, strict=True):
-            rows = slice(first, first + tree.count)
-            results[work] = self._commit(tree, path, choices[rows], raw[rows])
+        for (work, tree), walk in zip(trees.items(), walks, strict=True):
+            results[work] = self._commit(tree.session, walk, raw[first : first + tree.count])
             first += tree.count
         return forward_ns, results
 
-    def _commit(self, tree: NodeRows, path: Sequence[int], choices: Sequence[int], raw: torch.Tensor) -> TreeResult:
-        """Commits what one session's walk emits; `path` are the accepted nodes, `choices` [1 + n] those of its rows."""
-        session = tree.session
+    def _commit(self, session: Session, walk: Walk, raw: torch.Tensor) -> TreeResult:
+        """Commits what one session's walk emits; `raw` [1 + n, V] are the logits of its tree."""
         room = session.limit - len(session.tokens)
-        accepted, emitted = emit(path, choices, stop_token_ids=session.stop_token_ids, room=room)
+        accepted, emitted = emit(walk, stop_token_ids=session.stop_token_ids, room=room)
         logprobs: TokenLogprobs | None = None
         if session.sampling.logprobs is not None:
             # The j-th emitted token was chosen at the root (j = 0) or at the (j-1)-th accepted node.
@@ -274,22 +280,11 @@ class Verifier:
         return TreeResult(outcome=Outcome.ACCEPTED, accepted_nodes=accepted, token_ids=emitted, logprobs=logprobs)
 
 
-def _check_tree(tree: TreeRequest, vocab_size: int) -> None:
-    if len(tree.tokens) != len(tree.parents):
-        raise SessionFault(
-            Code.INVALID_ARGUMENT, f"{len(tree.tokens)} tokens and {len(tree.parents)} parents given, as many needed"
-        )
-    if any(not 0 <= token < vocab_size for token in tree.tokens):
-        raise SessionFault(Code.INVALID_ARGUMENT, f"tokens: ids from 0 to {vocab_size - 1} needed")
-    if any(not 0 <= parent <= place for place, parent in enumerate(tree.parents)):
-        raise SessionFault(Code.INVALID_ARGUMENT, "parents: a parent must stand before its children")
-
-
-def _nodes_of(work: Work) -> tuple[Sequence[int], Sequence[int]]:
-    """Tokens and parents of the nodes that are computed: all of the tree's, or none."""
+def _node_rows(work: Work) -> NodeRows:
+    """The rows that verify: the root and the tree's nodes, or the root alone where the tree was cut to it."""
     if not work.nodes or work.tree is None:
-        return (), ()
-    return work.tree.tokens, work.tree.parents
+        return NodeRows.of(work.session, (), ())
+    return NodeRows.of(work.session, work.tree.tokens, work.tree.parents, work.tree.distributions)
 
 
 def _add_rows(builder: BatchBuilder, work: Work, tree: NodeRows | None, first_index: int) -> None:

@@ -53,6 +53,10 @@ class DraftDistribution:
         place = np.searchsorted(np.cumsum(self.weights), word >> (32 - _WEIGHT_BITS), side="right")
         return int(self.token_ids[place])
 
+    def probabilities(self) -> npt.NDArray[np.float32]:
+        """[k] q of each token, exact."""
+        return self.weights.astype(np.float32) / np.float32(WEIGHT_SUM)
+
     def fault(self, token: int, vocab_size: int) -> str | None:
         """What is wrong with this as the q that `token` was drawn from; None if nothing is."""
         if len(self.token_ids) == 0 or int(self.token_ids.max()) >= vocab_size:

@@ -106,24 +106,24 @@ def test_emitted_tokens_follow_the_exact_law(small):
 
 def test_a_warmer_choice_is_found_out(small, monkeypatch):
     folder, law = small
-    honest = verifier_module.choose
-    monkeypatch.setattr(verifier_module, "choose", lambda logits, rows: honest(logits * 0.8, rows))
+    honest = verifier_module.verify
+    monkeypatch.setattr(verifier_module, "verify", lambda logits, trees: honest(logits * 0.8, trees))
     assert p_value(sample(folder, seed=2), law) < 1e-6
 
 
 def test_a_walk_that_takes_any_child_is_found_out(small, monkeypatch):
     folder, law = small
-    honest = verifier_module.accepted_paths
+    honest = verifier_module.verify
     chance = random.Random(0)
 
-    def careless(choices, trees):
-        # Now and then the first node of a tree is let through although the target chose otherwise.
-        choices, first = choices.clone(), 0
-        for tokens, _ in trees:
-            if tokens and chance.random() < 0.2:
-                choices[first] = tokens[0]
-            first += 1 + len(tokens)
-        return honest(choices, trees)
+    def careless(logits, trees):
+        # Now and then the first node of a tree is let through although the target would choose otherwise.
+        logits, root = logits.clone(), 0
+        for tree in trees:
+            if tree.tokens and chance.random() < 0.2:
+                logits[root, tree.tokens[0]] += 1e6
+            root += tree.count
+        return honest(logits, trees)
 
-    monkeypatch.setattr(verifier_module, "accepted_paths", careless)
+    monkeypatch.setattr(verifier_module, "verify", careless)
     assert p_value(sample(folder, seed=3), law) < 1e-6

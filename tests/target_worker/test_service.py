@@ -11,8 +11,9 @@ import pytest
 from transformers import PreTrainedModel
 
 from outrider import rpc
+from outrider.draft_distribution import DraftDistribution, pack_distributions
 from outrider.engine.model_runner import EngineConfig, ModelRunner
-from outrider.sampling import SamplingSpec
+from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.target_worker.service import TargetServicer
 from outrider.target_worker.step_thread import StepThread
 from outrider.target_worker.verifier import Verifier
@@ -173,6 +174,42 @@ async def test_errors_of_one_session_leave_others_and_the_stream_alone(service: 
     await call.write(request(2, batch(6, 1)))
     assert list((await read(call)).outcomes) == [target_pb2.OUTCOME_ACCEPTED]
     call.cancel()
+
+
+async def test_every_rule_over_the_wire_its_faults_in_band(service: Service) -> None:
+    """Seven is all that may be chosen, so it is accepted wherever the tree is one that the rule takes."""
+    call = service.verify()
+    rules = [VerificationRule.REJECTION] * 2 + [VerificationRule.TARGET_ONLY] * 2
+    opens = [
+        opening(number, temperature=1.0, allowed_token_ids=(7,), verification=rule)
+        for number, rule in enumerate(rules, start=1)
+    ]
+    trees = target_pb2.TreeBatch(
+        session_ids=[1, 2, 3, 4],
+        epochs=[1] * 4,
+        lengths=[5] * 4,
+        node_counts=[2, 1, 2, 2],
+        tokens=[7, 7, 7, 7, 7, 3, 7],
+        parents=[0, 1, 0, 0, 0, 0, 0],
+    )
+    q = DraftDistribution.quantised([3, 7], [0.75, 0.25])
+    distributions = pack_distributions([q, q, *[None] * 5])
+    assert distributions is not None
+    trees.distributions.CopyFrom(distributions)
+    await call.write(request(1, trees, opens=opens))
+    response = await read(call)
+    accepted, error = target_pb2.OUTCOME_ACCEPTED, target_pb2.OUTCOME_ERROR
+    assert list(response.outcomes) == [accepted, error, error, accepted]
+    assert list(response.tokens) == [7] * 5
+    assert list(response.accepted_counts) == [2, 0, 0, 1]
+    assert list(response.accepted_nodes) == [1, 2, 2]
+    messages = {error.session_id: error.message for error in response.errors}
+    assert "node 1 has none" in messages[2]
+    assert "distinct" in messages[3]
+    trees.distributions.counts.pop()
+    await call.write(request(2, trees))
+    with pytest.raises(grpc.aio.AioRpcError, match=r"distributions\.counts: 6 entries given, 7 needed"):
+        await read(call)
 
 
 async def test_columns_that_do_not_fit_end_the_stream_with_their_names(service: Service) -> None:

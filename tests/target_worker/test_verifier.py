@@ -14,13 +14,14 @@ from transformers import PreTrainedModel
 
 from outrider.engine.model_runner import EngineConfig, ModelRunner
 from outrider.kernels.coupled_sampling import coupled_choice
-from outrider.sampling import SamplingSpec
+from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.target_worker.sessions import Code, OpenRequest, Outcome, TreeRequest, TreeResult
 from outrider.target_worker.verifier import Verifier
 
 PROMPT = [5, 9, 33, 2, 17, 40, 8]
 Tree = tuple[list[int], list[int]]
 NO_TREE: Tree = ([], [])
+TARGET_ONLY = SamplingSpec(temperature=1.0, verification=VerificationRule.TARGET_ONLY)
 
 
 @dataclass
@@ -439,6 +440,8 @@ def test_the_end_of_a_session_is_a_fault_not_a_token(verifier: Verifier) -> None
         (open_request(1, SamplingSpec(), output=[99]), "token ids from 0 to 60"),
         (open_request(1, SamplingSpec(), prompt=[1] * 97), "the model takes 96"),
         (open_request(1, SamplingSpec(logit_bias={61: 1.0})), "sampling: token ids"),
+        (open_request(1, replace(TARGET_ONLY, threshold_single=0.0)), "thresholds: .0.0, 1.0. given"),
+        (open_request(1, replace(TARGET_ONLY, threshold_acc=1.5)), "thresholds"),
         (open_request(1, SamplingSpec(min_new_tokens=1, allowed_token_ids=(3,), stop_token_ids=(3, 4))), "leaves no"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The target's choice at every node: processors with the node's own path, then coupled sampling.
+"""What happens to a step's logits beside the choice: processors with each node's own path, log probabilities.
 
 Shapes: T rows of all sessions (root and nodes, session after session), S sessions, V vocabulary size.
 """
@@ -6,74 +6,31 @@ Shapes: T rows of all sessions (root and nodes, session after session), S sessio
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from outrider.kernels.coupled_sampling import coupled_choice
 from outrider.kernels.processors import ProcessorBatch, apply_processors
-from outrider.target_worker.sessions import Session, TokenLogprobs
-from outrider.tree import node_depths
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class NodeRows:
-    """The root and n nodes of one session's tree, as rows of a forward's logits.
-
-    Attributes:
-        session: whose; its last token is the root.
-        tokens: [n] of nodes 1 to n.
-        parents: [n] node numbers, 0 the root.
-        depths: [n + 1], the root's 0 first.
-    """
-
-    session: Session
-    tokens: Sequence[int]
-    parents: Sequence[int]
-    depths: np.ndarray
-
-    @classmethod
-    def of(cls, session: Session, tokens: Sequence[int], parents: Sequence[int]) -> NodeRows:
-        """The rows, depths computed."""
-        return cls(session=session, tokens=tokens, parents=parents, depths=node_depths(parents))
-
-    @property
-    def count(self) -> int:
-        """Rows: n + 1."""
-        return len(self.tokens) + 1
-
-    def paths(self) -> list[list[int]]:
-        """[n + 1] the tokens from below the root to each row's own."""
-        paths: list[list[int]] = [[]]
-        for token, parent in zip(self.tokens, self.parents, strict=True):
-            paths.append([*paths[parent], token])
-        return paths
-
-    def bans_stop(self) -> np.ndarray:
-        """[n + 1] bool: the row chooses a token before which fewer than min_new_tokens are out."""
-        session = self.session
-        out_before = len(session.tokens) - session.prompt_len + self.depths
-        return out_before < session.sampling.min_new_tokens
+from outrider.target_worker.node_rows import NodeRows
+from outrider.target_worker.sessions import TokenLogprobs
 
 
 @torch.inference_mode()
-def choose(logits: torch.Tensor, rows: Sequence[NodeRows]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The token chosen at every row.
+def process(logits: torch.Tensor, rows: Sequence[NodeRows]) -> torch.Tensor:
+    """Applies every session's processors.
 
     Args:
-        logits: [T, V] float32, changed in place by processors.
+        logits: [T, V] float32, changed in place.
         rows: of the sessions, in the order of the logits.
 
     Returns:
-        The raw logits [T, V], kept where a session asks for log probabilities, and the choices [T] int64.
+        The raw logits [T, V], kept where a session asks for log probabilities.
     """
     processors = _processors(rows, logits.device)
     wants_raw = any(part.session.sampling.logprobs is not None for part in rows)
     raw = logits.clone() if wants_raw and not processors.is_empty else logits
     apply_processors(logits, processors)
-    columns = _columns(rows, logits.device)
-    return raw, coupled_choice(logits, **columns)
+    return raw
 
 
 @torch.inference_mode()
@@ -93,27 +50,6 @@ def token_logprobs(raw: torch.Tensor, token_ids: Sequence[int], count: int) -> T
         top_token_ids=ids.cpu().numpy(),
         top_logprobs=best.cpu().numpy(),
     )
-
-
-def _columns(rows: Sequence[NodeRows], device: torch.device) -> dict[str, torch.Tensor]:
-    """The arguments [T] of `coupled_choice`."""
-    counts = [part.count for part in rows]
-    specs = [part.session.sampling for part in rows]
-
-    def column(values: list[float], dtype: type) -> torch.Tensor:
-        return torch.from_numpy(np.repeat(np.array(values, dtype=dtype), counts)).to(device)
-
-    seeds = np.array([spec.seed & (1 << 64) - 1 for spec in specs], dtype=np.uint64).view(np.int64)
-    positions = np.concatenate([part.session.root_index + 1 + part.depths for part in rows])
-    return {
-        "seeds": torch.from_numpy(np.repeat(seeds, counts)).to(device),
-        "positions": torch.from_numpy(positions.astype(np.int64)).to(device),
-        "temperature": column([spec.temperature for spec in specs], np.float32),
-        "top_k": column([spec.top_k for spec in specs], np.int64),
-        "top_p": column([spec.top_p for spec in specs], np.float32),
-        "min_p": column([spec.min_p for spec in specs], np.float32),
-        "choice_index": column([spec.choice_index for spec in specs], np.int64),
-    }
 
 
 def _processors(rows: Sequence[NodeRows], device: torch.device) -> ProcessorBatch:

@@ -1,0 +1,45 @@
+"""What a tree must be to be verified, beside the session's state: a fault here is the sender's."""
+
+from __future__ import annotations
+
+from outrider.draft_distribution import WEIGHT_SUM
+from outrider.sampling import VerificationRule
+from outrider.target_worker.sessions import Code, SessionFault, TreeRequest
+
+
+def check_tree(tree: TreeRequest, rule: VerificationRule, vocab_size: int) -> None:
+    """Checks the shape, and what the session's rule needs of it.
+
+    Raises:
+        SessionFault: INVALID_ARGUMENT, with what is wrong.
+    """
+    count = len(tree.tokens)
+    if count != len(tree.parents):
+        raise _fault(f"{count} tokens and {len(tree.parents)} parents given, as many needed")
+    if any(not 0 <= token < vocab_size for token in tree.tokens):
+        raise _fault(f"tokens: ids from 0 to {vocab_size - 1} needed")
+    if any(not 0 <= parent <= place for place, parent in enumerate(tree.parents)):
+        raise _fault("parents: a parent must stand before its children")
+    if rule is VerificationRule.REJECTION:
+        _check_chain(tree, vocab_size)
+    elif any(distribution is not None for distribution in tree.distributions):
+        raise _fault(f"distributions: only rejection has them, the session's rule is {rule}")
+    if rule is VerificationRule.TARGET_ONLY and len(set(zip(tree.tokens, tree.parents, strict=True))) < count:
+        raise _fault("tokens: siblings hold the same token; target_only needs distinct ones")
+
+
+def _check_chain(tree: TreeRequest, vocab_size: int) -> None:
+    count = len(tree.tokens)
+    if list(tree.parents) != list(range(count)):
+        raise _fault("parents: rejection takes chains, every node the child of the one before")
+    if count and len(tree.distributions) != count:
+        raise _fault(f"distributions: {len(tree.distributions)} given, one for each of {count} nodes needed")
+    for number, (token, distribution) in enumerate(zip(tree.tokens, tree.distributions, strict=False), start=1):
+        if distribution is None:
+            raise _fault(f"distributions: node {number} has none; its weights (of {WEIGHT_SUM}) are needed")
+        if (fault := distribution.fault(token, vocab_size)) is not None:
+            raise _fault(f"distributions: node {number}: {fault}")
+
+
+def _fault(message: str) -> SessionFault:
+    return SessionFault(Code.INVALID_ARGUMENT, message)
