@@ -1,0 +1,308 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.kernels.coupled_sampling import coupled_choice
+from outrider.kernels.verify_coupled import verify_coupled
+
+ChiSquare = Callable[[torch.Tensor, torch.Tensor], float]
+# Arguments by name; Any, as they are also taken apart, replaced and left out.
+Columns = dict[str, Any]
+# Per request, the parents of its nodes (the root's is -1).
+Trees = list[list[int]]
+
+_UNTOUCHED = -7
+_CPU = torch.device("cpu")
+
+
+def _columns(logits: torch.Tensor, generator: torch.Generator) -> Columns:
+    """Sampling arguments for `logits` [T, V]: greedy, plain and filtered rows by turns."""
+    turn = torch.arange(logits.shape[0]) % 4
+    return {
+        "logits": logits,
+        "seeds": torch.randint(-(2**63), 2**63 - 1, (len(turn),), generator=generator),
+        "positions": torch.randint(0, 10_000, (len(turn),), generator=generator),
+        "temperature": torch.tensor([0.0, 1.0, 0.7, 1.3])[turn],
+        "top_k": torch.tensor([0, 0, 3, 0])[turn],
+        "top_p": torch.tensor([1.0, 1.0, 0.9, 0.8])[turn],
+        "min_p": torch.tensor([0.0, 0.0, 0.0, 0.01])[turn],
+    }
+
+
+def _random_trees(requests: int, most_nodes: int, generator: torch.Generator) -> Trees:
+    def below(bound: int) -> int:
+        return int(torch.randint(0, bound, (1,), generator=generator))
+
+    return [[-1, *(below(node) for node in range(1, 1 + below(most_nodes)))] for _ in range(requests)]
+
+
+def _padded(trees: Trees, width: int, generator: torch.Generator, vocab_size: int) -> tuple[torch.Tensor, ...]:
+    """Candidates, rows, first children and next siblings [bs, n] of `trees`, whose rows stand tree after tree."""
+    shape = (len(trees), width)
+    candidates = torch.randint(0, vocab_size, shape, generator=generator)
+    rows, child, sibling = (torch.full(shape, -1) for _ in range(3))
+    first = 0
+    for request, parents in enumerate(trees):
+        rows[request, : len(parents)] = torch.arange(first, first + len(parents))
+        for node in range(len(parents) - 1, 0, -1):
+            sibling[request, node] = child[request, parents[node]]
+            child[request, parents[node]] = node
+        first += len(parents)
+    return candidates, rows, child, sibling
+
+
+def _outputs(count: int, requests: int, path_nodes: int) -> Columns:
+    shapes = {"predicts": (count,), "accept_index": (requests, path_nodes), "accept_token_num": (requests,)}
+    return {name: torch.full(shape, _UNTOUCHED, dtype=torch.int32) for name, shape in shapes.items()}
+
+
+def _links(padded: tuple[torch.Tensor, ...]) -> Columns:
+    names = ("candidates", "retrive_index", "retrive_next_token", "retrive_next_sibling")
+    return dict(zip(names, padded, strict=True))
+
+
+def _run(device: torch.device, columns: Columns, links: Columns, outputs: Columns) -> tuple[torch.Tensor, Columns]:
+    """The choices and what was written, back on the host."""
+    moved = {name: value.to(device) for name, value in {**columns, **links, **outputs}.items()}
+    choices = verify_coupled(**moved)
+    return choices.cpu(), {name: moved[name].cpu() for name in outputs}
+
+
+def _brute_force(candidates: list[int], parents: list[int], targets: list[int], path_nodes: int) -> list[int]:
+    """The accepted nodes of one well-formed tree, root first."""
+    path = [0]
+    while len(path) < path_nodes:
+        matching = [i for i in range(1, len(parents)) if parents[i] == path[-1] and candidates[i] == targets[path[-1]]]
+        if not matching:
+            break
+        path.append(matching[0])
+    return path
+
+
+def _check_random_trees(device: torch.device, rounds: int, vocab_size: int = 5, most_nodes: int = 9) -> None:
+    generator = torch.Generator().manual_seed(3)
+    for round_ in range(rounds):
+        trees = _random_trees(1 + round_ % 4, most_nodes, generator)
+        width, path_nodes = max(map(len, trees)) + round_ % 3, 1 + round_ % 4
+        starts = list(itertools.accumulate(map(len, trees), initial=0))
+        count = starts[-1] + 2  # two rows that belong to no tree
+        columns = _columns(torch.randn(count, vocab_size, generator=generator), generator)
+        padded = _padded(trees, width, generator, min(vocab_size, 3))
+        choices, written = _run(device, columns, _links(padded), _outputs(count, len(trees), path_nodes))
+        assert torch.equal(choices, coupled_choice(**columns))
+        off_path = torch.ones(count, dtype=torch.bool)
+        for request, (parents, first) in enumerate(zip(trees, starts, strict=False)):
+            targets = choices[first : first + len(parents)].tolist()
+            path = _brute_force(padded[0][request].tolist(), parents, targets, path_nodes)
+            rows = [first + node for node in path]
+            assert int(written["accept_token_num"][request]) == len(path) - 1
+            assert written["accept_index"][request].tolist() == rows + [_UNTOUCHED] * (path_nodes - len(path))
+            assert written["predicts"][rows].tolist() == [targets[node] for node in path]
+            off_path[rows] = False
+        assert (written["predicts"][off_path] == _UNTOUCHED).all()
+
+
+def _forced(tokens: list[int], vocab_size: int = 8) -> Columns:
+    """Sampling arguments of rows that choose `tokens`, whatever the noise."""
+    logits = torch.full((len(tokens), vocab_size), -torch.inf)
+    logits[torch.arange(len(tokens)), tokens] = 0.0
+    return _columns(logits, torch.Generator().manual_seed(4))
+
+
+def _check_malformed(device: torch.device) -> None:
+    # Request 0: children in a cycle; 1: a row out of range, then a good sibling; 2: the root's row is -1; 3: links
+    # outside [0, n); 4: a candidate outside the vocabulary, below 0 and above.
+    links = _links(tuple(map(torch.tensor, (
+        [[0, 1, 2], [0, 5, 5], [0, 1, 2], [0, 1, 2], [0, -4, 99]],
+        [[0, 1, 2], [3, 99, 5], [-1, -1, 8], [6, 7, 8], [9, 10, 11]],
+        [[1, -1, -1], [1, -1, -1], [1, -1, -1], [3, -1, -1], [1, -1, -1]],
+        [[-1, 2, 1], [-1, 2, -1], [-1, -1, -1], [-1, -9, -1], [-1, 2, -1]],
+    ))))  # fmt: skip
+    columns = _forced([7, 7, 7, 5, 0, 6, 1, 1, 1, 4, 1, 1])
+    choices, written = _run(device, columns, links, _outputs(12, 5, 3))
+    assert choices.tolist() == [7, 7, 7, 5, 0, 6, 1, 1, 1, 4, 1, 1]
+    assert written["accept_token_num"].tolist() == [0, 1, 0, 0, 0]
+    assert written["accept_index"].tolist() == [[0, -7, -7], [3, 5, -7], [-7, -7, -7], [6, -7, -7], [9, -7, -7]]
+    assert written["predicts"].tolist() == [7, -7, -7, 5, -7, 6, 1, -7, -7, 4, -7, -7]
+
+
+def _check_strides_and_larger_buffers(device: torch.device) -> None:
+    columns = _forced([3, 0, 6])
+    candidates = torch.tensor([[0, 9, 3, 9, 3, 9]], device=device)[:, ::2]
+    chain = _links((candidates.int(), *(torch.tensor([row]) for row in ([0, 1, 2], [1, -1, -1], [-1, 2, -1]))))
+    wide = torch.full((16,), _UNTOUCHED, dtype=torch.int64, device=device)
+    index = torch.full((2, 8), _UNTOUCHED, dtype=torch.int32, device=device)
+    accepted = torch.full((4,), _UNTOUCHED, dtype=torch.int32, device=device)
+    moved = {name: value.to(device) for name, value in {**columns, **chain}.items()}
+    verify_coupled(**moved, predicts=wide[::2], accept_index=index[:, ::2], accept_token_num=accepted[::2])
+    assert wide.tolist() == [3, -7, 0] + [-7] * 13
+    assert index.tolist() == [[0, -7, 1, -7, -7, -7, -7, -7], [-7] * 8]
+    assert accepted.tolist() == [1, -7, -7, -7]
+
+
+def test_random_trees_against_brute_force() -> None:
+    _check_random_trees(_CPU, rounds=40)
+
+
+def test_malformed_links_do_no_harm() -> None:
+    _check_malformed(_CPU)
+
+
+def test_strides_and_larger_buffers() -> None:
+    _check_strides_and_larger_buffers(_CPU)
+
+
+def test_triton_random_trees(triton_device: torch.device) -> None:
+    _check_random_trees(triton_device, rounds=6)
+
+
+def test_triton_malformed_links(triton_device: torch.device) -> None:
+    _check_malformed(triton_device)
+
+
+def test_triton_strides_and_larger_buffers(triton_device: torch.device) -> None:
+    _check_strides_and_larger_buffers(triton_device)
+
+
+def test_nothing_to_walk_and_nothing_to_choose() -> None:
+    generator = torch.Generator().manual_seed(5)
+    no_trees = _links(tuple(torch.zeros(0, 4, dtype=torch.int64) for _ in range(4)))
+    columns = _columns(torch.randn(3, 5, generator=generator), generator)
+    assert torch.equal(_run(_CPU, columns, no_trees, _outputs(3, 0, 2))[0], coupled_choice(**columns))
+    no_rows = _columns(torch.zeros(0, 5), generator)
+    absent = _links(tuple(torch.full((2, 3), -1) for _ in range(4)))
+    choices, written = _run(_CPU, no_rows, absent, _outputs(0, 2, 2))
+    assert choices.shape == (0,)
+    assert written["accept_token_num"].tolist() == [0, 0]
+    assert (written["accept_index"] == _UNTOUCHED).all()
+
+
+# A target of three tokens over prefixes of up to two: the root's law, and the law after each first token.
+_FIRST = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+_SECOND = torch.tensor([[0.6, 0.3, 0.1], [0.2, 0.2, 0.6], [0.3, 0.4, 0.3]], dtype=torch.float64)
+_DRAWS = 6000
+
+
+def _emitted_pairs(tree_tokens: list[int], walk: Callable[..., torch.Tensor] = verify_coupled) -> torch.Tensor:
+    """The first two tokens [draws, 2] of requests of many seeds, whose roots have the children `tree_tokens`.
+
+    What the tree leaves open is chosen in a second step, as plain decoding would.
+    """
+    draws, width = _DRAWS, 1 + len(tree_tokens)
+    seeds = torch.arange(draws) * 7919 + 5
+    laws = torch.stack([_FIRST, *(_SECOND[token] for token in tree_tokens)]).log().float()
+    depth = torch.tensor([0] + [1] * len(tree_tokens))
+    links = _links((
+        torch.tensor([0, *tree_tokens]).expand(draws, -1),
+        torch.arange(draws * width).view(draws, width),
+        torch.tensor([1, *[-1] * len(tree_tokens)]).expand(draws, -1),
+        torch.tensor([-1, *range(2, width), -1][:width]).expand(draws, -1),
+    ))  # fmt: skip
+
+    def columns(logits: torch.Tensor, of: torch.Tensor, positions: torch.Tensor) -> Columns:
+        ones = torch.ones(len(of))
+        off = {"top_k": torch.zeros(len(of), dtype=torch.int64), "top_p": ones, "min_p": 0 * ones}
+        return {"logits": logits, "seeds": of, "positions": positions, "temperature": ones, **off}
+
+    outputs = _outputs(draws * width, draws, 2)
+    walk(**columns(laws.repeat(draws, 1), seeds.repeat_interleave(width), 11 + depth.repeat(draws)), **links, **outputs)
+    first = outputs["predicts"][::width].long()
+    plain = coupled_choice(**columns(_SECOND[first].log().float(), seeds, torch.full((draws,), 12)))
+    last = outputs["accept_index"].gather(1, outputs["accept_token_num"][:, None].long())[:, 0].long()
+    second = torch.where(outputs["accept_token_num"] > 0, outputs["predicts"][last].long(), plain)
+    return torch.stack([first, second], dim=1)
+
+
+def _pair_p(pairs: torch.Tensor, chi_square_p: ChiSquare) -> float:
+    counts = torch.bincount(pairs[:, 0] * 3 + pairs[:, 1], minlength=9)
+    return chi_square_p(counts, (_FIRST[:, None] * _SECOND).flatten())
+
+
+@pytest.mark.parametrize("tree_tokens", [[0], [2, 0], [0, 1, 2]])
+def test_emitted_pairs_follow_the_targets_law_and_do_not_depend_on_the_tree(
+    tree_tokens: list[int], chi_square_p: ChiSquare
+) -> None:
+    pairs = _emitted_pairs(tree_tokens)
+    assert torch.equal(pairs, _emitted_pairs([]))
+    assert _pair_p(pairs, chi_square_p) > 1e-5
+
+
+def test_a_walk_that_favours_the_draft_is_found_out(chi_square_p: ChiSquare) -> None:
+    def lenient(**arguments: torch.Tensor) -> torch.Tensor:
+        # Whenever the root's choice is any child at all, the first child is taken for it.
+        choices = verify_coupled(**arguments)
+        moved = (arguments["accept_token_num"] > 0).nonzero()[:, 0]
+        roots, first = arguments["retrive_index"][moved, 0], arguments["retrive_index"][moved, 1]
+        arguments["predicts"][roots] = arguments["candidates"][moved, 1].int()
+        arguments["predicts"][first] = choices[first].int()
+        arguments["accept_index"][moved, 1] = first.int()
+        return choices
+
+    assert _pair_p(_emitted_pairs([2, 0], lenient), chi_square_p) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"predicts": torch.zeros(4, dtype=torch.int32)}, "predicts: size 4 given, at least 5 needed"),
+        ({"accept_index": torch.zeros(1, 3, dtype=torch.int32)}, "accept_index: size 1 given, at least 2 needed"),
+        ({"accept_index": torch.zeros(2, 0, dtype=torch.int32)}, "accept_index columns: size 0 given"),
+        ({"accept_token_num": torch.zeros(1, dtype=torch.int32)}, "accept_token_num: size 1 given"),
+        ({"retrive_index": torch.zeros(2, 4, dtype=torch.int64)}, r"retrive_index: shape \[2, 4\] given, \[2, 3\]"),
+        ({"candidates": torch.zeros(2, 3)}, "candidates: dtype torch.float32 given"),
+        ({"seeds": torch.zeros(4, dtype=torch.int64)}, r"seeds: shape \[4\] given, \[5\] needed"),
+    ],
+)
+def test_bad_arguments_are_named(changed: Columns, message: str) -> None:
+    links = {name: torch.zeros(2, 3, dtype=torch.int64) for name in _links((torch.empty(0),) * 4)}
+    columns = _columns(torch.zeros(5, 6), torch.Generator().manual_seed(6))
+    with pytest.raises(ValueError, match=message):
+        verify_coupled(**{**columns, **links, **_outputs(5, 2, 3), **changed})
+
+
+@pytest.mark.gpu
+def test_cuda_graph_replays_a_step_of_new_trees() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    generator = torch.Generator().manual_seed(7)
+    trees = _random_trees(16, 40, generator)
+    count, width = sum(map(len, trees)), max(map(len, trees))
+
+    def arguments() -> tuple[Columns, Columns, Columns]:
+        columns = _columns(torch.randn(count, 3000, generator=generator) * 4, generator)
+        links = _links(_padded(trees, width, generator, 3000))
+        # Half of the first children hold the choice of their parents, so that walks get somewhere.
+        child, rows = links["retrive_next_token"], links["retrive_index"]
+        choices = coupled_choice(**columns)
+        for request, node in (child >= 0).nonzero()[::2].tolist():
+            links["candidates"][request, child[request, node]] = choices[rows[request, node]]
+        return columns, links, _outputs(count, len(trees), width)
+
+    held = {name: value.cuda() for part in arguments() for name, value in part.items()}
+    verify_coupled(**held)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = verify_coupled(**held)
+    for _ in range(3):
+        columns, links, outputs = arguments()
+        for name, value in {**columns, **links, **outputs}.items():
+            held[name].copy_(value)
+        graph.replay()
+        choices, written = _run(_CPU, columns, links, outputs)
+        assert torch.equal(replayed.cpu(), choices)
+        assert int(written["accept_token_num"].max()) >= 2
+        for name, value in written.items():
+            assert torch.equal(held[name].cpu(), value), name
+
+
+@pytest.mark.gpu
+def test_cuda_random_trees_over_a_wide_vocabulary() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    _check_random_trees(torch.device("cuda"), rounds=12, vocab_size=5000, most_nodes=64)
