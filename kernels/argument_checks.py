@@ -1,0 +1,80 @@
+"""Host-side checks of operator arguments: every failure names the argument, what was given and what is needed.
+
+`check_shape` of `outrider.kernels.backend` belongs to the same family. Nothing here looks at a tensor's values, so
+nothing synchronises with a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from outrider.kernels.backend import check_shape
+
+__all__ = [
+    "INDEX_DTYPES",
+    "check_at_least",
+    "check_columns",
+    "check_dtype",
+    "check_place",
+    "node_view",
+    "write_back",
+]
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+
+
+def check_at_least(name: str, given: int, needed: int) -> None:
+    """Raise ValueError unless `given` (a size or an integer argument) reaches `needed`."""
+    if given < needed:
+        raise ValueError(f"{name}: {given} given, at least {needed} needed")
+
+
+def check_dtype(name: str, tensor: torch.Tensor, allowed: Sequence[torch.dtype] = INDEX_DTYPES) -> None:
+    """Raise ValueError unless the dtype of `tensor` is one of `allowed`."""
+    if tensor.dtype not in allowed:
+        needed = " or ".join(str(dtype) for dtype in allowed)
+        raise ValueError(f"{name}: dtype {tensor.dtype} given, {needed} needed")
+
+
+def check_place(name: str, tensor: torch.Tensor, device: torch.device, owner: str) -> None:
+    """Raise ValueError unless `tensor` is on `device`, the one of the argument called `owner`."""
+    if tensor.device != device:
+        raise ValueError(f"{name}: device {tensor.device} given, {device} (that of {owner}) needed")
+
+
+def check_columns(owner: str, device: torch.device, columns: Mapping[str, tuple[torch.Tensor, int]]) -> None:
+    """Raise ValueError unless every column is one-dimensional, of the size beside it or longer, and on `device`.
+
+    A column called `.._mask` holds bool, every other one int32 or int64.
+    """
+    for name, (tensor, needed) in columns.items():
+        check_shape(name, tensor, ("size",))
+        check_at_least(f"{name} size", tensor.shape[0], needed)
+        check_dtype(name, tensor, (torch.bool,) if name.endswith("_mask") else INDEX_DTYPES)
+        check_place(name, tensor, device, owner)
+
+
+def node_view(name: str, tensor: torch.Tensor, requests: int, nodes: int) -> torch.Tensor:
+    """The first [requests, nodes] of `tensor`, given as such a matrix or a larger one, or flat; a view, for writing.
+
+    Raises:
+        ValueError: `tensor` is too small, or neither flat nor a matrix.
+    """
+    if tensor.dim() == 1:
+        check_at_least(f"{name} size", tensor.shape[0], requests * nodes)
+        return tensor[: requests * nodes].view(requests, nodes)
+    if tensor.dim() != 2:
+        shapes = f"[{requests}, {nodes}] or [{requests * nodes}]"
+        raise ValueError(f"{name}: shape {list(tensor.shape)} given, {shapes} needed")
+    check_at_least(f"{name} rows", tensor.shape[0], requests)
+    check_at_least(f"{name} columns", tensor.shape[1], nodes)
+    return tensor[:requests, :nodes]
+
+
+def write_back(outputs: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
+    """Copy what was written to contiguous stand-ins into the outputs that are not contiguous themselves."""
+    for output, stand_in in zip(outputs, written, strict=True):
+        if not output.is_contiguous():
+            output.copy_(stand_in.view_as(output))

@@ -1,0 +1,401 @@
+from __future__ import annotations
+
+import json
+from itertools import chain
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.kernels.build_tree import TreeMaskMode, build_tree_kernel_efficient
+from outrider.kernels.tree_mask import reconstruct_indices_from_tree_mask
+
+_VECTORS = Path(__file__).parent / "vectors"
+_CPU = torch.device("cpu")
+_POISON = -7
+_HUGE = 2**32
+
+
+def _build(*arguments: Any) -> None:
+    build_tree_kernel_efficient(*arguments)
+
+
+def _words_dtype(nodes: int) -> torch.dtype:
+    return next(
+        dtype
+        for dtype, bits in ((torch.uint8, 8), (torch.uint16, 16), (torch.uint32, 32), (torch.int64, 64))
+        if nodes <= bits
+    )
+
+
+def _run(tree: SimpleNamespace, mode: int, device: torch.device, words: torch.dtype | None = None) -> SimpleNamespace:
+    """The operator's outputs for `tree`; the mask is flat, its buffer one row of cells longer than needed."""
+    requests, nodes = len(tree.lengths), tree.nodes
+    cells = {
+        0: nodes * (nodes * requests + sum(tree.lengths)),
+        1: nodes * nodes * requests,
+        2: nodes * requests,
+    }[mode]
+    dtype = (words or _words_dtype(nodes)) if mode == 2 else torch.bool
+    # True marks what the operator must leave alone: the prefix cells of mode 0 and what lies past the end.
+    mask = torch.full((cells + nodes,), mode != 2, device=device).to(dtype)
+    columns = [
+        torch.tensor(column, dtype=tree.dtype, device=device).view(requests, -1)
+        for column in (tree.parent_list, tree.selected)
+    ]
+    outputs = [torch.full((requests, nodes), _POISON, dtype=tree.dtype, device=device) for _ in range(4)]
+    lengths = torch.tensor(tree.lengths, dtype=tree.dtype, device=device)
+    _build(*columns, lengths, mask, *outputs, tree.topk, tree.depth, nodes, mode)
+    beyond = mask[cells:].cpu().to(torch.int64)
+    assert (beyond == (mode != 2)).all()
+    positions, index, child, sibling = (output.cpu().tolist() for output in outputs)
+    mask = mask[:cells].cpu()
+    if mode == 2:
+        mask = mask.view(torch.int64 if dtype == torch.int64 else dtype).tolist()
+    return SimpleNamespace(positions=positions, index=index, child=child, sibling=sibling, mask=mask)
+
+
+def _parents(parent_list: list[int], selected: list[int], topk: int) -> list[int | None]:
+    """Of every node; None for the root and where the parent is missing."""
+    parents: list[int | None] = [None]
+    for candidate in selected:
+        beam = candidate // topk
+        if candidate < 0 or beam >= max(len(parent_list), 1):
+            parents.append(None)
+        elif beam == 0:
+            parents.append(0)
+        else:
+            wanted = parent_list[beam]
+            parents.append(1 + selected.index(wanted) if wanted in selected else None)
+    return parents
+
+
+def _expected(tree: SimpleNamespace) -> SimpleNamespace:
+    """Node by node in plain Python; the mask as rows of 0 and 1, the tree part only."""
+    rows: dict[str, list] = {"positions": [], "index": [], "child": [], "sibling": [], "mask": []}
+    nodes = range(tree.nodes)
+    for request, length in enumerate(tree.lengths):
+        parents = _parents(tree.parent_list[request], tree.selected[request], tree.topk)
+        rows["index"].append([request * tree.nodes + node for node in nodes])
+        rows["child"].append([next((k for k in nodes if parents[k] == node), -1) for node in nodes])
+        rows["sibling"].append([
+            -1 if parents[node] is None else next((k for k in nodes if k > node and parents[k] == parents[node]), -1)
+            for node in nodes
+        ])  # fmt: skip
+        positions, mask = [], []
+        for start in nodes:
+            node, visits, visited = start, 0, {0}
+            while node and visits < tree.depth:
+                visited.add(node)
+                visits += 1
+                node = parents[node]
+            positions.append(length + visits)
+            mask.append([int(j in visited) for j in nodes])
+        rows["positions"].append(positions)
+        rows["mask"].append(mask)
+    return SimpleNamespace(**rows)
+
+
+def _check_against(tree: SimpleNamespace, mode: int, device: torch.device, words: torch.dtype | None = None) -> None:
+    got, want = _run(tree, mode, device, words), _expected(tree)
+    where = (tree.nodes, len(tree.lengths), mode)
+    assert got.positions == want.positions, where
+    assert got.index == want.index, where
+    assert got.child == want.child, where
+    assert got.sibling == want.sibling, where
+    if mode == TreeMaskMode.FULL:
+        rows = [[1] * length + row for length, mask in zip(tree.lengths, want.mask, strict=True) for row in mask]
+        assert got.mask.int().tolist() == [cell for row in rows for cell in row], where
+    elif mode == TreeMaskMode.TREE_ONLY:
+        assert got.mask.int().tolist() == [cell for mask in want.mask for row in mask for cell in row], where
+    else:
+        bits = [sum(cell << j for j, cell in enumerate(row)) for mask in want.mask for row in mask]
+        assert [word % 2**64 for word in got.mask] == bits, where
+
+
+def _grown_tree(random: Random, nodes: int, requests: int, dtype: torch.dtype = torch.int64) -> SimpleNamespace:
+    """Well-formed pools and selections, as a draft makes them."""
+    topk = next(k for k in (2, 3, 4, 8, 16) if k >= random.randint(2, 4) and k + 15 * k * k >= nodes)
+    depth = 1
+    while topk + (depth - 1) * topk**2 < nodes:
+        depth += 1
+    depth += random.randint(0, 2)
+    tree = SimpleNamespace(nodes=nodes, topk=topk, depth=depth, dtype=dtype, parent_list=[], selected=[], lengths=[])
+    for _ in range(requests):
+        parent_list, level = [-1, *range(topk)], range(topk, topk + topk**2)
+        for _level in range(1, depth - 1):
+            parent_list += random.sample(level, topk)
+            level = range(level.stop, level.stop + topk**2)
+        parent_list = parent_list if depth > 1 else []
+        pool, chosen = list(range(topk)), set()
+        while len(chosen) < nodes - 1:
+            candidate = pool.pop(random.randrange(len(pool)))
+            chosen.add(candidate)
+            for beam, kept in enumerate(parent_list):
+                if beam and kept == candidate:
+                    pool += range(beam * topk, (beam + 1) * topk)
+        tree.parent_list.append(parent_list)
+        tree.selected.append(sorted(chosen))
+        tree.lengths.append(random.randint(0, 9))
+    return tree
+
+
+def _wild_tree(random: Random, nodes: int, requests: int, dtype: torch.dtype = torch.int64) -> SimpleNamespace:
+    """Anything at all: unsorted, doubled and negative entries, cycles, indices far out of range."""
+    topk, depth = random.randint(1, 4), random.randint(1, 6)
+    pool = topk + (depth - 1) * topk**2
+    columns = topk * (depth - 1) + 1
+    odd = [-1, -3, pool, pool + 5, *([2**31 - 1] if dtype == torch.int32 else [_HUGE, _HUGE + 1, 2**62, -(2**63)])]
+
+    def entry() -> int:
+        return random.choice(odd) if random.random() < 0.15 else random.randrange(pool)
+
+    return SimpleNamespace(
+        nodes=nodes,
+        topk=topk,
+        depth=depth,
+        dtype=dtype,
+        parent_list=[[entry() for _ in range(columns)] for _ in range(requests)],
+        selected=[[entry() for _ in range(nodes - 1)] for _ in range(requests)],
+        lengths=[random.randint(0, 9) for _ in range(requests)],
+    )
+
+
+def _check_vectors(device: torch.device) -> None:
+    cases = []
+    for name in ("build_tree_kernel_efficient", "build_tree_malformed"):
+        cases += json.loads((_VECTORS / f"{name}.json").read_text())["cases"]
+    assert len(cases) == 3
+    for case in cases:
+        given = {**case["inputs"], **case.get("intermediate_derived", {})}
+        expected = {**case["expected"], **case.get("expected_masks_derived", {})}
+        tree = SimpleNamespace(
+            parent_list=given["parent_list"],
+            selected=given["selected_index"],
+            lengths=given["seq_lens"],
+            topk=given["topk"],
+            depth=given.get("depth", given.get("spec_steps")),
+            nodes=given.get("draft_token_num", given.get("num_draft_tokens")),
+            dtype=torch.int64,
+        )
+        masks = {0: expected.get("full_mask_flat"), 2: expected["qlen_only_bitpacking_bytes"]}
+        masks[1] = torch.tensor(expected["qlen_only_bool"]).flatten().tolist()
+        for mode, mask in masks.items():
+            got = _run(tree, mode, device)
+            assert list(chain(*got.positions)) == expected["positions"], case["name"]
+            assert got.index == expected["retrieve_index"], case["name"]
+            assert got.child == expected["retrieve_next_token"], case["name"]
+            assert got.sibling == expected["retrieve_next_sibling"], case["name"]
+            if mask is not None:
+                assert [int(cell) for cell in got.mask] == mask, (case["name"], mode)
+
+
+def _check_sizes(device: torch.device, sizes: list[tuple[int, int]]) -> None:
+    """Grown and wild trees of (nodes, requests), the mask modes and dtypes in turn."""
+    random = Random(7)
+    for turn, (nodes, requests) in enumerate(sizes):
+        for grow in (_grown_tree, _wild_tree):
+            tree = grow(random, nodes, requests, (torch.int64, torch.int32)[turn % 2])
+            modes = (0, 1, 2) if nodes <= 64 else (0, 1)
+            _check_against(tree, modes[turn % len(modes)], device)
+
+
+def _check_chain(device: torch.device, nodes: int) -> None:
+    """A chain as long as can be, a cycle with more depth than nodes, and a node that is its own parent."""
+    line = SimpleNamespace(nodes=nodes, topk=1, depth=nodes, dtype=torch.int64, lengths=[3])
+    line.parent_list = [[-1, *range(nodes - 1)]]
+    line.selected = [list(range(nodes - 1))]
+    _check_against(line, 1, device)
+    cycle = SimpleNamespace(nodes=4, topk=1, depth=50, dtype=torch.int64, lengths=[3, 0])
+    cycle.parent_list = [[0, 2, 3, 1] + [9] * 46, [0, 1, 9] + [9] * 47]
+    cycle.selected = [[1, 2, 3], [1, 2, 0]]
+    assert _expected(cycle).positions == [[3, 53, 53, 53], [0, 50, 1, 1]]
+    _check_against(cycle, 2, device)
+
+
+def _check_buffers(device: torch.device) -> None:
+    """Strided inputs, larger and strided outputs, bits already set, and every word type that is wide enough."""
+    tree = _grown_tree(Random(1), 6, 2)
+    for words in (torch.uint8, torch.uint16, torch.uint32, torch.int64):
+        _check_against(tree, 2, device, words)
+    want = _expected(tree)
+    wide = [
+        torch.tensor(column, device=device).repeat_interleave(2, dim=1)[:, ::2]
+        for column in (tree.parent_list, tree.selected)
+    ]
+    lengths = torch.tensor(tree.lengths, device=device).repeat_interleave(3)[::3]
+    positions = torch.full((30,), _POISON, device=device)
+    links = [torch.full((4, 16), _POISON, dtype=torch.int32, device=device) for _ in range(3)]
+    mask = torch.full((3, 12), 64, dtype=torch.uint8, device=device)
+    arguments = (positions[::2], *(link[:, ::2] for link in links), tree.topk, tree.depth, 6, TreeMaskMode.PACKED)
+    _build(*wide, lengths, mask[:, ::2], *arguments)
+    assert positions.tolist()[: 2 * 12 : 2] == list(chain(*want.positions))
+    assert positions[1::2].eq(_POISON).all() and positions[24:].eq(_POISON).all()
+    for link, name in zip(links, ("index", "child", "sibling"), strict=True):
+        assert link[:2, :12:2].tolist() == getattr(want, name)
+        assert link[2:].eq(_POISON).all() and link[:, 1::2].eq(_POISON).all() and link[:, 12:].eq(_POISON).all()
+    bits = [[64 + sum(cell << j for j, cell in enumerate(row)) for row in mask] for mask in want.mask]
+    assert mask[:2, ::2].tolist() == bits
+    assert mask[2:].eq(64).all() and mask[:, 1::2].eq(64).all()
+
+
+def _check_round_trip(device: torch.device, sizes: list[tuple[int, int]]) -> None:
+    """What was built from a well-formed, ascending selection comes back from its mask."""
+    for nodes, requests in sizes:
+        tree = _grown_tree(Random(nodes), nodes, requests)
+        built = _run(tree, 1, device)
+        outputs = [torch.full((requests, nodes), _POISON, device=device) for _ in range(4)]
+        lengths = torch.tensor(tree.lengths, device=device)
+        arguments: list[Any] = [built.mask.to(device), lengths, *outputs, requests, nodes]
+        reconstruct_indices_from_tree_mask(*arguments)
+        found = [output.tolist() for output in outputs]
+        assert found == [built.positions, built.index, built.child, built.sibling]
+
+
+def test_recorded_cases() -> None:
+    _check_vectors(_CPU)
+
+
+def test_grown_and_wild_trees() -> None:
+    _check_sizes(_CPU, [(nodes, 1 + nodes % 3) for nodes in range(1, 30)] + [(63, 2), (64, 3), (65, 1), (150, 2)] * 3)
+
+
+def test_chains_and_cycles() -> None:
+    _check_chain(_CPU, 200)
+
+
+def test_strides_and_larger_buffers() -> None:
+    _check_buffers(_CPU)
+
+
+def test_reconstruction_gives_back_what_was_built() -> None:
+    _check_round_trip(_CPU, [(nodes, 2) for nodes in (1, 2, 5, 17, 64, 130)])
+
+
+def test_triton_recorded_cases(triton_device: torch.device) -> None:
+    _check_vectors(triton_device)
+
+
+def test_triton_grown_and_wild_trees(triton_device: torch.device) -> None:
+    _check_sizes(triton_device, [(1, 1), (2, 3), (5, 2), (17, 2), (9, 1), (64, 1), (8, 3), (33, 2), (3, 1), (20, 2)])
+
+
+def test_triton_beyond_one_program(triton_device: torch.device) -> None:
+    _check_sizes(triton_device, [(130, 1), (129, 1)])
+
+
+def test_triton_chains_and_cycles(triton_device: torch.device) -> None:
+    _check_chain(triton_device, 20)
+
+
+def test_triton_strides_and_larger_buffers(triton_device: torch.device) -> None:
+    _check_buffers(triton_device)
+
+
+def test_triton_round_trip(triton_device: torch.device) -> None:
+    _check_round_trip(triton_device, [(1, 2), (12, 3)])
+
+
+@pytest.mark.gpu
+def test_every_size_on_a_gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    sizes = (1, 2, 3, 7, 8, 15, 16, 31, 32, 47, 63, 64, 65, 100, 127, 128, 129, 200, 255, 256)
+    batches = (1, 2, 3, 5, 31, 64, 100, 257)
+    device = torch.device("cuda")
+    _check_sizes(device, [(nodes, 1 + nodes % 4) for nodes in sizes for _ in range(6)])
+    _check_sizes(device, [(5 + batch % 7, batch) for batch in batches for _ in range(6)])
+    _check_sizes(device, [(64, 65), (256, 9), (1024, 2), (1000, 1), (511, 1)])
+    _check_chain(device, 1024)
+    _check_round_trip(device, [(nodes, 3) for nodes in sizes] + [(64, 257), (1024, 2)])
+
+
+@pytest.mark.gpu
+def test_stores_past_a_full_mask_on_a_gpu_are_left_out() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    memory = torch.full((4096,), 3, dtype=torch.uint8, device="cuda")
+    mask = memory[1024 : 1024 + 144].view(torch.bool)
+    outputs = [torch.zeros(1, 12, dtype=torch.int64, device="cuda") for _ in range(4)]
+    tree = _grown_tree(Random(2), 12, 1)
+    columns = [torch.tensor(column, device="cuda") for column in (tree.parent_list, tree.selected)]
+    for length in (128, -500):
+        lengths = torch.tensor([length], device="cuda")
+        _build(*columns, lengths, mask, *outputs, tree.topk, tree.depth, 12, 0)
+    assert memory[:1024].eq(3).all() and memory[1024 + 144 :].eq(3).all()
+
+
+def _arguments() -> dict[str, object]:
+    return {
+        "parent_list": torch.tensor([[-1, 0, 1, 2]] * 2),
+        "selected_index": torch.tensor([[0, 1, 3]] * 2),
+        "verified_seq_len": torch.tensor([4, 5]),
+        "tree_mask": torch.zeros(32, dtype=torch.bool),
+        "positions": torch.zeros(8, dtype=torch.int64),
+        "retrive_index": torch.zeros(2, 4, dtype=torch.int64),
+        "retrive_next_token": torch.zeros(2, 4, dtype=torch.int64),
+        "retrive_next_sibling": torch.zeros(2, 4, dtype=torch.int64),
+        "topk": 3,
+        "depth": 2,
+        "draft_token_num": 4,
+        "tree_mask_mode": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"parent_list": torch.zeros(2, 3, dtype=torch.int64)}, "parent_list columns: 3 given, at least 4 needed"),
+        ({"parent_list": torch.zeros(3, 4, dtype=torch.int64)}, r"parent_list: shape \[3, 4\] given, \[2, topk"),
+        ({"parent_list": torch.zeros(2, 0, dtype=torch.int64)}, "parent_list columns: 0 given"),
+        ({"parent_list": torch.zeros(2, 4)}, "parent_list: dtype torch.float32 given"),
+        ({"selected_index": torch.zeros(2, 4, dtype=torch.int64)}, r"selected_index: shape \[2, 4\] given, \[bs, 3\]"),
+        ({"verified_seq_len": torch.zeros(3, dtype=torch.int64)}, r"verified_seq_len: shape \[3\] given, \[2\] needed"),
+        ({"verified_seq_len": torch.zeros(2, dtype=torch.int64, device="meta")}, "verified_seq_len: device meta given"),
+        ({"tree_mask": torch.zeros(31, dtype=torch.bool)}, "tree_mask size: 31 given, at least 32 needed"),
+        ({"tree_mask": torch.zeros(2, 5, 5, dtype=torch.bool)}, r"tree_mask: shape \[2, 5, 5\] given, \[bs, 4, 4\]"),
+        ({"tree_mask": torch.zeros(32)}, "tree_mask: dtype torch.float32 given, torch.bool needed"),
+        ({"tree_mask": torch.zeros(32, dtype=torch.bool), "tree_mask_mode": 2}, "dtype torch.bool given, torch.uint8"),
+        ({"tree_mask": torch.zeros(7, dtype=torch.uint8), "tree_mask_mode": 2}, "tree_mask size: 7 given, at least 8"),
+        ({"tree_mask_mode": 0}, "tree_mask size: 32 given, at least 68 needed"),
+        ({"tree_mask_mode": 3}, "tree_mask_mode: 3 given"),
+        ({"positions": torch.zeros(7, dtype=torch.int64)}, "positions size: 7 given, at least 8 needed"),
+        ({"positions": torch.zeros(1, 2, 4, dtype=torch.int64)}, r"positions: shape \[1, 2, 4\] given"),
+        ({"retrive_index": torch.zeros(1, 4, dtype=torch.int64)}, "retrive_index rows: 1 given, at least 2 needed"),
+        ({"retrive_next_token": torch.zeros(2, 3, dtype=torch.int64)}, "retrive_next_token columns: 3 given"),
+        ({"retrive_next_sibling": torch.zeros(2, 4)}, "retrive_next_sibling: dtype torch.float32 given"),
+        ({"topk": 0}, "topk: 0 given"),
+        ({"depth": 0}, "depth: 0 given"),
+        ({"draft_token_num": 1025}, "draft_token_num: 1025 given, 1 to 1024 needed"),
+    ],
+)
+def test_bad_arguments_are_named(changed: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_tree_kernel_efficient(**{**_arguments(), **changed})  # type: ignore[arg-type]
+
+
+def test_words_must_hold_a_bit_for_every_node() -> None:
+    arguments = _arguments() | {"draft_token_num": 65, "tree_mask_mode": 2}
+    arguments["selected_index"] = torch.zeros(2, 64, dtype=torch.int64)
+    for name in ("positions", "retrive_index", "retrive_next_token", "retrive_next_sibling"):
+        arguments[name] = torch.zeros(2, 65, dtype=torch.int64)
+    with pytest.raises(ValueError, match="draft_token_num: 65 given, at most 64 fit a packed mask"):
+        build_tree_kernel_efficient(**arguments)  # type: ignore[arg-type]
+
+
+def test_a_full_mask_without_room_for_the_prefix_is_told_its_size() -> None:
+    # The well-known usage example: 12 nodes, 128 committed tokens, a mask of 12 x 12.
+    outputs = [torch.zeros(1, 12, dtype=torch.int64) for _ in range(4)]
+    with pytest.raises(ValueError, match="tree_mask size: 144 given, at least 1680 needed"):
+        _build(
+            torch.zeros(1, 9, dtype=torch.int64), torch.arange(11)[None], torch.tensor([128]),
+            torch.zeros(12, 12, dtype=torch.bool), *outputs, 4, 3, 12, TreeMaskMode.FULL,
+        )  # fmt: skip
+
+
+def test_no_requests_is_no_work() -> None:
+    empty = torch.zeros(0, 4, dtype=torch.int64)
+    _build(empty, empty[:, :3], empty[:, 0], torch.zeros(0, dtype=torch.bool), *[empty] * 4, 3, 2, 4, 1)

@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from outrider.kernels.tree_mask import reconstruct_indices_from_tree_mask, segment_packbits
+
+_VECTORS = Path(__file__).parent / "vectors"
+_CPU = torch.device("cpu")
+_POISON = -7
+
+
+def _reconstruct(*arguments: Any) -> None:
+    reconstruct_indices_from_tree_mask(*arguments)
+
+
+def _pack(*arguments: Any) -> None:
+    segment_packbits(*arguments)
+
+
+def _outputs(requests: int, nodes: int, device: torch.device, dtype: torch.dtype = torch.int64) -> list[torch.Tensor]:
+    return [torch.full((requests, nodes), _POISON, dtype=dtype, device=device) for _ in range(4)]
+
+
+def _expected(mask: torch.Tensor, lengths: list[int]) -> list[list[list[int]]]:
+    """Positions, rows, first children and next siblings of masks [bs, n, n], node by node in plain Python."""
+    columns: list[list[list[int]]] = [[], [], [], []]
+    cells = mask.tolist()
+    for request, length in enumerate(lengths):
+        nodes = range(len(cells[request]))
+        ancestors = [[j for j in range(i) if cells[request][i][j]] for i in nodes]
+        parents = [max(some, default=-1) for some in ancestors]
+        siblings = [next((k for k in nodes if k > i and parents[k] == parents[i]), -1) for i in nodes]
+        columns[0].append([length + len(some) for some in ancestors])
+        columns[1].append([request * len(nodes) + i for i in nodes])
+        columns[2].append([next((k for k in nodes if k > i and i in ancestors[k]), -1) for i in nodes])
+        columns[3].append([-1 if parents[i] < 0 else siblings[i] for i in nodes])
+    return columns
+
+
+def _forest_masks(generator: torch.Generator, requests: int, nodes: int) -> torch.Tensor:
+    """Masks of trees, some of whose nodes have no parent at all (a second root)."""
+    mask = torch.eye(nodes, dtype=torch.bool).repeat(requests, 1, 1)
+    for request in range(requests):
+        for node in range(1, nodes):
+            if float(torch.rand((), generator=generator)) < 0.7:
+                parent = int(torch.randint(0, node, (), generator=generator))
+                mask[request, node] |= mask[request, parent]
+    return mask
+
+
+def _check_recorded(device: torch.device) -> None:
+    cases = json.loads((_VECTORS / "reconstruct_indices_from_tree_mask.json").read_text())["cases"]
+    assert len(cases) == 1
+    for case in cases:
+        given, expected = case["inputs"], case["expected"]
+        requests, nodes = given["bs"], given["draft_token_num"]
+        mask = torch.tensor(given["tree_mask"], device=device).bool()
+        outputs = _outputs(requests, nodes, device)
+        lengths = torch.tensor(given["verified_seq_len"], device=device)
+        _reconstruct(mask, lengths, outputs[0].view(-1), *outputs[1:], requests, nodes)
+        names = ("retrieve_index", "retrieve_next_token", "retrieve_next_sibling")
+        assert outputs[0].flatten().tolist() == expected["positions"]
+        assert [output.tolist() for output in outputs[1:]] == [expected[name] for name in names]
+    for case in json.loads((_VECTORS / "segment_packbits.json").read_text())["cases"]:
+        if case["bitorder"] == "little":
+            y = torch.full((len(case["expected"]["y"]) + 3,), 99, dtype=torch.uint8, device=device)
+            pointers = [
+                torch.tensor(column, device=device)
+                for column in (case["input_indptr"], case["expected"]["output_indptr"])
+            ]
+            _pack(torch.tensor(case["x"], device=device).bool(), *pointers, y, len(case["input_indptr"]) - 1)
+            assert y.tolist() == [*case["expected"]["y"], 99, 99, 99]
+
+
+def _check_masks(device: torch.device, sizes: list[tuple[int, int]]) -> None:
+    """Masks of forests and masks of noise, of (nodes, requests)."""
+    generator = torch.Generator().manual_seed(5)
+    for turn, (nodes, requests) in enumerate(sizes):
+        noise = torch.rand(requests, nodes, nodes, generator=generator) < 0.2
+        for mask in (_forest_masks(generator, requests, nodes), noise):
+            lengths = torch.randint(0, 99, (requests,), generator=generator)
+            dtype = (torch.int64, torch.int32)[turn % 2]
+            outputs = _outputs(requests, nodes, device, dtype)
+            _reconstruct(mask.to(device), lengths.to(device, dtype), *outputs, requests, nodes)
+            found = [output.tolist() for output in outputs]
+            assert found == _expected(mask, lengths.tolist()), (nodes, requests)
+
+
+def _check_buffers(device: torch.device) -> None:
+    """Strided inputs and outputs, and buffers larger than needed, of which nothing more is written."""
+    mask = _forest_masks(torch.Generator().manual_seed(1), 2, 6)
+    want = _expected(mask, [5, 9])
+    wide = mask.flatten().to(device).repeat_interleave(2)[::2]
+    lengths = torch.tensor([5, 9, 1], device=device).repeat_interleave(3)[::3]
+    positions = torch.full((30,), _POISON, device=device)
+    links = [torch.full((4, 16), _POISON, dtype=torch.int32, device=device) for _ in range(3)]
+    _reconstruct(wide, lengths, positions[::2], *(link[:, ::2] for link in links), 2, 6)
+    assert positions[:24:2].view(2, 6).tolist() == want[0]
+    assert positions[1::2].eq(_POISON).all() and positions[24:].eq(_POISON).all()
+    for link, rows in zip(links, want[1:], strict=True):
+        assert link[:2, :12:2].tolist() == rows
+        assert link[2:].eq(_POISON).all() and link[:, 1::2].eq(_POISON).all() and link[:, 12:].eq(_POISON).all()
+
+
+def _check_segments(device: torch.device, lengths: list[int], dtype: torch.dtype = torch.int64) -> None:
+    """Segments of these lengths, with gaps between them on both sides, against numpy's packbits."""
+    generator = torch.Generator().manual_seed(len(lengths))
+    for x_dtype, high in ((torch.bool, 2), (torch.uint8, 4)):
+        x = torch.randint(0, high, (sum(lengths) + 8,), generator=generator).to(x_dtype)
+        begin = torch.tensor([3, *lengths]).cumsum(0)
+        first = torch.tensor([2, *(-(-length // 8) for length in lengths)]).cumsum(0)
+        y = torch.full((int(first[-1]) + 5,), 170, dtype=torch.uint8, device=device)
+        want = y.cpu().numpy().copy()
+        for segment in range(len(lengths)):
+            bits = x[int(begin[segment]) : int(begin[segment + 1])].numpy() != 0
+            want[int(first[segment]) : int(first[segment + 1])] = np.packbits(bits, bitorder="little")
+        _pack(x.to(device), begin.to(device, dtype), first.to(device, dtype), y, len(lengths))
+        assert y.tolist() == want.tolist(), lengths
+
+
+def _check_wild_segments(device: torch.device) -> None:
+    """Index arrays of nonsense: memory beside x and y stays as it is, and the call comes back."""
+    huge = 2**62
+    memory = torch.full((64,), 170, dtype=torch.uint8, device=device)
+    x, y = torch.ones(20, dtype=torch.bool, device=device), memory[24:40]
+    starts = torch.tensor([-9, 4, huge, 2, -huge, 3, 0], device=device)
+    outputs = torch.tensor([0, 2, 7, 15, huge, 10, 12], device=device)
+    segment_packbits(x, starts, outputs, y, 6)
+    assert memory[:24].eq(170).all() and memory[40:].eq(170).all()
+    # Segment 0 is x[-9:4], segment 1 begins at x[4] and never ends: it has the 5 bytes up to the next one's.
+    assert y.tolist() == [0, 0b11110, 255, 255, 0, 0, 0] + [170] * 9
+
+
+def test_recorded_cases() -> None:
+    _check_recorded(_CPU)
+
+
+def test_masks_of_forests_and_of_noise() -> None:
+    _check_masks(_CPU, [(nodes, 1 + nodes % 3) for nodes in range(1, 20)] + [(64, 2), (129, 1)])
+
+
+def test_strides_and_larger_buffers() -> None:
+    _check_buffers(_CPU)
+
+
+def test_segments() -> None:
+    _check_segments(_CPU, [1, 7, 8, 9, 17, 0, 300])
+    _check_segments(_CPU, [0, 0, 5], torch.int32)
+
+
+def test_wild_segments() -> None:
+    _check_wild_segments(_CPU)
+
+
+def test_triton_recorded_cases(triton_device: torch.device) -> None:
+    _check_recorded(triton_device)
+
+
+def test_triton_masks(triton_device: torch.device) -> None:
+    _check_masks(triton_device, [(1, 1), (2, 3), (5, 2), (16, 2), (17, 1), (64, 1), (130, 1)])
+
+
+def test_triton_strides_and_larger_buffers(triton_device: torch.device) -> None:
+    _check_buffers(triton_device)
+
+
+def test_triton_segments(triton_device: torch.device) -> None:
+    _check_segments(triton_device, [1, 7, 8, 9, 17, 0, 300])
+    _check_segments(triton_device, [0, 9000, 5], torch.int32)
+    _check_wild_segments(triton_device)
+
+
+@pytest.mark.gpu
+def test_every_size_on_a_gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    device = torch.device("cuda")
+    sizes = (1, 2, 3, 7, 8, 15, 16, 31, 32, 63, 64, 65, 100, 127, 128, 129, 200, 255, 256)
+    _check_masks(device, [(nodes, 1 + nodes % 5) for nodes in sizes])
+    _check_masks(device, [(7, 257), (64, 100), (600, 1), (1024, 1)])
+    _check_segments(device, [(37 * segment) % 101 for segment in range(257)])
+    _check_segments(device, [100_003, 1, 7_777, 0, 64 * 64])
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({0: torch.zeros(31, dtype=torch.bool)}, "tree_mask size: 31 given, at least 32 needed"),
+        ({0: torch.zeros(32, dtype=torch.int64)}, "tree_mask: dtype torch.int64 given, torch.bool needed"),
+        ({1: torch.zeros(1, dtype=torch.int64)}, "verified_seq_len size: 1 given, at least 2 needed"),
+        ({1: torch.zeros(2)}, "verified_seq_len: dtype torch.float32 given"),
+        ({1: torch.zeros(2, 1, dtype=torch.int64)}, r"verified_seq_len: shape \[2, 1\] given, \[bs\] needed"),
+        ({2: torch.zeros(7, dtype=torch.int64)}, "positions size: 7 given, at least 8 needed"),
+        ({3: torch.zeros(1, 4, dtype=torch.int64)}, "retrive_index rows: 1 given, at least 2 needed"),
+        ({4: torch.zeros(2, 3, dtype=torch.int64)}, "retrive_next_token columns: 3 given, at least 4 needed"),
+        ({5: torch.zeros(2, 4, dtype=torch.int64, device="meta")}, "retrive_next_sibling: device meta given, cpu"),
+        ({6: -1}, "batch_size: -1 given"),
+        ({7: 0}, "draft_token_num: 0 given"),
+    ],
+)
+def test_bad_arguments_of_reconstruction_are_named(changed: dict[int, object], message: str) -> None:
+    arguments = [torch.zeros(32, dtype=torch.bool), torch.zeros(2, dtype=torch.int64), *_outputs(2, 4, _CPU), 2, 4]
+    for place, value in changed.items():
+        arguments[place] = value  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match=message):
+        _reconstruct(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({0: torch.zeros(4, 4, dtype=torch.bool)}, r"x: shape \[4, 4\] given, \[size\] needed"),
+        ({0: torch.zeros(16)}, "x: dtype torch.float32 given, torch.bool or torch.uint8 needed"),
+        ({1: torch.zeros(2, dtype=torch.int64)}, "input_indptr size: 2 given, at least 3 needed"),
+        ({2: torch.zeros(3)}, "output_indptr: dtype torch.float32 given"),
+        ({2: torch.zeros(3, dtype=torch.int64, device="meta")}, "output_indptr: device meta given"),
+        ({3: torch.zeros(1, dtype=torch.uint8)}, "y size: 1 given, at least 2 needed"),
+        ({3: torch.zeros(2, dtype=torch.bool)}, "y: dtype torch.bool given, torch.uint8 needed"),
+        ({4: -1}, "batch_size: -1 given"),
+    ],
+)
+def test_bad_arguments_of_packing_are_named(changed: dict[int, object], message: str) -> None:
+    arguments = [
+        torch.zeros(16, dtype=torch.bool),
+        torch.tensor([0, 8, 16]),
+        torch.tensor([0, 1, 2]),
+        torch.zeros(2, dtype=torch.uint8),
+        2,
+    ]
+    for place, value in changed.items():
+        arguments[place] = value  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match=message):
+        _pack(*arguments)
+
+
+def test_no_requests_is_no_work() -> None:
+    empty = torch.zeros(0, dtype=torch.int64)
+    _reconstruct(empty.bool(), empty, *_outputs(0, 4, _CPU), 0, 4)
+    y = torch.full((3,), 9, dtype=torch.uint8)
+    _pack(empty.bool(), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), y, 0)
+    assert y.tolist() == [9, 9, 9]
