@@ -1,0 +1,108 @@
+"""How long an operator takes: what it adds to a CUDA graph whose L2 cache is cold.
+
+Two graphs are replayed in turns: one reads a buffer larger than the L2 cache n times, the other does so too and runs
+the operator after each read. The difference, divided by n, is one run: launch included, the host's work and the cost of
+the clock left out. The buffer is read, not written: what is left in the cache is clean, so that no write-back of the
+benchmark's own data competes with the operator.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from benchmarks.kernel_bench.case import Machine, Run
+
+_PRODUCT = 8192
+_COPY_BYTES = 1 << 30
+
+
+class GraphTimer:
+    """Times operators on one device.
+
+    Attributes:
+        device: a CUDA device.
+        replays: pairs of replays, of which the median is taken.
+    """
+
+    def __init__(self, device: torch.device, *, replays: int) -> None:
+        self.device, self.replays = device, replays
+        l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+        # Two and a half times the cache; int32, of which a sum reads every byte once.
+        self._other_data = torch.zeros(l2_bytes * 5 // 8, dtype=torch.int32, device=device)
+        self._total = torch.zeros((), dtype=torch.int64, device=device)
+        self._flushes: dict[int, torch.cuda.CUDAGraph] = {}
+
+    def time_us(self, run: Run) -> float:
+        """Median time of one run in microseconds, L2 cold."""
+        copies = self._copies(run)
+        if copies not in self._flushes:
+            self._flushes[copies] = self._capture(copies, lambda: None)
+        alone, together = self._flushes[copies], self._capture(copies, run)
+        differences = []
+        for _ in range(self.replays):
+            without = _elapsed_us(alone.replay)
+            differences.append((_elapsed_us(together.replay) - without) / copies)
+        return statistics.median(differences)
+
+    def _copies(self, run: Run) -> int:
+        """Enough runs of the operator for some milliseconds; warms it up on the way."""
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                run()
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+        torch.cuda.synchronize(self.device)
+        return min(max(int(4000 / max(_elapsed_us(run), 1.0)), 4), 40)
+
+    def _capture(self, copies: int, run: Run) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(copies):
+                torch.sum(self._other_data, dim=0, dtype=torch.int64, out=self._total)
+                run()
+        for _ in range(2):
+            graph.replay()
+        return graph
+
+
+def time_eagerly_us(run: Run, *, repeats: int) -> float:
+    """Median time of one run in microseconds on the host's clock, waiting included: for references, not for kernels."""
+    times = []
+    for _ in range(repeats + 1):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        times.append(1e6 * (time.perf_counter() - began))
+    # The first run allocates and loads libraries.
+    return statistics.median(times[1:])
+
+
+def measure_machine(timer: GraphTimer) -> Machine:
+    """What this device copies and multiplies, and what its smallest kernel takes."""
+    device = timer.device
+    source, target = torch.empty(2, _COPY_BYTES, dtype=torch.uint8, device=device)
+    copy_us = timer.time_us(lambda: target.copy_(source))
+    left, right = torch.randn(2, _PRODUCT, _PRODUCT, dtype=torch.bfloat16, device=device)
+    product = torch.empty_like(left)
+    product_us = timer.time_us(lambda: torch.mm(left, right, out=product))
+    small = torch.zeros(1, device=device)
+    return Machine(
+        name=torch.cuda.get_device_name(device),
+        copy_bytes_per_s=2 * _COPY_BYTES / copy_us * 1e6,
+        flops_per_s=2 * _PRODUCT**3 / product_us * 1e6,
+        launch_us=timer.time_us(lambda: small.add_(1)),
+    )
+
+
+def _elapsed_us(work: Callable[[], object]) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return 1e3 * begin.elapsed_time(end)

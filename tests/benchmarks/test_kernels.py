@@ -1,0 +1,176 @@
+"""The kernel benchmark without a GPU: floors, targets, cases, tables, and that every builder fits its operator."""
+
+import io
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from benchmarks.kernel_bench.attention import SHAPES
+from benchmarks.kernel_bench.case import Case, Machine, Work
+from benchmarks.kernel_bench.command import all_cases, run
+from benchmarks.kernel_bench.forest import draft_pool, follow_children, make_forest
+from benchmarks.kernel_bench.report import LeftOut, Times, make_row, print_report
+from benchmarks.kernel_bench.targets import TARGETS, Target, tree_attention_target
+from rich.console import Console
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+H200 = Machine(name="H200", copy_bytes_per_s=4.25e12, flops_per_s=780e12, launch_us=1.5)
+
+
+def test_a_floor_is_the_larger_of_bytes_and_flops() -> None:
+    assert Work(bytes_moved=4_250_000).floor_us(H200) == pytest.approx(1.0)
+    assert Work(bytes_moved=4_250_000, flops=1_560_000_000).floor_us(H200) == pytest.approx(2.0)
+    assert Work(bytes_moved=4_250_000, flops=1_560_000_000).bound(H200) == "FLOPs"
+    assert Work(bytes_moved=8_600_000, flops=1_560_000_000).bound(H200) == "bytes"
+
+
+def test_attention_floors_at_the_rates_of_an_h200() -> None:
+    floors = [shape.work().floor_us(H200) for shape in SHAPES]
+    assert floors == pytest.approx([1.0, 7.9, 11.1, 44.1, 63.3, 88.8, 353, 32.1, 252.9, 355], rel=0.01)
+
+
+def test_a_target_is_met_below_the_largest_of_its_limits() -> None:
+    target = Target(times_floor=2, part_of_flashinfer=4)
+    met = {
+        (ours, flashinfer): target.is_met(ours, floor_us=10, flashinfer_us=flashinfer, beside_us={})
+        for ours in (19, 21, 26)
+        for flashinfer in (100, 40, None)
+    }
+    assert met == {
+        (19, 100): True, (19, 40): True, (19, None): True,
+        (21, 100): True, (21, 40): False, (21, None): None,
+        (26, 100): False, (26, 40): False, (26, None): None,
+    }  # fmt: skip
+    assert str(target) == "2 x floor or FlashInfer / 4"
+    beside = Target(times_beside=("argmax only", 1.5))
+    assert beside.is_met(15, floor_us=1, flashinfer_us=None, beside_us={"argmax only": 10}) is True
+    assert beside.is_met(16, floor_us=1, flashinfer_us=None, beside_us={"argmax only": 10}) is False
+    assert beside.is_met(16, floor_us=1, flashinfer_us=None, beside_us={}) is None
+    assert Target(microseconds=6).is_met(6.1, floor_us=1, flashinfer_us=None, beside_us={}) is False
+
+
+def test_targets_of_attention_follow_length_and_nodes() -> None:
+    keys = [tree_attention_target(batch=shape.batch, context=shape.context, nodes=shape.nodes) for shape in SHAPES]
+    assert [str(TARGETS[key]) for key in keys[:4]] == [
+        "1.35 x floor or FlashInfer / 1.5",
+        "1.35 x floor or FlashInfer / 1.5",
+        "1.9 x floor or FlashInfer / 1.5",
+        "1.9 x floor or FlashInfer / 2.5",
+    ]
+    assert str(TARGETS[keys[7]]) == str(TARGETS[keys[8]]) == "1.35 x floor or FlashInfer / 2.5"
+
+
+def test_cases_are_distinct_and_every_target_is_somebodys() -> None:
+    cases = all_cases()
+    assert len({(case.operator, case.shape) for case in cases}) == len(cases)
+    assert {case.target for case in cases} - {None} == set(TARGETS)
+
+
+def test_forests_are_trees_and_choices_lead_to_children() -> None:
+    forest = make_forest(3, 20, CPU)
+    for request in range(3):
+        for node in range(1, 20):
+            parent = int(forest.parents[request, node])
+            assert 0 <= parent < node
+            assert forest.sees[request, node].sum() == forest.sees[request, parent].sum() + 1
+            child, family = int(forest.retrive_next_token[request, parent]), []
+            while child >= 0:
+                family.append(child)
+                child = int(forest.retrive_next_sibling[request, child])
+            assert node in family and family == sorted(family)
+    assert forest.max_depth == forest.sees.sum(dim=-1).max() - 1
+    candidates = torch.arange(60).view(3, 20)
+    chosen = follow_children(forest, candidates, share=1.0)
+    for request, node in (chosen < 60).nonzero().tolist():
+        assert forest.parents[request, int(chosen[request, node]) - 20 * request] == node
+    assert (chosen == 60).sum() == (forest.retrive_next_token == -1).sum()
+
+
+def test_pools_are_whole_trees() -> None:
+    from outrider.kernels.build_tree import TreeMaskMode, build_tree_kernel_efficient
+
+    parent_list, selected = draft_pool(2, 30, 4, 6, CPU)
+    assert parent_list.shape == (2, 4 * 5 + 1) and selected.shape == (2, 29)
+    mask, positions = torch.zeros(2 * 30 * 30, dtype=torch.bool), torch.zeros(2, 30, dtype=torch.int64)
+    links = [torch.zeros(2, 30, dtype=torch.int64) for _ in range(3)]
+    committed = torch.zeros(2, dtype=torch.int64)
+    build_tree_kernel_efficient(
+        parent_list,
+        selected,
+        committed,
+        mask,
+        positions,
+        *links,
+        topk=4,
+        depth=6,
+        draft_token_num=30,
+        tree_mask_mode=TreeMaskMode.TREE_ONLY,
+    )
+    # Every node but the root is somebody's child, and the deepest lie several levels down.
+    assert ((links[1] >= 0).sum(dim=1) + (links[2] >= 0).sum(dim=1)).tolist() == [29, 29]
+    assert 3 <= int(positions.max()) <= 6
+
+
+_SMALL = [
+    case
+    for case in all_cases()
+    if case.shape.startswith(("batch 1, context 1024", "1 x", "batch 1, nodes", "batch 1, drafts", "batch 64, tokens"))
+    or case.operator in ("eagle_step_update_slot_mapping_and_metadata",)
+]
+
+
+@pytest.mark.parametrize("case", _SMALL, ids=lambda case: f"{case.operator}-{case.shape}")
+def test_builders_fit_their_operators(case: Case) -> None:
+    torch.manual_seed(0)
+    subject = case.build(CPU, None)
+    subject.ours()
+    assert subject.work.bytes_moved > 0
+
+
+def test_tables_say_what_was_measured_and_what_was_not() -> None:
+    case = Case(operator="verify_tree_greedy", shape="batch 64", target="verify_tree_greedy", build=lambda *_: None)  # type: ignore[arg-type, return-value]
+    first, again = Times(ours_us=5.0, beside_us={"other": 2.5}), Times(ours_us=5.1, beside_us={"other": 2.4})
+    row = make_row(case, Work(bytes_moved=4_250_000), H200, first=first, again=again, reference_us=1234.5)
+    stream = io.StringIO()
+    left_out = [LeftOut(operator="coupled_choice", shape="64 x 10", reason="ImportError: [no] module")]
+    print_report([row], left_out, H200, Console(file=stream, width=170))
+    text = stream.getvalue()
+    for part in ("5.00", "5.10", "1234", "2.50", "1.00", "bytes", "6 us", "yes", "copy 4.25 TB/s", "[no] module"):
+        assert part in text
+    assert "FlashInfer" not in text
+    entry = json.loads(json.dumps(row.as_dict()))
+    assert entry["first"] == asdict(first) and entry["over_floor"] == pytest.approx(5.0)
+    assert entry["target_met"] is True and entry["flashinfer_over_ours"] is None
+
+
+def test_without_cuda_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run([]) == 2
+    assert "needs a CUDA device" in capsys.readouterr().err
+    assert run(["--only", "tree_attention", "--list"]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"tree_attention: {shape}" for shape in SHAPES]
+    assert run(["--only", "nonsense"]) == 2
+    assert "no operator is called nonsense" in capsys.readouterr().err
+
+
+def test_the_script_hides_its_own_name_from_who_looks_for_a_package_called_kernels() -> None:
+    # As `python benchmarks/kernels.py --list` does, and then what transformers does.
+    probe = f"""
+import importlib.util, runpy, sys
+sys.path[0], sys.argv = {str(ROOT / "benchmarks")!r}, ["kernels.py", "--list"]
+assert importlib.util.find_spec("kernels").origin.endswith("benchmarks/kernels.py")
+try:
+    runpy.run_path({str(ROOT / "benchmarks" / "kernels.py")!r}, run_name="__main__")
+except SystemExit as end:
+    assert end.code == 0
+spec = importlib.util.find_spec("kernels")
+assert spec is None or spec.origin is None
+"""
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == len(all_cases())
