@@ -1,0 +1,215 @@
+"""The law of what `chain_speculative_sampling` emits when the drafts are sampled from q.
+
+For the reference by exact integration: the verdict is piecewise constant in every uniform, so one evaluation inside
+every piece, weighted by the piece's length and by q of the drafts, has no sampling error. The kernels, which draw
+their own uniforms, by chi-square.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.kernels import chain_sampling, chain_sampling_kernels, residual_sampling
+
+_Law = dict[tuple[int, ...], float]
+(_RECORDED,) = json.loads((Path(__file__).parent / "vectors" / "chain_unbiasedness.json").read_text())
+
+
+def _mutant(module: ModuleType, folder: Path, old: str, new: str) -> ModuleType:
+    """`module` with one piece of its source replaced."""
+    source = Path(str(module.__file__)).read_text(encoding="utf-8")
+    assert source.count(old) == 1, old
+    file = folder / "mutant.py"
+    file.write_text(source.replace(old, new), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("mutant", file)
+    assert spec is not None and spec.loader is not None
+    # A dataclass looks its own module up.
+    mutant = sys.modules["mutant"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mutant)
+    return mutant
+
+
+def _rows(number: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [S, V] and p [S + 1, V], the recorded case or random ones with zeros."""
+    if number == 0:
+        return torch.tensor(_RECORDED["draft_probs"]), torch.tensor(_RECORDED["target_probs"])
+    generator = torch.Generator().manual_seed(number)
+    drafts, vocab_size = number % 3, 2 + number % 2
+    rows = torch.rand(2 * drafts + 1, vocab_size, generator=generator)
+    rows[torch.rand(rows.shape, generator=generator) < 0.2] = 0
+    rows[:, 0] += 0.1
+    rows /= rows.sum(1, keepdim=True)
+    return rows[:drafts], rows[drafts:]
+
+
+def _expected_law(q: torch.Tensor, p: torch.Tensor) -> _Law:
+    """Token i is accepted with min(p, q) and final with what p has beyond: together p, given that i is reached."""
+    drafts, vocab_size = q.shape
+    law: _Law = {}
+    q, p = q.double(), p.double()
+    for emitted in range(drafts + 1):
+        for tokens in itertools.product(range(vocab_size), repeat=emitted + 1):
+            *kept, final = tokens
+            last = p[emitted] if emitted == drafts else (p[emitted] - q[emitted]).clamp(min=0)
+            mass = float(last[final])
+            for position, token in enumerate(kept):
+                mass *= float(torch.minimum(p[position, token], q[position, token]))
+            law[(*tokens, *[-1] * (drafts - emitted))] = mass
+    return law
+
+
+def _pieces(ends: list[float]) -> list[tuple[float, float]]:
+    """(a point inside, length) of each piece of [0, 1) between `ends`."""
+    cuts = sorted({0.0, 1.0, *(min(max(end, 0.0), 1.0) for end in ends)})
+    return [((low + high) / 2, high - low) for low, high in itertools.pairwise(cuts) if high - low > 1e-7]
+
+
+def _integrated_law(q: torch.Tensor, p: torch.Tensor, judge: Callable[..., tuple[torch.Tensor, ...]]) -> _Law:
+    drafts, vocab_size = q.shape
+    residuals = [*p, *(p[:drafts] - q).clamp(min=0)]
+    sums = [row.double().cumsum(0) for row in residuals]
+    finals = _pieces([end for row in sums for end in (row / row[-1].clamp(min=1e-30)).tolist()])
+    law: _Law = defaultdict(float)
+    for ids in itertools.product(range(vocab_size), repeat=drafts):
+        chosen = [(float(q[i, token].double()), float(p[i, token].double())) for i, token in enumerate(ids)]
+        drafted = torch.tensor([given for given, _ in chosen]).prod().item()
+        if drafted == 0:
+            continue
+        points = list(itertools.product(*(_pieces([wanted / given]) for given, wanted in chosen), finals))
+        count = len(points)
+        coins = torch.tensor([[point for point, _ in row[:-1]] for row in points], dtype=torch.float64)
+        final = torch.tensor([[row[-1][0]] for row in points], dtype=torch.float64).expand(-1, drafts + 1)
+        tokens, *_ = judge(
+            q.expand(count, -1, -1),
+            torch.tensor(ids, dtype=torch.int64).expand(count, -1),
+            p.expand(count, -1, -1),
+            coins.view(count, drafts),
+            final,
+        )
+        for outcome, row in zip(tokens.tolist(), points, strict=True):
+            law[tuple(outcome)] += drafted * torch.tensor([size for _, size in row], dtype=torch.float64).prod().item()
+    return law
+
+
+def _error(number: int, judge: Callable[..., tuple[torch.Tensor, ...]]) -> float:
+    q, p = _rows(number)
+    found, expected = _integrated_law(q, p, judge), _expected_law(q, p)
+    return max(abs(found.get(outcome, 0.0) - expected.get(outcome, 0.0)) for outcome in {*found, *expected})
+
+
+def test_the_law_is_the_targets() -> None:
+    assert max(_error(number, chain_sampling.judge_chains_reference) for number in range(12)) < 1e-6
+
+
+def test_the_recorded_marginals() -> None:
+    law = _integrated_law(*_rows(0), chain_sampling.judge_chains_reference)
+    first = [sum(mass for outcome, mass in law.items() if outcome[0] == token) for token in range(3)]
+    assert first == pytest.approx(_RECORDED["first_token_law"], abs=1e-6)
+    accepted = sum(mass for outcome, mass in law.items() if outcome[1] >= 0)
+    assert accepted == pytest.approx(_RECORDED["first_accept_prob"], abs=1e-6)
+
+
+_BROKEN_RULES = {
+    "no residual": ("residual = (target - draft).clamp(min=0)", "residual = target"),
+    "one coin for all": ("(coins * q < p)", "(coins[:, :1] * q < p)"),
+    "q and p exchanged": ("(coins * q < p)", "(coins * p < q)"),
+    "walk goes on after a rejection": ("passes.cumprod(1).sum(1)", "passes.sum(1)"),
+    "final token from the first row": ("target_probs[row, emitted].float()", "target_probs[row, emitted * 0].float()"),
+}
+
+
+@pytest.mark.parametrize("change", _BROKEN_RULES.values(), ids=_BROKEN_RULES)
+def test_a_broken_rule_has_another_law(change: tuple[str, str], tmp_path: Path) -> None:
+    judge = _mutant(chain_sampling, tmp_path, *change).judge_chains_reference
+    assert _error(0, judge) > 1e-2
+
+
+def _sampled_p(device: torch.device, rows: int, chi_square_p: Callable[..., float]) -> float:
+    """Smallest chi-square probability over the recorded rows and random ones, drafts sampled from q."""
+    smallest = 1.0
+    for number in (0, 2, 5, 8):
+        q, p = _rows(number)
+        generator = torch.Generator().manual_seed(number)
+        ids = torch.multinomial(q, rows, replacement=True, generator=generator).T.contiguous()
+        given = (q.expand(rows, -1, -1).to(device), ids.to(device), p.expand(rows, -1, -1).to(device))
+        seeds = torch.arange(rows, device=device)
+        law = _expected_law(q, p)
+        weights = torch.tensor([(p.shape[1] + 1) ** place for place in range(p.shape[0])])
+        codes = (torch.tensor(list(law)) + 1) @ weights
+        keys: list[dict[str, Any]] = [{"seed": 5 + number}, {"seed": seeds}, {"seed": 3, "offset": seeds << 20}]
+        for key in keys:
+            tokens = chain_sampling.chain_speculative_sampling(*given, **key)[0].cpu().long()
+            counts = ((tokens + 1) @ weights).bincount(minlength=int(codes.max()) + 1)
+            if int(counts[codes].sum()) < rows:
+                return 0.0
+            smallest = min(smallest, chi_square_p(counts[codes], torch.tensor(list(law.values()))))
+    return smallest
+
+
+def test_samples_follow_the_law(chi_square_p: Callable[..., float]) -> None:
+    assert _sampled_p(torch.device("cpu"), 10_000, chi_square_p) > 1e-4
+
+
+def test_triton_tokens_are_those_of_the_reference(triton_device: torch.device) -> None:
+    """So the reference's law is the kernels'."""
+    q, p = (rows.expand(12, -1, -1).contiguous() for rows in _rows(0))
+    ids = torch.multinomial(_rows(0)[0], 12, replacement=True).T.contiguous()
+    expected = chain_sampling.chain_speculative_sampling_reference(q, ids, p, 21)
+    given: list[Any] = [part.to(triton_device) for part in (q, ids, p)]
+    found = chain_sampling.chain_speculative_sampling(*given, seed=21)
+    assert [part.tolist() for part in found] == [part.tolist() for part in expected]
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return torch.device("cuda")
+
+
+@pytest.mark.gpu
+def test_cuda_samples_follow_the_law(cuda: torch.device, chi_square_p: Callable[..., float]) -> None:
+    assert _sampled_p(cuda, 200_000, chi_square_p) > 1e-4
+
+
+_BROKEN_KERNELS = {
+    "coin used again for the residual": ("row, _RESIDUAL)", "row, _COINS)"),
+    "one coin for two drafts": ("odd = (position & 1) == 1", "odd = position < 0"),
+    "residual forgotten": ("tl.where(emitted < known, emitted, -1)", "tl.where(emitted < 0, emitted, -1)"),
+    "walk goes on after a rejection": ("tl.min(tl.where(passes, LANES, position))", "tl.sum(passes.to(tl.int32))"),
+    "q and p exchanged": ("(coins * q < p)", "(coins * p < q)"),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("change", _BROKEN_KERNELS.values(), ids=_BROKEN_KERNELS)
+def test_a_broken_kernel_has_another_law(
+    change: tuple[str, str],
+    cuda: torch.device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    chi_square_p: Callable[..., float],
+) -> None:
+    mutant = _mutant(chain_sampling_kernels, tmp_path, *change)
+    monkeypatch.setattr(chain_sampling, "launch_chain_sampling", mutant.launch_chain_sampling)
+    assert _sampled_p(cuda, 200_000, chi_square_p) < 1e-12
+
+
+@pytest.mark.gpu
+def test_a_broken_draw_has_another_law(
+    cuda: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chi_square_p: Callable[..., float]
+) -> None:
+    mutant = _mutant(residual_sampling, tmp_path, "* tl.max(ends)", "* 1.0")
+    monkeypatch.setattr(chain_sampling_kernels, "launch_residual_draw", mutant.launch_residual_draw)
+    assert _sampled_p(cuda, 200_000, chi_square_p) < 1e-12

@@ -1,0 +1,235 @@
+"""The law of what `tree_speculative_sampling_target_only` emits, by exact integration over its uniforms.
+
+The verdict is piecewise constant in every uniform, and the pieces end where a running sum of target or residual
+probabilities does. So one evaluation inside every piece, weighted by the piece's length, gives the law without any
+sampling error. The pieces are laid out as a batch, so the kernel itself is integrated on a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import sys
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from outrider.kernels import residual_sampling, tree_sampling, tree_sampling_kernels
+
+_Law = dict[tuple[int, ...], float]
+_Operator = Callable[..., None]
+_VOCABULARY = 4
+
+
+def _mutant(module: ModuleType, folder: Path, old: str, new: str) -> ModuleType:
+    """`module` with one piece of its source replaced."""
+    source = Path(str(module.__file__)).read_text(encoding="utf-8")
+    assert source.count(old) == 1, old
+    file = folder / "mutant.py"
+    file.write_text(source.replace(old, new), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("mutant", file)
+    assert spec is not None and spec.loader is not None
+    # A dataclass looks its own module up.
+    mutant = sys.modules["mutant"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mutant)
+    return mutant
+
+
+class _Tree:
+    """A random tree of distinct siblings with a random target of which some entries are 0."""
+
+    def __init__(self, number: int) -> None:
+        generator = torch.Generator().manual_seed(number)
+        self.nodes = 1 + number % 6
+        self.path = 1 + int(torch.randint(0, 4, (1,), generator=generator))
+        self.parents, self.tokens = [-1], [0]
+        while len(self.parents) < self.nodes:
+            parent = int(torch.randint(0, len(self.parents), (1,), generator=generator))
+            token = int(torch.randint(0, _VOCABULARY, (1,), generator=generator))
+            if token not in [self.tokens[child] for child in self.children(parent)]:
+                self.parents.append(parent)
+                self.tokens.append(token)
+        target = torch.rand(self.nodes, _VOCABULARY, generator=generator)
+        target[torch.rand(self.nodes, _VOCABULARY, generator=generator) < 0.2] = 0
+        target[:, 1] += 0.1
+        self.target = target / target.sum(1, keepdim=True)
+
+    def children(self, node: int) -> list[int]:
+        return [child for child, parent in enumerate(self.parents) if parent == node]
+
+    def links(self) -> list[list[int]]:
+        next_token = [min(self.children(node), default=-1) for node in range(self.nodes)]
+        next_sibling = [
+            min((other for other in self.children(self.parents[node]) if other > node), default=-1) if node else -1
+            for node in range(self.nodes)
+        ]
+        return [self.tokens, next_token, next_sibling]
+
+    def target_law(self) -> _Law:
+        """What plain sampling emits, cut where it leaves the tree or the path is full."""
+        law: _Law = defaultdict(float)
+
+        def extend(node: int, emitted: tuple[int, ...], mass: float) -> None:
+            inside = (
+                {self.tokens[child]: child for child in self.children(node)} if len(emitted) < self.path - 1 else {}
+            )
+            for token in range(_VOCABULARY):
+                probability = mass * float(self.target[node, token])
+                if token in inside:
+                    extend(inside[token], (*emitted, token), probability)
+                else:
+                    law[*emitted, token] += probability
+
+        extend(0, (), 1.0)
+        return law
+
+
+def _pieces(ends: list[float]) -> list[tuple[float, float]]:
+    """(a point inside, length) of each piece of [0, 1) between `ends`."""
+    cuts = sorted({0.0, 1.0, *(min(max(end, 0.0), 1.0) for end in ends)})
+    return [((low + high) / 2, high - low) for low, high in itertools.pairwise(cuts) if high - low > 1e-7]
+
+
+def _cumulative(row: torch.Tensor) -> list[float]:
+    sums = row.double().cumsum(0)
+    return (sums / sums[-1].clamp(min=1e-30)).tolist()
+
+
+def _integrated_law(tree: _Tree, operator: _Operator, device: torch.device) -> _Law:
+    inner = [node for node in range(tree.nodes) if tree.children(node)]
+    families = {node: [tree.tokens[child] for child in tree.children(node)] for node in range(tree.nodes)}
+    coins = [_pieces(tree.target[node, families[node]].double().cumsum(0).tolist()) for node in inner]
+    ends: list[float] = []
+    for node in range(tree.nodes):
+        residual = tree.target[node].index_fill(0, torch.tensor(families[node], dtype=torch.long), 0.0)
+        ends += _cumulative(tree.target[node]) + _cumulative(residual)
+    points = list(itertools.product(*coins, _pieces(ends)))
+    count = len(points)
+    uniforms = torch.zeros(count, tree.nodes)
+    uniforms[:, inner] = torch.tensor([[point for point, _ in row[:-1]] for row in points]).view(count, len(inner))
+    final = torch.tensor([row[-1][0] for row in points])
+    tokens, child, sibling = (torch.tensor(column, device=device).expand(count, -1) for column in tree.links())
+    rows = torch.arange(count * tree.nodes, device=device).view(count, tree.nodes)
+    predicts = torch.full((count * tree.nodes,), -1, dtype=torch.int32, device=device)
+    index = torch.full((count, tree.path), -1, dtype=torch.int32, device=device)
+    accepted = torch.full((count,), -1, dtype=torch.int32, device=device)
+    target = tree.target.expand(count, -1, -1).to(device)
+    operator(
+        predicts, index, accepted, tokens, rows, child, sibling, uniforms.to(device), final.to(device), target, None
+    )
+    law: _Law = defaultdict(float)
+    predicted = predicts.tolist()
+    for path, depth, row in zip(index.tolist(), accepted.tolist(), points, strict=True):
+        law[tuple(predicted[place] for place in path[: depth + 1])] += torch.tensor([s for _, s in row]).prod().item()
+    return law
+
+
+def _error(tree: _Tree, operator: _Operator, device: torch.device) -> float:
+    """Largest difference of one sequence's probability."""
+    found, expected = _integrated_law(tree, operator, device), tree.target_law()
+    return max(abs(found.get(emitted, 0.0) - expected.get(emitted, 0.0)) for emitted in {*found, *expected})
+
+
+_TREES = [_Tree(number) for number in range(40)]
+
+
+def test_the_law_is_the_targets() -> None:
+    operator = tree_sampling.tree_speculative_sampling_target_only_reference
+    assert max(_error(tree, operator, torch.device("cpu")) for tree in _TREES) < 1e-6
+
+
+_BROKEN_REFERENCES = {
+    "root's coin at every level": ("coins[node], single", "coins[0], single"),
+    "no residual": ("rejected = [tokens[child] for child in family[:chosen]]", "rejected = []"),
+    "children judged alone": ("running += probability", "running = probability"),
+    "coins the other way round": ("coin < running / total", "coin > running / total"),
+    "residual of the root": ("target_probs[request, node].float()", "target_probs[request, 0].float()"),
+}
+
+
+@pytest.mark.parametrize("change", _BROKEN_REFERENCES.values(), ids=_BROKEN_REFERENCES)
+def test_a_broken_rule_has_another_law(change: tuple[str, str], tmp_path: Path) -> None:
+    operator = _mutant(tree_sampling, tmp_path, *change).tree_speculative_sampling_target_only_reference
+    assert max(_error(tree, operator, torch.device("cpu")) for tree in _TREES[:12]) > 1e-2
+
+
+def test_triton_law_of_one_small_tree(triton_device: torch.device) -> None:
+    tree = next(tree for tree in _TREES if tree.nodes == 3 and tree.path > 1)
+    assert _error(tree, tree_sampling.tree_speculative_sampling_target_only, triton_device) < 1e-6
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return torch.device("cuda")
+
+
+@pytest.mark.gpu
+def test_cuda_law_is_the_targets(cuda: torch.device) -> None:
+    operator = tree_sampling.tree_speculative_sampling_target_only
+    assert max(_error(tree, operator, cuda) for tree in _TREES) < 1e-6
+
+
+_BROKEN_WALKS = {
+    "root's coin at every level": ("tl.load(coins_ptr + base + node)", "tl.load(coins_ptr + base)"),
+    "children judged alone": ("running + tl.cumsum(probability.to(tl.float64), 0)", "probability.to(tl.float64)"),
+    "residual of the root": ("request, node, draft_row", "request, node * 0, draft_row"),
+    "rejected children forgotten": ("tl.where(judged, visited, 0)", "tl.where(judged, 0, 0)"),
+}
+_BROKEN_DRAWS = {
+    "blocks before it forgotten": ("before + tl.cumsum", "0.0 * before + tl.cumsum"),
+    "no exclusion": ("HAS_EXCLUDED=plan.excluded is not None", "HAS_EXCLUDED=False"),
+    "uniform not scaled by the mass": ("* tl.max(ends)", "* 1.0"),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("change", _BROKEN_WALKS.values(), ids=_BROKEN_WALKS)
+def test_a_broken_walk_has_another_law(
+    change: tuple[str, str], cuda: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant = _mutant(tree_sampling_kernels, tmp_path, *change)
+    monkeypatch.setattr(tree_sampling, "launch_tree_sampling", mutant.launch_tree_sampling)
+    operator = tree_sampling.tree_speculative_sampling_target_only
+    assert max(_error(tree, operator, cuda) for tree in _TREES[:12]) > 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("change", _BROKEN_DRAWS.values(), ids=_BROKEN_DRAWS)
+def test_a_broken_draw_has_another_law(
+    change: tuple[str, str], cuda: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Blocks of 16 would hold the whole vocabulary of the trees; the law of a wide row shows whether blocks are added.
+    mutant = _mutant(residual_sampling, tmp_path, *change)
+    monkeypatch.setattr(tree_sampling_kernels, "launch_residual_draw", mutant.launch_residual_draw)
+    operator = tree_sampling.tree_speculative_sampling_target_only
+    small = max(_error(tree, operator, cuda) for tree in _TREES[:12])
+    assert max(small, _wide_error(operator, cuda)) > 1e-2
+
+
+def _wide_error(operator: _Operator, device: torch.device) -> float:
+    """Error of a lone root's law over 20,000 tokens, most of them without mass, from evenly spread uniforms."""
+    vocab_size, count = 20_000, 4096
+    target = torch.zeros(vocab_size)
+    heavy = torch.arange(7, vocab_size, 1999)
+    target[heavy] = torch.rand(len(heavy), generator=torch.Generator().manual_seed(1))
+    target /= target.sum()
+    links = [torch.zeros(count, 1, dtype=torch.int64, device=device) - part for part in (0, 0, 1, 1)]
+    links[1] = torch.arange(count, device=device)[:, None]
+    predicts = torch.full((count,), -1, dtype=torch.int32, device=device)
+    index, accepted = torch.zeros(count, 2, dtype=torch.int32, device=device), torch.zeros_like(predicts)
+    final = (torch.arange(count) + 0.5) / count
+    coins = torch.zeros(count, 1, device=device)
+    operator(predicts, index, accepted, *links, coins, final.to(device), target.to(device).expand(count, 1, -1), None)
+    found = predicts.long().cpu().bincount(minlength=vocab_size) / count
+    return float((found - target).abs().max())
+
+
+@pytest.mark.gpu
+def test_cuda_law_over_several_blocks(cuda: torch.device) -> None:
+    assert _wide_error(tree_sampling.tree_speculative_sampling_target_only, cuda) < 1 / 4096
