@@ -132,9 +132,9 @@ def _accept_kernel(
     position = tl.arange(0, LANES)
     token = tl.load(ids_ptr + row * drafts + position, mask=position < drafts, other=-1).to(tl.int64)
     usable = (token >= 0) & (token < vocab_size)
-    place = row * draft_stride + position * draft_row_stride + token
+    place = row * draft_stride + position.to(tl.int64) * draft_row_stride + token
     q = tl.load(draft_ptr + place, mask=usable, other=0.0).to(tl.float64)
-    place = row * target_stride + position * target_row_stride + token
+    place = row * target_stride + position.to(tl.int64) * target_row_stride + token
     p = tl.load(target_ptr + place, mask=usable, other=0.0).to(tl.float64)
 
     seed = _key_of_row(seed, seeds_ptr, seeds, row)
