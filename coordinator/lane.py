@@ -100,6 +100,7 @@ class TargetLane:
             length=len(session.token_ids),
             tokens=[node.token for node in nodes],
             parents=parent_numbers(nodes),
+            distributions=[node.distribution for node in nodes] if session.mirror.is_chain else (),
         )
 
     def learn(self, result: VerifyResult, *, emitted: int) -> None:

@@ -26,6 +26,7 @@ from outrider.coordinator.messages import (
     TreeSubmission,
     VerifyResult,
 )
+from outrider.draft_distribution import pack_distributions, unpack_distributions
 from outrider.errors import WorkerUnavailable
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from outrider.wire import floats_from_bytes, split_by_counts, tokens_to_bytes
@@ -170,6 +171,7 @@ class TargetLink(_Link):
             node_counts=[len(tree.tokens) for tree in trees],
             tokens=[token for tree in trees for token in tree.tokens],
             parents=[parent for tree in trees for parent in tree.parents],
+            distributions=_packed_distributions(trees),
         )
         opens = [opening_to_proto(opening) for opening in openings]
         self._waiting[self._step] = future
@@ -201,6 +203,12 @@ class TargetLink(_Link):
         for future in waiting.values():
             if not future.done():
                 future.set_exception(WorkerUnavailable(f"the target worker's stream is lost ({reason})"))
+
+
+def _packed_distributions(trees: Sequence[TreeSubmission]) -> common_pb2.DraftDistributions | None:
+    if not any(tree.distributions for tree in trees):
+        return None
+    return pack_distributions([q for tree in trees for q in tree.distributions or [None] * len(tree.tokens)])
 
 
 def _verify_result(response: target_pb2.VerifyResponse) -> VerifyResult:
@@ -317,6 +325,7 @@ class DraftLink(_Link):
 def _growth(message: draft_pb2.DraftGrowth) -> list[Growth]:
     acceptance = floats_from_bytes(message.acceptance).tolist()
     node_ids, parents, tokens = list(message.node_ids), list(message.parents), list(message.tokens)
+    distributions = unpack_distributions(message.distributions, len(node_ids))
     columns = zip(
         message.session_ids,
         message.epochs,
@@ -334,6 +343,7 @@ def _growth(message: draft_pb2.DraftGrowth) -> list[Growth]:
             parents=parents[nodes],
             tokens=tokens[nodes],
             acceptance=acceptance[nodes],
+            distributions=distributions[nodes],
             complete=complete,
         )
         for session_id, epoch, as_of, nodes, complete in columns

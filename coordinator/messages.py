@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from outrider.draft_distribution import DraftDistribution
 from outrider.sampling import SamplingSpec
 
 
@@ -179,13 +180,19 @@ class SessionOpening:
 
 @dataclass(frozen=True, kw_only=True)
 class TreeSubmission:
-    """One session's tree in a batch; `parents` as numbered by `outrider.tree.parent_numbers`."""
+    """One session's tree in a batch.
+
+    Attributes:
+        parents: [n] as numbered by `outrider.tree.parent_numbers`.
+        distributions: [n] the q each token was drawn from, None where the rule needs none.
+    """
 
     session_id: int
     epoch: int
     length: int
     tokens: Sequence[int]
     parents: Sequence[int]
+    distributions: Sequence[DraftDistribution | None] = ()
 
 
 class FaultKind(StrEnum):
@@ -258,6 +265,7 @@ class Growth:
         parents: [n] node id, or 0 for the root at length `as_of`.
         tokens: [n]
         acceptance: [n] estimate given that the parent is accepted.
+        distributions: [n] the q each token was drawn from, under rejection; empty, or None each, otherwise.
         complete: the round's tree is whole (sync mode).
     """
 
@@ -268,4 +276,5 @@ class Growth:
     parents: Sequence[int]
     tokens: Sequence[int]
     acceptance: Sequence[float]
+    distributions: Sequence[DraftDistribution | None] = ()
     complete: bool = False

@@ -3,6 +3,10 @@
 A draft and its mirror are out of step by a network's delay: growth arrives that was made before the draft knew of the
 last commits. `as_of` says which committed length the draft had applied; growth that descends from what was committed
 since is grafted, the rest is dropped.
+
+Under the rejection rule the tree is a chain: what one draft has drawn, token after token, each with its q. Nothing here
+looks at a token or a q of it to decide what stays, for that would bias what the target makes of it: a node replaces
+whatever its parent had below it, and a draft that goes takes its chain along.
 """
 
 from collections.abc import Sequence
@@ -33,10 +37,12 @@ class MirrorTree:
     Args:
         token_ids: the session's committed tokens, prompt and output; the mirror reads this list and `commit` is called
             after every append to it.
+        is_chain: whether the tree is a chain of nodes with a q each.
     """
 
-    def __init__(self, token_ids: list[int]) -> None:
+    def __init__(self, token_ids: list[int], *, is_chain: bool = False) -> None:
         self._token_ids = token_ids
+        self.is_chain = is_chain
         self.length = len(token_ids)
         self.tree = TokenTree(token_ids[-1])
         self.root_was_drafted = False
@@ -50,11 +56,18 @@ class MirrorTree:
             return 0
         self._forget_passed(view, growth.as_of)
         grafted = 0
-        columns = zip(growth.node_ids, growth.parents, growth.tokens, growth.acceptance, strict=True)
-        for node_id, parent_id, token, acceptance in columns:
+        distributions = growth.distributions or [None] * len(growth.node_ids)
+        columns = zip(growth.node_ids, growth.parents, growth.tokens, growth.acceptance, distributions, strict=True)
+        for node_id, parent_id, token, acceptance, distribution in columns:
+            if self.is_chain and distribution is None:
+                # Not drawn from anything that the target could divide by.
+                continue
             parent = self._place_of(view, parent_id, growth.as_of)
             if isinstance(parent, Node):
-                view.nodes[node_id] = self.tree.add(parent, token, acceptance)
+                if self.is_chain and parent.children:
+                    self._cut_below(parent)
+                view.nodes[node_id] = node = self.tree.add(parent, token, acceptance)
+                node.distribution = distribution
             elif parent is not None and self._token_ids[parent] == token:
                 view.committed[node_id] = parent + 1
             else:
@@ -86,11 +99,21 @@ class MirrorTree:
         self.root_was_drafted = len(length_at) == len(token_ids)
         self.length += len(token_ids)
         assert self.length == len(self._token_ids)
-        alive = set(self.tree.root.walk())
         for view in self._views.values():
             for node_id, node in view.nodes.items():
                 if node in length_at:
                     view.committed[node_id] = length_at[node]
+        self._forget_dead()
+
+    def _cut_below(self, node: Node) -> None:
+        """The draft has begun anew there."""
+        self.tree.size -= sum(1 for _ in node.walk())
+        node.children.clear()
+        self._forget_dead()
+
+    def _forget_dead(self) -> None:
+        alive = set(self.tree.root.walk())
+        for view in self._views.values():
             view.nodes = {node_id: node for node_id, node in view.nodes.items() if node in alive}
 
     def clear(self) -> None:
@@ -100,8 +123,10 @@ class MirrorTree:
             view.nodes.clear()
 
     def forget_worker(self, worker_id: str) -> None:
-        """A worker is gone, or opens the session anew: its ids mean nothing any more; its nodes stay."""
+        """A worker is gone, or opens the session anew: its ids mean nothing any more; its nodes stay, a chain goes."""
         self._views.pop(worker_id, None)
+        if self.is_chain:
+            self.clear()
 
     @property
     def is_complete(self) -> bool:

@@ -26,6 +26,7 @@ from outrider.coordinator.messages import (
 from outrider.coordinator.mirror import MirrorTree
 from outrider.coordinator.text_stream import TextStream
 from outrider.errors import OutriderError
+from outrider.sampling import VerificationRule
 from outrider.tree import Node, parent_numbers
 
 
@@ -72,7 +73,7 @@ class Session:
         self.unanswered_commits = 0
         """Commits since the draft last showed that it knows all."""
         self._take_received(request.received.get(index, ()))
-        self.mirror = MirrorTree(self.token_ids)
+        self.mirror = MirrorTree(self.token_ids, is_chain=self.sampling.rule is VerificationRule.REJECTION)
 
     def _take_received(self, token_ids: Sequence[int]) -> None:
         """A resumed choice goes on after what the client has got; its text has been delivered."""

@@ -3,9 +3,10 @@
 The raw draft probability is a poor estimate. A child falls into a bucket by its rank among its siblings and by one
 number that separates accepted from rejected children well:
 
-    greedy     -log q of the child
-    coupled    the gap, in units of the logits, between its score log q + G and the best sibling's (for the best
-               child itself: the second's); q alone says next to nothing once noise decides
+    greedy       -log q of the child
+    coupled      the gap, in units of the logits, between its score log q + G and the best sibling's (for the best
+                 child itself: the second's); q alone says next to nothing once noise decides
+    independent  -log q of the child; the target throws coins that the draft does not share (target_only)
 
 Each bucket starts at a prior worth `prior_strength` trials and forgets with `decay` a trial. A trial is a child whose
 parent lies on the committed path: it was a hit if the next committed token is the child's. Children that were never
@@ -48,7 +49,9 @@ class AcceptanceCalibration:
         self._edges = np.array([_SURPRISE_EDGES, _GAP_EDGES], dtype=np.float32)
         self._rank_offset = np.arange(branching, dtype=np.int64) * _BINS
         self._rule_offset = branching * _BINS
-        self._prior = np.concatenate([_prior(branching, coupled=False), _prior(branching, coupled=True)])
+        self._prior = np.concatenate(
+            [_prior(branching, coupled=False), _prior(branching, coupled=True), _independent_prior(branching)]
+        )
         self._hits = np.zeros_like(self._prior)
         self._trials = np.zeros_like(self._prior)
         self._learned = self._prior.copy()
@@ -78,6 +81,17 @@ class AcceptanceCalibration:
             greedy = np.searchsorted(self._edges[0], -log_q) + ranks
             found = np.where(coupled[:, None], found, greedy)
         return found
+
+    def independent_buckets(self, log_q: FloatArray) -> IntArray:
+        """The bucket of every child of parents after which the target draws with coins of its own.
+
+        Args:
+            log_q: [R, k] log draft probability, after temperature and filters, best first.
+
+        Returns:
+            [R, k] int64.
+        """
+        return np.searchsorted(self._edges[0], -log_q) + self._rank_offset[: log_q.shape[1]] + 2 * self._rule_offset
 
     def estimate(self, buckets: IntArray, learned: npt.NDArray[np.bool_] | bool = True) -> FloatArray:
         """Estimates of children; those of one parent do not sum above 1.
@@ -124,3 +138,10 @@ def _prior(branching: int, *, coupled: bool) -> FloatArray:
         best = 0.995 * np.exp(-0.33 * centers)
         others = np.where(ranks == 1, 0.75 * np.exp(-0.95 * centers), 0.45 * np.exp(-0.9 * centers))
     return np.where(ranks == 0, best, others).astype(np.float32).ravel()
+
+
+def _independent_prior(branching: int) -> FloatArray:
+    """[k * bins] estimates before anything was observed: the draft's own probability."""
+    edges = np.array((0.0, *_SURPRISE_EDGES))
+    centers = np.append((edges[:-1] + edges[1:]) / 2, edges[-1] * 1.2)
+    return np.tile(np.exp(-centers), branching).astype(np.float32)

@@ -33,6 +33,8 @@ class DraftWorkerConfig:
         branching: children of a node.
         min_path_value: nodes less likely to be reached are not expanded; default 0.03 on a CPU, 0.003 on a GPU.
         min_acceptance: children less likely to be accepted are not grown.
+        rejection_top_k: under the rejection rule, a token is drawn from this many of the most likely.
+        rejection_acceptance: under the rejection rule, the estimate that a node is accepted.
         num_slots: tokens whose KV fits; default is what `kv_bytes` holds.
         kv_bytes: memory for KV; see `EngineConfig`.
         attention_backend: what runs the attention: triton (default on a GPU), flashinfer (on a GPU, with the extra of
@@ -58,6 +60,8 @@ class DraftWorkerConfig:
     branching: int = 4
     min_path_value: float | None = None
     min_acceptance: float = GrowthConfig.min_acceptance
+    rejection_top_k: int = GrowthConfig.rejection_top_k
+    rejection_acceptance: float = GrowthConfig.rejection_acceptance
     num_slots: int | None = None
     kv_bytes: int | None = None
     attention_backend: AttentionBackend | None = None
@@ -106,4 +110,6 @@ class DraftWorkerConfig:
             max_model_len=max_model_len,
             min_path_value=path_value if self.min_path_value is None else self.min_path_value,
             min_acceptance=self.min_acceptance,
+            rejection_top_k=self.rejection_top_k,
+            rejection_acceptance=self.rejection_acceptance,
         )

@@ -12,6 +12,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
+from outrider.draft_distribution import DraftDistribution
 from outrider.tree import Node, TokenTree
 
 
@@ -24,7 +25,7 @@ class DraftNode(Node):
         key_offset: where its KV lies in the tree region; -1 without KV, and for the root.
         mask: bit j: attends to key offset j; itself and its ancestors below the root.
         child_tokens: tokens of all children that were considered, best first; None until it is expanded.
-        child_buckets: [k] calibration buckets of `child_tokens`.
+        child_buckets: [k] calibration buckets of `child_tokens`; None also where nothing is learned from them.
     """
 
     __slots__ = ("child_buckets", "child_tokens", "key_offset", "mask", "node_id", "position")
@@ -91,8 +92,9 @@ class DraftTree(TokenTree):
         parent: DraftNode,
         tokens: list[int],
         acceptance: Sequence[float],
-        buckets: npt.NDArray[np.int64],
+        buckets: npt.NDArray[np.int64] | None,
         *,
+        distribution: DraftDistribution | None = None,
         min_acceptance: float = 0.0,
     ) -> list[DraftNode]:
         """Gives an unexpanded node its children.
@@ -101,16 +103,17 @@ class DraftTree(TokenTree):
             parent: the node.
             tokens: [k] best first; -1 past the last that may be chosen.
             acceptance: [k] estimates given the parent.
-            buckets: [k] calibration buckets.
+            buckets: [k] calibration buckets; None where nothing is to be learned from the children.
+            distribution: the q that the only child was drawn from, under rejection.
             min_acceptance: children below it are remembered for the calibration alone.
 
         Returns:
             The new nodes.
         """
         assert parent.child_tokens is None, "a node is expanded twice"
-        if tokens[-1] < 0:
+        if tokens and tokens[-1] < 0:
             tokens = [token for token in tokens if token >= 0]
-            buckets = buckets[: len(tokens)]
+            buckets = None if buckets is None else buckets[: len(tokens)]
         parent.child_tokens, parent.child_buckets = tokens, buckets
         position, deep = parent.position + 1, parent.depth + 1 >= self._max_depth
         made = []
@@ -119,6 +122,7 @@ class DraftTree(TokenTree):
             if estimate < min_acceptance:
                 continue
             child = DraftNode(token, parent, estimate, self._next_id, position)
+            child.distribution = distribution
             self._next_id += 1
             parent.children[token] = child
             made.append(child)

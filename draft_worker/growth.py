@@ -1,9 +1,9 @@
 """Best-first growth of the trees of all sessions: what one draft step computes, and what it adds.
 
 A step is one forward over pending chains (prompts, gaps, final tokens) and over the frontier nodes of highest path
-value, whichever session they belong to. Their logits give children: the k best under log q + G, with the noise the
-target will choose with. The children's estimates of acceptance come from the calibration, and a node's path value is
-the product along its path.
+value, whichever session they belong to. Their logits give children by the session's rule: under the default one the
+k best under log q + G, with the noise the target will choose with. The children's estimates of acceptance come from the
+calibration, and a node's path value is the product along its path.
 
 Knows neither proto nor grpc; one thread calls it.
 """
@@ -60,7 +60,7 @@ class TreeGrowth:
         )
         self.steps = 0
         self.runner = runner
-        self._chooser = ChildChooser(self.calibration, branching=config.branching, vocab_size=runner.vocab_size)
+        self._chooser = ChildChooser(self.calibration, config, vocab_size=runner.vocab_size)
         # In the order they were opened.
         self._sessions: dict[tuple[int, int], DraftSession] = {}
         self._planner = StepPlanner(self._sessions.values(), runner.slots, config)
@@ -152,7 +152,7 @@ class TreeGrowth:
         if not plan.parents:
             step.forward_ns = time.perf_counter_ns() - started
             return
-        tokens, buckets, acceptance = self._chooser.choose(plan.parents, logits)
+        children = self._chooser.choose(plan.parents, logits)
         step.forward_ns = time.perf_counter_ns() - started
         row = 0
         for session, count in plan.spans:
@@ -160,9 +160,10 @@ class TreeGrowth:
             for index in range(row, row + count):
                 made += session.tree.grow(
                     plan.parents[index][1],
-                    tokens[index],
-                    acceptance[index],
-                    buckets[index],
+                    children[index].tokens,
+                    children[index].acceptance,
+                    children[index].buckets,
+                    distribution=children[index].distribution,
                     min_acceptance=self.config.min_acceptance,
                 )
             row += count
@@ -220,5 +221,6 @@ def _growth_of(session: DraftSession, nodes: Sequence[Any], *, complete: bool) -
         parents=[0 if node.parent is root else node.parent.node_id for node in nodes],
         tokens=[node.token for node in nodes],
         acceptance=[node.acceptance for node in nodes],
+        distributions=[node.distribution for node in nodes],
         complete=complete,
     )

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from outrider.draft_distribution import DraftDistribution
+
 
 @dataclass(frozen=True, kw_only=True)
 class GrowthConfig:
@@ -20,6 +22,9 @@ class GrowthConfig:
         sync_step_nodes: sync mode: nodes of one session expanded in one step.
         prior_strength: trials that the calibration's prior is worth.
         calibration_decay: what one trial leaves of its bucket's earlier ones.
+        rejection_top_k: under rejection, a token is drawn from this many of the most likely.
+        rejection_acceptance: under rejection, the estimate that a node is accepted: a constant, for what is submitted
+            must depend neither on what was drawn nor on how earlier draws ended.
 
     Raises:
         ValueError: a value out of range.
@@ -36,17 +41,21 @@ class GrowthConfig:
     sync_step_nodes: int = 8
     prior_strength: float = 20.0
     calibration_decay: float = 0.999
+    rejection_top_k: int = 64
+    rejection_acceptance: float = 0.7
 
     def __post_init__(self) -> None:
         for name in (
             "branching", "max_step_nodes", "min_session_nodes", "max_step_tokens", "max_live_nodes", "max_model_len",
-            "sync_step_nodes",
+            "sync_step_nodes", "rejection_top_k",
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} given, at least 1 needed")
         for name in ("min_path_value", "min_acceptance"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} given, at least 0 and below 1 needed")
+        if not 0 < self.rejection_acceptance <= 1:
+            raise ValueError(f"rejection_acceptance: {self.rejection_acceptance} given, above 0 and at most 1 needed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +71,7 @@ class SessionGrowth:
         parents: [n] node ids, or 0 for the root at length `as_of`; a parent stands before its children.
         tokens: [n].
         acceptance: [n] estimates given the parent.
+        distributions: [n] the q each token was drawn from, under rejection; None otherwise.
         complete: sync mode: the round's tree is whole.
     """
 
@@ -73,6 +83,7 @@ class SessionGrowth:
     parents: list[int]
     tokens: list[int]
     acceptance: list[float]
+    distributions: list[DraftDistribution | None]
     complete: bool
 
 

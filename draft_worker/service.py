@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 
 from outrider import rpc
+from outrider.draft_distribution import pack_distributions
 from outrider.draft_worker.growth_step import GrowthStep, SessionGrowth
 from outrider.draft_worker.growth_thread import (
     CloseCommand,
@@ -174,6 +175,10 @@ def _session_start(opened: common_pb2.SessionOpen, incarnation: int, stream: _St
     if opened.limits.mode not in _MODES:
         mode = common_pb2.SpeculationMode.Name(opened.limits.mode)
         raise InvalidRequest([FieldViolation("limits.mode", f"{mode} given, ASYNC or SYNC needed")])
+    try:
+        sampling = SamplingSpec.from_proto(opened.sampling)
+    except ValueError as error:
+        raise InvalidRequest([FieldViolation("sampling.verification", str(error))]) from error
     # An unset bound is the worker's own.
     bounds = {
         name: getattr(opened.limits, name)
@@ -186,7 +191,7 @@ def _session_start(opened: common_pb2.SessionOpen, incarnation: int, stream: _St
         epoch=opened.epoch,
         prompt=prompt,
         output=output,
-        sampling=SamplingSpec.from_proto(opened.sampling),
+        sampling=sampling,
         limits=GrowthLimits(mode=_MODES[opened.limits.mode], **bounds),
     )
 
@@ -206,4 +211,5 @@ def _growth_message(growths: Sequence[SessionGrowth], step: GrowthStep, load: Lo
             step_ns=step.step_ns, forward_ns=step.forward_ns, tokens=step.tokens, sessions=step.sessions
         ),
         load=pack_load(load),
+        distributions=pack_distributions([q for growth in growths for q in growth.distributions]),
     )

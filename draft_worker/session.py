@@ -17,7 +17,7 @@ import numpy.typing as npt
 from outrider.draft_worker.calibration import AcceptanceCalibration
 from outrider.draft_worker.draft_tree import DraftNode, DraftTree, assign_keys
 from outrider.engine.kv_slots import SlotTable
-from outrider.sampling import SamplingSpec
+from outrider.sampling import SamplingSpec, VerificationRule
 
 
 class GrowthMode(Enum):
@@ -107,7 +107,7 @@ class DraftSession:
             max_depth=start.limits.max_depth,
             max_children=start.limits.max_live_nodes,
             last_position=min(self.prompt_len + start.sampling.max_new_tokens, max_model_len) - 1,
-            final_tokens=frozenset(start.sampling.stop_token_ids),
+            final_tokens=_final_tokens(start.sampling),
         )
 
     @property
@@ -185,9 +185,9 @@ class DraftSession:
         for token in token_ids:
             if node is None or node.child_tokens is None:
                 return
-            assert node.child_buckets is not None
-            hit = node.child_tokens.index(token) if token in node.child_tokens else -1
-            calibration.observe(node.child_buckets, hit)
+            if node.child_buckets is not None:
+                hit = node.child_tokens.index(token) if token in node.child_tokens else -1
+                calibration.observe(node.child_buckets, hit)
             node = node.children.get(token)
 
     def _reroot(self, token_ids: Sequence[int]) -> None:
@@ -205,3 +205,11 @@ class DraftSession:
         self.kv_len += len(kept)
         self.tree.root.key_offset, self.tree.root.mask = -1, 0
         assign_keys(expanded, 0)
+
+
+def _final_tokens(sampling: SamplingSpec) -> frozenset[int]:
+    """The tokens that have no children."""
+    if sampling.rule is VerificationRule.REJECTION:
+        # How long a chain is must not depend on its tokens: it decides what is submitted.
+        return frozenset()
+    return frozenset(sampling.stop_token_ids)

@@ -5,27 +5,37 @@ accepted the parent (`acceptance`); the product along the path is its `path_valu
 reaches it. Nodes with the same parent and token are one node.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+if TYPE_CHECKING:
+    from outrider.draft_distribution import DraftDistribution
+
 
 class Node:
-    """One token of a tree; the root has no parent and `depth` 0."""
+    """One token of a tree; the root has no parent and `depth` 0.
 
-    __slots__ = ("acceptance", "children", "depth", "parent", "path_value", "token")
+    `distribution` is the q that the token was drawn from, where a session's rule needs it (rejection).
+    """
 
-    def __init__(self, token: int, parent: "Node | None", acceptance: float = 1.0) -> None:
+    __slots__ = ("acceptance", "children", "depth", "distribution", "parent", "path_value", "token")
+
+    def __init__(self, token: int, parent: Node | None, acceptance: float = 1.0) -> None:
         self.token = token
         self.parent = parent
         self.acceptance = acceptance
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.path_value: float = 1.0 if parent is None else parent.path_value * acceptance
         self.children: dict[int, Node] = {}
+        self.distribution: DraftDistribution | None = None
 
-    def walk(self) -> Iterator["Node"]:
+    def walk(self) -> Iterator[Node]:
         """The nodes below this one, parents before children; the node itself is left out."""
         stack = list(self.children.values())
         while stack:

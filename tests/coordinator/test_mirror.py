@@ -1,9 +1,13 @@
+import itertools
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from outrider.coordinator.messages import Growth
 from outrider.coordinator.mirror import MirrorTree
+from outrider.draft_distribution import WEIGHT_SUM, DraftDistribution
 
 
 def make_growth(as_of, nodes, *, complete=False) -> Growth:
@@ -131,3 +135,64 @@ def test_mirror_equals_the_draft_whatever_the_delay(seed):
     root = tuple(token_ids)
     wanted = {path[len(root) :] for path in delivered if path[: len(root)] == root and len(path) > len(root)}
     assert paths(mirror) == wanted
+
+
+def make_chain(as_of, nodes, *, with_q=True) -> Growth:
+    """Nodes as (id, parent, token); the id is also the q's first token, to tell them apart."""
+    growth = make_growth(as_of, nodes)
+    distributions = [
+        DraftDistribution(np.array([node_id], dtype=np.uint32), np.array([WEIGHT_SUM], dtype=np.uint32))
+        for node_id, _, _ in nodes
+    ]
+    return replace(growth, distributions=distributions if with_q else ())
+
+
+def q_ids(mirror: MirrorTree) -> list[int]:
+    """Of the chain's nodes, root to leaf."""
+    nodes = mirror.tree.best(100)
+    assert all(node.parent is before for before, node in itertools.pairwise([mirror.tree.root, *nodes]))
+    assert mirror.tree.size == len(nodes)
+    return [int(node.distribution.token_ids[0]) for node in nodes if node.distribution is not None]
+
+
+def test_a_chain_takes_nodes_with_a_q_only():
+    mirror = MirrorTree([9], is_chain=True)
+    assert mirror.graft("a", make_chain(1, [(1, 0, 5)], with_q=False)) == 0
+    assert mirror.graft("a", make_chain(1, [(2, 0, 5), (3, 2, 6)])) == 2
+    assert mirror.graft("a", make_chain(1, [(4, 3, 6)], with_q=False)) == 0
+    assert q_ids(mirror) == [2, 3]
+
+
+@pytest.mark.parametrize("token", [5, 7])
+def test_a_draft_that_begins_anew_replaces_its_chain_whatever_the_token(token):
+    mirror = MirrorTree([9], is_chain=True)
+    mirror.graft("a", make_chain(1, [(1, 0, 5), (2, 1, 6), (3, 2, 4)]))
+    assert mirror.graft("a", make_chain(1, [(4, 0, token), (5, 4, 6)])) == 2
+    assert q_ids(mirror) == [4, 5]
+    # What hung on the old chain has no place any more.
+    assert mirror.graft("a", make_chain(1, [(6, 3, 8)])) == 0
+    assert mirror.graft("a", make_chain(1, [(7, 4, 6)])) == 1
+    assert q_ids(mirror) == [4, 7]
+
+
+def test_a_chain_survives_a_commit_that_follows_it_and_takes_late_growth():
+    token_ids = [9]
+    mirror = MirrorTree(token_ids, is_chain=True)
+    mirror.graft("a", make_chain(1, [(1, 0, 5), (2, 1, 6), (3, 2, 7)]))
+    commit(mirror, token_ids, [5, 6])
+    assert mirror.graft("a", make_chain(1, [(4, 3, 8)])) == 1
+    assert q_ids(mirror) == [3, 4]
+    commit(mirror, token_ids, [1])
+    assert mirror.graft("a", make_chain(1, [(5, 4, 8)])) == 0
+    assert q_ids(mirror) == []
+    mirror.graft("a", make_chain(4, [(6, 0, 2)]))
+    assert q_ids(mirror) == [6]
+
+
+def test_the_chain_goes_with_its_draft():
+    mirror = MirrorTree([9], is_chain=True)
+    mirror.graft("a", make_chain(1, [(1, 0, 5), (2, 1, 6)]))
+    mirror.forget_worker("a")
+    assert q_ids(mirror) == []
+    mirror.graft("b", make_chain(1, [(1, 0, 5)]))
+    assert q_ids(mirror) == [1]
