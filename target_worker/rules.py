@@ -19,11 +19,10 @@ import numpy as np
 import torch
 
 from outrider.kernels.chain_sampling import chain_speculative_sampling
-from outrider.kernels.coupled_sampling import coupled_choice
 from outrider.kernels.filtered_probs import filtered_probs
 from outrider.kernels.noise import STREAM_COINS, STREAM_RESIDUAL, philox_uint32
 from outrider.kernels.tree_sampling import tree_speculative_sampling_target_only
-from outrider.kernels.verify_tree import verify_tree_greedy
+from outrider.kernels.verify_coupled import verify_coupled
 from outrider.sampling import VerificationRule
 from outrider.target_worker.node_rows import NodeRows, SamplingColumns
 from outrider.target_worker.walk import TreeLinks, Walk, WalkOutputs, padded_rows
@@ -79,7 +78,8 @@ def coupled_walks(logits: torch.Tensor, trees: Sequence[NodeRows]) -> list[Walk]
     """The coupled rule's."""
     columns = SamplingColumns.of(trees, logits.device)
     links = TreeLinks.of(trees, logits.device)
-    chosen = coupled_choice(
+    outputs = WalkOutputs(links)
+    verify_coupled(
         logits,
         columns.seeds,
         columns.positions,
@@ -88,20 +88,13 @@ def coupled_walks(logits: torch.Tensor, trees: Sequence[NodeRows]) -> list[Walk]
         columns.top_p,
         columns.min_p,
         choice_index=columns.choice_index,
-    )
-    # The operator wants a choice for every cell of its padded trees; rows past T are never visited.
-    padded = torch.zeros(links.rows.numel(), dtype=torch.int64, device=logits.device)
-    padded[: len(chosen)] = chosen
-    outputs = WalkOutputs(links)
-    verify_tree_greedy(
-        outputs.predicts,
-        outputs.accept_index,
-        outputs.accept_token_num,
-        links.candidates,
-        links.rows,
-        links.first_child,
-        links.next_sibling,
-        padded.view(links.rows.shape),
+        candidates=links.candidates,
+        retrive_index=links.rows,
+        retrive_next_token=links.first_child,
+        retrive_next_sibling=links.next_sibling,
+        predicts=outputs.predicts,
+        accept_index=outputs.accept_index,
+        accept_token_num=outputs.accept_token_num,
     )
     return outputs.walks()
 
