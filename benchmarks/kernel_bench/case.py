@@ -17,7 +17,7 @@ class Machine:
 
     Attributes:
         name: of the device.
-        copy_bytes_per_s: bytes read plus bytes written by a device-to-device copy of 1 GiB.
+        copy_bytes_per_s: bytes read plus bytes written by a kernel that writes 1 GiB from another.
         flops_per_s: of a bfloat16 matrix product of 8192 x 8192 x 8192.
         launch_us: what the smallest kernel adds to a graph.
     """

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import json
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -49,7 +50,7 @@ def run(arguments: Sequence[str]) -> int:
     timer = GraphTimer(torch.device(options.device), replays=_QUICK_REPLAYS if options.quick else _REPLAYS)
     with torch.inference_mode(), torch.cuda.device(timer.device):
         machine = measure_machine(timer)
-        rows, left_out = _measure(cases, timer, machine, flashinfer, quick=options.quick)
+        rows, left_out = _measure(cases, timer, machine, flashinfer, console, quick=options.quick)
     print_report(rows, left_out, machine, console)
     _write(rows, left_out, machine, options)
     return _FAILED if left_out else 0
@@ -77,14 +78,17 @@ def _flashinfer(console: Console) -> Any:
 
 
 def _measure(
-    cases: Sequence[Case], timer: GraphTimer, machine: Machine, flashinfer: Any, *, quick: bool
+    cases: Sequence[Case], timer: GraphTimer, machine: Machine, flashinfer: Any, console: Console, *, quick: bool
 ) -> tuple[list[Row], list[LeftOut]]:
     """All cases one after the other, then all once more: the second time shows the noise of the machine."""
     first: dict[int, tuple[Times, Work, float | None]] = {}
     rows, left_out = [], []
     for number, case in enumerate(cases):
+        began = time.perf_counter()
         try:
             first[number] = _measure_case(case, timer, flashinfer, with_reference=not quick)
+            ours = f"{first[number][0].ours_us:.2f} us"
+            console.print(f"{case.operator}, {case.shape}: {ours} ({time.perf_counter() - began:.1f} s)", markup=False)
         except Exception as error:  # noqa: BLE001 one operator that fails must not hide the figures of the others
             traceback.print_exc()
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
