@@ -14,7 +14,13 @@ import torch
 
 from outrider.kernels.backend import jit, tl, triton
 from outrider.kernels.noise import STREAM_COINS, STREAM_RESIDUAL, philox_words
-from outrider.kernels.residual_sampling import ResidualPlan, launch_residual_draw, store_plan, with_dense_rows
+from outrider.kernels.residual_sampling import (
+    ResidualPlan,
+    launch_residual_draw,
+    overlap_options,
+    store_plan,
+    with_dense_rows,
+)
 
 __all__ = ["OFFSET_FACTOR", "launch_chain_sampling", "signed"]
 
@@ -75,6 +81,7 @@ def launch_chain_sampling(
         ADDS_EMITTED=counters[1] is not None,
         LANES=triton.next_power_of_2(drafts + 1),
         num_warps=1,
+        OVERLAPS=overlap_options(tokens)["OVERLAPS"],
     )
     launch_residual_draw(tokens, target, draft, plan, falls_back=True)
     return tokens, accepted, emitted
@@ -127,7 +134,10 @@ def _accept_kernel(
     ADDS_ACCEPTED: tl.constexpr,
     ADDS_EMITTED: tl.constexpr,
     LANES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     position = tl.arange(0, LANES)
     token = tl.load(ids_ptr + row * drafts + position, mask=position < drafts, other=-1).to(tl.int64)

@@ -35,7 +35,9 @@ __all__ = [
 # that have arrived, and a place for what a walk read only to have it near.
 PLAN_COLUMNS = 6
 _PLAN_COLUMNS = tl.constexpr(PLAN_COLUMNS)
-_LARGEST_BLOCK = 4096
+_LARGEST_BLOCK = 1024
+# Few requests: many small programs, to have the whole GPU read. Many: larger ones, to have more in flight from each.
+_GROUP, _MANY_BLOCKS = 4, 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +88,12 @@ def with_dense_rows(probabilities: torch.Tensor) -> torch.Tensor:
     return probabilities if probabilities.stride(-1) == 1 else probabilities.contiguous()
 
 
+def overlap_options(tensor: torch.Tensor) -> dict[str, bool]:
+    """How the draw is launched: where the GPU can, before the walk has ended, to wait for it there."""
+    overlaps = tensor.is_cuda and torch.cuda.get_device_capability(tensor.device) >= (9, 0)
+    return {"OVERLAPS": True, "launch_pdl": True} if overlaps else {"OVERLAPS": False}
+
+
 def launch_residual_draw(
     out: torch.Tensor,
     target_probs: torch.Tensor,
@@ -106,10 +114,12 @@ def launch_residual_draw(
     requests, _, vocab_size = target_probs.shape
     block = min(max(triton.next_power_of_2(vocab_size), 16), _LARGEST_BLOCK)
     blocks = triton.cdiv(vocab_size, block)
+    group = _GROUP if requests * blocks > _MANY_BLOCKS else 1
+    programs = triton.cdiv(blocks, group)
     sums = torch.empty(requests, 2, blocks, dtype=torch.float64, device=out.device)
     draft = target_probs if draft_probs is None else draft_probs
     excluded = plan.columns if plan.excluded is None else plan.excluded
-    _residual_kernel[(requests * blocks,)](
+    _residual_kernel[(requests * programs,)](
         out,
         target_probs,
         draft,
@@ -124,12 +134,15 @@ def launch_residual_draw(
         excluded.stride(0),
         vocab_size,
         blocks,
+        programs,
         HAS_DRAFT=draft_probs is not None,
         HAS_EXCLUDED=plan.excluded is not None,
         FALLS_BACK=falls_back,
+        GROUP=group,
         BLOCK=block,
         BLOCKS=triton.next_power_of_2(blocks),
-        num_warps=8 if block >= 2048 else 4,
+        num_warps=4,
+        **overlap_options(out),
     )
 
 
@@ -146,18 +159,20 @@ def store_plan(columns_ptr, uniforms_ptr, request, target_row, draft_row, place,
 
 
 @jit
-def _residual_of_block(
+def _residual_of(
+    ids,
+    low,
+    high,
     target_ptr,
     draft_ptr,
     excluded_ptr,
     draft_row,
     excluded,
-    ids,
     vocab_size,
     HAS_DRAFT: tl.constexpr,
     HAS_EXCLUDED: tl.constexpr,
 ):
-    """r and max(p, 0) of a block of ids, 0 beyond V."""
+    """r and max(p, 0) of the ids in [low, high), 0 beyond V."""
     inside = ids < vocab_size
     target = tl.load(target_ptr + ids, mask=inside, other=0.0).to(tl.float32)
     residual = target
@@ -167,12 +182,55 @@ def _residual_of_block(
     residual = tl.where(residual > 0, residual, 0.0)
     target = tl.where(target > 0, target, 0.0)
     if HAS_EXCLUDED:
-        lowest, highest = tl.min(ids), tl.max(ids)
         for place in range(excluded):
             token = tl.load(excluded_ptr + place)
-            if (token >= lowest) & (token <= highest):
+            if (token >= low) & (token < high):
                 residual = tl.where(ids == token, 0.0, residual)
     return residual, target
+
+
+@jit
+def _token(
+    uniform,
+    sums_ptr,
+    target_ptr,
+    draft_ptr,
+    excluded_ptr,
+    draft_row,
+    excluded,
+    vocab_size,
+    blocks,
+    HAS_DRAFT: tl.constexpr,
+    HAS_EXCLUDED: tl.constexpr,
+    FALLS_BACK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    """The token of one request: first its block by the blocks' sums, then its place in the block."""
+    lanes = tl.arange(0, BLOCKS)
+    # .cg: other multiprocessors wrote these, the first-level cache may hold older values.
+    sums = tl.load(sums_ptr + lanes, mask=lanes < blocks, other=0.0, cache_modifier=".cg")
+    if FALLS_BACK:
+        whole = tl.load(sums_ptr + blocks + lanes, mask=lanes < blocks, other=0.0, cache_modifier=".cg")
+        nothing = tl.sum(sums) == 0
+        sums = tl.where(nothing, whole, sums)
+        draft_row = tl.where(nothing, -1, draft_row)
+    ends = tl.cumsum(sums, 0)
+    threshold = uniform * tl.max(ends)
+    first = tl.min(tl.where((sums > 0) & (ends > threshold), lanes, BLOCKS))
+    last = tl.max(tl.where(sums > 0, lanes, 0))
+    found = tl.where(first < BLOCKS, first, last)
+    before = tl.sum(tl.where(lanes < found, sums, 0.0))
+    low = found * BLOCK
+    ids = low + tl.arange(0, BLOCK)
+    residual, _ = _residual_of(
+        ids, low, low + BLOCK, target_ptr, draft_ptr, excluded_ptr, draft_row, excluded, vocab_size,
+        HAS_DRAFT, HAS_EXCLUDED,
+    )  # fmt: skip
+    reached = before + tl.cumsum(residual.to(tl.float64), 0)
+    token = tl.min(tl.where((residual > 0) & (reached > threshold), ids, vocab_size))
+    final = tl.max(tl.where(residual > 0, ids, -1))
+    return tl.where(token < vocab_size, token, tl.where(final >= 0, final, vocab_size - 1))
 
 
 @jit
@@ -191,14 +249,19 @@ def _residual_kernel(
     excluded_stride,
     vocab_size,
     blocks,
+    programs,
     HAS_DRAFT: tl.constexpr,
     HAS_EXCLUDED: tl.constexpr,
     FALLS_BACK: tl.constexpr,
+    GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
-    request = (tl.program_id(0) // blocks).to(tl.int64)
-    block = tl.program_id(0) % blocks
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+    request = (tl.program_id(0) // programs).to(tl.int64)
+    first_block = tl.program_id(0) % programs * GROUP
     columns_ptr += request * _PLAN_COLUMNS
     target_row, draft_row = tl.load(columns_ptr), tl.load(columns_ptr + 1)
     place, excluded = tl.load(columns_ptr + 2), tl.load(columns_ptr + 3)
@@ -207,36 +270,21 @@ def _residual_kernel(
         draft_ptr += request * draft_stride + tl.maximum(draft_row, 0) * draft_row_stride
         excluded_ptr += request * excluded_stride
         sums_ptr += request * 2 * blocks
-        ids = block * BLOCK + tl.arange(0, BLOCK)
-        residual, target = _residual_of_block(
-            target_ptr, draft_ptr, excluded_ptr, draft_row, excluded, ids, vocab_size, HAS_DRAFT, HAS_EXCLUDED
-        )
-        tl.store(sums_ptr + block, tl.sum(residual.to(tl.float64)))
+        low = first_block * BLOCK
+        block = first_block + tl.arange(0, GROUP)
+        ids = low + tl.arange(0, GROUP)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        residual, target = _residual_of(
+            ids, low, low + GROUP * BLOCK, target_ptr, draft_ptr, excluded_ptr, draft_row, excluded, vocab_size,
+            HAS_DRAFT, HAS_EXCLUDED,
+        )  # fmt: skip
+        tl.store(sums_ptr + block, tl.sum(residual.to(tl.float64), axis=1), mask=block < blocks)
         if FALLS_BACK:
-            tl.store(sums_ptr + blocks + block, tl.sum(target.to(tl.float64)))
+            tl.store(sums_ptr + blocks + block, tl.sum(target.to(tl.float64), axis=1), mask=block < blocks)
         # The sums have to be out before this program counts as arrived.
         tl.debug_barrier()
-        if tl.atomic_add(columns_ptr + 4, 1) == blocks - 1:
-            lanes = tl.arange(0, BLOCKS)
-            # .cg: other multiprocessors wrote these, the first-level cache may hold older values.
-            sums = tl.load(sums_ptr + lanes, mask=lanes < blocks, other=0.0, cache_modifier=".cg")
-            if FALLS_BACK:
-                whole = tl.load(sums_ptr + blocks + lanes, mask=lanes < blocks, other=0.0, cache_modifier=".cg")
-                nothing = tl.sum(sums) == 0
-                sums = tl.where(nothing, whole, sums)
-                draft_row = tl.where(nothing, -1, draft_row)
-            ends = tl.cumsum(sums, 0)
-            threshold = tl.load(uniforms_ptr + request) * tl.max(ends)
-            first = tl.min(tl.where((sums > 0) & (ends > threshold), lanes, BLOCKS))
-            last = tl.max(tl.where(sums > 0, lanes, 0))
-            found = tl.where(first < BLOCKS, first, last)
-            before = tl.sum(tl.where(lanes < found, sums, 0.0))
-            ids = found * BLOCK + tl.arange(0, BLOCK)
-            residual, target = _residual_of_block(
-                target_ptr, draft_ptr, excluded_ptr, draft_row, excluded, ids, vocab_size, HAS_DRAFT, HAS_EXCLUDED
-            )
-            reached = before + tl.cumsum(residual.to(tl.float64), 0)
-            token = tl.min(tl.where((residual > 0) & (reached > threshold), ids, vocab_size))
-            final = tl.max(tl.where(residual > 0, ids, -1))
-            token = tl.where(token < vocab_size, token, tl.where(final >= 0, final, vocab_size - 1))
+        if tl.atomic_add(columns_ptr + 4, 1) == programs - 1:
+            token = _token(
+                tl.load(uniforms_ptr + request), sums_ptr, target_ptr, draft_ptr, excluded_ptr, draft_row, excluded,
+                vocab_size, blocks, HAS_DRAFT, HAS_EXCLUDED, FALLS_BACK, BLOCK, BLOCKS,
+            )  # fmt: skip
             tl.store(out_ptr + place, token.to(out_ptr.dtype.element_ty))

@@ -204,6 +204,6 @@ def _first_accepted(probabilities: list[float], coin: float, single: float, tota
     running = 0.0
     for place, probability in enumerate(probabilities):
         running += probability
-        if probability > 0 and (coin < running / total or probability >= single):
+        if probability > 0 and (coin * total < running or probability >= single):
             return place
     return None

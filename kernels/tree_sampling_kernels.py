@@ -20,6 +20,7 @@ from outrider.kernels.residual_sampling import (
     PLAN_COLUMNS,
     ResidualPlan,
     launch_residual_draw,
+    overlap_options,
     store_plan,
     with_dense_rows,
 )
@@ -85,6 +86,7 @@ def launch_tree_sampling(
         NODES=triton.next_power_of_2(nodes),
         LANES=min(triton.next_power_of_2(nodes), 32),
         num_warps=1,
+        OVERLAPS=overlap_options(predicts)["OVERLAPS"],
     )
     launch_residual_draw(predicts, target, draft, plan, falls_back=False)
     if draft_probs is not None and draft is not None and draft is not draft_probs:
@@ -109,11 +111,11 @@ def _read_all(
 def _siblings(next_sibling_ptr, child, most, nodes, LANES: tl.constexpr):
     """`child`, which is a node, and what its sibling links lead to: nodes [LANES], their number and the next link."""
     lanes = tl.arange(0, LANES)
-    family = tl.full([LANES], -1, tl.int64)
+    family = tl.full([LANES], -1, tl.int32)
     count = tl.full([], 0, tl.int32)
     more = nodes > 0
     while more:
-        family = tl.where(lanes == count, child, family)
+        family = tl.where(lanes == count, child.to(tl.int32), family)
         count += 1
         child = tl.load(next_sibling_ptr + child).to(tl.int64)
         more = (child >= 0) & (child < nodes) & (count < LANES) & (count < most)
@@ -134,18 +136,18 @@ def _judge_children(
     all_rows,
     vocab_size,
     threshold_single,
-    threshold_acc,
     HAS_DRAFT: tl.constexpr,
     LANES: tl.constexpr,
 ):
     """The accepted one of a node's children, of which `child` is the first, or -1; and how many were visited.
 
+    `coin` is multiplied by threshold_acc already. Two float32 have an exact product in float64.
     Rejected children's probabilities go to the node's row of the draft, or else their tokens to `excluded`.
     """
     lanes = tl.arange(0, LANES)
     visited = tl.full([], 0, tl.int32)
     running = tl.full([], 0.0, tl.float64)
-    chosen = tl.full([], -1, tl.int64)
+    chosen = tl.full([], -1, tl.int32)
     searching = (child >= 0) & (child < nodes)
     while searching:
         # Up to LANES siblings are judged together: their probabilities come in one trip to memory.
@@ -155,23 +157,24 @@ def _judge_children(
         usable = (token >= 0) & (token < vocab_size) & (row >= 0) & (row < all_rows)
         probability = tl.load(target_ptr + token, mask=usable, other=0.0).to(tl.float32)
         sums = running + tl.cumsum(probability.to(tl.float64), 0)
-        passes = usable & (probability > 0) & ((coin < sums / threshold_acc) | (probability >= threshold_single))
-        # Lane and node in one number, so that one reduction finds both.
-        best = tl.min(tl.where(passes, (lanes.to(tl.int64) << 32) | family, LANES << 32))
-        rejected = usable & (lanes < (best >> 32))
+        passes = usable & (probability > 0) & ((coin < sums) | (probability >= threshold_single))
+        first = tl.min(tl.where(passes, lanes, LANES))
+        rejected = usable & (lanes < first)
         if HAS_DRAFT:
             tl.store(draft_ptr + token, probability.to(draft_ptr.dtype.element_ty), mask=rejected)
         else:
             excluded = tl.where(rejected, token, -1).to(tl.int32)
             tl.store(excluded_ptr + visited + lanes, excluded, mask=lanes < count)
         visited += count
-        running += tl.sum(probability.to(tl.float64))
-        chosen = tl.where((best >> 32) < LANES, best & 0xFFFFFFFF, -1)
+        chosen = tl.max(tl.where(lanes == first, family, -1))
         searching = (chosen < 0) & (child >= 0) & (child < nodes) & (visited < nodes)
+        if searching:
+            running += tl.sum(probability.to(tl.float64))
     return chosen, visited
 
 
-@jit
+# Compiled for path_nodes == 1, where nothing is ever walked, Triton 3.6 fails.
+@jit(do_not_specialize=["path_nodes"])
 def _walk_kernel(
     predicts_ptr,  # [bs * n] int
     accept_index_ptr,  # [bs, S] int
@@ -203,7 +206,10 @@ def _walk_kernel(
     HAS_DRAFT: tl.constexpr,
     NODES: tl.constexpr,
     LANES: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    if OVERLAPS:
+        tl.extra.cuda.gdc_launch_dependents()
     request = tl.program_id(0).to(tl.int64)
     base = request * nodes
     accept_index_ptr += request * accept_row_stride
@@ -235,7 +241,7 @@ def _walk_kernel(
             retrive_index_ptr + base,
             tl.load(next_token_ptr + base + node).to(tl.int64),
             next_sibling_ptr + base,
-            tl.load(coins_ptr + base + node).to(tl.float64),
+            tl.load(coins_ptr + base + node).to(tl.float64) * threshold_acc,
             target_ptr + node * target_row_stride,
             draft_ptr + node * draft_row_stride,
             excluded_ptr + base,
@@ -243,7 +249,6 @@ def _walk_kernel(
             all_rows,
             vocab_size,
             threshold_single,
-            threshold_acc,
             HAS_DRAFT,
             LANES,
         )
@@ -251,7 +256,7 @@ def _walk_kernel(
         if walking:
             emitted = tl.load(candidates_ptr + base + chosen)
             tl.store(predicts_ptr + last, emitted.to(predicts_ptr.dtype.element_ty))
-            node = chosen
+            node = chosen.to(tl.int64)
             last = tl.load(retrive_index_ptr + base + node).to(tl.int64)
             accepted += 1
             tl.store(accept_index_ptr + accepted * accept_stride, last.to(accept_index_ptr.dtype.element_ty))

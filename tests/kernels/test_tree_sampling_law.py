@@ -135,6 +135,8 @@ def _error(tree: _Tree, operator: _Operator, device: torch.device) -> float:
 
 
 _TREES = [_Tree(number) for number in range(40)]
+# Small enough for the interpreter, and any mistake below shows in it.
+_TELLING_TREE = _Tree(237)
 
 
 def test_the_law_is_the_targets() -> None:
@@ -146,7 +148,7 @@ _BROKEN_REFERENCES = {
     "root's coin at every level": ("coins[node], single", "coins[0], single"),
     "no residual": ("rejected = [tokens[child] for child in family[:chosen]]", "rejected = []"),
     "children judged alone": ("running += probability", "running = probability"),
-    "coins the other way round": ("coin < running / total", "coin > running / total"),
+    "coins the other way round": ("coin * total < running", "coin * total > running"),
     "residual of the root": ("target_probs[request, node].float()", "target_probs[request, 0].float()"),
 }
 
@@ -158,8 +160,7 @@ def test_a_broken_rule_has_another_law(change: tuple[str, str], tmp_path: Path) 
 
 
 def test_triton_law_of_one_small_tree(triton_device: torch.device) -> None:
-    tree = next(tree for tree in _TREES if tree.nodes == 3 and tree.path > 1)
-    assert _error(tree, tree_sampling.tree_speculative_sampling_target_only, triton_device) < 1e-6
+    assert _error(_TELLING_TREE, tree_sampling.tree_speculative_sampling_target_only, triton_device) < 1e-6
 
 
 @pytest.fixture
@@ -188,15 +189,13 @@ _BROKEN_DRAWS = {
 }
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("change", _BROKEN_WALKS.values(), ids=_BROKEN_WALKS)
-def test_a_broken_walk_has_another_law(
-    change: tuple[str, str], cuda: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_triton_broken_walk_has_another_law(
+    change: tuple[str, str], triton_device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mutant = _mutant(tree_sampling_kernels, tmp_path, *change)
     monkeypatch.setattr(tree_sampling, "launch_tree_sampling", mutant.launch_tree_sampling)
-    operator = tree_sampling.tree_speculative_sampling_target_only
-    assert max(_error(tree, operator, cuda) for tree in _TREES[:12]) > 1e-2
+    assert _error(_TELLING_TREE, tree_sampling.tree_speculative_sampling_target_only, triton_device) > 1e-2
 
 
 @pytest.mark.gpu
