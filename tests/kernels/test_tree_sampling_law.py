@@ -135,8 +135,8 @@ def _error(tree: _Tree, operator: _Operator, device: torch.device) -> float:
 
 
 _TREES = [_Tree(number) for number in range(40)]
-# Small enough for the interpreter, and any mistake below shows in it.
-_TELLING_TREE = _Tree(237)
+# Small enough for the interpreter; the last two are a root with two children, and a path.
+_SMALL_TREE, _FAMILY, _PATH = _Tree(237), _Tree(146), _Tree(398)
 
 
 def test_the_law_is_the_targets() -> None:
@@ -160,7 +160,7 @@ def test_a_broken_rule_has_another_law(change: tuple[str, str], tmp_path: Path) 
 
 
 def test_triton_law_of_one_small_tree(triton_device: torch.device) -> None:
-    assert _error(_TELLING_TREE, tree_sampling.tree_speculative_sampling_target_only, triton_device) < 1e-6
+    assert _error(_SMALL_TREE, tree_sampling.tree_speculative_sampling_target_only, triton_device) < 1e-6
 
 
 @pytest.fixture
@@ -195,7 +195,8 @@ def test_triton_broken_walk_has_another_law(
 ) -> None:
     mutant = _mutant(tree_sampling_kernels, tmp_path, *change)
     monkeypatch.setattr(tree_sampling, "launch_tree_sampling", mutant.launch_tree_sampling)
-    assert _error(_TELLING_TREE, tree_sampling.tree_speculative_sampling_target_only, triton_device) > 1e-2
+    tree = _PATH if "coins_ptr" in change[0] else _FAMILY
+    assert _error(tree, tree_sampling.tree_speculative_sampling_target_only, triton_device) > 1e-2
 
 
 @pytest.mark.gpu
