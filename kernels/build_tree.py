@@ -201,7 +201,7 @@ def build_tree_reference(
 def _parents(parent_list: torch.Tensor, selected: torch.Tensor, topk: int) -> torch.Tensor:
     """The parent of every node [bs, n]: 0 is the root, -1 a missing parent (and the root's own entry)."""
     beam = selected.div(topk, rounding_mode="floor")
-    listed = (beam > 0) & (beam < parent_list.shape[1])
+    listed = (beam >= 0) & (beam < parent_list.shape[1])
     wanted = parent_list.gather(1, beam.where(listed, 0)) if parent_list.shape[1] else beam
     holds = (wanted[:, :, None] == selected[:, None, :]) & listed[:, :, None]
     # The root's row and column come first; nobody is found to hold it, so -1 stays its parent.

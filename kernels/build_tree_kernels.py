@@ -1,15 +1,20 @@
 """Triton side of `outrider.kernels.build_tree`, whose definitions hold here.
 
-    _tree_kernel     one program a request and R of its nodes: links, positions and mask rows of these nodes. It needs
-                     the parents of all nodes; up to 128 nodes it finds them itself, all pairs at once in registers,
-                     and the walks along the ancestors never leave the registers (tl.gather).
-    _parents_kernel  beyond 128 nodes: the parents, found once by a launch of its own.
+A program holds one node in every lane and meets the others one by one: entry after entry of selected_index is compared
+with the pool index that each lane looks for, and node after node offers itself to its parent and its siblings. These
+loads are the same for all lanes and do not wait for each other; all-pairs tiles and gathers between lanes proved four
+times slower.
 
-Shapes: bs requests, n nodes of a request with its root, N is n rounded up to a power of two, R the rows of a program.
+    _tree_kernel     one program a request, R of its nodes and W columns of the mask: links, positions, mask. The walks
+                     along the ancestors read the parents from memory and collect a W-bit word in each lane. Up to 64
+                     nodes one program has the whole request and finds the parents itself (FUSED).
+    _parents_kernel  beyond: the parents, found once by a launch of its own.
+
+Shapes: bs requests, n nodes of a request with its root.
 """
 
 # compile-time parameters of kernels are upper case; operators and kernels take positional columns
-# ruff: noqa: N803, N806, PLR0917
+# ruff: noqa: N803, PLR0917
 
 from __future__ import annotations
 
@@ -18,11 +23,15 @@ from collections.abc import Sequence
 import torch
 
 from outrider.kernels.backend import jit, tl, triton
-from outrider.kernels.tree_links import first_children, next_siblings
+from outrider.kernels.tree_links import links_of_rows
 
 __all__ = ["launch_build_tree"]
 
-_FUSED_NODES = 128
+_WORD_BITS = 64
+_UNROLL = tl.constexpr(16)
+_BATCH = tl.constexpr(256)
+# Sizes that change from call to call and that no address depends on: a kernel is not compiled anew for each.
+_UNSPECIALISED = ("topk", "columns", "depth", "steps", "cells")
 
 
 def launch_build_tree(
@@ -36,35 +45,27 @@ def launch_build_tree(
     mode: int,
 ) -> None:
     """The arguments of `outrider.kernels.build_tree.build_tree_reference`, outputs contiguous."""
-    positions, retrive_index, retrive_next_token, retrive_next_sibling = node_outputs
-    requests, nodes = positions.shape
-    N = max(triton.next_power_of_2(nodes), 16)
+    requests, nodes = node_outputs[0].shape
+    rows = min(max(triton.next_power_of_2(nodes), 16), _WORD_BITS)
+    blocks = triton.cdiv(nodes, rows)
     tree = (parent_list.contiguous(), selected_index.contiguous())
+    parents = torch.empty(requests, nodes, dtype=torch.int32, device=tree_mask.device)
     sizes = (nodes, topk, parent_list.shape[1])
-    fused = nodes <= _FUSED_NODES
-    parents = retrive_index
-    if not fused:
-        parents = torch.empty(requests, nodes, dtype=torch.int32, device=positions.device)
-        rows = 32
-        _parents_kernel[(requests, triton.cdiv(nodes, rows))](*tree, parents, *sizes, R=rows, N=128, num_warps=4)
-    rows = max(4096 // N, 4) if not fused else min(N, 2048 // N)
-    _tree_kernel[(requests, triton.cdiv(nodes, rows))](
+    if blocks > 1:
+        _parents_kernel[(requests, blocks)](*tree, parents, *sizes, R=rows, num_warps=2)
+    _tree_kernel[(requests, blocks, blocks)](
         *tree,
         verified_seq_len.contiguous(),
         parents,
         _words(tree_mask),
-        positions,
-        retrive_index,
-        retrive_next_token,
-        retrive_next_sibling,
+        *node_outputs,
         *sizes,
         depth,
         min(depth, nodes - 1),
         tree_mask.numel(),
         MODE=int(mode),
-        FUSED=fused,
+        FUSED=blocks == 1,
         R=rows,
-        N=N,
         num_warps=4,
     )
 
@@ -83,25 +84,23 @@ def _find_parents(
     nodes,
     topk,
     columns,
-    N: tl.constexpr,
 ):
     """[R] int32: the parents of the nodes `rows`, -1 for the root, a missing parent and beyond n."""
     candidate = tl.load(selected_ptr + rows - 1, mask=(rows >= 1) & (rows < nodes), other=-1).to(tl.int64)
     beam = candidate // topk
-    listed = (candidate >= 0) & (beam >= 1) & (beam < columns)
+    listed = (candidate >= 0) & (beam < columns)
     wanted = tl.load(parent_list_ptr + beam, mask=listed, other=-1).to(tl.int64)
-    place = tl.full(rows.shape, 0x7FFFFFFF, tl.int32)
-    for start in range(0, nodes, N):
-        others = start + tl.arange(0, N)
-        selected = (others >= 1) & (others < nodes)
-        held = tl.load(selected_ptr + others - 1, mask=selected, other=-1).to(tl.int64)
-        holds = (wanted[:, None] == held[None, :]) & listed[:, None] & selected[None, :]
-        place = tl.minimum(place, tl.min(tl.where(holds, others[None, :], 0x7FFFFFFF), axis=1))
-    parent = tl.where(place < nodes, place, -1)
-    return tl.where((candidate >= 0) & (beam == 0), 0, parent)
+    parent = tl.full(rows.shape, -1, tl.int32)
+    # From the last entry to the first, so that the first match stays.
+    for start in range(0, nodes - 1, _UNROLL):
+        for offset in tl.static_range(_UNROLL):
+            node = nodes - 1 - start - offset
+            held = tl.load(selected_ptr + node - 1, mask=node >= 1, other=-1).to(tl.int64)
+            parent = tl.where((wanted == held) & (node >= 1), node, parent)
+    return tl.where((candidate >= 0) & (beam == 0), 0, tl.where(listed, parent, -1))
 
 
-@jit
+@jit(do_not_specialize=_UNSPECIALISED)
 def _parents_kernel(
     parent_list_ptr,  # [bs, columns] int
     selected_ptr,  # [bs, n - 1] int
@@ -110,22 +109,21 @@ def _parents_kernel(
     topk,
     columns,
     R: tl.constexpr,
-    N: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
     rows = tl.program_id(1) * R + tl.arange(0, R)
     parent = _find_parents(
-        parent_list_ptr + request * columns, selected_ptr + request * (nodes - 1), rows, nodes, topk, columns, N
+        parent_list_ptr + request * columns, selected_ptr + request * (nodes - 1), rows, nodes, topk, columns
     )
     tl.store(parents_ptr + request * nodes + rows, parent, mask=rows < nodes)
 
 
-@jit
+@jit(do_not_specialize=_UNSPECIALISED)
 def _tree_kernel(
     parent_list_ptr,  # [bs, columns] int
     selected_ptr,  # [bs, n - 1] int
     seq_len_ptr,  # [bs] int
-    parents_ptr,  # [bs, n] int32, read unless FUSED
+    parents_ptr,  # [bs, n] int32, written first if FUSED
     mask_ptr,  # [cells] uint8 or words
     positions_ptr,  # [bs, n] int
     index_ptr,  # [bs, n] int
@@ -140,70 +138,83 @@ def _tree_kernel(
     MODE: tl.constexpr,
     FUSED: tl.constexpr,
     R: tl.constexpr,
-    N: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
     base = request * nodes
-    numbers = tl.arange(0, N)
+    parents_ptr += base
+    rows = tl.program_id(1) * R + tl.arange(0, R)
+    inside = rows < nodes
     prefix = tl.load(seq_len_ptr + request).to(tl.int64)
     if FUSED:
         parent = _find_parents(
-            parent_list_ptr + request * columns, selected_ptr + request * (nodes - 1), numbers, nodes, topk, columns, N
+            parent_list_ptr + request * columns, selected_ptr + request * (nodes - 1), rows, nodes, topk, columns
         )
+        tl.store(parents_ptr + rows, parent, mask=inside)
+        tl.debug_barrier()
     else:
-        parent = tl.load(parents_ptr + base + numbers, mask=numbers < nodes, other=-1)
-    rows = tl.program_id(1) * R + tl.arange(0, R)
-    inside = rows < nodes
-    row_parent = tl.gather(parent, rows, 0)
-    child = first_children(parent, rows, N)
-    sibling = next_siblings(parent, rows, row_parent, N)
-    tl.store(index_ptr + base + rows, (base + rows).to(index_ptr.dtype.element_ty), mask=inside)
-    tl.store(next_token_ptr + base + rows, child.to(next_token_ptr.dtype.element_ty), mask=inside)
-    tl.store(next_sibling_ptr + base + rows, sibling.to(next_sibling_ptr.dtype.element_ty), mask=inside)
-
-    # A walk without repeats ends within n - 1 visits: one that is still going then is in a cycle, has seen all of it,
-    # and would make its `depth` visits.
-    node = rows
-    visits = tl.zeros([R], tl.int32)
-    visited = (numbers[None, :] == 0) | (numbers[None, :] == rows[:, None])
-    for _ in range(steps):
-        visited |= numbers[None, :] == node[:, None]
-        visits += (node > 0).to(tl.int32)
-        node = tl.where(node > 0, tl.gather(parent, tl.maximum(node, 0), 0), node)
-    visits = tl.where(node > 0, depth, visits)
-    tl.store(positions_ptr + base + rows, (prefix + visits).to(positions_ptr.dtype.element_ty), mask=inside)
-    _store_mask(mask_ptr, visited, seq_len_ptr, request, rows, nodes, prefix, cells, MODE, N)
+        parent = tl.load(parents_ptr + rows, mask=inside, other=-1)
+    first_column = tl.program_id(2) * R
+    word, visits = _walk(parents_ptr, rows, parent, first_column, depth, steps)
+    if first_column == 0:
+        child, sibling = links_of_rows(parents_ptr, rows, parent, nodes)
+        tl.store(index_ptr + base + rows, (base + rows).to(index_ptr.dtype.element_ty), mask=inside)
+        tl.store(next_token_ptr + base + rows, child.to(next_token_ptr.dtype.element_ty), mask=inside)
+        tl.store(next_sibling_ptr + base + rows, sibling.to(next_sibling_ptr.dtype.element_ty), mask=inside)
+        tl.store(positions_ptr + base + rows, (prefix + visits).to(positions_ptr.dtype.element_ty), mask=inside)
+    if MODE == 2:
+        word |= tl.load(mask_ptr + base + rows, mask=inside, other=0).to(tl.int64)
+        tl.store(mask_ptr + base + rows, word.to(mask_ptr.dtype.element_ty), mask=inside)
+    else:
+        columns_here = tl.arange(0, R)
+        wanted = inside[:, None] & (first_column + columns_here < nodes)[None, :]
+        if MODE == 1:
+            cell = ((base + rows) * nodes)[:, None] + (first_column + columns_here)[None, :]
+        else:
+            row_cells = _full_mask_rows(seq_len_ptr, request, rows, nodes, prefix)
+            cell = row_cells[:, None] + (first_column + columns_here)[None, :]
+            wanted &= (cell >= 0) & (cell < cells)
+        bit = (word[:, None] >> columns_here[None, :]) & 1
+        tl.store(mask_ptr + cell, bit.to(mask_ptr.dtype.element_ty), mask=wanted)
 
 
 @jit
-def _store_mask(
-    mask_ptr,
-    visited,  # [R, N] int1
-    seq_len_ptr,  # [bs] int
-    request,
-    rows,  # [R] int32
-    nodes,
-    prefix,
-    cells,
-    MODE: tl.constexpr,
-    N: tl.constexpr,
+def _walk(
+    parents_ptr,  # [n] int32, of one request
+    rows,  # [R] int32, nodes
+    parent,  # [R] int32, their parents
+    first_column,
+    depth,
+    steps,
 ):
-    numbers = tl.arange(0, N)
-    if MODE == 2:
-        words = tl.sum(tl.where(visited, tl.full([1, N], 1, tl.int64) << numbers[None, :], 0), axis=1)
-        place = mask_ptr + request * nodes + rows
-        words |= tl.load(place, mask=rows < nodes, other=0).to(tl.int64)
-        tl.store(place, words.to(mask_ptr.dtype.element_ty), mask=rows < nodes)
-    else:
-        inside = (rows < nodes)[:, None] & (numbers < nodes)[None, :]
-        if MODE == 1:
-            cell = (request * nodes + rows)[:, None] * nodes + numbers[None, :]
-        else:
-            before = tl.zeros([256], tl.int64)
-            for start in range(0, request, 256):
-                others = start + tl.arange(0, 256)
-                before += tl.load(seq_len_ptr + others, mask=others < request, other=0)
-            begin = nodes * (nodes * request + tl.sum(before)) + prefix
-            cell = begin + (rows * (prefix + nodes))[:, None] + numbers[None, :]
-            inside &= (cell >= 0) & (cell < cells)
-        tl.store(mask_ptr + cell, visited.to(mask_ptr.dtype.element_ty), mask=inside)
+    """[R] int64, the visited nodes from `first_column` on as bits, root included; and [R] int32, how many visits.
+
+    A walk without repeats ends within n - 1 visits: one that is still going then is in a cycle, has seen all of it, and
+    would make its `depth` visits.
+    """
+    word = _bit(rows * 0, first_column) | _bit(rows, first_column)
+    node = tl.where(rows > 0, parent, -1)
+    visits = (rows > 0).to(tl.int32)
+    for _ in range(1, steps):
+        walking = node > 0
+        word |= tl.where(walking, _bit(node, first_column), 0)
+        visits += walking.to(tl.int32)
+        node = tl.load(parents_ptr + node, mask=walking, other=-1)
+    return word, tl.where(node > 0, depth, visits)
+
+
+@jit
+def _bit(node, first_column):
+    """The bit of each node in a word that begins at `first_column`, 0 outside it."""
+    place = node - first_column
+    within = (place >= 0) & (place < 64)
+    return tl.where(within, tl.full(node.shape, 1, tl.int64) << tl.where(within, place, 0).to(tl.int64), 0)
+
+
+@jit
+def _full_mask_rows(seq_len_ptr, request, rows, nodes, prefix):
+    """[R] int64: where the tree cells of each row begin in a mask that holds the prefixes too."""
+    others = tl.arange(0, _BATCH)
+    before = tl.load(seq_len_ptr + others, mask=others < request, other=0).to(tl.int64)
+    for start in range(_BATCH, request, _BATCH):
+        before += tl.load(seq_len_ptr + start + others, mask=start + others < request, other=0)
+    return nodes * (nodes * request + tl.sum(before)) + rows * (prefix + nodes) + prefix

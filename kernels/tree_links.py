@@ -6,11 +6,8 @@
 parent[i] is -1 for the root (node 0) and for a node whose parent is missing; neither is linked to. What makes parents
 differs (`outrider.kernels.build_tree`, `outrider.kernels.tree_mask`), what follows from them does not.
 
-Shapes: bs requests, n nodes of a request with its root; inside kernels N is n rounded up, R the rows of a program.
+Shapes: bs requests, n nodes of a request with its root, R nodes of a program.
 """
-
-# compile-time parameters of kernels are upper case
-# ruff: noqa: N803
 
 from __future__ import annotations
 
@@ -18,7 +15,9 @@ import torch
 
 from outrider.kernels.backend import jit, tl
 
-__all__ = ["first_children", "first_marked", "links_of_parents", "next_siblings"]
+__all__ = ["first_marked", "links_of_parents", "links_of_rows"]
+
+_UNROLL = tl.constexpr(16)
 
 
 def links_of_parents(parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,26 +35,20 @@ def first_marked(marked: torch.Tensor) -> torch.Tensor:
 
 
 @jit
-def first_children(
-    parent,  # [N] int32
-    rows,  # [R] int32
-    N: tl.constexpr,
+def links_of_rows(
+    parents_ptr,  # [n] int32, of one request
+    rows,  # [R] int32, nodes
+    parent,  # [R] int32, their parents
+    nodes,
 ):
-    """[R] int32: next_token of the nodes `rows`."""
-    columns = tl.arange(0, N)
-    first = tl.min(tl.where(parent[None, :] == rows[:, None], columns[None, :], N), axis=1)
-    return tl.where(first < N, first, -1)
-
-
-@jit
-def next_siblings(
-    parent,  # [N] int32
-    rows,  # [R] int32
-    row_parent,  # [R] int32, the parents of the nodes `rows`
-    N: tl.constexpr,
-):
-    """[R] int32: next_sibling of the nodes `rows`."""
-    columns = tl.arange(0, N)
-    later = (parent[None, :] == row_parent[:, None]) & (columns[None, :] > rows[:, None])
-    first = tl.min(tl.where(later & (row_parent >= 0)[:, None], columns[None, :], N), axis=1)
-    return tl.where(first < N, first, -1)
+    """`(next_token, next_sibling)`, both [R] int32, of the nodes `rows`."""
+    child = tl.full(rows.shape, -1, tl.int32)
+    sibling = tl.full(rows.shape, -1, tl.int32)
+    # From the last node to the first, so that the smallest stays; the root is nobody's child.
+    for start in range(0, nodes - 1, _UNROLL):
+        for offset in tl.static_range(_UNROLL):
+            node = nodes - 1 - start - offset
+            above = tl.load(parents_ptr + node, mask=node >= 1, other=-1)
+            child = tl.where((above == rows) & (above >= 0), node, child)
+            sibling = tl.where((above == parent) & (above >= 0) & (node > rows), node, sibling)
+    return child, sibling

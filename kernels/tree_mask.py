@@ -25,7 +25,7 @@ import torch
 
 from outrider.kernels.argument_checks import check_at_least, check_dtype, check_place, node_view, write_back
 from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
-from outrider.kernels.tree_links import first_marked, links_of_parents, next_siblings
+from outrider.kernels.tree_links import first_marked, links_of_parents, links_of_rows
 
 __all__ = [
     "reconstruct_indices_from_tree_mask",
@@ -130,8 +130,7 @@ def _launch_reconstruct(
         num_warps=4 if fused else 8,
     )
     if not fused:
-        rows = max(4096 // N, 1)
-        _siblings_kernel[(requests, triton.cdiv(nodes, rows))](parents, node_outputs[3], nodes, R=rows, N=N)
+        _siblings_kernel[(requests, triton.cdiv(nodes, 64))](parents, node_outputs[3], nodes, R=64, num_warps=2)
 
 
 @jit
@@ -166,7 +165,9 @@ def _reconstruct_kernel(
     child = tl.where(child < N, child, -1)
     tl.store(next_token_ptr + base + rows, child.to(next_token_ptr.dtype.element_ty), mask=inside)
     if FUSED:
-        sibling = next_siblings(parent, rows, parent, N)
+        later = (parent[None, :] == parent[:, None]) & (numbers[None, :] > rows[:, None]) & (parent >= 0)[:, None]
+        sibling = tl.min(tl.where(later, numbers[None, :], N), axis=1)
+        sibling = tl.where(sibling < N, sibling, -1)
         tl.store(next_sibling_ptr + base + rows, sibling.to(next_sibling_ptr.dtype.element_ty), mask=inside)
     else:
         tl.store(parents_ptr + base + rows, parent, mask=inside)
@@ -190,14 +191,11 @@ def _siblings_kernel(
     next_sibling_ptr,  # [bs, n] int
     nodes,
     R: tl.constexpr,
-    N: tl.constexpr,
 ):
     base = tl.program_id(0).to(tl.int64) * nodes
     rows = tl.program_id(1) * R + tl.arange(0, R)
-    numbers = tl.arange(0, N)
-    parent = tl.load(parents_ptr + base + numbers, mask=numbers < nodes, other=-1)
-    row_parent = tl.load(parents_ptr + base + rows, mask=rows < nodes, other=-1)
-    sibling = next_siblings(parent, rows, row_parent, N)
+    parent = tl.load(parents_ptr + base + rows, mask=rows < nodes, other=-1)
+    _child, sibling = links_of_rows(parents_ptr + base, rows, parent, nodes)
     tl.store(next_sibling_ptr + base + rows, sibling.to(next_sibling_ptr.dtype.element_ty), mask=rows < nodes)
 
 

@@ -17,13 +17,13 @@ Source: EAGLE-2, arXiv 2406.16858; operator of the same name in SGLang's kernel 
 """
 
 # compile-time parameters of kernels are upper case; operators and kernels take positional columns
-# ruff: noqa: PLR0917
+# ruff: noqa: N803, PLR0917
 
 from __future__ import annotations
 
 import torch
 
-from outrider.kernels.backend import check_shape, jit, tl, uses_triton
+from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
 
 __all__ = ["verify_tree_greedy", "verify_tree_greedy_reference"]
 
@@ -165,6 +165,8 @@ def _launch(
     target_predict: torch.Tensor,
 ) -> None:
     requests, nodes = candidates.shape
+    path_nodes = accept_index.shape[1]
+    block = triton.next_power_of_2(max(nodes, 32))
     _verify_tree_greedy_kernel[(requests,)](
         predicts,
         accept_index,
@@ -179,8 +181,11 @@ def _launch(
         accept_token_num.stride(0),
         nodes,
         requests * nodes,
-        accept_index.shape[1],
-        num_warps=1,
+        path_nodes,
+        N=block,
+        P=triton.next_power_of_2(max(path_nodes, 32)),
+        STEPS=(path_nodes - 1).bit_length(),
+        num_warps=min(max(block // 64, 1), 4),
     )
 
 
@@ -200,35 +205,70 @@ def _verify_tree_greedy_kernel(
     nodes,
     all_rows,
     path_nodes,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
     base = request * nodes
-    accept_index_ptr += request * accept_row_stride
-    accepted = tl.full([], 0, tl.int32)
-    node = tl.full([], 0, tl.int64)
-    last = tl.load(retrive_index_ptr + base).to(tl.int64)
-    walking = (last >= 0) & (last < all_rows)
-    if walking:
-        tl.store(accept_index_ptr, last.to(accept_index_ptr.dtype.element_ty))
-    while walking:
-        wanted = tl.load(target_predict_ptr + last).to(tl.int64)
-        tl.store(predicts_ptr + last, wanted.to(predicts_ptr.dtype.element_ty))
-        child = tl.load(next_token_ptr + base + node).to(tl.int64)
-        row = last
-        visited = tl.full([], 0, tl.int32)
-        found = last < 0
-        searching = (accepted < path_nodes - 1) & (child >= 0) & (child < nodes)
-        while searching:
-            token = tl.load(candidates_ptr + base + child).to(tl.int64)
-            row = tl.load(retrive_index_ptr + base + child).to(tl.int64)
-            found = (token == wanted) & (wanted >= 0) & (row >= 0) & (row < all_rows)
-            visited += 1
-            node = child
-            child = tl.load(next_sibling_ptr + base + child).to(tl.int64)
-            searching = (found == 0) & (visited < nodes) & (child >= 0) & (child < nodes)
-        walking = found
-        if found:
-            accepted += 1
-            last = row
-            tl.store(accept_index_ptr + accepted * accept_stride, last.to(accept_index_ptr.dtype.element_ty))
+    step_to = _accepted_children(
+        candidates_ptr + base,
+        retrive_index_ptr + base,
+        next_token_ptr + base,
+        next_sibling_ptr + base,
+        target_predict_ptr,
+        nodes,
+        all_rows,
+        N,
+    )
+    # The node after `order` steps down from the root, -1 past the path's end: every lane takes the steps of its
+    # binary digits, and `step_to` doubles its stride from digit to digit.
+    order = tl.arange(0, P)
+    node = tl.zeros([P], tl.int32)
+    for digit in tl.static_range(STEPS):
+        stepped = tl.gather(step_to, tl.maximum(node, 0), 0)
+        node = tl.where((node >= 0) & (((order >> digit) & 1) != 0), stepped, node)
+        step_to = tl.where(step_to >= 0, tl.gather(step_to, tl.maximum(step_to, 0), 0), -1)
+
+    root = tl.load(retrive_index_ptr + base).to(tl.int64)
+    on_path = (order < path_nodes) & (node >= 0) & (root >= 0) & (root < all_rows)
+    row = tl.load(retrive_index_ptr + base + node, mask=on_path, other=0).to(tl.int64)
+    token = tl.load(target_predict_ptr + row, mask=on_path, other=0)
+    place = accept_index_ptr + request * accept_row_stride + order * accept_stride
+    tl.store(place, row.to(accept_index_ptr.dtype.element_ty), mask=on_path)
+    tl.store(predicts_ptr + row, token.to(predicts_ptr.dtype.element_ty), mask=on_path)
+    accepted = tl.maximum(tl.sum(on_path.to(tl.int32)) - 1, 0)
     tl.store(accept_token_num_ptr + request * num_stride, accepted.to(accept_token_num_ptr.dtype.element_ty))
+
+
+@jit
+def _accepted_children(
+    candidates_ptr,  # [n] int, of one request, as the next three
+    retrive_index_ptr,  # [n] int
+    next_token_ptr,  # [n] int
+    next_sibling_ptr,  # [n] int
+    target_predict_ptr,  # [bs * n] int
+    nodes,
+    all_rows,
+    N: tl.constexpr,
+):
+    """[N] int32: the child that a walk accepts at each node, -1 for none; all sibling lists are searched at once."""
+    number = tl.arange(0, N)
+    row = tl.load(retrive_index_ptr + number, mask=number < nodes, other=-1).to(tl.int64)
+    child = tl.load(next_token_ptr + number, mask=number < nodes, other=-1).to(tl.int64)
+    wanted = tl.load(target_predict_ptr + row, mask=(row >= 0) & (row < all_rows), other=-1).to(tl.int64)
+    accepted = tl.full([N], -1, tl.int32)
+    searching = (wanted >= 0) & (child >= 0) & (child < nodes)
+    visited = 0
+    # Whether any lane still searches is asked of four siblings at a time: asking takes longer than a step.
+    while (visited < nodes) & (tl.max(searching.to(tl.int32)) > 0):
+        for _ in tl.static_range(4):
+            token = tl.load(candidates_ptr + child, mask=searching, other=-1).to(tl.int64)
+            child_row = tl.load(retrive_index_ptr + child, mask=searching, other=-1).to(tl.int64)
+            following = tl.load(next_sibling_ptr + child, mask=searching, other=-1).to(tl.int64)
+            found = searching & (token == wanted) & (child_row >= 0) & (child_row < all_rows)
+            accepted = tl.where(found, child.to(tl.int32), accepted)
+            visited += 1
+            searching = searching & (found == 0) & (following >= 0) & (following < nodes) & (visited < nodes)
+            child = following
+    return accepted

@@ -210,7 +210,7 @@ def _check_chain(device: torch.device, nodes: int) -> None:
     line.selected = [list(range(nodes - 1))]
     _check_against(line, 1, device)
     cycle = SimpleNamespace(nodes=4, topk=1, depth=50, dtype=torch.int64, lengths=[3, 0])
-    cycle.parent_list = [[0, 2, 3, 1] + [9] * 46, [0, 1, 9] + [9] * 47]
+    cycle.parent_list = [[0, 2, 3, 1] + [9] * 46, [0, 1, -1] + [9] * 47]
     cycle.selected = [[1, 2, 3], [1, 2, 0]]
     assert _expected(cycle).positions == [[3, 53, 53, 53], [0, 50, 1, 1]]
     _check_against(cycle, 2, device)
@@ -242,6 +242,17 @@ def _check_buffers(device: torch.device) -> None:
     assert mask[2:].eq(64).all() and mask[:, 1::2].eq(64).all()
 
 
+def _check_length(device: torch.device, length: int) -> None:
+    """A prefix for which the full mask has no room: what lies before and behind it stays as it is."""
+    memory = torch.full((4096,), 3, dtype=torch.uint8, device=device)
+    mask = memory[1024 : 1024 + 144].view(torch.bool)
+    outputs = [torch.zeros(1, 12, dtype=torch.int64, device=device) for _ in range(4)]
+    tree = _grown_tree(Random(2), 12, 1)
+    columns = [torch.tensor(column, device=device) for column in (tree.parent_list, tree.selected)]
+    _build(*columns, torch.tensor([length], device=device), mask, *outputs, tree.topk, tree.depth, 12, 0)
+    assert memory[:1024].eq(3).all() and memory[1024 + 144 :].eq(3).all()
+
+
 def _check_round_trip(device: torch.device, sizes: list[tuple[int, int]]) -> None:
     """What was built from a well-formed, ascending selection comes back from its mask."""
     for nodes, requests in sizes:
@@ -271,6 +282,11 @@ def test_strides_and_larger_buffers() -> None:
     _check_buffers(_CPU)
 
 
+def test_a_negative_prefix_does_no_harm() -> None:
+    _check_length(_CPU, -3)
+    _check_length(_CPU, -500)
+
+
 def test_reconstruction_gives_back_what_was_built() -> None:
     _check_round_trip(_CPU, [(nodes, 2) for nodes in (1, 2, 5, 17, 64, 130)])
 
@@ -293,6 +309,8 @@ def test_triton_chains_and_cycles(triton_device: torch.device) -> None:
 
 def test_triton_strides_and_larger_buffers(triton_device: torch.device) -> None:
     _check_buffers(triton_device)
+    _check_length(triton_device, -3)
+    _check_length(triton_device, -500)
 
 
 def test_triton_round_trip(triton_device: torch.device) -> None:
@@ -317,15 +335,7 @@ def test_every_size_on_a_gpu() -> None:
 def test_stores_past_a_full_mask_on_a_gpu_are_left_out() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    memory = torch.full((4096,), 3, dtype=torch.uint8, device="cuda")
-    mask = memory[1024 : 1024 + 144].view(torch.bool)
-    outputs = [torch.zeros(1, 12, dtype=torch.int64, device="cuda") for _ in range(4)]
-    tree = _grown_tree(Random(2), 12, 1)
-    columns = [torch.tensor(column, device="cuda") for column in (tree.parent_list, tree.selected)]
-    for length in (128, -500):
-        lengths = torch.tensor([length], device="cuda")
-        _build(*columns, lengths, mask, *outputs, tree.topk, tree.depth, 12, 0)
-    assert memory[:1024].eq(3).all() and memory[1024 + 144 :].eq(3).all()
+    _check_length(torch.device("cuda"), 128)
 
 
 def _arguments() -> dict[str, object]:

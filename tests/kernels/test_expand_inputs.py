@@ -105,7 +105,7 @@ def _check_wild_expansion(device: torch.device) -> None:
     """Positions of nonsense: memory beside the outputs stays as it is, and the call comes back."""
     huge, least = 2**63 - 1, -(2**63)
     tokens = torch.arange(6, device=device)
-    wild = [0, huge, -4, least, 90, 3, huge - 1, 6]
+    wild = [0, huge, -4, least, 90, 3, 50, 6]
     ends = [huge, 5, -8, least, huge, 2, 1]
     start, end = torch.tensor(wild, device=device), torch.tensor(ends, device=device)
     for shift in (False, True):

@@ -129,12 +129,12 @@ def _check_wild_segments(device: torch.device) -> None:
     huge = 2**62
     memory = torch.full((64,), 170, dtype=torch.uint8, device=device)
     x, y = torch.ones(20, dtype=torch.bool, device=device), memory[24:40]
-    starts = torch.tensor([-9, 4, huge, 2, -huge, 3, 0], device=device)
+    starts = torch.tensor([-9, 4, huge, 2, huge, 3, 0], device=device)
     outputs = torch.tensor([0, 2, 7, 15, huge, 10, 12], device=device)
     segment_packbits(x, starts, outputs, y, 6)
     assert memory[:24].eq(170).all() and memory[40:].eq(170).all()
-    # Segment 0 is x[-9:4], segment 1 begins at x[4] and never ends: it has the 5 bytes up to the next one's.
-    assert y.tolist() == [0, 0b11110, 255, 255, 0, 0, 0] + [170] * 9
+    # Segment 0 is x[-9:4]. Segments 1 and 3 never end: they have the 5 bytes up to the next one's and the last of y.
+    assert y.tolist() == [0, 0b11110, 255, 255, 0, 0, 0] + [170] * 8 + [255]
 
 
 def test_recorded_cases() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.kernels.verify_tree import verify_tree_greedy
+from outrider.kernels.verify_tree import verify_tree_greedy, verify_tree_greedy_reference
 
 _VECTORS = Path(__file__).parent / "vectors" / "verify_tree_greedy.json"
 
@@ -89,18 +89,59 @@ def _check_random_trees(device: torch.device, count: int) -> None:
 
 def _check_malformed(device: torch.device) -> None:
     # Request 0: the children form a cycle; 1: a row out of range, then a good sibling; 2: the root's row out of
-    # range; 3: links outside [0, n); 4: a negative candidate that equals a negative choice.
-    candidates = [[0, 1, 2], [0, 5, 5], [0, 1, 2], [0, 1, 2], [0, -4, 2]]
-    rows = [[0, 1, 2], [3, 99, 5], [-1, 7, 8], [9, 10, 11], [12, 13, 14]]
-    child = [[1, -1, -1], [1, -1, -1], [1, -1, -1], [3, -1, -1], [1, -1, -1]]
-    sibling = [[-1, 2, 1], [-1, 2, -1], [-1, -1, -1], [-1, -9, -1], [-1, 9, -1]]
-    targets = [[9, 9, 9], [5, 0, 6], [1, 1, 1], [1, 1, 1], [-4, 1, 1]]
-    predicts, index, accepted = _outputs(5, 3, 3, device)
+    # range; 3 and 5: links to node n, where the next request's root holds what is wanted; 4: a negative candidate that
+    # equals a negative choice.
+    candidates = [[0, 1, 2], [0, 5, 5], [0, 1, 2], [0, 1, 2], [1, -4, 2], [0, 2, 2], [1, 0, 0]]
+    rows = [[0, 1, 2], [3, 99, 5], [-1, 7, 8], [9, 10, 11], [12, 13, 14], [15, 16, 17], [18, 19, 20]]
+    child = [[1, -1, -1], [1, -1, -1], [1, -1, -1], [3, -1, -1], [1, -1, -1], [1, -1, -1], [-1, -1, -1]]
+    sibling = [[-1, 2, 1], [-1, 2, -1], [-1, -1, -1], [-1, -9, -1], [-1, 9, -1], [-1, 3, -1], [-1, -1, -1]]
+    targets = [[9, 9, 9], [5, 0, 6], [1, 1, 1], [1, 1, 1], [-4, 1, 1], [1, 1, 1], [0, 0, 0]]
+    predicts, index, accepted = _outputs(7, 3, 3, device)
     columns = [torch.tensor(column, device=device) for column in (candidates, rows, child, sibling, targets)]
     verify_tree_greedy(predicts, index, accepted, *columns)
-    assert accepted.tolist() == [0, 1, 0, 0, 0]
-    assert index.tolist() == [[0, -7, -7], [3, 5, -7], [-7, -7, -7], [9, -7, -7], [12, -7, -7]]
-    assert predicts.tolist() == [9, -7, -7, 5, -7, 6, -7, -7, -7, 1, -7, -7, -4, -7, -7]
+    assert accepted.tolist() == [0, 1, 0, 0, 0, 0, 0]
+    paths = [[0], [3, 5], [], [9], [12], [15], [18]]
+    assert index.tolist() == [path + [-7] * (3 - len(path)) for path in paths]
+    assert predicts.tolist() == [9, -7, -7, 5, -7, 6, -7, -7, -7, 1, -7, -7, -4, -7, -7, 1, -7, -7, 0, -7, -7]
+
+
+def _check_wild_links(device: torch.device, sizes: list[tuple[int, int, int]]) -> None:
+    """Links, rows and tokens drawn at random, cycles and ranges included, against the reference; (bs, n, S)."""
+    generator = torch.Generator().manual_seed(4)
+    for turn, (requests, nodes, path_nodes) in enumerate(sizes):
+
+        def draw(low: int, high: int, dtype: torch.dtype, shape: tuple[int, int] = (requests, nodes)) -> torch.Tensor:
+            return torch.randint(low, high, shape, generator=generator).to(dtype)
+
+        dtype = (torch.int64, torch.int32)[turn % 2]
+        candidates, targets = draw(-1, 2, dtype), draw(-1, 2, dtype)
+        rows = torch.arange(requests * nodes).view(requests, nodes).to(dtype)
+        outside = torch.tensor([-2, -1, requests * nodes, requests * nodes + 1]).to(dtype)[draw(0, 4, torch.int64)]
+        foreign = draw(0, requests * nodes, dtype)
+        rows = torch.where(draw(0, 5, dtype) == 0, torch.where(draw(0, 2, dtype) == 0, outside, foreign), rows)
+        columns = [candidates, rows, draw(-1, nodes + 1, dtype), draw(-1, nodes + 1, dtype), targets]
+        found, wanted = (_outputs(requests, nodes, path_nodes, place) for place in (device, torch.device("cpu")))
+        verify_tree_greedy(*found, *(column.to(device) for column in columns))
+        verify_tree_greedy_reference(*wanted, *columns)
+        assert [output.tolist() for output in found[1:]] == [output.tolist() for output in wanted[1:]]
+        # A row that stands in two requests' paths is written by both, with the same token.
+        assert found[0].tolist() == wanted[0].tolist()
+
+
+def _check_last_sibling(device: torch.device, nodes: int) -> None:
+    """A root with n - 1 children of which the last one is wanted, and a chain that is wanted as a whole."""
+    star, chain = _links([[-1] + [0] * (nodes - 1)]), _links([list(range(-1, nodes - 1))])
+    targets = torch.full((1, nodes), 5)
+    for links, candidates, path in (
+        (star, [[0] * (nodes - 1) + [5]], [0, nodes - 1]),
+        (chain, [[5] * nodes], list(range(nodes))),
+    ):
+        predicts, index, accepted = _outputs(1, nodes, nodes, device)
+        columns = [column.to(device) for column in (torch.tensor(candidates), *links, targets)]
+        verify_tree_greedy(predicts, index, accepted, *columns)
+        assert accepted.tolist() == [len(path) - 1]
+        assert index.tolist() == [path + [-7] * (nodes - len(path))]
+        assert predicts.tolist() == [5 if node in path else -7 for node in range(nodes)]
 
 
 def _check_strides_and_larger_buffers(device: torch.device) -> None:
@@ -142,6 +183,28 @@ def test_triton_random_trees(triton_device: torch.device) -> None:
 
 def test_triton_malformed_links(triton_device: torch.device) -> None:
     _check_malformed(triton_device)
+
+
+def test_last_siblings_and_chains() -> None:
+    _check_last_sibling(torch.device("cpu"), 64)
+
+
+def test_triton_last_siblings_and_chains(triton_device: torch.device) -> None:
+    _check_last_sibling(triton_device, 20)
+    _check_last_sibling(triton_device, 64)
+
+
+def test_triton_wild_links(triton_device: torch.device) -> None:
+    _check_wild_links(triton_device, [(3, 6, 4), (2, 33, 40), (2, 70, 5), (1, 1, 1), (4, 3, 9)] * 3)
+
+
+@pytest.mark.gpu
+def test_every_size_on_a_gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    sizes = [(1 + nodes % 7, nodes, 1 + nodes % 11) for nodes in (1, 2, 3, 31, 32, 33, 63, 64, 65, 127, 129, 255, 256)]
+    sizes += [(requests, 5, 9) for requests in (1, 2, 63, 64, 65, 257)] + [(2, 1000, 1000), (3, 7, 2000)]
+    _check_wild_links(torch.device("cuda"), sizes * 3)
 
 
 def test_triton_strides_and_larger_buffers(triton_device: torch.device) -> None:
