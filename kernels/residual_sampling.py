@@ -136,7 +136,7 @@ def launch_residual_draw(
         blocks,
         programs,
         HAS_DRAFT=draft_probs is not None,
-        HAS_EXCLUDED=plan.excluded is not None,
+        EXCLUDED=0 if plan.excluded is None else triton.next_power_of_2(plan.excluded.shape[1]),
         FALLS_BACK=falls_back,
         GROUP=group,
         BLOCK=block,
@@ -170,7 +170,7 @@ def _residual_of(
     excluded,
     vocab_size,
     HAS_DRAFT: tl.constexpr,
-    HAS_EXCLUDED: tl.constexpr,
+    EXCLUDED: tl.constexpr,
 ):
     """r and max(p, 0) of the ids in [low, high), 0 beyond V."""
     inside = ids < vocab_size
@@ -181,11 +181,15 @@ def _residual_of(
     # Written so that NaN counts as nothing.
     residual = tl.where(residual > 0, residual, 0.0)
     target = tl.where(target > 0, target, 0.0)
-    if HAS_EXCLUDED:
-        for place in range(excluded):
-            token = tl.load(excluded_ptr + place)
-            if (token >= low) & (token < high):
-                residual = tl.where(ids == token, 0.0, residual)
+    if EXCLUDED > 0 and excluded > 0:
+        # Only the few tokens that lie here are compared with every id, the smallest first.
+        place = tl.arange(0, EXCLUDED)
+        tokens = tl.load(excluded_ptr + place, mask=place < excluded, other=-1)
+        tokens = tl.where(tokens < low, high, tokens)
+        token = tl.min(tokens)
+        while token < high:
+            residual = tl.where(ids == token, 0.0, residual)
+            token = tl.min(tl.where(tokens > token, tokens, high))
     return residual, target
 
 
@@ -201,7 +205,7 @@ def _token(
     vocab_size,
     blocks,
     HAS_DRAFT: tl.constexpr,
-    HAS_EXCLUDED: tl.constexpr,
+    EXCLUDED: tl.constexpr,
     FALLS_BACK: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -225,7 +229,7 @@ def _token(
     ids = low + tl.arange(0, BLOCK)
     residual, _ = _residual_of(
         ids, low, low + BLOCK, target_ptr, draft_ptr, excluded_ptr, draft_row, excluded, vocab_size,
-        HAS_DRAFT, HAS_EXCLUDED,
+        HAS_DRAFT, EXCLUDED,
     )  # fmt: skip
     reached = before + tl.cumsum(residual.to(tl.float64), 0)
     token = tl.min(tl.where((residual > 0) & (reached > threshold), ids, vocab_size))
@@ -251,7 +255,7 @@ def _residual_kernel(
     blocks,
     programs,
     HAS_DRAFT: tl.constexpr,
-    HAS_EXCLUDED: tl.constexpr,
+    EXCLUDED: tl.constexpr,
     FALLS_BACK: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -275,7 +279,7 @@ def _residual_kernel(
         ids = low + tl.arange(0, GROUP)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
         residual, target = _residual_of(
             ids, low, low + GROUP * BLOCK, target_ptr, draft_ptr, excluded_ptr, draft_row, excluded, vocab_size,
-            HAS_DRAFT, HAS_EXCLUDED,
+            HAS_DRAFT, EXCLUDED,
         )  # fmt: skip
         tl.store(sums_ptr + block, tl.sum(residual.to(tl.float64), axis=1), mask=block < blocks)
         if FALLS_BACK:
@@ -285,6 +289,6 @@ def _residual_kernel(
         if tl.atomic_add(columns_ptr + 4, 1) == programs - 1:
             token = _token(
                 tl.load(uniforms_ptr + request), sums_ptr, target_ptr, draft_ptr, excluded_ptr, draft_row, excluded,
-                vocab_size, blocks, HAS_DRAFT, HAS_EXCLUDED, FALLS_BACK, BLOCK, BLOCKS,
+                vocab_size, blocks, HAS_DRAFT, EXCLUDED, FALLS_BACK, BLOCK, BLOCKS,
             )  # fmt: skip
             tl.store(out_ptr + place, token.to(out_ptr.dtype.element_ty))

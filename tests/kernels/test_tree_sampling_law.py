@@ -184,7 +184,7 @@ _BROKEN_WALKS = {
 }
 _BROKEN_DRAWS = {
     "blocks before it forgotten": ("before + tl.cumsum", "0.0 * before + tl.cumsum"),
-    "no exclusion": ("HAS_EXCLUDED=plan.excluded is not None", "HAS_EXCLUDED=False"),
+    "no exclusion": ("EXCLUDED=0 if plan.excluded is None", "EXCLUDED=0 if plan.excluded is not None"),
     "uniform not scaled by the mass": ("* tl.max(ends)", "* 1.0"),
 }
 
