@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import torch
 
+from outrider.kernels.argument_checks import INDEX_DTYPES, check_at_least, check_dtype, check_place
 from outrider.kernels.backend import check_shape, uses_triton
 from outrider.kernels.chain_sampling_kernels import OFFSET_FACTOR, launch_chain_sampling, signed
 from outrider.kernels.noise import STREAM_COINS, STREAM_RESIDUAL, philox_uint32_reference
@@ -97,26 +98,21 @@ def _check_inputs(
     check_shape("draft_token_ids", draft_token_ids, ("B", "S"))
     requests, drafts = draft_token_ids.shape
     check_shape("target_probs", target_probs, (requests, drafts + 1, "V"))
-    check_shape("draft_probs", draft_probs, (requests, drafts, target_probs.shape[2]))
-    if target_probs.shape[2] == 0:
-        raise ValueError("target_probs: vocabulary of 0 given, at least 1 needed")
-    floats, ints = (torch.float32, torch.bfloat16), (torch.int32, torch.int64)
-    checked = [
-        ("draft_probs", draft_probs, floats),
-        ("draft_token_ids", draft_token_ids, ints),
-        ("target_probs", target_probs, floats),
+    check_at_least("target_probs vocabulary", target_probs.shape[2], 1)
+    floats = (torch.float32, torch.bfloat16)
+    inputs: list[tuple[str, torch.Tensor, tuple[int | str, ...], tuple[torch.dtype, ...]]] = [
+        ("draft_token_ids", draft_token_ids, (requests, drafts), INDEX_DTYPES),
+        ("draft_probs", draft_probs, (requests, drafts, target_probs.shape[2]), floats),
+        ("target_probs", target_probs, tuple(target_probs.shape), floats),
     ]
     names = ("maybe_output_accepted_token_num", "maybe_output_emitted_draft_token_num")
     for name, counter in zip(names, counters, strict=True):
         if counter is not None:
-            check_shape(name, counter, (requests,))
-            checked.append((name, counter, ints))
-    for name, tensor, dtypes in checked:
-        if tensor.dtype not in dtypes:
-            raise ValueError(f"{name}: dtype {tensor.dtype} given, {' or '.join(map(str, dtypes))} needed")
-        if tensor.device != target_probs.device:
-            needed = f"{target_probs.device} (that of target_probs)"
-            raise ValueError(f"{name}: device {tensor.device} given, {needed} needed")
+            inputs.append((name, counter, (requests,), INDEX_DTYPES))
+    for name, tensor, shape, dtypes in inputs:
+        check_shape(name, tensor, shape)
+        check_dtype(name, tensor, dtypes)
+        check_place(name, tensor, target_probs.device, "target_probs")
 
 
 def _check_key(name: str, value: int | torch.Tensor, target_probs: torch.Tensor) -> None:
@@ -124,10 +120,8 @@ def _check_key(name: str, value: int | torch.Tensor, target_probs: torch.Tensor)
         return
     if value.dim() != 1 or value.shape[0] not in (1, target_probs.shape[0]):
         raise ValueError(f"{name}: shape {list(value.shape)} given, [1] or [{target_probs.shape[0]}] needed")
-    if value.dtype != torch.int64:
-        raise ValueError(f"{name}: dtype {value.dtype} given, torch.int64 needed")
-    if value.device != target_probs.device:
-        raise ValueError(f"{name}: device {value.device} given, {target_probs.device} (that of target_probs) needed")
+    check_dtype(name, value, (torch.int64,))
+    check_place(name, value, target_probs.device, "target_probs")
 
 
 def chain_speculative_sampling_reference(

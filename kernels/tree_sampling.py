@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import torch
 
+from outrider.kernels.argument_checks import INDEX_DTYPES, check_at_least, check_dtype, check_place
 from outrider.kernels.backend import check_shape, uses_triton
 from outrider.kernels.residual_sampling import residual_tokens_reference
 from outrider.kernels.tree_sampling_kernels import launch_tree_sampling, rounded_thresholds
@@ -91,18 +92,14 @@ def _check_outputs(
     check_shape("candidates", candidates, ("bs", "n"))
     check_shape("accept_index", accept_index, ("bs", "S"))
     check_shape("accept_token_num", accept_token_num, ("bs",))
-    requests, nodes = candidates.shape
-    for name, given, needed in (
-        ("predicts", predicts.numel(), requests * nodes),
-        ("accept_index", accept_index.shape[0], requests),
-        ("accept_index columns", accept_index.shape[1], 1),
-        ("accept_token_num", accept_token_num.numel(), requests),
-    ):
-        if given < needed:
-            raise ValueError(f"{name}: size {given} given, at least {needed} needed")
+    check_at_least("predicts size", predicts.numel(), candidates.numel())
+    check_at_least("accept_index rows", accept_index.shape[0], candidates.shape[0])
+    check_at_least("accept_index columns", accept_index.shape[1], 1)
+    check_at_least("accept_token_num size", accept_token_num.shape[0], candidates.shape[0])
     outputs = {"predicts": predicts, "accept_index": accept_index, "accept_token_num": accept_token_num}
     for name, tensor in outputs.items():
-        _check_kind(name, tensor, (torch.int32, torch.int64), candidates.device)
+        check_dtype(name, tensor)
+        check_place(name, tensor, candidates.device, "candidates")
 
 
 def _check_inputs(
@@ -112,31 +109,22 @@ def _check_inputs(
     draft_probs: torch.Tensor | None,
 ) -> None:
     requests, nodes = links[0].shape
-    device = links[0].device
     names = ("candidates", "retrive_index", "retrive_next_token", "retrive_next_sibling")
-    for name, tensor in zip(names, links, strict=True):
-        check_shape(name, tensor, (requests, nodes))
-        _check_kind(name, tensor, (torch.int32, torch.int64), device)
-    shapes = ((requests, nodes), (requests,))
-    for name, tensor, shape in zip(
-        ("uniform_samples", "uniform_samples_for_final_sampling"), coins, shapes, strict=True
-    ):
-        check_shape(name, tensor, shape)
-        _check_kind(name, tensor, (torch.float32,), device)
-    check_shape("target_probs", target_probs, (requests, nodes, "V"))
-    _check_kind("target_probs", target_probs, (torch.float32, torch.bfloat16), device)
-    if target_probs.shape[2] == 0:
-        raise ValueError("target_probs: vocabulary of 0 given, at least 1 needed")
+    inputs: list[tuple[str, torch.Tensor, tuple[int | str, ...], tuple[torch.dtype, ...]]] = [
+        (name, tensor, (requests, nodes), INDEX_DTYPES) for name, tensor in zip(names, links, strict=True)
+    ]
+    inputs += [
+        ("uniform_samples", coins[0], (requests, nodes), (torch.float32,)),
+        ("uniform_samples_for_final_sampling", coins[1], (requests,), (torch.float32,)),
+        ("target_probs", target_probs, (requests, nodes, "V"), (torch.float32, torch.bfloat16)),
+    ]
     if draft_probs is not None:
-        check_shape("draft_probs", draft_probs, tuple(target_probs.shape))
-        _check_kind("draft_probs", draft_probs, (target_probs.dtype,), device)
-
-
-def _check_kind(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device) -> None:
-    if tensor.dtype not in dtypes:
-        raise ValueError(f"{name}: dtype {tensor.dtype} given, {' or '.join(map(str, dtypes))} needed")
-    if tensor.device != device:
-        raise ValueError(f"{name}: device {tensor.device} given, {device} (that of candidates) needed")
+        inputs.append(("draft_probs", draft_probs, tuple(target_probs.shape), (target_probs.dtype,)))
+    for name, tensor, shape, dtypes in inputs:
+        check_shape(name, tensor, shape)
+        check_dtype(name, tensor, dtypes)
+        check_place(name, tensor, links[0].device, "candidates")
+    check_at_least("target_probs vocabulary", target_probs.shape[2], 1)
 
 
 def tree_speculative_sampling_target_only_reference(

@@ -337,8 +337,7 @@ def test_no_requests_is_no_work() -> None:
         ({"draft_token_ids": torch.zeros(6, dtype=torch.int32)}, r"draft_token_ids: shape \[6\] given"),
         ({"draft_token_ids": torch.zeros(2, 3)}, "draft_token_ids: dtype torch.float32 given"),
         ({"target_probs": torch.zeros(2, 3, 5)}, r"target_probs: shape \[2, 3, 5\] given, \[2, 4, V\] needed"),
-        ({"target_probs": torch.zeros(2, 4, 0)}, r"draft_probs: shape \[2, 3, 5\] given, \[2, 3, 0\] needed"),
-        ({"target_probs": torch.zeros(2, 4, 0), "draft_probs": torch.zeros(2, 3, 0)}, "vocabulary of 0 given"),
+        ({"target_probs": torch.zeros(2, 4, 0)}, "target_probs vocabulary: 0 given, at least 1 needed"),
         (
             {"maybe_output_accepted_token_num": torch.zeros(3, dtype=torch.int32)},
             r"maybe_output_accepted_token_num: shape \[3\] given, \[2\] needed",
