@@ -174,3 +174,16 @@ assert spec is None or spec.origin is None
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == len(all_cases())
+
+
+@pytest.mark.gpu
+def test_it_measures_on_a_gpu(tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    report = tmp_path / "report.json"
+    assert run(["--quick", "--only", "verify_tree_greedy", "--output-json", str(report)]) == 0
+    measured = json.loads(report.read_text())
+    assert measured["machine"]["copy_bytes_per_s"] > 1e11 and measured["machine"]["flops_per_s"] > 1e12
+    assert [row["shape"] for row in measured["rows"]] == ["batch 1, nodes 64", "batch 64, nodes 64"]
+    # A launch takes a microsecond or two, and a walk of some levels not a millisecond.
+    assert all(0.5 < row["first"]["ours_us"] < 1000 for row in measured["rows"])
