@@ -107,7 +107,7 @@ def _key_of_row(value, values_ptr, count, row):
     return value
 
 
-@jit(do_not_specialize=["seed", "offset", "seeds", "offsets"])
+@jit(do_not_specialize=["seed", "offset", "drafts", "seeds", "offsets"])
 def _accept_kernel(
     tokens_ptr,  # [B, S + 1] int32
     accepted_ptr,  # [B] int

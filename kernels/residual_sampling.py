@@ -38,6 +38,7 @@ _PLAN_COLUMNS = tl.constexpr(PLAN_COLUMNS)
 _LARGEST_BLOCK = 1024
 # Few requests: many small programs, to have the whole GPU read. Many: larger ones, to have more in flight from each.
 _GROUP, _MANY_BLOCKS = 4, 2048
+_PROGRAMS = 1056
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +116,11 @@ def launch_residual_draw(
     block = min(max(triton.next_power_of_2(vocab_size), 16), _LARGEST_BLOCK)
     blocks = triton.cdiv(vocab_size, block)
     group = _GROUP if requests * blocks > _MANY_BLOCKS else 1
-    programs = triton.cdiv(blocks, group)
-    sums = torch.empty(requests, 2, blocks, dtype=torch.float64, device=out.device)
+    tiles = triton.cdiv(blocks, group)
+    programs = min(tiles, max(_PROGRAMS // requests, 1))
+    steps = triton.cdiv(tiles, programs)
+    programs = triton.cdiv(tiles, steps)
+    sums = torch.empty(requests, blocks, dtype=torch.float64, device=out.device)
     draft = target_probs if draft_probs is None else draft_probs
     excluded = plan.columns if plan.excluded is None else plan.excluded
     _residual_kernel[(requests * programs,)](
@@ -135,6 +139,7 @@ def launch_residual_draw(
         vocab_size,
         blocks,
         programs,
+        steps,
         HAS_DRAFT=draft_probs is not None,
         EXCLUDED=0 if plan.excluded is None else triton.next_power_of_2(plan.excluded.shape[1]),
         FALLS_BACK=falls_back,
@@ -172,15 +177,13 @@ def _residual_of(
     HAS_DRAFT: tl.constexpr,
     EXCLUDED: tl.constexpr,
 ):
-    """r and max(p, 0) of the ids in [low, high), 0 beyond V."""
+    """r of the ids in [low, high), 0 beyond V."""
     inside = ids < vocab_size
-    target = tl.load(target_ptr + ids, mask=inside, other=0.0).to(tl.float32)
-    residual = target
+    residual = tl.load(target_ptr + ids, mask=inside, other=0.0).to(tl.float32)
     if HAS_DRAFT:
         residual -= tl.load(draft_ptr + ids, mask=inside & (draft_row >= 0), other=0.0).to(tl.float32)
     # Written so that NaN counts as nothing.
     residual = tl.where(residual > 0, residual, 0.0)
-    target = tl.where(target > 0, target, 0.0)
     if EXCLUDED > 0 and excluded > 0:
         # Only the few tokens that lie here are compared with every id, the smallest first.
         place = tl.arange(0, EXCLUDED)
@@ -190,7 +193,7 @@ def _residual_of(
         while token < high:
             residual = tl.where(ids == token, 0.0, residual)
             token = tl.min(tl.where(tokens > token, tokens, high))
-    return residual, target
+    return residual
 
 
 @jit
@@ -214,11 +217,17 @@ def _token(
     lanes = tl.arange(0, BLOCKS)
     # .cg: other multiprocessors wrote these, the first-level cache may hold older values.
     sums = tl.load(sums_ptr + lanes, mask=lanes < blocks, other=0.0, cache_modifier=".cg")
-    if FALLS_BACK:
-        whole = tl.load(sums_ptr + blocks + lanes, mask=lanes < blocks, other=0.0, cache_modifier=".cg")
-        nothing = tl.sum(sums) == 0
-        sums = tl.where(nothing, whole, sums)
-        draft_row = tl.where(nothing, -1, draft_row)
+    if FALLS_BACK and tl.sum(sums) == 0:
+        # Next to never: p nowhere above q, and yet a rejection. This program sums p alone.
+        draft_row = tl.full([], -1, tl.int64)
+        for block in range(blocks):
+            ids = block * BLOCK + tl.arange(0, BLOCK)
+            residual = _residual_of(
+                ids, 0, 0, target_ptr, draft_ptr, excluded_ptr, draft_row, 0, vocab_size, HAS_DRAFT, 0
+            )
+            tl.store(sums_ptr + block, tl.sum(residual.to(tl.float64)))
+        tl.debug_barrier()
+        sums = tl.load(sums_ptr + lanes, mask=lanes < blocks, other=0.0, cache_modifier=".cg")
     ends = tl.cumsum(sums, 0)
     threshold = uniform * tl.max(ends)
     first = tl.min(tl.where((sums > 0) & (ends > threshold), lanes, BLOCKS))
@@ -227,7 +236,7 @@ def _token(
     before = tl.sum(tl.where(lanes < found, sums, 0.0))
     low = found * BLOCK
     ids = low + tl.arange(0, BLOCK)
-    residual, _ = _residual_of(
+    residual = _residual_of(
         ids, low, low + BLOCK, target_ptr, draft_ptr, excluded_ptr, draft_row, excluded, vocab_size,
         HAS_DRAFT, EXCLUDED,
     )  # fmt: skip
@@ -237,7 +246,7 @@ def _token(
     return tl.where(token < vocab_size, token, tl.where(final >= 0, final, vocab_size - 1))
 
 
-@jit
+@jit(do_not_specialize=["programs", "steps"])
 def _residual_kernel(
     out_ptr,  # int32 or int64
     target_ptr,  # [bs, rows, V] float
@@ -245,7 +254,7 @@ def _residual_kernel(
     columns_ptr,  # [bs, PLAN_COLUMNS] int64
     uniforms_ptr,  # [bs] float64
     excluded_ptr,  # [bs, n] int32
-    sums_ptr,  # [bs, 2, blocks] float64
+    sums_ptr,  # [bs, blocks] float64
     target_stride,
     target_row_stride,
     draft_stride,
@@ -254,6 +263,7 @@ def _residual_kernel(
     vocab_size,
     blocks,
     programs,
+    steps,
     HAS_DRAFT: tl.constexpr,
     EXCLUDED: tl.constexpr,
     FALLS_BACK: tl.constexpr,
@@ -265,7 +275,7 @@ def _residual_kernel(
     if OVERLAPS:
         tl.extra.cuda.gdc_wait()
     request = (tl.program_id(0) // programs).to(tl.int64)
-    first_block = tl.program_id(0) % programs * GROUP
+    first_block = tl.program_id(0) % programs * steps * GROUP
     columns_ptr += request * _PLAN_COLUMNS
     target_row, draft_row = tl.load(columns_ptr), tl.load(columns_ptr + 1)
     place, excluded = tl.load(columns_ptr + 2), tl.load(columns_ptr + 3)
@@ -273,17 +283,16 @@ def _residual_kernel(
         target_ptr += request * target_stride + target_row * target_row_stride
         draft_ptr += request * draft_stride + tl.maximum(draft_row, 0) * draft_row_stride
         excluded_ptr += request * excluded_stride
-        sums_ptr += request * 2 * blocks
-        low = first_block * BLOCK
-        block = first_block + tl.arange(0, GROUP)
-        ids = low + tl.arange(0, GROUP)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        residual, target = _residual_of(
-            ids, low, low + GROUP * BLOCK, target_ptr, draft_ptr, excluded_ptr, draft_row, excluded, vocab_size,
-            HAS_DRAFT, EXCLUDED,
-        )  # fmt: skip
-        tl.store(sums_ptr + block, tl.sum(residual.to(tl.float64), axis=1), mask=block < blocks)
-        if FALLS_BACK:
-            tl.store(sums_ptr + blocks + block, tl.sum(target.to(tl.float64), axis=1), mask=block < blocks)
+        sums_ptr += request * blocks
+        for step in range(steps):
+            block = first_block + step * GROUP + tl.arange(0, GROUP)
+            low = (first_block + step * GROUP) * BLOCK
+            ids = low + tl.arange(0, GROUP)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+            residual = _residual_of(
+                ids, low, low + GROUP * BLOCK, target_ptr, draft_ptr, excluded_ptr, draft_row, excluded, vocab_size,
+                HAS_DRAFT, EXCLUDED,
+            )  # fmt: skip
+            tl.store(sums_ptr + block, tl.sum(residual.to(tl.float64), axis=1), mask=block < blocks)
         # The sums have to be out before this program counts as arrived.
         tl.debug_barrier()
         if tl.atomic_add(columns_ptr + 4, 1) == programs - 1:

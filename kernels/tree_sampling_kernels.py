@@ -173,8 +173,8 @@ def _judge_children(
     return chosen, visited
 
 
-# Compiled for path_nodes == 1, where nothing is ever walked, Triton 3.6 fails.
-@jit(do_not_specialize=["path_nodes"])
+# Sizes that differ from step to step are not worth compiling for; and for path_nodes == 1 Triton 3.6 fails to.
+@jit(do_not_specialize=["nodes", "all_rows", "path_nodes"])
 def _walk_kernel(
     predicts_ptr,  # [bs * n] int
     accept_index_ptr,  # [bs, S] int

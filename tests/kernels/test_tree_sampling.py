@@ -60,6 +60,7 @@ def _random_case(
     probabilities = torch.rand(requests, nodes, vocab_size, generator=on_device, device=device)
     # Half of the entries are 0, and some first children hold most of the mass.
     probabilities *= probabilities > 0.5
+    probabilities[..., 0] += 0.1
     favoured = (torch.rand(requests, nodes, generator=generator) < hit) & (child >= 0)
     request, node = favoured.nonzero(as_tuple=True)
     token = candidates[request, child[request, node]]

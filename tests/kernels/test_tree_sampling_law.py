@@ -216,7 +216,7 @@ def _wide_error(operator: _Operator, device: torch.device) -> float:
     """Error of a lone root's law over 20,000 tokens, most of them without mass, from evenly spread uniforms."""
     vocab_size, count = 20_000, 4096
     target = torch.zeros(vocab_size)
-    heavy = torch.arange(7, vocab_size, 1999)
+    heavy = torch.arange(7, vocab_size, 399)
     target[heavy] = torch.rand(len(heavy), generator=torch.Generator().manual_seed(1))
     target /= target.sum()
     links = [torch.zeros(count, 1, dtype=torch.int64, device=device) - part for part in (0, 0, 1, 1)]
