@@ -142,16 +142,16 @@ class _HostArrays:
 
 
 def _plan_cpu(batch: TreeAttentionBatch, num_slots: int, sliding_window: int) -> CpuPlan:
-    words = np.ascontiguousarray(batch.tree_mask.numpy())
+    words = np.ascontiguousarray(batch.tree_mask.cpu().numpy())
     windowed = sliding_window > 0
     assert not windowed or (batch.positions is not None and batch.slot_positions is not None)
     arrays = _HostArrays(
-        slot_table=batch.slot_table.numpy(),
-        prefix_len=batch.prefix_len.numpy(),
+        slot_table=batch.slot_table.cpu().numpy(),
+        prefix_len=batch.prefix_len.cpu().numpy(),
         tree_start=batch.tree_start.tolist(),
         tree_bits=np.unpackbits(words.view(np.uint8), axis=1, bitorder="little").view(np.bool_),
-        positions=None if batch.positions is None else batch.positions.numpy(),
-        slot_positions=None if batch.slot_positions is None else batch.slot_positions.numpy(),
+        positions=None if batch.positions is None else batch.positions.cpu().numpy(),
+        slot_positions=None if batch.slot_positions is None else batch.slot_positions.cpu().numpy(),
         num_slots=num_slots,
         sliding_window=sliding_window,
     )

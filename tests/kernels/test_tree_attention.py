@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-import math
+import json
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from outrider.kernels import tree_attention as module
 from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention, tree_attention_reference
 
 _SLOTS = 200
@@ -234,17 +234,6 @@ def test_half_precision_comes_back_in_its_dtype() -> None:
     torch.testing.assert_close(out.double(), _brute_force(tensors, batch, 0.3, 0, 0.0), rtol=1e-2, atol=1e-2)
 
 
-def test_splits_fill_the_device_and_respect_the_callers_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.setattr(module, "_multiprocessors", lambda device: 100)
-    long = _batch(slot_table=torch.zeros(5, 32768, dtype=torch.int32), max_key_len=32768)
-    device = torch.device("cpu")
-    few, many = (module._keys_per_split(long, programs, 64, device) for programs in (8, 400))
-    assert math.ceil(32768 / few) == 25 and many == 32768
-    assert module._keys_per_split(replace(long, split_keys=1000), 8, 64, device) == 1024
-    assert module._keys_per_split(replace(long, max_key_len=300), 8, 64, device) == 256
-
-
 @pytest.mark.parametrize(
     ("place", "tensor", "message"),
     [
@@ -252,6 +241,11 @@ def test_splits_fill_the_device_and_respect_the_callers_choice(monkeypatch: pyte
         (0, torch.zeros(13, 3, 16), "query: 3 heads given, a multiple of Hkv = 2 needed"),
         (1, torch.zeros(_SLOTS, 2, 8), r"key_cache: shape .* needed"),
         (2, torch.zeros(_SLOTS, 1, 16), r"value_cache: shape \[200, 1, 16\] given, \[200, 2, 16\] needed"),
+        (
+            1,
+            torch.zeros(_SLOTS, 2, 16).half(),
+            "key_cache: dtype torch.float16 given, torch.float32 .* or torch.float8",
+        ),
         (2, torch.zeros(_SLOTS, 2, 16).double(), "value_cache: dtype torch.float64 given, torch.float32"),
     ],
 )
@@ -267,3 +261,149 @@ def test_windows_need_positions() -> None:
     batch = _batch(positions=None)
     with pytest.raises(ValueError, match="no positions or slot_positions given"):
         tree_attention(*_tensors(batch, 4, 2, 16), batch, scale=1.0, sliding_window=4)
+
+
+_VECTORS = Path(__file__).parent / "vectors"
+
+
+def _words(bits: list[int], count: int) -> torch.Tensor:
+    """Bit masks as [rows, count] int64 words, little-endian."""
+    packed = b"".join(mask.to_bytes(8 * count, "little") for mask in bits)
+    return torch.frombuffer(bytearray(packed), dtype=torch.int64).view(len(bits), count).clone()
+
+
+def _ancestor_bits(parents: list[int]) -> list[int]:
+    """The mask of every node: itself, its parent, and so on."""
+    masks: list[int] = []
+    for node, parent in enumerate(parents):
+        masks.append((1 << node) | (masks[parent] if parent >= 0 else 0))
+    return masks
+
+
+def _tree_batch(parents: list[list[int]], prefix: list[int], num_slots: int, **changes: Any) -> TreeAttentionBatch:
+    """One tree a session behind a prefix of its own, in slots of random order."""
+    nodes = [len(tree) for tree in parents]
+    key_len = [length + count for length, count in zip(prefix, nodes, strict=True)]
+    order = torch.randperm(num_slots).int()
+    table = torch.full((len(nodes), max(key_len)), -1, dtype=torch.int32)
+    taken = 0
+    for session, count in enumerate(key_len):
+        table[session, :count] = order[taken : taken + count]
+        taken += count
+    words = (max(nodes) + 63) // 64
+    columns: dict[str, Any] = {
+        "slot_table": table,
+        "query_start": _int32([sum(nodes[:session]) for session in range(len(nodes) + 1)]),
+        "tree_start": _int32(prefix),
+        "prefix_len": torch.repeat_interleave(_int32(prefix), torch.tensor(nodes)),
+        "key_len": _int32(key_len),
+        "tree_mask": torch.cat([_words(_ancestor_bits(tree), words) for tree in parents]),
+        "max_query_len": max(nodes),
+        "max_key_len": max(key_len),
+    }
+    return TreeAttentionBatch(**{**columns, **changes})
+
+
+def _random_tree(nodes: int, depth: int) -> list[int]:
+    """Parents among the `depth` nodes before: deep for a small number, bushy for a large one."""
+    return [-1] + [int(torch.randint(max(0, node - depth), node, (1,))) for node in range(1, nodes)]
+
+
+def test_recorded_attention(triton_device: torch.device) -> None:
+    for case in json.loads((_VECTORS / "tree_attention.json").read_text()):
+        keys = len(case["k"])
+        batch = _tree_batch([case["parents"]], [case["prefix_len"]], keys)
+        query, key, value = (torch.tensor(case[name])[:, None] for name in ("q", "k", "v"))
+        slots = batch.slot_table[0].long()
+        caches = [torch.empty_like(tensor).index_copy_(0, slots, tensor) for tensor in (key, value)]
+        expected = torch.tensor(case["out"])[:, None]
+        torch.testing.assert_close(
+            tree_attention_reference(query, caches[0], caches[1], batch, scale=case["sm_scale"]), expected
+        )
+        moved = [tensor.to(triton_device) for tensor in (query, *caches)]
+        out = tree_attention(moved[0], moved[1], moved[2], _moved(batch, triton_device), scale=case["sm_scale"])
+        torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_recorded_masks(triton_device: torch.device) -> None:
+    # With equal scores a row is the mean of the values it sees; powers of two spell out which keys those are.
+    layout = json.loads((_VECTORS / "custom_mask_layout.json").read_text())["tree_batch"]
+    requests = layout["requests"]
+    for request in requests:
+        assert _ancestor_bits(request["parents"]) == request["ancestor_bitmask"]
+    batch = _tree_batch(
+        [request["parents"] for request in requests], [request["prefix_len"] for request in requests], 21
+    )
+    value = torch.zeros(21, 1, 16)
+    for session, request in enumerate(requests):
+        keys = request["prefix_len"] + len(request["parents"])
+        value[batch.slot_table[session, :keys].long()] = 2.0 ** torch.arange(keys)[:, None, None]
+    key, query = torch.zeros(21, 1, 16), torch.zeros(batch.prefix_len.shape[0], 1, 16)
+    moved = [tensor.to(triton_device) for tensor in (query, key, value)]
+    out = tree_attention(moved[0], moved[1], moved[2], _moved(batch, triton_device), scale=1.0)[:, 0, 0].tolist()
+    rows = [row for request in requests for row in request["dense_rows"]]
+    assert [
+        f"{round(mean * row.count('1')):b}"[::-1].ljust(len(row), "0") for mean, row in zip(out, rows, strict=True)
+    ] == rows
+    assert "".join(rows) == layout["bool_mask_flat"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_eight_bit_caches(triton_device: torch.device, dtype: torch.dtype) -> None:
+    batch = _batch(split_keys=64)
+    query, key, value = _tensors(batch, 4, 2, 16)
+    query, caches = query.to(dtype), [tensor.to(torch.float8_e4m3fn) for tensor in (key, value)]
+    wide = [cache.to(dtype) for cache in caches]
+    expected = tree_attention_reference(query, wide[0] * 1.5, wide[1] * 0.25, batch, scale=0.3)
+    got = tree_attention_reference(query, caches[0], caches[1], batch, scale=0.3, key_scale=1.5, value_scale=0.25)
+    torch.testing.assert_close(got, expected, rtol=2e-3, atol=2e-3)
+    moved = [tensor.to(triton_device) for tensor in (query, *caches)]
+    out = tree_attention(
+        moved[0], moved[1], moved[2], _moved(batch, triton_device), scale=0.3, key_scale=1.5, value_scale=0.25
+    )
+    torch.testing.assert_close(out.cpu(), expected, rtol=3e-3, atol=3e-3)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+def test_scales_of_any_sign(triton_device: torch.device, scale: float) -> None:
+    batch = _batch(split_keys=64)
+    tensors = _tensors(batch, 2, 1, 16)
+    expected = tree_attention_reference(*tensors, batch, scale=scale)
+    query, key, value = (tensor.to(triton_device) for tensor in tensors)
+    out = tree_attention(query, key, value, _moved(batch, triton_device), scale=scale)
+    torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("stray", [False, True])
+@pytest.mark.parametrize("window", [0, 40])
+def test_nothing_outside_the_slots_is_read(triton_device: torch.device, stray: bool, window: int) -> None:
+    nodes, prefix, num_slots = [5, 1], [61, 129], 400
+    batch = _tree_batch(
+        [_random_tree(count, 3) for count in nodes], prefix, num_slots, split_keys=64,
+        positions=torch.arange(60, 66).int(), slot_positions=torch.randint(0, 70, (num_slots,)).int(),
+    )  # fmt: skip
+    if stray:
+        batch.slot_table[0, 2], batch.slot_table[0, 63], batch.slot_table[1, 100] = num_slots, -7, 2**31 - 1
+    used = batch.slot_table[(batch.slot_table >= 0) & (batch.slot_table < num_slots)].long()
+    query, key, value = torch.randn(6, 4, 16), torch.randn(num_slots, 2, 16), torch.randn(num_slots, 2, 16)
+    expected = tree_attention_reference(query, key, value, batch, scale=0.3, sliding_window=window)
+    poisoned = [torch.full_like(cache, float("nan")).index_copy_(0, used, cache[used]) for cache in (key, value)]
+    moved = [tensor.to(triton_device) for tensor in (query, *poisoned)]
+    moved_batch = _moved(batch, triton_device)
+    out = tree_attention(moved[0], moved[1], moved[2], moved_batch, scale=0.3, sliding_window=window)
+    torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_trees_of_256_nodes(triton_device: torch.device) -> None:
+    # Nodes lie across the blocks of keys at an odd place; every value tells its node.
+    parents = _random_tree(256, 20)
+    batch = _tree_batch([parents], [37], 300)
+    value = torch.zeros(300, 1, 256)
+    value[batch.slot_table[0, 37:].long(), 0] = torch.eye(256)
+    query, key = torch.zeros(256, 1, 256), torch.zeros(300, 1, 256)
+    half = torch.float32 if triton_device.type == "cpu" else torch.bfloat16
+    moved = [tensor.to(triton_device, half) for tensor in (query, key, value)]
+    out = tree_attention(moved[0], moved[1], moved[2], _moved(batch, triton_device), scale=1.0)
+    seen = (out[:, 0].cpu() > 0.001).long()
+    spelled = [sum(1 << node for node in row.nonzero().flatten().tolist()) for row in seen]
+    assert spelled == _ancestor_bits(parents)
