@@ -61,7 +61,7 @@ def tree_attention(
     if uses_triton(query):
         call = AttentionCall(query=query, key_cache=key_cache, value_cache=value_cache, batch=batch, numbers=numbers)
         return launch(call)
-    return _reference(query, key_cache, value_cache, batch, numbers)
+    return _by_session(query, key_cache, value_cache, batch, numbers)
 
 
 def _check_arguments(
@@ -108,10 +108,10 @@ def tree_attention_reference(
     numbers = AttentionNumbers(
         scale=scale, sliding_window=sliding_window, softcap=softcap, key_scale=key_scale, value_scale=value_scale
     )
-    return _reference(query, key_cache, value_cache, batch, numbers)
+    return _by_session(query, key_cache, value_cache, batch, numbers)
 
 
-def _reference(
+def _by_session(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
