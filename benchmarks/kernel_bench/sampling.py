@@ -103,17 +103,14 @@ def _build_choice(rows: int, filters: Filters, kind: str, device: torch.device, 
 
 
 def _flashinfer_sampling(flashinfer: Any, logits: torch.Tensor, filters: Filters) -> dict[str, Run]:
-    """The same draw with noise of its own, which depends on the place in the batch: beside, not instead."""
-    if flashinfer is None:
+    """The same draw with noise of its own, which depends on the place in the batch: beside, not instead.
+
+    Its filtered draw is left out: another module, which takes more than two minutes to compile.
+    """
+    if flashinfer is None or filters != _NONE:
         return {}
-    sampling = flashinfer.sampling
     scaled = logits / _TEMPERATURE
-    if filters == _NONE:
-        return {"FlashInfer, own noise": lambda: sampling.sampling_from_logits(scaled, seed=1, offset=0)}
-    if filters == _BOTH:
-        sample = sampling.top_k_top_p_sampling_from_logits
-        return {"FlashInfer, own noise": lambda: sample(scaled, filters.top_k, filters.top_p, seed=1, offset=0)}
-    return {}
+    return {"FlashInfer, own noise": lambda: flashinfer.sampling.sampling_from_logits(scaled, seed=1, offset=0)}
 
 
 def _build_topk(k: int, filters: Filters, device: torch.device, _flashinfer: Any) -> Subject:
