@@ -24,7 +24,8 @@ class GrowthConfig:
         calibration_decay: what one trial leaves of its bucket's earlier ones.
         rejection_top_k: under rejection, a token is drawn from this many of the most likely.
         rejection_acceptance: under rejection, the estimate that a node is accepted: a constant, for what is submitted
-            must depend neither on what was drawn nor on how earlier draws ended.
+            must depend neither on what was drawn nor on how earlier draws ended. The default is about what the embedded
+            pair reaches (0.73 at temperature 1, 0.79 at 0.7; 40 held-out prompts, 48 tokens each, sync).
 
     Raises:
         ValueError: a value out of range.
