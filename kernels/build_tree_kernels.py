@@ -23,12 +23,11 @@ from collections.abc import Sequence
 import torch
 
 from outrider.kernels.backend import jit, tl, triton
-from outrider.kernels.tree_links import links_of_rows
+from outrider.kernels.tree_links import links_of_rows, stretch_of
 
 __all__ = ["launch_build_tree"]
 
 _WORD_BITS = 64
-_UNROLL = tl.constexpr(16)
 _BATCH = tl.constexpr(256)
 # Sizes that change from call to call and that no address depends on: a kernel is not compiled anew for each.
 _UNSPECIALISED = ("topk", "columns", "depth", "steps", "cells")
@@ -52,7 +51,7 @@ def launch_build_tree(
     parents = torch.empty(requests, nodes, dtype=torch.int32, device=tree_mask.device)
     sizes = (nodes, topk, parent_list.shape[1])
     if blocks > 1:
-        _parents_kernel[(requests, blocks)](*tree, parents, *sizes, R=rows, num_warps=2)
+        _parents_kernel[(requests, blocks)](*tree, parents, *sizes, R=rows, STRETCH=stretch_of(nodes), num_warps=2)
     _tree_kernel[(requests, blocks, blocks)](
         *tree,
         verified_seq_len.contiguous(),
@@ -66,7 +65,9 @@ def launch_build_tree(
         MODE=int(mode),
         FUSED=blocks == 1,
         R=rows,
-        num_warps=4,
+        STRETCH=stretch_of(nodes),
+        # A full mask's rows begin anywhere and are stored byte by byte, which more warps share.
+        num_warps=4 if mode == 0 else 2,
     )
 
 
@@ -84,6 +85,7 @@ def _find_parents(
     nodes,
     topk,
     columns,
+    STRETCH: tl.constexpr,
 ):
     """[R] int32: the parents of the nodes `rows`, -1 for the root, a missing parent and beyond n."""
     candidate = tl.load(selected_ptr + rows - 1, mask=(rows >= 1) & (rows < nodes), other=-1).to(tl.int64)
@@ -91,12 +93,13 @@ def _find_parents(
     listed = (candidate >= 0) & (beam < columns)
     wanted = tl.load(parent_list_ptr + beam, mask=listed, other=-1).to(tl.int64)
     parent = tl.full(rows.shape, -1, tl.int32)
-    # From the last entry to the first, so that the first match stays.
-    for start in range(0, nodes - 1, _UNROLL):
-        for offset in tl.static_range(_UNROLL):
-            node = nodes - 1 - start - offset
-            held = tl.load(selected_ptr + node - 1, mask=node >= 1, other=-1).to(tl.int64)
-            parent = tl.where((wanted == held) & (node >= 1), node, parent)
+    # As in links_of_rows: backwards, so that the first match stays, in stretches without conditions.
+    for done in range(0, nodes - 1, STRETCH):
+        first = tl.maximum(nodes - done - STRETCH, 1)
+        stretch_ptr = selected_ptr + (first - 1)
+        for offset in tl.static_range(STRETCH):
+            held = tl.load(stretch_ptr + (STRETCH - 1 - offset)).to(tl.int64)
+            parent = tl.where(wanted == held, first + (STRETCH - 1 - offset), parent)
     return tl.where((candidate >= 0) & (beam == 0), 0, tl.where(listed, parent, -1))
 
 
@@ -109,11 +112,12 @@ def _parents_kernel(
     topk,
     columns,
     R: tl.constexpr,
+    STRETCH: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
     rows = tl.program_id(1) * R + tl.arange(0, R)
     parent = _find_parents(
-        parent_list_ptr + request * columns, selected_ptr + request * (nodes - 1), rows, nodes, topk, columns
+        parent_list_ptr + request * columns, selected_ptr + request * (nodes - 1), rows, nodes, topk, columns, STRETCH
     )
     tl.store(parents_ptr + request * nodes + rows, parent, mask=rows < nodes)
 
@@ -138,6 +142,7 @@ def _tree_kernel(
     MODE: tl.constexpr,
     FUSED: tl.constexpr,
     R: tl.constexpr,
+    STRETCH: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
     base = request * nodes
@@ -145,9 +150,22 @@ def _tree_kernel(
     rows = tl.program_id(1) * R + tl.arange(0, R)
     inside = rows < nodes
     prefix = tl.load(seq_len_ptr + request).to(tl.int64)
+    # What the mask needs from memory is asked for before the long part.
+    lengths = tl.zeros([_BATCH], tl.int64)
+    known = tl.zeros([R], tl.int64)
+    if MODE == 0:
+        lengths = _lengths_before(seq_len_ptr, request)
+    if MODE == 2:
+        known = tl.load(mask_ptr + base + rows, mask=inside, other=0).to(tl.int64)
     if FUSED:
         parent = _find_parents(
-            parent_list_ptr + request * columns, selected_ptr + request * (nodes - 1), rows, nodes, topk, columns
+            parent_list_ptr + request * columns,
+            selected_ptr + request * (nodes - 1),
+            rows,
+            nodes,
+            topk,
+            columns,
+            STRETCH,
         )
         tl.store(parents_ptr + rows, parent, mask=inside)
         tl.debug_barrier()
@@ -156,25 +174,52 @@ def _tree_kernel(
     first_column = tl.program_id(2) * R
     word, visits = _walk(parents_ptr, rows, parent, first_column, depth, steps)
     if first_column == 0:
-        child, sibling = links_of_rows(parents_ptr, rows, parent, nodes)
+        child, sibling = links_of_rows(parents_ptr, rows, parent, nodes, STRETCH)
         tl.store(index_ptr + base + rows, (base + rows).to(index_ptr.dtype.element_ty), mask=inside)
         tl.store(next_token_ptr + base + rows, child.to(next_token_ptr.dtype.element_ty), mask=inside)
         tl.store(next_sibling_ptr + base + rows, sibling.to(next_sibling_ptr.dtype.element_ty), mask=inside)
         tl.store(positions_ptr + base + rows, (prefix + visits).to(positions_ptr.dtype.element_ty), mask=inside)
     if MODE == 2:
-        word |= tl.load(mask_ptr + base + rows, mask=inside, other=0).to(tl.int64)
-        tl.store(mask_ptr + base + rows, word.to(mask_ptr.dtype.element_ty), mask=inside)
+        tl.store(mask_ptr + base + rows, (word | known).to(mask_ptr.dtype.element_ty), mask=inside)
     else:
-        columns_here = tl.arange(0, R)
-        wanted = inside[:, None] & (first_column + columns_here < nodes)[None, :]
-        if MODE == 1:
-            cell = ((base + rows) * nodes)[:, None] + (first_column + columns_here)[None, :]
-        else:
-            row_cells = _full_mask_rows(seq_len_ptr, request, rows, nodes, prefix)
-            cell = row_cells[:, None] + (first_column + columns_here)[None, :]
-            wanted &= (cell >= 0) & (cell < cells)
-        bit = (word[:, None] >> columns_here[None, :]) & 1
-        tl.store(mask_ptr + cell, bit.to(mask_ptr.dtype.element_ty), mask=wanted)
+        row_cells = (base + rows) * nodes
+        if MODE == 0:
+            row_cells = nodes * (nodes * request + tl.sum(lengths)) + rows * (prefix + nodes) + prefix
+        _store_cells(mask_ptr, word, row_cells, tl.where(inside, nodes, 0), first_column, cells, MODE == 0, R)
+
+
+@jit
+def _lengths_before(seq_len_ptr, request):
+    """[_BATCH] int64 that add up to verified_seq_len[:request].sum()."""
+    others = tl.arange(0, _BATCH)
+    lengths = tl.load(seq_len_ptr + others, mask=others < request, other=0).to(tl.int64)
+    for start in range(_BATCH, request, _BATCH):
+        lengths += tl.load(seq_len_ptr + start + others, mask=start + others < request, other=0)
+    return lengths
+
+
+@jit
+def _store_cells(
+    mask_ptr,
+    word,  # [R] int64
+    row_cells,  # [R] int64, where the tree cells of each row begin
+    room,  # [R] int32, cells of each row
+    first_column,
+    cells,
+    CHECKED: tl.constexpr,
+    R: tl.constexpr,
+):
+    """Store the bits of the words as bool; if CHECKED, only what lies in [0, cells)."""
+    column = tl.arange(0, R)
+    wanted = (first_column + column)[None, :] < room[:, None]
+    if CHECKED:
+        behind = tl.minimum(tl.maximum(cells - row_cells, 0), room).to(tl.int32)
+        before = tl.minimum(tl.maximum(-row_cells, 0), room).to(tl.int32)
+        wanted = (first_column + column)[None, :] < behind[:, None]
+        wanted &= (first_column + column)[None, :] >= before[:, None]
+    bit = (word[:, None] >> column[None, :]) & 1
+    place = (mask_ptr + row_cells + first_column)[:, None] + column[None, :]
+    tl.store(place, bit.to(mask_ptr.dtype.element_ty), mask=wanted)
 
 
 @jit
@@ -198,7 +243,8 @@ def _walk(
         walking = node > 0
         word |= tl.where(walking, _bit(node, first_column), 0)
         visits += walking.to(tl.int32)
-        node = tl.load(parents_ptr + node, mask=walking, other=-1)
+        # The root's entry is -1, so a walk that has ended stays ended.
+        node = tl.load(parents_ptr + tl.maximum(node, 0))
     return word, tl.where(node > 0, depth, visits)
 
 
@@ -208,13 +254,3 @@ def _bit(node, first_column):
     place = node - first_column
     within = (place >= 0) & (place < 64)
     return tl.where(within, tl.full(node.shape, 1, tl.int64) << tl.where(within, place, 0).to(tl.int64), 0)
-
-
-@jit
-def _full_mask_rows(seq_len_ptr, request, rows, nodes, prefix):
-    """[R] int64: where the tree cells of each row begin in a mask that holds the prefixes too."""
-    others = tl.arange(0, _BATCH)
-    before = tl.load(seq_len_ptr + others, mask=others < request, other=0).to(tl.int64)
-    for start in range(_BATCH, request, _BATCH):
-        before += tl.load(seq_len_ptr + start + others, mask=start + others < request, other=0)
-    return nodes * (nodes * request + tl.sum(before)) + rows * (prefix + nodes) + prefix

@@ -9,15 +9,21 @@ differs (`outrider.kernels.build_tree`, `outrider.kernels.tree_mask`), what foll
 Shapes: bs requests, n nodes of a request with its root, R nodes of a program.
 """
 
+# compile-time parameters of kernels are upper case
+# ruff: noqa: N803
+
 from __future__ import annotations
 
 import torch
 
 from outrider.kernels.backend import jit, tl
 
-__all__ = ["first_marked", "links_of_parents", "links_of_rows"]
+__all__ = ["first_marked", "links_of_parents", "links_of_rows", "stretch_of"]
 
-_UNROLL = tl.constexpr(16)
+
+def stretch_of(nodes: int) -> int:
+    """How many nodes a kernel's loop over all nodes but the root takes at a time: a power of two below n."""
+    return 1 << min(4, max(nodes - 1, 1).bit_length() - 1)
 
 
 def links_of_parents(parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,15 +46,19 @@ def links_of_rows(
     rows,  # [R] int32, nodes
     parent,  # [R] int32, their parents
     nodes,
+    STRETCH: tl.constexpr,  # what `stretch_of` says
 ):
     """`(next_token, next_sibling)`, both [R] int32, of the nodes `rows`."""
     child = tl.full(rows.shape, -1, tl.int32)
     sibling = tl.full(rows.shape, -1, tl.int32)
-    # From the last node to the first, so that the smallest stays; the root is nobody's child.
-    for start in range(0, nodes - 1, _UNROLL):
-        for offset in tl.static_range(_UNROLL):
-            node = nodes - 1 - start - offset
-            above = tl.load(parents_ptr + node, mask=node >= 1, other=-1)
-            child = tl.where((above == rows) & (above >= 0), node, child)
-            sibling = tl.where((above == parent) & (above >= 0) & (node > rows), node, sibling)
-    return child, sibling
+    # From the last node to the first, so that the smallest stays; the root is nobody's child. The last stretch begins
+    # at node 1 and may repeat nodes, which changes nothing: without conditions the loads of a stretch go out at once.
+    for done in range(0, nodes - 1, STRETCH):
+        first = tl.maximum(nodes - done - STRETCH, 1)
+        stretch_ptr = parents_ptr + first
+        for offset in tl.static_range(STRETCH):
+            above = tl.load(stretch_ptr + (STRETCH - 1 - offset))
+            node = first + (STRETCH - 1 - offset)
+            child = tl.where(above == rows, node, child)
+            sibling = tl.where((above == parent) & (node > rows), node, sibling)
+    return child, tl.where(parent >= 0, sibling, -1)

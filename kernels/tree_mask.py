@@ -25,7 +25,7 @@ import torch
 
 from outrider.kernels.argument_checks import check_at_least, check_dtype, check_place, node_view, write_back
 from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
-from outrider.kernels.tree_links import first_marked, links_of_parents, links_of_rows
+from outrider.kernels.tree_links import first_marked, links_of_parents, links_of_rows, stretch_of
 
 __all__ = [
     "reconstruct_indices_from_tree_mask",
@@ -130,7 +130,9 @@ def _launch_reconstruct(
         num_warps=4 if fused else 8,
     )
     if not fused:
-        _siblings_kernel[(requests, triton.cdiv(nodes, 64))](parents, node_outputs[3], nodes, R=64, num_warps=2)
+        _siblings_kernel[(requests, triton.cdiv(nodes, 64))](
+            parents, node_outputs[3], nodes, R=64, STRETCH=stretch_of(nodes), num_warps=2
+        )
 
 
 @jit
@@ -191,11 +193,12 @@ def _siblings_kernel(
     next_sibling_ptr,  # [bs, n] int
     nodes,
     R: tl.constexpr,
+    STRETCH: tl.constexpr,
 ):
     base = tl.program_id(0).to(tl.int64) * nodes
     rows = tl.program_id(1) * R + tl.arange(0, R)
     parent = tl.load(parents_ptr + base + rows, mask=rows < nodes, other=-1)
-    _child, sibling = links_of_rows(parents_ptr + base, rows, parent, nodes)
+    _child, sibling = links_of_rows(parents_ptr + base, rows, parent, nodes, STRETCH)
     tl.store(next_sibling_ptr + base + rows, sibling.to(next_sibling_ptr.dtype.element_ty), mask=rows < nodes)
 
 

@@ -231,7 +231,7 @@ def _verify_tree_greedy_kernel(
         step_to = tl.where(step_to >= 0, tl.gather(step_to, tl.maximum(step_to, 0), 0), -1)
 
     root = tl.load(retrive_index_ptr + base).to(tl.int64)
-    on_path = (order < path_nodes) & (node >= 0) & (root >= 0) & (root < all_rows)
+    on_path = (order < path_nodes) & (node >= 0) & _in_range(root, all_rows)
     row = tl.load(retrive_index_ptr + base + node, mask=on_path, other=0).to(tl.int64)
     token = tl.load(target_predict_ptr + row, mask=on_path, other=0)
     place = accept_index_ptr + request * accept_row_stride + order * accept_stride
@@ -256,19 +256,28 @@ def _accepted_children(
     number = tl.arange(0, N)
     row = tl.load(retrive_index_ptr + number, mask=number < nodes, other=-1).to(tl.int64)
     child = tl.load(next_token_ptr + number, mask=number < nodes, other=-1).to(tl.int64)
-    wanted = tl.load(target_predict_ptr + row, mask=(row >= 0) & (row < all_rows), other=-1).to(tl.int64)
+    wanted = tl.load(target_predict_ptr + row, mask=_in_range(row, all_rows), other=-1).to(tl.int64)
     accepted = tl.full([N], -1, tl.int32)
-    searching = (wanted >= 0) & (child >= 0) & (child < nodes)
+    child = tl.where(wanted >= 0, child, -1)
     visited = 0
-    # Whether any lane still searches is asked of four siblings at a time: asking takes longer than a step.
-    while (visited < nodes) & (tl.max(searching.to(tl.int32)) > 0):
+    # Whether any lane still searches is asked of four siblings at a time. In between, lists are walked on past what is
+    # found, as the way to the next sibling is what takes the time; after n steps a list holds nothing new.
+    while (visited < nodes) & (tl.max(_in_range(child, nodes).to(tl.int32)) > 0):
         for _ in tl.static_range(4):
-            token = tl.load(candidates_ptr + child, mask=searching, other=-1).to(tl.int64)
-            child_row = tl.load(retrive_index_ptr + child, mask=searching, other=-1).to(tl.int64)
-            following = tl.load(next_sibling_ptr + child, mask=searching, other=-1).to(tl.int64)
-            found = searching & (token == wanted) & (child_row >= 0) & (child_row < all_rows)
-            accepted = tl.where(found, child.to(tl.int32), accepted)
-            visited += 1
-            searching = searching & (found == 0) & (following >= 0) & (following < nodes) & (visited < nodes)
-            child = following
+            live = _in_range(child, nodes)
+            place = tl.where(live, child, 0).to(tl.int32)
+            following = tl.load(next_sibling_ptr + place).to(tl.int64)
+            token = tl.load(candidates_ptr + place).to(tl.int64)
+            child_row = tl.load(retrive_index_ptr + place).to(tl.int64)
+            found = live & (token == wanted) & _in_range(child_row, all_rows) & (accepted < 0)
+            accepted = tl.where(found, place, accepted)
+            child = tl.where(live, following, -1)
+        child = tl.where(accepted < 0, child, -1)
+        visited += 4
     return accepted
+
+
+@jit
+def _in_range(index, size):
+    """Whether 0 <= int64 `index` < size, in one comparison."""
+    return index.to(tl.uint64, bitcast=True) < size
