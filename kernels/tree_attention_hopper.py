@@ -15,7 +15,11 @@ packed rows here.
 
 from __future__ import annotations
 
+import importlib.util
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+
+from outrider.kernels.backend import HAS_TRITON
 
 if TYPE_CHECKING:
     # Kernels are a language of their own, as in `outrider.kernels.backend`.
@@ -24,7 +28,7 @@ if TYPE_CHECKING:
     gluon: Any = None
     async_copy = fence_async_shared = gdc_launch_dependents = mbarrier = gluon
     warpgroup_mma = warpgroup_mma_wait = gluon
-else:
+elif HAS_TRITON and importlib.util.find_spec("triton.experimental.gluon") is not None:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.language.nvidia.hopper import (
@@ -35,6 +39,9 @@ else:
         warpgroup_mma_wait,
     )
     from triton.language.extra.cuda import gdc_launch_dependents
+else:
+    # Defined, and never launched.
+    gluon, gl = SimpleNamespace(jit=lambda function: function), SimpleNamespace(constexpr=int)
 
 __all__ = ["attend_hopper_kernel"]
 
@@ -112,7 +119,10 @@ def _produce(
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [gl.num_warps(), 1], [1, 0])
     dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, LAYOUT))
     lane = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, LAYOUT))
+    # Slots are asked for two blocks ahead: their latency must not stand between the blocks.
     slot = gl.load(table_ptr + (first + lane) * table_stride, mask=first + lane < last, other=-1)
+    ahead = first + BLOCK_N + lane
+    next_slot = gl.load(table_ptr + ahead * table_stride, mask=ahead < last, other=-1)
     for member in gl.static_range(GROUPS):
         packed = packed_begin + member * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
         row = row_begin + packed // GROUP
@@ -131,8 +141,9 @@ def _produce(
     for begin in range(first, last, BLOCK_N):
         slot_ok = (slot >= 0) & (slot < num_slots)
         place = gl.where(slot_ok, slot, 0)
-        ahead = begin + BLOCK_N + lane
-        slot = gl.load(table_ptr + ahead * table_stride, mask=ahead < last, other=-1)
+        slot = next_slot
+        ahead = begin + 2 * BLOCK_N + lane
+        next_slot = gl.load(table_ptr + ahead * table_stride, mask=ahead < last, other=-1)
         if WIDE:
             place = place.to(gl.int64)
         mbarrier.wait(key_free.index(stage), free)

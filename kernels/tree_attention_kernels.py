@@ -314,6 +314,16 @@ def attend_kernel(
 
 
 @jit
+def _part(partial_ptr, log_mass_ptr, source, stride, split, split_count, dim, HEAD_DIM: tl.constexpr):
+    """Log mass [R] and partial result [R, D] of a split; nothing where there is no such split."""
+    at = source + split * stride
+    here = split < split_count
+    log_mass = tl.load(log_mass_ptr + at, mask=(at >= 0) & here, other=float("-inf"))
+    place = at[:, None] * HEAD_DIM + dim[None, :]
+    return log_mass, tl.load(partial_ptr + place, mask=((dim < HEAD_DIM) & here)[None, :], other=0.0)
+
+
+@jit
 def merge_kernel(
     partial_ptr,  # [units, Hkv, BLOCK_M, D] float32
     log_mass_ptr,  # [units, Hkv, BLOCK_M] float32
@@ -332,8 +342,6 @@ def merge_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    CHUNK: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     # One program for BLOCK_R rows of a tile and key head.
@@ -361,28 +369,24 @@ def merge_kernel(
     row_ok = row < _of(mine, row_ends)
     stride = tile_count.to(tl.int64) * HEADS_KV * BLOCK_M
     source = (first_unit.to(tl.int64) * HEADS_KV + head_kv) * BLOCK_M + place
-    every = tl.arange(0, BLOCK_P)
-    log_mass = tl.load(
-        log_mass_ptr + source[None, :] + every[:, None] * stride,
-        mask=(every < split_count)[:, None],
-        other=float("-inf"),
-    )
-    best = tl.max(log_mass, axis=0)
-    best = tl.where(best == float("-inf"), 0.0, best)
-    total = tl.sum(tl.exp2(log_mass - best[None, :]), axis=0)
     dim = tl.arange(0, BLOCK_D)
+    best = tl.full([BLOCK_R], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_R], tl.float32)
     mixed = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
-    for begin in range(0, split_count, CHUNK):
-        split = begin + tl.arange(0, CHUNK)
-        at = source[None, :] + split[:, None] * stride
-        split_ok = split < split_count
-        part = tl.load(
-            partial_ptr + at[:, :, None] * HEAD_DIM + dim[None, None, :],
-            mask=split_ok[:, None, None] & (dim < HEAD_DIM)[None, None, :],
-            other=0.0,
-        )
-        part_mass = tl.load(log_mass_ptr + at, mask=split_ok[:, None], other=float("-inf"))
-        mixed += tl.sum(tl.exp2(part_mass - best[None, :])[:, :, None] * part, axis=0)
+    # Four splits at a time, all asked for before the first is used; as an online softmax, for no row needs another's.
+    for begin in range(0, split_count, 4):
+        mass_0, part_0 = _part(partial_ptr, log_mass_ptr, source, stride, begin, split_count, dim, HEAD_DIM)
+        mass_1, part_1 = _part(partial_ptr, log_mass_ptr, source, stride, begin + 1, split_count, dim, HEAD_DIM)
+        mass_2, part_2 = _part(partial_ptr, log_mass_ptr, source, stride, begin + 2, split_count, dim, HEAD_DIM)
+        mass_3, part_3 = _part(partial_ptr, log_mass_ptr, source, stride, begin + 3, split_count, dim, HEAD_DIM)
+        new_best = tl.maximum(best, tl.maximum(tl.maximum(mass_0, mass_1), tl.maximum(mass_2, mass_3)))
+        shift = tl.where(new_best == float("-inf"), 0.0, new_best)
+        before, mass_0, mass_1 = tl.exp2(best - shift), tl.exp2(mass_0 - shift), tl.exp2(mass_1 - shift)
+        mass_2, mass_3 = tl.exp2(mass_2 - shift), tl.exp2(mass_3 - shift)
+        total = total * before + ((mass_0 + mass_1) + (mass_2 + mass_3))
+        mixed = mixed * before[:, None] + part_0 * mass_0[:, None]
+        mixed += part_1 * mass_1[:, None] + part_2 * mass_2[:, None] + part_3 * mass_3[:, None]
+        best = new_best
     mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
     target = row.to(tl.int64) * (HEADS_KV * GROUP) + head_kv * GROUP + packed % GROUP
     tl.store(

@@ -145,7 +145,7 @@ def choose_tiles(call: AttentionCall) -> Tiles:
     if _can_specialise(call):
         if packed_rows <= 64:
             return Tiles(rows=64, keys=64, stages=3, resident=2, groups=1)
-        return Tiles(rows=128, keys=128, stages=3, resident=1, groups=2)
+        return Tiles(rows=128, keys=64, stages=6, resident=1, groups=2)
     if call.query.shape[2] > 128:
         return Tiles(rows=64, keys=32, stages=3, resident=1)
     return Tiles(rows=64, keys=64, stages=3, resident=2)
@@ -184,7 +184,10 @@ def plan_grid(call: AttentionCall, tiles: Tiles) -> Grid:
         splits = max(triton.cdiv(batch.max_key_len, split_keys), 1)
         return Grid(tiles=most, units=most * splits + 1, units_wanted=0, split_keys=split_keys, splits=splits)
     places = multiprocessors(batch.key_len.device) * tiles.resident
-    wanted = most * _even_splits(most * heads_kv, places, batch.max_key_len)
+    even = _even_splits(most * heads_kv, places, batch.max_key_len)
+    if even == 1 and 4 * most * heads_kv >= 3 * places and batch.max_key_len <= _SHORT_KEYS:
+        return Grid(tiles=most, units=most + 1, units_wanted=0, split_keys=0, splits=1)
+    wanted = most * even
     if most * heads_kv < places:
         # Few tiles: what rounding to whole splits leaves over goes to the longest sessions.
         wanted = max(wanted, places // heads_kv)
@@ -192,6 +195,10 @@ def plan_grid(call: AttentionCall, tiles: Tiles) -> Grid:
     splits = min(wanted, triton.cdiv(batch.max_key_len, _MIN_SPLIT_KEYS))
     return Grid(tiles=most, units=units + 1, units_wanted=wanted, split_keys=0, splits=max(splits, 1))
 
+
+# Where tiles fill the device by themselves and no session is longer than this, the merge's launch costs more than
+# splits of the longest sessions could gain.
+_SHORT_KEYS = 2048
 
 # What a unit costs beside its keys (start, tail, merge), in keys.
 _UNIT_OVERHEAD_KEYS = 256
@@ -278,9 +285,9 @@ def _attend(call: AttentionCall, outputs: tuple[torch.Tensor, ...], tiles: Tiles
 
 
 # Registers of a thread that gathers, by the groups that multiply beside it.
-_GATHER_REGISTERS = {1: 64, 2: 40}
+_GATHER_REGISTERS = {1: 64, 2: 88}
 # Registers of a thread of the second group; the first gets the rest, which is as many.
-_GROUP_REGISTERS = 232
+_GROUP_REGISTERS = 208
 
 
 def _attend_specialised(call: AttentionCall, outputs: tuple[torch.Tensor, ...], tiles: Tiles, grid: Grid) -> None:
@@ -310,17 +317,12 @@ def _attend_specialised(call: AttentionCall, outputs: tuple[torch.Tensor, ...], 
     )
 
 
-# Numbers of a partial result that a program of the merge holds at once.
-_MERGE_ELEMENTS = 8192
-
-
 def _merge(call: AttentionCall, buffers: tuple[torch.Tensor, ...], tiles: Tiles, grid: Grid) -> None:
-    batch, block_d = call.batch, _block_d(call)
-    block_p = triton.next_power_of_2(grid.splits)
-    # Few rows a program where there are few tiles; as many of their splits at once as registers hold.
+    batch = call.batch
+    # Few rows a program where there are few tiles.
     packed_rows = grid.tiles * call.heads_kv * tiles.rows
     rows_each = triton.next_power_of_2(packed_rows // (4 * multiprocessors(call.query.device)) + 1)
-    rows_each = max(min(rows_each, 16, _MERGE_ELEMENTS // block_p), 1)
+    rows_each = min(rows_each, 16, tiles.rows)
     merge_kernel[(packed_rows // rows_each,)](
         *buffers,
         batch.query_start.contiguous(),
@@ -332,10 +334,8 @@ def _merge(call: AttentionCall, buffers: tuple[torch.Tensor, ...], tiles: Tiles,
         grid.split_keys,
         **_shape(call),
         BLOCK_M=tiles.rows,
-        BLOCK_D=block_d,
+        BLOCK_D=_block_d(call),
         BLOCK_R=rows_each,
-        BLOCK_P=block_p,
-        CHUNK=max(min(block_p, _MERGE_ELEMENTS // (rows_each * block_d)), 1),
         EARLY=call.query.is_cuda,
         num_warps=4,
         # Its launch may begin under the end of the pass over the keys.

@@ -84,6 +84,11 @@ def test_a_second_wave_is_filled_too() -> None:
     assert splits == 7
 
 
+def test_short_sessions_that_fill_the_device_are_not_merged() -> None:
+    short, long = (plan_grid(_call(_batch([16] * 32, [keys] * 32)), _TILES) for keys in (1040, 8208))
+    assert short.splits == 1 and long.splits > 1
+
+
 @pytest.mark.parametrize("split_keys", [None, 100, 4096])
 def test_units_stay_within_the_grid(split_keys: int | None) -> None:
     for _ in range(200):
