@@ -374,6 +374,16 @@ def test_scales_of_any_sign(triton_device: torch.device, scale: float) -> None:
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_scores_far_apart(triton_device: torch.device) -> None:
+    # Splits whose best scores differ by thousands: none may overflow, and small ones vanish.
+    batch = _batch(split_keys=32)
+    tensors = _tensors(batch, 2, 1, 16)
+    expected = tree_attention_reference(*tensors, batch, scale=300.0)
+    query, key, value = (tensor.to(triton_device) for tensor in tensors)
+    out = tree_attention(query, key, value, _moved(batch, triton_device), scale=300.0)
+    torch.testing.assert_close(out.cpu(), expected, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("stray", [False, True])
 @pytest.mark.parametrize("window", [0, 40])
 def test_nothing_outside_the_slots_is_read(triton_device: torch.device, stray: bool, window: int) -> None:
@@ -394,10 +404,11 @@ def test_nothing_outside_the_slots_is_read(triton_device: torch.device, stray: b
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_trees_of_256_nodes(triton_device: torch.device) -> None:
+@pytest.mark.parametrize("split_keys", [None, 192])
+def test_trees_of_256_nodes(triton_device: torch.device, split_keys: int | None) -> None:
     # Nodes lie across the blocks of keys at an odd place; every value tells its node.
     parents = _random_tree(256, 20)
-    batch = _tree_batch([parents], [37], 300)
+    batch = _tree_batch([parents], [37], 300, split_keys=split_keys)
     value = torch.zeros(300, 1, 256)
     value[batch.slot_table[0, 37:].long(), 0] = torch.eye(256)
     query, key = torch.zeros(256, 1, 256), torch.zeros(300, 1, 256)
