@@ -5,9 +5,9 @@ with the pool index that each lane looks for, and node after node offers itself 
 loads are the same for all lanes and do not wait for each other; all-pairs tiles and gathers between lanes proved four
 times slower.
 
-    _tree_kernel     one program a request, R of its nodes and W columns of the mask: links, positions, mask. The walks
-                     along the ancestors read the parents from memory and collect a W-bit word in each lane. Up to 64
-                     nodes one program has the whole request and finds the parents itself (FUSED).
+    _tree_kernel     one program a request, R of its nodes and R columns of the mask: links, positions, mask. The walks
+                     along the ancestors read the parents from memory and collect a word of R bits in each lane. Up to
+                     64 nodes one program has the whole request and finds the parents itself (FUSED).
     _parents_kernel  beyond: the parents, found once by a launch of its own.
 
 Shapes: bs requests, n nodes of a request with its root.
@@ -237,7 +237,7 @@ def _walk(
     would make its `depth` visits.
     """
     word = _bit(rows * 0, first_column) | _bit(rows, first_column)
-    node = tl.where(rows > 0, parent, -1)
+    node = parent
     visits = (rows > 0).to(tl.int32)
     for _ in range(1, steps):
         walking = node > 0

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from outrider.kernels.build_tree import TreeMaskMode, build_tree_kernel_efficient
+from outrider.kernels.build_tree_kernels import launch_build_tree
 from outrider.kernels.tree_mask import reconstruct_indices_from_tree_mask
 
 _VECTORS = Path(__file__).parent / "vectors"
@@ -242,14 +243,19 @@ def _check_buffers(device: torch.device) -> None:
     assert mask[2:].eq(64).all() and mask[:, 1::2].eq(64).all()
 
 
-def _check_length(device: torch.device, length: int) -> None:
+def _check_length(device: torch.device, length: int, *, unchecked: bool = False) -> None:
     """A prefix for which the full mask has no room: what lies before and behind it stays as it is."""
     memory = torch.full((4096,), 3, dtype=torch.uint8, device=device)
     mask = memory[1024 : 1024 + 144].view(torch.bool)
     outputs = [torch.zeros(1, 12, dtype=torch.int64, device=device) for _ in range(4)]
     tree = _grown_tree(Random(2), 12, 1)
     columns = [torch.tensor(column, device=device) for column in (tree.parent_list, tree.selected)]
-    _build(*columns, torch.tensor([length], device=device), mask, *outputs, tree.topk, tree.depth, 12, 0)
+    lengths = torch.tensor([length], device=device)
+    if unchecked:
+        arguments: list[Any] = [*columns, lengths, mask, outputs, tree.topk, tree.depth, 0]
+        launch_build_tree(*arguments)
+    else:
+        _build(*columns, lengths, mask, *outputs, tree.topk, tree.depth, 12, 0)
     assert memory[:1024].eq(3).all() and memory[1024 + 144 :].eq(3).all()
 
 
@@ -309,8 +315,13 @@ def test_triton_chains_and_cycles(triton_device: torch.device) -> None:
 
 def test_triton_strides_and_larger_buffers(triton_device: torch.device) -> None:
     _check_buffers(triton_device)
-    _check_length(triton_device, -3)
-    _check_length(triton_device, -500)
+
+
+def test_triton_stores_past_a_full_mask_are_left_out(triton_device: torch.device) -> None:
+    for length in (-3, -500):
+        _check_length(triton_device, length)
+    for length in (128, 138, 2**40):
+        _check_length(triton_device, length, unchecked=True)
 
 
 def test_triton_round_trip(triton_device: torch.device) -> None:
@@ -329,13 +340,6 @@ def test_every_size_on_a_gpu() -> None:
     _check_sizes(device, [(64, 65), (256, 9), (1024, 2), (1000, 1), (511, 1)])
     _check_chain(device, 1024)
     _check_round_trip(device, [(nodes, 3) for nodes in sizes] + [(64, 257), (1024, 2)])
-
-
-@pytest.mark.gpu
-def test_stores_past_a_full_mask_on_a_gpu_are_left_out() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    _check_length(torch.device("cuda"), 128)
 
 
 def _arguments() -> dict[str, object]:
