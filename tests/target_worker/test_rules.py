@@ -112,6 +112,20 @@ def test_a_step_of_all_rules_gives_each_session_what_it_gets_alone(monkeypatch, 
         assert any(accepted), f"nothing was ever accepted under {rule}"
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_every_session_gets_what_it_gets_on_a_cpu():
+    chance = random.Random(5)
+    specs = [SamplingSpec(temperature=0.8), TARGET_ONLY, REJECTION, replace(REJECTION, top_k=4, temperature=1.4)]
+    trees = [
+        random_rows(chance, replace(specs[number % 4], seed=number, choice_index=number % 3)) for number in range(80)
+    ]
+    logits = logits_of(trees)
+    pairs = zip(verify(logits.cuda(), trees), verify(logits.clone(), trees), strict=True)
+    # A coin may fall between two roundings of a sum.
+    assert sum(on_gpu != on_cpu for on_gpu, on_cpu in pairs) <= 1
+
+
 @pytest.mark.parametrize("spec", [TARGET_ONLY, REJECTION])
 def test_at_temperature_0_trees_are_walked_greedily(spec):
     greedy = replace(spec, temperature=0.0)
