@@ -173,6 +173,7 @@ def attend_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_W: tl.constexpr,
     STAGES: tl.constexpr,
+    TAIL_STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     head_kv = tl.program_id(0) % HEADS_KV
@@ -275,7 +276,7 @@ def attend_kernel(
         best = tl.full([BLOCK_M], float("-inf"), tl.float32)
         mass = tl.zeros([BLOCK_M], tl.float32)
         mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for begin in tl.range(shared, last, BLOCK_N, num_stages=1):
+    for begin in tl.range(shared, last, BLOCK_N, num_stages=TAIL_STAGES):
         slot = tl.load(table_ptr + (begin + lane) * table_stride, mask=begin + lane < last, other=-1)
         slot_ok = (slot >= 0) & (slot < num_slots)
         place = slot.to(tl.int64) if WIDE else slot

@@ -277,6 +277,8 @@ def _attend(call: AttentionCall, outputs: tuple[torch.Tensor, ...], tiles: Tiles
         **_pass(call, tiles, grid),
         HAS_SOFTCAP=numbers.softcap > 0,
         HAS_WINDOW=windowed,
+        # With a window every block is looked at key by key; without one, the last few.
+        TAIL_STAGES=tiles.stages if windowed and call.query.element_size() == 2 else 1,
         BLOCK_M=tiles.rows,
         BLOCK_D=_block_d(call),
         num_warps=tiles.warps,
@@ -285,9 +287,9 @@ def _attend(call: AttentionCall, outputs: tuple[torch.Tensor, ...], tiles: Tiles
 
 
 # Registers of a thread that gathers, by the groups that multiply beside it.
-_GATHER_REGISTERS = {1: 64, 2: 88}
+_GATHER_REGISTERS = {1: 64, 2: 40}
 # Registers of a thread of the second group; the first gets the rest, which is as many.
-_GROUP_REGISTERS = 208
+_GROUP_REGISTERS = 232
 
 
 def _attend_specialised(call: AttentionCall, outputs: tuple[torch.Tensor, ...], tiles: Tiles, grid: Grid) -> None:
