@@ -3,10 +3,10 @@
 Two launches. A tile is BLOCK_M packed rows of one session, a packed row a query row and a head of its group, so that
 all rows of a tile read the same keys. A unit is a tile and a split of its keys; units are numbered session by session.
 
-    _attend_kernel   one program a unit and key head: an online softmax over the unit's keys. Keys that every row of the
+    attend_kernel    one program a unit and key head: an online softmax over the unit's keys. Keys that every row of the
                      tile sees by its prefix need no mask and no bounds; the tail does. With one split the result goes
                      to `out`, otherwise to a buffer of partial results, normalised, with log2 of its mass beside it.
-    _merge_kernel    tiles of several splits: the mean of the partial results, weighted by their masses, in fixed order.
+    merge_kernel     tiles of several splits: the mean of the partial results, weighted by their masses, in fixed order.
 
 How many splits a session gets is decided on the device (`_plan`), from the lengths of all sessions: every session gets
 the share of the units that it has of the work. The grid depends on bounds only, so that a graph can replay it for any
