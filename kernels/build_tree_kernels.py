@@ -2,8 +2,8 @@
 
 A program holds one node in every lane and meets the others one by one: entry after entry of selected_index is compared
 with the pool index that each lane looks for, and node after node offers itself to its parent and its siblings. These
-loads are the same for all lanes and do not wait for each other; all-pairs tiles and gathers between lanes proved four
-times slower.
+loads are the same for all lanes and do not wait for each other; tiles of all pairs, with gathers between lanes, took
+three times as long.
 
     _tree_kernel     one program a request, R of its nodes and R columns of the mask: links, positions, mask. The walks
                      along the ancestors read the parents from memory and collect a word of R bits in each lane. Up to

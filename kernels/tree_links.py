@@ -22,8 +22,8 @@ __all__ = ["first_marked", "links_of_parents", "links_of_rows", "stretch_of"]
 
 
 def stretch_of(nodes: int) -> int:
-    """How many nodes a kernel's loop over all nodes but the root takes at a time: a power of two below n."""
-    return 1 << min(4, max(nodes - 1, 1).bit_length() - 1)
+    """How many nodes a kernel's loop over all nodes but the root takes at a time; less than n, but for n = 1."""
+    return next(stretch for stretch in (16, 4, 1) if stretch < max(nodes, 2))
 
 
 def links_of_parents(parents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
