@@ -180,6 +180,8 @@ class Worker:
             "limits": registry_pb2.WorkerLimits(max_sessions=8, max_tree_nodes=32, max_step_tokens=128),
         }
         yield registry_pb2.WorkerReport(introduction=registry_pb2.WorkerIntroduction(**settings | self.changes))
+        # A load that is written while the coordinator refuses would end the call with INTERNAL on this side.
+        await self.registered.wait()
         while self.beat:
             yield registry_pb2.WorkerReport(load=common_pb2.WorkerLoad(sessions=3))
             await asyncio.sleep(0.05)
