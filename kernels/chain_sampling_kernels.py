@@ -14,13 +14,8 @@ import torch
 
 from outrider.kernels.backend import jit, tl, triton
 from outrider.kernels.noise import STREAM_COINS, STREAM_RESIDUAL, philox_words
-from outrider.kernels.residual_sampling import (
-    ResidualPlan,
-    launch_residual_draw,
-    overlap_options,
-    store_plan,
-    with_dense_rows,
-)
+from outrider.kernels.residual_sampling import ResidualPlan, launch_residual_draw, overlap_options, with_dense_rows
+from outrider.kernels.residual_sampling_kernels import store_plan
 
 __all__ = ["OFFSET_FACTOR", "launch_chain_sampling", "signed"]
 

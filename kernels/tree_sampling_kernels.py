@@ -16,14 +16,8 @@ from __future__ import annotations
 import torch
 
 from outrider.kernels.backend import jit, tl, triton
-from outrider.kernels.residual_sampling import (
-    PLAN_COLUMNS,
-    ResidualPlan,
-    launch_residual_draw,
-    overlap_options,
-    store_plan,
-    with_dense_rows,
-)
+from outrider.kernels.residual_sampling import ResidualPlan, launch_residual_draw, overlap_options, with_dense_rows
+from outrider.kernels.residual_sampling_kernels import PLAN_COLUMNS, store_plan
 
 __all__ = ["launch_tree_sampling", "rounded_thresholds"]
 

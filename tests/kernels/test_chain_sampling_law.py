@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.kernels import chain_sampling, chain_sampling_kernels, residual_sampling
+from outrider.kernels import chain_sampling, chain_sampling_kernels, residual_sampling, residual_sampling_kernels
 
 _Law = dict[tuple[int, ...], float]
 (_RECORDED,) = json.loads((Path(__file__).parent / "vectors" / "chain_unbiasedness.json").read_text())
@@ -210,6 +210,6 @@ def test_a_broken_kernel_has_another_law(
 def test_a_broken_draw_has_another_law(
     cuda: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chi_square_p: Callable[..., float]
 ) -> None:
-    mutant = _mutant(residual_sampling, tmp_path, "* tl.max(ends)", "* 1.0")
-    monkeypatch.setattr(chain_sampling_kernels, "launch_residual_draw", mutant.launch_residual_draw)
+    mutant = _mutant(residual_sampling_kernels, tmp_path, "* tl.max(ends)", "* 1.0")
+    monkeypatch.setattr(residual_sampling, "residual_kernel", mutant.residual_kernel)
     assert _sampled_p(cuda, 200_000, chi_square_p) < 1e-12
