@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
+from outrider.kernels.noise_blocks import gumbel_of_word, philox_words, word_of_ids
 
 __all__ = [
     "STREAM_CHOICE",
@@ -40,6 +41,7 @@ __all__ = [
     "gumbel_noise_reference",
     "philox_uint32",
     "philox_uint32_reference",
+    "philox_words",
 ]
 
 STREAM_CHOICE, STREAM_DRAFT, STREAM_COINS, STREAM_RESIDUAL = range(4)
@@ -309,32 +311,6 @@ def _launch(
 
 
 @jit
-def philox_words(seed, counter, position, stream, choice):
-    """The four uint32 words of each counter; `counter` is a block of ids >> 2, the rest are scalars."""
-    zeros = counter.to(tl.uint32) * 0
-    c1 = zeros + position.to(tl.uint32)
-    c2 = zeros + stream.to(tl.uint32)
-    c3 = zeros + choice.to(tl.uint32)
-    return tl.philox(seed, counter.to(tl.uint32), c1, c2, c3)
-
-
-@jit
-def gumbel_of_word(word):
-    """G of a block of uint32 words, as in `gumbel_from_uint32`."""
-    w = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.999999940395355224609375)
-    exponential = tl.where(w < 0.00048828125, w + w * w / 2 + w * w * w / 3, -tl.log(1 - w))
-    return -tl.log(exponential)
-
-
-@jit
-def gumbel_of_block(seed, first_id, position, stream, choice, BLOCK: tl.constexpr):
-    """G of the BLOCK ids from `first_id`, a multiple of 4: one Philox call for four ids."""
-    counter = first_id // 4 + tl.arange(0, BLOCK // 4)
-    x0, x1, x2, x3 = philox_words(seed, counter, position, stream, choice)
-    return gumbel_of_word(tl.interleave(tl.interleave(x0, x2), tl.interleave(x1, x3)))
-
-
-@jit
 def _noise_kernel(
     seeds_ptr,  # [T] int64
     positions_ptr,  # [T] int32 or int64
@@ -353,11 +329,7 @@ def _noise_kernel(
     inside = offsets < count
     ids = tl.load(ids_ptr + row * ids_row_stride + offsets * ids_stride, mask=inside, other=0)
     stream = tl.full([], stream, tl.int64)
-    x0, x1, x2, x3 = philox_words(
-        tl.load(seeds_ptr + row), ids >> 2, tl.load(positions_ptr + row), stream, tl.load(choice_ptr + row)
-    )
-    lane = ids & 3
-    word = tl.where(lane == 0, x0, tl.where(lane == 1, x1, tl.where(lane == 2, x2, x3)))
+    word = word_of_ids(tl.load(seeds_ptr + row), ids, tl.load(positions_ptr + row), stream, tl.load(choice_ptr + row))
     if AS_WORDS:
         tl.store(out_ptr + row * count + offsets, word.to(tl.int64), mask=inside)
     else:

@@ -12,7 +12,7 @@ Shapes: T rows of logits, V vocabulary size, bs requests, n nodes of a request w
 path, so at most S - 1 are accepted.
 """
 
-# compile-time parameters of kernels are upper case; operators and kernels take positional columns
+# operators take positional columns
 # ruff: noqa: PLR0917
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.kernels.backend import check_shape, jit, tl, uses_triton
+from outrider.kernels.backend import check_shape, triton, uses_triton
 from outrider.kernels.coupled_sampling import coupled_choice_reference
 from outrider.kernels.coupled_sampling_kernels import launch_choice
 from outrider.kernels.sampling_rows import SamplingRows, checked_rows
-from outrider.kernels.verify_tree import verify_tree_greedy_reference
+from outrider.kernels.verify_tree import _verify_tree_greedy_kernel, verify_tree_greedy_reference
 
 __all__ = ["verify_coupled", "verify_coupled_reference"]
 
@@ -148,8 +148,11 @@ def _launch_walk(choices: torch.Tensor, walk: TreeWalk) -> None:
     requests, nodes = walk.candidates.shape
     if walk.candidates.numel() == 0:
         return
-    _walk_kernel[(requests,)](
-        walk.predicts,
+    path_nodes = walk.accept_index.shape[1]
+    block = triton.next_power_of_2(max(nodes, 32))
+    predicts = walk.predicts.contiguous()
+    _verify_tree_greedy_kernel[(requests,)](
+        predicts,
         walk.accept_index,
         walk.accept_token_num,
         walk.candidates.contiguous(),
@@ -157,63 +160,16 @@ def _launch_walk(choices: torch.Tensor, walk: TreeWalk) -> None:
         walk.retrive_next_token.contiguous(),
         walk.retrive_next_sibling.contiguous(),
         choices,
-        walk.predicts.stride(0),
         walk.accept_index.stride(0),
         walk.accept_index.stride(1),
         walk.accept_token_num.stride(0),
         nodes,
         choices.shape[0],
-        walk.accept_index.shape[1],
-        num_warps=1,
+        path_nodes,
+        N=block,
+        P=triton.next_power_of_2(max(path_nodes, 32)),
+        STEPS=(path_nodes - 1).bit_length(),
+        num_warps=min(max(block // 64, 1), 4),
     )
-
-
-@jit
-def _walk_kernel(
-    predicts_ptr,  # [T] int
-    accept_index_ptr,  # [bs, S] int
-    accept_token_num_ptr,  # [bs] int
-    candidates_ptr,  # [bs, n] int
-    retrive_index_ptr,  # [bs, n] int
-    next_token_ptr,  # [bs, n] int
-    next_sibling_ptr,  # [bs, n] int
-    choices_ptr,  # [T] int64
-    predicts_stride,
-    accept_row_stride,
-    accept_stride,
-    num_stride,
-    nodes,
-    all_rows,
-    path_nodes,
-):
-    request = tl.program_id(0).to(tl.int64)
-    base = request * nodes
-    accept_index_ptr += request * accept_row_stride
-    accepted = tl.full([], 0, tl.int32)
-    node = tl.full([], 0, tl.int64)
-    last = tl.load(retrive_index_ptr + base).to(tl.int64)
-    walking = (last >= 0) & (last < all_rows)
-    if walking:
-        tl.store(accept_index_ptr, last.to(accept_index_ptr.dtype.element_ty))
-    while walking:
-        wanted = tl.load(choices_ptr + last)
-        tl.store(predicts_ptr + last * predicts_stride, wanted.to(predicts_ptr.dtype.element_ty))
-        child = tl.load(next_token_ptr + base + node).to(tl.int64)
-        row = last
-        visited = tl.full([], 0, tl.int32)
-        found = last < 0
-        searching = (accepted < path_nodes - 1) & (child >= 0) & (child < nodes)
-        while searching:
-            token = tl.load(candidates_ptr + base + child).to(tl.int64)
-            row = tl.load(retrive_index_ptr + base + child).to(tl.int64)
-            found = (token == wanted) & (row >= 0) & (row < all_rows)
-            visited += 1
-            node = child
-            child = tl.load(next_sibling_ptr + base + child).to(tl.int64)
-            searching = (found == 0) & (visited < nodes) & (child >= 0) & (child < nodes)
-        walking = found
-        if found:
-            accepted += 1
-            last = row
-            tl.store(accept_index_ptr + accepted * accept_stride, last.to(accept_index_ptr.dtype.element_ty))
-    tl.store(accept_token_num_ptr + request * num_stride, accepted.to(accept_token_num_ptr.dtype.element_ty))
+    if not walk.predicts.is_contiguous():
+        walk.predicts.copy_(predicts)

@@ -237,7 +237,7 @@ def _check_triton(columns: Columns, device: torch.device, k: int, **more: torch.
         torch.testing.assert_close(have.cpu(), want, rtol=1e-4, atol=1e-4, msg=lambda text, name=name: f"{name} {text}")
 
 
-@pytest.mark.parametrize(("vocab_size", "k"), [(1, 1), (7, 7), (64, 3), (5000, 5)])
+@pytest.mark.parametrize(("vocab_size", "k"), [(1, 1), (64, 3)])
 def test_triton_choices_equal_the_reference(triton_device: torch.device, vocab_size: int, k: int) -> None:
     columns = _mixed(vocab_size, ties=vocab_size == 64)
     _check_triton(columns, triton_device, k)

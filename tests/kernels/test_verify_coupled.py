@@ -158,7 +158,7 @@ def test_strides_and_larger_buffers() -> None:
 
 
 def test_triton_random_trees(triton_device: torch.device) -> None:
-    _check_random_trees(triton_device, rounds=6)
+    _check_random_trees(triton_device, rounds=2)
 
 
 def test_triton_malformed_links(triton_device: torch.device) -> None:
@@ -276,10 +276,10 @@ def test_cuda_graph_replays_a_step_of_new_trees() -> None:
     def arguments() -> tuple[Columns, Columns, Columns]:
         columns = _columns(torch.randn(count, 3000, generator=generator) * 4, generator)
         links = _links(_padded(trees, width, generator, 3000))
-        # Half of the first children hold the choice of their parents, so that walks get somewhere.
+        # First children hold the choice of their parents, so that walks get somewhere.
         child, rows = links["retrive_next_token"], links["retrive_index"]
         choices = coupled_choice(**columns)
-        for request, node in (child >= 0).nonzero()[::2].tolist():
+        for request, node in (child >= 0).nonzero().tolist():
             links["candidates"][request, child[request, node]] = choices[rows[request, node]]
         return columns, links, _outputs(count, len(trees), width)
 

@@ -1,0 +1,216 @@
+"""Second launch of coupled sampling: what of each row has to be looked at again, from what the scan left behind.
+
+Three bounds a row, two in l and the last an estimated score:
+
+    low     nothing below it is kept
+    high    everything from it on is kept
+    floor   of what is kept for certain, the k best score at least this
+
+What the third launch lists is {v : low <= l[v] and (l[v] < high or score[v] >= floor)}. A low that is not a number says
+that there is no telling, and that the row is to be gone through as a whole.
+
+- Unfiltered: low = high = -inf, floor the k-th largest score of a tile less the error of the estimate.
+- Greedy: low the k-th largest l of a tile, high = inf.
+- top-k up to four fifths of the tiles: low the top_k-th largest l of a tile, high = inf.
+- Otherwise a sample of SAMPLE evenly spread logits tells how much of the row lies below a bound, give or take six
+  standard deviations; high = inf unless low leaves more than half a list. Then the row is flat enough for the sample to
+  tell high as well, and floor: a mass m gives Poisson(m exp(-s)) scores above s, so s can be set for some to be there.
+
+A sample may mislead. The last launch finds that out by exact counts and masses, and time is all that is lost.
+
+Shapes: T rows, V vocabulary size, C tiles of a row.
+"""
+
+# compile-time parameters of kernels are upper case; operators and kernels take positional columns
+# ruff: noqa: N803, PLR0917
+
+from __future__ import annotations
+
+import math
+
+from outrider.kernels.backend import jit, tl
+from outrider.kernels.coupled_rows import kth_largest, load_filters, load_row, row_mass, row_scale
+from outrider.kernels.noise_blocks import RACE_ABOVE, RACE_BELOW, RACE_SHIFT
+
+__all__ = ["bound_kernel"]
+
+_SLACK = tl.constexpr(RACE_ABOVE + RACE_BELOW)
+_SHIFT = tl.constexpr(RACE_SHIFT)
+_UNIT = tl.constexpr(2.0**-40)
+# Beyond these the bounds' own rounding could matter; such rows are gone through as a whole.
+_LARGEST_LOGIT = tl.constexpr(1e6)
+_LARGEST_TEMPERATURE = tl.constexpr(1e30)
+_LARGEST_SCORE = tl.constexpr(1e30)
+# Elements of the sample that lie side by side: one sector of memory.
+_CHUNK = tl.constexpr(8)
+# Bounds are sought in the 40 e-folds of probability below the row's largest, by halving.
+_DEPTH = tl.constexpr(40 * math.log2(math.e))
+_E_FOLD = tl.constexpr(math.log2(math.e))
+_HALVINGS = tl.constexpr(14)
+
+
+@jit
+def bound_kernel(
+    logits_ptr,  # [T, V]
+    bias_ptr,  # [T, V]
+    temperature_ptr,  # [T] float32
+    top_k_ptr,  # [T] int
+    top_p_ptr,  # [T] float32
+    min_p_ptr,  # [T] float32
+    scores_ptr,  # [T, C] float32
+    tops_ptr,  # [T, C] float32
+    masses_ptr,  # [T, C] float32
+    bounds_ptr,  # [T, 4] float32: low, high, floor and the largest l
+    count_ptr,  # [T] int32: 0, or more than LIST where the whole row is to be gone through
+    sure_mass_ptr,  # [T] int64: 0
+    logits_row_stride,
+    logits_stride,
+    bias_row_stride,
+    bias_stride,
+    vocab_size,
+    tiles,
+    K,
+    HAS_BIAS: tl.constexpr,
+    WITH_MASS: tl.constexpr,
+    LIST: tl.constexpr,
+    SAMPLE: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """One program a row: its bounds, and an empty list."""
+    row = tl.program_id(0).to(tl.int64)
+    filters, filtered = load_filters(row, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size)
+    temperature, top_k = filters[0], filters[1]
+    scores_ptr, tops_ptr, masses_ptr = scores_ptr + row * tiles, tops_ptr + row * tiles, masses_ptr + row * tiles
+    tile = tl.arange(0, TILES)
+    largest = tl.max(tl.load(scores_ptr + tile, mask=tile < tiles, other=float("-inf")))
+    nowhere = tl.full([], float("nan"), tl.float32)
+    low = tl.full([], float("-inf"), tl.float32)
+    high = tl.full([], float("inf"), tl.float32)
+    floor = low
+    if filtered:
+        # A row that fits the list is listed as it is, and one of -inf has nothing to list.
+        if (vocab_size > LIST) & (largest != float("-inf")):
+            if (tl.abs(largest) < _LARGEST_LOGIT) & (temperature < _LARGEST_TEMPERATURE):
+                if (top_k > 0) & (top_k * 5 <= tiles * 4):
+                    low = _below(kth_largest(tops_ptr, tiles, top_k, TILES, 16))
+                else:
+                    logits_row, bias_row = logits_ptr + row * logits_row_stride, bias_ptr + row * bias_row_stride
+                    source = (logits_row, bias_row, logits_stride, bias_stride, vocab_size)
+                    mass = row_mass(tops_ptr, masses_ptr, largest, row_scale(temperature), tiles, TILES)
+                    low, high, floor = _sampled_bounds(source, filters, largest, mass, K, HAS_BIAS, LIST, SAMPLE)
+            else:
+                low = nowhere
+    else:
+        kth = kth_largest(scores_ptr, tiles, K, TILES, 16)
+        if temperature > 0:
+            size = tl.maximum(tl.abs(largest), tl.where(kth > float("-inf"), tl.abs(kth), 0.0))
+            # The estimate's error, and what rounding does to z log2(e), of which G is at most 33.
+            floor = kth - _SLACK - (size + 40) * 1.9073486328125e-06
+            high = low
+            if (size < _LARGEST_SCORE) == 0:
+                low = nowhere
+            # Of an unfiltered row the largest so far was a score.
+            largest = tl.max(tl.load(tops_ptr + tile, mask=(tile < tiles) & WITH_MASS, other=float("-inf")))
+        else:
+            low = kth
+    bounds_ptr += row * 4
+    tl.store(bounds_ptr, low)
+    tl.store(bounds_ptr + 1, high)
+    tl.store(bounds_ptr + 2, floor)
+    tl.store(bounds_ptr + 3, largest)
+    tl.store(count_ptr + row, tl.where(low >= float("-inf"), 0, LIST + 1))
+    tl.store(sure_mass_ptr + row, tl.full([], 0, tl.int64))
+
+
+@jit
+def _below(logit):
+    """A bound so far below `logit` that no l under it has the same z."""
+    return logit - tl.abs(logit) * 2.384185791015625e-07 - 1e-14
+
+
+@jit
+def _sampled_bounds(
+    source,
+    filters,
+    largest,
+    mass,
+    K,
+    HAS_BIAS: tl.constexpr,
+    LIST: tl.constexpr,
+    SAMPLE: tl.constexpr,
+):
+    """low, high and floor of a filtered row, as its sample shows them."""
+    temperature, top_k, top_p, min_p = filters
+    vocab_size = source[4]
+    place = tl.arange(0, SAMPLE)
+    chunk = (place // _CHUNK).to(tl.int64) * (vocab_size // _CHUNK) // (SAMPLE // _CHUNK)
+    logits = load_row(source, chunk * _CHUNK + place % _CHUNK, HAS_BIAS)
+    scale = row_scale(temperature)
+    # Every element of the sample stands for `share` of the row; masses are relative to the largest logit's.
+    share = vocab_size * (1.0 / SAMPLE)
+    masses = tl.exp2((logits - largest) * scale) * share
+    high = tl.full([], float("-inf"), tl.float32)
+    low = high
+    if top_k > 0:
+        low = _low_of_count(logits, largest, scale, top_k.to(tl.float32) / share)
+        high = tl.full([], float("inf"), tl.float32)
+    elif top_p < 1:
+        dropped = (1 - tl.maximum(top_p, 0.0)) * (mass.to(tl.float32) * _UNIT)
+        low, high = _around_mass(logits, masses, largest, scale, share, dropped)
+    if (top_k == 0) & (min_p > 0):
+        edge = largest + tl.log2(min_p) / scale
+        margin = (tl.abs(largest) + tl.abs(edge)) * 9.5367431640625e-07
+        # Where min-p cuts above top-p's range it alone decides.
+        low = tl.where(edge - margin >= high, edge - margin, low)
+        high = tl.maximum(high, edge + margin)
+    above_low = tl.sum((logits >= low).to(tl.float32)) * share
+    high = tl.where(above_low <= LIST // 2, float("inf"), high)
+    # That fewer than K of 4 K + 64 expected scores are there does not happen.
+    sure = tl.sum(tl.where(logits >= high, masses, 0.0))
+    floor = largest * scale + tl.log2(sure / (4 * K + 64)) - _SHIFT
+    return _below(low), high, floor
+
+
+@jit
+def _low_of_count(logits, largest, scale, wanted):
+    """A bound that `wanted` elements of a sample of the same law reach, or more, for all that chance may do."""
+    low, high = largest - _DEPTH / scale, largest
+    for _ in range(_HALVINGS):
+        middle = (low + high) * 0.5
+        count = tl.sum((logits >= middle).to(tl.float32))
+        enough = count - 6 * tl.sqrt(count) - 12 >= wanted
+        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+    return low
+
+
+@jit
+def _around_mass(logits, masses, largest, scale, share, wanted):
+    """A bound with less than the mass `wanted` below it and one with more, for all that chance may do.
+
+    The second is inf where none is seen. The mass below t is measured with a variance of at most itself times `share`
+    times the weight at t.
+    """
+    low, high = largest - _DEPTH / scale, largest
+    for _ in range(_HALVINGS):
+        middle = (low + high) * 0.5
+        below, deviation = _mass_below(logits, masses, largest, scale, share, middle)
+        little = below + deviation <= wanted
+        low, high = tl.where(little, middle, low), tl.where(little, high, middle)
+    # A range wider than an e-fold would be too long for a list anyway.
+    lower, upper = low, low + _E_FOLD / scale
+    below, deviation = _mass_below(logits, masses, largest, scale, share, upper)
+    seen = below - deviation > wanted
+    for _ in range(_HALVINGS // 2):
+        middle = (lower + upper) * 0.5
+        below, deviation = _mass_below(logits, masses, largest, scale, share, middle)
+        much = below - deviation > wanted
+        lower, upper = tl.where(much, lower, middle), tl.where(much, middle, upper)
+    return low, tl.where(seen, upper, float("inf"))
+
+
+@jit
+def _mass_below(logits, masses, largest, scale, share, bound):
+    """The mass of the sample below `bound`, and six standard deviations of it with a few single weights."""
+    below = tl.sum(tl.where(logits < bound, masses, 0.0))
+    single = tl.exp2((bound - largest) * scale) * share
+    return below, 6 * tl.sqrt(below * single) + 12 * single
