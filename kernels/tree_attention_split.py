@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 
 from outrider.kernels.tree_attention_batch import TreeAttentionBatch
-from outrider.kernels.tree_attention_dense import sees
 
 __all__ = ["SplitKeys", "split_keys"]
 
@@ -58,7 +57,7 @@ def split_keys(batch: TreeAttentionBatch, *, num_slots: int, sliding_window: int
     cell_row = row.repeat_interleave(keys_of_row)
     first_cell = keys_of_row.cumsum(0) - keys_of_row
     cell_key = torch.arange(cell_row.shape[0], device=device) - (first_cell - masked_start[session])[cell_row]
-    mask = sees(
+    mask = _sees(
         batch,
         cell_row,
         session[cell_row],
@@ -103,3 +102,32 @@ def _reduce(of_row: torch.Tensor, session: torch.Tensor, has_rows: torch.Tensor,
 def _starts(counts: torch.Tensor) -> torch.Tensor:
     """[S] counts -> [S + 1] int32 places where each begins."""
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+
+
+def _sees(
+    batch: TreeAttentionBatch,
+    row: torch.Tensor,
+    session: torch.Tensor,
+    index: torch.Tensor,
+    *,
+    num_slots: int,
+    sliding_window: int,
+) -> torch.Tensor:
+    """Whether each row sees the key `index` of its session: three [C] int64 tensors give [C] bool."""
+    slot = batch.slot_table[session, index]
+    in_cache = (slot >= 0) & (slot < num_slots) & (index < batch.key_len[session])
+    seen = in_cache & ((index < batch.prefix_len[row]) | _tree_bit(batch, row, index - batch.tree_start[session]))
+    if sliding_window > 0:
+        assert batch.positions is not None and batch.slot_positions is not None
+        behind = batch.positions[row] - batch.slot_positions[slot.clamp(0, num_slots - 1).long()]
+        seen = seen & (behind < sliding_window)
+    return seen
+
+
+def _tree_bit(batch: TreeAttentionBatch, row: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
+    """Bit `offset` of a row's mask words; none below 0 or past the last word."""
+    bits = 64 * batch.tree_mask.shape[1]
+    if bits == 0:
+        return torch.zeros_like(offset, dtype=torch.bool)
+    word = batch.tree_mask[row, offset.clamp(0, bits - 1) >> 6]
+    return (offset >= 0) & (offset < bits) & ((word >> (offset & 63)) & 1 != 0)

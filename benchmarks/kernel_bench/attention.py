@@ -68,8 +68,7 @@ def cases() -> list[Case]:
 
 
 def _build(shape: Shape, device: torch.device, flashinfer: Any) -> Subject:
-    from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention
-    from outrider.kernels.tree_attention_dense import tree_attention_dense
+    from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention, tree_attention_reference
 
     keys = shape.context + shape.nodes
     sees, mask_words = _tree(shape.nodes)
@@ -90,7 +89,7 @@ def _build(shape: Shape, device: torch.device, flashinfer: Any) -> Subject:
     )
     return Subject(
         ours=lambda: tree_attention(query, key, value, batch, scale=_SCALE),
-        reference=lambda: tree_attention_dense(query, key, value, batch, scale=_SCALE),
+        reference=lambda: tree_attention_reference(query, key, value, batch, scale=_SCALE),
         work=shape.work(),
         **_flashinfer_runs(flashinfer, shape, (query, key, value), batch, mask.repeat(shape.batch, 1)),
     )

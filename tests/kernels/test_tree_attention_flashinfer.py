@@ -1,4 +1,4 @@
-"""Every other way to the answer of `tree_attention`: the dense definition, keys split in two, FlashInfer."""
+"""Tree attention through FlashInfer: keys split in two on any machine, the answer where FlashInfer runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention, tree_attention_reference
-from outrider.kernels.tree_attention_dense import sees, tree_attention_dense
 from outrider.kernels.tree_attention_flashinfer import tree_attention_flashinfer
 from outrider.kernels.tree_attention_split import split_keys
 
@@ -95,27 +94,6 @@ def tensors(
     return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
-@pytest.mark.parametrize(("heads", "heads_kv"), [(4, 2), (3, 1), (2, 2)])
-@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (12, 0.0), (0, 3.0), (12, 3.0)])
-def test_dense_equals_the_planned_reference(heads: int, heads_kv: int, window: int, softcap: float) -> None:
-    batch = make_batch()
-    inputs = tensors(batch, heads, heads_kv, 16)
-    dense = tree_attention_dense(*inputs, batch, scale=0.3, sliding_window=window, softcap=softcap)
-    planned = tree_attention_reference(*inputs, batch, scale=0.3, sliding_window=window, softcap=softcap)
-    torch.testing.assert_close(dense, planned, rtol=1e-5, atol=1e-5)
-    rows = int(batch.query_start[-1])
-    assert (dense[rows - 2] == 0).all() and (dense[rows:] == 0).all() and (dense[: rows - 2] != 0).all()
-
-
-def test_dense_keeps_the_dtype_and_takes_strides_and_no_mask_words() -> None:
-    batch = make_batch((Session(5, rows=3), Session(2, rows=1)))
-    batch = replace(batch, tree_mask=batch.tree_mask[:, :0])
-    query, key, value = tensors(batch, 4, 2, 8, torch.bfloat16)
-    out = tree_attention_dense(query.transpose(0, 1).contiguous().transpose(0, 1), key, value, batch, scale=1.0)
-    assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out, tree_attention_reference(query, key, value, batch, scale=1.0), rtol=1e-2, atol=1e-2)
-
-
 @pytest.mark.parametrize("window", [0, 1, 12])
 @pytest.mark.parametrize(
     "sessions", [MIXED, (Session(9, rows=1), Session(3, rows=1)), (Session(0, rows=6), Session(0, rows=2))]
@@ -127,17 +105,19 @@ def test_split_keys_hold_every_key_that_a_row_sees_once(sessions: tuple[Session,
         column.tolist() for column in (keys.query_start, keys.shared_start, keys.masked_start)
     )
     assert keys.rows == query_start[-1] and keys.shared_slots.dtype == keys.masked_slots.dtype == torch.int32
+    # Equal scores and values that name their slot: where a row of the reference is not zero, it saw.
+    zeros = torch.zeros(400, 1, 400)
+    query = torch.zeros(batch.prefix_len.shape[0], 1, 400)
+    named = torch.eye(400)[:, None]
+    spelled = tree_attention_reference(query, zeros, named, batch, scale=1.0, sliding_window=window)[:, 0]
     cell = 0
-    for session, key_len in enumerate(batch.key_len.tolist()):
+    for session in range(len(sessions)):
         shared = keys.shared_slots[shared_start[session] : shared_start[session + 1]].tolist()
         masked = keys.masked_slots[masked_start[session] : masked_start[session + 1]]
-        index = torch.arange(key_len)
         for row in range(query_start[session], query_start[session + 1]):
             by_mask = masked[keys.mask[cell : cell + len(masked)]].tolist()
             cell += len(masked)
-            of_row, of_session = torch.tensor(row), torch.tensor(session)
-            seen = sees(batch, of_row, of_session, index, num_slots=400, sliding_window=window)
-            assert sorted(shared + by_mask) == sorted(batch.slot_table[session, :key_len][seen].tolist())
+            assert sorted(shared + by_mask) == spelled[row].nonzero().flatten().tolist()
     assert cell == keys.mask.numel()
 
 
@@ -148,6 +128,12 @@ def test_split_keys_leave_a_long_prefix_to_the_pass_without_a_mask() -> None:
     # Of either session one slot is out of range; the chunk's first row sees its own key.
     assert keys.shared_start.tolist() == [0, 199, 199 + 100]
     assert keys.masked_start.tolist() == [0, 8, 8 + 15]
+
+
+def test_split_keys_take_batches_without_mask_words() -> None:
+    batch = make_batch((Session(9, rows=3), Session(3, rows=1)))
+    without = split_keys(replace(batch, tree_mask=batch.tree_mask[:, :0]), num_slots=400, sliding_window=0)
+    assert torch.equal(without.mask, split_keys(batch, num_slots=400, sliding_window=0).mask)
 
 
 @pytest.mark.parametrize(
@@ -183,13 +169,13 @@ WIDE = (Session(31, nodes=200), Session(1000, nodes=64), Session(5, nodes=1), Se
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (70, 3.0)])
-def test_dense_gives_the_same_on_cuda(window: int, softcap: float) -> None:
+def test_the_reference_gives_the_same_on_cuda(window: int, softcap: float) -> None:
     _needs_cuda()
     batch = make_batch()
     inputs = tensors(batch, 4, 2, 32)
     options: dict[str, Any] = {"scale": 0.3, "sliding_window": window, "softcap": softcap}
     query, key, value = (tensor.cuda() for tensor in inputs)
-    out = tree_attention_dense(query, key, value, on("cuda", batch), **options)
+    out = tree_attention_reference(query, key, value, on("cuda", batch), **options)
     torch.testing.assert_close(out.cpu(), tree_attention_reference(*inputs, batch, **options), rtol=1e-4, atol=1e-5)
 
 
@@ -207,7 +193,7 @@ def test_triton_flashinfer_and_reference_agree(head_dim: int, dtype: torch.dtype
             query, key, value = (tensor.cuda() for tensor in tensors(batch, heads, heads_kv, head_dim, dtype))
             for window in (0, 37):
                 options: dict[str, Any] = {"scale": head_dim**-0.5, "sliding_window": window, "softcap": softcap}
-                expected = tree_attention_dense(query, key, value, batch, **options)
+                expected = tree_attention_reference(query, key, value, batch, **options)
                 for operator in (tree_attention, tree_attention_flashinfer):
                     out = operator(query, key, value, batch, **options)
                     torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
@@ -224,7 +210,7 @@ def test_flashinfer_plans_once_a_batch_and_anew_for_the_next() -> None:
         # A layer after the other: other tensors, the same plan.
         query, key, value = (tensor.cuda() for tensor in tensors(batch, 8, 2, 128, torch.bfloat16))
         out = tree_attention_flashinfer(query, key, value, batch, scale=0.1)
-        expected = tree_attention_dense(query, key, value, batch, scale=0.1)
+        expected = tree_attention_reference(query, key, value, batch, scale=0.1)
         torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
     query, key, value = (tensor.cuda() for tensor in tensors(first, 8, 2, 128, torch.bfloat16))
     with torch.cuda.graph(torch.cuda.CUDAGraph()):  # a plan would wait for the host, which a capture forbids

@@ -9,8 +9,7 @@ import torch
 from transformers import AttentionInterface
 
 from outrider.engine.config import AttentionBackend
-from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention
-from outrider.kernels.tree_attention_dense import tree_attention_dense
+from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention, tree_attention_reference
 
 ATTENTION_NAME = "outrider_tree"
 
@@ -33,8 +32,8 @@ class TreeAttention(Protocol):
         ...
 
 
-def attention_operator(backend: AttentionBackend, device: torch.device, head_dim: int) -> TreeAttention:
-    """The operator that `backend` names, on `device`.
+def attention_operator(backend: AttentionBackend, head_dim: int) -> TreeAttention:
+    """The operator that `backend` names.
 
     Raises:
         ValueError: `backend` does not take this head size.
@@ -46,10 +45,7 @@ def attention_operator(backend: AttentionBackend, device: torch.device, head_dim
         if head_dim not in FLASHINFER_HEAD_DIMS:
             raise ValueError(f"attention_backend: flashinfer takes head sizes {FLASHINFER_HEAD_DIMS}, not {head_dim}")
         return tree_attention_flashinfer
-    if backend == "reference" and device.type == "cuda":
-        return tree_attention_dense
-    # On a CPU this runs the reference, which plans for that.
-    return tree_attention
+    return tree_attention if backend == "triton" else tree_attention_reference
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -43,7 +43,7 @@ class ModelRunner:
             pack_linear_layers(self._model)
         shape = _KvShape(self._model.config, getattr(torch, config.dtype_name))
         try:
-            self._attend = attention_operator(config.attention_backend_name, self.device, shape.head_dim)
+            self._attend = attention_operator(config.attention_backend_name, shape.head_dim)
         except ValueError as error:
             raise CheckpointError(f"{config.model_path}: {error}") from error
         row_len = self.info.max_model_len + config.max_tree_nodes
