@@ -316,6 +316,10 @@ def test_graph_replays_with_new_keys_and_without_waiting(cuda: torch.device) -> 
         assert (_lists(replayed) == first) == (step == 0)
     for _ in range(20):
         assert _lists(chain_speculative_sampling(*case, seed=seeds, offset=0)) == first
+    for row in range(0, 64, 7):
+        alone: list[Any] = [part[row : row + 1] for part in (*case, seeds)]
+        found = chain_speculative_sampling(*alone[:3], seed=alone[3], offset=0)
+        assert _lists(found) == [part[row : row + 1] for part in first], row
 
 
 def test_no_requests_is_no_work() -> None:

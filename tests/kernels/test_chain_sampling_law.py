@@ -161,14 +161,20 @@ def test_samples_follow_the_law(chi_square_p: Callable[..., float]) -> None:
     assert _sampled_p(torch.device("cpu"), 10_000, chi_square_p) > 1e-4
 
 
+def _agrees_with_the_reference(device: torch.device) -> bool:
+    q, p = (rows.expand(12, -1, -1).contiguous() for rows in _rows(0))
+    ids = torch.multinomial(
+        _rows(0)[0], 12, replacement=True, generator=torch.Generator().manual_seed(1)
+    ).T.contiguous()
+    expected = chain_sampling.chain_speculative_sampling_reference(q, ids, p, 21)
+    given: list[Any] = [part.to(device) for part in (q, ids, p)]
+    found = chain_sampling.chain_speculative_sampling(*given, seed=21)
+    return [part.tolist() for part in found] == [part.tolist() for part in expected]
+
+
 def test_triton_tokens_are_those_of_the_reference(triton_device: torch.device) -> None:
     """So the reference's law is the kernels'."""
-    q, p = (rows.expand(12, -1, -1).contiguous() for rows in _rows(0))
-    ids = torch.multinomial(_rows(0)[0], 12, replacement=True).T.contiguous()
-    expected = chain_sampling.chain_speculative_sampling_reference(q, ids, p, 21)
-    given: list[Any] = [part.to(triton_device) for part in (q, ids, p)]
-    found = chain_sampling.chain_speculative_sampling(*given, seed=21)
-    assert [part.tolist() for part in found] == [part.tolist() for part in expected]
+    assert _agrees_with_the_reference(triton_device)
 
 
 @pytest.fixture
@@ -190,6 +196,15 @@ _BROKEN_KERNELS = {
     "walk goes on after a rejection": ("tl.min(tl.where(passes, LANES, position))", "tl.sum(passes.to(tl.int32))"),
     "q and p exchanged": ("(coins * q < p)", "(coins * p < q)"),
 }
+
+
+@pytest.mark.parametrize("change", _BROKEN_KERNELS.values(), ids=_BROKEN_KERNELS)
+def test_triton_broken_kernel_has_other_tokens(
+    change: tuple[str, str], triton_device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mutant = _mutant(chain_sampling_kernels, tmp_path, *change)
+    monkeypatch.setattr(chain_sampling, "launch_chain_sampling", mutant.launch_chain_sampling)
+    assert not _agrees_with_the_reference(triton_device)
 
 
 @pytest.mark.gpu
