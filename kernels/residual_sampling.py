@@ -4,7 +4,7 @@
     token = smallest t with r[t] > 0 and cumsum(r)[t] > u * sum(r); else the last t with r[t] > 0; else V - 1
 
 Both rejection rules end so: `outrider.kernels.tree_sampling` and `outrider.kernels.chain_sampling`, whose walks write
-into a `ResidualPlan` which rows of p and q each request draws from. One launch follows, which nothing of size V leaves.
+into a `ResidualPlan` which rows of p and q each request draws from. One launch follows, and writes nothing of size V.
 Differences are float32, their sums float64, so that the rounding of sums all but never decides a token.
 
 Shapes: bs requests, V vocabulary size, n tokens that can be excluded.
