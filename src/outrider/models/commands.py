@@ -1,0 +1,88 @@
+"""`outrider widen`. Torch is imported when it runs: the other commands start quickly."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from outrider.models import embedded_draft_path, embedded_target_path
+
+if TYPE_CHECKING:
+    from outrider.models.widen import CheckpointPlan
+    from outrider.models.widened_weights import WidenedLlama
+
+# One shard is in memory at a time. A layer of the largest shape fits in; its vocabulary matrix is a shard alone.
+_MAX_SHARD_BYTES = 2_000_000_000
+
+
+def widen(
+    role: Annotated[Literal["target", "draft"], typer.Argument(help="Which model of the embedded pair.")],
+    shape: Annotated[Literal["160m", "1b", "8b", "70b"], typer.Argument(help="Llama shape to write it in.")],
+    folder: Annotated[Path, typer.Argument(help="New folder for the checkpoint.")],
+    *,
+    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Of the weights.")] = "bfloat16",
+    fill: Annotated[bool, typer.Option(help="Random weights, not zeros, where the function stays the same.")] = True,
+    seed: Annotated[int, typer.Option(min=0, help="Of the random weights.")] = 0,
+    check: Annotated[
+        Literal["layers", "whole", "none"],
+        typer.Option(help="Compare logits with the embedded model: layer by layer, or loaded whole as float32."),
+    ] = "layers",
+) -> None:
+    """Write the embedded target or draft as a checkpoint of a large Llama shape that computes the same logits."""
+    import torch
+
+    from outrider.models.widen import SHAPES, check_destination, load_small, plan_checkpoint
+    from outrider.models.widened_weights import WidenedLlama
+
+    console = Console(highlight=False, soft_wrap=True, stderr=True)
+    source = embedded_target_path() if role == "target" else embedded_draft_path()
+    config, weights = load_small(source)
+    model = WidenedLlama(config, weights, SHAPES[shape], dtype=getattr(torch, dtype), fill_seed=seed if fill else None)
+    plan = plan_checkpoint(model, source, max_shard_bytes=_MAX_SHARD_BYTES)
+    console.print(f"{role} as {shape}: {plan.weight_bytes / model.dtype.itemsize / 1e9:.2f} billion weights, "
+                  f"{plan.disk_bytes / 1e9:.2f} GB on disk in {len(plan.shards)} files")  # fmt: skip
+    check_destination(folder, plan)
+
+    def compare(written: Path) -> None:
+        if check != "none":
+            from outrider.models.widen_check import check_checkpoint, check_tokens
+
+            with console.status("comparing logits"):
+                report = check_checkpoint(written, source, check_tokens(source), layer_by_layer=check == "layers")
+            report.raise_if_wrong()
+            console.print(f"checked {'layer by layer' if check == 'layers' else 'as a whole'}: {report}")
+
+    _write(model, source, folder, plan, before_publishing=compare, console=console)
+    typer.echo(folder)
+
+
+def _write(
+    model: "WidenedLlama",
+    source: Path,
+    folder: Path,
+    plan: "CheckpointPlan",
+    *,
+    before_publishing: Callable[[Path], None],
+    console: Console,
+) -> None:
+    from outrider.models.widen import write_checkpoint
+
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("writing", total=plan.weight_bytes)
+
+        def written(partial: Path) -> None:
+            progress.stop()
+            before_publishing(partial)
+
+        write_checkpoint(
+            model,
+            source,
+            folder,
+            plan,
+            before_publishing=written,
+            on_written=lambda count: progress.advance(task, count),
+        )
