@@ -50,8 +50,7 @@ def widen(
         if check != "none":
             from outrider.models.widen_check import check_checkpoint, check_tokens
 
-            with console.status("comparing logits"):
-                report = check_checkpoint(written, source, check_tokens(source), layer_by_layer=check == "layers")
+            report = check_checkpoint(written, source, check_tokens(source), layer_by_layer=check == "layers")
             report.raise_if_wrong()
             console.print(f"checked {'layer by layer' if check == 'layers' else 'as a whole'}: {report}")
 
@@ -75,8 +74,9 @@ def _write(
         task = progress.add_task("writing", total=plan.weight_bytes)
 
         def written(partial: Path) -> None:
-            progress.stop()
+            progress.update(task, description="written, checking")
             before_publishing(partial)
+            progress.update(task, description="written")
 
         write_checkpoint(
             model,
