@@ -15,11 +15,8 @@ packed rows here.
 
 from __future__ import annotations
 
-import importlib.util
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
-
-from outrider.kernels.backend import HAS_TRITON
 
 if TYPE_CHECKING:
     # Kernels are a language of their own, as in `outrider.kernels.backend`.
@@ -28,22 +25,27 @@ if TYPE_CHECKING:
     gluon: Any = None
     async_copy = fence_async_shared = gdc_launch_dependents = mbarrier = gluon
     warpgroup_mma = warpgroup_mma_wait = gluon
-elif HAS_TRITON and importlib.util.find_spec("triton.experimental.gluon") is not None:
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.hopper import (
-        async_copy,
-        fence_async_shared,
-        mbarrier,
-        warpgroup_mma,
-        warpgroup_mma_wait,
-    )
-    from triton.language.extra.cuda import gdc_launch_dependents
+    HAS_GLUON: bool
 else:
-    # Defined, and never launched.
-    gluon, gl = SimpleNamespace(jit=lambda function: function), SimpleNamespace(constexpr=int)
+    try:
+        from triton.experimental import gluon
+        from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon.language.nvidia.hopper import (
+            async_copy,
+            fence_async_shared,
+            mbarrier,
+            warpgroup_mma,
+            warpgroup_mma_wait,
+        )
+        from triton.language.extra.cuda import gdc_launch_dependents
 
-__all__ = ["attend_hopper_kernel"]
+        HAS_GLUON = True
+    except ImportError:
+        # No Triton, or one whose Gluon is older or newer than this: the kernel is defined, and never launched.
+        gluon, gl = SimpleNamespace(jit=lambda function: function), SimpleNamespace(constexpr=int)
+        HAS_GLUON = False
+
+__all__ = ["HAS_GLUON", "attend_hopper_kernel"]
 
 _MIN_SPLIT_KEYS = gl.constexpr(128)
 
@@ -415,8 +417,9 @@ def attend_hopper_kernel(
     first = split * step
     last = gl.minimum(key_len, first + step)
     table_ptr = slot_table_ptr + session.to(gl.int64) * table_row_stride
-    key_ptr += head_kv * key_head_stride
-    value_ptr += head_kv * value_head_stride
+    # In 64 bits, for a cache may have its heads outermost.
+    key_ptr += head_kv.to(gl.int64) * key_head_stride
+    value_ptr += head_kv.to(gl.int64) * value_head_stride
 
     SWIZZLED: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     element: gl.constexpr = query_ptr.dtype.element_ty

@@ -244,15 +244,16 @@ def attend_kernel(
             table_ptr + tl.minimum(first + lane, last - 1) * table_stride, mask=first + 0 * lane < last, other=0
         )
         shared = first
-    key_ptr += head_kv * key_head_stride
-    value_ptr += head_kv * value_head_stride
+    # In 64 bits, for a cache may have its heads outermost.
+    key_ptr += head_kv.to(tl.int64) * key_head_stride
+    value_ptr += head_kv.to(tl.int64) * value_head_stride
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     mass = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     # A slot out of range is noticed here and dealt with afterwards: this loop stays free of masks.
     stray = tl.zeros([BLOCK_N], tl.int32)
     for begin in tl.range(first, shared, BLOCK_N, num_stages=STAGES):
-        place = tl.minimum(slot.to(tl.uint32, bitcast=True), (num_slots - 1).to(tl.uint32)).to(tl.int32, bitcast=True)
+        place = tl.minimum(slot.to(tl.uint32, bitcast=True), num_slots - 1).to(tl.int32, bitcast=True)
         stray = tl.where(place != slot, 1, stray)
         # The next block's slots, so that its keys and values can be fetched ahead; past the end, the last key's again.
         slot = tl.load(table_ptr + tl.minimum(begin + BLOCK_N + lane, last - 1) * table_stride)
@@ -336,6 +337,7 @@ def merge_kernel(
     max_key_len,
     units_wanted,
     split_keys,
+    units,
     HEADS_KV: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -364,6 +366,8 @@ def merge_kernel(
         return
     tile = tile - _of(mine, tile_ends) + tile_count
     first_unit = _of(mine, ends) - tile_count * split_count + tile_count - 1 - tile
+    # Sessions that overlap have more units than there are: what was not computed is not read.
+    split_count = tl.minimum(split_count, (units - first_unit + tile_count - 1) // tile_count)
     place = chunk * BLOCK_R + tl.arange(0, BLOCK_R)
     packed = tile * BLOCK_M + place
     row = _of(mine, begins) + packed // GROUP

@@ -7,7 +7,6 @@ a launch is the same for any content of the batch, and a graph can replay it.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from dataclasses import dataclass, replace
 
 import torch
@@ -177,7 +176,7 @@ def plan_grid(call: AttentionCall, tiles: Tiles) -> Grid:
     sessions = batch.key_len.shape[0]
     most = min(
         call.query.shape[0] * call.group // tiles.rows + sessions,
-        sessions * triton.cdiv(batch.max_query_len * call.group, tiles.rows),
+        sessions * triton.cdiv(max(batch.max_query_len, 1) * call.group, tiles.rows),
     )
     if batch.split_keys is not None:
         split_keys = triton.cdiv(batch.split_keys, tiles.keys) * tiles.keys
@@ -204,7 +203,7 @@ _SHORT_KEYS = 2048
 _UNIT_OVERHEAD_KEYS = 256
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def _even_splits(programs: int, places: int, keys: int) -> int:
     """Splits of every tile that end soonest, if all tiles had `keys` keys and ran in whole waves of `places`."""
     most = max(min(2 * places // programs + 1, keys // _MIN_SPLIT_KEYS), 1)
@@ -253,7 +252,7 @@ def _pass(call: AttentionCall, tiles: Tiles, grid: Grid) -> dict[str, int]:
         "BLOCK_N": tiles.keys,
         "BLOCK_W": max(triton.next_power_of_2(call.batch.tree_mask.shape[1]), 1),
         "STAGES": tiles.stages,
-        "EARLY": call.query.is_cuda and grid.splits > 1,
+        "EARLY": grid.splits > 1 and launches_early(call.query.device),
     }
 
 
@@ -325,6 +324,7 @@ def _merge(call: AttentionCall, buffers: tuple[torch.Tensor, ...], tiles: Tiles,
     packed_rows = grid.tiles * call.heads_kv * tiles.rows
     rows_each = triton.next_power_of_2(packed_rows // (4 * multiprocessors(call.query.device)) + 1)
     rows_each = min(rows_each, 16, tiles.rows)
+    early = launches_early(call.query.device)
     merge_kernel[(packed_rows // rows_each,)](
         *buffers,
         batch.query_start.contiguous(),
@@ -334,14 +334,15 @@ def _merge(call: AttentionCall, buffers: tuple[torch.Tensor, ...], tiles: Tiles,
         batch.max_key_len,
         grid.units_wanted,
         grid.split_keys,
+        grid.units,
         **_shape(call),
         BLOCK_M=tiles.rows,
         BLOCK_D=_block_d(call),
         BLOCK_R=rows_each,
-        EARLY=call.query.is_cuda,
+        EARLY=early,
         num_warps=4,
         # Its launch may begin under the end of the pass over the keys.
-        **({"launch_pdl": True} if call.query.is_cuda else {}),
+        **({"launch_pdl": True} if early else {}),
     )
 
 
@@ -352,8 +353,17 @@ def _block_d(call: AttentionCall) -> int:
 @functools.cache
 def runs_specialised(device: torch.device) -> bool:
     """Whether the kernel for Hopper can be built and run."""
-    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-    return hopper and importlib.util.find_spec("triton.experimental.gluon") is not None
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    from outrider.kernels.tree_attention_hopper import HAS_GLUON
+
+    return HAS_GLUON
+
+
+@functools.cache
+def launches_early(device: torch.device) -> bool:
+    """Whether a launch may begin under the end of the one before: Hopper and later do that."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @functools.cache

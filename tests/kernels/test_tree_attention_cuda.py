@@ -144,17 +144,30 @@ def test_contexts_of_128k() -> None:
     _agree(batch, _tensors(66, num_slots, (8, 2), 128, torch.bfloat16))
 
 
-def test_places_beyond_32_bits() -> None:
-    # Caches with room between the slots: the last ones lie beyond 2^31 elements.
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_places_beyond_32_bits(softcap: float, heads_first: bool) -> None:
+    # Caches with room between the slots, or between the heads: the last ones lie beyond 2^31 elements.
     batch, num_slots = _batch([(16, 500, True)])
-    query, key, value = _tensors(16, num_slots, (8, 2), 128, torch.bfloat16)
-    apart = 2**31 // num_slots // 2048 * 2048 + 4096
-    room = torch.empty(num_slots * apart, dtype=torch.bfloat16, device="cuda")
-    strided = room.as_strided((num_slots, 2, 128), (apart, 128, 1))
+    query, key, value = _tensors(16, num_slots, (9, 3), 128, torch.bfloat16)
+    apart = 2**31 // (2 if heads_first else num_slots) // 2048 * 2048 + 4096
+    places = apart * (3 if heads_first else num_slots)
+    room = torch.empty(places, dtype=torch.bfloat16, device="cuda")
+    strided = room.as_strided((num_slots, 3, 128), (128, apart, 1) if heads_first else (apart, 128, 1))
     strided.copy_(key)
-    assert num_slots * apart > 2**31
-    out = tree_attention(query, strided, value, batch, scale=0.1)
-    torch.testing.assert_close(out, tree_attention(query, key, value, batch, scale=0.1))
+    assert places > 2**31
+    out = tree_attention(query, strided, value, batch, scale=0.1, softcap=softcap)
+    torch.testing.assert_close(out, tree_attention(query, key, value, batch, scale=0.1, softcap=softcap))
+
+
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_caches_of_one_slot(softcap: float) -> None:
+    # Triton compiles an argument of 1 as a constant.
+    batch, _ = _batch([(5, 100, True)])
+    batch = replace(batch, slot_table=torch.zeros_like(batch.slot_table))
+    query, key, value = _tensors(5, 1, (8, 2), 128, torch.bfloat16)
+    out = tree_attention(query, key, value, batch, scale=0.1, softcap=softcap)
+    torch.testing.assert_close(out, value.repeat_interleave(4, 1).expand_as(out), rtol=1.6e-2, atol=1.6e-2)
 
 
 @pytest.mark.parametrize("nodes", [16, 64])
@@ -183,6 +196,7 @@ def test_lengths_out_of_range_touch_nothing_foreign() -> None:
         ("tree_start", [-(2**31), 2**31 - 100]),
         ("query_start", [-9, 40, 2**31 - 1]),
         ("query_start", [30, 10, 5]),
+        ("query_start", [0, 32, 0]),
         ("prefix_len", [2**31 - 1, -3] * 16),
     ):
         changed = replace(batch, **{name: torch.tensor(values, dtype=torch.int32, device="cuda")})

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -102,6 +104,43 @@ def test_units_stay_within_the_grid(split_keys: int | None) -> None:
         assert sum(count for count, _ in units) <= grid.tiles
         assert sum(count * splits for count, splits in units) < grid.units
         assert max(splits for _, splits in units) <= grid.splits
+
+
+def test_rows_of_no_session_alone_have_a_grid() -> None:
+    batch = _batch([4], [1000], query_start=torch.zeros(2, dtype=torch.int32), max_query_len=0)
+    assert plan_grid(_call(batch), _TILES).units >= 1
+
+
+@pytest.mark.parametrize(("capability", "early"), [((8, 9), False), ((9, 0), True), ((10, 0), True)])
+def test_launches_begin_early_from_hopper_on(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], early: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert module.launches_early.__wrapped__(torch.device("cuda:0")) is early
+    assert not module.launches_early.__wrapped__(torch.device("cpu"))
+
+
+_WITHOUT_GLUON = """
+import sys
+sys.modules["triton.experimental"] = None
+from outrider.kernels.tree_attention_hopper import HAS_GLUON
+assert not HAS_GLUON
+import torch
+from outrider.kernels.tree_attention_launch import runs_specialised
+torch.cuda.get_device_capability = lambda device: (9, 0)
+assert not runs_specialised(torch.device("cuda:0"))
+"""
+
+
+def test_without_gluon_the_plain_kernel_runs() -> None:
+    run = subprocess.run([sys.executable, "-c", _WITHOUT_GLUON], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_with_gluon_the_specialised_kernel_runs() -> None:
+    from outrider.kernels.tree_attention_hopper import HAS_GLUON
+
+    assert HAS_GLUON
 
 
 def test_fixed_splits_are_whole_blocks() -> None:
