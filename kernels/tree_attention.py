@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import torch
 
+from outrider.kernels.argument_checks import check_dtype, check_place
 from outrider.kernels.backend import check_shape, uses_triton
 from outrider.kernels.tree_attention_batch import SessionPlan, TreeAttentionBatch
 from outrider.kernels.tree_attention_launch import AttentionCall, AttentionNumbers, launch
 
-__all__ = ["TreeAttentionBatch", "tree_attention", "tree_attention_reference"]
+__all__ = ["TreeAttentionBatch", "check_arguments", "tree_attention", "tree_attention_reference"]
 
 
 def tree_attention(
@@ -54,7 +55,7 @@ def tree_attention(
         ValueError: a shape, dtype or device that does not fit, naming the argument, or a sliding window without
             `positions` and `slot_positions`.
     """
-    _check_arguments(query, key_cache, value_cache, batch, sliding_window)
+    check_arguments(query, key_cache, value_cache, batch, sliding_window)
     numbers = AttentionNumbers(
         scale=scale, sliding_window=sliding_window, softcap=softcap, key_scale=key_scale, value_scale=value_scale
     )
@@ -64,13 +65,15 @@ def tree_attention(
     return _by_session(query, key_cache, value_cache, batch, numbers)
 
 
-def _check_arguments(
+def check_arguments(
     query: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     batch: TreeAttentionBatch,
     sliding_window: int,
 ) -> None:
+    """The checks of `tree_attention`."""
+    check_dtype("query", query, (torch.float32, torch.bfloat16, torch.float16))
     check_shape("query", query, (batch.prefix_len.shape[0], "H", "D"))
     check_shape("key_cache", key_cache, ("num_slots", "Hkv", query.shape[2]))
     check_shape("value_cache", value_cache, tuple(key_cache.shape))
@@ -81,11 +84,8 @@ def _check_arguments(
                          "or torch.float8_e4m3fn needed")  # fmt: skip
     if value_cache.dtype != key_cache.dtype:
         raise ValueError(f"value_cache: dtype {value_cache.dtype} given, {key_cache.dtype} (that of key_cache) needed")
-    for name, tensor in (("key_cache", key_cache), ("value_cache", value_cache)):
-        if tensor.device != query.device:
-            raise ValueError(f"{name}: device {tensor.device} given, {query.device} (that of query) needed")
-    if batch.tree_mask.device != query.device:
-        raise ValueError(f"batch: device {batch.tree_mask.device} given, {query.device} (that of query) needed")
+    for name, tensor in (("key_cache", key_cache), ("value_cache", value_cache), ("batch", batch.tree_mask)):
+        check_place(name, tensor, query.device, "query")
     if sliding_window > 0:
         if batch.positions is None or batch.slot_positions is None:
             raise ValueError("batch: no positions or slot_positions given, both needed with a sliding window")
@@ -126,27 +126,18 @@ def _by_session(
     """
     rows, heads, head_dim = query.shape
     heads_kv = key_cache.shape[1]
-    plan = batch.cpu_plan(key_cache.shape[0], numbers.sliding_window)
-    new = torch.empty if plan.covers_all_rows else torch.zeros
-    out = new(query.shape, device=query.device)
-    # [T, H, D] -> [Hkv, T * G, D]: the queries that share a key head are rows of one product; a view when Hkv is 1.
-    grouped = (
-        (query.float() * (numbers.scale * numbers.key_scale)).reshape(rows, heads_kv, -1, head_dim).transpose(0, 1)
-    )
-    grouped = grouped.reshape(heads_kv, -1, head_dim)
-    grouped_out = out if heads_kv == 1 else torch.zeros_like(grouped)
-    grouped_out = grouped_out.view(heads_kv, -1, head_dim)
     group = heads // heads_kv
-    for session in plan.sessions:
+    # [T, H, D] -> [Hkv, T * G, D]: the queries that share a key head are rows of one product; a view when Hkv is 1.
+    grouped = (query.float() * (numbers.scale * numbers.key_scale)).reshape(rows, heads_kv, group, head_dim)
+    grouped = grouped.transpose(0, 1).reshape(heads_kv, rows * group, head_dim)
+    grouped_out = torch.zeros_like(grouped)
+    for session in batch.cpu_plan(key_cache.shape[0], numbers.sliding_window):
         mine = slice(session.row_begin * group, session.row_end * group)
         key, value = _gather(key_cache, session), _gather(value_cache, session)
         for head in range(heads_kv):
             weights = _weights(grouped[head, mine], key[:, head].float(), session, numbers.softcap)
             torch.mm(weights, value[:, head].float(), out=grouped_out[head, mine])
-    if heads_kv > 1:
-        out.view(rows, heads_kv, group, head_dim).copy_(
-            grouped_out.view(heads_kv, rows, group, head_dim).transpose(0, 1)
-        )
+    out = grouped_out.view(heads_kv, rows, group, head_dim).transpose(0, 1).reshape(query.shape)
     return (out if numbers.value_scale == 1 else out * numbers.value_scale).to(query.dtype)
 
 

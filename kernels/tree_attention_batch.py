@@ -55,7 +55,7 @@ class TreeAttentionBatch:
     positions: torch.Tensor | None = None
     slot_positions: torch.Tensor | None = None
     split_keys: int | None = None
-    _cpu_plans: dict[tuple[int, int], CpuPlan] = field(default_factory=dict, init=False, repr=False)
+    _cpu_plans: dict[tuple[int, int], tuple[SessionPlan, ...]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         sessions, rows = self.key_len.shape[0], self.prefix_len.shape[0]
@@ -80,8 +80,11 @@ class TreeAttentionBatch:
         if self.split_keys is not None and self.split_keys < 1:
             raise ValueError(f"split_keys: {self.split_keys} given, at least 1 needed")
 
-    def cpu_plan(self, num_slots: int, sliding_window: int) -> CpuPlan:
-        """The CPU plan for caches of `num_slots` slots and this window, built at its first use."""
+    def cpu_plan(self, num_slots: int, sliding_window: int) -> tuple[SessionPlan, ...]:
+        """The sessions that have rows and keys, for caches of `num_slots` slots and this window.
+
+        Built at its first use and kept: the arrays must not change after that.
+        """
         key = (num_slots, sliding_window)
         plan = self._cpu_plans.get(key)
         if plan is None:
@@ -120,14 +123,6 @@ class SessionPlan:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CpuPlan:
-    """The sessions that have rows and keys, and whether their rows are all rows of the batch."""
-
-    sessions: tuple[SessionPlan, ...]
-    covers_all_rows: bool
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _HostArrays:
     """The batch's tensors as numpy arrays over the same memory, with the masks unpacked to one bool per key."""
 
@@ -141,7 +136,7 @@ class _HostArrays:
     sliding_window: int
 
 
-def _plan_cpu(batch: TreeAttentionBatch, num_slots: int, sliding_window: int) -> CpuPlan:
+def _plan_cpu(batch: TreeAttentionBatch, num_slots: int, sliding_window: int) -> tuple[SessionPlan, ...]:
     words = np.ascontiguousarray(batch.tree_mask.cpu().numpy())
     windowed = sliding_window > 0
     assert not windowed or (batch.positions is not None and batch.slot_positions is not None)
@@ -160,11 +155,10 @@ def _plan_cpu(batch: TreeAttentionBatch, num_slots: int, sliding_window: int) ->
     sessions = []
     for session, key_len in enumerate(batch.key_len.tolist()):
         begin, end = starts[session], starts[session + 1]
-        keys = min(key_len, arrays.slot_table.shape[1])
-        if end > begin and keys > 0:
+        keys = min(key_len, batch.max_key_len)
+        if end > begin and keys > 0 and num_slots > 0:
             sessions.append(_plan_session(arrays, session, slice(begin, end), keys))
-    covered = sum(session.row_end - session.row_begin for session in sessions)
-    return CpuPlan(sessions=tuple(sessions), covers_all_rows=covered == rows)
+    return tuple(sessions)
 
 
 def _plan_session(arrays: _HostArrays, session: int, rows: slice, keys: int) -> SessionPlan:

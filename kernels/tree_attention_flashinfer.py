@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from outrider.kernels.backend import check_shape
+from outrider.kernels.tree_attention import check_arguments
 from outrider.kernels.tree_attention_batch import TreeAttentionBatch
 from outrider.kernels.tree_attention_split import split_keys
 
@@ -87,29 +87,13 @@ def _check_arguments(
     batch: TreeAttentionBatch,
     sliding_window: int,
 ) -> None:
-    check_shape("query", query, (batch.prefix_len.shape[0], "H", "D"))
+    check_arguments(query, key_cache, value_cache, batch, sliding_window)
     if query.shape[2] not in FLASHINFER_HEAD_DIMS:
         raise ValueError(f"query: head size {query.shape[2]} given, FlashInfer takes {FLASHINFER_HEAD_DIMS}")
     if query.dtype not in FLASHINFER_DTYPES:
         raise ValueError(f"query: dtype {query.dtype} given, FlashInfer takes torch.float16 and torch.bfloat16")
-    check_shape("key_cache", key_cache, ("num_slots", "Hkv", query.shape[2]))
-    check_shape("value_cache", value_cache, tuple(key_cache.shape))
-    if key_cache.shape[1] == 0 or query.shape[1] % key_cache.shape[1]:
-        raise ValueError(f"query: {query.shape[1]} heads given, a multiple of Hkv = {key_cache.shape[1]} needed")
-    for name, tensor in (("key_cache", key_cache), ("value_cache", value_cache)):
-        if tensor.dtype != query.dtype:
-            raise ValueError(f"{name}: dtype {tensor.dtype} given, {query.dtype} (that of query) needed")
-    for name, device in (
-        ("key_cache", key_cache.device),
-        ("value_cache", value_cache.device),
-        ("batch", batch.tree_mask.device),
-    ):
-        if device != query.device:
-            raise ValueError(f"{name}: device {device} given, {query.device} (that of query) needed")
-    if sliding_window > 0:
-        if batch.positions is None or batch.slot_positions is None:
-            raise ValueError("batch: no positions or slot_positions given, both needed with a sliding window")
-        check_shape("batch.slot_positions", batch.slot_positions, (key_cache.shape[0],))
+    if key_cache.dtype != query.dtype:
+        raise ValueError(f"key_cache: dtype {key_cache.dtype} given, {query.dtype} (that of query) needed")
     if query.device.type != "cuda":
         raise ValueError(f"query: device {query.device} given, FlashInfer needs a CUDA device")
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from outrider.kernels import tree_attention_launch
 from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention, tree_attention_reference
 
 _SLOTS = 200
@@ -209,11 +210,11 @@ def test_a_rows_result_does_not_depend_on_other_sessions() -> None:
 def test_consecutive_slots_and_scattered_slots_agree() -> None:
     batch = _batch(slot_table=torch.arange(144, dtype=torch.int32).expand(5, -1).contiguous())
     query, key, value = _tensors(batch, 4, 2, 16)
-    assert all(session.slots is None for session in batch.cpu_plan(_SLOTS, 0).sessions)
+    assert all(session.slots is None for session in batch.cpu_plan(_SLOTS, 0))
     order = torch.randperm(_SLOTS)
     place = torch.argsort(order)
     scattered = replace(batch, slot_table=place[batch.slot_table.long()].int())
-    assert any(session.slots is not None for session in scattered.cpu_plan(_SLOTS, 0).sessions)
+    assert any(session.slots is not None for session in scattered.cpu_plan(_SLOTS, 0))
     expected = tree_attention(query, key, value, batch, scale=0.2)
     torch.testing.assert_close(tree_attention(query, key[order], value[order], scattered, scale=0.2), expected)
 
@@ -224,6 +225,26 @@ def test_slots_out_of_range_are_never_read() -> None:
     tensors = _tensors(batch, 3, 1, 16)
     out = tree_attention(*tensors, batch, scale=0.3)
     torch.testing.assert_close(out.double(), _brute_force(tensors, batch, 0.3, 0, 0.0), rtol=1e-5, atol=1e-5)
+
+
+def test_lengths_past_their_bound_are_cut(triton_device: torch.device) -> None:
+    batch = _batch(split_keys=64)
+    tensors = _tensors(batch, 3, 1, 16)
+    cut = replace(batch, key_len=batch.key_len.clamp(max=100), max_key_len=100)
+    expected = tree_attention_reference(*tensors, cut, scale=0.3)
+    longer = replace(batch, max_key_len=100)
+    assert torch.equal(tree_attention_reference(*tensors, longer, scale=0.3), expected)
+    query, key, value = (tensor.to(triton_device) for tensor in tensors)
+    out = tree_attention(query, key, value, _moved(longer, triton_device), scale=0.3)
+    torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_caches_without_slots_are_zeros(triton_device: torch.device) -> None:
+    batch = _batch()
+    query, key, value = _tensors(batch, 3, 1, 16)
+    assert (tree_attention_reference(query, key[:0], value[:0], batch, scale=0.3) == 0).all()
+    query, key, value = (tensor.to(triton_device) for tensor in (query, key, value))
+    assert (tree_attention(query, key[:0], value[:0], _moved(batch, triton_device), scale=0.3) == 0).all()
 
 
 def test_half_precision_comes_back_in_its_dtype() -> None:
@@ -238,6 +259,8 @@ def test_half_precision_comes_back_in_its_dtype() -> None:
     ("place", "tensor", "message"),
     [
         (0, torch.zeros(4, 4, 16), r"query: shape \[4, 4, 16\] given, \[13, H, D\] needed"),
+        (0, torch.zeros(13, 4, 16).double(), "query: dtype torch.float64 given, torch.float32 or"),
+        (1, torch.zeros(_SLOTS, 2, 16, device="meta"), r"key_cache: device meta given, cpu \(that of query\) needed"),
         (0, torch.zeros(13, 3, 16), "query: 3 heads given, a multiple of Hkv = 2 needed"),
         (1, torch.zeros(_SLOTS, 2, 8), r"key_cache: shape .* needed"),
         (2, torch.zeros(_SLOTS, 1, 16), r"value_cache: shape \[200, 1, 16\] given, \[200, 2, 16\] needed"),
@@ -402,6 +425,45 @@ def test_nothing_outside_the_slots_is_read(triton_device: torch.device, stray: b
     moved_batch = _moved(batch, triton_device)
     out = tree_attention(moved[0], moved[1], moved[2], moved_batch, scale=0.3, sliding_window=window)
     torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_kernels_own_splits(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As many places as let the long session have splits and the short ones none.
+    monkeypatch.setattr(tree_attention_launch, "multiprocessors", lambda device: 8)
+    batch = _tree_batch([_random_tree(5, 3), [-1], _random_tree(3, 1)], [520, 3, 140], 700)
+    query, key, value = torch.randn(9, 2, 16), torch.randn(700, 1, 16), torch.randn(700, 1, 16)
+    expected = tree_attention_reference(query, key, value, batch, scale=0.3)
+    moved = [tensor.to(triton_device) for tensor in (query, key, value)]
+    out = tree_attention(moved[0], moved[1], moved[2], _moved(batch, triton_device), scale=0.3)
+    torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_sessions_that_overlap_are_merged_from_what_was_computed(
+    triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Three times all rows: more units than the grid has, and poison where their partial results would lie.
+    rows, sessions, keys = 24, 5, 400
+    batch = TreeAttentionBatch(
+        slot_table=torch.arange(keys, dtype=torch.int32).repeat(sessions, 1),
+        query_start=_int32([0, rows, 0, rows, 0, rows]),
+        tree_start=_int32([keys] * sessions),
+        prefix_len=_int32([keys] * rows),
+        key_len=_int32([keys] * sessions),
+        tree_mask=torch.zeros(rows, 1, dtype=torch.int64),
+        max_query_len=rows,
+        max_key_len=keys,
+        split_keys=64,
+    )
+
+    def poisoned(*sizes: Any, **options: Any) -> torch.Tensor:
+        shape = torch.Size(sizes if isinstance(sizes[0], int) else sizes[0])
+        return torch.full((shape.numel() + 2**20,), torch.nan, **options)[: shape.numel()].view(shape)
+
+    tensors = torch.randn(rows, 8, 16), torch.randn(keys, 1, 16), torch.randn(keys, 1, 16)
+    query, key, value = (tensor.to(triton_device) for tensor in tensors)
+    moved = _moved(batch, triton_device)
+    monkeypatch.setattr(torch, "empty", poisoned)
+    assert tree_attention(query, key, value, moved, scale=0.3).isfinite().all()
 
 
 @pytest.mark.parametrize("split_keys", [None, 192])

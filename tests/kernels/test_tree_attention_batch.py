@@ -52,9 +52,8 @@ def test_plan_is_built_once_per_window_and_cache() -> None:
 
 def test_plan_masks_only_what_some_row_may_not_see() -> None:
     batch = TreeAttentionBatch(**_columns())
-    tree, decode = batch.cpu_plan(16, 0).sessions
+    tree, decode = batch.cpu_plan(16, 0)
     assert tree.mask_begin == 4 and tree.mask is not None
     assert tree.mask[:, 0].tolist() == [[0.0, -float("inf")], [0.0, 0.0]]
     assert (tree.slots, tree.slot_begin, tree.key_count) == (None, 0, 6)
     assert decode.mask is None and decode.blank is None and decode.slot_begin == 8
-    assert batch.cpu_plan(16, 0).covers_all_rows
