@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import torch
 
+from outrider.kernels.argument_checks import check_at_least, check_dtype, check_place
 from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
 
 __all__ = ["verify_tree_greedy", "verify_tree_greedy_reference"]
@@ -82,21 +83,18 @@ def _check_arguments(
         else:
             check_shape(name, tensor, (requests, nodes))
     check_shape("accept_index", accept_index, ("bs", "S"))
-    for name, given, needed in (
-        ("predicts", predicts.numel(), requests * nodes),
-        ("accept_index", accept_index.shape[0], requests),
-        ("accept_index columns", accept_index.shape[1], 1),
-        ("accept_token_num", accept_token_num.numel(), requests),
-    ):
-        if given < needed:
-            raise ValueError(f"{name}: size {given} given, at least {needed} needed")
     check_shape("accept_token_num", accept_token_num, ("bs",))
+    for name, given, needed in (
+        ("predicts size", predicts.numel(), requests * nodes),
+        ("accept_index rows", accept_index.shape[0], requests),
+        ("accept_index columns", accept_index.shape[1], 1),
+        ("accept_token_num size", accept_token_num.shape[0], requests),
+    ):
+        check_at_least(name, given, needed)
     outputs = (("predicts", predicts), ("accept_index", accept_index), ("accept_token_num", accept_token_num))
     for name, tensor in (*zip(names, links, strict=True), *outputs):
-        if tensor.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"{name}: dtype {tensor.dtype} given, torch.int32 or torch.int64 needed")
-        if tensor.device != candidates.device:
-            raise ValueError(f"{name}: device {tensor.device} given, {candidates.device} (that of candidates) needed")
+        check_dtype(name, tensor)
+        check_place(name, tensor, candidates.device, "candidates")
 
 
 def verify_tree_greedy_reference(
