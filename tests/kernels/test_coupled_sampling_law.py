@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
 from outrider.kernels.coupled_sampling import coupled_choice
-from outrider.kernels.noise import gumbel_noise
+from outrider.kernels.noise import gumbel_from_uint32, gumbel_noise
 from outrider.kernels.verify_tree import verify_tree_greedy
 
 ChiSquare = Callable[[torch.Tensor, torch.Tensor], float]
@@ -54,6 +55,40 @@ def test_choices_follow_the_filtered_law(filters: dict[str, float], kept: int, c
     law = torch.where(torch.arange(10) < kept, law, 0.0)
     counts = torch.bincount(_choose(_LAW.log().float(), _DRAWS, **filters), minlength=10)
     assert chi_square_p(counts, law / law.sum()) > _REJECTED
+
+
+def _words_above(bounds: np.ndarray) -> np.ndarray:
+    """How many of the 2^32 words have a G above each bound, found by bisection: G falls as its word grows."""
+    low, high = np.zeros(bounds.shape, dtype=np.int64), np.full(bounds.shape, 2**32, dtype=np.int64)
+    for _ in range(33):
+        middle = np.minimum((low + high) // 2, 2**32 - 1)
+        above = gumbel_from_uint32(middle.astype(np.uint32)) > bounds
+        low, high = np.where(above & (low < high), middle + 1, low), np.where(above, high, np.minimum(high, middle))
+    return low
+
+
+def _exact_law(scaled: np.ndarray, scale: float = 1.0) -> np.ndarray:
+    """The law of argmax(scaled + scale * G) over independent words, by integration over the winner's word.
+
+    The others' words are counted, not sampled; the winner's 2^32 are stood for by the middles of 2^14 strata.
+    """
+    words = ((np.arange(2**14) + 0.5) * 2**18).astype(np.uint32)
+    score = scaled[:, None] + scale * gumbel_from_uint32(words).astype(np.float64)
+    beaten = 1 - _words_above((score[:, None, :] - scaled[None, :, None]) / scale) / 2**32
+    beaten[np.arange(len(scaled)), np.arange(len(scaled))] = 1.0
+    return beaten.prod(axis=1).mean(axis=1)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.8])
+@pytest.mark.parametrize("kept", [2, 5])
+def test_the_noise_makes_the_argmax_an_exact_sample(temperature: float, kept: int) -> None:
+    scaled = np.log(np.array([0.4, 0.25, 0.15, 0.12, 0.08]))[:kept] / temperature
+    law = np.exp(scaled) / np.exp(scaled).sum()
+    found = _exact_law(scaled)
+    assert abs(found.sum() - 1) < 1e-6
+    assert np.abs(found - law).max() < 1e-6
+    # Noise that is a hundredth too weak is found out by the same yardstick.
+    assert np.abs(_exact_law(scaled, 0.99) - law).max() > 1e-4
 
 
 def _broken_choices(kind: str) -> torch.Tensor:

@@ -1,3 +1,6 @@
+# compile-time parameters of kernels are upper case
+# ruff: noqa: N803
+
 from __future__ import annotations
 
 import math
@@ -6,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.kernels import noise
+from outrider.kernels import noise, noise_blocks
+from outrider.kernels.backend import jit, tl
 
 
 def _words(value: int) -> list[int]:
@@ -137,3 +141,44 @@ def test_triton_whole_rows_equal_the_reference(triton_device: torch.device) -> N
     seeds, positions = torch.tensor([5, -9]), torch.tensor([3, 4])
     gumbel = noise.gumbel_noise(seeds.to(triton_device), positions.to(triton_device), 1030)
     torch.testing.assert_close(gumbel.cpu(), noise.gumbel_noise_reference(seeds, positions, 1030), rtol=1e-6, atol=4e-6)
+
+
+@pytest.mark.gpu
+def test_cuda_estimates_stay_within_their_bounds_for_every_word() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    lowest, highest = torch.empty(2, 2**16, device="cuda")
+    _estimate_errors_kernel[(2**16,)](lowest, highest, RUNS=2**6, BLOCK=2**10)
+    assert float(lowest.min()) > -noise_blocks.RACE_ABOVE and float(highest.max()) < noise_blocks.RACE_BELOW
+    # Away from the end where w nears 1, it is a good estimate.
+    assert float(highest[: 2**15].max()) < 1e-3
+
+
+def test_triton_estimates_stay_within_their_bounds(triton_device: torch.device) -> None:
+    lowest, highest = torch.empty(2, 64, device=triton_device)
+    # Of every 2^26 words the first ones; the first run has the smallest words of all.
+    _estimate_errors_kernel[(64,)](lowest, highest, RUNS=1, BLOCK=2**12, STRIDE=2**14)
+    assert float(lowest.min()) > -noise_blocks.RACE_ABOVE and float(highest.max()) < noise_blocks.RACE_BELOW
+
+
+@jit
+def _estimate_errors_kernel(
+    lowest_ptr,  # [programs] float32
+    highest_ptr,  # [programs] float32
+    RUNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STRIDE: tl.constexpr = 1,
+):
+    """The least and the largest log2 E2 - estimate over the words of a program."""
+    program = tl.program_id(0)
+    lowest = tl.full([BLOCK], float("inf"), tl.float32)
+    highest = tl.full([BLOCK], float("-inf"), tl.float32)
+    for run in range(0, RUNS):
+        first = (program * RUNS + run).to(tl.int64) * BLOCK * STRIDE
+        word = (first + tl.arange(0, BLOCK)).to(tl.uint32)
+        exact = -noise_blocks.gumbel_of_word(word) * 1.4426950408889634 + 0.5287663729448977
+        error = exact - noise_blocks.race_of_word(word)
+        lowest = tl.minimum(lowest, error)
+        highest = tl.maximum(highest, error)
+    tl.store(lowest_ptr + program, tl.min(lowest))
+    tl.store(highest_ptr + program, tl.max(highest))
