@@ -177,7 +177,8 @@ def _threshold(
                 source, temperature, members, lowest, highest, largest, nothing, top_k.to(tl.int64),
                 False, HAS_BIAS, BLOCK,
             )  # fmt: skip
-            known = lowest >= _LOWEST
+            # Where fewer are allowed than top_k all are kept; a list with an open end shows that, as a whole row does.
+            known = (lowest >= _LOWEST) | (low == float("-inf"))
             threshold = _value_or_less(lowest)
             if top_p < 1:
                 mass = _mass_from(source, temperature, members, threshold, largest, HAS_BIAS, BLOCK)

@@ -189,6 +189,19 @@ def test_forbidden_tokens_are_never_chosen() -> None:
     assert (nothing[0] == -1).all()
 
 
+def _few_allowed(allowed: int) -> Columns:
+    """Rows that allow fewer tokens than top_k, of which top_p keeps the best only, or the best two."""
+    logits = torch.full((2, 90), -math.inf)
+    logits[:, 90 - allowed :] = torch.arange(allowed) * 0.5
+    return _columns(logits, top_k=torch.tensor([70, 80]), top_p=torch.tensor([0.1, 0.6]))
+
+
+def test_top_p_holds_where_fewer_tokens_are_allowed_than_top_k() -> None:
+    tokens = coupled_topk(**_few_allowed(40), k=3)[0]
+    assert tokens[0].tolist() == [89, -1, -1]
+    assert set(tokens[1].tolist()) == {89, 88, -1}
+
+
 def test_odd_logits_never_leave_the_vocabulary() -> None:
     logits = torch.randn(6, 12)
     logits[0, 3], logits[1, 4], logits[2] = math.nan, math.inf, math.nan
@@ -251,6 +264,11 @@ def test_triton_bias_choice_index_dtypes_and_strides(triton_device: torch.device
     _check_triton({**columns, "logits": wide}, triton_device, 4, logit_bias=bias, choice_index=torch.arange(rows))
     one_row = torch.randn(1, 40).half().expand(rows, -1)
     _check_triton({**columns, "logits": one_row}, triton_device, 4)
+
+
+@pytest.mark.parametrize("allowed", [3, 40])
+def test_triton_fewer_allowed_tokens_than_top_k(triton_device: torch.device, allowed: int) -> None:
+    _check_triton(_few_allowed(allowed), triton_device, 3)
 
 
 def test_triton_forbidden_and_odd_logits(triton_device: torch.device) -> None:
