@@ -137,7 +137,7 @@ def _members(source, members, begin, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
     place = begin + tl.arange(0, BLOCK)
     if from_list:
         logits = tl.load(listed_ptr + place, mask=place < count, other=float("-inf"))
-        ids = tl.load(listed_ids_ptr + place, mask=place < count, other=_HIGHEST)
+        ids = tl.load(listed_ids_ptr + place, mask=place < count, other=_HIGHEST).to(tl.int32)
     else:
         logits = load_row(source, place, HAS_BIAS)
         ids = place
