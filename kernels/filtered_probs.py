@@ -83,7 +83,8 @@ def _threshold(scaled: np.ndarray, top_k: int, top_p: float, min_p: float) -> fl
     # numpy sorts float32 thirty times faster than torch on a CPU.
     descending = np.sort(scaled)[::-1]
     largest = descending[0]
-    if largest == -np.inf:
+    if not np.isfinite(largest):
+        # Nothing may be chosen, or the row is broken: numpy sorts NaN behind the largest.
         return -math.inf
     if 0 < top_k < descending.size:
         # Tokens that tie with the last one kept are kept.
@@ -104,7 +105,7 @@ def _launch(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
 ) -> torch.Tensor:
-    from outrider.kernels.coupled_sampling_kernels import _threshold_kernel
+    from outrider.kernels.coupled_choose import threshold_kernel
 
     count, vocab_size = logits.shape
     probs = torch.empty(count, vocab_size, dtype=torch.float32, device=logits.device)
@@ -113,7 +114,7 @@ def _launch(
     temperature = temperature.clamp(min=1e-30)
     threshold = torch.empty(count, dtype=torch.float32, device=logits.device)
     search_block = min(8192, max(triton.next_power_of_2(vocab_size), 16))
-    _threshold_kernel[(count,)](
+    threshold_kernel[(count,)](
         logits,
         logits,
         temperature,

@@ -69,6 +69,15 @@ def test_temperature_0_is_the_largest_and_nothing_allowed_is_0():
     assert found.tolist() == [[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
 
 
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_a_broken_row_leaves_the_others_alone(broken: float):
+    logits = torch.randn(14, 9)
+    settings = columns(14, logits.device)
+    wanted = filtered_probs(logits, **settings)
+    logits[::2] = broken
+    assert torch.equal(filtered_probs(logits, **settings)[1::2], wanted[1::2])
+
+
 @pytest.mark.parametrize(
     ("rows", "vocabulary", "dtype"), [(7, 50, torch.float32), (3, 5000, torch.float32), (7, 16, torch.bfloat16)]
 )

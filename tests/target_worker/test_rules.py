@@ -1,5 +1,6 @@
 """The rules on made-up logits: what they accept, mixed in one step, and that their numbers are keyed as promised."""
 
+import math
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -110,6 +111,22 @@ def test_a_step_of_all_rules_gives_each_session_what_it_gets_alone(monkeypatch, 
             walk.nodes for tree, walk in zip(trees, together, strict=True) if tree.session.sampling.rule is rule
         ]
         assert any(accepted), f"nothing was ever accepted under {rule}"
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_a_session_whose_logits_are_broken_harms_no_other(broken):
+    chance = random.Random(7)
+    specs = [SamplingSpec(temperature=0.8), TARGET_ONLY, REJECTION]
+    specs += [replace(spec, **filters) for spec in specs for filters in ({"top_k": 3}, {"top_p": 0.5, "min_p": 0.1})]
+    trees = [random_rows(chance, replace(spec, seed=seed)) for seed, spec in enumerate(specs * 4)]
+    logits = logits_of(trees)
+    alone = verify(logits.clone(), trees)
+    first_rows = np.cumsum([0, *(tree.count for tree in trees)])
+    for place in range(0, len(trees), 2):
+        logits[first_rows[place] : first_rows[place + 1]] = broken
+    walks = verify(logits, trees)
+    assert walks[1::2] == alone[1::2]
+    assert all(0 <= token < V for walk in walks for token in walk.tokens)
 
 
 @pytest.mark.gpu
