@@ -89,7 +89,7 @@ class _Link:
         except asyncio.InvalidStateError as error:
             reason = str(error)
         except (ValueError, IndexError) as error:
-            reason = f"the worker sent a message whose columns do not fit: {error}"
+            reason = f"the worker sent a message that cannot be used: {error}"
         except Exception as error:
             # Whatever it is, whoever waits on this link has to hear of it.
             logger.exception("the stream to %s failed", self.address)
@@ -261,19 +261,28 @@ def _logprobs(entry: target_pb2.Logprobs) -> TokenLogprobs:
 
 
 class DraftLink(_Link):
-    """The stream to one draft worker. Nothing sent here is ever waited for."""
+    """The stream to one draft worker. Nothing sent here is ever waited for.
+
+    Growth that no target would take ends the stream: a broken draft costs its own sessions their speed, not their
+    requests, which a target would refuse.
+
+    Args:
+        vocab_size: tokens of the draft's model.
+    """
 
     def __init__(
         self,
         address: str,
         *,
         incarnation: int,
+        vocab_size: int,
         on_growth: Callable[[Growth], None],
         on_error: Callable[[int, int, str], None],
         on_lost: Callable[[str], None],
     ) -> None:
         super().__init__(address, on_lost=on_lost)
         self._incarnation = incarnation
+        self._vocab_size = vocab_size
         self._on_growth = on_growth
         self._on_error = on_error
         self._outgoing: draft_pb2.DraftCommands | None = None
@@ -318,14 +327,19 @@ class DraftLink(_Link):
                 self.step_latency.observe(message.report.step_ns)
             for error in message.errors:
                 self._on_error(error.session_id, error.epoch, error.message)
-            for growth in _growth(message):
+            for growth in _growth(message, self._vocab_size):
                 self._on_growth(growth)
 
 
-def _growth(message: draft_pb2.DraftGrowth) -> list[Growth]:
+def _growth(message: draft_pb2.DraftGrowth, vocab_size: int) -> list[Growth]:
     acceptance = floats_from_bytes(message.acceptance).tolist()
     node_ids, parents, tokens = list(message.node_ids), list(message.parents), list(message.tokens)
     distributions = unpack_distributions(message.distributions, len(node_ids))
+    for node_id, token, distribution in zip(node_ids, tokens, distributions, strict=True):
+        if token >= vocab_size:
+            raise ValueError(f"node {node_id} has token {token}, ids below {vocab_size} needed")
+        if distribution is not None and (fault := distribution.fault(token, vocab_size)) is not None:
+            raise ValueError(f"the distribution of node {node_id}: {fault}")
     columns = zip(
         message.session_ids,
         message.epochs,

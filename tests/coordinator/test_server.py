@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import grpc.aio
 import pytest
@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.server import CoordinatorServer
+from outrider.draft_distribution import WEIGHT_SUM
 from outrider.rpc import RoleServer, open_channel
 from outrider.tokenizer_hash import tokenizer_hash
 from outrider.v1 import (
@@ -24,7 +25,7 @@ from outrider.v1 import (
     target_pb2,
     target_pb2_grpc,
 )
-from outrider.wire import floats_to_bytes, tokens_from_bytes
+from outrider.wire import floats_to_bytes, tokens_from_bytes, tokens_to_bytes
 
 VOCABULARY = 256
 
@@ -122,6 +123,20 @@ class GuessingDraft(draft_pb2_grpc.DraftServiceServicer):
                 growth.complete.append(True)
                 node_id += 3
             growth.acceptance = floats_to_bytes([0.9] * 3 * len(epochs))
+            yield growth
+
+
+class SpoiltDraft(GuessingDraft):
+    """What it guesses is changed before it leaves."""
+
+    def __init__(self, spoil: Callable[[draft_pb2.DraftGrowth], object]) -> None:
+        super().__init__()
+        self.spoil = spoil
+
+    async def Speculate(self, request_iterator, context):  # noqa: N802
+        async for growth in super().Speculate(request_iterator, context):
+            if growth.tokens:
+                self.spoil(growth)
             yield growth
 
 
@@ -240,6 +255,35 @@ async def test_tokens_travel_from_the_target_to_the_client(coordinator, model_fo
         statuses = coordinator.registry.statuses()
         assert {status.state for status in statuses} == {"serving"}
         await until(lambda: all(status.load.sessions == 3 for status in coordinator.registry.statuses()))
+
+
+def give_distributions(growth: draft_pb2.DraftGrowth, *, weight: int, ahead: int) -> None:
+    """Every node's q is one token, `ahead` of the node's own."""
+    growth.distributions.counts.extend([1] * len(growth.tokens))
+    growth.distributions.token_ids = tokens_to_bytes([token + ahead for token in growth.tokens])
+    growth.distributions.weights = tokens_to_bytes([weight] * len(growth.tokens))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda growth: growth.tokens.extend([growth.tokens.pop() + VOCABULARY]), f"ids below {VOCABULARY} needed"),
+        (lambda growth: growth.tokens.append(1), "cannot be used"),
+        (lambda growth: give_distributions(growth, weight=WEIGHT_SUM - 1, ahead=0), f"{WEIGHT_SUM - 1} given"),
+        (lambda growth: give_distributions(growth, weight=WEIGHT_SUM, ahead=1), "own token"),
+        (lambda growth: give_distributions(growth, weight=WEIGHT_SUM, ahead=VOCABULARY), "token ids from 0"),
+    ],
+)
+async def test_growth_that_no_target_would_take_costs_the_draft_and_no_request(
+    coordinator, model_folder, spoil, reason
+):
+    draft = Worker(SpoiltDraft(spoil), registry_pb2.WORKER_ROLE_DRAFT, coordinator.address, model_folder)
+    async with target_worker(coordinator, model_folder), draft:
+        await until(lambda: [status.state for status in coordinator.registry.statuses()] == ["serving"] * 2)
+        assert tokens_of(await generate(coordinator)) == [next_token(length) for length in range(3, 23)]
+        await until(lambda: draft.code is not None)
+        assert draft.code is grpc.StatusCode.UNAVAILABLE
+        assert reason in draft.details
 
 
 async def test_a_stranger_is_refused_with_the_reason(coordinator, model_folder):
