@@ -365,9 +365,9 @@ def build_request(prompt: str | Sequence[int], options: GenerateOptions) -> gene
     else:
         put("token_ids", lambda: generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=prompt)))
     given["speculation"] = given.get("speculation", "async")
-    for name, field, numbers in (("speculation", "mode", _MODES), ("verification", "verification", _RULES)):
+    for name, attribute, numbers in (("speculation", "mode", _MODES), ("verification", "verification", _RULES)):
         if (word := given.pop(name, None)) in numbers:
-            setattr(request.speculation, field, numbers[word])
+            setattr(request.speculation, attribute, numbers[word])
         elif word is not None:
             violations.append(FieldViolation(name, f"{word!r} given, {', '.join(numbers)} needed"))
     if isinstance(given.get("stop"), str):
