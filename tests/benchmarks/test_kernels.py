@@ -17,6 +17,8 @@ from benchmarks.kernel_bench.report import LeftOut, Times, make_row, print_repor
 from benchmarks.kernel_bench.targets import TARGETS, Target, tree_attention_target
 from rich.console import Console
 
+import outrider.ops
+
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 H200 = Machine(name="H200", copy_bytes_per_s=4.25e12, flops_per_s=780e12, launch_us=1.5)
@@ -69,6 +71,7 @@ def test_cases_are_distinct_and_every_target_is_somebodys() -> None:
     cases = all_cases()
     assert len({(case.operator, case.shape) for case in cases}) == len(cases)
     assert {case.target for case in cases} - {None} == set(TARGETS)
+    assert {case.operator for case in cases} <= set(outrider.ops.__all__)
 
 
 def test_forests_are_trees_and_choices_lead_to_children() -> None:
