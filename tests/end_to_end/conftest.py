@@ -135,7 +135,8 @@ def first_true_difference(got: Sequence[int], wanted: ReferenceOutput) -> int | 
 
 @pytest.fixture(scope="session")
 def reference() -> Reference:
-    torch.set_num_threads(2)
+    # More would wait for cores that the services hold.
+    torch.set_num_threads(1)
     return Reference()
 
 

@@ -3,6 +3,7 @@
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
@@ -30,18 +31,29 @@ def is_quiet(client: Client) -> bool:
 
 
 def test_a_draft_killed_in_the_middle_changes_nothing(prompts):
+    """Under the rules with coins other tokens may come, but none is lost or comes twice."""
+    rules = ("coupled", "target_only", "rejection")
     with LocalService(drafts=1) as service, Client(service.endpoint) as client:
         settings = {"max_new_tokens": 160, "temperature": 1.0, "seed": 9, "ignore_eos": True}
         wanted = client.generate(prompts[0], speculation="off", **settings)
-        tokens: list[int] = []
-        with client.stream(prompts[0], **settings) as stream:
-            for delta in stream:
-                tokens.extend(delta.token_ids)
-                if len(tokens) > 40 and service.processes["draft-0"].poll() is None:
-                    service.processes["draft-0"].send_signal(signal.SIGKILL)
-                    service.processes["draft-0"].wait()
-        assert tokens == list(wanted.token_ids)
-        assert stream.result.speculation.accepted_tokens > 0
+        draft = service.processes["draft-0"]
+
+        def generate(rule: str) -> tuple[list[int], int]:
+            tokens: list[int] = []
+            with client.stream(prompts[0], verification=rule, **settings) as stream:
+                for delta in stream:
+                    assert delta.offset == len(tokens)
+                    tokens.extend(delta.token_ids)
+                    if len(tokens) > 40:
+                        draft.kill()
+            return tokens, stream.result.speculation.accepted_tokens
+
+        with ThreadPoolExecutor(len(rules)) as pool:
+            outputs = list(pool.map(generate, rules))
+        assert draft.wait(timeout=10) == -signal.SIGKILL
+        assert outputs[0][0] == list(wanted.token_ids)
+        assert [len(tokens) for tokens, _ in outputs] == [160] * len(rules)
+        assert all(accepted for _, accepted in outputs)
         # And with no draft at all.
         wait_until(lambda: len(client.server_info().workers) == 1)
         output = client.generate(prompts[0], **settings)

@@ -1,7 +1,6 @@
-"""Every verification rule through real services: alone, mixed in one batch, resumed, and with a draft that dies."""
+"""Every verification rule through real services: alone, mixed in one batch, and resumed."""
 
 import itertools
-import signal
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +26,12 @@ COINS: tuple[Coins, ...] = ("target_only", "rejection")
 def client(one_draft):
     with Client(one_draft.endpoint) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def prompts(prompts) -> list[list[int]]:
+    """Short ones: what differs here comes after them."""
+    return [prompt[:16] for prompt in prompts]
 
 
 @torch.inference_mode()
@@ -166,29 +171,3 @@ def test_thresholds_let_more_of_the_draft_through(client, prompts):
         return sum(output.speculation.accepted_tokens for output in outputs)
 
     assert accepted(threshold_single=0.05, threshold_acc=0.2) > accepted()
-
-
-def test_a_draft_that_dies_loses_and_repeats_nothing(two_drafts, prompts):
-    with Client(two_drafts.endpoint) as client:
-        draft = two_drafts.processes["draft-0"]
-
-        def generate(rule: Coins) -> tuple[list[int], int]:
-            tokens: list[int] = []
-            settings = {"max_new_tokens": 100, "temperature": 1.0, "seed": 8, "ignore_eos": True}
-            with client.stream(prompts[7], verification=rule, **settings) as stream:
-                for delta in stream:
-                    assert delta.offset == len(tokens)
-                    tokens.extend(delta.token_ids)
-                    if len(tokens) > 30:
-                        draft.send_signal(signal.SIGKILL)
-            return tokens, stream.result.speculation.accepted_tokens
-
-        try:
-            with ThreadPoolExecutor(4) as pool:
-                outputs = list(pool.map(generate, [*COINS, *COINS]))
-            assert [len(tokens) for tokens, _ in outputs] == [100] * 4
-            assert all(accepted for _, accepted in outputs)
-            draft.wait(timeout=10)
-        finally:
-            two_drafts.start_worker("draft-0")
-            two_drafts.wait_for_workers()
