@@ -1,12 +1,12 @@
-"""Second launch of coupled sampling: what of each row has to be looked at again, from what the scan left behind.
+"""What of a row has to be looked at again, from what the scan left behind.
 
-Three bounds a row, two in l and the last an estimated score:
+Three bounds, two in l and the last an estimated score:
 
     low     nothing below it is kept
     high    everything from it on is kept
     floor   of what is kept for certain, the k best score at least this
 
-What the third launch lists is {v : low <= l[v] and (l[v] < high or score[v] >= floor)}. A low that is not a number says
+What is to be looked at is {v : low <= l[v] and (l[v] < high or score[v] >= floor)}. A low that is not a number says
 that there is no telling, and that the row is to be gone through as a whole.
 
 - Unfiltered: low = high = -inf, floor the k-th largest score of a tile less the error of the estimate.
@@ -16,9 +16,9 @@ that there is no telling, and that the row is to be gone through as a whole.
   standard deviations; high = inf unless low leaves more than half a list. Then the row is flat enough for the sample to
   tell high as well, and floor: a mass m gives Poisson(m exp(-s)) scores above s, so s can be set for some to be there.
 
-A sample may mislead. The last launch finds that out by exact counts and masses, and time is all that is lost.
+A sample may mislead. Exact counts and masses find that out, and time is all that is lost.
 
-Shapes: T rows, V vocabulary size, C tiles of a row.
+Shapes: V vocabulary size, C tiles of a row.
 """
 
 # compile-time parameters of kernels are upper case; operators and kernels take positional columns
@@ -29,10 +29,10 @@ from __future__ import annotations
 import math
 
 from outrider.kernels.backend import jit, tl
-from outrider.kernels.coupled_rows import kth_largest, load_filters, load_row, row_mass, row_scale
+from outrider.kernels.coupled_rows import kth_largest, load_row, row_scale
 from outrider.kernels.noise_blocks import RACE_ABOVE, RACE_BELOW, RACE_SHIFT
 
-__all__ = ["bound_kernel"]
+__all__ = ["row_bounds", "score_floor"]
 
 _SLACK = tl.constexpr(RACE_ABOVE + RACE_BELOW)
 _SHIFT = tl.constexpr(RACE_SHIFT)
@@ -45,81 +45,63 @@ _LARGEST_SCORE = tl.constexpr(1e30)
 _CHUNK = tl.constexpr(8)
 # Bounds are sought in the 40 e-folds of probability below the row's largest, by halving.
 _DEPTH = tl.constexpr(40 * math.log2(math.e))
+# Values that are ranked against all others at a time.
+_RANKED = tl.constexpr(64)
 _E_FOLD = tl.constexpr(math.log2(math.e))
 _HALVINGS = tl.constexpr(14)
 
 
 @jit
-def bound_kernel(
-    logits_ptr,  # [T, V]
-    bias_ptr,  # [T, V]
-    temperature_ptr,  # [T] float32
-    top_k_ptr,  # [T] int
-    top_p_ptr,  # [T] float32
-    min_p_ptr,  # [T] float32
-    scores_ptr,  # [T, C] float32
-    tops_ptr,  # [T, C] float32
-    masses_ptr,  # [T, C] float32
-    bounds_ptr,  # [T, 4] float32: low, high, floor and the largest l
-    count_ptr,  # [T] int32: 0, or more than LIST where the whole row is to be gone through
-    sure_mass_ptr,  # [T] int64: 0
-    logits_row_stride,
-    logits_stride,
-    bias_row_stride,
-    bias_stride,
-    vocab_size,
-    tiles,
-    K,
+def row_bounds(
+    source,
+    filters,
+    filtered,
+    stats,
+    largest,
+    mass,
     HAS_BIAS: tl.constexpr,
-    WITH_MASS: tl.constexpr,
+    K: tl.constexpr,
     LIST: tl.constexpr,
     SAMPLE: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """One program a row: its bounds, and an empty list."""
-    row = tl.program_id(0).to(tl.int64)
-    filters, filtered = load_filters(row, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size)
+    """low, high and floor of a row whose `largest` is the largest l if it is filtered, otherwise the largest score."""
     temperature, top_k = filters[0], filters[1]
-    scores_ptr, tops_ptr, masses_ptr = scores_ptr + row * tiles, tops_ptr + row * tiles, masses_ptr + row * tiles
-    tile = tl.arange(0, TILES)
-    largest = tl.max(tl.load(scores_ptr + tile, mask=tile < tiles, other=float("-inf")))
+    scores_ptr, tops_ptr, _, tiles = stats
     nowhere = tl.full([], float("nan"), tl.float32)
     low = tl.full([], float("-inf"), tl.float32)
     high = tl.full([], float("inf"), tl.float32)
     floor = low
     if filtered:
         # A row that fits the list is listed as it is, and one of -inf has nothing to list.
-        if (vocab_size > LIST) & (largest != float("-inf")):
+        if (source[4] > LIST) & (largest != float("-inf")):
             if (tl.abs(largest) < _LARGEST_LOGIT) & (temperature < _LARGEST_TEMPERATURE):
                 if (top_k > 0) & (top_k * 5 <= tiles * 4):
-                    low = _below(kth_largest(tops_ptr, tiles, top_k, TILES, 16))
+                    low = _below(kth_largest(tops_ptr, tiles, top_k, TILES, _RANKED))
                 else:
-                    logits_row, bias_row = logits_ptr + row * logits_row_stride, bias_ptr + row * bias_row_stride
-                    source = (logits_row, bias_row, logits_stride, bias_stride, vocab_size)
-                    mass = row_mass(tops_ptr, masses_ptr, largest, row_scale(temperature), tiles, TILES)
-                    low, high, floor = _sampled_bounds(source, filters, largest, mass, K, HAS_BIAS, LIST, SAMPLE)
+                    low, high, floor = _sampled_bounds(source, filters, largest, mass, HAS_BIAS, K, LIST, SAMPLE)
             else:
                 low = nowhere
     else:
-        kth = kth_largest(scores_ptr, tiles, K, TILES, 16)
+        kth = kth_largest(scores_ptr, tiles, K, TILES, _RANKED)
         if temperature > 0:
-            size = tl.maximum(tl.abs(largest), tl.where(kth > float("-inf"), tl.abs(kth), 0.0))
-            # The estimate's error, and what rounding does to z log2(e), of which G is at most 33.
-            floor = kth - _SLACK - (size + 40) * 1.9073486328125e-06
-            high = low
-            if (size < _LARGEST_SCORE) == 0:
-                low = nowhere
-            # Of an unfiltered row the largest so far was a score.
-            largest = tl.max(tl.load(tops_ptr + tile, mask=(tile < tiles) & WITH_MASS, other=float("-inf")))
+            floor, usable = score_floor(largest, kth)
+            low = tl.where(usable, low, nowhere)
+            high = tl.full([], float("-inf"), tl.float32)
         else:
             low = kth
-    bounds_ptr += row * 4
-    tl.store(bounds_ptr, low)
-    tl.store(bounds_ptr + 1, high)
-    tl.store(bounds_ptr + 2, floor)
-    tl.store(bounds_ptr + 3, largest)
-    tl.store(count_ptr + row, tl.where(low >= float("-inf"), 0, LIST + 1))
-    tl.store(sure_mass_ptr + row, tl.full([], 0, tl.int64))
+    return low, high, floor
+
+
+@jit
+def score_floor(largest, kth):
+    """The least estimated score of the k best of an unfiltered row, and whether the estimates are fit for it.
+
+    Given the largest score of the row's tiles and the k-th largest.
+    """
+    size = tl.maximum(tl.abs(largest), tl.where(kth > float("-inf"), tl.abs(kth), 0.0))
+    # The estimate's error, and what rounding does to z log2(e), which is within 40 of the score.
+    return kth - _SLACK - (size + 40) * 1.9073486328125e-06, size < _LARGEST_SCORE
 
 
 @jit
@@ -134,8 +116,8 @@ def _sampled_bounds(
     filters,
     largest,
     mass,
-    K,
     HAS_BIAS: tl.constexpr,
+    K: tl.constexpr,
     LIST: tl.constexpr,
     SAMPLE: tl.constexpr,
 ):

@@ -1,13 +1,14 @@
-"""Last launch of coupled sampling: one program a row chooses among what is listed.
+"""Second launch of coupled sampling: one program a row chooses among what the scan leaves of it.
 
-    threshold   the largest of those of top-k, top-p and min-p. For the first two it is the largest t that occurs with
-                stat({z >= t}) >= target, where stat is a count or a mass, found by bisection over z's bits, ordered as
-                integers; every pass moves both bounds onto values that occur, so it ends as soon as they meet
+    threshold   the smallest z that top-k, top-p and min-p keep, by `outrider.kernels.coupled_thresholds`
     choices     the k best exact z + G of what reaches the threshold, the smallest id first
 
-A list is good for both if everything that reaches the threshold stands on it, or is known for certain and has been
-weighed, or cannot be among the k best. Where that fails, or the list is too long for its place, the same two are done
-once more over the whole row: counts and masses are whole numbers, so the outcome is the same bit for bit.
+- The one best of an unfiltered row is in one of the few tiles whose estimated score comes near the largest.
+- Otherwise what lies within the row's bounds is listed. A list of up to FEW logits is held in registers and its logits
+  are ranked against each other; a longer one is searched for the thresholds, and gone through for each of the k.
+- A list will do if everything that reaches the threshold stands on it, or is known for certain and has been weighed, or
+  cannot be among the k best. Where that fails, or the list is too long for its place, the whole row is gone through
+  instead: counts and masses are whole numbers, so the outcome is the same bit for bit.
 
 Shapes: T rows, V vocabulary size, C tiles of a row, k tokens of a row, LIST the places of a row's list.
 """
@@ -18,16 +19,15 @@ Shapes: T rows, V vocabulary size, C tiles of a row, k tokens of a row, LIST the
 from __future__ import annotations
 
 from outrider.kernels.backend import jit, tl
-from outrider.kernels.coupled_rows import (
-    load_filters,
-    load_key,
-    load_row,
-    ordered,
-    row_mass,
-    row_scale,
-    scaled,
-    unordered,
-    weights,
+from outrider.kernels.coupled_bounds import row_bounds, score_floor
+from outrider.kernels.coupled_list import list_row
+from outrider.kernels.coupled_rows import load_filters, load_key, load_row, row_mass, row_scale, scaled
+from outrider.kernels.coupled_thresholds import (
+    mass_from,
+    members_at,
+    rank_thresholds,
+    search_thresholds,
+    threshold_kernel,
 )
 from outrider.kernels.noise_blocks import RACE_ABOVE, RACE_SHIFT, gumbel_of_ids
 
@@ -38,7 +38,6 @@ _SHIFT = tl.constexpr(RACE_SHIFT)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _UNIT = tl.constexpr(2.0**-40)
 _HIGHEST = tl.constexpr(0x7FFFFFFF)
-_LOWEST = tl.constexpr(-0x80000000)
 
 
 @jit
@@ -52,14 +51,11 @@ def choose_kernel(
     seeds_ptr,  # [T] int64
     positions_ptr,  # [T] int
     choice_ptr,  # [T] int
+    tile_scores_ptr,  # [T, C] float32
     tops_ptr,  # [T, C] float32
     masses_ptr,  # [T, C] float32
-    bounds_ptr,  # [T, 4] float32: low, high, floor and the largest l
-    count_ptr,  # [T] int32
-    sure_mass_ptr,  # [T] int64
     listed_ptr,  # [T, LIST] float32: logits, later scores
     listed_ids_ptr,  # [T, LIST] int32
-    thresholds_ptr,  # [T] float32
     tokens_ptr,  # [T, K] int64
     log_q_ptr,  # [T, K] float32
     scores_ptr,  # [T, K] float32
@@ -75,47 +71,45 @@ def choose_kernel(
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     LIST: tl.constexpr,
-    TILES: tl.constexpr,
+    FEW: tl.constexpr,
+    SAMPLE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    """The threshold and the k best of a row, from its list if that will do, otherwise from the whole row."""
+    """One program a row: the k best, and their log q and scores where masses are asked for."""
     row = tl.program_id(0).to(tl.int64)
     logits_row, bias_row = logits_ptr + row * logits_row_stride, bias_ptr + row * bias_row_stride
     source = (logits_row, bias_row, logits_stride, bias_stride, vocab_size)
     filters, filtered = load_filters(row, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size)
     key = load_key(row, seeds_ptr, positions_ptr, choice_ptr, HAS_CHOICE)
-    low, high = tl.load(bounds_ptr + row * 4), tl.load(bounds_ptr + row * 4 + 1)
-    floor, largest = tl.load(bounds_ptr + row * 4 + 2), tl.load(bounds_ptr + row * 4 + 3)
-    listed = tl.load(count_ptr + row)
-    sure = tl.load(sure_mass_ptr + row)
-    mass = tl.full([], 0, tl.int64)
+    stats = (tile_scores_ptr + row * tiles, tops_ptr + row * tiles, masses_ptr + row * tiles, tiles)
+    tile = tl.arange(0, TILES)
+    tile_scores = tl.load(stats[0] + tile, mask=tile < tiles, other=float("-inf"))
+    # Of filtered and greedy rows these scores are logits.
+    best_score = tl.max(tile_scores)
+    largest = best_score
+    kept = tl.full([], 0, tl.int64)
     if WITH_MASS or filtered:
-        scale = row_scale(filters[0])
-        mass = row_mass(tops_ptr + row * tiles, masses_ptr + row * tiles, largest, scale, tiles, TILES)
-    threshold, kept = tl.full([], float("-inf"), tl.float32), mass
-    tokens = tl.full([BLOCK_K], 0, tl.int32)
-    scores = tl.full([BLOCK_K], float("-inf"), tl.float32)
-    from_list = listed <= LIST
-    choosing = True
-    while choosing:
-        if from_list == 0:
-            low, high = tl.full([], float("-inf"), tl.float32), tl.full([], float("inf"), tl.float32)
-            sure = tl.full([], 0, tl.int64)
-        count = tl.where(from_list, listed, vocab_size)
-        members = (from_list, count, listed_ptr + row * LIST, listed_ids_ptr + row * LIST, high)
-        known = listed >= 0
-        if filtered:
-            threshold, kept, known = _threshold(
-                source, filters, members, low, largest, mass, sure, HAS_BIAS, WITH_MASS, BLOCK
-            )
-        tokens, scores, least = _best(source, filters[0], key, members, threshold, HAS_BIAS, K, BLOCK_K, BLOCK)
-        # What is certain to be kept was listed for its estimated score: the k-th best must be out of its reach.
-        if filtered & (high < float("inf")):
-            score = least * _LOG2_E - _SHIFT
-            known = known & (score - tl.abs(score) * 1.9073486328125e-06 > floor + _ABOVE)
-        choosing = from_list & (known == 0)
-        from_list = from_list & (from_list == 0)
-    tl.store(thresholds_ptr + row, threshold)
+        tops = tl.load(stats[1] + tile, mask=tile < tiles, other=float("-inf"))
+        masses = tl.load(stats[2] + tile, mask=tile < tiles, other=0.0)
+        largest = tl.max(tops)
+        kept = row_mass(tops, masses, largest, row_scale(filters[0]))
+    if (K == 1) & (filtered == 0):
+        tokens, scores = _best_of_tiles(
+            source, filters[0], key, tile_scores, best_score, HAS_BIAS, BLOCK_K, TILE, TILES
+        )
+    else:
+        bounds = row_bounds(source, filters, filtered, stats, best_score, kept, HAS_BIAS, K, LIST, SAMPLE, TILES)
+        listing = (listed_ptr + row * LIST, listed_ids_ptr + row * LIST)
+        listed, sure = list_row(
+            source, filters[0], key, stats, bounds, largest, listing, HAS_BIAS, LIST, PARTS, TILE, TILES
+        )
+        tokens, scores, kept = _best_of_list(
+            source, filters, filtered, key, bounds, largest, listing, listed, kept, sure,
+            HAS_BIAS, WITH_MASS, K, BLOCK_K, LIST, FEW, BLOCK,
+        )  # fmt: skip
     rank = tl.arange(0, BLOCK_K)
     absent = scores == float("-inf")
     if WITH_MASS:
@@ -131,139 +125,129 @@ def choose_kernel(
 
 
 @jit
-def _members(source, members, begin, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
-    """l (-inf past the end) and ids of a block of what is to be chosen from: a list, or the whole row."""
-    from_list, count, listed_ptr, listed_ids_ptr = members[0], members[1], members[2], members[3]
-    place = begin + tl.arange(0, BLOCK)
-    if from_list:
-        logits = tl.load(listed_ptr + place, mask=place < count, other=float("-inf"))
-        ids = tl.load(listed_ids_ptr + place, mask=place < count, other=_HIGHEST).to(tl.int32)
+def _best_of_tiles(
+    source,
+    temperature,
+    key,
+    tile_scores,
+    largest,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """The best token of an unfiltered row and its score, each [BLOCK_K] = [1], from its tiles' scores [TILES]."""
+    tile = tl.arange(0, TILES)
+    if temperature > 0:
+        floor, usable = score_floor(largest, largest)
+        reached = tile_scores >= tl.where(usable, floor, float("-inf"))
     else:
-        logits = load_row(source, place, HAS_BIAS)
-        ids = place
-    return logits, ids
+        # A greedy row's scores are exact, so that the first tile that has the largest is enough.
+        reached = tile == tl.min(tl.where(tile_scores == largest, tile, TILES))
+    best = tl.full([TILE], float("-inf"), tl.float32)
+    token = tl.full([TILE], _HIGHEST, tl.int32)
+    visited = tl.min(tl.where(reached, tile, TILES))
+    while visited < TILES:
+        ids = visited * TILE + tl.arange(0, TILE)
+        logits = load_row(source, ids, HAS_BIAS)
+        score = _scores(temperature, key, float("-inf"), logits, ids)
+        # Tiles come in ascending order: of equal scores the first is of the smallest id.
+        token = tl.where(score > best, ids, token)
+        best = tl.maximum(best, score)
+        visited = tl.min(tl.where(reached & (tile > visited), tile, TILES))
+    top = tl.max(best)
+    winner = tl.min(tl.where(best == top, token, _HIGHEST))
+    return tl.zeros([BLOCK_K], tl.int32) + winner, tl.zeros([BLOCK_K], tl.float32) + top
 
 
 @jit
-def _threshold(
+def _best_of_list(
     source,
     filters,
-    members,
-    low,
+    filtered,
+    key,
+    bounds,
     largest,
+    listing,
+    listed,
     mass,
     sure,
     HAS_BIAS: tl.constexpr,
     WITH_MASS: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    LIST: tl.constexpr,
+    FEW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The smallest z that the filters keep, the weight of what they keep, and whether the members could tell.
-
-    Members from `high` on are left out of counts and masses: their weight is part of `sure`.
-    """
-    temperature, top_k, top_p, min_p = filters
-    from_list = members[0]
+    """The k best of a row, tokens and scores [BLOCK_K], and the weight kept: from its list if that will do."""
+    low, high, floor = bounds
+    listed_ptr, listed_ids_ptr = listing
+    kept = mass
     threshold = tl.full([], float("-inf"), tl.float32)
-    known = largest >= float("-inf")
-    nothing = tl.full([], 0, tl.int64)
-    if largest == float("inf"):
-        # Infinities stay, and only they.
-        threshold = largest
-    else:
-        lowest = tl.full([], _LOWEST - 1, tl.int64)
-        highest = ordered(scaled(largest, temperature)) + 1
-        if top_k > 0:
-            lowest = _search(
-                source, temperature, members, lowest, highest, largest, nothing, top_k.to(tl.int64),
-                False, HAS_BIAS, BLOCK,
-            )  # fmt: skip
-            # Where fewer are allowed than top_k all are kept; a list with an open end shows that, as a whole row does.
-            known = (lowest >= _LOWEST) | (low == float("-inf"))
-            threshold = _value_or_less(lowest)
-            if top_p < 1:
-                mass = _mass_from(source, temperature, members, threshold, largest, HAS_BIAS, BLOCK)
-        if top_p < 1:
-            # The largest token is always kept, also for top_p = 0.
-            target = tl.ceil(mass.to(tl.float64) * tl.maximum(top_p, 0.0).to(tl.float64)).to(tl.int64)
-            target = tl.maximum(target, 1)
-            known = known & (sure < target)
-            if known:
-                lowest = _search(
-                    source, temperature, members, lowest, highest, largest, sure, target, True, HAS_BIAS, BLOCK
-                )
-                threshold = _value_or_less(lowest)
-        if min_p > 0:
-            threshold = tl.maximum(threshold, scaled(largest, temperature) + tl.log(min_p))
-    # Below `low` the list is silent; a whole row always tells.
-    known = (known & ((low == float("-inf")) | (threshold > scaled(low, temperature)))) | (from_list == 0)
-    kept = nothing
-    if WITH_MASS:
-        kept = sure + _mass_from(source, temperature, members, threshold, largest, HAS_BIAS, BLOCK)
-    return threshold, kept, known
+    tokens = tl.full([BLOCK_K], 0, tl.int32)
+    scores = tl.full([BLOCK_K], float("-inf"), tl.float32)
+    from_list = (listed <= LIST) & (low >= float("-inf"))
+    choosing = listed >= 0
+    if from_list & (listed <= FEW) & ((high == float("inf")) | (filtered == 0)):
+        place = tl.arange(0, FEW)
+        logits = tl.load(listed_ptr + place, mask=place < listed, other=float("-inf"))
+        ids = tl.load(listed_ids_ptr + place, mask=place < listed, other=_HIGHEST)
+        choosing = listed < 0
+        if filtered:
+            threshold, kept, known = rank_thresholds(filters, listed, listed_ptr, logits, low, largest, mass, FEW)
+            choosing = known == 0
+            from_list = from_list & known
+        tokens, scores = _best_of_block(_scores(filters[0], key, threshold, logits, ids), ids, K, BLOCK_K)
+    while choosing:
+        if from_list == 0:
+            low, high = tl.full([], float("-inf"), tl.float32), tl.full([], float("inf"), tl.float32)
+            sure = tl.full([], 0, tl.int64)
+        members = (from_list, tl.where(from_list, listed, source[4]), listed_ptr, listed_ids_ptr, high)
+        known = listed >= 0
+        if filtered:
+            threshold, known = search_thresholds(source, filters, members, low, largest, mass, sure, HAS_BIAS, BLOCK)
+            if WITH_MASS:
+                kept = sure + mass_from(source, filters[0], members, threshold, largest, HAS_BIAS, BLOCK)
+        tokens, scores, least = _best_of_many(source, filters[0], key, members, threshold, HAS_BIAS, K, BLOCK_K, BLOCK)
+        # What is certain to be kept was listed for its estimated score: the k-th best must be out of its reach.
+        if filtered & (high < float("inf")):
+            score = least * _LOG2_E - _SHIFT
+            known = known & (score - tl.abs(score) * 1.9073486328125e-06 > floor + _ABOVE)
+        choosing = from_list & (known == 0)
+        from_list = from_list & (from_list == 0)
+    return tokens, scores, kept
 
 
 @jit
-def _value_or_less(place):
-    """The float32 of an int of `ordered`, -inf for one below all of them."""
-    return tl.where(place < _LOWEST, float("-inf"), unordered(place))
+def _scores(temperature, key, threshold, logits, ids):
+    """The exact z + G of what reaches the threshold, -inf elsewhere; of greedy rows the logits."""
+    scores = logits
+    if temperature > 0:
+        seed, position, stream, choice = key
+        scores = scaled(logits, temperature)
+        gumbel = gumbel_of_ids(seed, ids, position, stream, choice)
+        scores = tl.where((scores >= threshold) & (logits > float("-inf")), scores + gumbel, float("-inf"))
+    return scores
 
 
 @jit
-def _mass_from(source, temperature, members, threshold, largest, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
-    """The whole weight of the members below `high` whose z reaches `threshold`."""
-    count, high = members[1], members[4]
-    mass = tl.zeros([BLOCK], tl.int64)
-    scale = row_scale(temperature)
-    for begin in range(0, count, BLOCK):
-        logits = _members(source, members, begin, HAS_BIAS, BLOCK)[0]
-        counted = (logits < high) & (scaled(logits, temperature) >= threshold)
-        mass += tl.where(counted, weights(logits, largest, scale), 0)
-    return tl.sum(mass)
+def _best_of_block(scores, ids, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The K best of a block, tokens and scores [BLOCK_K], best first; -inf where they run out."""
+    rank = tl.arange(0, BLOCK_K)
+    tokens = tl.full([BLOCK_K], 0, tl.int32)
+    best = tl.full([BLOCK_K], float("-inf"), tl.float32)
+    for place in range(0, K):
+        top = tl.max(scores)
+        winner = tl.min(tl.where(scores == top, ids, _HIGHEST))
+        tokens = tl.where(rank == place, winner, tokens)
+        best = tl.where(rank == place, top, best)
+        scores = tl.where(ids == winner, float("-inf"), scores)
+    return tokens, best
 
 
 @jit
-def _search(
-    source,
-    temperature,
-    members,
-    low,  # int64: ordered value whose stat reaches the target, or less than all of them where that is not known
-    high,  # int64: ordered value, above all that occur
-    largest,
-    certain,  # int64: stat of what is not among the members
-    target,  # int64: stat to be reached
-    BY_MASS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The largest ordered value t that occurs and has stat({z >= t}) >= target; `low` where none has."""
-    count, certain_from = members[1], members[4]
-    scale = row_scale(temperature)
-    # Invariant: stat({z >= low}) >= target > stat({z >= high}), and low occurs, but for a low that is not known.
-    while high - low > 1:
-        middle = tl.where(low < _LOWEST, _LOWEST, low + (high - low) // 2)
-        stat = tl.zeros([BLOCK], tl.int64)
-        above = tl.full([BLOCK], _HIGHEST, tl.int64)
-        below = tl.full([BLOCK], _LOWEST, tl.int64)
-        for begin in range(0, count, BLOCK):
-            logits = _members(source, members, begin, HAS_BIAS, BLOCK)[0]
-            present = (logits > float("-inf")) & (logits < certain_from)
-            place = ordered(scaled(logits, temperature))
-            reaches = present & (place >= middle)
-            if BY_MASS:
-                stat += tl.where(reaches, weights(logits, largest, scale), 0)
-            else:
-                stat += reaches.to(tl.int64)
-            above = tl.minimum(above, tl.where(reaches, place, _HIGHEST))
-            below = tl.maximum(below, tl.where(present & (place < middle), place, _LOWEST))
-        if certain + tl.sum(stat) >= target:
-            low = tl.min(above)
-        else:
-            high = tl.where(low < _LOWEST, low + 1, tl.max(below) + 1)
-    return low
-
-
-@jit
-def _best(
+def _best_of_many(
     source,
     temperature,
     key,
@@ -288,7 +272,7 @@ def _best(
         best = tl.full([BLOCK], float("-inf"), tl.float32)
         token = tl.full([BLOCK], _HIGHEST, tl.int32)
         for begin in range(0, count, BLOCK):
-            logits, ids = _members(source, members, begin, HAS_BIAS, BLOCK)
+            logits, ids = members_at(source, members, begin, HAS_BIAS, BLOCK)
             score = logits
             if (place == 0) | (from_list == 0):
                 score = _scores(temperature, key, threshold, logits, ids)
@@ -306,52 +290,3 @@ def _best(
         tokens = tl.where(rank == place, last_token, tokens)
         scores = tl.where(rank == place, last_score, scores)
     return tokens, scores, last_score
-
-
-@jit
-def _scores(temperature, key, threshold, logits, ids):
-    """The exact z + G of what reaches the threshold, -inf elsewhere; of greedy rows the logits."""
-    scores = logits
-    if temperature > 0:
-        seed, position, stream, choice = key
-        scores = scaled(logits, temperature)
-        gumbel = gumbel_of_ids(seed, ids, position, stream, choice)
-        scores = tl.where((scores >= threshold) & (logits > float("-inf")), scores + gumbel, float("-inf"))
-    return scores
-
-
-@jit
-def threshold_kernel(
-    logits_ptr,  # [T, V]
-    bias_ptr,  # [T, V]
-    temperature_ptr,  # [T] float32
-    top_k_ptr,  # [T] int
-    top_p_ptr,  # [T] float32
-    min_p_ptr,  # [T] float32
-    threshold_ptr,  # [T] float32
-    logits_row_stride,
-    logits_stride,
-    bias_row_stride,
-    bias_stride,
-    vocab_size,
-    HAS_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """The smallest z that a row's filters keep, from the row alone, one program a row; -inf without filters."""
-    row = tl.program_id(0).to(tl.int64)
-    filters, filtered = load_filters(row, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size)
-    low, high = tl.full([], float("-inf"), tl.float32), tl.full([], float("inf"), tl.float32)
-    threshold = low
-    if filtered:
-        logits_row, bias_row = logits_ptr + row * logits_row_stride, bias_ptr + row * bias_row_stride
-        source = (logits_row, bias_row, logits_stride, bias_stride, vocab_size)
-        tops = tl.full([BLOCK], float("-inf"), tl.float32)
-        for begin in range(0, vocab_size, BLOCK):
-            tops = tl.maximum(tops, load_row(source, begin + tl.arange(0, BLOCK), HAS_BIAS))
-        largest = tl.max(tops)
-        members = (filtered == 0, tl.full([], 0, tl.int32) + vocab_size, threshold_ptr, top_k_ptr, high)
-        mass = _mass_from(source, filters[0], members, low, largest, HAS_BIAS, BLOCK)
-        threshold = _threshold(
-            source, filters, members, low, largest, mass, tl.full([], 0, tl.int64), HAS_BIAS, False, BLOCK
-        )[0]
-    tl.store(threshold_ptr + row, threshold)

@@ -27,6 +27,7 @@ __all__ = [
     "load_filters",
     "load_key",
     "load_row",
+    "load_row_where",
     "ordered",
     "row_mass",
     "row_scale",
@@ -66,9 +67,14 @@ def load_key(row, seeds_ptr, positions_ptr, choice_ptr, HAS_CHOICE: tl.constexpr
 @jit
 def load_row(source, ids, HAS_BIAS: tl.constexpr):
     """l of a block of ids, -inf beyond V."""
-    logits_ptr, bias_ptr, logits_stride, bias_stride, vocab_size = source
+    return load_row_where(source, ids, ids < source[4], HAS_BIAS)
+
+
+@jit
+def load_row_where(source, ids, inside, HAS_BIAS: tl.constexpr):
+    """l of a block of ids where `inside` holds, -inf elsewhere; it holds nowhere beyond V."""
+    logits_ptr, bias_ptr, logits_stride, bias_stride, _ = source
     ids = ids.to(tl.int64)
-    inside = ids < vocab_size
     logits = tl.load(logits_ptr + ids * logits_stride, mask=inside, other=float("-inf")).to(tl.float32)
     if HAS_BIAS:
         logits += tl.load(bias_ptr + ids * bias_stride, mask=inside, other=0.0).to(tl.float32)
@@ -97,11 +103,8 @@ def weights(logits, largest, scale):
 
 
 @jit
-def row_mass(tops_ptr, masses_ptr, largest, scale, tiles, TILES: tl.constexpr):
+def row_mass(tops, masses, largest, scale):
     """The whole weight of a row, int64, from the largest l of each of its tiles and the tile's mass relative to it."""
-    tile = tl.arange(0, TILES)
-    tops = tl.load(tops_ptr + tile, mask=tile < tiles, other=float("-inf"))
-    masses = tl.load(masses_ptr + tile, mask=tile < tiles, other=0.0)
     share = tl.where(tops > float("-inf"), masses * tl.exp2((tops - largest) * scale), 0.0)
     return tl.sum((share * _UNITS).to(tl.int64))
 

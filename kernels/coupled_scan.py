@@ -1,7 +1,7 @@
 """First launch of coupled sampling: every logit is read once, and each tile leaves three numbers behind.
 
-    score   of an unfiltered row, the tile's largest z log2(e) - `race_of_block`: an estimate of (z + G) log2(e), up to
-            a constant, whose error is bounded; of a filtered or greedy row, the tile's largest l
+    score   of an unfiltered row, the tile's largest z log2(e) - `race_of_counters`: an estimate of (z + G) log2(e), up
+            to a constant, whose error is bounded; of a filtered or greedy row, the tile's largest l
     top     the largest l
     mass    the sum of exp((l - top) / temperature) over the tile, where somebody asks for it
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from outrider.kernels.backend import jit, tl
 from outrider.kernels.coupled_rows import load_filters, load_key, load_row, row_scale
-from outrider.kernels.noise_blocks import race_of_block
+from outrider.kernels.noise_blocks import race_of_counters
 
 __all__ = ["scan_kernel"]
 
@@ -53,13 +53,15 @@ def scan_kernel(
     source = (logits_row, bias_row, logits_stride, bias_stride, vocab_size)
     logits = load_row(source, first_id + tl.arange(0, PARTS * TILE), HAS_BIAS)
     filters, filtered = load_filters(row, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size)
+    # Loaded by all rows, so that no row waits for memory twice.
+    seed, position, stream, choice = load_key(row, seeds_ptr, positions_ptr, choice_ptr, HAS_CHOICE)
     scale = row_scale(filters[0])
     tile = tl.program_id(1) * PARTS + tl.arange(0, PARTS)
     place = row * tiles + tile
     estimated = (filters[0] > 0) & (filtered == 0)
     if estimated:
-        seed, position, stream, choice = load_key(row, seeds_ptr, positions_ptr, choice_ptr, HAS_CHOICE)
-        scores = logits * scale - race_of_block(seed, first_id, position, stream, choice, PARTS * TILE)
+        counter = first_id // 4 + tl.arange(0, PARTS * TILE // 4)
+        scores = logits * scale - race_of_counters(seed, counter, position, stream, choice)
         tl.store(scores_ptr + place, tl.max(tl.reshape(scores, [PARTS, TILE]), axis=1), mask=tile < tiles)
     if WITH_MASS or estimated == 0:
         by_tile = tl.reshape(logits, [PARTS, TILE])

@@ -14,8 +14,8 @@ below the truth as well and close to it where w is small, stands in where it is 
 w nears 1 and E2 its largest value 24; words there win only where one token has nearly all the probability.
 """
 
-# compile-time parameters of kernels are upper case; device functions take positional columns
-# ruff: noqa: N803, PLR0917
+# compile-time parameters of kernels are upper case
+# ruff: noqa: N803
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ __all__ = [
     "gumbel_of_ids",
     "gumbel_of_word",
     "philox_words",
-    "race_of_block",
+    "race_of_counters",
+    "race_of_word",
     "word_of_ids",
 ]
 
@@ -98,9 +99,8 @@ def gumbel_of_ids(seed, ids, position, stream, choice):
 
 
 @jit
-def race_of_block(seed, first_id, position, stream, choice, BLOCK: tl.constexpr):
-    """The estimate of log2 E2 for the BLOCK ids from `first_id`, a multiple of 4: one Philox call for four ids."""
-    counter = first_id // 4 + tl.arange(0, BLOCK // 4)
+def race_of_counters(seed, counter, position, stream, choice):
+    """The estimate of log2 E2 for the four ids of each counter: [.., 4 N] for counters [.., N]."""
     x0, x1, x2, x3 = philox_words(seed, counter, position, stream, choice)
     return race_of_word(tl.interleave(tl.interleave(x0, x2), tl.interleave(x1, x3)))
 
