@@ -4,6 +4,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Literal
 
 import grpc
 import pytest
@@ -13,6 +14,8 @@ from outrider.errors import OutriderError
 from outrider.local import LocalService
 from outrider.rpc import CHANNEL_OPTIONS
 from outrider.v1 import generation_pb2
+
+Rule = Literal["coupled", "target_only", "rejection"]
 
 
 def wait_until(condition, *, timeout_s: float = 15.0) -> None:
@@ -32,13 +35,13 @@ def is_quiet(client: Client) -> bool:
 
 def test_a_draft_killed_in_the_middle_changes_nothing(prompts):
     """Under the rules with coins other tokens may come, but none is lost or comes twice."""
-    rules = ("coupled", "target_only", "rejection")
+    rules: tuple[Rule, ...] = ("coupled", "target_only", "rejection")
     with LocalService(drafts=1) as service, Client(service.endpoint) as client:
         settings = {"max_new_tokens": 160, "temperature": 1.0, "seed": 9, "ignore_eos": True}
         wanted = client.generate(prompts[0], speculation="off", **settings)
         draft = service.processes["draft-0"]
 
-        def generate(rule: str) -> tuple[list[int], int]:
+        def generate(rule: Rule) -> tuple[list[int], int]:
             tokens: list[int] = []
             with client.stream(prompts[0], verification=rule, **settings) as stream:
                 for delta in stream:
