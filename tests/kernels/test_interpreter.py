@@ -29,4 +29,4 @@ def test_triton_kernels_agree_with_their_references_under_the_interpreter() -> N
     )
     assert run.returncode == 0, run.stdout + run.stderr
     passed = re.search(r"(\d+) passed", run.stdout)
-    assert passed and int(passed[1]) >= 20, run.stdout
+    assert passed and int(passed[1]) >= 100, run.stdout
