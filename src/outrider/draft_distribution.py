@@ -40,8 +40,8 @@ class DraftDistribution:
             token_ids: [n], distinct.
             mass: [n], at least 0 each, above 0 in sum.
         """
-        exact = np.asarray(mass, dtype=np.float64)
-        exact *= WEIGHT_SUM / exact.sum()
+        given = np.asarray(mass, dtype=np.float64)
+        exact = given * (WEIGHT_SUM / given.sum())
         weights = np.floor(exact)
         missing = WEIGHT_SUM - int(weights.sum())
         weights[np.argsort(weights - exact, kind="stable")[:missing]] += 1

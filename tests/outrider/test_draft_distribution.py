@@ -24,6 +24,13 @@ def test_quantised_weights_are_whole_and_sum_to_one_exactly(seed):
     assert q.fault(int(q.token_ids[0]), 200) is None
 
 
+def test_what_rounding_leaves_goes_to_the_largest_remainders():
+    mass = np.array([2.25, 0.0, 0.375, WEIGHT_SUM - 3.25, 0.625])
+    q = DraftDistribution.quantised([4, 5, 6, 7, 8], mass)
+    assert (q.token_ids.tolist(), q.weights.tolist()) == ([4, 7, 8], [2, WEIGHT_SUM - 3, 1])
+    assert mass.tolist() == [2.25, 0.0, 0.375, WEIGHT_SUM - 3.25, 0.625], "the caller's own array was changed"
+
+
 def test_every_24_bit_number_draws_its_token():
     q = distribution((7, 3), (2, WEIGHT_SUM - 5), (9, 2))
     words = [
