@@ -4,8 +4,9 @@
     target_only   one coin a node, held against the cumulative probability of its children
     rejection     min(1, p / q) along a chain, and a sample of max(p - q, 0) at the first rejection
 
-Every random number is a function of (seed, choice index, position) alone; a position's are used once in a session's
-committed tokens. So the same tree gives the same tokens, and what is drawn at a position tells nothing of another's.
+Every random number is a function of (seed, choice index, position) alone, under rejection of the root's position and
+the node's number; each is used once in a session's committed tokens. So the same tree gives the same tokens, and what
+is drawn at a position tells nothing of another's.
 
 Shapes: T rows of all trees (root and nodes, tree after tree), V vocabulary size; bs trees of a rule, n rows of the
 largest of them.
