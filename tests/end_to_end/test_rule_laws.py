@@ -217,18 +217,18 @@ def p_value(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float])
     return float(stats.chisquare(seen, expected * seen.sum() / expected.sum()).pvalue)
 
 
-def sampled(rule: VerificationRule, *, count: int) -> tuple[float, int]:
+def sampled(rule: VerificationRule, *, count: int, presence_penalty: float = 0.0) -> tuple[float, int]:
     """The p-value of so many outputs under a rule, and how many drafted tokens were accepted."""
-    spec = SamplingSpec(temperature=0.9, presence_penalty=0.4, max_new_tokens=LENGTH, verification=rule)
+    spec = SamplingSpec(temperature=0.9, presence_penalty=presence_penalty, max_new_tokens=LENGTH, verification=rule)
     bench = Bench(spec, seed=11)
     return p_value(bench.sample(count), law_of(spec)), bench.accepted
 
 
 @pytest.mark.parametrize("rule", [VerificationRule.REJECTION, VerificationRule.TARGET_ONLY])
 def test_output_follows_the_targets_law(rule: VerificationRule):
-    value, accepted = sampled(rule, count=1500)
+    value, accepted = sampled(rule, count=1500, presence_penalty=0.4)
     assert value > 1e-3
-    assert accepted > 300
+    assert accepted > 500
 
 
 def own_q(node: Node) -> float:
@@ -244,7 +244,7 @@ def test_a_selection_that_looks_at_the_draws_q_is_found_out(monkeypatch: pytest.
         return list(itertools.takewhile(lambda node: own_q(node) > 0.5, honest(self, max_tree_nodes)))
 
     monkeypatch.setattr(Session, "candidates", biased)
-    assert sampled(VerificationRule.REJECTION, count=1250)[0] < 1e-4
+    assert sampled(VerificationRule.REJECTION, count=1250)[0] < 1e-6
 
 
 def test_an_estimate_that_tells_of_the_draw_is_found_out(monkeypatch: pytest.MonkeyPatch):
@@ -257,4 +257,4 @@ def test_an_estimate_that_tells_of_the_draw_is_found_out(monkeypatch: pytest.Mon
         return replace(children, acceptance=[0.9 if own_q(node) > 0.5 else 0.1])
 
     monkeypatch.setattr(ChildChooser, "_drawn", biased)
-    assert sampled(VerificationRule.REJECTION, count=1750)[0] < 1e-4
+    assert sampled(VerificationRule.REJECTION, count=2000)[0] < 1e-4
