@@ -105,7 +105,7 @@ def _launch(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
 ) -> torch.Tensor:
-    from outrider.kernels.coupled_choose import threshold_kernel
+    from outrider.kernels.coupled_thresholds import threshold_kernel
 
     count, vocab_size = logits.shape
     probs = torch.empty(count, vocab_size, dtype=torch.float32, device=logits.device)
