@@ -5,9 +5,9 @@ with the pool index that each lane looks for, and node after node offers itself 
 loads are the same for all lanes and do not wait for each other; tiles of all pairs, with gathers between lanes, took
 three times as long.
 
-    _tree_kernel     one program a request, R of its nodes and R columns of the mask: links, positions, mask. The walks
-                     along the ancestors read the parents from memory and collect a word of R bits in each lane. Up to
-                     64 nodes one program has the whole request and finds the parents itself (FUSED).
+    _tree_kernel     one program a request, R of its nodes and C columns of the mask: links, positions, mask. The walks
+                     along the ancestors read the parents from memory and collect a word of C bits in each lane. Up to
+                     64 nodes every program finds the parents of the whole request itself (FUSED).
     _parents_kernel  beyond: the parents, found once by a launch of its own.
 
 Shapes: bs requests, n nodes of a request with its root.
@@ -28,6 +28,9 @@ from outrider.kernels.tree_links import links_of_rows, stretch_of
 __all__ = ["launch_build_tree"]
 
 _WORD_BITS = 64
+# A full mask's rows begin anywhere and are stored byte by byte: that work is shared by several programs.
+_FULL_MASK_COLUMNS = 32
+_FULL_MASK_WARPS = 4
 _BATCH = tl.constexpr(256)
 # Sizes that change from call to call and that no address depends on: a kernel is not compiled anew for each.
 _UNSPECIALISED = ("topk", "columns", "depth", "steps", "cells")
@@ -52,7 +55,8 @@ def launch_build_tree(
     sizes = (nodes, topk, parent_list.shape[1])
     if blocks > 1:
         _parents_kernel[(requests, blocks)](*tree, parents, *sizes, R=rows, STRETCH=stretch_of(nodes), num_warps=2)
-    _tree_kernel[(requests, blocks, blocks)](
+    columns = min(rows, _FULL_MASK_COLUMNS) if mode == 0 else rows
+    _tree_kernel[(requests, blocks, triton.cdiv(nodes, columns))](
         *tree,
         verified_seq_len.contiguous(),
         parents,
@@ -65,9 +69,9 @@ def launch_build_tree(
         MODE=int(mode),
         FUSED=blocks == 1,
         R=rows,
+        C=columns,
         STRETCH=stretch_of(nodes),
-        # A full mask's rows begin anywhere and are stored byte by byte, which more warps share.
-        num_warps=4 if mode == 0 else 2,
+        num_warps=_FULL_MASK_WARPS if mode == 0 else 2,
     )
 
 
@@ -142,6 +146,7 @@ def _tree_kernel(
     MODE: tl.constexpr,
     FUSED: tl.constexpr,
     R: tl.constexpr,
+    C: tl.constexpr,
     STRETCH: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
@@ -171,7 +176,7 @@ def _tree_kernel(
         tl.debug_barrier()
     else:
         parent = tl.load(parents_ptr + rows, mask=inside, other=-1)
-    first_column = tl.program_id(2) * R
+    first_column = tl.program_id(2) * C
     word, visits = _walk(parents_ptr, rows, parent, first_column, depth, steps)
     if first_column == 0:
         child, sibling = links_of_rows(parents_ptr, rows, parent, nodes, STRETCH)
@@ -185,7 +190,7 @@ def _tree_kernel(
         row_cells = (base + rows) * nodes
         if MODE == 0:
             row_cells = nodes * (nodes * request + tl.sum(lengths)) + rows * (prefix + nodes) + prefix
-        _store_cells(mask_ptr, word, row_cells, tl.where(inside, nodes, 0), first_column, cells, MODE == 0, R)
+        _store_cells(mask_ptr, word, row_cells, tl.where(inside, nodes, 0), first_column, cells, MODE == 0, C)
 
 
 @jit
@@ -207,10 +212,10 @@ def _store_cells(
     first_column,
     cells,
     CHECKED: tl.constexpr,
-    R: tl.constexpr,
+    C: tl.constexpr,
 ):
-    """Store the bits of the words as bool; if CHECKED, only what lies in [0, cells)."""
-    column = tl.arange(0, R)
+    """Store the first C bits of the words as bool; if CHECKED, only what lies in [0, cells)."""
+    column = tl.arange(0, C)
     wanted = (first_column + column)[None, :] < room[:, None]
     if CHECKED:
         behind = tl.minimum(tl.maximum(cells - row_cells, 0), room).to(tl.int32)
