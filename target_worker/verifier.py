@@ -10,17 +10,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-import torch
-
-from outrider.engine.batch import BatchBuilder
 from outrider.engine.model_runner import ModelCard, ModelRunner
 from outrider.errors import OutOfSlots
 from outrider.sampling import VerificationRule
-from outrider.target_worker.logits import process, token_logprobs
-from outrider.target_worker.node_rows import NodeRows
+from outrider.target_worker.forward_step import ForwardStep, Verdict, start_forward
+from outrider.target_worker.logits import token_logprobs
 from outrider.target_worker.planning import Planner, Work
-from outrider.target_worker.rules import verify
 from outrider.target_worker.sessions import (
     DEFERRED,
     Code,
@@ -34,8 +29,7 @@ from outrider.target_worker.sessions import (
     TreeResult,
 )
 from outrider.target_worker.tree_checks import check_tree
-from outrider.target_worker.walk import Walk, emit
-from outrider.tree import ancestor_masks
+from outrider.target_worker.walk import emit
 
 _PREFILL_PART = 4
 
@@ -49,6 +43,25 @@ class StepResult:
     forward_ns: int
     tokens: int
     sessions: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PendingStep:
+    """A step whose forward has been started.
+
+    Attributes:
+        begin_ns: when it began, by `time.perf_counter_ns`.
+        results: of its trees, in their order; what the forward decides is still missing.
+        places: the places in `results` of the first of `works`.
+        works: what the forward computes.
+        forward: the forward itself.
+    """
+
+    begin_ns: int
+    results: list[TreeResult]
+    places: Sequence[int]
+    works: Sequence[Work]
+    forward: ForwardStep
 
 
 class Verifier:
@@ -146,10 +159,33 @@ class Verifier:
 
         Sessions are independent: a fault of one is its own result, and closes it.
         """
-        return self._step(trees, self._max_step_tokens)
+        return self.finish(self.begin(trees))
 
-    def _step(self, trees: Sequence[TreeRequest], max_step_tokens: int) -> StepResult:
-        begin = time.perf_counter_ns()
+    def begin(self, trees: Sequence[TreeRequest]) -> PendingStep:
+        """Plans a step, reserves its slots and starts its forward; `finish` must follow.
+
+        Until then its sessions stand in no other step, and are neither reopened nor closed.
+        """
+        return self._begin(trees, self._max_step_tokens)
+
+    def finish(self, pending: PendingStep) -> StepResult:
+        """Waits for the forward and commits what the walks accept."""
+        results = pending.results
+        judged = pending.forward.finish()
+        for place, work in zip(pending.places, pending.works, strict=False):
+            verdict = judged.get(id(work))
+            results[place] = DEFERRED if verdict is None else self._commit(work.session, verdict)
+        self.steps += 1
+        return StepResult(
+            results=results,
+            step_ns=time.perf_counter_ns() - pending.begin_ns,
+            forward_ns=pending.forward.forward_ns,
+            tokens=sum(work.rows for work in pending.works),
+            sessions=sum(work.rows > 0 for work in pending.works),
+        )
+
+    def _begin(self, trees: Sequence[TreeRequest], max_step_tokens: int) -> PendingStep:
+        begin_ns = time.perf_counter_ns()
         results: list[TreeResult] = [DEFERRED] * len(trees)
         places: list[int] = []
         asked: list[tuple[Session, TreeRequest]] = []
@@ -164,24 +200,15 @@ class Verifier:
             if result.outcome is Outcome.ERROR:
                 self.close(trees[place].key, trees[place].epoch)
         works = self._planner.plan(asked, self._sessions.values(), max_step_tokens=max_step_tokens)
-        forward_ns, accepted = self._run(works)
-        for place, work in zip(places, works, strict=False):
-            results[place] = accepted.get(id(work), DEFERRED)
-        self.steps += 1
-        return StepResult(
-            results=results,
-            step_ns=time.perf_counter_ns() - begin,
-            forward_ns=forward_ns,
-            tokens=sum(work.rows for work in works),
-            sessions=sum(work.rows > 0 for work in works),
-        )
+        forward = start_forward(self._runner, works)
+        return PendingStep(begin_ns=begin_ns, results=results, places=places, works=works, forward=forward)
 
     def prefill(self) -> int:
         """One forward of pending prefill alone, oldest session first; the rows it computed.
 
         It takes a part of a step's rows, so that a batch that arrives meanwhile does not wait for long.
         """
-        return self._step([], -(-self._max_step_tokens // _PREFILL_PART)).tokens
+        return self.finish(self._begin([], -(-self._max_step_tokens // _PREFILL_PART))).tokens
 
     def _acquire_row(self) -> int:
         try:
@@ -242,70 +269,19 @@ class Verifier:
             self._slots.truncate(session.row, session.root_index)
         return session
 
-    def _run(self, works: Sequence[Work]) -> tuple[int, dict[int, TreeResult]]:
-        """The forward of all works and the walks of those that verify: its time, and results by id of the work."""
-        active = [work for work in works if work.rows]
-        if not active:
-            return 0, {}
-        builder = BatchBuilder()
-        trees = {id(work): _node_rows(work) for work in active if work.verifies}
-        for work in active:
-            _add_rows(builder, work, trees.get(id(work)), self._slots.length(work.session.row) - work.rows)
-        begin = time.perf_counter_ns()
-        logits = self._runner.forward(builder.build())
-        if not trees:
-            return time.perf_counter_ns() - begin, {}
-        raw = process(logits, list(trees.values()))
-        walks = verify(logits, list(trees.values()))
-        forward_ns = time.perf_counter_ns() - begin
-        results: dict[int, TreeResult] = {}
-        first = 0
-        for (work, tree), walk in zip(trees.items(), walks, strict=True):
-            results[work] = self._commit(tree.session, walk, raw[first : first + tree.count])
-            first += tree.count
-        return forward_ns, results
-
-    def _commit(self, session: Session, walk: Walk, raw: torch.Tensor) -> TreeResult:
-        """Commits what one session's walk emits; `raw` [1 + n, V] are the logits of its tree."""
+    def _commit(self, session: Session, verdict: Verdict) -> TreeResult:
+        """Commits what one session's walk emits."""
         room = session.limit - len(session.tokens)
-        accepted, emitted = emit(walk, stop_token_ids=session.stop_token_ids, room=room)
+        accepted, emitted = emit(verdict.walk, stop_token_ids=session.stop_token_ids, room=room)
         logprobs: TokenLogprobs | None = None
         if session.sampling.logprobs is not None:
             # The j-th emitted token was chosen at the root (j = 0) or at the (j-1)-th accepted node.
             chosen_at = [0, *accepted][: len(emitted)]
-            logprobs = token_logprobs(raw[chosen_at], emitted, session.sampling.logprobs)
+            logprobs = token_logprobs(verdict.raw[chosen_at], emitted, session.sampling.logprobs)
         # The root and all emitted tokens but the last, which is the next root, keep their KV.
         self._slots.retain(session.row, session.root_index, [0, *accepted[: len(emitted) - 1]])
         session.tokens.extend(emitted)
         return TreeResult(outcome=Outcome.ACCEPTED, accepted_nodes=accepted, token_ids=emitted, logprobs=logprobs)
-
-
-def _node_rows(work: Work) -> NodeRows:
-    """The rows that verify: the root and the tree's nodes, or the root alone where the tree was cut to it."""
-    if not work.nodes or work.tree is None:
-        return NodeRows.of(work.session, (), ())
-    return NodeRows.of(work.session, work.tree.tokens, work.tree.parents, work.tree.distributions)
-
-
-def _add_rows(builder: BatchBuilder, work: Work, tree: NodeRows | None, first_index: int) -> None:
-    session = work.session
-    if tree is None or not tree.tokens:
-        chain = session.tokens[first_index : first_index + work.prefill + work.verifies]
-        builder.add_chain(session.row, chain, first_index, work.verifies)
-        return
-    root = session.root_index
-    if work.prefill:
-        builder.add_chain(session.row, session.tokens[first_index:root], first_index, False)
-    # Nodes past the session's end are never accepted: their positions stay within what the model knows.
-    positions = np.minimum(root + tree.depths, session.limit - 1).tolist()
-    builder.add_tree(
-        session.row,
-        tree_start=root,
-        token_ids=[session.tokens[root], *tree.tokens],
-        positions=positions,
-        masks=ancestor_masks(tree.parents),
-        write_indices=range(root, root + tree.count),
-    )
 
 
 def _shared_prefix(held: Iterable[int], given: Iterable[int]) -> int:

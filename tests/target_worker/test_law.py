@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from outrider.engine.config import EngineConfig
 from outrider.engine.model_runner import ModelRunner
 from outrider.sampling import SamplingSpec
-from outrider.target_worker import verifier as verifier_module
+from outrider.target_worker import forward_step
 from outrider.target_worker.sessions import OpenRequest, Outcome, TreeRequest
 from outrider.target_worker.verifier import Verifier
 
@@ -106,14 +106,14 @@ def test_emitted_tokens_follow_the_exact_law(small):
 
 def test_a_warmer_choice_is_found_out(small, monkeypatch):
     folder, law = small
-    honest = verifier_module.verify
-    monkeypatch.setattr(verifier_module, "verify", lambda logits, trees: honest(logits * 0.8, trees))
+    honest = forward_step.verify
+    monkeypatch.setattr(forward_step, "verify", lambda logits, trees: honest(logits * 0.8, trees))
     assert p_value(sample(folder, seed=2), law) < 1e-6
 
 
 def test_a_walk_that_takes_any_child_is_found_out(small, monkeypatch):
     folder, law = small
-    honest = verifier_module.verify
+    honest = forward_step.verify
     chance = random.Random(0)
 
     def careless(logits, trees):
@@ -125,5 +125,5 @@ def test_a_walk_that_takes_any_child_is_found_out(small, monkeypatch):
             root += tree.count
         return honest(logits, trees)
 
-    monkeypatch.setattr(verifier_module, "verify", careless)
+    monkeypatch.setattr(forward_step, "verify", careless)
     assert p_value(sample(folder, seed=3), law) < 1e-6

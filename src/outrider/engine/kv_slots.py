@@ -35,6 +35,7 @@ class SlotTable:
         self._free = np.arange(num_slots - 1, -1, -1, dtype=np.int32)
         self._free_count = num_slots
         self._lengths = [0] * max_rows
+        self._changed_from = [0] * max_rows
         self._free_rows = list(range(max_rows - 1, -1, -1))
 
     @property
@@ -60,6 +61,15 @@ class SlotTable:
     def length(self, row: int) -> int:
         """Slots of the row."""
         return self._lengths[row]
+
+    def take_changes(self, row: int) -> int:
+        """The index from which on the row's slots may differ from those at the last call; its length where none do.
+
+        For whoever keeps a copy of the table, and for nobody else.
+        """
+        changed_from = min(self._changed_from[row], self._lengths[row])
+        self._changed_from[row] = self._lengths[row]
+        return changed_from
 
     def acquire_row(self) -> int:
         """An empty row.
@@ -101,6 +111,7 @@ class SlotTable:
         self._put_back(self.table[row, length:end])
         self.table[row, length:end] = -1
         self._lengths[row] = length
+        self._changed_from[row] = min(self._changed_from[row], length)
 
     def retain(self, row: int, start: int, kept: Sequence[int]) -> None:
         """Keeps some of the row's slots from `start` on, in a new order, and frees the rest.
@@ -111,6 +122,7 @@ class SlotTable:
             kept: distinct offsets; the slot at `start + kept[i]` moves to `start + i`.
         """
         end = self._lengths[row]
+        self._changed_from[row] = min(self._changed_from[row], start)
         tail = self.table[row, start:end].copy()
         chosen = np.asarray(kept, dtype=np.int64)
         dropped = np.ones(len(tail), dtype=np.bool_)

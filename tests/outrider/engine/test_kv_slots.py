@@ -76,3 +76,29 @@ def test_no_row_left() -> None:
 def test_sizes_are_checked() -> None:
     with pytest.raises(ValueError, match="num_slots: 0"):
         SlotTable(num_slots=0, max_rows=1, max_row_len=1)
+
+
+def test_a_copy_that_takes_changes_follows_the_table() -> None:
+    rng = random.Random(1)
+    table = SlotTable(num_slots=60, max_rows=2, max_row_len=24)
+    rows = [table.acquire_row(), table.acquire_row()]
+    copy = table.table.copy()
+    for _ in range(2000):
+        row = rng.choice(rows)
+        length = table.length(row)
+        action = rng.choice(["extend", "truncate", "retain", "reuse"])
+        if action == "extend":
+            table.extend(row, rng.randint(0, min(6, 24 - length)))
+        elif action == "truncate":
+            table.truncate(row, rng.randint(0, length))
+        elif action == "retain":
+            start = rng.randint(0, length)
+            table.retain(row, start, rng.sample(range(length - start), rng.randint(0, length - start)))
+        else:
+            table.release_row(row)
+            assert table.acquire_row() == row
+        if rng.random() < 0.5:
+            changed_from, length = table.take_changes(row), table.length(row)
+            copy[row, changed_from:length] = table.table[row, changed_from:length]
+            assert copy[row, :length].tolist() == slots_of(table, row)
+            assert table.take_changes(row) == length
