@@ -1,0 +1,237 @@
+"""What a step does to the device's slot tables before its first layer, from arrays that the host staged.
+
+    update_slot_table    table[update_rows[u], update_columns[u]] = update_slots[u]
+    gather_slot_rows     out[s, :key_len[s]] = table[rows[s], :key_len[s]]
+    store_positions      slot_positions[write_slots[t]] = positions[t]
+
+An entry that points outside its tensor is left out: padding of a static number of entries uses -1, or a scratch row.
+These launches do not let the next one begin early: attention may read what they write before it waits
+(`outrider.kernels.early_launch`).
+
+Shapes: U updates, S sessions of the step, T rows.
+"""
+
+# compile-time parameters of kernels are upper case
+# ruff: noqa: N803, PLR0917
+
+from __future__ import annotations
+
+import torch
+
+from outrider.kernels.argument_checks import check_dtype, check_place
+from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
+
+__all__ = [
+    "gather_slot_rows",
+    "gather_slot_rows_reference",
+    "store_positions",
+    "store_positions_reference",
+    "update_slot_table",
+    "update_slot_table_reference",
+]
+
+_INT32 = (torch.int32,)
+# Entries that a program copies at a time.
+_BLOCK = 1024
+# Programs that share out the rows of a gather: about two for a multiprocessor.
+_PROGRAMS = 256
+
+
+def update_slot_table(
+    table: torch.Tensor, update_rows: torch.Tensor, update_columns: torch.Tensor, update_slots: torch.Tensor
+) -> None:
+    """Write single entries of the slot table.
+
+    Args:
+        table: [rows, len] int32, written.
+        update_rows: [U] int32 or int64.
+        update_columns: [U] int32 or int64.
+        update_slots: [U] int32 or int64. Of several updates of one entry any may stay.
+
+    Raises:
+        ValueError: a shape, dtype or device that does not fit, naming the argument.
+    """
+    check_shape("table", table, ("rows", "len"))
+    check_dtype("table", table, _INT32)
+    updates = {"update_rows": update_rows, "update_columns": update_columns, "update_slots": update_slots}
+    check_shape("update_rows", update_rows, ("U",))
+    for name, tensor in updates.items():
+        check_shape(name, tensor, (update_rows.shape[0],))
+        check_dtype(name, tensor)
+        check_place(name, tensor, table.device, "table")
+    if not uses_triton(table):
+        update_slot_table_reference(table, update_rows, update_columns, update_slots)
+    elif update_rows.numel() and table.numel():
+        _update_slot_table_kernel[(triton.cdiv(update_rows.shape[0], _BLOCK),)](
+            table,
+            *(tensor.contiguous() for tensor in updates.values()),
+            *table.stride(),
+            *table.shape,
+            update_rows.shape[0],
+            BLOCK=_BLOCK,
+            num_warps=4,
+        )
+
+
+def update_slot_table_reference(
+    table: torch.Tensor, update_rows: torch.Tensor, update_columns: torch.Tensor, update_slots: torch.Tensor
+) -> None:
+    """`update_slot_table` in plain torch, on any device."""
+    rows, columns = update_rows.long(), update_columns.long()
+    kept = (rows >= 0) & (rows < table.shape[0]) & (columns >= 0) & (columns < table.shape[1])
+    table[rows[kept], columns[kept]] = update_slots[kept].to(table.dtype)
+
+
+@jit
+def _update_slot_table_kernel(
+    table_ptr,  # [rows, len] int32
+    update_rows_ptr,  # [U] int
+    update_columns_ptr,  # [U] int
+    update_slots_ptr,  # [U] int
+    row_stride,
+    column_stride,
+    rows,
+    columns,
+    updates,
+    BLOCK: tl.constexpr,
+):
+    update = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    here = update < updates
+    row = tl.load(update_rows_ptr + update, mask=here, other=-1).to(tl.int64)
+    column = tl.load(update_columns_ptr + update, mask=here, other=-1).to(tl.int64)
+    slot = tl.load(update_slots_ptr + update, mask=here, other=0).to(tl.int32)
+    kept = (row >= 0) & (row < rows) & (column >= 0) & (column < columns)
+    tl.store(table_ptr + row * row_stride + column * column_stride, slot, mask=kept)
+
+
+def gather_slot_rows(table: torch.Tensor, rows: torch.Tensor, key_len: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy the slots of a step's sessions from the table; what lies past a session's keys keeps its contents.
+
+    Args:
+        table: [all rows, len] int32.
+        rows: [S] int32 or int64, the sessions' rows of the table; a row out of range copies nothing.
+        key_len: [S] int32 or int64, how many entries of each row.
+        out: [S, max_len] int32, written.
+
+    Raises:
+        ValueError: a shape, dtype or device that does not fit, naming the argument.
+    """
+    check_shape("table", table, ("rows", "len"))
+    check_shape("rows", rows, ("S",))
+    sessions = rows.shape[0]
+    check_shape("key_len", key_len, (sessions,))
+    check_shape("out", out, (sessions, "max_len"))
+    for name, tensor, dtypes in (("table", table, _INT32), ("out", out, _INT32), ("rows", rows, None),
+                                 ("key_len", key_len, None)):  # fmt: skip
+        check_dtype(name, tensor, *(() if dtypes is None else (dtypes,)))
+        check_place(name, tensor, table.device, "table")
+    most = min(table.shape[1], out.shape[1])
+    if not uses_triton(table):
+        gather_slot_rows_reference(table, rows, key_len, out)
+    elif sessions and most and table.shape[0]:
+        programs = min(triton.cdiv(most, _BLOCK), max(_PROGRAMS // sessions, 1))
+        _gather_slot_rows_kernel[(sessions, programs)](
+            out,
+            table,
+            rows.contiguous(),
+            key_len.contiguous(),
+            *out.stride(),
+            *table.stride(),
+            table.shape[0],
+            most,
+            BLOCK=_BLOCK,
+            num_warps=4,
+        )
+
+
+def gather_slot_rows_reference(
+    table: torch.Tensor, rows: torch.Tensor, key_len: torch.Tensor, out: torch.Tensor
+) -> None:
+    """`gather_slot_rows` in plain torch, session by session."""
+    most = min(table.shape[1], out.shape[1])
+    for session, (row, keys) in enumerate(zip(rows.tolist(), key_len.tolist(), strict=True)):
+        if 0 <= row < table.shape[0]:
+            count = min(max(keys, 0), most)
+            out[session, :count] = table[row, :count]
+
+
+@jit
+def _gather_slot_rows_kernel(
+    out_ptr,  # [S, max_len] int32
+    table_ptr,  # [all rows, len] int32
+    rows_ptr,  # [S] int
+    key_len_ptr,  # [S] int
+    out_row_stride,
+    out_stride,
+    table_row_stride,
+    table_stride,
+    all_rows,
+    most,
+    BLOCK: tl.constexpr,
+):
+    session = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + session).to(tl.int64)
+    keys = tl.minimum(tl.load(key_len_ptr + session).to(tl.int64), most).to(tl.int32)
+    if (row < 0) | (row >= all_rows):
+        keys = 0
+    table_ptr += row * table_row_stride
+    out_ptr += session * out_row_stride
+    for begin in range(tl.program_id(1) * BLOCK, keys, tl.num_programs(1) * BLOCK):
+        index = (begin + tl.arange(0, BLOCK)).to(tl.int64)
+        slot = tl.load(table_ptr + index * table_stride, mask=index < keys, other=0)
+        tl.store(out_ptr + index * out_stride, slot, mask=index < keys)
+
+
+def store_positions(slot_positions: torch.Tensor, write_slots: torch.Tensor, positions: torch.Tensor) -> None:
+    """Note which position the token in each written slot has; sliding windows ask for it.
+
+    Args:
+        slot_positions: [num_slots] int32, written.
+        write_slots: [T] int32 or int64; a slot out of range notes nothing.
+        positions: [T] int32 or int64.
+
+    Raises:
+        ValueError: a shape, dtype or device that does not fit, naming the argument.
+    """
+    check_shape("slot_positions", slot_positions, ("num_slots",))
+    check_dtype("slot_positions", slot_positions, _INT32)
+    check_shape("write_slots", write_slots, ("T",))
+    check_shape("positions", positions, (write_slots.shape[0],))
+    for name, tensor in (("write_slots", write_slots), ("positions", positions)):
+        check_dtype(name, tensor)
+        check_place(name, tensor, slot_positions.device, "slot_positions")
+    if not uses_triton(slot_positions):
+        store_positions_reference(slot_positions, write_slots, positions)
+    elif write_slots.numel():
+        _store_positions_kernel[(triton.cdiv(write_slots.shape[0], _BLOCK),)](
+            slot_positions,
+            write_slots.contiguous(),
+            positions.contiguous(),
+            slot_positions.stride(0),
+            slot_positions.shape[0],
+            write_slots.shape[0],
+            BLOCK=_BLOCK,
+            num_warps=4,
+        )
+
+
+def store_positions_reference(slot_positions: torch.Tensor, write_slots: torch.Tensor, positions: torch.Tensor) -> None:
+    """`store_positions` in plain torch, on any device."""
+    kept = (write_slots >= 0) & (write_slots < slot_positions.shape[0])
+    slot_positions[write_slots[kept].long()] = positions[kept].to(slot_positions.dtype)
+
+
+@jit
+def _store_positions_kernel(
+    slot_positions_ptr,  # [num_slots] int32
+    write_slots_ptr,  # [T] int
+    positions_ptr,  # [T] int
+    stride,
+    num_slots,
+    rows,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(write_slots_ptr + row, mask=row < rows, other=-1).to(tl.int64)
+    position = tl.load(positions_ptr + row, mask=row < rows, other=0).to(tl.int32)
+    tl.store(slot_positions_ptr + slot * stride, position, mask=(slot >= 0) & (slot < num_slots))
