@@ -25,7 +25,7 @@ class DraftWorkerConfig:
         device: "cpu", "cuda" or "cuda:N".
         dtype: of weights and KV; default float32 on a CPU, bfloat16 on a GPU.
         threads: CPU threads of one operator.
-        max_sessions: sessions at a time.
+        max_num_seqs: sessions at a time.
         max_model_len: most tokens of a session (prompt and output); default the checkpoint's own limit.
         max_live_nodes: most nodes of one session's tree, whatever its credit.
         max_step_nodes: most nodes expanded in one step, over all sessions; default 8 on a CPU, 64 on a GPU.
@@ -52,7 +52,7 @@ class DraftWorkerConfig:
     device: str = "cpu"
     dtype: DtypeName | None = None
     threads: int = 1
-    max_sessions: int = 64
+    max_num_seqs: int = 64
     max_model_len: int | None = None
     max_live_nodes: int = 256
     max_step_nodes: int | None = None
@@ -90,7 +90,7 @@ class DraftWorkerConfig:
             dtype=self.dtype,
             num_slots=self.num_slots,
             kv_bytes=self.kv_bytes,
-            max_sessions=self.max_sessions,
+            max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
             max_tree_nodes=self.max_live_nodes,
             torch_threads=self.threads,

@@ -56,7 +56,7 @@ async def serve(
             address=f"{config.advertised_host or config.host}:{server.port}",
             model=model_info(growth.runner.info),
             limits=registry_pb2.WorkerLimits(
-                max_sessions=config.max_sessions,
+                max_sessions=config.max_num_seqs,
                 max_tree_nodes=config.max_live_nodes,
                 max_step_tokens=growth.config.max_step_nodes + growth.config.max_step_tokens,
             ),

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.engine.config import AttentionBackend, DtypeName, EngineConfig
+from outrider.engine.config import AttentionBackend, DtypeName, EngineConfig, KvCacheDtype
 from outrider.models import embedded_target_path
 
 
@@ -20,14 +20,20 @@ class TargetWorkerConfig:
         device: "cpu", "cuda" or "cuda:N".
         dtype: of weights and KV; default float32 on a CPU, bfloat16 on a GPU.
         threads: CPU threads of one operator.
-        max_sessions: sessions at a time.
+        max_num_seqs: sessions at a time.
         max_model_len: most tokens of a session (prompt and output); default the checkpoint's own limit.
         max_tree_nodes: most nodes of one session's tree, root excluded; larger trees are cut to their root.
         max_step_tokens: most rows of one forward: nodes, roots and prefill tokens.
         num_slots: tokens whose KV fits; default is what `kv_bytes` holds.
-        kv_bytes: memory for KV; see `EngineConfig`.
+        kv_bytes: memory for KV; default 1 GiB on a CPU, kv_cache_memory_fraction on a GPU.
+        kv_cache_memory_fraction: of the GPU memory that is free once the weights are loaded, what KV takes.
+        kv_cache_dtype: of KV: auto is dtype, fp8_e4m3 takes a byte a number (on a GPU).
+        enable_prefix_caching: keep the KV of tokens that no session holds any more, for those that begin alike.
         attention_backend: what runs the attention: triton (default on a GPU), flashinfer (on a GPU, with the extra of
             that name) or reference (plain torch; default on a CPU).
+        enforce_eager: one operator after the other, without CUDA graphs: slow, for finding errors.
+        deterministic: on a GPU, the bits of a token's logits do not depend on what else is in its step.
+        tensor_parallel_size: GPUs that share the model.
 
     Raises:
         ValueError: a value out of range, with the value.
@@ -41,13 +47,19 @@ class TargetWorkerConfig:
     device: str = "cpu"
     dtype: DtypeName | None = None
     threads: int = 1
-    max_sessions: int = 64
+    max_num_seqs: int = 64
     max_model_len: int | None = None
     max_tree_nodes: int = 64
     max_step_tokens: int = 512
     num_slots: int | None = None
     kv_bytes: int | None = None
+    kv_cache_memory_fraction: float = 0.9
+    kv_cache_dtype: KvCacheDtype = "auto"
+    enable_prefix_caching: bool = True
     attention_backend: AttentionBackend | None = None
+    enforce_eager: bool = False
+    deterministic: bool = False
+    tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         if not self.host:
@@ -56,9 +68,9 @@ class TargetWorkerConfig:
             raise ValueError(f"port: {self.port} given, 0 to 65535 needed")
         if self.max_step_tokens < 1:
             raise ValueError(f"max_step_tokens: {self.max_step_tokens} given, at least 1 needed")
-        if self.max_step_tokens < self.max_sessions:
+        if self.max_step_tokens < self.max_num_seqs:
             raise ValueError(
-                f"max_step_tokens: {self.max_step_tokens} given, at least max_sessions ({self.max_sessions}) needed, "
+                f"max_step_tokens: {self.max_step_tokens} given, at least max_num_seqs ({self.max_num_seqs}) needed, "
                 "so that every session can take a plain step"
             )
         for address in self.coordinators:
@@ -79,9 +91,15 @@ class TargetWorkerConfig:
             dtype=self.dtype,
             num_slots=self.num_slots,
             kv_bytes=self.kv_bytes,
-            max_sessions=self.max_sessions,
+            kv_cache_memory_fraction=self.kv_cache_memory_fraction,
+            kv_cache_dtype=self.kv_cache_dtype,
+            enable_prefix_caching=self.enable_prefix_caching,
+            max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
             max_tree_nodes=self.max_tree_nodes,
             torch_threads=self.threads,
             attention_backend=self.attention_backend,
+            enforce_eager=self.enforce_eager,
+            deterministic=self.deterministic,
+            tensor_parallel_size=self.tensor_parallel_size,
         )

@@ -51,7 +51,7 @@ async def serve(
             address=f"{config.advertised_host or config.host}:{server.port}",
             model=model_info(verifier.model),
             limits=registry_pb2.WorkerLimits(
-                max_sessions=config.max_sessions,
+                max_sessions=config.max_num_seqs,
                 max_tree_nodes=config.max_tree_nodes,
                 max_step_tokens=config.max_step_tokens,
             ),

@@ -29,7 +29,7 @@ def test_a_gpu_grows_wider_steps():
         ("coordinators", ("nowhere",)),
         ("device", "tpu"),
         ("threads", 0),
-        ("max_sessions", 0),
+        ("max_num_seqs", 0),
         ("max_step_nodes", 0),
         ("branching", 0),
         ("min_path_value", 1.0),

@@ -432,7 +432,7 @@ def test_sessions_that_cannot_be_opened(make_growth: Make, make_start: Make):
     with pytest.raises(OutOfSlots, match="41 tokens"):
         growth.open(make_start(prompt=[1] * 41))
     growth.open(make_start(1))
-    with pytest.raises(OutOfSlots, match="max_sessions"):
+    with pytest.raises(OutOfSlots, match="max_num_seqs"):
         growth.open(make_start(2))
     assert growth.num_sessions == 1
     growth.close(KEY, 1)

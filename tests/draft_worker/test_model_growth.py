@@ -57,8 +57,8 @@ def chosen_from(monkeypatch: pytest.MonkeyPatch) -> dict[DraftNode, np.ndarray]:
 def test_after_any_commits_logits_are_those_of_a_fresh_forward(
     checkpoint: Path, make_start: Make, chosen_from: dict[DraftNode, np.ndarray], temperature: float
 ):
-    reference = ModelRunner(EngineConfig(model_path=checkpoint, num_slots=300, max_sessions=1, torch_threads=1))
-    runner = ModelRunner(EngineConfig(model_path=checkpoint, num_slots=600, max_sessions=3, torch_threads=1))
+    reference = ModelRunner(EngineConfig(model_path=checkpoint, num_slots=300, max_num_seqs=1, torch_threads=1))
+    runner = ModelRunner(EngineConfig(model_path=checkpoint, num_slots=600, max_num_seqs=3, torch_threads=1))
     config = GrowthConfig(max_step_nodes=6, max_step_tokens=20, max_model_len=256, min_path_value=0, min_acceptance=0)
     growth = TreeGrowth(runner, config)
     rng = np.random.default_rng(int(temperature))

@@ -52,7 +52,7 @@ async def test_serves_registers_grows_and_stops(checkpoint: Path):
     registry = Registry()
     coordinator = await start_coordinator(registry)
     config = DraftWorkerConfig(
-        model_path=checkpoint, coordinators=(coordinator.address,), num_slots=128, max_sessions=4, max_live_nodes=30
+        model_path=checkpoint, coordinators=(coordinator.address,), num_slots=128, max_num_seqs=4, max_live_nodes=30
     )
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     stop = asyncio.Event()
@@ -84,7 +84,7 @@ async def test_serves_registers_grows_and_stops(checkpoint: Path):
 
 async def test_cancelling_it_leaves_nothing_behind(checkpoint: Path):
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    config = DraftWorkerConfig(model_path=checkpoint, num_slots=64, max_sessions=2)
+    config = DraftWorkerConfig(model_path=checkpoint, num_slots=64, max_num_seqs=2)
     serving = asyncio.create_task(serve(config, ready=ready.set_result))
     async with asyncio.timeout(20):
         address = await ready

@@ -233,7 +233,7 @@ def test_a_draft_keeps_the_targets_limits_and_its_own_model_and_place() -> None:
             dtype=("float16", "bfloat16")[number],
             num_slots=10 + number,
             kv_bytes=20 + number,
-            max_sessions=30 + number,
+            max_num_seqs=30 + number,
             max_model_len=40 + number,
             max_tree_nodes=50 + number,
             torch_threads=60 + number,
@@ -241,7 +241,7 @@ def test_a_draft_keeps_the_targets_limits_and_its_own_model_and_place() -> None:
 
     target, draft = config(0), config(1)
     made = create_config_for_draft_model(target, draft)
-    shared = {"max_sessions", "max_model_len", "max_tree_nodes"}
+    shared = {"max_num_seqs", "max_model_len", "max_tree_nodes"}
     own = {"model_path", "device", "dtype", "num_slots", "kv_bytes", "torch_threads"}
     assert shared | own <= {field.name for field in fields(EngineConfig)}
     assert {name: getattr(made, name) for name in shared} == {name: getattr(target, name) for name in shared}

@@ -60,7 +60,7 @@ def exact_law(model: LlamaForCausalLM) -> dict[tuple[int, ...], float]:
 
 def sample(folder, seed: int) -> dict[tuple[int, ...], int]:
     """Outputs of many seeds, each round with random trees, so that every way through a tree is taken."""
-    config = EngineConfig(model_path=folder, max_sessions=BATCH, num_slots=BATCH * 40, max_tree_nodes=16)
+    config = EngineConfig(model_path=folder, max_num_seqs=BATCH, num_slots=BATCH * 40, max_tree_nodes=16)
     verifier = Verifier(ModelRunner(config), max_step_tokens=2048)
     chance = random.Random(seed)
     counts: dict[tuple[int, ...], int] = {}

@@ -43,7 +43,7 @@ async def test_serves_registers_and_stops(checkpoint: Path) -> None:
     )
     await coordinator.start()
     config = TargetWorkerConfig(
-        model_path=checkpoint, coordinators=(coordinator.address,), num_slots=64, max_sessions=4, max_step_tokens=32
+        model_path=checkpoint, coordinators=(coordinator.address,), num_slots=64, max_num_seqs=4, max_step_tokens=32
     )
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     stop = asyncio.Event()
@@ -78,7 +78,7 @@ async def test_a_folder_that_is_no_checkpoint_ends_it(tmp_path: Path) -> None:
         ("port", 70000, "port: 70000"),
         ("host", "", "host"),
         ("max_step_tokens", 0, "max_step_tokens: 0"),
-        ("max_step_tokens", 8, "at least max_sessions"),
+        ("max_step_tokens", 8, "at least max_num_seqs"),
         ("coordinators", ("localhost",), "host:port"),
         ("threads", 0, "torch_threads"),
         ("device", "tpu", "device: 'tpu'"),

@@ -27,7 +27,7 @@ class Service:
     """A served verifier, and what a coordinator would see of it."""
 
     def __init__(self, checkpoint: Path) -> None:
-        config = EngineConfig(model_path=checkpoint, num_slots=256, max_sessions=4, max_tree_nodes=16, torch_threads=1)
+        config = EngineConfig(model_path=checkpoint, num_slots=256, max_num_seqs=4, max_tree_nodes=16, torch_threads=1)
         self.steps = StepThread(lambda: Verifier(ModelRunner(config), max_step_tokens=32))
         self.servicer = TargetServicer(self.steps)
         self.server = rpc.RoleServer(

@@ -80,7 +80,7 @@ def choice(logits: torch.Tensor, position: int, spec: SamplingSpec) -> int:
 
 def make_verifier(checkpoint: Path, **overrides: int) -> Verifier:
     step = overrides.pop("max_step_tokens", 64)
-    config: dict[str, Any] = {"num_slots": 512, "max_sessions": 8, "max_tree_nodes": 16, "torch_threads": 1} | overrides
+    config: dict[str, Any] = {"num_slots": 512, "max_num_seqs": 8, "max_tree_nodes": 16, "torch_threads": 1} | overrides
     return Verifier(ModelRunner(EngineConfig(model_path=checkpoint, **config)), max_step_tokens=step)
 
 
@@ -452,9 +452,9 @@ def test_opens_that_cannot_be_served(request_: OpenRequest, message: str, verifi
 
 
 def test_more_sessions_than_rows_are_refused(checkpoint: Path) -> None:
-    verifier = make_verifier(checkpoint, max_sessions=1)
+    verifier = make_verifier(checkpoint, max_num_seqs=1)
     verifier.open(open_request(1, SamplingSpec()))
-    with pytest.raises(Exception, match="max_sessions"):
+    with pytest.raises(Exception, match="max_num_seqs"):
         verifier.open(open_request(2, SamplingSpec()))
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 DtypeName = Literal["float32", "bfloat16", "float16"]
 AttentionBackend = Literal["triton", "flashinfer", "reference"]
+KvCacheDtype = Literal["auto", "fp8_e4m3"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,18 +19,24 @@ class EngineConfig:
         device: "cpu", "cuda" or "cuda:N".
         dtype: of weights and KV; default float32 on a CPU, bfloat16 on a GPU.
         num_slots: tokens whose KV fits; default is what `kv_bytes` holds.
-        kv_bytes: memory for KV; default 1 GiB on a CPU, nine tenths of the free memory on a GPU. Never more is
-            taken than `max_sessions` full sessions need.
-        max_sessions: sessions at a time.
+        kv_bytes: memory for KV; default 1 GiB on a CPU, `kv_cache_memory_fraction` on a GPU. Never more is taken
+            than `max_num_seqs` full sessions need.
+        kv_cache_memory_fraction: of the GPU memory that is free once the weights are loaded, what KV takes.
+        kv_cache_dtype: of KV: "auto" is `dtype`, "fp8_e4m3" takes a byte a number (on a GPU).
+        enable_prefix_caching: keep the KV of tokens that no session holds any more, for those that begin alike.
+        max_num_seqs: sessions at a time.
         max_model_len: most tokens of a session (prompt and output); default is the checkpoint's own limit.
         max_tree_nodes: most nodes of a session's tree, root excluded.
         torch_threads: threads of one operator on a CPU; default leaves torch's setting.
         attention_backend: "triton" (default on a GPU), "flashinfer" (on a GPU, with the extra of that name; float16
             or bfloat16) or "reference" (plain torch; default on a CPU).
+        enforce_eager: one operator after the other, without CUDA graphs: slow, for finding errors.
+        deterministic: on a GPU, the bits of a token's logits do not depend on what else is in its step.
+        tensor_parallel_size: GPUs that share the model.
 
     Raises:
-        ValueError: a value out of range, or an attention backend that cannot run with the device or the dtype, or
-            that is not installed.
+        ValueError: a value out of range, or an attention backend, a KV dtype or a number of GPUs that cannot run with
+            the device or the dtype, or a backend that is not installed.
     """
 
     model_path: str | Path
@@ -37,14 +44,21 @@ class EngineConfig:
     dtype: DtypeName | None = None
     num_slots: int | None = None
     kv_bytes: int | None = None
-    max_sessions: int = 64
+    kv_cache_memory_fraction: float = 0.9
+    kv_cache_dtype: KvCacheDtype = "auto"
+    enable_prefix_caching: bool = True
+    max_num_seqs: int = 64
     max_model_len: int | None = None
     max_tree_nodes: int = 64
     torch_threads: int | None = None
     attention_backend: AttentionBackend | None = None
+    enforce_eager: bool = False
+    deterministic: bool = False
+    tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("num_slots", "kv_bytes", "max_sessions", "max_model_len", "torch_threads"):
+        names = ("num_slots", "kv_bytes", "max_num_seqs", "max_model_len", "torch_threads", "tensor_parallel_size")
+        for name in names:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}: {value} given, at least 1 needed")
@@ -54,7 +68,25 @@ class EngineConfig:
             raise ValueError(f"device: {self.device!r} given, cpu, cuda or cuda:N needed")
         if self.dtype not in (None, "float32", "bfloat16", "float16"):
             raise ValueError(f"dtype: {self.dtype!r} given, float32, bfloat16 or float16 needed")
+        if not 0 < self.kv_cache_memory_fraction <= 1:
+            given = self.kv_cache_memory_fraction
+            raise ValueError(f"kv_cache_memory_fraction: {given} given, above 0 and at most 1 needed")
         self._check_attention_backend()
+        self._check_needs_of_cuda()
+
+    def _check_needs_of_cuda(self) -> None:
+        if self.kv_cache_dtype not in ("auto", "fp8_e4m3"):
+            raise ValueError(f"kv_cache_dtype: {self.kv_cache_dtype!r} given, auto or fp8_e4m3 needed")
+        if self.kv_cache_dtype == "fp8_e4m3" and self.attention_backend_name != "triton":
+            raise ValueError(
+                f"kv_cache_dtype: 'fp8_e4m3' given, which needs a CUDA device and attention_backend triton, "
+                f"not {self.attention_backend_name} on {self.device}"
+            )
+        if self.tensor_parallel_size > 1 and ":" in self.device:
+            raise ValueError(
+                f"tensor_parallel_size: {self.tensor_parallel_size} given, which needs a device without a number, "
+                f"not {self.device}"
+            )
 
     def _check_attention_backend(self) -> None:
         given = f"attention_backend: {self.attention_backend!r} given"
@@ -93,6 +125,12 @@ def create_config_for_draft_model(target_config: EngineConfig, draft_config: Eng
         dtype=draft_config.dtype,
         num_slots=draft_config.num_slots,
         kv_bytes=draft_config.kv_bytes,
+        kv_cache_memory_fraction=draft_config.kv_cache_memory_fraction,
+        kv_cache_dtype=draft_config.kv_cache_dtype,
+        enable_prefix_caching=draft_config.enable_prefix_caching,
         torch_threads=draft_config.torch_threads,
         attention_backend=draft_config.attention_backend,
+        enforce_eager=draft_config.enforce_eager,
+        deterministic=draft_config.deterministic,
+        tensor_parallel_size=draft_config.tensor_parallel_size,
     )

@@ -78,7 +78,7 @@ class SlotTable:
             OutOfSlots: every row is taken.
         """
         if not self._free_rows:
-            raise OutOfSlots(f"all {len(self._lengths)} rows are taken: raise max_sessions")
+            raise OutOfSlots(f"all {len(self._lengths)} rows are taken: raise max_num_seqs")
         return self._free_rows.pop()
 
     def release_row(self, row: int) -> None:

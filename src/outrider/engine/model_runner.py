@@ -48,7 +48,7 @@ class ModelRunner:
             raise CheckpointError(f"{config.model_path}: {error}") from error
         row_len = self.info.max_model_len + config.max_tree_nodes
         num_slots = _num_slots(config, shape, row_len, self.device)
-        self.slots = SlotTable(num_slots=num_slots, max_rows=config.max_sessions, max_row_len=row_len)
+        self.slots = SlotTable(num_slots=num_slots, max_rows=config.max_num_seqs, max_row_len=row_len)
         self._key_caches, self._value_caches = (
             shape.caches(num_slots, self.device),
             shape.caches(num_slots, self.device),
@@ -140,7 +140,7 @@ def _num_slots(config: EngineConfig, shape: _KvShape, row_len: int, device: torc
         kv_bytes = _CPU_KV_BYTES
         if device.type == "cuda":
             kv_bytes = int(torch.cuda.mem_get_info(device)[0] * _GPU_KV_SHARE)
-    num_slots = min(kv_bytes // shape.bytes_per_slot, config.max_sessions * row_len)
+    num_slots = min(kv_bytes // shape.bytes_per_slot, config.max_num_seqs * row_len)
     if num_slots < 1:
         raise CheckpointError(f"{config.model_path}: {kv_bytes} bytes of KV memory hold no token, "
                               f"{shape.bytes_per_slot} needed for each")  # fmt: skip

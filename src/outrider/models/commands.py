@@ -26,6 +26,10 @@ def widen(
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Of the weights.")] = "bfloat16",
     fill: Annotated[bool, typer.Option(help="Random weights, not zeros, where the function stays the same.")] = True,
     seed: Annotated[int, typer.Option(min=0, help="Of the random weights.")] = 0,
+    max_position_embeddings: Annotated[
+        int | None,
+        typer.Option(min=1, help="Longest sequence it promises: any number works. Default the embedded model's 2048."),
+    ] = None,
     check: Annotated[
         Literal["layers", "whole", "none"],
         typer.Option(help="Compare logits with the embedded model: layer by layer, or loaded whole as float32."),
@@ -40,7 +44,14 @@ def widen(
     console = Console(highlight=False, soft_wrap=True, stderr=True)
     source = embedded_target_path() if role == "target" else embedded_draft_path()
     config, weights = load_small(source)
-    model = WidenedLlama(config, weights, SHAPES[shape], dtype=getattr(torch, dtype), fill_seed=seed if fill else None)
+    model = WidenedLlama(
+        config,
+        weights,
+        SHAPES[shape],
+        dtype=getattr(torch, dtype),
+        fill_seed=seed if fill else None,
+        max_position_embeddings=max_position_embeddings,
+    )
     plan = plan_checkpoint(model, source, max_shard_bytes=_MAX_SHARD_BYTES)
     console.print(f"{role} as {shape}: {plan.weight_bytes / model.dtype.itemsize / 1e9:.2f} billion weights, "
                   f"{plan.disk_bytes / 1e9:.2f} GB on disk in {len(plan.shards)} files")  # fmt: skip

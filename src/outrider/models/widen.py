@@ -27,7 +27,8 @@ SHAPES = {
 }
 
 INDEX_FILE = "model.safetensors.index.json"
-_COPIED_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json")
+_COPIED_FILES = ("generation_config.json", "tokenizer.json")
+_TOKENIZER_CONFIG = "tokenizer_config.json"
 # config.json, index and the headers of the shards are far below this.
 _SMALL_FILES_BYTES = 4 << 20
 
@@ -124,6 +125,8 @@ def write_checkpoint(
         _write_json(partial / INDEX_FILE, {"metadata": {"total_size": plan.weight_bytes}, "weight_map": files})
         for name in _COPIED_FILES:
             shutil.copyfile(source / name, partial / name)
+        tokenizer = json.loads((source / _TOKENIZER_CONFIG).read_text(encoding="utf-8"))
+        _write_json(partial / _TOKENIZER_CONFIG, tokenizer | {"model_max_length": model.max_positions})
         before_publishing(partial)
         check_destination(folder, CheckpointPlan((), 0, 0))
         partial.rename(folder)

@@ -78,16 +78,20 @@ def check_tokens(source: Path) -> torch.Tensor:
 def check_checkpoint(folder: Path, source: Path, token_ids: torch.Tensor, *, layer_by_layer: bool) -> CheckReport:
     """Compares the checkpoint in `folder` with the small one in `source` on `token_ids` [B, L].
 
+    The rows begin at positions spread over all that the checkpoint promises: the first at 0, the last ends at the end.
+
     Raises:
         CheckpointError: a tensor is missing or of another shape than config.json says.
     """
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    inputs = {"input_ids": token_ids, "position_ids": _positions(token_ids, config.max_position_embeddings)}
     with _no_progress_bar():
-        small = _load(source, torch.float32)(token_ids).logits
-        large = (_load_layer_by_layer if layer_by_layer else _load)(folder, torch.float32)(token_ids).logits
-        if AutoConfig.from_pretrained(folder).dtype == torch.float32:
+        small = _load(source, torch.float32)(**inputs).logits
+        large = (_load_layer_by_layer if layer_by_layer else _load)(folder, torch.float32)(**inputs).logits
+        if config.dtype == torch.float32:
             allowed = _FLOAT32_TOLERANCE
         else:
-            allowed = _root_mean_square(_load(source, torch.bfloat16)(token_ids).logits.float() - small)
+            allowed = _root_mean_square(_load(source, torch.bfloat16)(**inputs).logits.float() - small)
     real, padding = large[..., : small.shape[-1]], large[..., small.shape[-1] :]
     difference = real - small
     return CheckReport(
@@ -99,6 +103,13 @@ def check_checkpoint(folder: Path, source: Path, token_ids: torch.Tensor, *, lay
         padding_logit=padding.max().item(),
         padding_mass=large.softmax(-1)[..., small.shape[-1] :].sum(-1).max().item(),
     )
+
+
+def _positions(token_ids: torch.Tensor, max_positions: int) -> torch.Tensor:
+    """[B, L] int64."""
+    rows, length = token_ids.shape
+    first = torch.linspace(0, max(0, max_positions - length), rows, dtype=torch.float64).long()
+    return first[:, None] + torch.arange(length)
 
 
 def _root_mean_square(values: torch.Tensor) -> float:

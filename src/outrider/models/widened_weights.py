@@ -113,9 +113,11 @@ class WidenedLlama:
         shape: of the large model.
         dtype: of the tensors made.
         fill_seed: seed of the random weights; None leaves zeros.
+        max_position_embeddings: longest sequence that the checkpoint promises; default the small model's. Rotary
+            embeddings are a function of the position, so any number works.
 
     Raises:
-        ValueError: the architecture is another, or the small model does not fit into the shape.
+        ValueError: the architecture is another, or the small model does not fit into the shape, or a length below 1.
     """
 
     def __init__(
@@ -126,10 +128,14 @@ class WidenedLlama:
         *,
         dtype: torch.dtype,
         fill_seed: int | None,
+        max_position_embeddings: int | None = None,
     ) -> None:
         self.small, self.shape, self.dtype = LlamaShape.of(config), shape, dtype
         self.head_dim: int = config["head_dim"]
         self._config, self._weights, self._fill_seed = config, weights, fill_seed
+        self.max_positions: int = (
+            config["max_position_embeddings"] if max_position_embeddings is None else max_position_embeddings
+        )
         self._check()
         self._heads = place_heads(self.small, shape)
         self._norm_scale = math.sqrt(self.small.hidden / shape.hidden)
@@ -148,6 +154,7 @@ class WidenedLlama:
             "num_key_value_heads": self.shape.kv_heads,
             "intermediate_size": self.shape.intermediate,
             "vocab_size": self.shape.vocab,
+            "max_position_embeddings": self.max_positions,
             "rms_norm_eps": self._config["rms_norm_eps"] * self.small.hidden / self.shape.hidden,
             "dtype": str(self.dtype).removeprefix("torch."),
         }
@@ -260,6 +267,8 @@ class WidenedLlama:
                              f"{config['tie_word_embeddings']} given, 'llama' and True needed")  # fmt: skip
         if config["attention_bias"] or config["mlp_bias"]:
             raise ValueError("attention_bias, mlp_bias: True given, False needed")
+        if self.max_positions < 1:
+            raise ValueError(f"max_position_embeddings: {self.max_positions} given, at least 1 needed")
         if large.heads % large.kv_heads:
             raise ValueError(f"heads: {large.heads} given, a multiple of {large.kv_heads} kv_heads needed")
         if large.hidden % large.heads:  # head_dim does not depend on it, but transformers refuses

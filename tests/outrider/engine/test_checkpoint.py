@@ -103,4 +103,4 @@ def test_lengths_and_memory_that_cannot_be(folder: Path) -> None:
 def test_kv_memory_is_what_is_asked_for_or_needed(folder: Path) -> None:
     assert ModelRunner(EngineConfig(model_path=folder, kv_bytes=6400)).slots.num_slots == 100
     # Two sessions of 32 tokens and 4 nodes never need more.
-    assert ModelRunner(EngineConfig(model_path=folder, max_sessions=2, max_tree_nodes=4)).slots.num_slots == 72
+    assert ModelRunner(EngineConfig(model_path=folder, max_num_seqs=2, max_tree_nodes=4)).slots.num_slots == 72

@@ -1,6 +1,7 @@
 """Engine configurations."""
 
 import sys
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -15,16 +16,50 @@ from outrider.target_worker.config import TargetWorkerConfig
     [
         ("num_slots", 0),
         ("kv_bytes", -1),
-        ("max_sessions", 0),
+        ("max_num_seqs", 0),
         ("max_tree_nodes", -1),
         ("device", "tpu"),
         ("dtype", "int8"),
         ("attention_backend", "eager"),
+        ("kv_cache_memory_fraction", 0.0),
+        ("kv_cache_memory_fraction", 1.5),
+        ("kv_cache_dtype", "int4"),
+        ("kv_cache_dtype", "fp8_e4m3"),
+        ("tensor_parallel_size", 0),
     ],
 )
 def test_values_out_of_range_are_named(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"{field}: {value!r} given"):
         EngineConfig(model_path="x", **{field: value})  # type: ignore[arg-type]
+
+
+def test_a_model_over_several_gpus_takes_no_single_one() -> None:
+    assert EngineConfig(model_path="x", device="cuda", tensor_parallel_size=2).tensor_parallel_size == 2
+    with pytest.raises(ValueError, match=r"tensor_parallel_size: 2 given, .* not cuda:1"):
+        EngineConfig(model_path="x", device="cuda:1", tensor_parallel_size=2)
+
+
+def test_a_target_worker_hands_every_option_of_the_engine_on() -> None:
+    values: dict[str, Any] = {
+        "device": "cuda",
+        "dtype": "float16",
+        "num_slots": 300,
+        "kv_bytes": 1 << 20,
+        "kv_cache_memory_fraction": 0.5,
+        "kv_cache_dtype": "fp8_e4m3",
+        "enable_prefix_caching": False,
+        "max_num_seqs": 5,
+        "max_model_len": 77,
+        "max_tree_nodes": 9,
+        "attention_backend": "triton",
+        "enforce_eager": True,
+        "deterministic": True,
+        "tensor_parallel_size": 2,
+    }
+    made = TargetWorkerConfig(model_path="x", threads=3, **values).engine()
+    assert made == EngineConfig(model_path="x", torch_threads=3, **values)
+    untouched = {field.name for field in fields(EngineConfig)} - values.keys()
+    assert untouched == {"model_path", "torch_threads"}
 
 
 def test_dtype_defaults_follow_the_device() -> None:
@@ -70,13 +105,13 @@ def test_both_workers_hand_the_attention_backend_on(config_type: Any) -> None:
 
 
 def test_a_draft_takes_its_model_and_place_and_the_targets_limits() -> None:
-    target = EngineConfig(model_path="big", device="cuda", max_sessions=7, max_model_len=99, torch_threads=4)
+    target = EngineConfig(model_path="big", device="cuda", max_num_seqs=7, max_model_len=99, torch_threads=4)
     draft = EngineConfig(
         model_path="small",
         device="cuda:1",
         dtype="float16",
         num_slots=5,
-        max_sessions=3,
+        max_num_seqs=3,
         attention_backend="reference",
     )
     made = create_config_for_draft_model(target, draft)
@@ -85,7 +120,7 @@ def test_a_draft_takes_its_model_and_place_and_the_targets_limits() -> None:
         device="cuda:1",
         dtype="float16",
         num_slots=5,
-        max_sessions=7,
+        max_num_seqs=7,
         max_model_len=99,
         attention_backend="reference",
     )

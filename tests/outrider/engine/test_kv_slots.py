@@ -69,7 +69,7 @@ def test_fresh_slots_are_consecutive() -> None:
 def test_no_row_left() -> None:
     table = SlotTable(num_slots=4, max_rows=1, max_row_len=4)
     table.acquire_row()
-    with pytest.raises(OutOfSlots, match="max_sessions"):
+    with pytest.raises(OutOfSlots, match="max_num_seqs"):
         table.acquire_row()
 
 

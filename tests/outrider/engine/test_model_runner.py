@@ -86,7 +86,7 @@ def own_logits(model: Any, token_ids: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_chunked_prefill_and_tree_equal_every_path_alone(family: str, tmp_path: Path) -> None:
     folder = save_random(FAMILIES[family], tmp_path)
-    runner = ModelRunner(EngineConfig(model_path=folder, num_slots=64, max_sessions=3, torch_threads=1))
+    runner = ModelRunner(EngineConfig(model_path=folder, num_slots=64, max_num_seqs=3, torch_threads=1))
     prompts = np.random.default_rng(1).integers(0, 97, (2, 14)).tolist()
     nodes = [11, 22, 33, 44, 55, 66]
     rows = [runner.slots.acquire_row() for _ in prompts]

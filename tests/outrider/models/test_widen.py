@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from outrider import cli
 from outrider.errors import CheckpointError
@@ -64,8 +65,11 @@ def write(
     dtype: torch.dtype = torch.float32,
     fill_seed: int | None = 0,
     before_publishing: Callable[[Path], None] = lambda _: None,
+    max_positions: int | None = None,
 ) -> Path:
-    model = WidenedLlama(*load_small(source), shape, dtype=dtype, fill_seed=fill_seed)
+    model = WidenedLlama(
+        *load_small(source), shape, dtype=dtype, fill_seed=fill_seed, max_position_embeddings=max_positions
+    )
     plan = plan_checkpoint(model, source, max_shard_bytes=SHARD_BYTES)
     write_checkpoint(model, source, folder, plan, before_publishing=before_publishing, on_written=lambda _: None)
     return folder
@@ -184,6 +188,30 @@ def test_random_weights_leave_every_bit_of_the_logits(small: Callable[..., Path]
     )
 
 
+def test_any_length_can_be_promised(
+    small: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = small()
+    folder = write(source, tmp_path / "wide", TINY, max_positions=100_000)
+    assert LlamaConfig.from_pretrained(folder).max_position_embeddings == 100_000
+    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    assert tokenizer == json.loads((source / "tokenizer_config.json").read_text()) | {"model_max_length": 100_000}
+    seen: list[torch.Tensor] = []
+    forward = LlamaRotaryEmbedding.forward
+
+    def record(self: LlamaRotaryEmbedding, x: torch.Tensor, position_ids: torch.Tensor) -> object:
+        seen.append(position_ids)
+        return forward(self, x, position_ids)
+
+    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", record)
+    report = check_checkpoint(folder, source, random_tokens(), layer_by_layer=True)
+    report.raise_if_wrong()
+    # Both models ran at both ends of what the checkpoint promises.
+    assert [(int(positions.min()), int(positions.max())) for positions in seen] == [(0, 99_999)] * 2
+    with pytest.raises(ValueError, match="max_position_embeddings: 0 given"):
+        write(source, tmp_path / "none", TINY, max_positions=0)
+
+
 def test_the_embedded_draft_in_bfloat16(tmp_path: Path) -> None:
     source = embedded_draft_path()
     folder = write(source, tmp_path / "wide", WIDE_DRAFT, dtype=torch.bfloat16)
@@ -275,12 +303,13 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     monkeypatch.setitem(widen.SHAPES, "160m", WIDE_DRAFT)
     folder = tmp_path / "wide"
     line = ["widen", "draft", "160m", str(folder)]
-    assert cli.run([*line, "--check", "whole", "--dtype", "float32"]) == 0
+    assert cli.run([*line, "--check", "whole", "--dtype", "float32", "--max-position-embeddings", "8192"]) == 0
     out, err = capsys.readouterr()
     assert out == f"{folder}\n"
     assert "GB on disk in 1 files" in err
     assert "checked as a whole: at 192 positions" in err
-    assert len(LlamaForCausalLM.from_pretrained(folder).model.layers) == 3
+    model = LlamaForCausalLM.from_pretrained(folder)
+    assert (len(model.model.layers), model.config.max_position_embeddings) == (3, 8192)
     assert cli.run(line) == 1
     assert f"error: {folder} exists already" in capsys.readouterr().err
     assert cli.run(["widen", "draft", "160m", str(tmp_path / "no" / "where")]) == 1
