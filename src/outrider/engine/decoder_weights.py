@@ -1,0 +1,294 @@
+"""A model's weights as the decoder reads them: projections with the same input are one matrix, and a rank of several
+holds its part only.
+
+    qkv       query rows, key rows, value rows, one after the other; of a rank: those of its heads
+    gate_up   gate rows, then up rows; of a rank: those of its feed-forward channels
+    output    columns of the rank's heads; down: columns of its feed-forward channels
+    head      rows of the vocabulary, filled up with zeros to the same number on every rank
+
+Norm weights are the factors as they are applied: Gemma's offset is in them, so they are float32 there. Tensors go to
+the device one at a time, each once; host memory holds none of them.
+
+Shapes: V vocabulary, N hidden, H and Hkv heads of D, F feed-forward; of one rank: h, hkv, f and v.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outrider.engine.decoder_spec import DecoderSpec
+from outrider.engine.weight_source import WeightSource
+from outrider.errors import CheckpointError
+
+# Tree nodes stand behind the longest sequence, and their positions need rows in the rotary tables too.
+TREE_POSITIONS = 4096
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerWeights:
+    """One layer of one rank.
+
+    Attributes:
+        attention_norm: [N] before the attention.
+        qkv: [(h + 2 hkv) D, N].
+        qkv_bias: [(h + 2 hkv) D] or None.
+        query_norm, key_norm: [D] or None.
+        output: [N, h D].
+        output_bias: [N] or None, the same on every rank: added once, after the ranks' sum.
+        attention_addend_norm: [N] or None, of what the attention adds.
+        feed_forward_norm: [N] before the feed-forward block.
+        gate_up: [2 f, N].
+        gate_up_bias: [2 f] or None.
+        down: [N, f].
+        down_bias: [N] or None, as `output_bias`.
+        feed_forward_addend_norm: [N] or None, of what the feed-forward block adds.
+    """
+
+    attention_norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    query_norm: torch.Tensor | None
+    key_norm: torch.Tensor | None
+    output: torch.Tensor
+    output_bias: torch.Tensor | None
+    attention_addend_norm: torch.Tensor | None
+    feed_forward_norm: torch.Tensor
+    gate_up: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+    feed_forward_addend_norm: torch.Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DecoderWeights:
+    """All weights of one rank.
+
+    Attributes:
+        rank, world_size: whose part this is.
+        embedding: [V, N].
+        layers: in their order.
+        final_norm: [N].
+        head: [v, N], v = V / world_size rounded up; a view of the embedding where the checkpoint ties them.
+        rotary_tables: per kind [positions, 2, D / 2] float32, as `DecoderSpec.rotaries`.
+    """
+
+    rank: int
+    world_size: int
+    embedding: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm: torch.Tensor
+    head: torch.Tensor
+    rotary_tables: tuple[torch.Tensor, ...]
+
+
+def load_decoder_weights(
+    source: WeightSource,
+    spec: DecoderSpec,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    positions: int | None = None,
+) -> DecoderWeights:
+    """The weights of one rank on its device.
+
+    Args:
+        source: where the tensors come from.
+        spec: the architecture.
+        device: where they go.
+        dtype: of all but Gemma's norms and the rotary tables.
+        rank: 0 to world_size - 1.
+        world_size: ranks that share the model.
+        positions: rows of the rotary tables; by default the model's longest sequence and a tree behind it.
+
+    Raises:
+        CheckpointError: a tensor or file is missing, corrupt or of a wrong shape; the model does not divide into
+            `world_size` parts; or the device has no room, with what to do.
+    """
+    check_world_size(spec, world_size)
+    source.check(tensor_shapes(spec))
+    device = torch.device(device)
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    loader = _Loader(source, spec, device, dtype, rank, world_size)
+    try:
+        return loader.load(positions or spec.max_positions + TREE_POSITIONS)
+    except torch.OutOfMemoryError as error:
+        needed = weight_bytes(spec, dtype, world_size=world_size)
+        held = "" if free is None else f", {free / 1e9:.2f} GB were free"
+        raise CheckpointError(
+            f"{source.place}: the weights do not fit on {device}: they take {needed / 1e9:.2f} GB in "
+            f"{str(dtype).removeprefix('torch.')}{held}. Share them among more GPUs with --tensor-parallel-size, "
+            "take a smaller --dtype, or free the memory that others hold"
+        ) from error
+
+
+def tensor_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
+    """Every tensor that the checkpoint of such a model must have, with its shape, in the order of a forward."""
+    hidden, feed_forward = spec.hidden_size, spec.intermediate_size
+    query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    matrices = {
+        "self_attn.q_proj": (query, hidden, spec.qkv_bias),
+        "self_attn.k_proj": (key, hidden, spec.qkv_bias),
+        "self_attn.v_proj": (key, hidden, spec.qkv_bias),
+        "self_attn.o_proj": (hidden, query, spec.output_bias),
+        "mlp.gate_proj": (feed_forward, hidden, spec.feed_forward_bias),
+        "mlp.up_proj": (feed_forward, hidden, spec.feed_forward_bias),
+        "mlp.down_proj": (hidden, feed_forward, spec.feed_forward_bias),
+    }
+    norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+    if spec.addend_norms:
+        norms |= {"pre_feedforward_layernorm": hidden, "post_feedforward_layernorm": hidden}
+    if spec.head_norms:
+        norms |= {"self_attn.q_norm": spec.head_dim, "self_attn.k_norm": spec.head_dim}
+    layer: dict[str, tuple[int, ...]] = {f"{name}.weight": (size,) for name, size in norms.items()}
+    for name, (rows, columns, has_bias) in matrices.items():
+        layer[f"{name}.weight"] = (rows, columns)
+        if has_bias:
+            layer[f"{name}.bias"] = (rows,)
+    shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (spec.vocab_size, hidden)}
+    for index in range(len(spec.layers)):
+        shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+    shapes["model.norm.weight"] = (hidden,)
+    if not spec.tied_head:
+        shapes[_HEAD] = (spec.vocab_size, hidden)
+    return shapes
+
+
+def weight_bytes(spec: DecoderSpec, dtype: torch.dtype, *, world_size: int = 1) -> int:
+    """Bytes of one rank's weights, rotary tables apart."""
+    count = 0
+    for name, shape in tensor_shapes(spec).items():
+        split = len(shape) == 2 and name != _EMBEDDING
+        count += torch.Size(shape).numel() // (world_size if split else 1)
+    return count * dtype.itemsize
+
+
+def check_world_size(spec: DecoderSpec, world_size: int) -> None:
+    """Raises CheckpointError unless heads and feed-forward channels divide into `world_size` equal parts."""
+    fits = [n for n in range(1, spec.kv_heads + 1) if spec.kv_heads % n == 0 and spec.intermediate_size % n == 0]
+    if world_size not in fits:
+        raise CheckpointError(
+            f"--tensor-parallel-size {world_size} given; with {spec.kv_heads} key and value heads and "
+            f"{spec.intermediate_size} feed-forward channels this model takes {', '.join(map(str, fits))}"
+        )
+
+
+@dataclass(frozen=True)
+class _Loader:
+    source: WeightSource
+    spec: DecoderSpec
+    device: torch.device
+    dtype: torch.dtype
+    rank: int
+    world_size: int
+
+    def load(self, positions: int) -> DecoderWeights:
+        spec = self.spec
+        embedding = self._whole(_EMBEDDING, (spec.vocab_size, spec.hidden_size))
+        return DecoderWeights(
+            rank=self.rank,
+            world_size=self.world_size,
+            embedding=embedding,
+            layers=tuple(self._layer(f"model.layers.{index}.") for index in range(len(spec.layers))),
+            final_norm=self._norm("model.norm", spec.hidden_size),
+            head=self._head(embedding),
+            rotary_tables=tuple(rotary.table(positions).to(self.device) for rotary in spec.rotaries),
+        )
+
+    def _layer(self, prefix: str) -> LayerWeights:
+        spec, attention, feed_forward = self.spec, f"{prefix}self_attn.", f"{prefix}mlp."
+        query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        qkv = [(f"{attention}q_proj", query), (f"{attention}k_proj", key), (f"{attention}v_proj", key)]
+        gate_up = [(f"{feed_forward}{name}_proj", spec.intermediate_size) for name in ("gate", "up")]
+        head_norms, addend_norms = spec.head_norms, spec.addend_norms
+        # After the attention Llama norms the feed-forward block's input, Gemma 2 what the attention adds.
+        feed_forward_norm = "pre_feedforward_layernorm" if addend_norms else "post_attention_layernorm"
+        after_attention, after_feed_forward = f"{prefix}post_attention_layernorm", f"{prefix}post_feedforward_layernorm"
+        return LayerWeights(
+            attention_norm=self._norm(f"{prefix}input_layernorm", spec.hidden_size),
+            qkv=self._stacked(qkv, "weight"),
+            qkv_bias=self._stacked(qkv, "bias") if spec.qkv_bias else None,
+            query_norm=self._norm(f"{attention}q_norm", spec.head_dim) if head_norms else None,
+            key_norm=self._norm(f"{attention}k_norm", spec.head_dim) if head_norms else None,
+            output=self._columns(f"{attention}o_proj.weight", query),
+            output_bias=self._bias(f"{attention}o_proj.bias") if spec.output_bias else None,
+            attention_addend_norm=self._norm(after_attention, spec.hidden_size) if addend_norms else None,
+            feed_forward_norm=self._norm(f"{prefix}{feed_forward_norm}", spec.hidden_size),
+            gate_up=self._stacked(gate_up, "weight"),
+            gate_up_bias=self._stacked(gate_up, "bias") if spec.feed_forward_bias else None,
+            down=self._columns(f"{feed_forward}down_proj.weight", spec.intermediate_size),
+            down_bias=self._bias(f"{feed_forward}down_proj.bias") if spec.feed_forward_bias else None,
+            feed_forward_addend_norm=self._norm(after_feed_forward, spec.hidden_size) if addend_norms else None,
+        )
+
+    def _part(self, size: int) -> tuple[int, int]:
+        """The rank's part of `size` entries that divide evenly."""
+        share = size // self.world_size
+        return self.rank * share, (self.rank + 1) * share
+
+    def _stacked(self, names: Sequence[tuple[str, int]], kind: str) -> torch.Tensor:
+        """The rank's rows of several tensors of (name, rows), one after the other."""
+        rest = (self.spec.hidden_size,) if kind == "weight" else ()
+        parts = [self._part(rows) for _, rows in names]
+        stacked = self._empty((sum(stop - start for start, stop in parts), *rest))
+        begin = 0
+        for (name, _), (start, stop) in zip(names, parts, strict=True):
+            full = f"{name}.{kind}"
+            rows = self.source.rows(full, start, stop)
+            stacked[begin : begin + stop - start].copy_(self._checked(full, rows, (stop - start, *rest)))
+            begin += stop - start
+        return stacked
+
+    def _columns(self, name: str, width: int) -> torch.Tensor:
+        shape = (self.spec.hidden_size, width // self.world_size)
+        if self.world_size == 1:
+            return self._whole(name, shape)
+        columns = self._checked(name, self.source.columns(name, *self._part(width)), shape)
+        return self._empty(shape).copy_(columns)
+
+    def _bias(self, name: str) -> torch.Tensor:
+        return self._whole(name, (self.spec.hidden_size,))
+
+    def _norm(self, name: str, size: int) -> torch.Tensor:
+        offset = self.spec.norm_offset
+        weight = self._whole(f"{name}.weight", (size,))
+        return weight.float() + offset if offset else weight
+
+    def _whole(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return self._checked(name, self.source.tensor(name), shape).to(self.device, self.dtype).contiguous()
+
+    def _head(self, embedding: torch.Tensor) -> torch.Tensor:
+        """The rank's rows of the output layer."""
+        spec = self.spec
+        share = -(-spec.vocab_size // self.world_size)
+        start, stop = min(self.rank * share, spec.vocab_size), min((self.rank + 1) * share, spec.vocab_size)
+        tied = embedding[start:stop]
+        # As transformers does: an output layer of its own is taken, where the checkpoint has one that differs.
+        if spec.tied_head and not self.source.stores(_HEAD):
+            return tied if stop - start == share else self._padded(tied, share)
+        if self.world_size == 1:
+            head = self._whole(_HEAD, (spec.vocab_size, spec.hidden_size))
+        else:
+            rows = self.source.rows(_HEAD, start, stop)
+            head = self._padded(self._checked(_HEAD, rows, (stop - start, spec.hidden_size)), share)
+        return tied if spec.tied_head and stop - start == share and torch.equal(head, tied) else head
+
+    def _padded(self, rows: torch.Tensor, count: int) -> torch.Tensor:
+        padded = self._empty((count, rows.shape[1]))
+        padded[: len(rows)].copy_(rows)
+        padded[len(rows) :].zero_()
+        return padded
+
+    def _empty(self, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+    def _checked(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        if tuple(tensor.shape) != shape or not tensor.is_floating_point():
+            raise CheckpointError(f"{self.source.place}: {name}: {list(tensor.shape)} {tensor.dtype} given, "
+                                  f"{list(shape)} floats needed")  # fmt: skip
+        return tensor

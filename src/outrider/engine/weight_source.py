@@ -1,0 +1,173 @@
+"""Where weights come from: memory-mapped safetensors files of a checkpoint, or a function that makes them.
+
+A source hands out whole tensors, rows or columns by the names that transformers gives them. Of a file only the pages
+of what is asked for are read, and nothing is copied before it goes to its device.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from outrider.errors import CheckpointError
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+class WeightSource(Protocol):
+    """Tensors by name."""
+
+    @property
+    def place(self) -> str:
+        """What messages call it."""
+        ...
+
+    def stores(self, name: str) -> bool:
+        """Whether a tensor that a model may lack is there."""
+        ...
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Looks at names, shapes and dtypes where that costs no reading.
+
+        Raises:
+            CheckpointError: a tensor is missing, of another shape or no float.
+        """
+        ...
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The whole tensor."""
+        ...
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Its entries from `start` to `stop` of the first dimension."""
+        ...
+
+    def columns(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Of a matrix, the columns from `start` to `stop`."""
+        ...
+
+
+class FunctionSource:
+    """Weights that a function makes, on any device: benchmarks need no checkpoint.
+
+    Args:
+        make: name to tensor, contiguous.
+        place: what messages call it.
+    """
+
+    def __init__(self, make: Callable[[str], torch.Tensor], place: str = "the weights") -> None:
+        self._make = make
+        self.place = place
+
+    def stores(self, name: str) -> bool:
+        """False: what a model may lack is not made."""
+        return False
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Nothing is known before it is made; who loads checks what comes."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """As the function makes it."""
+        return self._make(name)
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """A view."""
+        return self._make(name)[start:stop]
+
+    def columns(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """A view."""
+        return self._make(name)[:, start:stop]
+
+
+class SafetensorsSource:
+    """The files of a checkpoint folder: model.safetensors, or the shards that its index names.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or corrupt, with its name and what to do.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.place = str(folder)
+        self._folder = folder
+        self._opened: dict[str, Any] = {}
+        self._file_of = self._read_file_names()
+
+    def stores(self, name: str) -> bool:
+        """Whether the checkpoint has the tensor."""
+        return name in self._file_of
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Reads the headers of all files."""
+        for file in dict.fromkeys(self._file_of.values()):
+            self._open(file)
+        absent = [name for name in shapes if name not in self._file_of]
+        if absent:
+            raise CheckpointError(f"{self.place}: {len(absent)} weights are missing, {absent[0]} first; "
+                                  "copy or save the checkpoint again")  # fmt: skip
+        for name, shape in shapes.items():
+            found = self._slice(name)
+            given = tuple(found.get_shape())
+            if given != shape:
+                raise CheckpointError(f"{self._path(name)}: {name} has shape {list(given)}, "
+                                      f"{list(shape)} needed after config.json")  # fmt: skip
+            if found.get_dtype() not in _FLOATS:
+                raise CheckpointError(f"{self._path(name)}: {name} is {found.get_dtype()}; "
+                                      "give the float or bfloat16 checkpoint")  # fmt: skip
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A view of the mapped file."""
+        return self._slice(name)[:]
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """A view of the mapped file."""
+        return self._slice(name)[start:stop]
+
+    def columns(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """A view of the mapped file."""
+        return self._slice(name)[:, start:stop]
+
+    def _read_file_names(self) -> dict[str, str]:
+        """The file of every tensor."""
+        if (self._folder / SINGLE_FILE).is_file():
+            return dict.fromkeys(self._open(SINGLE_FILE).keys(), SINGLE_FILE)
+        index = self._folder / INDEX_FILE
+        if not index.is_file():
+            raise CheckpointError(f"{self.place}: neither {SINGLE_FILE} nor {INDEX_FILE}; copy the checkpoint again")
+        try:
+            files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{index}: no index of shards: {error!r}; copy the checkpoint again") from error
+        if not isinstance(files, dict) or any(Path(str(file)).name != file for file in files.values()):
+            raise CheckpointError(f"{index}: weight_map is no map of tensors to files of this folder")
+        return files
+
+    def _open(self, file: str) -> Any:
+        opened = self._opened.get(file)
+        if opened is not None:
+            return opened
+        path = self._folder / file
+        if not path.is_file():
+            raise CheckpointError(f"{path}: missing, and {INDEX_FILE} names it; copy this file again")
+        try:
+            opened = self._opened[file] = safe_open(path, "pt")
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: cannot load it, it is truncated or corrupt ({error}); "
+                                  "copy this file again") from error  # fmt: skip
+        return opened
+
+    def _slice(self, name: str) -> Any:
+        if name not in self._file_of:
+            raise CheckpointError(f"{self.place}: {name} is missing; copy or save the checkpoint again")
+        try:
+            return self._open(self._file_of[name]).get_slice(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{self._path(name)}: {name} is not in it, and {INDEX_FILE} says so; "
+                                  "copy this file again") from error  # fmt: skip
+
+    def _path(self, name: str) -> Path:
+        return self._folder / self._file_of[name]

@@ -1,0 +1,292 @@
+"""The decoder's logits over chunks and trees against transformers' own, path by path; on one rank, on two, on CUDA."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from outrider.engine.batch import BatchBuilder, ForwardBatch
+from outrider.engine.decoder import Decoder, DecoderInputs
+from outrider.engine.decoder_spec import DecoderSpec
+from outrider.engine.decoder_weights import load_decoder_weights
+from outrider.engine.kv_slots import SlotTable
+from outrider.engine.weight_source import SafetensorsSource
+from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention
+from outrider.models import embedded_target_path
+from outrider.tree import ancestor_masks, node_depths
+
+VOCAB, SLOTS = 97, 64
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.3,
+}
+WINDOWED = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+FAMILIES: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SIZES),
+    "llama-bias-yarn": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, rope_parameters=YARN),
+    "qwen2": Qwen2Config(**SIZES, use_sliding_window=True, **WINDOWED),
+    "qwen3": Qwen3Config(**SIZES, attention_bias=True),
+    "mistral": MistralConfig(**SIZES, sliding_window=6),
+    "gemma": GemmaConfig(**{**SIZES, "tie_word_embeddings": True}),
+    "gemma2": Gemma2Config(
+        **SIZES,
+        **WINDOWED,
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=5.0,
+        final_logit_softcapping=10.0,
+        attention_bias=True,
+    ),
+    "gemma3": Gemma3TextConfig(**SIZES, **WINDOWED, query_pre_attn_scalar=24, final_logit_softcapping=10.0),
+}
+# 0 is the root; two branches, one of them forking again.
+PARENTS = [0, 1, 1, 0, 4, 2]
+NODES = [11, 22, 33, 44, 55, 66]
+PROMPTS = np.random.default_rng(1).integers(0, VOCAB, (2, 14)).tolist()
+
+
+def save_random(config: PretrainedConfig, folder: Path) -> Path:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():  # biases and norms start at constants: make every one matter
+        parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+def own_model(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype).eval()
+
+
+class Session:
+    """One decoder of `rank` with its caches: several sessions' rows step by step."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        rank: int = 0,
+        world_size: int = 1,
+        **links: Any,
+    ) -> None:
+        spec = DecoderSpec.of(AutoConfig.from_pretrained(folder))
+        weights = load_decoder_weights(SafetensorsSource(folder), spec, device, dtype, rank=rank, world_size=world_size)
+        self.decoder = Decoder(spec, weights, attend=tree_attention, **links)
+        self.slots = SlotTable(num_slots=SLOTS, max_rows=2, max_row_len=SLOTS)
+        self.device = device
+        shape = (SLOTS, spec.kv_heads // world_size, spec.head_dim)
+        self.caches = [[torch.zeros(shape, dtype=dtype, device=device) for _ in spec.layers] for _ in range(2)]
+        self.slot_positions = torch.zeros(SLOTS, dtype=torch.int32, device=device)
+
+    def inputs(self, batch: ForwardBatch) -> DecoderInputs:
+        """The batch's arrays on the device, as the runner makes them."""
+        table = self.slots.table[batch.rows, : int(batch.key_len.max())]
+        lens = np.diff(batch.query_start)
+        write_slots = table[np.repeat(np.arange(len(lens)), lens), batch.write_index].astype(np.int64)
+        positions = self.put(batch.positions)
+        self.slot_positions[self.put(write_slots)] = positions
+        return DecoderInputs(
+            token_ids=self.put(batch.token_ids),
+            positions=positions,
+            write_slots=self.put(write_slots),
+            batch=TreeAttentionBatch(
+                slot_table=self.put(table),
+                query_start=self.put(batch.query_start),
+                tree_start=self.put(batch.tree_start),
+                prefix_len=self.put(batch.prefix_len),
+                key_len=self.put(batch.key_len),
+                tree_mask=self.put(batch.tree_mask),
+                max_query_len=int(lens.max()),
+                max_key_len=table.shape[1],
+                positions=positions,
+                slot_positions=self.slot_positions,
+            ),
+            key_caches=self.caches[0],
+            value_caches=self.caches[1],
+        )
+
+    def run(self, batch: ForwardBatch) -> torch.Tensor:
+        hidden = self.decoder.forward(self.inputs(batch))
+        return self.decoder.logits(hidden, self.put(batch.logit_rows))
+
+    def put(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def batches(self) -> Iterator[ForwardBatch]:
+        """Both prompts in two chunks, in turns so that their slots interleave; then a chain and a tree in one."""
+        rows = [self.slots.acquire_row() for _ in PROMPTS]
+        for begin, end in ((0, 5), (5, 12)):
+            builder = BatchBuilder()
+            for row, prompt in zip(rows, PROMPTS, strict=True):
+                self.slots.extend(row, end - begin)
+                builder.add_chain(row, prompt[begin:end], begin, True)
+            yield builder.build()
+        builder = BatchBuilder()
+        for row, prompt in zip(rows, PROMPTS, strict=True):
+            self.slots.extend(row, 2 + len(NODES))
+            builder.add_chain(row, prompt[12:13], 12, False)
+            builder.add_tree(
+                row,
+                tree_start=13,
+                token_ids=[prompt[13], *NODES],
+                positions=[13 + int(depth) for depth in node_depths(PARENTS)],
+                masks=ancestor_masks(PARENTS),
+                write_indices=range(13, 14 + len(NODES)),
+            )
+        yield builder.build()
+
+    def all_logits(self) -> torch.Tensor:
+        """[2 (1 + nodes), V] of the last batch, after the ones before it."""
+        return [self.run(batch) for batch in self.batches()][-1]
+
+
+def expected_logits(model: Any) -> torch.Tensor:
+    """What `Session.all_logits` answers, from one forward of the whole path for every node."""
+    rows = []
+    for prompt in PROMPTS:
+        for number in range(len(NODES) + 1):
+            path, node = [], number
+            while node:
+                path.insert(0, NODES[node - 1])
+                node = PARENTS[node - 1]
+            with torch.inference_mode():
+                rows.append(model(torch.tensor([[*prompt, *path]], device=model.device)).logits[0, -1])
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunks_and_trees_equal_every_path_alone(family: str, tmp_path: Path) -> None:
+    folder = save_random(FAMILIES[family], tmp_path)
+    expected = expected_logits(own_model(folder))
+    torch.testing.assert_close(Session(folder).all_logits(), expected, rtol=1e-4, atol=1e-4)
+
+
+class Ranks:
+    """Two ranks as threads: what they add up and put side by side waits for both."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(2, timeout=60)
+        self._parts: list[torch.Tensor] = [torch.empty(0)] * 2
+
+    def exchange(self, rank: int, part: torch.Tensor) -> list[torch.Tensor]:
+        self._parts[rank] = part
+        self._barrier.wait()
+        both = list(self._parts)
+        self._barrier.wait()
+        return both
+
+    def links(self, rank: int) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+        return {
+            "all_reduce": lambda addend: torch.cat(self.exchange(rank, addend)),
+            "gather_logits": lambda logits: torch.cat(self.exchange(rank, logits), dim=1),
+        }
+
+
+@pytest.mark.parametrize("family", ["llama-bias-yarn", "qwen3", "gemma", "gemma2"])
+def test_two_ranks_give_the_logits_of_one(family: str, tmp_path: Path) -> None:
+    folder = save_random(FAMILIES[family], tmp_path)
+    expected = Session(folder).all_logits()
+    ranks, answers = Ranks(), [torch.empty(0)] * 2
+
+    def run(rank: int) -> None:
+        session = Session(folder, rank=rank, world_size=2, **ranks.links(rank))
+        assert session.caches[0][0].shape[1] == 1
+        answers[rank] = session.all_logits()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for answer in answers:
+        torch.testing.assert_close(answer, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_more_than_one_rank_needs_links(tmp_path: Path) -> None:
+    folder = save_random(FAMILIES["llama"], tmp_path)
+    with pytest.raises(ValueError, match="both needed with 2 ranks"):
+        Session(folder, world_size=2, all_reduce=lambda addend: addend)
+
+
+def test_gemmas_embedding_factor_is_rounded_to_the_model_s_dtype(tmp_path: Path) -> None:
+    folder = save_random(FAMILIES["gemma"], tmp_path)
+    session = Session(folder, dtype=torch.bfloat16)
+    model = own_model(folder, torch.bfloat16)
+    assert session.decoder._embedding_factor == model.model.embed_tokens.embed_scale.bfloat16().item() != 32**0.5
+
+
+def test_bfloat16_is_as_near_to_float32_as_transformers_is(tmp_path: Path) -> None:
+    folder = save_random(FAMILIES["gemma3"], tmp_path)
+    check_bfloat16(folder, "cpu", Session(folder, dtype=torch.bfloat16).all_logits())
+
+
+def check_bfloat16(folder: Path, device: str, logits: torch.Tensor) -> None:
+    """Holds bfloat16 logits against transformers' own in float32 and in bfloat16."""
+    exact = expected_logits(own_model(folder).to(device))
+    rounded = expected_logits(own_model(folder, torch.bfloat16).to(device)).float()
+    assert logits.dtype == torch.bfloat16
+    assert (logits.float() - exact).norm() < 1.25 * (rounded - exact).norm()
+    # Where the choice differs, the two logits are closer than what rounding moves them.
+    choice, moved = logits.argmax(-1, keepdim=True), (rounded - exact).abs().max()
+    assert (exact.amax(-1, keepdim=True) - exact.gather(-1, choice) <= 2 * moved).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ["target", "llama", "gemma3"])
+def test_bfloat16_on_cuda_directly_and_captured(model: str, tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    folder = embedded_target_path() if model == "target" else save_random(FAMILIES[model], tmp_path)
+    logits = Session(folder, device="cuda", dtype=torch.bfloat16).all_logits()
+    check_bfloat16(folder, "cuda", logits)
+    session = Session(folder, device="cuda", dtype=torch.bfloat16)
+    *first, last = session.batches()
+    for batch in first:
+        session.run(batch)
+    inputs, rows = session.inputs(last), session.put(last.logit_rows)
+    session.decoder.logits(session.decoder.forward(inputs), rows)  # compiles
+    for cache in (*session.caches[0], *session.caches[1]):
+        cache[session.inputs(last).write_slots] = float("nan")  # the replay has to write them
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = session.decoder.logits(session.decoder.forward(inputs), rows)
+    captured.fill_(float("nan"))
+    graph.replay()
+    assert torch.equal(captured, logits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama-bias-yarn", "qwen3", "gemma2"])
+def test_float32_on_cuda(family: str, tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    folder = save_random(FAMILIES[family], tmp_path)
+    expected = expected_logits(own_model(folder))
+    logits = Session(folder, device="cuda").all_logits()
+    torch.testing.assert_close(logits.cpu(), expected, rtol=1e-3, atol=1e-3)
