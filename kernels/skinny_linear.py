@@ -1,0 +1,122 @@
+"""Products of few rows with a large weight: what a decode or verify step spends nearly all of its time on.
+
+    linear(rows, weight)       = rows weight^T
+    linear_parts(rows, weight) = P partial sums of it over ranges of K, to be added in their order
+    gated_linear(rows, weight) = act(rows gate^T) * (rows up^T), weight = gate's rows, then up's
+
+With few rows such a product takes as long as its weight takes to be read. The weight is the tall side of the matrix
+units, the rows, padded to 8, 16, 32 or 64, the narrow one; K is split where columns alone would not fill the device,
+and the partial sums are left to whoever reads them, so that no kernel stands between. Many rows are torch's.
+
+Launches may overlap: a product asks for its first weights while the kernel before it still runs (see
+`outrider.kernels.skinny_linear_hopper`), and waits for it before it reads rows.
+
+Shapes: T rows, K inner size, N columns of the result, F columns of a gated one, P parts.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.kernels.argument_checks import check_dtype, check_place
+from outrider.kernels.backend import check_shape, uses_triton
+from outrider.kernels.gated_activation import (
+    Activation,
+    check_activation,
+    gated_activation,
+    gated_activation_reference,
+)
+from outrider.kernels.skinny_linear_launch import ProductCall, can_stream, launch
+
+__all__ = ["gated_linear", "gated_linear_reference", "linear", "linear_parts", "linear_reference"]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+# Up to this many rows our kernels are the faster ones on an H200; beyond, torch's (cuBLAS).
+MOST_ROWS = 64
+
+
+def linear_parts(rows: torch.Tensor, weight: torch.Tensor, *, fixed: bool = False) -> torch.Tensor:
+    """Partial sums of `rows weight^T`; the product is their sum, added in their order.
+
+    Args:
+        rows: [T, K] bfloat16, float16 or float32.
+        weight: [N, K], of the same dtype.
+        fixed: one configuration of tiles and one order of the sum over K for any T: the bits of a row depend on that
+            row and the weight alone. Slower for many rows.
+
+    Returns:
+        [P, T, N]: float32 where P > 1, and otherwise of the rows' dtype.
+
+    Raises:
+        ValueError: a shape, dtype or device that does not fit, naming the argument.
+    """
+    _check_arguments(rows, weight)
+    if not uses_triton(rows):
+        return linear_reference(rows, weight)[None]
+    call = ProductCall(rows=rows, weight=weight, fixed=fixed, may_split=not fixed)
+    return launch(call) if _is_ours(call) else torch.nn.functional.linear(rows, weight)[None]
+
+
+def linear(rows: torch.Tensor, weight: torch.Tensor, *, fixed: bool = False) -> torch.Tensor:
+    """`rows weight^T`, [T, N]; arguments and errors as in `linear_parts`."""
+    _check_arguments(rows, weight)
+    if not uses_triton(rows):
+        return linear_reference(rows, weight)
+    call = ProductCall(rows=rows, weight=weight, fixed=fixed)
+    return launch(call)[0] if _is_ours(call) else torch.nn.functional.linear(rows, weight)
+
+
+def gated_linear(
+    rows: torch.Tensor, weight: torch.Tensor, *, activation: Activation, fixed: bool = False
+) -> torch.Tensor:
+    """`act(rows gate^T) * (rows up^T)`, rounded once where the kernels are ours.
+
+    Args:
+        rows: [T, K] bfloat16, float16 or float32.
+        weight: [2 F, K], of the same dtype: the rows of gate, then those of up.
+        activation: "silu", or "gelu_tanh" (GELU by its tanh approximation).
+        fixed: as in `linear_parts`.
+
+    Returns:
+        [T, F], of the rows' dtype.
+
+    Raises:
+        ValueError: a shape, dtype or device that does not fit, an odd number of weight rows, another activation.
+    """
+    _check_arguments(rows, weight)
+    if weight.shape[0] % 2:
+        raise ValueError(f"weight: {weight.shape[0]} rows given, an even number (gate's, then up's) needed")
+    check_activation(activation)
+    if not uses_triton(rows):
+        return gated_linear_reference(rows, weight, activation=activation)
+    call = ProductCall(rows=rows, weight=weight, fixed=fixed, activation=activation)
+    if _is_ours(call):
+        return launch(call)[0]
+    return gated_activation(torch.nn.functional.linear(rows, weight), activation=activation)
+
+
+def _is_ours(call: ProductCall) -> bool:
+    """Whether our kernels run it; products of float32 and of many rows are torch's, where any order of sums will do."""
+    if call.fixed or not call.rows.is_cuda:
+        return True
+    return call.rows.shape[0] <= MOST_ROWS and can_stream(call)
+
+
+def _check_arguments(rows: torch.Tensor, weight: torch.Tensor) -> None:
+    check_shape("rows", rows, ("T", "K"))
+    check_shape("weight", weight, ("N", rows.shape[1]))
+    check_dtype("rows", rows, _DTYPES)
+    check_dtype("weight", weight, (rows.dtype,))
+    check_place("weight", weight, rows.device, "rows")
+
+
+def linear_reference(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`linear` in float32, rounded once; and the one part of `linear_parts`."""
+    return (rows.float() @ weight.float().T).to(rows.dtype)
+
+
+def gated_linear_reference(rows: torch.Tensor, weight: torch.Tensor, *, activation: Activation) -> torch.Tensor:
+    """`gated_linear` in float32, rounded once."""
+    gate_up = rows.float() @ weight.float().T
+    return gated_activation_reference(gate_up, activation=activation).to(rows.dtype)

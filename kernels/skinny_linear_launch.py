@@ -1,0 +1,167 @@
+"""The launches of `outrider.kernels.skinny_linear`: which kernel runs, in which tiles, and how K is split.
+
+All of it follows from sizes, dtypes and the device, so that a graph can replay it.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from outrider.kernels.backend import INTERPRETED, triton
+from outrider.kernels.early_launch import early_options
+from outrider.kernels.skinny_linear_kernels import skinny_linear_kernel
+
+__all__ = ["ProductCall", "can_stream", "launch"]
+
+# Numbers of K in a block: 128 bytes, the widest that the matrix units' layout of shared memory takes.
+_BLOCK_K = 64
+# Two programs share a multiprocessor, this one and the next product's.
+_RING_BYTES = 110 * 1024
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProductCall:
+    """The checked arguments of one call; `activation` None: not gated."""
+
+    rows: torch.Tensor
+    weight: torch.Tensor
+    fixed: bool
+    activation: str | None = None
+    may_split: bool = False
+
+    @property
+    def columns(self) -> int:
+        """Of the result."""
+        return self.weight.shape[0] // (1 if self.activation is None else 2)
+
+    def make_out(self, splits: int) -> torch.Tensor:
+        """[splits, T, N], float32 where there are several."""
+        dtype = self.rows.dtype if splits == 1 else torch.float32
+        return torch.empty(splits, self.rows.shape[0], self.columns, dtype=dtype, device=self.rows.device)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tiles:
+    """How a launch for Hopper cuts its work.
+
+    Attributes:
+        rows: rows of the batch a unit takes, padded.
+        columns: of the result a unit writes.
+        splits: ranges of K.
+        stages: blocks of the ring.
+    """
+
+    rows: int
+    columns: int
+    splits: int
+    stages: int
+
+
+def launch(call: ProductCall) -> torch.Tensor:
+    """[P, T, N]."""
+    if call.rows.shape[0] == 0 or call.columns == 0:
+        return call.make_out(1)
+    if call.rows.shape[1] == 0:
+        return call.make_out(1).zero_()
+    return _launch_stream(call, choose_tiles(call)) if can_stream(call) else _launch_any(call)
+
+
+def can_stream(call: ProductCall) -> bool:
+    """Whether the kernel for Hopper takes these arguments; the plain one takes all."""
+    if not _has_stream(call.rows.device) or call.rows.element_size() != 2:
+        return False
+    # Copies start at multiples of sixteen bytes.
+    return all(
+        tensor.stride(1) == 1 and tensor.stride(0) % 8 == 0 and tensor.data_ptr() % 16 == 0
+        for tensor in (call.rows, call.weight)
+    )
+
+
+def choose_tiles(call: ProductCall) -> Tiles:
+    """What measured fastest on an H200; independent of the number of rows where the call is `fixed`."""
+    places = _multiprocessors(call.rows.device)
+    rows = 64 if call.fixed else min(max(triton.next_power_of_2(call.rows.shape[0]), 8), 64)
+    gated = call.activation is not None
+    columns = 64 if gated or call.fixed or call.columns < 64 * places // 4 else 128
+    splits = 1
+    if call.may_split:
+        blocks = triton.cdiv(call.rows.shape[1], _BLOCK_K)
+        splits = max(min(places // triton.cdiv(call.columns, columns), blocks // 4, 4), 1)
+    stage_bytes = 2 * _BLOCK_K * (columns * (2 if gated else 1) + rows)
+    return Tiles(rows=rows, columns=columns, splits=splits, stages=_RING_BYTES // stage_bytes)
+
+
+def _launch_stream(call: ProductCall, tiles: Tiles) -> torch.Tensor:
+    from outrider.kernels import skinny_linear_hopper as hopper
+
+    out = call.make_out(tiles.splits)
+    chunks = triton.cdiv(call.rows.shape[0], tiles.rows)
+    units = triton.cdiv(call.columns, tiles.columns) * chunks * tiles.splits
+    layout = hopper.block_layout()
+    hopper.skinny_linear_hopper_kernel[(min(units, _multiprocessors(call.rows.device)),)](
+        hopper.TensorDescriptor.from_tensor(call.rows, [tiles.rows, _BLOCK_K], layout),
+        hopper.TensorDescriptor.from_tensor(call.weight, [tiles.columns, _BLOCK_K], layout),
+        call.weight,
+        out,
+        call.rows.shape[0],
+        call.columns,
+        call.rows.shape[1],
+        chunks,
+        tiles.splits,
+        units,
+        GATED=call.activation is not None,
+        GELU=call.activation == "gelu_tanh",
+        STAGES=tiles.stages,
+        PREFETCH=0,
+        num_warps=4,
+        maxnreg=128,
+        launch_pdl=True,
+    )
+    return out
+
+
+def _launch_any(call: ProductCall) -> torch.Tensor:
+    rows, weight = (tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in (call.rows, call.weight))
+    out = call.make_out(1)
+    grid = (triton.cdiv(rows.shape[0], 16), 1, triton.cdiv(call.columns, 64))
+    skinny_linear_kernel[grid](
+        rows,
+        weight,
+        out,
+        rows.shape[0],
+        call.columns,
+        rows.shape[1],
+        rows.stride(0),
+        weight.stride(0),
+        call.columns * weight.stride(0),
+        1,
+        GATED=call.activation is not None,
+        GELU=call.activation == "gelu_tanh",
+        # Triton's interpreter multiplies no 16-bit numbers.
+        WIDE=INTERPRETED,
+        BLOCK_T=16,
+        BLOCK_N=64,
+        BLOCK_K=_BLOCK_K,
+        num_warps=4,
+        num_stages=4,
+        **early_options(rows.device),
+    )
+    return out
+
+
+@functools.cache
+def _has_stream(device: torch.device) -> bool:
+    """Whether the kernel for Hopper can be built and run."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    from outrider.kernels.skinny_linear_hopper import HAS_GLUON
+
+    return HAS_GLUON
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

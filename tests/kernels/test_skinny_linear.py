@@ -1,0 +1,177 @@
+"""Products of few rows: the kernels against plain torch, sums in parts, and bits that do not depend on other rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.kernels.gated_activation import Activation
+from outrider.kernels.skinny_linear import (
+    gated_linear,
+    gated_linear_reference,
+    linear,
+    linear_parts,
+    linear_reference,
+)
+
+# Rows, columns and inner sizes: a block, less than one, and no multiples of one.
+SMALL = [(1, 64, 64), (5, 70, 33), (17, 3, 130)]
+# Shapes whose products stream, with both numbers of columns a tile, split and not, and ends that are no whole block.
+STREAMED = [
+    (1, 4096, 4096), (8, 1000, 776), (9, 6144, 512), (33, 768, 2056), (64, 4096, 14336), (64, 768, 768), (64, 8, 8),
+]  # fmt: skip
+
+
+def _matrices(rows: int, columns: int, inner: int, device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+    left = torch.randn(rows, inner, device=device).to(dtype)
+    return [left, (torch.randn(columns, inner, device=device) / inner**0.5).to(dtype)]
+
+
+def _assert_near(given: torch.Tensor, wanted: torch.Tensor, *, inner: int) -> None:
+    """Equal but for the order of float32 sums and one rounding to the dtype given."""
+    assert given.shape == wanted.shape
+    unit = torch.finfo(given.dtype).eps
+    tolerance = (unit if given.dtype != torch.float32 else 0.0) * wanted.abs() + 2e-6 * inner**0.5
+    off = (given.double() - wanted.double()).abs() > tolerance
+    assert not off.any(), f"{int(off.sum())} of {off.numel()} are off"
+
+
+@pytest.mark.parametrize(("rows", "columns", "inner"), SMALL)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_sizes_match_plain_torch(
+    triton_device: torch.device, rows: int, columns: int, inner: int, dtype: torch.dtype
+) -> None:
+    left, weight = _matrices(rows, columns, inner, triton_device, dtype)
+    wanted = left.double() @ weight.double().T
+    _assert_near(linear(left, weight, fixed=True), wanted, inner=inner)
+    _assert_near(linear_parts(left, weight, fixed=True).sum(0), wanted, inner=inner)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gate_and_up_are_multiplied(triton_device: torch.device, activation: Activation, dtype: torch.dtype) -> None:
+    left, weight = _matrices(5, 2 * 35, 72, triton_device, dtype)
+    gate, up = (left.double() @ weight.double().T).chunk(2, dim=1)
+    if activation == "silu":
+        wanted = gate * torch.sigmoid(gate) * up
+    else:
+        wanted = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    _assert_near(gated_linear(left, weight, activation=activation, fixed=True), wanted, inner=72)
+    _assert_near(gated_linear_reference(left, weight, activation=activation), wanted, inner=72)
+
+
+def test_a_view_of_wider_rows_is_taken(triton_device: torch.device) -> None:
+    wide, weight = _matrices(3, 24, 64, triton_device, torch.float32)
+    wanted = wide[:, 8:40].double() @ weight[:, :32].double().T
+    _assert_near(linear(wide[:, 8:40], weight[:, :32], fixed=True), wanted, inner=32)
+    columns_first = weight[:, :32].T.contiguous().T
+    _assert_near(linear(wide[:, 8:40], columns_first, fixed=True), wanted, inner=32)
+
+
+def test_no_rows_and_no_inner_size() -> None:
+    assert linear(torch.empty(0, 8), torch.empty(3, 8)).shape == (0, 3)
+    assert linear_parts(torch.empty(0, 8), torch.empty(3, 8)).shape == (1, 0, 3)
+    assert torch.equal(linear(torch.empty(2, 0), torch.empty(3, 0)), torch.zeros(2, 3))
+
+
+def test_the_cpu_runs_the_reference() -> None:
+    left, weight = _matrices(3, 10, 16, torch.device("cpu"), torch.bfloat16)
+    wanted = (left.float() @ weight.float().T).bfloat16()
+    assert torch.equal(linear_reference(left, weight), wanted)
+    assert torch.equal(linear(left, weight), wanted)
+    assert torch.equal(linear_parts(left, weight), wanted[None])
+
+
+def test_wrong_arguments_are_named() -> None:
+    rows, weight = torch.empty(2, 8), torch.empty(6, 8)
+    with pytest.raises(ValueError, match=r"rows: shape \[8\] given"):
+        linear(rows[0], weight)
+    with pytest.raises(ValueError, match=r"weight: shape \[6, 7\] given, \[N, 8\] needed"):
+        linear_parts(rows, weight[:, :7])
+    with pytest.raises(ValueError, match=r"weight: dtype torch\.bfloat16 given"):
+        linear(rows, weight.bfloat16())
+    with pytest.raises(ValueError, match=r"rows: dtype torch\.int64 given"):
+        linear(rows.long(), weight.long())
+    with pytest.raises(ValueError, match="weight: device meta given"):
+        linear(rows, weight.to("meta"))
+    with pytest.raises(ValueError, match="weight: 5 rows given, an even number"):
+        gated_linear(rows, weight[:5], activation="silu")
+    with pytest.raises(ValueError, match="activation: 'relu' given"):
+        gated_linear(rows, weight, activation="relu")  # type: ignore[arg-type]
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize(("rows", "columns", "inner"), STREAMED)
+@pytest.mark.parametrize("fixed", [False, True])
+def test_streamed_products_match_float64(rows: int, columns: int, inner: int, fixed: bool) -> None:
+    left, weight = _matrices(rows, columns, inner, torch.device("cuda"), torch.bfloat16)
+    wanted = left.double() @ weight.double().T
+    parts = linear_parts(left, weight, fixed=fixed)
+    assert parts.dtype == (torch.float32 if parts.shape[0] > 1 else torch.bfloat16)
+    _assert_near(parts.sum(0), wanted, inner=inner)
+    _assert_near(linear(left, weight, fixed=fixed), wanted, inner=inner)
+    if columns % 2 == 0:
+        gate, up = wanted.chunk(2, dim=1)
+        gated = gated_linear(left, weight, activation="silu", fixed=fixed)
+        _assert_near(gated, gate * torch.sigmoid(gate) * up, inner=4 * inner)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize(("columns", "inner"), [(4096, 4096), (1000, 776), (70, 33)])
+def test_fixed_bits_depend_on_the_row_alone(columns: int, inner: int) -> None:
+    left, weight = _matrices(300, columns, inner, torch.device("cuda"), torch.bfloat16)
+    all_rows = linear_parts(left, weight, fixed=True)
+    gated = gated_linear(left, weight, activation="silu", fixed=True)
+    for begin, end in ((0, 1), (7, 20), (100, 164), (31, 300)):
+        some = left[begin:end]
+        assert torch.equal(linear_parts(some, weight, fixed=True), all_rows[:, begin:end])
+        assert torch.equal(linear(some, weight, fixed=True), all_rows[0, begin:end])
+        assert torch.equal(gated_linear(some, weight, activation="silu", fixed=True), gated[begin:end])
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_many_rows_and_other_dtypes(dtype: torch.dtype) -> None:
+    left, weight = _matrices(200, 96, 64, torch.device("cuda"), dtype)
+    wanted = left.double() @ weight.double().T
+    for rows in (3, 200):
+        _assert_near(linear(left[:rows], weight), wanted[:rows], inner=64)
+        gate, up = wanted[:rows].chunk(2, dim=1)
+        gated = gated_linear(left[:rows], weight, activation="gelu_tanh")
+        wanted_gated = torch.nn.functional.gelu(gate, approximate="tanh") * up
+        # Torch's product rounds the gate and up before they are multiplied.
+        torch.testing.assert_close(gated.double(), wanted_gated, rtol=4 * torch.finfo(dtype).eps, atol=1e-2)
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_chain_of_overlapping_launches_in_a_graph_is_in_order() -> None:
+    """Each product reads what the one before wrote; a launch that did not wait would read what was there before."""
+    size, steps = 4096, 12
+    rows = torch.randn(16, size, device="cuda", dtype=torch.bfloat16)
+    weights = [(torch.randn(size, size, device="cuda") / size**0.5).bfloat16() for _ in range(steps)]
+
+    def chain(hidden: torch.Tensor) -> torch.Tensor:
+        for weight in weights:
+            hidden = linear(hidden, weight)
+        return hidden
+
+    wanted = chain(rows)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        given = chain(rows)
+    for _ in range(20):
+        rows.copy_(torch.randn_like(rows))
+        graph.replay()
+        torch.cuda.synchronize()
+        wanted = rows
+        for weight in weights:
+            wanted = linear(wanted, weight)
+            torch.cuda.synchronize()
+        assert torch.equal(given, wanted)
