@@ -27,11 +27,10 @@ from outrider.kernels.coupled_thresholds import (
     members_at,
     rank_thresholds,
     search_thresholds,
-    threshold_kernel,
 )
 from outrider.kernels.noise_blocks import RACE_ABOVE, RACE_SHIFT, gumbel_of_ids
 
-__all__ = ["choose_kernel", "threshold_kernel"]
+__all__ = ["choose_kernel"]
 
 _ABOVE = tl.constexpr(RACE_ABOVE)
 _SHIFT = tl.constexpr(RACE_SHIFT)

@@ -21,11 +21,12 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.kernels.backend import check_shape, triton, uses_triton
+from outrider.kernels.argument_checks import check_at_least, check_dtype, check_place
+from outrider.kernels.backend import check_shape, uses_triton
 from outrider.kernels.coupled_sampling import coupled_choice_reference
 from outrider.kernels.coupled_sampling_kernels import launch_choice
 from outrider.kernels.sampling_rows import SamplingRows, checked_rows
-from outrider.kernels.verify_tree import _verify_tree_greedy_kernel, verify_tree_greedy_reference
+from outrider.kernels.verify_tree import launch_verify_tree_greedy, verify_tree_greedy_reference
 
 __all__ = ["verify_coupled", "verify_coupled_reference"]
 
@@ -128,48 +129,29 @@ def _check_walk(walk: TreeWalk, logits: torch.Tensor) -> None:
     check_shape("predicts", walk.predicts, ("T",))
     check_shape("accept_index", walk.accept_index, ("bs", "S"))
     check_shape("accept_token_num", walk.accept_token_num, ("bs",))
-    for name, given, needed in (
-        ("predicts", walk.predicts.shape[0], logits.shape[0]),
-        ("accept_index", walk.accept_index.shape[0], requests),
-        ("accept_index columns", walk.accept_index.shape[1], 1),
-        ("accept_token_num", walk.accept_token_num.shape[0], requests),
-    ):
-        if given < needed:
-            raise ValueError(f"{name}: size {given} given, at least {needed} needed")
+    check_at_least("predicts size", walk.predicts.shape[0], logits.shape[0])
+    check_at_least("accept_index rows", walk.accept_index.shape[0], requests)
+    check_at_least("accept_index columns", walk.accept_index.shape[1], 1)
+    check_at_least("accept_token_num size", walk.accept_token_num.shape[0], requests)
     for name in TreeWalk.__slots__:
         tensor = getattr(walk, name)
-        if tensor.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"{name}: dtype {tensor.dtype} given, torch.int32 or torch.int64 needed")
-        if tensor.device != logits.device:
-            raise ValueError(f"{name}: device {tensor.device} given, {logits.device} (that of logits) needed")
+        check_dtype(name, tensor)
+        check_place(name, tensor, logits.device, "logits")
 
 
 def _launch_walk(choices: torch.Tensor, walk: TreeWalk) -> None:
-    requests, nodes = walk.candidates.shape
     if walk.candidates.numel() == 0:
         return
-    path_nodes = walk.accept_index.shape[1]
-    block = triton.next_power_of_2(max(nodes, 32))
     predicts = walk.predicts.contiguous()
-    _verify_tree_greedy_kernel[(requests,)](
+    launch_verify_tree_greedy(
         predicts,
         walk.accept_index,
         walk.accept_token_num,
-        walk.candidates.contiguous(),
-        walk.retrive_index.contiguous(),
-        walk.retrive_next_token.contiguous(),
-        walk.retrive_next_sibling.contiguous(),
+        walk.candidates,
+        walk.retrive_index,
+        walk.retrive_next_token,
+        walk.retrive_next_sibling,
         choices,
-        walk.accept_index.stride(0),
-        walk.accept_index.stride(1),
-        walk.accept_token_num.stride(0),
-        nodes,
-        choices.shape[0],
-        path_nodes,
-        N=block,
-        P=triton.next_power_of_2(max(path_nodes, 32)),
-        STEPS=(path_nodes - 1).bit_length(),
-        num_warps=min(max(block // 64, 1), 4),
     )
     if not walk.predicts.is_contiguous():
         walk.predicts.copy_(predicts)

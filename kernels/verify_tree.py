@@ -26,7 +26,7 @@ import torch
 from outrider.kernels.argument_checks import check_at_least, check_dtype, check_place
 from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
 
-__all__ = ["verify_tree_greedy", "verify_tree_greedy_reference"]
+__all__ = ["launch_verify_tree_greedy", "verify_tree_greedy", "verify_tree_greedy_reference"]
 
 
 def verify_tree_greedy(
@@ -60,7 +60,7 @@ def verify_tree_greedy(
     _check_arguments(predicts, accept_index, accept_token_num, links)
     if candidates.numel() == 0:
         return
-    run = _launch if uses_triton(candidates) else verify_tree_greedy_reference
+    run = launch_verify_tree_greedy if uses_triton(candidates) else verify_tree_greedy_reference
     flat = predicts.contiguous().view(-1)
     run(flat, accept_index, accept_token_num, *links)
     if not predicts.is_contiguous():
@@ -152,7 +152,7 @@ def _walk(
     return path
 
 
-def _launch(
+def launch_verify_tree_greedy(
     predicts: torch.Tensor,
     accept_index: torch.Tensor,
     accept_token_num: torch.Tensor,
@@ -162,6 +162,7 @@ def _launch(
     retrive_next_sibling: torch.Tensor,
     target_predict: torch.Tensor,
 ) -> None:
+    """The kernel alone, for checked arguments: `predicts` contiguous, rows in [0, size of `target_predict`)."""
     requests, nodes = candidates.shape
     path_nodes = accept_index.shape[1]
     block = triton.next_power_of_2(max(nodes, 32))
@@ -178,7 +179,7 @@ def _launch(
         accept_index.stride(1),
         accept_token_num.stride(0),
         nodes,
-        requests * nodes,
+        target_predict.numel(),
         path_nodes,
         N=block,
         P=triton.next_power_of_2(max(path_nodes, 32)),

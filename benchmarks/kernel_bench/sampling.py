@@ -11,7 +11,7 @@ import torch
 from benchmarks.kernel_bench.case import Case, Run, Subject, Work, size_of
 from benchmarks.kernel_bench.forest import follow_children, make_forest
 from benchmarks.kernel_bench.logits import VOCABULARY, flat_logits, zipf_logits
-from benchmarks.kernel_bench.targets import ARGMAX_ONLY
+from benchmarks.kernel_bench.targets import ARGMAX_ONLY, GREEDY
 
 _ROWS = 64
 _REQUESTS = 8
@@ -95,7 +95,7 @@ def _build_choice(rows: int, filters: Filters, kind: str, device: torch.device, 
         ours=lambda: coupled_choice(logits, *columns),
         beside={
             ARGMAX_ONLY: lambda: argmax_only(logits),
-            "temperature 0": lambda: coupled_choice(logits, *greedy),
+            GREEDY: lambda: coupled_choice(logits, *greedy),
             **_flashinfer_sampling(flashinfer, logits, filters),
         },
         work=Work(bytes_moved=size_of(logits)),

@@ -262,8 +262,8 @@ def _check_triton(columns: Columns, device: torch.device, k: int, **more: torch.
         torch.testing.assert_close(have[counts], want[:, :k][counts], rtol=1e-4, atol=float(1e-4 + 4 * close.max()))
     chosen, wanted = coupled_choice(**moved).cpu(), coupled_choice_reference(rows)
     assert torch.equal(chosen[counts[:, 0]], wanted[counts[:, 0]])
-    # Few rows may be left out for that.
-    assert counts[:, 0].sum() >= 0.9 * (expected[2][:, 0] > -math.inf).sum()
+    # Few rows may be left out for that: one of a handful, as greedy rows may tie.
+    assert counts[:, 0].sum() >= 0.9 * (expected[2][:, 0] > -math.inf).sum() - 1
 
 
 @pytest.mark.parametrize(("vocab_size", "k"), [(1, 1), (64, 3)])

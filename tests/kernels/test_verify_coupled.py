@@ -249,10 +249,10 @@ def test_a_walk_that_favours_the_draft_is_found_out(chi_square_p: ChiSquare) -> 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"predicts": torch.zeros(4, dtype=torch.int32)}, "predicts: size 4 given, at least 5 needed"),
-        ({"accept_index": torch.zeros(1, 3, dtype=torch.int32)}, "accept_index: size 1 given, at least 2 needed"),
-        ({"accept_index": torch.zeros(2, 0, dtype=torch.int32)}, "accept_index columns: size 0 given"),
-        ({"accept_token_num": torch.zeros(1, dtype=torch.int32)}, "accept_token_num: size 1 given"),
+        ({"predicts": torch.zeros(4, dtype=torch.int32)}, "predicts size: 4 given, at least 5 needed"),
+        ({"accept_index": torch.zeros(1, 3, dtype=torch.int32)}, "accept_index rows: 1 given, at least 2 needed"),
+        ({"accept_index": torch.zeros(2, 0, dtype=torch.int32)}, "accept_index columns: 0 given"),
+        ({"accept_token_num": torch.zeros(1, dtype=torch.int32)}, "accept_token_num size: 1 given"),
         ({"retrive_index": torch.zeros(2, 4, dtype=torch.int64)}, r"retrive_index: shape \[2, 4\] given, \[2, 3\]"),
         ({"candidates": torch.zeros(2, 3)}, "candidates: dtype torch.float32 given"),
         ({"seeds": torch.zeros(4, dtype=torch.int64)}, r"seeds: shape \[4\] given, \[5\] needed"),
