@@ -15,12 +15,28 @@ from transformers.utils import logging as transformers_logging
 
 from outrider.engine.attention import ATTENTION_NAME
 from outrider.engine.config import EngineConfig
+from outrider.engine.decoder_spec import SERVED_FAMILIES
+from outrider.engine.weight_source import SafetensorsSource
 from outrider.errors import CheckpointError
 from outrider.tokenizer_hash import tokenizer_hash
 
 logger = logging.getLogger(__name__)
 
-SERVED_MODEL_TYPES = ("llama", "qwen2", "qwen3", "mistral", "gemma", "gemma2", "gemma3_text")
+SERVED_MODEL_TYPES = tuple(SERVED_FAMILIES)
+
+# Keys of config.json by which architectures that are not served show what they have.
+_FOREIGN_PARTS = {
+    "kv_lora_rank": "multi-head latent attention",
+    "n_routed_experts": "a mixture of experts",
+    "num_local_experts": "a mixture of experts",
+    "num_experts": "a mixture of experts",
+    "state_size": "state-space layers",
+    "ssm_state_size": "state-space layers",
+    "mamba_d_state": "state-space layers",
+    "linear_num_value_heads": "linear attention",
+    "vision_config": "pictures beside text: a checkpoint of its text model alone may be served",
+    "is_encoder_decoder": "an encoder",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +54,17 @@ class ModelCard:
     eos_token_ids: tuple[int, ...]
 
 
+def read_checkpoint(config: EngineConfig) -> tuple[PretrainedConfig, ModelCard]:
+    """The configuration and the card, without the weights.
+
+    Raises:
+        CheckpointError: the folder is not a checkpoint that can be served, with what to change.
+    """
+    folder = Path(config.model_path)
+    model_config = _read_config(folder)
+    return model_config, _card(folder, config, model_config)
+
+
 def load_checkpoint(config: EngineConfig) -> tuple[PreTrainedModel, ModelCard]:
     """The model in evaluation mode on the config's device, and its card.
 
@@ -45,11 +72,12 @@ def load_checkpoint(config: EngineConfig) -> tuple[PreTrainedModel, ModelCard]:
         CheckpointError: the folder is not a checkpoint that can be served, with what to change.
     """
     folder = Path(config.model_path)
-    model_config = _read_config(folder)
+    model_config, card = read_checkpoint(config)
+    SafetensorsSource(folder).check({})  # names the file that is missing or corrupt, which transformers does not
     with _no_progress_bar():
         model = _load_weights(folder, model_config, getattr(torch, config.dtype_name))
     torch.nn.Module.to(model, config.device)
-    return model.eval().requires_grad_(False), _card(folder, config, model_config)
+    return model.eval().requires_grad_(False), card
 
 
 def _load_weights(folder: Path, model_config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -97,7 +125,9 @@ def _read_config(folder: Path) -> PretrainedConfig:
         raise CheckpointError(f"{folder}: no *.safetensors; other weight files can run code and are not read: "
                               "load the model with transformers and save_pretrained it again")  # fmt: skip
     if document.get("model_type") not in SERVED_MODEL_TYPES:
-        raise CheckpointError(f"{folder}: model type {document.get('model_type')!r} is not served; these are: "
+        parts = dict.fromkeys(what for key, what in _FOREIGN_PARTS.items() if document.get(key))
+        has = f" (it has {', '.join(parts)})" if parts else ""
+        raise CheckpointError(f"{folder}: model type {document.get('model_type')!r} is not served{has}; these are: "
                               f"{', '.join(SERVED_MODEL_TYPES)}")  # fmt: skip
     if "quantization_config" in document:
         raise CheckpointError(f"{folder}: quantised weights are not served; give the float or bfloat16 checkpoint")

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.engine.checkpoint import load_checkpoint
+from outrider.engine.checkpoint import load_checkpoint, read_checkpoint
 from outrider.engine.config import EngineConfig
 from outrider.engine.model_runner import ModelRunner
 from outrider.errors import CheckpointError
@@ -45,6 +45,15 @@ def test_the_card_says_what_the_files_say(folder: Path) -> None:
     assert card.tokenizer_hash == ""
 
 
+def test_the_card_needs_no_weights(folder: Path) -> None:
+    config = EngineConfig(model_path=folder)
+    card = load_checkpoint(config)[1]
+    (folder / "model.safetensors").write_bytes(b"")
+    model_config, read = read_checkpoint(config)
+    assert read == card
+    assert model_config.model_type == "llama"
+
+
 def test_end_of_sequence_falls_back_to_the_model_configuration(folder: Path) -> None:
     (folder / "generation_config.json").unlink()
     assert load_checkpoint(EngineConfig(model_path=folder))[1].eos_token_ids == (3,)
@@ -55,6 +64,14 @@ def test_end_of_sequence_falls_back_to_the_model_configuration(folder: Path) -> 
     [
         ({"auto_map": {"AutoModelForCausalLM": "code.Model"}}, "auto_map"),
         ({"model_type": "gpt2"}, "'gpt2' is not served; these are: llama"),
+        (
+            {"model_type": "deepseek_v3", "kv_lora_rank": 512, "n_routed_experts": 256},
+            r"'deepseek_v3' is not served \(it has multi-head latent attention, a mixture of experts\); these are: ",
+        ),
+        (
+            {"model_type": "gemma3", "vision_config": {"x": 1}},
+            r"its text model alone may be served\); these are: llama",
+        ),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
         ({"use_bidirectional_attention": True}, "bidirectional"),
     ],
@@ -73,7 +90,7 @@ def test_pickled_weights_are_refused(folder: Path) -> None:
 
 def test_damaged_files_are_named(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"not a tensor")
-    with pytest.raises(CheckpointError, match="cannot load"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot load it"):
         load_checkpoint(EngineConfig(model_path=folder))
     (folder / "config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"config\.json: not JSON"):

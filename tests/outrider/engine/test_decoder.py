@@ -1,7 +1,7 @@
 """The decoder's logits over chunks and trees against transformers' own, path by path; on one rank, on two, on CUDA."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +93,11 @@ class Session:
         dtype: torch.dtype = torch.float32,
         rank: int = 0,
         world_size: int = 1,
-        **links: Any,
+        links: Mapping[str, Any] | None = None,
     ) -> None:
         spec = DecoderSpec.of(AutoConfig.from_pretrained(folder))
         weights = load_decoder_weights(SafetensorsSource(folder), spec, device, dtype, rank=rank, world_size=world_size)
-        self.decoder = Decoder(spec, weights, attend=tree_attention, **links)
+        self.decoder = Decoder(spec, weights, attend=tree_attention, **(links or {}))
         self.slots = SlotTable(num_slots=SLOTS, max_rows=2, max_row_len=SLOTS)
         self.device = device
         shape = (SLOTS, spec.kv_heads // world_size, spec.head_dim)
@@ -215,7 +215,7 @@ def test_two_ranks_give_the_logits_of_one(family: str, tmp_path: Path) -> None:
     ranks, answers = Ranks(), [torch.empty(0)] * 2
 
     def run(rank: int) -> None:
-        session = Session(folder, rank=rank, world_size=2, **ranks.links(rank))
+        session = Session(folder, rank=rank, world_size=2, links=ranks.links(rank))
         assert session.caches[0][0].shape[1] == 1
         answers[rank] = session.all_logits()
 
@@ -231,7 +231,7 @@ def test_two_ranks_give_the_logits_of_one(family: str, tmp_path: Path) -> None:
 def test_more_than_one_rank_needs_links(tmp_path: Path) -> None:
     folder = save_random(FAMILIES["llama"], tmp_path)
     with pytest.raises(ValueError, match="both needed with 2 ranks"):
-        Session(folder, world_size=2, all_reduce=lambda addend: addend)
+        Session(folder, world_size=2, links={"all_reduce": torch.clone})
 
 
 def test_gemmas_embedding_factor_is_rounded_to_the_model_s_dtype(tmp_path: Path) -> None:
