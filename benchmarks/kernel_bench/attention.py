@@ -19,18 +19,23 @@ _PARENT_REACH = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Sessions of equal size: `context` keys that all nodes see, then `nodes` keys of the tree itself."""
+    """Sessions of equal size: `context` keys that all nodes see, then `nodes` keys of the tree itself.
+
+    With a `window`, a node sees keys of fewer positions before its own.
+    """
 
     batch: int
     context: int
     nodes: int
+    window: int = 0
 
     def __str__(self) -> str:
-        return f"batch {self.batch}, context {self.context}, nodes {self.nodes}"
+        window = f", window {self.window}" if self.window else ""
+        return f"batch {self.batch}, context {self.context}, nodes {self.nodes}{window}"
 
     def work(self) -> Work:
         """Every key and value once; both products over every (node, key) pair. Queries and results are not counted."""
-        keys = self.batch * (self.context + self.nodes)
+        keys = self.batch * (min(self.context, self.window or self.context) + self.nodes)
         return Work(
             bytes_moved=keys * HEADS_KV * HEAD_DIM * 2 * torch.bfloat16.itemsize,
             flops=4 * keys * self.nodes * HEADS * HEAD_DIM,
@@ -52,18 +57,22 @@ SHAPES = tuple(
         (32, 8192, 64),
     )
 )
+WINDOWED = tuple(Shape(batch=8, context=8192, nodes=16, window=window) for window in (1024, 4096))
 
 
 def cases() -> list[Case]:
-    """Shapes from one short session to 32 long ones."""
+    """Shapes from one short session to 32 long ones, and two windows."""
     return [
         Case(
             operator="tree_attention",
             shape=str(shape),
-            target=tree_attention_target(batch=shape.batch, context=shape.context, nodes=shape.nodes),
+            # Windows have no target, as nothing to compare with was measured.
+            target=None
+            if shape.window
+            else tree_attention_target(batch=shape.batch, context=shape.context, nodes=shape.nodes),
             build=functools.partial(_build, shape),
         )
-        for shape in SHAPES
+        for shape in (*SHAPES, *WINDOWED)
     ]
 
 
@@ -76,6 +85,7 @@ def _build(shape: Shape, device: torch.device, flashinfer: Any) -> Subject:
     slots = torch.randperm(shape.batch * keys, device=device).int().view(shape.batch, keys)
     query = torch.randn(shape.batch * shape.nodes, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
     key, value = torch.randn(2, slots.numel(), HEADS_KV, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    of_rows, of_slots = _token_positions(shape, sees.to(device), slots) if shape.window else (None, None)
     every = functools.partial(torch.full, (shape.batch,), dtype=torch.int32, device=device)
     batch = TreeAttentionBatch(
         slot_table=slots,
@@ -86,13 +96,25 @@ def _build(shape: Shape, device: torch.device, flashinfer: Any) -> Subject:
         tree_mask=mask_words.to(device).repeat(shape.batch, 1),
         max_query_len=shape.nodes,
         max_key_len=keys,
+        positions=of_rows,
+        slot_positions=of_slots,
     )
+    seen = {"scale": _SCALE, "sliding_window": shape.window}
     return Subject(
-        ours=lambda: tree_attention(query, key, value, batch, scale=_SCALE),
-        reference=lambda: tree_attention_reference(query, key, value, batch, scale=_SCALE),
+        ours=lambda: tree_attention(query, key, value, batch, **seen),
+        reference=lambda: tree_attention_reference(query, key, value, batch, **seen),
         work=shape.work(),
         **_flashinfer_runs(flashinfer, shape, (query, key, value), batch, mask.repeat(shape.batch, 1)),
     )
+
+
+def _token_positions(shape: Shape, sees: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions of the rows and of the slots' tokens: a node stands behind its prefix and its ancestors."""
+    of_nodes = (shape.context + sees.sum(dim=1) - 1).int()
+    of_keys = torch.cat([torch.arange(shape.context, dtype=torch.int32, device=slots.device), of_nodes])
+    slot_positions = torch.empty(slots.numel(), dtype=torch.int32, device=slots.device)
+    slot_positions[slots.long()] = of_keys.expand_as(slots)
+    return of_nodes.repeat(shape.batch), slot_positions
 
 
 def _flashinfer_runs(
@@ -103,7 +125,7 @@ def _flashinfer_runs(
     mask: torch.Tensor,
 ) -> dict[str, Any]:
     """Its mask over all keys, its causal kernel (another answer), and this repository's use of it in two passes."""
-    if flashinfer is None:
+    if flashinfer is None or shape.window:
         return {}
     from outrider.kernels.tree_attention_flashinfer import tree_attention_flashinfer
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.kernel_bench.attention import SHAPES
+from benchmarks.kernel_bench.attention import SHAPES, WINDOWED, Shape
 from benchmarks.kernel_bench.case import Case, Machine, Work
 from benchmarks.kernel_bench.command import all_cases, run
 from benchmarks.kernel_bench.forest import draft_pool, follow_children, make_forest
@@ -34,6 +34,19 @@ def test_a_floor_is_the_larger_of_bytes_and_flops() -> None:
 def test_attention_floors_at_the_rates_of_an_h200() -> None:
     floors = [shape.work().floor_us(H200) for shape in SHAPES]
     assert floors == pytest.approx([1.0, 7.9, 11.1, 44.1, 63.3, 88.8, 353, 32.1, 252.9, 355], rel=0.01)
+    assert [shape.work().floor_us(H200) for shape in WINDOWED] == pytest.approx([8.0, 31.7], rel=0.01)
+
+
+def test_windows_have_the_positions_of_tokens() -> None:
+    from benchmarks.kernel_bench import attention
+
+    shape = Shape(batch=2, context=40, nodes=3, window=8)
+    torch.manual_seed(0)
+    sees, _ = attention._tree(shape.nodes)
+    slots = torch.randperm(2 * 43).int().view(2, 43)
+    of_rows, of_slots = attention._token_positions(shape, sees, slots)
+    assert of_rows.tolist() == (40 + sees.sum(dim=1) - 1).tolist() * 2
+    assert of_slots[slots[1].long()].tolist()[:41] == list(range(41))
 
 
 def test_a_target_is_met_below_the_largest_of_its_limits() -> None:
@@ -156,7 +169,7 @@ def test_without_cuda_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatch
     assert run([]) == 2
     assert "needs a CUDA device" in capsys.readouterr().err
     assert run(["--only", "tree_attention", "--list"]) == 0
-    assert capsys.readouterr().out.splitlines() == [f"tree_attention: {shape}" for shape in SHAPES]
+    assert capsys.readouterr().out.splitlines() == [f"tree_attention: {shape}" for shape in (*SHAPES, *WINDOWED)]
     assert run(["--only", "nonsense"]) == 2
     assert "no operator is called nonsense" in capsys.readouterr().err
 
