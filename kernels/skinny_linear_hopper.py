@@ -71,20 +71,12 @@ def _place(unit, inner, chunks, splits, BLOCK_K: gl.constexpr):
 
 
 @gluon.jit
-def _prefetch(
-    weight_ptr, first_row, last_row, first, last, inner,
-    BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-):  # fmt: skip
-    """Ask for blocks [first, last) of some rows of the weight, into the L2 cache only."""
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    row = first_row + gl.arange(0, BLOCK_N, layout=LANES)
-    size = (gl.minimum(last * BLOCK_K, inner) - first * BLOCK_K) * 2
-    wanted = (row < last_row) & (size > 0)
-    place = (weight_ptr + row.to(gl.int64) * inner + first * BLOCK_K).to(gl.int64)
+def _prefetch(place, size, wanted):
+    """Ask for `size` bytes at every wanted address, into the L2 cache only."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
         "=r,l,r,r",
-        [place, size + gl.zeros([BLOCK_N], gl.int32, layout=LANES), wanted.to(gl.int32)],
+        [place.to(gl.int64), size, wanted.to(gl.int32)],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -92,10 +84,22 @@ def _prefetch(
 
 
 @gluon.jit
+def _prefetch_following(following_ptr, rows, inner, splits, size, BLOCK_K: gl.constexpr):
+    """This program's share of the first `size` numbers of every range of K of every row of the following weight."""
+    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    blocks = (inner + BLOCK_K - 1) // BLOCK_K
+    for begin in range(gl.program_id(0) * 32, rows * splits, gl.num_programs(0) * 32):
+        piece = begin + lane
+        place = following_ptr + (piece // splits).to(gl.int64) * inner + piece % splits * blocks // splits * BLOCK_K
+        _prefetch(place, 2 * size + 0 * lane, piece < rows * splits)
+
+
+@gluon.jit
 def _produce(
-    rows_desc, weight_desc, weight_ptr, columns, inner, chunks, splits, units,
+    rows_desc, weight_desc, following_ptr, columns, inner, chunks, splits, units,
+    following_rows, following_inner, following_splits, following_size,
     weight_smem, up_smem, rows_smem, ready, free,
-    GATED: gl.constexpr, PREFETCH: gl.constexpr,
+    GATED: gl.constexpr, FOLLOWING: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = weight_smem.shape[0]
     BLOCK_N: gl.constexpr = weight_smem.shape[1]
@@ -115,11 +119,6 @@ def _produce(
             tma.async_copy_global_to_shared(
                 weight_desc, [columns + tile * BLOCK_N, place], ready.index(stage), up_smem.index(stage)
             )
-    if PREFETCH > 0:
-        until = gl.minimum(end, begin + ahead + PREFETCH)
-        _prefetch(weight_ptr, tile * BLOCK_N, columns, begin + ahead, until, inner, BLOCK_N, BLOCK_K)
-        if GATED:
-            _prefetch(weight_ptr, columns + tile * BLOCK_N, 2 * columns, begin + ahead, until, inner, BLOCK_N, BLOCK_K)
     gdc_wait()
     for stage in range(0, ahead):
         place = (begin + stage) * BLOCK_K
@@ -148,6 +147,8 @@ def _produce(
                 stage = 0
                 phase ^= 1
         done = 0
+    if FOLLOWING:
+        _prefetch_following(following_ptr, following_rows, following_inner, following_splits, following_size, BLOCK_K)
 
 
 @gluon.jit
@@ -205,11 +206,13 @@ def _multiply(
 
 
 # Not specialised: one compilation serves all numbers of rows.
-@gluon.jit(do_not_specialize=["rows", "chunks", "splits", "units"])
+@gluon.jit(
+    do_not_specialize=["rows", "chunks", "splits", "units", "following_rows", "following_splits", "following_size"]
+)
 def skinny_linear_hopper_kernel(
     rows_desc,  # [T, K] in blocks [BLOCK_T, BLOCK_K]
     weight_desc,  # [N, K] in blocks [BLOCK_N, BLOCK_K], or [2 N, K] where gated
-    weight_ptr,  # the same
+    following_ptr,  # [following_rows, following_inner], the weight of a later product, where FOLLOWING
     out_ptr,  # [splits, T, N]
     rows,
     columns,
@@ -217,10 +220,14 @@ def skinny_linear_hopper_kernel(
     chunks,
     splits,
     units,
+    following_rows,
+    following_inner,
+    following_splits,
+    following_size,
     GATED: gl.constexpr,
     GELU: gl.constexpr,
     STAGES: gl.constexpr,
-    PREFETCH: gl.constexpr,
+    FOLLOWING: gl.constexpr,
 ):
     BLOCK_N: gl.constexpr = weight_desc.block_shape[0]
     BLOCK_K: gl.constexpr = weight_desc.block_shape[1]
@@ -243,7 +250,8 @@ def skinny_linear_hopper_kernel(
             weight_smem, up_smem, rows_smem, ready, free, GATED, GELU,
         )),
         (_produce, (
-            rows_desc, weight_desc, weight_ptr, columns, inner, chunks, splits, units,
-            weight_smem, up_smem, rows_smem, ready, free, GATED, PREFETCH,
+            rows_desc, weight_desc, following_ptr, columns, inner, chunks, splits, units,
+            following_rows, following_inner, following_splits, following_size,
+            weight_smem, up_smem, rows_smem, ready, free, GATED, FOLLOWING,
         )),
     ], [1], [40])  # fmt: skip
