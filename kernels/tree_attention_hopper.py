@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from outrider.kernels.backend import tl as gl
 
     gluon: Any = None
-    async_copy = fence_async_shared = gdc_launch_dependents = mbarrier = gluon
+    async_copy = fence_async_shared = gdc_launch_dependents = gdc_wait = mbarrier = gluon
     warpgroup_mma = warpgroup_mma_wait = gluon
     HAS_GLUON: bool
 else:
@@ -37,7 +37,7 @@ else:
             warpgroup_mma,
             warpgroup_mma_wait,
         )
-        from triton.language.extra.cuda import gdc_launch_dependents
+        from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
         HAS_GLUON = True
     except ImportError:
@@ -111,7 +111,7 @@ def _produce(
     first, last, tree_start, words, num_slots,
     query_row_stride, query_head_stride, key_slot_stride, value_slot_stride, table_stride,
     query_smem, key_smem, value_smem, query_ready, key_ready, value_ready, key_free, value_free,
-    GROUP: gl.constexpr, WIDE: gl.constexpr, BLOCK_W: gl.constexpr,
+    GROUP: gl.constexpr, WIDE: gl.constexpr, BLOCK_W: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     GROUPS: gl.constexpr = query_smem.shape[0]
     ROWS: gl.constexpr = query_smem.shape[1]
@@ -125,6 +125,15 @@ def _produce(
     slot = gl.load(table_ptr + (first + lane) * table_stride, mask=first + lane < last, other=-1)
     ahead = first + BLOCK_N + lane
     next_slot = gl.load(table_ptr + ahead * table_stride, mask=ahead < last, other=-1)
+    _least, seen = _reach(
+        prefix_len_ptr, tree_mask_ptr, row_begin, row_end, packed_begin, tree_start, words, last,
+        GROUP, GROUPS * ROWS, BLOCK_W,
+    )  # fmt: skip
+    last = gl.minimum(last, seen)
+    # All so far is of the step and the same for every layer; queries, keys and values come from the launch before. The
+    # groups that multiply wait for the queries, and so for it as well.
+    if EARLY:
+        gdc_wait()
     for member in gl.static_range(GROUPS):
         packed = packed_begin + member * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
         row = row_begin + packed // GROUP
@@ -133,11 +142,6 @@ def _produce(
             query_smem.index(member), query_ptr + start[:, None] + dim[None, :], mask=(row < row_end)[:, None]
         )
     async_copy.mbarrier_arrive(query_ready, increment_count=False)
-    _least, seen = _reach(
-        prefix_len_ptr, tree_mask_ptr, row_begin, row_end, packed_begin, tree_start, words, last,
-        GROUP, GROUPS * ROWS, BLOCK_W,
-    )  # fmt: skip
-    last = gl.minimum(last, seen)
     stage = 0
     free = 1
     for begin in range(first, last, BLOCK_N):
@@ -212,7 +216,7 @@ def _consume(
     unit, splits, head_kv, first, last, tree_start, words, num_slots, table_stride, score_scale, value_scale,
     query_smem, key_smem, value_smem, query_ready, key_ready, value_ready, key_free, value_free,
     MEMBER: gl.constexpr, HEADS_KV: gl.constexpr, GROUP: gl.constexpr, HAS_PARTIAL: gl.constexpr,
-    BLOCK_W: gl.constexpr, EARLY: gl.constexpr,
+    BLOCK_W: gl.constexpr,
 ):  # fmt: skip
     GROUPS: gl.constexpr = query_smem.shape[0]
     ROWS: gl.constexpr = query_smem.shape[1]
@@ -310,9 +314,6 @@ def _consume(
         mbarrier.wait(value_ready.index(value_stage), value_phase)
         mixed = warpgroup_mma(left, value_smem.index(value_stage), mixed, is_async=True)
         mixed = warpgroup_mma_wait(0, deps=[mixed])
-    if EARLY:
-        # The merge may take its places now; it waits for this launch's results by itself.
-        gdc_launch_dependents()
     share = value_scale / gl.where(mass > 0, mass, 1.0)
     mixed = mixed * gl.convert_layout(share, gl.SliceLayout(1, MIXED))[:, None]
     dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, MIXED))
@@ -381,6 +382,8 @@ def attend_hopper_kernel(
     GROUP_REGISTERS: gl.constexpr,
 ):
     BLOCK_M: gl.constexpr = GROUPS * ROWS
+    if EARLY:
+        gdc_launch_dependents()
     head_kv = gl.program_id(0) % HEADS_KV
     unit = gl.program_id(0) // HEADS_KV
     begins, row_ends, keys, tiles, splits, ends = _plan(
@@ -390,6 +393,9 @@ def attend_hopper_kernel(
     tree_starts = gl.load(tree_start_ptr + sessions_of, mask=sessions_of < sessions, other=0)
     session = gl.sum((ends <= unit).to(gl.int32), 0)
     if session > sessions:
+        # Someone must wait, even where nobody has work: the launches after this one count on it.
+        if EARLY and gl.program_id(0) == 0:
+            gdc_wait()
         return
     mine = sessions_of == session
     row_begin, row_end, key_len = _of(mine, begins), _of(mine, row_ends), _of(mine, keys)
@@ -401,6 +407,8 @@ def attend_hopper_kernel(
     FLAT: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     if session == sessions:
         # Rows of no session.
+        if EARLY:
+            gdc_wait()
         for begin in range(row_begin * GROUP, rows * GROUP, 64):
             packed = begin + gl.arange(0, 64, layout=gl.SliceLayout(1, FLAT))
             target = ((packed // GROUP).to(gl.int64) * HEADS_KV + head_kv) * GROUP + packed % GROUP
@@ -447,21 +455,21 @@ def attend_hopper_kernel(
                 row_begin, row_end, packed_begin, unit, splits, head_kv, first, last, tree_start, words, num_slots,
                 table_stride, score_scale, value_scale,
                 query_smem, key_smem, value_smem, query_ready, key_ready, value_ready, key_free, value_free,
-                0, HEADS_KV, GROUP, HAS_PARTIAL, BLOCK_W, EARLY,
+                0, HEADS_KV, GROUP, HAS_PARTIAL, BLOCK_W,
             )),
             (_consume, (
                 out_ptr, partial_ptr, log_mass_ptr, table_ptr, prefix_len_ptr, tree_mask_ptr,
                 row_begin, row_end, packed_begin, unit, splits, head_kv, first, last, tree_start, words, num_slots,
                 table_stride, score_scale, value_scale,
                 query_smem, key_smem, value_smem, query_ready, key_ready, value_ready, key_free, value_free,
-                1, HEADS_KV, GROUP, HAS_PARTIAL, BLOCK_W, EARLY,
+                1, HEADS_KV, GROUP, HAS_PARTIAL, BLOCK_W,
             )),
             (_produce, (
                 query_ptr, key_ptr, value_ptr, table_ptr, prefix_len_ptr, tree_mask_ptr, row_begin, row_end,
                 packed_begin, head_kv, first, last, tree_start, words, num_slots,
                 query_row_stride, query_head_stride, key_slot_stride, value_slot_stride, table_stride,
                 query_smem, key_smem, value_smem, query_ready, key_ready, value_ready, key_free, value_free,
-                GROUP, WIDE, BLOCK_W,
+                GROUP, WIDE, BLOCK_W, EARLY,
             )),
         ], [4, GATHER_WARPS], [GROUP_REGISTERS, GATHER_REGISTERS])
     else:
@@ -471,13 +479,13 @@ def attend_hopper_kernel(
                 row_begin, row_end, packed_begin, unit, splits, head_kv, first, last, tree_start, words, num_slots,
                 table_stride, score_scale, value_scale,
                 query_smem, key_smem, value_smem, query_ready, key_ready, value_ready, key_free, value_free,
-                0, HEADS_KV, GROUP, HAS_PARTIAL, BLOCK_W, EARLY,
+                0, HEADS_KV, GROUP, HAS_PARTIAL, BLOCK_W,
             )),
             (_produce, (
                 query_ptr, key_ptr, value_ptr, table_ptr, prefix_len_ptr, tree_mask_ptr, row_begin, row_end,
                 packed_begin, head_kv, first, last, tree_start, words, num_slots,
                 query_row_stride, query_head_stride, key_slot_stride, value_slot_stride, table_stride,
                 query_smem, key_smem, value_smem, query_ready, key_ready, value_ready, key_free, value_free,
-                GROUP, WIDE, BLOCK_W,
+                GROUP, WIDE, BLOCK_W, EARLY,
             )),
         ], [GATHER_WARPS], [GATHER_REGISTERS])

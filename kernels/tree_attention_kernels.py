@@ -176,6 +176,8 @@ def attend_kernel(
     TAIL_STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     head_kv = tl.program_id(0) % HEADS_KV
     unit = tl.program_id(0) // HEADS_KV
     begins, row_ends, keys, tiles, splits, ends = _plan(
@@ -185,6 +187,9 @@ def attend_kernel(
     tree_starts = tl.load(tree_start_ptr + sessions_of, mask=sessions_of < sessions, other=0)
     session = tl.sum((ends <= unit).to(tl.int32))
     if session > sessions:
+        # Someone must wait, even where nobody has work: the launches after this one count on it.
+        if EARLY and tl.program_id(0) == 0:
+            tl.extra.cuda.gdc_wait()
         return
     mine = sessions_of == session
     row_begin, row_end, key_len = _of(mine, begins), _of(mine, row_ends), _of(mine, keys)
@@ -196,6 +201,8 @@ def attend_kernel(
     dim_ok = dim < HEAD_DIM
     if session == sessions:
         # Rows of no session.
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
         for first in range(row_begin * GROUP, rows * GROUP, BLOCK_M):
             packed = first + tl.arange(0, BLOCK_M)
             target = ((packed // GROUP).to(tl.int64) * HEADS_KV + head_kv) * GROUP + packed % GROUP
@@ -219,11 +226,6 @@ def attend_kernel(
     row = (row_begin + packed // GROUP).to(tl.int64)
     head = head_kv * GROUP + packed % GROUP
     row_ok = row < row_end
-    query = tl.load(
-        query_ptr + row[:, None] * query_row_stride + head[:, None] * query_head_stride + dim[None, :] * query_stride,
-        mask=row_ok[:, None] & dim_ok[None, :],
-        other=0.0,
-    )
     prefix_len = tl.load(prefix_len_ptr + row, mask=row_ok, other=0)
     # The last key that some row of the tile may see: beyond it lie, in a prefill, the keys of later rows.
     word = tl.arange(0, BLOCK_W)
@@ -244,6 +246,14 @@ def attend_kernel(
             table_ptr + tl.minimum(first + lane, last - 1) * table_stride, mask=first + 0 * lane < last, other=0
         )
         shared = first
+    # All so far is of the step and the same for every layer; queries, keys and values come from the launch before.
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    query = tl.load(
+        query_ptr + row[:, None] * query_row_stride + head[:, None] * query_head_stride + dim[None, :] * query_stride,
+        mask=row_ok[:, None] & dim_ok[None, :],
+        other=0.0,
+    )
     # In 64 bits, for a cache may have its heads outermost.
     key_ptr += head_kv.to(tl.int64) * key_head_stride
     value_ptr += head_kv.to(tl.int64) * value_head_stride
@@ -297,9 +307,6 @@ def attend_kernel(
             scores = tl.where(position[:, None] - key_position[None, :] < window, scores, float("-inf"))
         best, mass, mixed, weights = _soften(scores, score_scale, best, mass, mixed)
         mixed = tl.dot(weights.to(query.dtype), value.to(query.dtype), mixed, input_precision="ieee")
-    if EARLY:
-        # The merge may take its places now; it waits for this launch's results by itself.
-        tl.extra.cuda.gdc_launch_dependents()
     mixed = mixed * (value_scale / tl.where(mass > 0, mass, 1.0))[:, None]
     if HAS_PARTIAL and splits > 1:
         target = (unit.to(tl.int64) * HEADS_KV + head_kv) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -347,6 +354,8 @@ def merge_kernel(
     BLOCK_S: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     # One program for BLOCK_R rows of a tile and key head.
     chunk = tl.program_id(0) % (BLOCK_M // BLOCK_R)
     head_kv = tl.program_id(0) // (BLOCK_M // BLOCK_R) % HEADS_KV

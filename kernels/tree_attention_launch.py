@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from outrider.kernels.backend import triton
+from outrider.kernels.early_launch import early_options
 from outrider.kernels.tree_attention_batch import TreeAttentionBatch
 from outrider.kernels.tree_attention_kernels import attend_kernel, merge_kernel
 
@@ -244,7 +245,7 @@ def _shape(call: AttentionCall) -> dict[str, int]:
 
 
 def _pass(call: AttentionCall, tiles: Tiles, grid: Grid) -> dict[str, int]:
-    """What both passes over the keys are compiled for."""
+    """What both passes over the keys are compiled for, and how they are launched."""
     return {
         **_shape(call),
         "HAS_PARTIAL": grid.splits > 1,
@@ -252,7 +253,7 @@ def _pass(call: AttentionCall, tiles: Tiles, grid: Grid) -> dict[str, int]:
         "BLOCK_N": tiles.keys,
         "BLOCK_W": max(triton.next_power_of_2(call.batch.tree_mask.shape[1]), 1),
         "STAGES": tiles.stages,
-        "EARLY": grid.splits > 1 and launches_early(call.query.device),
+        **early_options(call.query.device),
     }
 
 
@@ -324,7 +325,6 @@ def _merge(call: AttentionCall, buffers: tuple[torch.Tensor, ...], tiles: Tiles,
     packed_rows = grid.tiles * call.heads_kv * tiles.rows
     rows_each = triton.next_power_of_2(packed_rows // (4 * multiprocessors(call.query.device)) + 1)
     rows_each = min(rows_each, 16, tiles.rows)
-    early = launches_early(call.query.device)
     merge_kernel[(packed_rows // rows_each,)](
         *buffers,
         batch.query_start.contiguous(),
@@ -339,10 +339,8 @@ def _merge(call: AttentionCall, buffers: tuple[torch.Tensor, ...], tiles: Tiles,
         BLOCK_M=tiles.rows,
         BLOCK_D=_block_d(call),
         BLOCK_R=rows_each,
-        EARLY=early,
         num_warps=4,
-        # Its launch may begin under the end of the pass over the keys.
-        **({"launch_pdl": True} if early else {}),
+        **early_options(call.query.device),
     )
 
 
@@ -358,12 +356,6 @@ def runs_specialised(device: torch.device) -> bool:
     from outrider.kernels.tree_attention_hopper import HAS_GLUON
 
     return HAS_GLUON
-
-
-@functools.cache
-def launches_early(device: torch.device) -> bool:
-    """Whether a launch may begin under the end of the one before: Hopper and later do that."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 @functools.cache

@@ -111,15 +111,6 @@ def test_rows_of_no_session_alone_have_a_grid() -> None:
     assert plan_grid(_call(batch), _TILES).units >= 1
 
 
-@pytest.mark.parametrize(("capability", "early"), [((8, 9), False), ((9, 0), True), ((10, 0), True)])
-def test_launches_begin_early_from_hopper_on(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], early: bool
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert module.launches_early.__wrapped__(torch.device("cuda:0")) is early
-    assert not module.launches_early.__wrapped__(torch.device("cpu"))
-
-
 _WITHOUT_GLUON = """
 import sys
 sys.modules["triton.experimental"] = None

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from outrider.kernels import backend
+from outrider.kernels.slot_updates import gather_slot_rows, store_positions, update_slot_table
+
+_NEEDS_CUDA = pytest.mark.skipif(backend.INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def _ints(values: list[int], device: torch.device, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+def _inside(size: tuple[int, int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix of zeros with wide margins of -9 around it, and all of it."""
+    surrounding = torch.full((size[0] + 4, size[1] + 8), -9, dtype=torch.int32, device=device)
+    inner = surrounding[2:-2, 4:-4]
+    inner.zero_()
+    return inner, surrounding
+
+
+def _check_updates(device: torch.device) -> None:
+    table, surrounding = _inside((3, 5), device)
+    rows, columns = [0, 2, 2, -1, 3, 0, 0, 1], [1, 4, 0, 0, 0, -1, 5, 2**31 - 1]
+    update_slot_table(
+        table, _ints(rows, device), _ints(columns, device), _ints([11, 12, 13, 14, 15, 16, 17, 18], device)
+    )
+    assert table.tolist() == [[0, 11, 0, 0, 0], [0] * 5, [13, 0, 0, 0, 12]]
+    assert int((surrounding == -9).sum()) == surrounding.numel() - table.numel()
+
+
+def _check_gather(device: torch.device) -> None:
+    table = torch.arange(40, dtype=torch.int32, device=device).view(4, 10)[:, 1:9]
+    out, surrounding = _inside((6, 5), device)
+    gather_slot_rows(table, _ints([3, 0, 4, -1, 1, 2], device), _ints([2, 100, 3, 3, -5, 0], device), out)
+    assert out.tolist() == [[31, 32, 0, 0, 0], [1, 2, 3, 4, 5], *([0] * 5 for _ in range(4))]
+    assert int((surrounding == -9).sum()) == surrounding.numel() - out.numel()
+
+
+def _check_positions(device: torch.device) -> None:
+    surrounding = torch.full((14,), -9, dtype=torch.int32, device=device)
+    slots = _ints([3, -1, 6, 0, 2**40, 5], device, torch.int64)
+    store_positions(surrounding[4:10], slots, _ints([7, 8, 9, 10, 11, 12], device))
+    assert surrounding.tolist() == [-9] * 4 + [10, -9, -9, 7, -9, 12] + [-9] * 4
+
+
+def test_references() -> None:
+    for check in (_check_updates, _check_gather, _check_positions):
+        check(torch.device("cpu"))
+
+
+def test_triton(triton_device: torch.device) -> None:
+    for check in (_check_updates, _check_gather, _check_positions):
+        check(triton_device)
+
+
+def test_long_rows(triton_device: torch.device) -> None:
+    table = torch.randint(0, 1000, (3, 2500), dtype=torch.int32, device=triton_device)
+    out = torch.full((2, 2300), -9, dtype=torch.int32, device=triton_device)
+    gather_slot_rows(table, _ints([2, 0], triton_device), _ints([2100, 3], triton_device), out)
+    assert torch.equal(out[0, :2100], table[2, :2100])
+    assert torch.equal(out[1, :3], table[0, :3])
+    assert (out[0, 2100:] == -9).all() and (out[1, 3:] == -9).all()
+
+
+@pytest.mark.gpu
+@_NEEDS_CUDA
+def test_many_updates_replay_from_a_graph() -> None:
+    device = torch.device("cuda")
+    table, out = (
+        torch.zeros(257, 9000, dtype=torch.int32, device=device),
+        torch.zeros(256, 9000, dtype=torch.int32).to(device),
+    )
+    place = torch.randperm(256 * 9000, device=device)[:5000]
+    rows, columns = (place // 9000).int(), (place % 9000).int()
+    slots, sessions = torch.zeros(5000, dtype=torch.int32, device=device), torch.randperm(256, device=device).int()
+    key_len = torch.full((256,), 9000, dtype=torch.int32, device=device)
+
+    def step() -> None:
+        update_slot_table(table, rows, columns, slots)
+        gather_slot_rows(table, sessions, key_len, out)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for round_ in range(5):
+        slots.copy_(torch.randint(1, 10**6, (5000,)) + round_)
+        graph.replay()
+        expected = torch.zeros_like(table)
+        expected[rows.long(), columns.long()] = slots
+        assert torch.equal(table, expected)
+        assert torch.equal(out, expected[sessions.long()])
+
+
+def _bad(call: Any, message: str, *arguments: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(*arguments)
+
+
+def test_bad_arguments_are_named() -> None:
+    cpu = torch.device("cpu")
+    table, two, three = torch.zeros(2, 3, dtype=torch.int32), _ints([0, 1], cpu), _ints([0, 1, 2], cpu)
+    _bad(update_slot_table, "table: dtype torch.int64", table.long(), two, two, two)
+    _bad(update_slot_table, r"update_columns: shape \[3\] given, \[2\]", table, two, three, two)
+    _bad(update_slot_table, "update_slots: dtype torch.float32", table, two, two, two.float())
+    _bad(gather_slot_rows, r"key_len: shape \[3\] given, \[2\]", table, two, three, table)
+    _bad(gather_slot_rows, r"out: shape \[2, 3\] given, \[3, max_len\]", table, three, three, table)
+    _bad(gather_slot_rows, "out: dtype torch.float32", table, two, two, table.float())
+    _bad(store_positions, r"positions: shape \[3\] given, \[2\]", three, two, three)
+    _bad(store_positions, "slot_positions: dtype torch.int64", three.long(), two, two)
