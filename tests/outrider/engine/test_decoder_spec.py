@@ -1,0 +1,140 @@
+"""What is read from a config: what only some families have, rotary tables, and configs that are refused."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from outrider.engine.checkpoint import SERVED_MODEL_TYPES
+from outrider.engine.decoder_spec import DecoderSpec, LayerSpec
+from outrider.errors import CheckpointError
+
+LAYERS: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 512}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+
+
+def windows(config: PretrainedConfig) -> list[int]:
+    return [layer.window for layer in DecoderSpec.of(config).layers]
+
+
+def test_windows_by_layer() -> None:
+    assert windows(LlamaConfig(**LAYERS)) == [0] * 4
+    assert windows(MistralConfig(**LAYERS, sliding_window=6)) == [6] * 4
+    assert windows(MistralConfig(**LAYERS, sliding_window=None)) == [0] * 4
+    qwen: dict[str, Any] = {**LAYERS, "sliding_window": 6, "max_window_layers": 3}
+    assert windows(Qwen3Config(**qwen, use_sliding_window=True)) == [0, 0, 0, 6]
+    assert windows(Qwen3Config(**qwen)) == [0] * 4
+    assert windows(Gemma2Config(**LAYERS, sliding_window=6)) == [6, 0, 6, 0]
+
+
+def test_biases_by_family() -> None:
+    def biases(config: PretrainedConfig) -> tuple[bool, bool, bool]:
+        spec = DecoderSpec.of(config)
+        return spec.qkv_bias, spec.output_bias, spec.feed_forward_bias
+
+    assert biases(LlamaConfig(**LAYERS)) == (False, False, False)
+    assert biases(LlamaConfig(**LAYERS, attention_bias=True)) == (True, True, False)
+    assert biases(LlamaConfig(**LAYERS, mlp_bias=True)) == (False, False, True)
+    assert biases(Qwen2Config(**LAYERS)) == (True, False, False)
+    assert biases(Qwen3Config(**LAYERS, attention_bias=True)) == (True, True, False)
+
+
+def test_gemma_has_factors_caps_and_further_norms() -> None:
+    gemma = DecoderSpec.of(GemmaConfig(**LAYERS))
+    assert (gemma.embedding_factor, gemma.norm_offset, gemma.activation) == (8.0, 1.0, "gelu_tanh")
+    assert (gemma.addend_norms, gemma.head_norms, gemma.attention_scale) == (False, False, 0.25)
+    gemma2 = DecoderSpec.of(Gemma2Config(**LAYERS, query_pre_attn_scalar=64))
+    assert (gemma2.attention_softcap, gemma2.final_softcap, gemma2.attention_scale) == (50.0, 30.0, 0.125)
+    assert (gemma2.addend_norms, gemma2.head_norms) == (True, False)
+    gemma3 = DecoderSpec.of(Gemma3TextConfig(**LAYERS, attn_logit_softcapping=50.0))
+    assert (gemma3.attention_softcap, gemma3.final_softcap) == (0.0, 0.0)
+    assert (gemma3.addend_norms, gemma3.head_norms) == (True, True)
+    llama = DecoderSpec.of(LlamaConfig(**LAYERS))
+    assert (llama.embedding_factor, llama.norm_offset, llama.activation) == (1.0, 0.0, "silu")
+
+
+def test_heads_may_be_wider_or_narrower_than_the_hidden_size() -> None:
+    assert DecoderSpec.of(LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2)).head_dim == 16
+    assert DecoderSpec.of(Qwen3Config(**{**LAYERS, "head_dim": 128})).head_dim == 128
+
+
+@pytest.mark.parametrize(
+    "rope_parameters", [None, {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, YARN, LLAMA3]
+)
+def test_rotary_tables_are_transformers(rope_parameters: dict[str, Any] | None) -> None:
+    config = LlamaConfig(**LAYERS, rope_parameters=rope_parameters)
+    (rotary,) = DecoderSpec.of(config).rotaries
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(700)[None])
+    table = rotary.table(700)
+    assert table.shape == (700, 2, 8)
+    for half in (slice(0, 8), slice(8, 16)):
+        torch.testing.assert_close(table[:, 0], cos[0, :, half], rtol=0, atol=1e-6)
+        torch.testing.assert_close(table[:, 1], sin[0, :, half], rtol=0, atol=1e-6)
+
+
+def test_gemma3_turns_windowed_layers_by_a_table_of_their_own() -> None:
+    spec = DecoderSpec.of(
+        Gemma3TextConfig(**LAYERS, sliding_window=6, layer_types=[*["sliding_attention"] * 3, "full_attention"])
+    )
+    assert spec.layers == (*[LayerSpec(window=6, rotary=1)] * 3, LayerSpec(window=0, rotary=0))
+    whole, local = (rotary.frequencies for rotary in spec.rotaries)
+    assert whole[1] == pytest.approx(1e6 ** (-1 / 8))
+    assert local[1] == pytest.approx(1e4 ** (-1 / 8))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (GPT2Config(), "model type 'gpt2' cannot be served; these can: model types llama, qwen2"),
+        (LlamaConfig(**LAYERS, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "dynamic"),
+        (LlamaConfig(**LAYERS, hidden_act="relu"), "activation 'relu' cannot be served; these can: silu"),
+        (LlamaConfig(**{**LAYERS, "num_key_value_heads": 3}), "4 heads of 16 over 3"),
+    ],
+)  # fmt: skip
+def test_configs_that_are_refused(config: PretrainedConfig, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        DecoderSpec.of(config)
+
+
+def test_longrope_is_refused() -> None:
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "factor": 2.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+    }
+    config = LlamaConfig(**LAYERS, rope_parameters={**rope, "original_max_position_embeddings": 512})
+    with pytest.raises(CheckpointError, match="'longrope', which depends on the length"):
+        DecoderSpec.of(config)
+
+
+def test_every_served_model_type_has_a_spec() -> None:
+    configs = (LlamaConfig, Qwen2Config, Qwen3Config, MistralConfig, GemmaConfig, Gemma2Config, Gemma3TextConfig)
+    assert {DecoderSpec.of(config(**LAYERS)).model_type for config in configs} == set(SERVED_MODEL_TYPES)
