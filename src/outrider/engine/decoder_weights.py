@@ -189,13 +189,13 @@ class _Loader:
 
     def load(self, positions: int) -> DecoderWeights:
         spec = self.spec
-        embedding = self._whole(_EMBEDDING, (spec.vocab_size, spec.hidden_size))
+        embedding = self._whole(_EMBEDDING)
         return DecoderWeights(
             rank=self.rank,
             world_size=self.world_size,
             embedding=embedding,
             layers=tuple(self._layer(f"model.layers.{index}.") for index in range(len(spec.layers))),
-            final_norm=self._norm("model.norm", spec.hidden_size),
+            final_norm=self._norm("model.norm"),
             head=self._head(embedding),
             rotary_tables=tuple(rotary.table(positions).to(self.device) for rotary in spec.rotaries),
         )
@@ -210,20 +210,20 @@ class _Loader:
         feed_forward_norm = "pre_feedforward_layernorm" if addend_norms else "post_attention_layernorm"
         after_attention, after_feed_forward = f"{prefix}post_attention_layernorm", f"{prefix}post_feedforward_layernorm"
         return LayerWeights(
-            attention_norm=self._norm(f"{prefix}input_layernorm", spec.hidden_size),
+            attention_norm=self._norm(f"{prefix}input_layernorm"),
             qkv=self._stacked(qkv, "weight"),
             qkv_bias=self._stacked(qkv, "bias") if spec.qkv_bias else None,
-            query_norm=self._norm(f"{attention}q_norm", spec.head_dim) if head_norms else None,
-            key_norm=self._norm(f"{attention}k_norm", spec.head_dim) if head_norms else None,
+            query_norm=self._norm(f"{attention}q_norm") if head_norms else None,
+            key_norm=self._norm(f"{attention}k_norm") if head_norms else None,
             output=self._columns(f"{attention}o_proj.weight", query),
-            output_bias=self._bias(f"{attention}o_proj.bias") if spec.output_bias else None,
-            attention_addend_norm=self._norm(after_attention, spec.hidden_size) if addend_norms else None,
-            feed_forward_norm=self._norm(f"{prefix}{feed_forward_norm}", spec.hidden_size),
+            output_bias=self._whole(f"{attention}o_proj.bias") if spec.output_bias else None,
+            attention_addend_norm=self._norm(after_attention) if addend_norms else None,
+            feed_forward_norm=self._norm(f"{prefix}{feed_forward_norm}"),
             gate_up=self._stacked(gate_up, "weight"),
             gate_up_bias=self._stacked(gate_up, "bias") if spec.feed_forward_bias else None,
             down=self._columns(f"{feed_forward}down_proj.weight", spec.intermediate_size),
-            down_bias=self._bias(f"{feed_forward}down_proj.bias") if spec.feed_forward_bias else None,
-            feed_forward_addend_norm=self._norm(after_feed_forward, spec.hidden_size) if addend_norms else None,
+            down_bias=self._whole(f"{feed_forward}down_proj.bias") if spec.feed_forward_bias else None,
+            feed_forward_addend_norm=self._norm(after_feed_forward) if addend_norms else None,
         )
 
     def _part(self, size: int) -> tuple[int, int]:
@@ -239,28 +239,22 @@ class _Loader:
         begin = 0
         for (name, _), (start, stop) in zip(names, parts, strict=True):
             full = f"{name}.{kind}"
-            rows = self.source.rows(full, start, stop)
-            stacked[begin : begin + stop - start].copy_(self._checked(full, rows, (stop - start, *rest)))
+            stacked[begin : begin + stop - start].copy_(self.source.rows(full, start, stop))
             begin += stop - start
         return stacked
 
     def _columns(self, name: str, width: int) -> torch.Tensor:
-        shape = (self.spec.hidden_size, width // self.world_size)
         if self.world_size == 1:
-            return self._whole(name, shape)
-        columns = self._checked(name, self.source.columns(name, *self._part(width)), shape)
-        return self._empty(shape).copy_(columns)
+            return self._whole(name)
+        start, stop = self._part(width)
+        return self._empty((self.spec.hidden_size, stop - start)).copy_(self.source.columns(name, start, stop))
 
-    def _bias(self, name: str) -> torch.Tensor:
-        return self._whole(name, (self.spec.hidden_size,))
-
-    def _norm(self, name: str, size: int) -> torch.Tensor:
-        offset = self.spec.norm_offset
-        weight = self._whole(f"{name}.weight", (size,))
+    def _norm(self, name: str) -> torch.Tensor:
+        weight, offset = self._whole(f"{name}.weight"), self.spec.norm_offset
         return weight.float() + offset if offset else weight
 
-    def _whole(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        return self._checked(name, self.source.tensor(name), shape).to(self.device, self.dtype).contiguous()
+    def _whole(self, name: str) -> torch.Tensor:
+        return self.source.tensor(name).to(self.device, self.dtype).contiguous()
 
     def _head(self, embedding: torch.Tensor) -> torch.Tensor:
         """The rank's rows of the output layer."""
@@ -271,11 +265,7 @@ class _Loader:
         # As transformers does: an output layer of its own is taken, where the checkpoint has one that differs.
         if spec.tied_head and not self.source.stores(_HEAD):
             return tied if stop - start == share else self._padded(tied, share)
-        if self.world_size == 1:
-            head = self._whole(_HEAD, (spec.vocab_size, spec.hidden_size))
-        else:
-            rows = self.source.rows(_HEAD, start, stop)
-            head = self._padded(self._checked(_HEAD, rows, (stop - start, spec.hidden_size)), share)
+        head = self._whole(_HEAD) if self.world_size == 1 else self._padded(self.source.rows(_HEAD, start, stop), share)
         return tied if spec.tied_head and stop - start == share and torch.equal(head, tied) else head
 
     def _padded(self, rows: torch.Tensor, count: int) -> torch.Tensor:
@@ -286,9 +276,3 @@ class _Loader:
 
     def _empty(self, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.empty(shape, dtype=self.dtype, device=self.device)
-
-    def _checked(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        if tuple(tensor.shape) != shape or not tensor.is_floating_point():
-            raise CheckpointError(f"{self.source.place}: {name}: {list(tensor.shape)} {tensor.dtype} given, "
-                                  f"{list(shape)} floats needed")  # fmt: skip
-        return tensor

@@ -32,10 +32,11 @@ class WeightSource(Protocol):
         ...
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Looks at names, shapes and dtypes where that costs no reading.
+        """Says what will be asked for.
 
         Raises:
-            CheckpointError: a tensor is missing, of another shape or no float.
+            CheckpointError: a tensor is missing, of another shape or no float; where only reading it can tell, the
+                calls that read it raise.
         """
         ...
 
@@ -62,6 +63,7 @@ class FunctionSource:
 
     def __init__(self, make: Callable[[str], torch.Tensor], place: str = "the weights") -> None:
         self._make = make
+        self._shapes: Mapping[str, tuple[int, ...]] = {}
         self.place = place
 
     def stores(self, name: str) -> bool:
@@ -69,19 +71,24 @@ class FunctionSource:
         return False
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Nothing is known before it is made; who loads checks what comes."""
+        """Tensors are held against it when they are made."""
+        self._shapes = shapes
 
     def tensor(self, name: str) -> torch.Tensor:
         """As the function makes it."""
-        return self._make(name)
+        made, shape = self._make(name), self._shapes.get(name)
+        if not made.is_floating_point() or shape not in (None, tuple(made.shape)):
+            raise CheckpointError(f"{self.place}: {name}: {list(made.shape)} {made.dtype} given, "
+                                  f"{list(shape or ())} floats needed")  # fmt: skip
+        return made
 
     def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """A view."""
-        return self._make(name)[start:stop]
+        return self.tensor(name)[start:stop]
 
     def columns(self, name: str, start: int, stop: int) -> torch.Tensor:
         """A view."""
-        return self._make(name)[:, start:stop]
+        return self.tensor(name)[:, start:stop]
 
 
 class SafetensorsSource:
