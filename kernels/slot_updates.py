@@ -33,6 +33,8 @@ __all__ = [
 _INT32 = (torch.int32,)
 # Entries that a program copies at a time.
 _BLOCK = 1024
+# Entries that a program writes one by one.
+_ENTRIES = 256
 # Programs that share out the rows of a gather: about two for a multiprocessor.
 _PROGRAMS = 256
 
@@ -62,13 +64,13 @@ def update_slot_table(
     if not uses_triton(table):
         update_slot_table_reference(table, update_rows, update_columns, update_slots)
     elif update_rows.numel() and table.numel():
-        _update_slot_table_kernel[(triton.cdiv(update_rows.shape[0], _BLOCK),)](
+        _update_slot_table_kernel[(triton.cdiv(update_rows.shape[0], _ENTRIES),)](
             table,
             *(tensor.contiguous() for tensor in updates.values()),
             *table.stride(),
             *table.shape,
             update_rows.shape[0],
-            BLOCK=_BLOCK,
+            BLOCK=_ENTRIES,
             num_warps=4,
         )
 
@@ -203,14 +205,14 @@ def store_positions(slot_positions: torch.Tensor, write_slots: torch.Tensor, pos
     if not uses_triton(slot_positions):
         store_positions_reference(slot_positions, write_slots, positions)
     elif write_slots.numel():
-        _store_positions_kernel[(triton.cdiv(write_slots.shape[0], _BLOCK),)](
+        _store_positions_kernel[(triton.cdiv(write_slots.shape[0], _ENTRIES),)](
             slot_positions,
             write_slots.contiguous(),
             positions.contiguous(),
             slot_positions.stride(0),
             slot_positions.shape[0],
             write_slots.shape[0],
-            BLOCK=_BLOCK,
+            BLOCK=_ENTRIES,
             num_warps=4,
         )
 

@@ -119,17 +119,17 @@ def _produce(
     STAGES: gl.constexpr = key_smem.shape[0]
     BLOCK_N: gl.constexpr = key_smem.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DIM, DIM // 8], [gl.num_warps(), 1], [1, 0])
+    _least, seen = _reach(
+        prefix_len_ptr, tree_mask_ptr, row_begin, row_end, packed_begin, tree_start, words, last,
+        GROUP, GROUPS * ROWS, BLOCK_W,
+    )  # fmt: skip
+    last = gl.minimum(last, seen)
     dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, LAYOUT))
     lane = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, LAYOUT))
     # Slots are asked for two blocks ahead: their latency must not stand between the blocks.
     slot = gl.load(table_ptr + (first + lane) * table_stride, mask=first + lane < last, other=-1)
     ahead = first + BLOCK_N + lane
     next_slot = gl.load(table_ptr + ahead * table_stride, mask=ahead < last, other=-1)
-    _least, seen = _reach(
-        prefix_len_ptr, tree_mask_ptr, row_begin, row_end, packed_begin, tree_start, words, last,
-        GROUP, GROUPS * ROWS, BLOCK_W,
-    )  # fmt: skip
-    last = gl.minimum(last, seen)
     # All so far is of the step and the same for every layer; queries, keys and values come from the launch before. The
     # groups that multiply wait for the queries, and so for it as well.
     if EARLY:

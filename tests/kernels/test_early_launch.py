@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from outrider.kernels import early_launch
+from outrider.kernels import backend, early_launch
 from outrider.kernels.early_launch import early_options
+from outrider.kernels.gated_activation import gated_activation
+from outrider.kernels.residual_norm import residual_norm
+from outrider.kernels.rotary_store import rotary_store
+from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention
 
 
 @pytest.mark.parametrize(("capability", "early"), [((8, 9), False), ((9, 0), True), ((10, 0), True)])
@@ -18,3 +24,79 @@ def test_launches_begin_early_from_hopper_on(
 
 def test_kernels_of_a_cpu_are_launched_in_order() -> None:
     assert early_options(torch.device("cpu")) == {"EARLY": False}
+
+
+_LAYERS, _ROWS, _HEADS, _HEADS_KV, _DIM = 6, 16, 8, 2, 64
+
+
+def _step_tensors() -> dict[str, torch.Tensor]:
+    device, columns = torch.device("cuda"), (_HEADS + 2 * _HEADS_KV) * _DIM
+    angles = torch.rand(4000, _DIM // 2, device=device)
+    caches = torch.randn(2, _LAYERS, 5000, _HEADS_KV, _DIM, device=device, dtype=torch.bfloat16)
+    return {
+        "hidden": torch.randn(_ROWS, _HEADS * _DIM, device=device, dtype=torch.bfloat16),
+        # Long parts: a product that takes its time before every launch.
+        "w_qkv": torch.randn(4096, columns, device=device, dtype=torch.bfloat16) / 64,
+        "cos_sin": torch.stack([angles.cos(), angles.sin()], 1),
+        "positions": torch.arange(3000, 3000 + _ROWS, device=device, dtype=torch.int32),
+        "write_slots": torch.arange(100, 100 + _ROWS, device=device),
+        "key_caches": caches[0],
+        "value_caches": caches[1],
+    }
+
+
+def _step(
+    tensors: dict[str, torch.Tensor], batch: TreeAttentionBatch, window: int, between: Callable[[], object]
+) -> torch.Tensor:
+    """Layers of a decoder with a cuBLAS product each; `between` is called after every launch."""
+    hidden, weight = tensors["hidden"].clone(), torch.ones_like(tensors["hidden"][0])
+    addend = None
+    for layer in range(_LAYERS):
+        between()
+        normed = residual_norm(hidden, addend, weight, eps=1e-5)
+        between()
+        qkv = (normed.repeat(1, 8) @ tensors["w_qkv"])[None]
+        between()
+        key_cache, value_cache = tensors["key_caches"][layer], tensors["value_caches"][layer]
+        names = ("cos_sin", "positions", "write_slots")
+        query = rotary_store(qkv, *(tensors[name] for name in names), key_cache, value_cache, heads=_HEADS)
+        between()
+        mixed = tree_attention(query, key_cache, value_cache, batch, scale=_DIM**-0.5, sliding_window=window)
+        between()
+        gate_up = mixed.view(_ROWS, -1).repeat(1, 2)
+        addend = gated_activation(gate_up, activation="silu")[None]
+        between()
+    return residual_norm(hidden, addend, weight, eps=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(backend.INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("window", [0, 700])
+def test_a_step_without_waits_between_has_the_same_bits(window: int) -> None:
+    tensors, device = _step_tensors(), torch.device("cuda")
+    keys = 900 + _ROWS
+    slots = torch.randperm(4000, device=device, dtype=torch.int32)[:keys] + 1000
+    slots[900:] = tensors["write_slots"].int()
+    batch = TreeAttentionBatch(
+        slot_table=slots[None].clone(),
+        query_start=torch.tensor([0, _ROWS], dtype=torch.int32, device=device),
+        tree_start=torch.tensor([900], dtype=torch.int32, device=device),
+        prefix_len=torch.full((_ROWS,), 900, dtype=torch.int32, device=device),
+        key_len=torch.tensor([keys], dtype=torch.int32, device=device),
+        tree_mask=torch.tensor([[(2 << row) - 1] for row in range(_ROWS)], device=device),
+        max_query_len=_ROWS,
+        max_key_len=keys,
+        positions=tensors["positions"],
+        slot_positions=torch.arange(2100, 2100 + 5000, device=device, dtype=torch.int32),
+    )
+    expected = _step(tensors, batch, window, torch.cuda.synchronize)
+    for cache in ("key_caches", "value_caches"):
+        tensors[cache][:, 100 : 100 + _ROWS] = 9.0
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = _step(tensors, batch, window, lambda: None)
+    for _ in range(20):
+        for cache in ("key_caches", "value_caches"):
+            tensors[cache][:, 100 : 100 + _ROWS] = 9.0
+        graph.replay()
+        assert torch.equal(replayed, expected)
