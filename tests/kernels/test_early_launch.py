@@ -58,8 +58,8 @@ def _step(
         qkv = (normed.repeat(1, 8) @ tensors["w_qkv"])[None]
         between()
         key_cache, value_cache = tensors["key_caches"][layer], tensors["value_caches"][layer]
-        names = ("cos_sin", "positions", "write_slots")
-        query = rotary_store(qkv, *(tensors[name] for name in names), key_cache, value_cache, heads=_HEADS)
+        where = tensors["cos_sin"], tensors["positions"], tensors["write_slots"]
+        query = rotary_store(qkv, *where, key_cache, value_cache, heads=_HEADS)
         between()
         mixed = tree_attention(query, key_cache, value_cache, batch, scale=_DIM**-0.5, sliding_window=window)
         between()
@@ -77,6 +77,8 @@ def test_a_step_without_waits_between_has_the_same_bits(window: int) -> None:
     keys = 900 + _ROWS
     slots = torch.randperm(4000, device=device, dtype=torch.int32)[:keys] + 1000
     slots[900:] = tensors["write_slots"].int()
+    slot_positions = torch.arange(-1000, 4000, device=device, dtype=torch.int32)
+    slot_positions[tensors["write_slots"]] = tensors["positions"]
     batch = TreeAttentionBatch(
         slot_table=slots[None].clone(),
         query_start=torch.tensor([0, _ROWS], dtype=torch.int32, device=device),
@@ -87,7 +89,7 @@ def test_a_step_without_waits_between_has_the_same_bits(window: int) -> None:
         max_query_len=_ROWS,
         max_key_len=keys,
         positions=tensors["positions"],
-        slot_positions=torch.arange(2100, 2100 + 5000, device=device, dtype=torch.int32),
+        slot_positions=slot_positions,
     )
     expected = _step(tensors, batch, window, torch.cuda.synchronize)
     for cache in ("key_caches", "value_caches"):
