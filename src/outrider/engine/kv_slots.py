@@ -2,14 +2,38 @@
 
 The caches themselves live in the model runner; this is bookkeeping alone. Accepting a branch of a tree moves slot
 numbers within a row and never moves keys or values.
+
+A slot is free, or a row's own, or a lender's (`outrider.engine.prefix_cache`). A row begins with what it has borrowed,
+which it only reads, and goes on with its own. What a lender has and no row borrows counts as free: it is taken back
+when it is needed.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from outrider.errors import OutOfSlots
+
+Slots = npt.NDArray[np.int32]
+
+
+class SlotLender(Protocol):
+    """Who keeps slots beside the rows, and lends them to any number of rows."""
+
+    @property
+    def unused(self) -> int:
+        """Its slots that no row borrows."""
+        ...
+
+    def give_back(self, count: int) -> Slots:
+        """Parts with `count` of its unused slots."""
+        ...
+
+    def take_return(self, row: int, length: int) -> None:
+        """The row keeps only the first `length` of what it has borrowed."""
+        ...
 
 
 class SlotTable:
@@ -29,12 +53,15 @@ class SlotTable:
             if value < 1:
                 raise ValueError(f"{name}: {value} given, at least 1 needed")
         self.max_row_len = max_row_len
-        self.table: npt.NDArray[np.int32] = np.full((max_rows, max_row_len), -1, dtype=np.int32)
+        self.table: Slots = np.full((max_rows, max_row_len), -1, dtype=np.int32)
         """[max_rows, max_row_len] slot numbers; -1 at and past a row's length."""
         # A stack whose top hands out ascending numbers: consecutive slots are read without a gather.
         self._free = np.arange(num_slots - 1, -1, -1, dtype=np.int32)
         self._free_count = num_slots
+        self.lender: SlotLender | None = None
+        """Who lends slots to rows; at most one, who sets it."""
         self._lengths = [0] * max_rows
+        self._borrowed = [0] * max_rows
         self._changed_from = [0] * max_rows
         self._free_rows = list(range(max_rows - 1, -1, -1))
 
@@ -45,13 +72,18 @@ class SlotTable:
 
     @property
     def free(self) -> int:
-        """Slots that no row holds."""
-        return self._free_count
+        """Slots that no row holds, those that a lender remembers included."""
+        return self._free_count + self.remembered
 
     @property
     def used(self) -> int:
-        """Slots that rows hold."""
-        return len(self._free) - self._free_count
+        """Slots that rows hold, one that several rows share counted once."""
+        return len(self._free) - self.free
+
+    @property
+    def remembered(self) -> int:
+        """Slots that no row holds, with KV that a lender remembers."""
+        return 0 if self.lender is None else self.lender.unused
 
     @property
     def free_rows(self) -> int:
@@ -61,6 +93,10 @@ class SlotTable:
     def length(self, row: int) -> int:
         """Slots of the row."""
         return self._lengths[row]
+
+    def borrowed(self, row: int) -> int:
+        """How many of the row's slots, its first ones, are a lender's."""
+        return self._borrowed[row]
 
     def take_changes(self, row: int) -> int:
         """The index from which on the row's slots may differ from those at the last call; its length where none do.
@@ -94,24 +130,53 @@ class SlotTable:
             OutOfSlots: the pool or the row has no room; nothing has changed.
         """
         length = self._lengths[row]
-        if count > self._free_count:
-            raise OutOfSlots(f"{count} slots asked for, {self._free_count} of {self.num_slots} free")
+        if count > self.free:
+            raise OutOfSlots(f"{count} slots asked for, {self.free} of {self.num_slots} free")
         if length + count > self.max_row_len:
             raise OutOfSlots(f"a row of {length + count} slots asked for, at most {self.max_row_len} fit")
+        if count > self._free_count and self.lender is not None:
+            self._put_back(self.lender.give_back(count - self._free_count))
         rest = self._free_count - count
         self.table[row, length : length + count] = self._free[rest : self._free_count][::-1]
         self._free_count = rest
         self._lengths[row] = length + count
 
     def truncate(self, row: int, length: int) -> None:
-        """Frees the row's slots at indices >= `length`."""
-        end = self._lengths[row]
+        """Frees the row's slots at indices >= `length`; borrowed ones return to their lender."""
+        end, borrowed = self._lengths[row], self._borrowed[row]
         if length >= end:
             return
-        self._put_back(self.table[row, length:end])
+        if length < borrowed:
+            assert self.lender is not None
+            self._borrowed[row] = length
+            self.lender.take_return(row, length)
+        self._put_back(self.table[row, max(length, borrowed) : end])
         self.table[row, length:end] = -1
         self._lengths[row] = length
         self._changed_from[row] = min(self._changed_from[row], length)
+
+    def borrow(self, row: int, slots: Slots) -> None:
+        """Puts a lender's slots behind those that the row has borrowed already, in place of its own at these indices.
+
+        Args:
+            row: the row.
+            slots: [n] with the KV of the n tokens that follow what is borrowed; n reaches the row's end, or less.
+        """
+        start = self._borrowed[row]
+        stop = start + len(slots)
+        end = self._lengths[row]
+        assert stop <= self.max_row_len, "more is lent than a row holds"
+        self._put_back(self.table[row, start : min(stop, end)])
+        self.table[row, start:stop] = slots
+        self._borrowed[row] = stop
+        self._lengths[row] = max(stop, end)
+        self._changed_from[row] = min(self._changed_from[row], start)
+
+    def lend(self, row: int) -> Slots:
+        """Makes all of the row's own slots the lender's, from whom the row has them now; a copy of them."""
+        slots = self.table[row, self._borrowed[row] : self._lengths[row]].copy()
+        self._borrowed[row] = self._lengths[row]
+        return slots
 
     def retain(self, row: int, start: int, kept: Sequence[int]) -> None:
         """Keeps some of the row's slots from `start` on, in a new order, and frees the rest.
@@ -122,6 +187,7 @@ class SlotTable:
             kept: distinct offsets; the slot at `start + kept[i]` moves to `start + i`.
         """
         end = self._lengths[row]
+        assert start >= self._borrowed[row], "borrowed slots are not the row's to give away"
         self._changed_from[row] = min(self._changed_from[row], start)
         tail = self.table[row, start:end].copy()
         chosen = np.asarray(kept, dtype=np.int64)
@@ -133,7 +199,7 @@ class SlotTable:
         self.table[row, start + len(chosen) : end] = -1
         self._lengths[row] = start + len(chosen)
 
-    def _put_back(self, slots: npt.NDArray[np.int32]) -> None:
+    def _put_back(self, slots: Slots) -> None:
         count = len(slots)
         self._free[self._free_count : self._free_count + count] = slots[::-1]
         self._free_count += count
