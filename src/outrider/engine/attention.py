@@ -67,6 +67,16 @@ class AttentionStep:
     attend: TreeAttention
 
 
+def _store(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    if cache.element_size() > 1:
+        cache.index_copy_(0, slots, rows)
+        return
+    # Eight-bit floats are moved as bytes: not every device copies them by index. What is too large becomes the largest.
+    most = torch.finfo(cache.dtype).max
+    narrow = rows.clamp(-most, most).to(cache.dtype)
+    cache.view(torch.uint8).index_copy_(0, slots, narrow.contiguous().view(torch.uint8))
+
+
 def _attention(
     module: Any,
     query: torch.Tensor,
@@ -83,8 +93,8 @@ def _attention(
     """The interface's signature: query [1, H, T, D], key and value [1, Hkv, T, D] -> [1, T, H, D]."""
     assert attention_mask is None, "transformers built a mask; its size is quadratic in the rows, and it is not used"
     key_cache, value_cache = step.key_caches[module.layer_idx], step.value_caches[module.layer_idx]
-    key_cache.index_copy_(0, step.write_slots, key[0].transpose(0, 1))
-    value_cache.index_copy_(0, step.write_slots, value[0].transpose(0, 1))
+    _store(key_cache, step.write_slots, key[0].transpose(0, 1))
+    _store(value_cache, step.write_slots, value[0].transpose(0, 1))
     out = step.attend(
         query[0].transpose(0, 1),
         key_cache,

@@ -6,6 +6,7 @@ indices count within its row of the slot table.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +50,35 @@ class ForwardBatch:
         return len(self.token_ids)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TreeChoices:
+    """How the R rows of logits choose, and the trees that the choices are walked down.
+
+    Shapes: bs trees, n rows of the largest with its root.
+
+    Attributes:
+        seeds: [R] int64, bit patterns.
+        positions: [R] int32, index in prompt + output of the token that the row chooses.
+        temperature, top_p, min_p: [R] float32.
+        top_k, choice_index: [R] int32.
+        candidates: [bs, n] int32, tokens of the nodes, -1 for roots and padding.
+        tree_rows: [bs, n] int32, of the R; -1 for padding.
+        first_child, next_sibling: [bs, n] int32, -1 for none.
+    """
+
+    seeds: Int64Array
+    positions: Int32Array
+    temperature: npt.NDArray[np.float32]
+    top_p: npt.NDArray[np.float32]
+    min_p: npt.NDArray[np.float32]
+    top_k: Int32Array
+    choice_index: Int32Array
+    candidates: Int32Array
+    tree_rows: Int32Array
+    first_child: Int32Array
+    next_sibling: Int32Array
+
+
 class BatchBuilder:
     """Puts a `ForwardBatch` together, session after session.
 
@@ -57,16 +87,17 @@ class BatchBuilder:
 
     def __init__(self) -> None:
         self._token_ids: list[int] = []
-        self._positions: list[int] = []
-        self._prefix_len: list[int] = []
-        self._write_index: list[int] = []
+        self._positions: list[npt.NDArray[Any]] = []
+        self._write_index: list[npt.NDArray[Any]] = []
+        self._prefix_len: list[npt.NDArray[Any]] = []
         self._masks: list[tuple[int, Int64Array]] = []
         self._rows: list[int] = []
         self._seen: set[int] = set()
         self._query_start: list[int] = []
         self._tree_start: list[int] = []
         self._key_len: list[int] = []
-        self._logit_rows: list[int] = []
+        self._logit_rows: list[npt.NDArray[Any]] = []
+        self._num_logits = 0
 
     @property
     def num_rows(self) -> int:
@@ -93,13 +124,11 @@ class BatchBuilder:
         end = first_index + len(token_ids)
         self._session(row, tree_start=end, key_len=end)
         self._token_ids.extend(token_ids)
-        self._positions.extend(range(first_index, end))
-        self._write_index.extend(range(first_index, end))
-        self._prefix_len.extend(range(first_index + 1, end + 1))
-        begin = len(self._logit_rows)
-        if want_last_logits:
-            self._logit_rows.append(len(self._token_ids) - 1)
-        return slice(begin, len(self._logit_rows))
+        indices = np.arange(first_index, end + 1, dtype=np.int32)
+        self._positions.append(indices[:-1])
+        self._write_index.append(indices[:-1])
+        self._prefix_len.append(indices[1:])
+        return self._want(len(self._token_ids) - 1, int(want_last_logits))
 
     def add_tree(
         self,
@@ -107,7 +136,7 @@ class BatchBuilder:
         *,
         tree_start: int,
         token_ids: Sequence[int],
-        positions: Sequence[int],
+        positions: Sequence[int] | npt.NDArray[Any],
         masks: Int64Array,
         write_indices: Sequence[int],
         key_len: int | None = None,
@@ -129,16 +158,13 @@ class BatchBuilder:
             The places of the nodes' logits in the forward's result.
         """
         self._session(row, tree_start=tree_start, key_len=max(write_indices) + 1 if key_len is None else key_len)
-        first = len(self._token_ids)
+        first, count = len(self._token_ids), len(token_ids)
         self._token_ids.extend(token_ids)
-        self._positions.extend(positions)
-        self._write_index.extend(write_indices)
-        self._prefix_len.extend([tree_start] * len(token_ids))
+        self._positions.append(np.asarray(positions, dtype=np.int32))
+        self._write_index.append(np.asarray(write_indices, dtype=np.int32))
+        self._prefix_len.append(np.full(count, tree_start, dtype=np.int32))
         self._masks.append((first, masks))
-        begin = len(self._logit_rows)
-        if want_logits:
-            self._logit_rows.extend(range(first, len(self._token_ids)))
-        return slice(begin, len(self._logit_rows))
+        return self._want(first, count if want_logits else 0)
 
     def build(self) -> ForwardBatch:
         """The batch; at least one row must have been added."""
@@ -148,18 +174,27 @@ class BatchBuilder:
         tree_mask = np.zeros((count, words), dtype=np.int64)
         for first, masks in self._masks:
             tree_mask[first : first + masks.shape[0], : masks.shape[1]] = masks
+        nothing = [np.empty(0, dtype=np.int64)]
         return ForwardBatch(
             token_ids=np.array(self._token_ids, dtype=np.int64),
-            positions=np.array(self._positions, dtype=np.int32),
+            positions=np.concatenate(self._positions),
             rows=np.array(self._rows, dtype=np.int32),
             query_start=np.array([*self._query_start, count], dtype=np.int32),
             tree_start=np.array(self._tree_start, dtype=np.int32),
-            prefix_len=np.array(self._prefix_len, dtype=np.int32),
+            prefix_len=np.concatenate(self._prefix_len),
             tree_mask=tree_mask,
-            write_index=np.array(self._write_index, dtype=np.int32),
+            write_index=np.concatenate(self._write_index),
             key_len=np.array(self._key_len, dtype=np.int32),
-            logit_rows=np.array(self._logit_rows, dtype=np.int64),
+            logit_rows=np.concatenate(self._logit_rows or nothing),
         )
+
+    def _want(self, first: int, count: int) -> slice:
+        """Asks for the logits of `count` rows from `first` on; their places in the result."""
+        begin = self._num_logits
+        if count:
+            self._logit_rows.append(np.arange(first, first + count, dtype=np.int64))
+            self._num_logits += count
+        return slice(begin, self._num_logits)
 
     def _session(self, row: int, *, tree_start: int, key_len: int) -> None:
         if self._rows and self._rows[-1] == row:

@@ -1,64 +1,94 @@
-"""Runs one model's forward over ragged batches, with its KV in token-granular slots."""
+"""Runs one model's forward over ragged batches, with its KV in token-granular slots.
+
+On CUDA the forward is the decoder (`outrider.engine.decoder`), in graphs (`outrider.engine.step_runner`). On a CPU,
+with `enforce_eager` and with another attention backend than Triton's it is transformers' own code, one operator after
+the other; both give the same logits but for rounding.
+"""
+
+from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import PretrainedConfig
 
-from outrider.engine.attention import AttentionStep, attention_operator
+from outrider.engine.attention import AttentionStep, TreeAttention, attention_operator
 from outrider.engine.batch import ForwardBatch
-from outrider.engine.checkpoint import ModelCard, load_checkpoint
+from outrider.engine.buckets import BucketLadder
+from outrider.engine.checkpoint import ModelCard, load_checkpoint, read_checkpoint
 from outrider.engine.config import EngineConfig
+from outrider.engine.decoder import Decoder
+from outrider.engine.decoder_spec import DecoderSpec
+from outrider.engine.decoder_weights import load_decoder_weights
 from outrider.engine.kv_slots import SlotTable
 from outrider.engine.packed_linear import can_pack, pack_linear_layers
+from outrider.engine.step_program import KvCaches, StepProgram
+from outrider.engine.step_runner import StepRunner
+from outrider.engine.weight_source import SafetensorsSource
 from outrider.errors import CheckpointError
 from outrider.kernels.tree_attention import TreeAttentionBatch
 
 __all__ = ["EngineConfig", "ModelCard", "ModelRunner"]
 
 _CPU_KV_BYTES = 1 << 30
-_GPU_KV_SHARE = 0.9
+# Rows of the largest step that is captured in a graph.
+_MOST_CAPTURED = 512
 
 
 class ModelRunner:
     """One checkpoint, loaded, with KV caches and the table of who owns which slot.
+
+    Args:
+        config: see there.
+        decoder: whether the decoder runs the forward; by default where it is the faster way.
 
     Attributes:
         config: as given.
         info: the model's card.
         device: where weights and caches live.
         slots: the slot table; callers extend and truncate its rows, the runner only reads it.
+        steps: what stages and launches steps; None where transformers' code runs.
 
     Raises:
         CheckpointError: see `load_checkpoint`; also where not even one session fits the KV memory, or the attention
             backend does not take the model's head size.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, decoder: bool | None = None) -> None:
         if config.torch_threads is not None and config.device == "cpu":
             torch.set_num_threads(config.torch_threads)
         self.config = config
         self.device = torch.device(config.device)
-        self._model, self.info = load_checkpoint(config)
-        if self.device.type == "cpu" and can_pack():
-            pack_linear_layers(self._model)
-        shape = _KvShape(self._model.config, getattr(torch, config.dtype_name))
-        try:
-            self._attend = attention_operator(config.attention_backend_name, shape.head_dim)
-        except ValueError as error:
-            raise CheckpointError(f"{config.model_path}: {error}") from error
+        if decoder is None:
+            decoder = config.attention_backend_name == "triton" and not config.enforce_eager
+        self._model = self._decoder = None
+        if decoder:
+            self._decoder, model_config, self.info = _load_decoder(config)
+        else:
+            self._model, self.info = load_checkpoint(config)
+            model_config = self._model.config
+            if self.device.type == "cpu" and can_pack():
+                pack_linear_layers(self._model)
+        shape = _KvShape(model_config, config)
+        self._attend = _attention_operator(config, shape.head_dim)
         row_len = self.info.max_model_len + config.max_tree_nodes
         num_slots = _num_slots(config, shape, row_len, self.device)
         self.slots = SlotTable(num_slots=num_slots, max_rows=config.max_num_seqs, max_row_len=row_len)
-        self._key_caches, self._value_caches = (
-            shape.caches(num_slots, self.device),
-            shape.caches(num_slots, self.device),
-        )
-        self._slot_positions = torch.zeros(num_slots, dtype=torch.int32, device=self.device)
+        self._caches = shape.caches(num_slots, self.device)
+        self.steps = None if self._decoder is None else self._step_runner(self._decoder, shape, row_len)
 
     @property
     def vocab_size(self) -> int:
         """Columns of the logits."""
         return self.info.vocab_size
+
+    def warm_up(self, *, verifies: bool = True) -> None:
+        """Compiles and captures what serving begins with.
+
+        Args:
+            verifies: whether steps verify trees; False where `forward` alone is called.
+        """
+        if self.steps is not None:
+            self.steps.warm_up(verifies=verifies)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -69,6 +99,9 @@ class ModelRunner:
         Returns:
             [R, V] float32, in the order of `batch.logit_rows`, on `device`; R = 0 gives an empty tensor.
         """
+        if self.steps is not None:
+            return self.steps.forward(batch)
+        assert self._model is not None
         step = self._attention_step(batch)
         inputs = {
             "input_ids": self._put(batch.token_ids)[None],
@@ -88,10 +121,10 @@ class ModelRunner:
         write_slots = slot_table[np.repeat(np.arange(len(query_lens)), query_lens), batch.write_index]
         assert (write_slots >= 0).all(), "a row writes to a slot that was not reserved"
         positions, slots = self._put(batch.positions), self._put(write_slots.astype(np.int64))
-        self._slot_positions.index_copy_(0, slots, positions)
+        self._caches.positions.index_copy_(0, slots, positions)
         return AttentionStep(
-            key_caches=self._key_caches,
-            value_caches=self._value_caches,
+            key_caches=self._caches.keys,
+            value_caches=self._caches.values,
             write_slots=slots,
             batch=TreeAttentionBatch(
                 slot_table=self._put(slot_table),
@@ -103,7 +136,7 @@ class ModelRunner:
                 max_query_len=int(query_lens.max()),
                 max_key_len=slot_table.shape[1],
                 positions=positions,
-                slot_positions=self._slot_positions,
+                slot_positions=self._caches.positions,
             ),
             attend=self._attend,
         )
@@ -112,24 +145,76 @@ class ModelRunner:
         tensor = torch.from_numpy(array)
         return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
 
+    def _step_runner(self, decoder: Decoder, shape: "_KvShape", row_len: int) -> StepRunner:
+        config = self.config
+        ladder = BucketLadder(
+            max_tokens=_MOST_CAPTURED,
+            max_sessions=config.max_num_seqs,
+            row_len=row_len,
+            max_nodes=config.max_tree_nodes + 1,
+            group=decoder.spec.heads // decoder.spec.kv_heads,
+            unrolled=config.deterministic,
+        )
+        program = StepProgram(
+            decoder, self._caches, max_rows=config.max_num_seqs, row_len=row_len, fixed=config.deterministic
+        )
+        return StepRunner(program, ladder, self.slots, unrolled=config.deterministic)
+
+
+def _load_decoder(config: EngineConfig) -> tuple[Decoder, PretrainedConfig, ModelCard]:
+    model_config, card = read_checkpoint(config)
+    spec = DecoderSpec.of(model_config)
+    dtype = getattr(torch, config.dtype_name)
+    weights = load_decoder_weights(SafetensorsSource(Path(config.model_path)), spec, config.device, dtype)
+    attend = _attention_operator(config, spec.head_dim)
+    return Decoder(spec, weights, attend=attend, fixed=config.deterministic), model_config, card
+
+
+def _attention_operator(config: EngineConfig, head_dim: int) -> TreeAttention:
+    try:
+        return attention_operator(config.attention_backend_name, head_dim)
+    except ValueError as error:
+        raise CheckpointError(f"{config.model_path}: {error}") from error
+
 
 class _KvShape:
     """The caches' shape, from the checkpoint's configuration."""
 
-    def __init__(self, config: PretrainedConfig, dtype: torch.dtype) -> None:
-        self.layers: int = config.num_hidden_layers
-        self.heads: int = config.num_key_value_heads
-        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.dtype = dtype
+    def __init__(self, model_config: PretrainedConfig, config: EngineConfig) -> None:
+        self.layers: int = model_config.num_hidden_layers
+        self.heads: int = model_config.num_key_value_heads
+        head_dim = getattr(model_config, "head_dim", None)
+        self.head_dim: int = head_dim or model_config.hidden_size // model_config.num_attention_heads
+        self.dtype: torch.dtype = getattr(torch, config.dtype_name)
+        if config.kv_cache_dtype == "fp8_e4m3":
+            self.dtype = torch.float8_e4m3fn
+        self._place = str(config.model_path)
 
     @property
     def bytes_per_slot(self) -> int:
+        """Keys and values of all layers."""
         return 2 * self.layers * self.heads * self.head_dim * self.dtype.itemsize
 
-    def caches(self, num_slots: int, device: torch.device) -> list[torch.Tensor]:
-        # Zeros, not empty: what lies in a slot never written is multiplied by a weight of 0, and 0 * NaN is NaN.
-        shape = (num_slots, self.heads, self.head_dim)
-        return [torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(self.layers)]
+    def caches(self, num_slots: int, device: torch.device) -> KvCaches:
+        """Empty caches.
+
+        Raises:
+            CheckpointError: the device has no room.
+        """
+        try:
+            # Zeros, not empty: what lies in a slot never written is multiplied by a weight of 0, and 0 * NaN is NaN.
+            shape = (num_slots, self.heads, self.head_dim)
+            keys, values = (
+                [torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(self.layers)] for _ in range(2)
+            )
+        except torch.OutOfMemoryError as error:
+            raise CheckpointError(
+                f"{self._place}: {num_slots} KV slots take {num_slots * self.bytes_per_slot / 1e9:.2f} GB, more than "
+                f"{device} has left: lower kv_cache_memory_fraction, kv_bytes or num_slots"
+            ) from error
+        return KvCaches(
+            keys=keys, values=values, positions=torch.zeros(num_slots, dtype=torch.int32, device=device)
+        )  # fmt: skip
 
 
 def _num_slots(config: EngineConfig, shape: _KvShape, row_len: int, device: torch.device) -> int:
@@ -139,7 +224,7 @@ def _num_slots(config: EngineConfig, shape: _KvShape, row_len: int, device: torc
     if kv_bytes is None:
         kv_bytes = _CPU_KV_BYTES
         if device.type == "cuda":
-            kv_bytes = int(torch.cuda.mem_get_info(device)[0] * _GPU_KV_SHARE)
+            kv_bytes = int(torch.cuda.mem_get_info(device)[0] * config.kv_cache_memory_fraction)
     num_slots = min(kv_bytes // shape.bytes_per_slot, config.max_num_seqs * row_len)
     if num_slots < 1:
         raise CheckpointError(f"{config.model_path}: {kv_bytes} bytes of KV memory hold no token, "

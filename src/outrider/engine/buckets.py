@@ -1,0 +1,141 @@
+"""The sizes that steps are run in: a step is filled up to the next bucket, and every bucket has one CUDA graph.
+
+A bucket bounds what launches depend on, never what a step holds: rows past a step's own belong to no session and are
+stored nowhere. Bounds that cost next to nothing have few rungs (sessions, mask words), rows have many, for they are
+what a product's time grows with.
+
+Shapes: T rows, S sessions, R rows whose logits are wanted, W mask words.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 72, 96, 128, 160, 192, 256, 320, 384, 512)
+# Rows up to here have their logits computed whoever wants them: the output layer's weights are read all the same.
+_FEW_TOKENS = 72
+_SESSIONS = (1, 4, 16, 64, 256)
+# Up to the first, attention over many sessions needs no merge.
+_KEYS = (2048, 16384)
+# Steps without a graph are filled up to a multiple of this, so that kernels are not compiled for every length.
+_UNCAPTURED_TOKENS = 128
+_UNCAPTURED_KEYS = 1024
+# What a tile of attention holds of packed rows (a row and a head of its group), where sessions have few of them.
+_TILE_ROWS = 64
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Bucket:
+    """Bounds of a step.
+
+    Attributes:
+        tokens: T.
+        sessions: S.
+        keys: most keys of a session.
+        query_len: most rows of a session.
+        logit_rows: R.
+        nodes: most rows of a session that are verified (a tree with its root); 0 where logits are all that is wanted.
+        words: W.
+        paths: keys of tree rows that are sessions of their own (`outrider.engine.step_staging`); 0 where none are.
+    """
+
+    tokens: int
+    sessions: int
+    keys: int
+    query_len: int
+    logit_rows: int
+    nodes: int
+    words: int
+    paths: int = 0
+
+    def holds(self, other: "Bucket") -> bool:
+        """Whether a step of the other's size runs in this one."""
+        return all(mine >= its for mine, its in zip(astuple(self), astuple(other), strict=True))
+
+
+class BucketLadder:
+    """Which buckets there are.
+
+    Args:
+        max_tokens: rows of the largest that is captured.
+        max_sessions: sessions at a time.
+        row_len: most keys of a session.
+        max_nodes: most rows of a tree, its root included.
+        group: query heads that share a key head.
+        unrolled: whether tree rows are sessions of their own.
+    """
+
+    def __init__(
+        self, *, max_tokens: int, max_sessions: int, row_len: int, max_nodes: int, group: int, unrolled: bool = False
+    ) -> None:
+        self._tokens = _up_to(_TOKENS, max_tokens)
+        self._sessions = _up_to(_TOKENS if unrolled else _SESSIONS, max_tokens if unrolled else max_sessions)
+        # With splits of a fixed length the partial results take memory by this bound.
+        self._keys = _up_to([1 << power for power in range(11, 31)] if unrolled else _KEYS, row_len)
+        self._max_nodes = max_nodes
+        self._short = max(_TILE_ROWS // group, 1)
+        self._unrolled = unrolled
+
+    @property
+    def max_tokens(self) -> int:
+        """Rows of the largest bucket that is captured."""
+        return self._tokens[-1]
+
+    def bucket(self, need: Bucket) -> Bucket:
+        """The smallest bucket that holds a step of this size; beyond `max_tokens` one of its own."""
+        captured = need.tokens <= self.max_tokens
+        tokens = _rung(self._tokens, need.tokens) if captured else _multiple(need.tokens, _UNCAPTURED_TOKENS)
+        keys = _rung(self._keys, need.keys) if captured else min(
+            _multiple(need.keys, _UNCAPTURED_KEYS), self._keys[-1])  # fmt: skip
+        query_len = self._short if need.query_len <= self._short < tokens else tokens
+        wanted = need.logit_rows
+        if tokens <= _FEW_TOKENS or wanted > _FEW_TOKENS:
+            logit_rows = tokens
+        else:
+            logit_rows = min(_FEW_TOKENS, tokens) if wanted else 0
+        words = 1 << (need.words - 1).bit_length()
+        sessions = _rung(self._sessions, need.sessions) if need.sessions <= self._sessions[-1] else tokens
+        return Bucket(
+            tokens=tokens,
+            sessions=sessions,
+            keys=keys,
+            query_len=query_len,
+            logit_rows=logit_rows,
+            nodes=min(query_len, logit_rows, max(self._max_nodes, need.nodes)) if need.nodes else 0,
+            words=words,
+            paths=64 * words * tokens if self._unrolled else 0,
+        )
+
+    def first_set(self, *, verifies: bool) -> list[Bucket]:
+        """The buckets that serving begins with, those that steps need most first.
+
+        One session with trees of every size, some sessions and all of them with small trees, plain steps; contexts of
+        the first rung. What is left is captured when it is asked for.
+        """
+        found: dict[Bucket, None] = {}
+        one_tree = [count for count in self._tokens if count <= _rung(self._tokens, self._max_nodes)]
+        for sessions in self._sessions:
+            counts = one_tree if sessions == 1 else [
+                count for count in self._tokens if sessions // 2 <= count <= max(8 * sessions, 64)]  # fmt: skip
+            for tokens in counts:
+                query_len = tokens if sessions == 1 else min(tokens, self._short)
+                nodes = min(query_len, self._max_nodes) if verifies else 0
+                need = Bucket(
+                    tokens=tokens, sessions=min(sessions, tokens), keys=1, query_len=query_len, logit_rows=tokens,
+                    nodes=nodes, words=1,
+                )  # fmt: skip
+                found[self.bucket(need)] = None
+        return list(found)
+
+
+def _up_to(rungs: Sequence[int], most: int) -> tuple[int, ...]:
+    """The rungs below `most`, and `most`."""
+    return (*(rung for rung in rungs if rung < most), most)
+
+
+def _rung(rungs: Sequence[int], need: int) -> int:
+    return rungs[bisect_left(rungs, need)]
+
+
+def _multiple(count: int, of: int) -> int:
+    return -(-count // of) * of

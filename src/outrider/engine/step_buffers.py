@@ -1,0 +1,198 @@
+"""A step as plain bytes: where each array lies, and the pinned buffers that bytes are packed in and copied from.
+
+A bucket fixes the place of every array, so that a step is one copy to the device, and the same bytes mean the same step
+on every rank. Whatever a step does not fill says "nothing" there: rows without a session, slots out of range, trees
+without nodes.
+
+Shapes: as in `outrider.engine.buckets`, and N rows of a verified tree, U entries of the slot table.
+"""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from outrider.engine.buckets import Bucket
+
+Bytes = npt.NDArray[np.uint8]
+
+_ALIGNMENT = 16
+_TORCH_DTYPES = {"<i8": torch.int64, "<i4": torch.int32, "<f4": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class _Array:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    padding: float
+    begin: int
+
+    @property
+    def end(self) -> int:
+        return self.begin + int(np.prod(self.shape)) * np.dtype(self.dtype).itemsize
+
+
+class StepLayout:
+    """Where a bucket's arrays lie in its bytes.
+
+    Attributes:
+        bucket: whose.
+        updates: U, entries of the slot table that a step brings along.
+        nbytes: of a step.
+        template: [nbytes] a step of nothing.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        # A verified tree leaves its path and takes fresh slots; prompts are the rows themselves.
+        self.updates = bucket.tokens + 16 * bucket.sessions + 48
+        self._arrays: list[_Array] = []
+        end = 0
+        for name, dtype, shape, padding in self._wanted():
+            begin = -(-end // _ALIGNMENT) * _ALIGNMENT
+            self._arrays.append(_Array(name, dtype, shape, padding, begin))
+            end = self._arrays[-1].end
+        self.nbytes = -(-end // _ALIGNMENT) * _ALIGNMENT
+        self.template: Bytes = np.zeros(self.nbytes, dtype=np.uint8)
+        for array, values in zip(self._arrays, self.arrays(self.template).values(), strict=True):
+            values[...] = array.padding
+
+    @staticmethod
+    @functools.cache
+    def of(bucket: Bucket) -> "StepLayout":
+        """The bucket's layout, made once."""
+        return StepLayout(bucket)
+
+    def arrays(self, data: Bytes) -> dict[str, np.ndarray]:
+        """Views of the arrays in a step's bytes."""
+        return {
+            array.name: data[array.begin : array.end].view(array.dtype).reshape(array.shape) for array in self._arrays
+        }
+
+    def tensors(self, data: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Views of the arrays in a tensor of bytes, on any device."""
+        return {
+            array.name: data[array.begin : array.end].view(_TORCH_DTYPES[array.dtype]).view(array.shape)
+            for array in self._arrays
+        }
+
+    def _wanted(self) -> Iterator[tuple[str, str, tuple[int, ...], float]]:
+        bucket = self.bucket
+        rows, sessions, logit_rows = (bucket.tokens,), (bucket.sessions,), (bucket.logit_rows,)
+        yield "token_ids", "<i8", rows, 0
+        yield "write_slots", "<i8", rows, -1
+        yield "tree_mask", "<i8", (bucket.tokens, bucket.words), 0
+        yield "positions", "<i4", rows, 0
+        yield "prefix_len", "<i4", rows, 0
+        yield "rows", "<i4", sessions, -1
+        yield "query_start", "<i4", (bucket.sessions + 1,), 0
+        yield "tree_start", "<i4", sessions, 0
+        yield "key_len", "<i4", sessions, 0
+        yield "logit_rows", "<i8", logit_rows, 0
+        for name in ("update_rows", "update_columns", "update_slots"):
+            yield name, "<i4", (self.updates,), -1
+        if bucket.paths:
+            for name in ("path_rows", "path_columns", "path_slots"):
+                yield name, "<i4", (bucket.paths,), -1
+        if bucket.nodes:
+            yield "seeds", "<i8", logit_rows, 0
+            for name in ("choice_positions", "top_k", "choice_index"):
+                yield name, "<i4", logit_rows, 0
+            for name, off in (("temperature", 0), ("top_p", 1), ("min_p", 0)):
+                yield name, "<f4", logit_rows, off
+            for name in ("candidates", "tree_rows", "first_child", "next_sibling"):
+                yield name, "<i4", (bucket.sessions, bucket.nodes), -1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StagedStep:
+    """A step as it is sent to whoever runs it.
+
+    Attributes:
+        bucket: that it runs in.
+        data: [nbytes] the arrays of the bucket's layout.
+        more_updates: [3, n] int32, entries (row, column, slot) of the slot table that found no place in `data`.
+        logit_rows: rows of logits that are wanted, the first of the bucket's.
+        trees: trees that are verified, the first of the bucket's.
+        buffer: the ring's buffer that holds `data`; None for bytes that came from elsewhere.
+    """
+
+    bucket: Bucket
+    data: Bytes
+    more_updates: npt.NDArray[np.int32]
+    logit_rows: int
+    trees: int
+    buffer: "StepBuffer | None" = field(default=None, repr=False)
+
+
+class StepBuffer:
+    """One pinned buffer for a step's bytes and one for its answer.
+
+    Attributes:
+        done: recorded after the last step that used the buffers; None on a CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._pinned = device.type == "cuda"
+        self.done = torch.cuda.Event() if self._pinned else None
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._arrays: dict[Bucket, dict[str, np.ndarray]] = {}
+
+    def step(self, layout: StepLayout) -> tuple[Bytes, dict[str, np.ndarray]]:
+        """The bytes of a step of nothing, and views of its arrays."""
+        data = self._bytes("step", layout.nbytes).numpy()[: layout.nbytes]
+        data[:] = layout.template
+        arrays = self._arrays.get(layout.bucket)
+        if arrays is None:
+            arrays = self._arrays[layout.bucket] = layout.arrays(data)
+        return data, arrays
+
+    def copy_in(self, data: Bytes) -> None:
+        """Takes a step's bytes that were packed elsewhere."""
+        self._bytes("step", len(data)).numpy()[: len(data)] = data
+
+    def step_tensor(self, nbytes: int) -> torch.Tensor:
+        """[nbytes] uint8, the bytes as the copy to the device reads them."""
+        return self._bytes("step", nbytes)[:nbytes]
+
+    def answer(self, count: int) -> torch.Tensor:
+        """[count] int32 on the host."""
+        return self._bytes("answer", 4 * count)[: 4 * count].view(torch.int32)
+
+    def wait(self) -> None:
+        """Until the step that used the buffers last is done."""
+        if self.done is not None:
+            self.done.synchronize()
+
+    def _bytes(self, name: str, nbytes: int) -> torch.Tensor:
+        held = self._tensors.get(name)
+        if held is None or len(held) < nbytes:
+            # Room to spare: pinning memory stops the device.
+            held = torch.empty(max(2 * nbytes, 1 << 18), dtype=torch.uint8, pin_memory=self._pinned)
+            self._tensors[name] = held
+            self._arrays.clear()
+        return held
+
+
+class StepBuffers:
+    """A ring of buffers: a step is packed while others are still being read.
+
+    Args:
+        device: where steps run.
+        count: steps that may be under way, and one that is packed.
+    """
+
+    def __init__(self, device: torch.device, *, count: int = 4) -> None:
+        self._ring = [StepBuffer(device) for _ in range(count)]
+        self._next = 0
+
+    def take(self) -> StepBuffer:
+        """The buffer that was used longest ago, once its step is done."""
+        buffer = self._ring[self._next]
+        self._next = (self._next + 1) % len(self._ring)
+        buffer.wait()
+        return buffer

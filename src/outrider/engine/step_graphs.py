@@ -1,0 +1,106 @@
+"""CUDA graphs of the step program, one a bucket, captured when they are asked for.
+
+All graphs share one memory pool: steps follow one another, so nothing of one graph is alive in another. What a replay
+leaves is read, or copied on the device, before the next.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from outrider.engine.buckets import Bucket
+from outrider.engine.step_buffers import StepLayout
+from outrider.engine.step_program import StepOutput, StepProgram
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Captured:
+    """A graph, the bytes that it reads and where it leaves its results."""
+
+    graph: torch.cuda.CUDAGraph
+    data: torch.Tensor
+    output: StepOutput
+
+
+class StepGraphs:
+    """The captured buckets of one program. On a CPU nothing is ever captured.
+
+    Args:
+        program: what is captured.
+        max_tokens: rows of the largest bucket that is captured.
+        enabled: whether anything is.
+    """
+
+    def __init__(self, program: StepProgram, *, max_tokens: int, enabled: bool) -> None:
+        self._program, self._max_tokens = program, max_tokens
+        self._enabled = enabled and program.device.type == "cuda"
+        self._captured: dict[Bucket, _Captured] = {}
+        self._missing: dict[Bucket, int] = {}
+        self._refused: set[Bucket] = set()
+        self._pool = torch.cuda.graph_pool_handle() if self._enabled else None
+        self._stream = torch.cuda.Stream(program.device) if self._enabled else None
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    @property
+    def missing(self) -> Bucket | None:
+        """What steps asked for most often and was not there."""
+        return max(self._missing, key=self._missing.__getitem__, default=None)
+
+    def choose(self, wanted: Bucket) -> Bucket:
+        """Where a step of this bucket runs: there, or in the next larger one whose graph is there.
+
+        A bucket without a graph is noted in `missing`, and runs without one if no other holds it.
+        """
+        if not self._enabled or wanted in self._captured or wanted.tokens > self._max_tokens:
+            return wanted
+        if wanted not in self._refused:
+            self._missing[wanted] = self._missing.get(wanted, 0) + 1
+        larger = [
+            bucket for bucket in self._captured if bucket.holds(wanted) and bool(bucket.nodes) == bool(wanted.nodes)
+        ]
+        return min(larger, default=wanted)
+
+    def run(self, bucket: Bucket, step: torch.Tensor) -> StepOutput:
+        """Runs a step from its bytes on the host; nothing is waited for.
+
+        Args:
+            bucket: of the step.
+            step: [nbytes] uint8, pinned, unchanged until the step is done.
+        """
+        captured = self._captured.get(bucket)
+        if captured is None:
+            return self._program.run(bucket, step.to(self._program.device, non_blocking=True))
+        captured.data.copy_(step, non_blocking=True)
+        captured.graph.replay()
+        return captured.output
+
+    def capture(self, bucket: Bucket) -> None:
+        """Captures a bucket; steps under way are waited for. Out of memory, the bucket stays without a graph."""
+        self._missing.pop(bucket, None)
+        if not self._enabled or bucket in self._captured or bucket in self._refused:
+            return
+        try:
+            self._captured[bucket] = self._capture(bucket)
+        except torch.OutOfMemoryError as error:
+            self._refused.add(bucket)
+            logger.warning("no GPU memory for a CUDA graph of %s: such steps run slower: %s", bucket, error)
+
+    def _capture(self, bucket: Bucket) -> _Captured:
+        # A step of nothing: it stores nothing, and compiles what this bucket needs.
+        data = torch.from_numpy(StepLayout.of(bucket).template).to(self._program.device)
+        graph = torch.cuda.CUDAGraph()
+        assert self._stream is not None
+        self._stream.wait_stream(torch.cuda.current_stream(self._program.device))
+        with torch.cuda.stream(self._stream):
+            self._program.run(bucket, data)
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            output = self._program.run(bucket, data)
+        if bucket.nodes:
+            # The logits' memory may go to other graphs: who wants logits has buckets without walks.
+            output = StepOutput(logits=None, answer=output.answer)
+        return _Captured(graph=graph, data=data, output=output)

@@ -1,0 +1,159 @@
+"""Runs steps of one model on its device: staged as bytes, launched without waiting, answered through an event.
+
+Shapes: as in `outrider.engine.step_buffers`, V vocabulary size.
+"""
+
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+
+from outrider.engine.batch import ForwardBatch, TreeChoices
+from outrider.engine.buckets import Bucket, BucketLadder
+from outrider.engine.kv_slots import SlotTable
+from outrider.engine.step_buffers import StagedStep, StepBuffer, StepBuffers
+from outrider.engine.step_graphs import StepGraphs
+from outrider.engine.step_program import StepProgram, answer_len
+from outrider.engine.step_staging import StepAnswer, stage_step
+
+logger = logging.getLogger(__name__)
+
+
+class LaunchedStep:
+    """A step under way.
+
+    Args:
+        staged: what was launched.
+        buffer: whose event says that it is done.
+        logits: [at least R, V] of the wanted rows, or None; valid until the next launch, on the device's stream.
+    """
+
+    def __init__(self, staged: StagedStep, buffer: StepBuffer, logits: torch.Tensor | None) -> None:
+        self._staged, self._buffer = staged, buffer
+        self.logits = None if logits is None else logits[: staged.logit_rows]
+
+    def wait(self) -> None:
+        """Until the device is done."""
+        self._buffer.wait()
+
+    def result(self) -> StepAnswer:
+        """The walks of a step with choices, once the device is done."""
+        self.wait()
+        return StepAnswer.of(self._buffer.answer(answer_len(self._staged.bucket)).numpy(), self._staged)
+
+
+class StepRunner:
+    """One rank's model, driven by staged steps. One thread calls it.
+
+    Args:
+        program: the model on its device.
+        ladder: which buckets there are.
+        slots: the slot table that steps are staged from.
+        unrolled: whether tree rows are sessions of their own (`outrider.engine.step_staging`).
+        graphs: whether CUDA graphs are captured.
+    """
+
+    def __init__(
+        self, program: StepProgram, ladder: BucketLadder, slots: SlotTable, *, unrolled: bool, graphs: bool = True
+    ) -> None:
+        self._program, self._ladder, self._slots, self._unrolled = program, ladder, slots, unrolled
+        self._buffers = StepBuffers(program.device)
+        self._graphs = StepGraphs(program, max_tokens=ladder.max_tokens, enabled=graphs)
+
+    @property
+    def graphs(self) -> int:
+        """Captured graphs."""
+        return len(self._graphs)
+
+    def stage(self, batch: ForwardBatch, choices: TreeChoices | None = None) -> StagedStep:
+        """The step as bytes; its slots are reserved. It must be launched before the next one is staged.
+
+        Args:
+            batch: the forward.
+            choices: how its logits choose; None where the logits themselves are wanted.
+        """
+        return stage_step(
+            batch,
+            choices,
+            slots=self._slots,
+            choose=lambda need: self._graphs.choose(self._ladder.bucket(need)),
+            buffer=self._buffers.take(),
+            unrolled=self._unrolled,
+        )
+
+    @torch.inference_mode()
+    def launch(self, staged: StagedStep) -> LaunchedStep:
+        """Starts a step; nothing is waited for."""
+        buffer = staged.buffer
+        if buffer is None:
+            buffer = self._buffers.take()
+            buffer.copy_in(staged.data)
+        if staged.more_updates.size:
+            more = torch.from_numpy(np.ascontiguousarray(staged.more_updates))
+            self._program.update_slots(more.to(self._program.device))
+        output = self._graphs.run(staged.bucket, buffer.step_tensor(len(staged.data)))
+        if len(output.answer):
+            buffer.answer(len(output.answer)).copy_(output.answer, non_blocking=True)
+        if buffer.done is not None:
+            buffer.done.record()
+        return LaunchedStep(staged, buffer, output.logits)
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """The wanted logits [R, V] float32, a copy; without waiting for the device."""
+        launched = self.launch(self.stage(batch))
+        if launched.logits is None or not len(batch.logit_rows):
+            vocab_size = self._program.vocab_size
+            return torch.empty((0, vocab_size), dtype=torch.float32, device=self._program.device)
+        return launched.logits.to(torch.float32, copy=True)
+
+    @property
+    def missing(self) -> Bucket | None:
+        """The bucket that `capture` should be called for when there is time, if any."""
+        return self._graphs.missing
+
+    def capture(self, bucket: Bucket) -> None:
+        """Captures a bucket's graph."""
+        self._graphs.capture(bucket)
+
+    def warm_up(self, buckets: Sequence[Bucket] | None = None, *, verifies: bool = True) -> None:
+        """Compiles and captures what serving begins with, showing how far it is.
+
+        Args:
+            buckets: which; by default the ladder's first set.
+            verifies: whether the first set's steps walk trees.
+        """
+        wanted = self._ladder.first_set(verifies=verifies) if buckets is None else buckets
+        if self._program.device.type != "cuda" or not wanted:
+            return
+        begin = time.perf_counter()
+        with _progress(len(wanted)) as advance:
+            # From the largest on: what smaller ones need of memory is then there.
+            for bucket in sorted(wanted, reverse=True):
+                self.capture(bucket)
+                if advance is not None:
+                    advance()
+        logger.info("%d CUDA graphs captured in %.1f s", self.graphs, time.perf_counter() - begin)
+
+
+def _progress(total: int) -> Any:
+    """A context whose value, a function, moves a progress bar on; None where there is no terminal."""
+    if not sys.stderr.isatty():
+        return nullcontext()
+    from contextlib import contextmanager
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    @contextmanager
+    def bar() -> Any:
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task("capturing CUDA graphs", total=total)
+            yield lambda: progress.advance(task)
+
+    return bar()
