@@ -1,7 +1,7 @@
 """The decoder's logits over chunks and trees against transformers' own, path by path; on one rank, on two, on CUDA."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,15 @@ from transformers import (
 from outrider.engine.batch import BatchBuilder, ForwardBatch
 from outrider.engine.decoder import Decoder, DecoderInputs
 from outrider.engine.decoder_spec import DecoderSpec
-from outrider.engine.decoder_weights import load_decoder_weights
+from outrider.engine.decoder_weights import load_decoder_weights, tensor_shapes
 from outrider.engine.kv_slots import SlotTable
-from outrider.engine.weight_source import SafetensorsSource
+from outrider.engine.weight_source import FunctionSource, SafetensorsSource
+from outrider.errors import CheckpointError
 from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention
 from outrider.models import embedded_target_path
 from outrider.tree import ancestor_masks, node_depths
 
-VOCAB, SLOTS = 97, 64
+VOCAB, SLOTS = 97, 256
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -94,12 +95,13 @@ class Session:
         rank: int = 0,
         world_size: int = 1,
         links: Mapping[str, Any] | None = None,
+        split_keys: int | None = None,
     ) -> None:
         spec = DecoderSpec.of(AutoConfig.from_pretrained(folder))
         weights = load_decoder_weights(SafetensorsSource(folder), spec, device, dtype, rank=rank, world_size=world_size)
         self.decoder = Decoder(spec, weights, attend=tree_attention, **(links or {}))
-        self.slots = SlotTable(num_slots=SLOTS, max_rows=2, max_row_len=SLOTS)
-        self.device = device
+        self.slots = SlotTable(num_slots=SLOTS, max_rows=16, max_row_len=SLOTS)
+        self.device, self.split_keys = device, split_keys
         shape = (SLOTS, spec.kv_heads // world_size, spec.head_dim)
         self.caches = [[torch.zeros(shape, dtype=dtype, device=device) for _ in spec.layers] for _ in range(2)]
         self.slot_positions = torch.zeros(SLOTS, dtype=torch.int32, device=device)
@@ -126,6 +128,7 @@ class Session:
                 max_key_len=table.shape[1],
                 positions=positions,
                 slot_positions=self.slot_positions,
+                split_keys=self.split_keys,
             ),
             key_caches=self.caches[0],
             value_caches=self.caches[1],
@@ -138,17 +141,17 @@ class Session:
     def put(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)
 
-    def batches(self) -> Iterator[ForwardBatch]:
-        """Both prompts in two chunks, in turns so that their slots interleave; then a chain and a tree in one."""
-        rows = [self.slots.acquire_row() for _ in PROMPTS]
+    def batches(self, prompts: Sequence[list[int]] = PROMPTS) -> Iterator[ForwardBatch]:
+        """The prompts in two chunks, in turns so that their slots interleave; then a chain and a tree in one."""
+        rows = [self.slots.acquire_row() for _ in prompts]
         for begin, end in ((0, 5), (5, 12)):
             builder = BatchBuilder()
-            for row, prompt in zip(rows, PROMPTS, strict=True):
+            for row, prompt in zip(rows, prompts, strict=True):
                 self.slots.extend(row, end - begin)
                 builder.add_chain(row, prompt[begin:end], begin, True)
             yield builder.build()
         builder = BatchBuilder()
-        for row, prompt in zip(rows, PROMPTS, strict=True):
+        for row, prompt in zip(rows, prompts, strict=True):
             self.slots.extend(row, 2 + len(NODES))
             builder.add_chain(row, prompt[12:13], 12, False)
             builder.add_tree(
@@ -161,9 +164,9 @@ class Session:
             )
         yield builder.build()
 
-    def all_logits(self) -> torch.Tensor:
-        """[2 (1 + nodes), V] of the last batch, after the ones before it."""
-        return [self.run(batch) for batch in self.batches()][-1]
+    def all_logits(self, prompts: Sequence[list[int]] = PROMPTS) -> torch.Tensor:
+        """[prompts (1 + nodes), V] of the last batch, after the ones before it."""
+        return [self.run(batch) for batch in self.batches(prompts)][-1]
 
 
 def expected_logits(model: Any) -> torch.Tensor:
@@ -290,3 +293,32 @@ def test_float32_on_cuda(family: str, tmp_path: Path) -> None:
     expected = expected_logits(own_model(folder))
     logits = Session(folder, device="cuda").all_logits()
     torch.testing.assert_close(logits.cpu(), expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_fixed_products_make_rows_independent_of_the_batch(family: str, tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    folder = save_random(FAMILIES[family], tmp_path)
+    answers = []
+    for prompts in (PROMPTS, PROMPTS[:1], PROMPTS * 5):
+        session = Session(folder, device="cuda", dtype=torch.bfloat16, links={"fixed": True}, split_keys=64)
+        answers.append(session.all_logits(prompts)[: 1 + len(NODES)])
+    assert torch.equal(answers[0], answers[1])
+    assert torch.equal(answers[0], answers[2])
+
+
+@pytest.mark.gpu
+def test_a_full_gpu_says_what_is_needed() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    spec = DecoderSpec.of(LlamaConfig(**{**SIZES, "vocab_size": 1 << 20}))
+    source = FunctionSource(lambda name: torch.zeros(tensor_shapes(spec)[name]))
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction((32 << 20) / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        with pytest.raises(CheckpointError, match=r"take 0\.13 GB in bfloat16, [\d.]+ GB were free\. Share them"):
+            load_decoder_weights(source, spec, "cuda", torch.bfloat16)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
