@@ -23,7 +23,7 @@ from outrider.engine.kv_slots import SlotTable
 from outrider.engine.packed_linear import can_pack, pack_linear_layers
 from outrider.engine.step_program import KvCaches, StepProgram
 from outrider.engine.step_runner import StepRunner
-from outrider.engine.weight_source import SafetensorsSource
+from outrider.engine.weight_source import SafetensorsSource, WeightSource
 from outrider.errors import CheckpointError
 from outrider.kernels.tree_attention import TreeAttentionBatch
 
@@ -40,6 +40,7 @@ class ModelRunner:
     Args:
         config: see there.
         decoder: whether the decoder runs the forward; by default where it is the faster way.
+        source: the decoder's weights; by default the folder's files.
 
     Attributes:
         config: as given.
@@ -53,7 +54,9 @@ class ModelRunner:
             backend does not take the model's head size.
     """
 
-    def __init__(self, config: EngineConfig, *, decoder: bool | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, *, decoder: bool | None = None, source: WeightSource | None = None
+    ) -> None:
         if config.torch_threads is not None and config.device == "cpu":
             torch.set_num_threads(config.torch_threads)
         self.config = config
@@ -62,7 +65,7 @@ class ModelRunner:
             decoder = config.attention_backend_name == "triton" and not config.enforce_eager
         self._model = self._decoder = None
         if decoder:
-            self._decoder, model_config, self.info = _load_decoder(config)
+            self._decoder, model_config, self.info = _load_decoder(config, source)
         else:
             self._model, self.info = load_checkpoint(config)
             model_config = self._model.config
@@ -161,11 +164,12 @@ class ModelRunner:
         return StepRunner(program, ladder, self.slots, unrolled=config.deterministic)
 
 
-def _load_decoder(config: EngineConfig) -> tuple[Decoder, PretrainedConfig, ModelCard]:
+def _load_decoder(config: EngineConfig, source: WeightSource | None) -> tuple[Decoder, PretrainedConfig, ModelCard]:
     model_config, card = read_checkpoint(config)
     spec = DecoderSpec.of(model_config)
     dtype = getattr(torch, config.dtype_name)
-    weights = load_decoder_weights(SafetensorsSource(Path(config.model_path)), spec, config.device, dtype)
+    source = source or SafetensorsSource(Path(config.model_path))
+    weights = load_decoder_weights(source, spec, config.device, dtype)
     attend = _attention_operator(config, spec.head_dim)
     return Decoder(spec, weights, attend=attend, fixed=config.deterministic), model_config, card
 
