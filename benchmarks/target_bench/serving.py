@@ -1,0 +1,292 @@
+"""What only shows in a running worker: idle time between steps, prefill's throughput, decoding beside a long prompt.
+
+All of it goes through the step thread, as batches of a coordinator do: the next batch is handed in when the results of
+the one before are there.
+"""
+
+from __future__ import annotations
+
+import queue
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from benchmarks.kernel_bench.case import Machine
+from benchmarks.target_bench.models import BenchModel
+from benchmarks.target_bench.points import prefill_flops
+from benchmarks.target_bench.worker import LaunchClock, SessionGroup, WorkerOptions, make_verifier
+from numpy.lib.stride_tricks import sliding_window_view
+
+from outrider.engine.model_runner import ModelRunner
+from outrider.target_worker.step_thread import Batch, BatchResult, StepThread
+from outrider.target_worker.verifier import Verifier
+
+REQUEST_TOKENS = 64
+_WARM_UPS = 20
+_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class IdleResult:
+    """A saturated worker: two groups of sessions, one's batch always waiting while the other's is computed.
+
+    Attributes:
+        sessions, rows, context: of each group; rows of each tree.
+        steps: measured.
+        idle_p50_ms, idle_p90_ms, idle_max_ms: of the device, from the end of a step to the begin of the next.
+        step_ms: median of a step on the device.
+    """
+
+    sessions: int
+    rows: int
+    context: int
+    steps: int
+    idle_p50_ms: float
+    idle_p90_ms: float
+    idle_max_ms: float
+    step_ms: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillResult:
+    """Prompts that arrive at an otherwise idle worker.
+
+    Attributes:
+        prompt: tokens of each.
+        prompts: how many one after the other.
+        max_step_tokens: most rows of a step.
+        seconds: median of one, from its open to the token that it chooses.
+        tokens_per_second: of prompt.
+        tflops: FLOPs that the prompt needs, a second.
+        share_of_peak: of the measured rate of a large bfloat16 product.
+    """
+
+    prompt: int
+    prompts: int
+    max_step_tokens: int
+    seconds: float
+    tokens_per_second: float
+    tflops: float
+    share_of_peak: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """How evenly running sessions get their tokens.
+
+    Attributes:
+        steps: measured.
+        gap_p50_ms, gap_p99_ms: between one token of a session and the next.
+        tpot_p99_ms: of requests of `REQUEST_TOKENS` tokens that begin at any of the steps, the mean time a token.
+    """
+
+    steps: int
+    gap_p50_ms: float
+    gap_p99_ms: float
+    tpot_p99_ms: float
+
+    @classmethod
+    def of(cls, gaps_ms: Sequence[float], longer_ms: Sequence[float]) -> Pace:
+        """From the gaps of a phase; requests may go on after it, into `longer_ms`."""
+        requests = sliding_window_view(np.array(longer_ms), min(REQUEST_TOKENS, len(longer_ms))).mean(axis=1)
+        return cls(
+            steps=len(gaps_ms),
+            gap_p50_ms=float(np.median(gaps_ms)),
+            gap_p99_ms=float(np.percentile(gaps_ms, 99)),
+            tpot_p99_ms=float(np.percentile(requests, 99)),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixedResult:
+    """Running sessions without and with a long prompt beside them.
+
+    Attributes:
+        sessions, rows, context: of what runs.
+        prompt: tokens of the long prompt.
+        prompt_seconds: until the long prompt's first token.
+        alone, beside: the running sessions' pace.
+        tpot_p99_ratio, gap_p99_ratio: beside / alone.
+    """
+
+    sessions: int
+    rows: int
+    context: int
+    prompt: int
+    prompt_seconds: float
+    alone: Pace
+    beside: Pace
+    tpot_p99_ratio: float
+    gap_p99_ratio: float
+
+
+@contextmanager
+def running_worker(model: BenchModel, device: str, options: WorkerOptions) -> Iterator[tuple[StepThread, ModelRunner]]:
+    """The step thread with the model loaded on it."""
+    runners: list[ModelRunner] = []
+
+    def make() -> Verifier:
+        runner, verifier = make_verifier(model, device, options)
+        runners.append(runner)
+        return verifier
+
+    thread = StepThread(make)
+    thread.start()
+    try:
+        thread.ready.result()
+        yield thread, runners[0]
+    finally:
+        thread.stop()
+        thread.stopped.exception()
+
+
+def open_and_prefill(thread: StepThread, group: SessionGroup) -> None:
+    """Opens the group's sessions and steps them until each has chosen a token."""
+    thread.submit(Batch(opens=group.opens))
+    missing = len(group.keys)
+    while missing:
+        missing = len(group.keys) - group.take(_answer(thread, Batch(trees=group.trees())).results)
+
+
+def _answer(thread: StepThread, batch: Batch) -> BatchResult:
+    return thread.submit(batch).result(_TIMEOUT_S)
+
+
+def take_turns(thread: StepThread, groups: Sequence[SessionGroup], *, steps: int) -> None:
+    """So many steps, with one batch of every group always at the worker."""
+    answered: queue.SimpleQueue[tuple[SessionGroup, Future[BatchResult]]] = queue.SimpleQueue()
+
+    def submit(group: SessionGroup) -> None:
+        thread.submit(Batch(trees=group.trees())).add_done_callback(lambda done: answered.put((group, done)))
+
+    for group in groups:
+        submit(group)
+    for number in range(steps):
+        group, done = answered.get(timeout=_TIMEOUT_S)
+        group.take(done.result().results)
+        if number + len(groups) < steps:
+            submit(group)
+
+
+def measure_idle(model: BenchModel, device: str, *, sessions: int, rows: int, context: int, steps: int) -> IdleResult:
+    """The device's idle time between the steps of two groups of sessions that take turns."""
+    options = WorkerOptions(
+        max_num_seqs=2 * sessions,
+        max_model_len=context + 16 * (steps + 2 * _WARM_UPS),
+        max_tree_nodes=max(rows, 2),
+        num_slots=2 * sessions * (context + 2 * (steps + _WARM_UPS) + 2 * rows),
+    )
+    with running_worker(model, device, options) as (thread, runner):
+        groups = [
+            SessionGroup(count=sessions, context=context, rows=rows, vocab_size=runner.vocab_size, seed=seed)
+            for seed in (1, 2)
+        ]
+        for group in groups:
+            open_and_prefill(thread, group)
+        take_turns(thread, groups, steps=2 * _WARM_UPS)
+        clock = LaunchClock(runner)
+        take_turns(thread, groups, steps=steps)
+        # The first step begins when nothing runs, and the last two have no successor that waits.
+        idle, step_ms = clock.idle_ms()[1:-2], clock.step_ms()
+        clock.stop()
+    return IdleResult(
+        sessions=sessions,
+        rows=rows,
+        context=context,
+        steps=len(idle),
+        idle_p50_ms=float(np.median(idle)),
+        idle_p90_ms=float(np.percentile(idle, 90)),
+        idle_max_ms=max(idle),
+        step_ms=statistics.median(step_ms),
+    )
+
+
+def measure_prefill(
+    model: BenchModel, device: str, machine: Machine, *, prompt: int, prompts: int, max_step_tokens: int
+) -> PrefillResult:
+    """Prompts one after the other, with nothing beside them."""
+    options = WorkerOptions(
+        max_num_seqs=2, max_model_len=prompt + 64, num_slots=2 * (prompt + 64), max_step_tokens=max_step_tokens
+    )
+    seconds = []
+    with running_worker(model, device, options) as (thread, runner):
+        # The first one loads kernels.
+        for number in range(prompts + 1):
+            group = SessionGroup(count=1, context=prompt, rows=1, vocab_size=runner.vocab_size, seed=number)
+            began = time.perf_counter()
+            open_and_prefill(thread, group)
+            if number:
+                seconds.append(time.perf_counter() - began)
+            _answer(thread, Batch(closes=[(key, 1) for key in group.keys]))
+    median = statistics.median(seconds)
+    flops = prefill_flops(model.sizes, prompt)
+    return PrefillResult(
+        prompt=prompt,
+        prompts=prompts,
+        max_step_tokens=max_step_tokens,
+        seconds=median,
+        tokens_per_second=prompt / median,
+        tflops=flops / median / 1e12,
+        share_of_peak=flops / median / machine.flops_per_s,
+    )
+
+
+def measure_mixed(
+    model: BenchModel, device: str, *, sessions: int, rows: int, context: int, prompt: int, steps: int
+) -> MixedResult:
+    """The pace of running sessions, alone and while a long prompt is prefilled beside them."""
+    options = WorkerOptions(
+        max_num_seqs=sessions + 1,
+        max_model_len=max(prompt, context) + 8 * steps,
+        num_slots=sessions * (context + 8 * steps) + prompt + 8 * steps,
+    )
+    with running_worker(model, device, options) as (thread, runner):
+        group = SessionGroup(count=sessions, context=context, rows=rows, vocab_size=runner.vocab_size, seed=1)
+        open_and_prefill(thread, group)
+        # The first long prompt loads kernels.
+        for seed in (2, 3):
+            alone = _gaps_ms(thread, group, steps=steps)
+            long = SessionGroup(count=1, context=prompt, rows=1, vocab_size=runner.vocab_size, seed=seed)
+            began = time.perf_counter()
+            thread.submit(Batch(opens=long.opens))
+            during = _gaps_ms(thread, group, until=long)
+            prompt_seconds = time.perf_counter() - began
+            after = _gaps_ms(thread, group, steps=REQUEST_TOKENS - 1)
+            _answer(thread, Batch(closes=[(key, 1) for key in long.keys]))
+    pace_alone, pace_beside = Pace.of(alone, alone), Pace.of(during, during + after)
+    return MixedResult(
+        sessions=sessions,
+        rows=rows,
+        context=context,
+        prompt=prompt,
+        prompt_seconds=prompt_seconds,
+        alone=pace_alone,
+        beside=pace_beside,
+        tpot_p99_ratio=pace_beside.tpot_p99_ms / pace_alone.tpot_p99_ms,
+        gap_p99_ratio=pace_beside.gap_p99_ms / pace_alone.gap_p99_ms,
+    )
+
+
+def _gaps_ms(
+    thread: StepThread, group: SessionGroup, *, steps: int = 0, until: SessionGroup | None = None
+) -> list[float]:
+    """Times from one answer of the group to the next: for so many steps, or until another group has a token."""
+    gaps: list[float] = []
+    last = time.perf_counter()
+    waits = until is not None
+    while waits or len(gaps) < steps:
+        trees = group.trees()
+        count = len(trees)
+        if until is not None:
+            trees += until.trees()
+        results = _answer(thread, Batch(trees=trees)).results
+        now = time.perf_counter()
+        gaps.append(1e3 * (now - last))
+        last = now
+        group.take(results[:count])
+        waits = until is not None and until.take(results[count:]) == 0
+    return gaps

@@ -1,0 +1,156 @@
+"""The time of a step at many sizes: Outrider's against the floor and against transformers."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from benchmarks.target_bench.models import BenchModel
+from benchmarks.target_bench.points import Point, kv_bytes
+from benchmarks.target_bench.transformers_steps import TransformersStep, free_memory, load_transformers, time_ms
+from benchmarks.target_bench.worker import (
+    LaunchClock,
+    WorkerOptions,
+    capture_missing,
+    fill_caches,
+    make_verifier,
+    open_with_context,
+)
+
+from outrider.engine.model_runner import ModelRunner
+from outrider.target_worker.verifier import Verifier
+
+_WARM_UPS = 4
+# Of the device's memory, what models, graphs and the work of a step take beside contexts.
+_NOT_FOR_CONTEXTS = 0.25
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """Medians of one measurement, in milliseconds.
+
+    Attributes:
+        device_ms: from the first work of a step on the device to its last.
+        wall_ms: from the plan of a step to its committed tokens, on the host, nothing overlapped.
+    """
+
+    device_ms: float
+    wall_ms: float
+
+
+@dataclass(kw_only=True)
+class StepRow:
+    """One point.
+
+    Attributes:
+        point: what a step computes.
+        ours: two measurements; empty where it could not be measured.
+        eager_ms, compiled_ms: transformers', two measurements each; empty where left out.
+        failures: why something could not be measured.
+    """
+
+    point: Point
+    ours: list[StepTimes] = field(default_factory=list)
+    eager_ms: list[float] = field(default_factory=list)
+    compiled_ms: list[float] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+
+def points_that_fit(model: BenchModel, points: Iterable[Point], device: torch.device) -> list[Point]:
+    """Those whose contexts leave room for the model; `device` is a CUDA device."""
+    room = torch.cuda.get_device_properties(device).total_memory * (1 - _NOT_FOR_CONTEXTS)
+    weights = 2 * (model.sizes.layer_weights + 2 * model.sizes.head_weights)
+    return [point for point in points if kv_bytes(model.sizes, point) + weights <= room]
+
+
+def measure_ours(
+    model: BenchModel, rows: Sequence[StepRow], device: torch.device, say: Progress, *, repeats: int
+) -> None:
+    """Fills in what Outrider takes, the whole measured twice."""
+    points = [row.point for row in rows]
+    steps = 2 * (_WARM_UPS + repeats) + 8
+    options = WorkerOptions(
+        max_num_seqs=max(point.sessions for point in points),
+        max_model_len=max(point.context for point in points) + steps * 4 + 256,
+        max_tree_nodes=max(point.rows for point in points),
+        max_step_tokens=max(512, *(point.tokens for point in points)),
+        num_slots=max(point.sessions * (point.context + point.rows + 4 * steps) for point in points),
+    )
+    runner, verifier = make_verifier(model, str(device), options)
+    fill_caches(runner)
+    clock = LaunchClock(runner)
+    for row in (*rows, *rows):
+        try:
+            row.ours.append(_measure_point(runner, verifier, clock, row.point, repeats))
+            say(f"{row.point}: {row.ours[-1].device_ms:.3f} ms, {row.ours[-1].wall_ms:.3f} with the host")
+        except Exception as error:  # noqa: BLE001 one point that fails must not hide the others
+            row.failures.append(f"ours: {type(error).__name__}: {error}".splitlines()[0])
+            say(f"{row.point}: {row.failures[-1]}")
+    clock.stop()
+
+
+def _measure_point(
+    runner: ModelRunner, verifier: Verifier, clock: LaunchClock, point: Point, repeats: int
+) -> StepTimes:
+    group = open_with_context(runner, verifier, point, seed=point.tokens)
+    walls = []
+    try:
+        for number in range(_WARM_UPS + repeats):
+            if number == _WARM_UPS - 1:
+                capture_missing(runner)
+            if number == _WARM_UPS:
+                clock.clear()
+            trees = group.trees()
+            began = time.perf_counter()
+            step = verifier.finish(verifier.begin(trees))
+            walls.append(1e3 * (time.perf_counter() - began))
+            if group.take(step.results) < point.sessions:
+                raise RuntimeError("sessions had to wait: too few slots or rows")
+        return StepTimes(device_ms=statistics.median(clock.step_ms()), wall_ms=statistics.median(walls[_WARM_UPS:]))
+    finally:
+        for key in group.keys:
+            verifier.close(key, 1)
+
+
+def measure_transformers(
+    model: BenchModel,
+    rows: Sequence[StepRow],
+    device: torch.device,
+    say: Progress,
+    *,
+    repeats: int,
+    compiled: Callable[[Point], bool],
+) -> None:
+    """Fills in what transformers takes, each figure measured twice."""
+    theirs = load_transformers(model, device)
+    for row in rows:
+        step = None
+        try:
+            step = TransformersStep(theirs, row.point)
+            row.eager_ms += [time_ms(step, step.eager(), repeats=repeats) for _ in range(2)]
+            if compiled(row.point):
+                began = time.perf_counter()
+                replay = step.compiled()
+                row.compiled_ms += [time_ms(step, replay, repeats=repeats) for _ in range(2)]
+                say(f"{row.point}: compiled in {time.perf_counter() - began:.0f} s, {row.compiled_ms[0]:.3f} ms")
+            say(f"{row.point}: transformers, eager, {row.eager_ms[0]:.3f} ms")
+        except Exception as error:  # noqa: BLE001 one point that fails must not hide the others
+            row.failures.append(f"transformers: {type(error).__name__}: {error}".splitlines()[0])
+            say(f"{row.point}: {row.failures[-1]}")
+        del step
+        free_memory()
+
+
+def ratio(left: float | None, right: float | None) -> float | None:
+    """None where either is missing."""
+    return None if left is None or right is None else left / right
+
+
+def first(values: Sequence[float]) -> float | None:
+    """None where there is none."""
+    return values[0] if values else None
