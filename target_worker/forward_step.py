@@ -1,6 +1,8 @@
 """One forward of the target and what it decides: rows of every session's work, choices, walks.
 
-A forward is started and finished apart, so that the host can prepare the next one in between.
+A forward is started and finished apart, so that the host can prepare the next one in between. Where the device chooses
+and walks by itself, only tokens and paths come back. Where a session's logits are read or changed before the choice
+(processors, log probabilities, another rule than coupled), they are taken from the forward and judged here.
 """
 
 from __future__ import annotations
@@ -12,15 +14,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from outrider.engine.batch import BatchBuilder
+from outrider.engine.batch import BatchBuilder, ForwardBatch
 from outrider.engine.kv_slots import SlotTable
 from outrider.engine.model_runner import ModelRunner
-from outrider.target_worker.logits import process
+from outrider.engine.step_runner import LaunchedStep
+from outrider.target_worker.forest import Forest
+from outrider.target_worker.logits import needs_logits, process
 from outrider.target_worker.node_rows import NodeRows
 from outrider.target_worker.planning import Work
 from outrider.target_worker.rules import verify
-from outrider.target_worker.walk import Walk
-from outrider.tree import ancestor_masks
+from outrider.target_worker.walk import Walk, walks_of
+
+_NO_LOGITS = torch.empty(0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -29,7 +34,7 @@ class Verdict:
 
     Attributes:
         walk: down its tree.
-        raw: [1 + n, V] the logits of its root and nodes before any processor.
+        raw: [1 + n, V] the logits of its root and nodes before any processor; empty where nobody asks for them.
     """
 
     walk: Walk
@@ -37,25 +42,28 @@ class Verdict:
 
 
 class ForwardStep:
-    """A forward under way.
+    """A forward under way, whose logits are judged when it is finished.
 
     Args:
-        begin_ns: when it was started.
-        logits: [T, V] float32 of the rows that verify.
+        begin_ns: when it was started, by `time.perf_counter_ns`.
         trees: what verifies, by id of its work, in the order of the logits.
+        logits: [T, V] float32 of the rows that verify; None where there is no forward.
 
     Attributes:
         forward_ns: how long forward, choices and walks took; 0 until `finish`.
+        may_overlap: whether another step may be started before this one is finished, and gains by it.
     """
 
-    def __init__(self, begin_ns: int, logits: torch.Tensor, trees: dict[int, NodeRows]) -> None:
-        self._begin_ns = begin_ns
-        self._logits = logits
-        self._trees = trees
+    may_overlap = False
+
+    def __init__(self, begin_ns: int, trees: dict[int, NodeRows], logits: torch.Tensor | None) -> None:
+        self._begin_ns, self._trees, self._logits = begin_ns, trees, logits
         self.forward_ns = 0
 
     def finish(self) -> dict[int, Verdict]:
         """Waits for the forward; the verdicts of the works that verify, by their id."""
+        if self._logits is None:
+            return {}
         verdicts: dict[int, Verdict] = {}
         if self._trees:
             parts = list(self._trees.values())
@@ -64,22 +72,51 @@ class ForwardStep:
             for (work, tree), walk in zip(self._trees.items(), verify(self._logits, parts), strict=True):
                 verdicts[work] = Verdict(walk=walk, raw=raw[first : first + tree.count])
                 first += tree.count
-        if self._begin_ns:
-            self.forward_ns = time.perf_counter_ns() - self._begin_ns
+        self.forward_ns = time.perf_counter_ns() - self._begin_ns
         return verdicts
+
+
+class WalkedStep(ForwardStep):
+    """A forward whose walks the device does by itself.
+
+    Args:
+        begin_ns: when it was started, by `time.perf_counter_ns`.
+        trees: what verifies, by id of its work.
+        launched: the forward.
+    """
+
+    may_overlap = True
+
+    def __init__(self, begin_ns: int, trees: dict[int, NodeRows], launched: LaunchedStep) -> None:
+        super().__init__(begin_ns, trees, None)
+        self._launched = launched
+
+    def finish(self) -> dict[int, Verdict]:
+        """As the base's."""
+        walks: list[Walk] = []
+        if self._trees:
+            answer = self._launched.result()
+            walks = walks_of(answer.tokens, answer.rows, answer.accepted)
+        else:
+            self._launched.wait()
+        self.forward_ns = self._launched.device_ns()
+        return {work: Verdict(walk=walk, raw=_NO_LOGITS) for work, walk in zip(self._trees, walks, strict=True)}
 
 
 def start_forward(runner: ModelRunner, works: Sequence[Work]) -> ForwardStep:
     """Starts the forward of all works that have rows; their slots are reserved."""
     active = [work for work in works if work.rows]
     if not active:
-        return ForwardStep(0, torch.empty(0), {})
-    builder = BatchBuilder()
+        return ForwardStep(0, {}, None)
     trees = {id(work): _node_rows(work) for work in active if work.verifies}
-    for work in active:
-        _add_rows(builder, work, trees.get(id(work)), runner.slots)
+    parts = list(trees.values())
+    forest = Forest(parts) if parts else None
+    batch = _batch(active, forest, runner.slots)
     begin_ns = time.perf_counter_ns()
-    return ForwardStep(begin_ns, runner.forward(builder.build()), trees)
+    if runner.steps is None or needs_logits(parts):
+        return ForwardStep(begin_ns, trees, runner.forward(batch))
+    staged = runner.steps.stage(batch, None if forest is None else forest.choices())
+    return WalkedStep(begin_ns, trees, runner.steps.launch(staged))
 
 
 def _node_rows(work: Work) -> NodeRows:
@@ -89,23 +126,35 @@ def _node_rows(work: Work) -> NodeRows:
     return NodeRows.of(work.session, work.tree.tokens, work.tree.parents, work.tree.distributions)
 
 
-def _add_rows(builder: BatchBuilder, work: Work, tree: NodeRows | None, slots: SlotTable) -> None:
+def _batch(works: Sequence[Work], forest: Forest | None, slots: SlotTable) -> ForwardBatch:
+    """The rows of all works, in their order."""
+    builder = BatchBuilder()
+    place = 0
+    for work in works:
+        session = work.session
+        first_index = slots.length(session.row) - work.rows
+        if not work.nodes:
+            end = first_index + work.prefill + work.verifies
+            builder.add_chain(session.row, session.tokens[first_index:end], first_index, work.verifies)
+        else:
+            assert forest is not None
+            if work.prefill:
+                builder.add_chain(session.row, session.tokens[first_index : session.root_index], first_index, False)
+            _add_tree(builder, work, forest, forest.rows_of(place))
+        place += work.verifies
+    return builder.build()
+
+
+def _add_tree(builder: BatchBuilder, work: Work, forest: Forest, rows: slice) -> None:
     session = work.session
-    first_index = slots.length(session.row) - work.rows
-    if tree is None or not tree.tokens:
-        chain = session.tokens[first_index : first_index + work.prefill + work.verifies]
-        builder.add_chain(session.row, chain, first_index, work.verifies)
-        return
-    root = session.root_index
-    if work.prefill:
-        builder.add_chain(session.row, session.tokens[first_index:root], first_index, False)
-    # Nodes past the session's end are never accepted: their positions stay within what the model knows.
-    positions = np.minimum(root + tree.depths, session.limit - 1).tolist()
+    root, count = session.root_index, rows.stop - rows.start
     builder.add_tree(
         session.row,
         tree_start=root,
-        token_ids=[session.tokens[root], *tree.tokens],
-        positions=positions,
-        masks=ancestor_masks(tree.parents),
-        write_indices=range(root, root + tree.count),
+        token_ids=forest.tokens[rows].tolist(),
+        # Nodes past the session's end are never accepted: their positions stay within what the model knows.
+        positions=np.minimum(root + forest.depths[rows], session.limit - 1),
+        masks=forest.masks[rows],
+        write_indices=range(root, root + count),
+        key_len=root + count,
     )

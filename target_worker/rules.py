@@ -25,8 +25,8 @@ from outrider.kernels.noise import STREAM_COINS, STREAM_RESIDUAL, philox_uint32
 from outrider.kernels.tree_sampling import tree_speculative_sampling_target_only
 from outrider.kernels.verify_coupled import verify_coupled
 from outrider.sampling import VerificationRule
-from outrider.target_worker.node_rows import NodeRows, SamplingColumns
-from outrider.target_worker.walk import TreeLinks, Walk, WalkOutputs, padded_rows
+from outrider.target_worker.node_rows import NodeRows
+from outrider.target_worker.walk import ChoiceColumns, Walk, WalkOutputs
 
 # Rows of probabilities that exist at a time have at most so many entries: 256 MiB of float32.
 _MOST_PROBABILITIES = 1 << 26
@@ -77,9 +77,8 @@ def _shares(trees: Sequence[NodeRows], *, vocab_size: int) -> Iterator[tuple[lis
 
 def coupled_walks(logits: torch.Tensor, trees: Sequence[NodeRows]) -> list[Walk]:
     """The coupled rule's."""
-    columns = SamplingColumns.of(trees, logits.device)
-    links = TreeLinks.of(trees, logits.device)
-    outputs = WalkOutputs(links)
+    columns = ChoiceColumns.of(trees, logits.device)
+    outputs = WalkOutputs(columns.tree_rows)
     verify_coupled(
         logits,
         columns.seeds,
@@ -89,10 +88,10 @@ def coupled_walks(logits: torch.Tensor, trees: Sequence[NodeRows]) -> list[Walk]
         columns.top_p,
         columns.min_p,
         choice_index=columns.choice_index,
-        candidates=links.candidates,
-        retrive_index=links.rows,
-        retrive_next_token=links.first_child,
-        retrive_next_sibling=links.next_sibling,
+        candidates=columns.candidates,
+        retrive_index=columns.tree_rows,
+        retrive_next_token=columns.first_child,
+        retrive_next_sibling=columns.next_sibling,
         predicts=outputs.predicts,
         accept_index=outputs.accept_index,
         accept_token_num=outputs.accept_token_num,
@@ -105,19 +104,18 @@ def target_only_walks(logits: torch.Tensor, trees: Sequence[NodeRows]) -> list[W
 
     The coin of a node is that of the position after it; the final token's is that of the position after the root.
     """
-    columns = SamplingColumns.of(trees, logits.device)
-    links = TreeLinks.of(trees, logits.device)
-    outputs = WalkOutputs(links)
+    columns = ChoiceColumns.of(trees, logits.device)
+    outputs = WalkOutputs(columns.tree_rows)
     sampling = trees[0].session.sampling
-    index = links.rows.clamp(min=0)
+    index = columns.tree_rows.clamp(min=0)
     tree_speculative_sampling_target_only(
         outputs.predicts,
         outputs.accept_index,
         outputs.accept_token_num,
-        links.candidates,
-        links.rows,
-        links.first_child,
-        links.next_sibling,
+        columns.candidates,
+        columns.tree_rows,
+        columns.first_child,
+        columns.next_sibling,
         _coins(columns, STREAM_COINS)[index],
         _coins(columns, STREAM_RESIDUAL)[index[:, 0]],
         _probs(logits, columns, index),
@@ -134,15 +132,13 @@ def rejection_walks(logits: torch.Tensor, trees: Sequence[NodeRows]) -> list[Wal
     The numbers of node i are those of (position after the root, i).
     """
     device = logits.device
-    columns = SamplingColumns.of(trees, device)
-    index = torch.from_numpy(padded_rows(trees)).to(device).clamp(min=0)
-    ids = np.full((len(trees), index.shape[1] - 1), -1, dtype=np.int64)
-    for place, tree in enumerate(trees):
-        ids[place, : len(tree.tokens)] = tree.tokens
+    columns = ChoiceColumns.of(trees, device)
+    index = columns.tree_rows.clamp(min=0)
+    ids = columns.candidates[:, 1:].contiguous()
     roots = index[:, 0]
     tokens, _, emitted = chain_speculative_sampling(
-        _draft_probs(trees, (*ids.shape, logits.shape[1]), device),
-        torch.from_numpy(ids).to(device),
+        _draft_probs(trees, (len(trees), ids.shape[1], logits.shape[1]), device),
+        ids,
         _probs(logits, columns, index),
         seed=columns.seeds[roots],
         offset=columns.positions[roots] | columns.choice_index[roots] << 32,
@@ -153,7 +149,7 @@ def rejection_walks(logits: torch.Tensor, trees: Sequence[NodeRows]) -> list[Wal
     ]
 
 
-def _probs(logits: torch.Tensor, columns: SamplingColumns, index: torch.Tensor) -> torch.Tensor:
+def _probs(logits: torch.Tensor, columns: ChoiceColumns, index: torch.Tensor) -> torch.Tensor:
     """[bs, n, V] the target's distributions at the rows of `index` [bs, n]."""
     flat = index.flatten()
     found = filtered_probs(
@@ -176,7 +172,7 @@ def _draft_probs(trees: Sequence[NodeRows], shape: tuple[int, int, int], device:
     return dense
 
 
-def _coins(columns: SamplingColumns, stream: int) -> torch.Tensor:
+def _coins(columns: ChoiceColumns, stream: int) -> torch.Tensor:
     """[T] float32 in [0, 1), one of each row's position."""
     ids = torch.zeros_like(columns.positions)[:, None]
     words = philox_uint32(columns.seeds, columns.positions, ids, stream, columns.choice_index)

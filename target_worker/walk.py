@@ -6,11 +6,12 @@ Shapes: T rows of all trees (root and nodes, tree after tree), bs trees, n rows 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 
+from outrider.target_worker.forest import Forest
 from outrider.target_worker.node_rows import NodeRows
 
 
@@ -28,62 +29,38 @@ class Walk:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class TreeLinks:
-    """Trees as retrieve links (see `outrider.kernels.verify_tree`), padded to the largest; each [bs, n] int64.
+class ChoiceColumns:
+    """`TreeChoices` on a device, as the operators take them: floats float32, everything else int64."""
 
-    Attributes:
-        candidates: tokens of the nodes, -1 for roots and padding.
-        rows: of the T, -1 for padding.
-        first_child, next_sibling: -1 for none.
-    """
-
+    seeds: torch.Tensor
+    positions: torch.Tensor
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    choice_index: torch.Tensor
     candidates: torch.Tensor
-    rows: torch.Tensor
+    tree_rows: torch.Tensor
     first_child: torch.Tensor
     next_sibling: torch.Tensor
 
     @classmethod
-    def of(cls, trees: Sequence[NodeRows], device: torch.device) -> TreeLinks:
-        """Those of trees whose rows stand one after the other."""
-        rows = padded_rows(trees)
-        candidates, first_child, next_sibling = (np.full_like(rows, -1) for _ in range(3))
-        for place, tree in enumerate(trees):
-            candidates[place, 1 : tree.count] = tree.tokens
-            _link(tree.parents, first_child[place], next_sibling[place])
-        columns = {
-            "candidates": candidates,
-            "rows": rows,
-            "first_child": first_child,
-            "next_sibling": next_sibling,
-        }
-        return cls(**{name: torch.from_numpy(column).to(device) for name, column in columns.items()})
-
-
-def padded_rows(trees: Sequence[NodeRows]) -> np.ndarray:
-    """[bs, n] int64: which of the T rows each node is, -1 past a tree's last."""
-    rows = np.full((len(trees), max(tree.count for tree in trees)), -1, dtype=np.int64)
-    first = 0
-    for place, tree in enumerate(trees):
-        rows[place, : tree.count] = np.arange(first, first + tree.count)
-        first += tree.count
-    return rows
-
-
-def _link(parents: Sequence[int], first_child: np.ndarray, next_sibling: np.ndarray) -> None:
-    newest: dict[int, int] = {}
-    for number, parent in enumerate(parents, start=1):
-        if parent in newest:
-            next_sibling[newest[parent]] = number
-        else:
-            first_child[parent] = number
-        newest[parent] = number
+    def of(cls, trees: Sequence[NodeRows], device: torch.device) -> ChoiceColumns:
+        """Those of all rows of the trees, tree after tree."""
+        choices = Forest(trees).choices()
+        columns = {}
+        for field in fields(cls):
+            values = getattr(choices, field.name)
+            kept = values if values.dtype == np.float32 else values.astype(np.int64)
+            columns[field.name] = torch.from_numpy(np.ascontiguousarray(kept)).to(device)
+        return cls(**columns)
 
 
 class WalkOutputs:
     """What a tree operator writes, and the walks that it means.
 
     Args:
-        links: of the trees.
+        tree_rows: [bs, n] of the trees.
 
     Attributes:
         predicts: [bs * n] int32, the emitted token at each row of a path.
@@ -91,22 +68,33 @@ class WalkOutputs:
         accept_token_num: [bs] int32, accepted nodes.
     """
 
-    def __init__(self, links: TreeLinks) -> None:
-        trees, rows = links.rows.shape
-        device = links.rows.device
+    def __init__(self, tree_rows: torch.Tensor) -> None:
+        trees, rows = tree_rows.shape
+        device = tree_rows.device
         self.predicts = torch.zeros(trees * rows, dtype=torch.int32, device=device)
         self.accept_index = torch.zeros(trees, rows, dtype=torch.int32, device=device)
         self.accept_token_num = torch.zeros(trees, dtype=torch.int32, device=device)
 
     def walks(self) -> list[Walk]:
         """[bs] on the host."""
-        tokens = self.predicts.tolist()
-        found = []
-        for rows, accepted in zip(self.accept_index.tolist(), self.accept_token_num.tolist(), strict=True):
-            path = rows[: accepted + 1]
-            # A tree's rows follow one another, so a row's distance from the root's is its number.
-            found.append(Walk(nodes=[row - path[0] for row in path[1:]], tokens=[tokens[row] for row in path]))
-        return found
+        rows, accepted = self.accept_index.cpu().numpy(), self.accept_token_num.cpu().numpy()
+        return walks_of(self.predicts.cpu().numpy()[rows], rows, accepted)
+
+
+def walks_of(tokens: np.ndarray, rows: np.ndarray, accepted: np.ndarray) -> list[Walk]:
+    """The walks that paths mean.
+
+    Args:
+        tokens: [bs, m] the token chosen at each row of a path.
+        rows: [bs, m] the rows, root first.
+        accepted: [bs] accepted nodes; what lies past them means nothing.
+    """
+    # A tree's rows follow one another, so a row's distance from the root's is its number.
+    numbers = (rows[:, 1:] - rows[:, :1]).tolist()
+    return [
+        Walk(nodes=nodes[:count], tokens=chosen[: count + 1])
+        for nodes, chosen, count in zip(numbers, tokens.tolist(), accepted.tolist(), strict=True)
+    ]
 
 
 def emit(walk: Walk, *, stop_token_ids: frozenset[int], room: int) -> tuple[list[int], list[int]]:

@@ -1,5 +1,7 @@
 """The rule by which a request's tokens are chosen, as plain data (torch-free), and its form on the wire."""
 
+import functools
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -73,6 +75,16 @@ class SamplingSpec:
     def has_penalties(self) -> bool:
         """Whether a choice depends on how often tokens occurred before."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @functools.cached_property
+    def record(self) -> bytes:
+        """What a choice reads, packed: seed, temperature, top_p, min_p, top_k, choice_index as `<Qfffii4x`.
+
+        A step reads it for every session: made once, it costs a step a tenth of six columns made value by value.
+        """
+        top_k = min(max(self.top_k, -1), (1 << 31) - 1)
+        numbers = (self.seed & (1 << 64) - 1, self.temperature, self.top_p, self.min_p, top_k, self.choice_index)
+        return struct.pack("<Qfffii4x", *numbers)
 
     def to_proto(self) -> common_pb2.SamplingState:
         """The message that opens a session at a worker."""

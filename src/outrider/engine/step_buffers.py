@@ -8,6 +8,7 @@ Shapes: as in `outrider.engine.buckets`, and N rows of a verified tree, U entrie
 """
 
 import functools
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -130,15 +131,13 @@ class StagedStep:
 
 
 class StepBuffer:
-    """One pinned buffer for a step's bytes and one for its answer.
-
-    Attributes:
-        done: recorded after the last step that used the buffers; None on a CPU.
-    """
+    """One pinned buffer for a step's bytes and one for its answer, and the time of the step that used them last."""
 
     def __init__(self, device: torch.device) -> None:
         self._pinned = device.type == "cuda"
-        self.done = torch.cuda.Event() if self._pinned else None
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if self._pinned else []
+        self._times = [0, 0]
+        self._used = False
         self._tensors: dict[str, torch.Tensor] = {}
         self._arrays: dict[Bucket, dict[str, np.ndarray]] = {}
 
@@ -163,10 +162,31 @@ class StepBuffer:
         """[count] int32 on the host."""
         return self._bytes("answer", 4 * count)[: 4 * count].view(torch.int32)
 
+    def note_begin(self) -> None:
+        """Here the device begins with the step."""
+        self._used = True
+        self._note(0)
+
+    def note_end(self) -> None:
+        """Here the device is done with the step and with the buffers."""
+        self._note(1)
+
     def wait(self) -> None:
         """Until the step that used the buffers last is done."""
-        if self.done is not None:
-            self.done.synchronize()
+        if self._events and self._used:
+            self._events[1].synchronize()
+
+    def elapsed_ns(self) -> int:
+        """How long the device took for that step, once it is done."""
+        if self._events:
+            return int(self._events[0].elapsed_time(self._events[1]) * 1e6)
+        return self._times[1] - self._times[0]
+
+    def _note(self, place: int) -> None:
+        if self._events:
+            self._events[place].record()
+        else:
+            self._times[place] = time.perf_counter_ns()
 
     def _bytes(self, name: str, nbytes: int) -> torch.Tensor:
         held = self._tensors.get(name)

@@ -41,6 +41,10 @@ class LaunchedStep:
         """Until the device is done."""
         self._buffer.wait()
 
+    def device_ns(self) -> int:
+        """How long the device worked on the step, once it is done."""
+        return self._buffer.elapsed_ns()
+
     def result(self) -> StepAnswer:
         """The walks of a step with choices, once the device is done."""
         self.wait()
@@ -93,14 +97,14 @@ class StepRunner:
         if buffer is None:
             buffer = self._buffers.take()
             buffer.copy_in(staged.data)
+        buffer.note_begin()
         if staged.more_updates.size:
             more = torch.from_numpy(np.ascontiguousarray(staged.more_updates))
             self._program.update_slots(more.to(self._program.device))
         output = self._graphs.run(staged.bucket, buffer.step_tensor(len(staged.data)))
         if len(output.answer):
             buffer.answer(len(output.answer)).copy_(output.answer, non_blocking=True)
-        if buffer.done is not None:
-            buffer.done.record()
+        buffer.note_end()
         return LaunchedStep(staged, buffer, output.logits)
 
     @torch.inference_mode()
