@@ -138,8 +138,9 @@ def _launch(
         PARTS=parts,
         NORMS_ADDEND=addend_weight is not None,
         BLOCK_N=block,
-        # By the columns alone: another number would change the order of the sums, and so the bits.
-        num_warps=min(max(block // 256, 1), 16),
+        # Not by the rows: another number changes the order of the sums, and so the bits. Many parts are many loads in
+        # flight: 2.4 us instead of 4.0 for 16 of 4096 columns.
+        num_warps=min(max(block // 128, 1), 32) if parts > 1 else min(max(block // 512, 1), 16),
         **early_options(hidden.device),
     )
 
