@@ -144,8 +144,9 @@ def test_the_dtype_of_queries() -> None:
 
 @pytest.mark.gpu
 @_NEEDS_CUDA
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-@pytest.mark.parametrize(("rows", "parts"), [(1, 8), (7, 3), (64, 4), (1500, 1)])
+@pytest.mark.parametrize(
+    ("head_dim", "rows", "parts"), [(64, 1, 8), (96, 7, 3), (96, 1500, 1), (128, 64, 4), (128, 1500, 1), (256, 65, 2)]
+)
 def test_cuda_sizes(head_dim: int, rows: int, parts: int) -> None:
     sizes: dict[str, Any] = {"rows": rows, "parts": parts, "heads": 12, "heads_kv": 3, "head_dim": head_dim}
     for dtype in (torch.bfloat16, torch.float32):
