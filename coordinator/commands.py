@@ -141,6 +141,7 @@ def statistics(result: GenerationOutput) -> str:
     return (
         f"{result.usage.completion_tokens} tokens in {timings.total_ms:.0f} ms "
         f"(first after {timings.ttft_ms:.0f} ms, then {timings.tpot_ms:.2f} ms a token), "
+        f"prompt of {result.usage.prompt_tokens} ({result.usage.cached_tokens} cached), "
         f"{speculation.verify_steps} verifications, acceptance length {speculation.acceptance_length:.2f}, "
         f"finish reason {result.finish_reason}, seed {result.seed}"
     )
@@ -156,6 +157,7 @@ def result_dict(result: GenerationOutput) -> dict[str, Any]:
         "usage": {
             "prompt_tokens": result.usage.prompt_tokens,
             "completion_tokens": result.usage.completion_tokens,
+            "cached_tokens": result.usage.cached_tokens,
         },
         "speculation": {
             "verify_steps": speculation.verify_steps,
@@ -244,6 +246,7 @@ def _worker_dict(worker: generation_pb2.WorkerStatus) -> dict[str, Any]:
         "dtype": introduction.model.dtype,
         "sessions": load.sessions,
         "slots_used": load.slots_used,
+        "slots_cached": load.slots_cached,
         "slots_total": load.slots_total,
         "steps": load.steps,
         "busy": load.busy,
@@ -272,7 +275,9 @@ def _server_table(endpoint: str, info: generation_pb2.ServerInfo) -> Table:
 
 
 def _worker_table(workers: Iterable[generation_pb2.WorkerStatus]) -> Table:
-    table = Table("role", "worker", "address", "state", "model", "sessions", "KV slots", "steps", "busy", "lease age")
+    table = Table(
+        "role", "worker", "address", "state", "model", "sessions", "KV slots", "cached", "steps", "busy", "lease age"
+    )
     for worker in map(_worker_dict, workers):
         table.add_row(
             worker["role"],
@@ -282,6 +287,7 @@ def _worker_table(workers: Iterable[generation_pb2.WorkerStatus]) -> Table:
             f"{worker['model']} {worker['dtype']}",
             str(worker["sessions"]),
             f"{worker['slots_used']}/{worker['slots_total']}",
+            str(worker["slots_cached"]),
             str(worker["steps"]),
             f"{worker['busy']:.0%}",
             f"{worker['lease_age_ms']:.0f} ms",

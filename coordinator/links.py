@@ -223,6 +223,7 @@ def _verify_result(response: target_pb2.VerifyResponse) -> VerifyResult:
         split_by_counts(response.token_counts),
         strict=True,
     )
+    cached_tokens = response.cached_tokens or [0] * len(response.session_ids)
     for row, (session_id, epoch, outcome, accepted, emitted) in enumerate(columns):
         token_ids = response.tokens[emitted]
         if outcome == target_pb2.OUTCOME_ACCEPTED and not token_ids:
@@ -236,6 +237,7 @@ def _verify_result(response: target_pb2.VerifyResponse) -> VerifyResult:
                 accepted_nodes=response.accepted_nodes[accepted],
                 token_ids=token_ids,
                 logprobs=logprobs.get(row),
+                cached_tokens=cached_tokens[row],
             )
         )
     return VerifyResult(

@@ -148,13 +148,14 @@ class SpeculationCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationResult:
-    """The last event of a request."""
+    """The last event of a request; `cached_tokens` of its prompt were computed for none of its choices."""
 
     choices: Sequence[ChoiceResult]
     speculation: SpeculationCounts
     queue_s: float
     ttft_s: float
     total_s: float
+    cached_tokens: int = 0
 
 
 GenerationEvent = TokenDelta | RoundRecord | GenerationResult
@@ -223,6 +224,7 @@ class SessionVerdict:
         fault: None, or why the session is closed at the worker.
         accepted_nodes: numbers (from 1) in the submitted tree, root to leaf.
         token_ids: emitted tokens.
+        cached_tokens: of the prompt, tokens whose KV the target had, where tokens were emitted.
     """
 
     session_id: int
@@ -232,6 +234,7 @@ class SessionVerdict:
     accepted_nodes: Sequence[int] = ()
     token_ids: Sequence[int] = ()
     logprobs: TokenLogprobs | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -110,6 +110,7 @@ def _finished(result: GenerationResult, request: GenerationRequest) -> generatio
         usage=generation_pb2.Usage(
             prompt_tokens=len(request.prompt_token_ids),
             completion_tokens=sum(choice.completion_tokens for choice in result.choices),
+            cached_tokens=result.cached_tokens,
         ),
         speculation=generation_pb2.SpeculationStats(
             verify_steps=counts.verify_steps,

@@ -58,6 +58,8 @@ class Session:
         self.text_bytes = 0
         self.result: ChoiceResult | None = None
         self.verify_steps = self.drafted_tokens = self.accepted_tokens = 0
+        self.cached_tokens: int | None = None
+        """Of the prompt, what the first target had; None before it answered."""
         self.epoch = 0
         self.target_id: str | None = None
         self.target_epoch = 0
@@ -145,6 +147,8 @@ class Session:
         offset, text_offset = self.output_length, self.text_bytes
         text, kept = self._extend(token_ids)
         token_ids = token_ids[:kept]
+        if self.cached_tokens is None:
+            self.cached_tokens = verdict.cached_tokens
         self.verify_steps += 1
         self.drafted_tokens += len(submission.nodes)
         self.accepted_tokens += min(len(verdict.accepted_nodes), kept)
@@ -283,6 +287,7 @@ class Generation:
                 queue_s=((self._admitted_ns or now) - self._arrived_ns) / 1e9,
                 ttft_s=(first - self._arrived_ns) / 1e9,
                 total_s=(now - self._arrived_ns) / 1e9,
+                cached_tokens=min((session.cached_tokens or 0 for session in self.sessions), default=0),
             )
         )
 

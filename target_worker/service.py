@@ -195,6 +195,7 @@ def pack(request: target_pb2.VerifyRequest, done: BatchResult, load: Load) -> _R
         response.accepted_nodes.extend(result.accepted_nodes)
         response.token_counts.append(len(result.token_ids))
         response.tokens.extend(result.token_ids)
+        response.cached_tokens.append(result.cached_tokens)
         if result.logprobs is not None:
             response.logprobs.append(
                 target_pb2.Logprobs(
@@ -224,6 +225,7 @@ def pack_load(load: Load) -> common_pb2.WorkerLoad:
     return common_pb2.WorkerLoad(
         sessions=load.sessions,
         slots_used=load.slots_used,
+        slots_cached=load.slots_cached,
         slots_total=load.slots_total,
         steps=load.steps,
         busy=load.busy,

@@ -97,6 +97,7 @@ class TreeResult:
         accepted_nodes: node numbers on the accepted path, root to leaf.
         token_ids: emitted tokens: those of the accepted nodes and the final one, unless the walk ended before it.
         logprobs: of the emitted tokens, where the session asked for them.
+        cached_tokens: of the session's prompt, tokens whose KV it found in the cache, where tokens were emitted.
         fault: what is wrong, where the outcome is an error.
     """
 
@@ -104,6 +105,7 @@ class TreeResult:
     accepted_nodes: Sequence[int] = ()
     token_ids: Sequence[int] = ()
     logprobs: TokenLogprobs | None = None
+    cached_tokens: int = 0
     fault: SessionFault | None = None
 
 
@@ -123,6 +125,12 @@ class Session:
         prompt_len: tokens of the prompt.
         sampling: how tokens are chosen.
         limit: most tokens (prompt and output) it may reach.
+        in_flight: a step of it has begun and is not finished.
+        closing: to be closed when that step is finished.
+        starved: at its last plan it found no slots.
+        cached_tokens: tokens of the prompt whose KV came from the cache.
+        reached: most tokens that ever had KV.
+        seen_version: of the prefix cache, when the session last looked for its tokens there.
     """
 
     key: SessionKey
@@ -133,11 +141,20 @@ class Session:
     prompt_len: int
     sampling: SamplingSpec
     limit: int
+    in_flight: bool = field(default=False, init=False)
+    closing: bool = field(default=False, init=False)
+    starved: bool = field(default=False, init=False)
+    cached_tokens: int = 0
+    reached: int = 0
+    seen_version: int | None = field(default=None, init=False)
     stop_token_ids: frozenset[int] = field(init=False)
     _counts: "TokenCounts | None" = field(default=None, init=False, repr=False)
+    _ids: npt.NDArray[np.int32] = field(init=False, repr=False)
+    _ids_count: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.stop_token_ids = frozenset(self.sampling.stop_token_ids)
+        self._ids = np.empty(self.limit, dtype=np.int32)
 
     @property
     def root_index(self) -> int:
@@ -151,7 +168,22 @@ class Session:
     def truncate(self, length: int) -> None:
         """Forgets the tokens from `length` on."""
         del self.tokens[length:]
+        self._ids_count = min(self._ids_count, length)
         self._counts = None
+
+    def token_ids(self) -> npt.NDArray[np.int32]:
+        """[number of tokens] all of them; kept along, for making an array of a long prompt is not free."""
+        count = len(self.tokens)
+        if count > len(self._ids):
+            self._ids = np.resize(self._ids, count)
+        if count > self._ids_count:
+            self._ids[self._ids_count : count] = self.tokens[self._ids_count :]
+            self._ids_count = count
+        return self._ids[:count]
+
+    def note_reached(self, length: int) -> None:
+        """So many tokens have KV."""
+        self.reached = max(self.reached, length)
 
     def counts(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Ascending distinct tokens, and how often each occurs in the output (0: in the prompt alone)."""

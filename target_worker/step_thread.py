@@ -62,6 +62,7 @@ class Load:
 
     sessions: int = 0
     slots_used: int = 0
+    slots_cached: int = 0
     slots_total: int = 0
     steps: int = 0
     busy: float = 0.0
@@ -163,8 +164,12 @@ class StepThread:
         may_prefill = True
         while True:
             with self._arrived:
-                while not (self._stopping or self._jobs or (may_prefill and verifier.has_pending_prefill)):
-                    self._arrived.wait()
+                while not (self._stopping or self._jobs):
+                    # A batch that is on its way takes prefill along for less than it costs alone.
+                    due_s = verifier.prefill_due_s if may_prefill and verifier.has_pending_prefill else None
+                    if due_s == 0.0:
+                        break
+                    self._arrived.wait(due_s)
                 if self._stopping:
                     return
                 jobs = self._take_jobs()
@@ -253,6 +258,7 @@ class StepThread:
         self._gauges = Load(
             sessions=verifier.session_count,
             slots_used=verifier.slots_used,
+            slots_cached=verifier.slots_cached,
             slots_total=verifier.slots_total,
             steps=verifier.steps,
         )

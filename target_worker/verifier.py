@@ -7,15 +7,17 @@ step. Under the other rules (`outrider.target_worker.rules`) their distribution 
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.engine.model_runner import ModelCard, ModelRunner
+from outrider.engine.prefix_cache import common_length
 from outrider.errors import OutOfSlots
-from outrider.sampling import VerificationRule
 from outrider.target_worker.forward_step import ForwardStep, Verdict, start_forward
 from outrider.target_worker.logits import token_logprobs
-from outrider.target_worker.planning import Planner, Work
+from outrider.target_worker.open_checks import check_open
+from outrider.target_worker.planning import Planner, Work, step_shape
+from outrider.target_worker.session_kv import SessionKv
 from outrider.target_worker.sessions import (
     DEFERRED,
     Code,
@@ -28,15 +30,26 @@ from outrider.target_worker.sessions import (
     TreeRequest,
     TreeResult,
 )
+from outrider.target_worker.step_cost import StepCost
 from outrider.target_worker.tree_checks import check_tree
 from outrider.target_worker.walk import emit
 
 _PREFILL_PART = 4
+# Before anything was measured: prefill rows that cost as much as a verification.
+_CPU_PRIOR_ROWS, _GPU_PRIOR_ROWS = 32, 256
+# After a verification its sessions' next trees are expected: for so many times as long as it took, within bounds,
+# prefill waits for them, to go beside them at a fraction of what it costs alone.
+_EXPECTED_STEPS, _LEAST_EXPECTED_NS, _MOST_EXPECTED_NS = 2.0, 3_000_000, 100_000_000
+# Sessions that were verified so lately may come back: a step of prefill alone takes no more than so many of theirs.
+_RUNNING_NS, _CHUNK_STEPS = 1_000_000_000, 2.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepResult:
-    """Results in the order of the trees, and what the step cost (see StepReport in common.proto)."""
+    """Results in the order of the trees, and what the step cost (see StepReport in common.proto).
+
+    `step_ns` begins when the step before ended, if this one had begun by then.
+    """
 
     results: list[TreeResult]
     step_ns: int
@@ -69,21 +82,41 @@ class Verifier:
 
     Args:
         runner: the target.
-        max_step_tokens: most rows of one forward: nodes, roots and prefill tokens.
+        max_step_tokens: most rows of one verification: nodes and roots, and prefill tokens beside them.
+        max_prefill_tokens: most rows of a step that only prefills; default a quarter of the others'.
+        prefill_slowdown: how much longer than its verification alone a step may take for the sake of prefill.
 
     Raises:
-        ValueError: `max_step_tokens` below 1.
+        ValueError: `max_step_tokens` or `max_prefill_tokens` below 1, or `prefill_slowdown` below 0.
     """
 
-    def __init__(self, runner: ModelRunner, *, max_step_tokens: int) -> None:
-        if max_step_tokens < 1:
-            raise ValueError(f"max_step_tokens: {max_step_tokens} given, at least 1 needed")
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        max_step_tokens: int,
+        max_prefill_tokens: int | None = None,
+        prefill_slowdown: float = 0.4,
+    ) -> None:
+        if max_prefill_tokens is None:
+            max_prefill_tokens = -(-max_step_tokens // _PREFILL_PART)
+        for name, value in (("max_step_tokens", max_step_tokens), ("max_prefill_tokens", max_prefill_tokens)):
+            if value < 1:
+                raise ValueError(f"{name}: {value} given, at least 1 needed")
+        if not prefill_slowdown >= 0:
+            raise ValueError(f"prefill_slowdown: {prefill_slowdown} given, at least 0 needed")
         self._runner = runner
         self._slots = runner.slots
-        self._max_step_tokens = max_step_tokens
-        self._planner = Planner(runner.slots, max_tree_nodes=runner.config.max_tree_nodes)
+        self._max_rows = max(max_step_tokens, max_prefill_tokens)
+        self._max_prefill_rows = max_prefill_tokens
+        prior_rows = _CPU_PRIOR_ROWS if runner.device.type == "cpu" else _GPU_PRIOR_ROWS
+        self._cost = StepCost(slowdown=prefill_slowdown, prior_rows=prior_rows)
+        self._kv = SessionKv(runner.slots, remembers=runner.config.enable_prefix_caching)
+        self._planner = Planner(self._kv, self._cost, max_tree_nodes=runner.config.max_tree_nodes)
         self._sessions: dict[SessionKey, Session] = {}
         self._opens = 0
+        self._finish_ns = 0
+        self._verified_ns = self._verification_ns = 0
         self.steps = 0
 
     @property
@@ -102,6 +135,11 @@ class Verifier:
         return self._slots.used
 
     @property
+    def slots_cached(self) -> int:
+        """KV slots that no session holds, with KV that is remembered."""
+        return self._slots.remembered
+
+    @property
     def slots_total(self) -> int:
         """KV slots of the cache."""
         return self._slots.num_slots
@@ -113,13 +151,27 @@ class Verifier:
 
     @property
     def has_pending_prefill(self) -> bool:
-        """Whether `prefill` would have something to try."""
-        return any(session.pending(self._slots) > 0 for session in self._sessions.values())
+        """Whether `prefill` would have something to try, now or after `prefill_due_s`."""
+        return any(not session.in_flight and self._kv.pending(session) > 0 for session in self._sessions.values())
+
+    @property
+    def prefill_due_s(self) -> float:
+        """How long prefill should wait for a batch beside which it is cheap; 0.0 when none is expected."""
+        expected_ns = _EXPECTED_STEPS * self._verification_ns
+        expected_ns = min(max(expected_ns, _LEAST_EXPECTED_NS), _MOST_EXPECTED_NS)
+        if not self._verified_ns or not any(self._may_verify(session) for session in self._sessions.values()):
+            return 0.0
+        return max(0.0, self._verified_ns + expected_ns - time.perf_counter_ns()) / 1e9
+
+    def is_in_flight(self, key: SessionKey) -> bool:
+        """Whether a step of the session has begun and is not finished."""
+        session = self._sessions.get(key)
+        return session is not None and session.in_flight
 
     def open(self, request: OpenRequest) -> None:
-        """Opens a session, or replaces it where it is open under the same or an older epoch.
+        """Opens a session, or replaces it where it is open under the same or an older epoch, and not in flight.
 
-        KV of tokens that the old and the new state share from the start on is kept.
+        KV of tokens that the old and the new state share from the start on is kept, and more is taken from the cache.
 
         Raises:
             SessionFault: an older epoch, tokens or parameters out of range, no room.
@@ -128,31 +180,34 @@ class Verifier:
         if held is not None and request.epoch < held.epoch:
             raise SessionFault(Code.FAILED_PRECONDITION, f"epoch {request.epoch} is over: {held.epoch} is open")
         tokens = [*request.prompt, *request.output]
-        self._check_open(request, tokens)
-        if held is None:
-            row = self._acquire_row()
-        else:
-            row = held.row
-            shared = _shared_prefix(held.tokens, tokens)
-            self._slots.truncate(row, min(shared, len(tokens) - 1))
+        check_open(request, tokens, model=self._runner.info, num_slots=self._slots.num_slots)
+        assert held is None or not held.in_flight, "a session is reopened while its step is in flight"
         self._opens += 1
-        self._sessions[request.key] = Session(
+        session = self._sessions[request.key] = Session(
             key=request.key,
             epoch=request.epoch,
             order=self._opens if held is None else held.order,
-            row=row,
+            row=self._acquire_row() if held is None else held.row,
             tokens=tokens,
             prompt_len=len(request.prompt),
             sampling=request.sampling,
             limit=min(len(request.prompt) + request.sampling.max_new_tokens, self._runner.info.max_model_len),
         )
+        if held is not None:
+            shared = common_length(held.token_ids(), session.token_ids())
+            self._kv.cut(held, min(shared, session.root_index))
+            session.cached_tokens, session.reached = held.cached_tokens, min(held.reached, shared)
+        self._kv.take(session)
 
     def close(self, key: SessionKey, epoch: int) -> None:
-        """Frees a session and its slots; unknown ones and those reopened under a higher epoch stay as they are."""
+        """Frees a session and its slots, after its step in flight; unknown ones and reopened ones stay as they are."""
         session = self._sessions.get(key)
-        if session is not None and session.epoch <= epoch:
+        if session is None or session.epoch > epoch:
+            return
+        session.closing = True
+        if not session.in_flight:
             del self._sessions[key]
-            self._slots.release_row(session.row)
+            self._kv.release(session)
 
     def step(self, trees: Sequence[TreeRequest]) -> StepResult:
         """Verifies a batch of trees in one forward and commits what it accepts.
@@ -164,27 +219,49 @@ class Verifier:
     def begin(self, trees: Sequence[TreeRequest]) -> PendingStep:
         """Plans a step, reserves its slots and starts its forward; `finish` must follow.
 
-        Until then its sessions stand in no other step, and are neither reopened nor closed.
+        Until then what stands in it, the sessions whose prefill it moves as well, is left out of other steps (their
+        trees are deferred), is not preempted, and must not be reopened.
         """
-        return self._begin(trees, self._max_step_tokens)
+        return self._begin(trees, self._max_rows, None)
+
+    def begin_prefill(self) -> PendingStep:
+        """The same with pending prefill alone, oldest session first.
+
+        It takes fewer rows than a step may, and little longer than a verification where sessions are running, so that a
+        batch that arrives meanwhile does not wait for long.
+        """
+        running = self._verified_ns and time.perf_counter_ns() - self._verified_ns < _RUNNING_NS
+        chunk_ns = _CHUNK_STEPS * self._verification_ns if running else None
+        return self._begin([], self._max_prefill_rows, chunk_ns)
+
+    def prefill(self) -> int:
+        """One forward of pending prefill alone; the rows it computed."""
+        return self.finish(self.begin_prefill()).tokens
 
     def finish(self, pending: PendingStep) -> StepResult:
         """Waits for the forward and commits what the walks accept."""
         results = pending.results
         judged = pending.forward.finish()
+        for work in pending.works:
+            work.session.in_flight = work.session.in_flight and not work.rows
         for place, work in zip(pending.places, pending.works, strict=False):
             verdict = judged.get(id(work))
             results[place] = DEFERRED if verdict is None else self._commit(work.session, verdict)
+        for work in pending.works:
+            self._settle(work)
         self.steps += 1
+        begin_ns, self._finish_ns = max(pending.begin_ns, self._finish_ns), time.perf_counter_ns()
+        step_ns = self._finish_ns - begin_ns
+        self._learn(pending.works, step_ns)
         return StepResult(
             results=results,
-            step_ns=time.perf_counter_ns() - pending.begin_ns,
+            step_ns=step_ns,
             forward_ns=pending.forward.forward_ns,
             tokens=sum(work.rows for work in pending.works),
             sessions=sum(work.rows > 0 for work in pending.works),
         )
 
-    def _begin(self, trees: Sequence[TreeRequest], max_step_tokens: int) -> PendingStep:
+    def _begin(self, trees: Sequence[TreeRequest], max_rows: int, chunk_ns: float | None) -> PendingStep:
         begin_ns = time.perf_counter_ns()
         results: list[TreeResult] = [DEFERRED] * len(trees)
         places: list[int] = []
@@ -192,6 +269,8 @@ class Verifier:
         count = Counter(tree.key for tree in trees)
         for place, tree in enumerate(trees):
             try:
+                if self.is_in_flight(tree.key):
+                    continue
                 asked.append((self._checked(tree, repeated=count[tree.key] > 1), tree))
                 places.append(place)
             except SessionFault as fault:
@@ -199,44 +278,39 @@ class Verifier:
         for place, result in enumerate(results):
             if result.outcome is Outcome.ERROR:
                 self.close(trees[place].key, trees[place].epoch)
-        works = self._planner.plan(asked, self._sessions.values(), max_step_tokens=max_step_tokens)
+        works = self._planner.plan(asked, self._sessions.values(), max_rows=max_rows, chunk_ns=chunk_ns)
+        for work in works:
+            work.session.in_flight = work.rows > 0
         forward = start_forward(self._runner, works)
         return PendingStep(begin_ns=begin_ns, results=results, places=places, works=works, forward=forward)
 
-    def prefill(self) -> int:
-        """One forward of pending prefill alone, oldest session first; the rows it computed.
+    def _settle(self, work: Work) -> None:
+        """What follows from a finished step for one of its sessions."""
+        session = work.session
+        if not work.rows:
+            return
+        session.note_reached(self._kv.length(session))
+        if work.prefill and self._kv.pending(session) == 0:
+            self._kv.keep(session)
+        if session.closing:
+            self.close(session.key, session.epoch)
 
-        It takes a part of a step's rows, so that a batch that arrives meanwhile does not wait for long.
-        """
-        return self.finish(self._begin([], -(-self._max_step_tokens // _PREFILL_PART))).tokens
+    def _learn(self, works: Sequence[Work], step_ns: int) -> None:
+        shape = step_shape(works)
+        self._cost.observe(shape, step_ns)
+        if shape.verify_rows:
+            self._verified_ns = self._finish_ns
+            known_ns = self._cost.verification_ns(shape.verify_rows, shape.keys)
+            self._verification_ns = step_ns if known_ns is None else int(known_ns)
+
+    def _may_verify(self, session: Session) -> bool:
+        return session.in_flight or self._kv.pending(session) == 0
 
     def _acquire_row(self) -> int:
         try:
             return self._slots.acquire_row()
         except OutOfSlots as error:
             raise SessionFault(Code.RESOURCE_EXHAUSTED, str(error)) from error
-
-    def _check_open(self, request: OpenRequest, tokens: Sequence[int]) -> None:
-        vocab_size, longest = self._runner.vocab_size, self._runner.info.max_model_len
-        sampling = request.sampling
-        if not request.prompt:
-            raise SessionFault(Code.INVALID_ARGUMENT, "prompt: empty, at least one token needed")
-        if max(tokens) >= vocab_size or min(tokens) < 0:
-            raise SessionFault(Code.INVALID_ARGUMENT, f"prompt, output: token ids from 0 to {vocab_size - 1} needed")
-        if len(tokens) > min(longest, self._slots.num_slots):
-            raise SessionFault(
-                Code.RESOURCE_EXHAUSTED,
-                f"{len(tokens)} tokens given; the model takes {longest}, the KV cache {self._slots.num_slots}",
-            )
-        named = [*sampling.allowed_token_ids, *sampling.stop_token_ids, *sampling.logit_bias]
-        if named and (max(named) >= vocab_size or min(named) < 0):
-            raise SessionFault(Code.INVALID_ARGUMENT, f"sampling: token ids from 0 to {vocab_size - 1} needed")
-        only_stops = set(sampling.allowed_token_ids) <= set(sampling.stop_token_ids)
-        if sampling.min_new_tokens and sampling.allowed_token_ids and only_stops:
-            raise SessionFault(Code.INVALID_ARGUMENT, "sampling: min_new_tokens leaves no allowed token")
-        thresholds = (sampling.threshold_single, sampling.threshold_acc)
-        if sampling.rule is VerificationRule.TARGET_ONLY and not all(0 < value <= 1 for value in thresholds):
-            raise SessionFault(Code.INVALID_ARGUMENT, f"thresholds: {thresholds} given, above 0 and at most 1 needed")
 
     def _checked(self, tree: TreeRequest, *, repeated: bool) -> Session:
         session = self._sessions.get(tree.key)
@@ -261,12 +335,14 @@ class Verifier:
             )
         if tree.length > self._slots.num_slots:
             raise SessionFault(
-                Code.RESOURCE_EXHAUSTED, f"{tree.length} tokens, the KV cache holds {self._slots.num_slots}"
+                Code.INVALID_ARGUMENT,
+                f"{tree.length} tokens, the KV cache holds {self._slots.num_slots}: "
+                "raise num_slots, kv_bytes or kv_cache_memory_fraction of the target worker",
             )
         check_tree(tree, session.sampling.rule, self._runner.vocab_size)
         if tree.length < len(session.tokens):
+            self._kv.cut(session, tree.length - 1)
             session.truncate(tree.length)
-            self._slots.truncate(session.row, session.root_index)
         return session
 
     def _commit(self, session: Session, verdict: Verdict) -> TreeResult:
@@ -281,13 +357,10 @@ class Verifier:
         # The root and all emitted tokens but the last, which is the next root, keep their KV.
         self._slots.retain(session.row, session.root_index, [0, *accepted[: len(emitted) - 1]])
         session.tokens.extend(emitted)
-        return TreeResult(outcome=Outcome.ACCEPTED, accepted_nodes=accepted, token_ids=emitted, logprobs=logprobs)
-
-
-def _shared_prefix(held: Iterable[int], given: Iterable[int]) -> int:
-    count = 0
-    for old, new in zip(held, given, strict=False):
-        if old != new:
-            break
-        count += 1
-    return count
+        return TreeResult(
+            outcome=Outcome.ACCEPTED,
+            accepted_nodes=accepted,
+            token_ids=emitted,
+            logprobs=logprobs,
+            cached_tokens=session.cached_tokens,
+        )

@@ -98,10 +98,14 @@ class ChoiceOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Tokens of a generation, over all its choices."""
+    """Tokens of a generation, over all its choices.
+
+    Of the prompt's, `cached_tokens` had to be computed for none of them: the target's prefix cache had their KV.
+    """
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,7 +330,11 @@ class Progress:
             request_id=self._started.request_id,
             seed=self._started.seed,
             choices=self.choices(),
-            usage=Usage(prompt_tokens=finished.usage.prompt_tokens, completion_tokens=finished.usage.completion_tokens),
+            usage=Usage(
+                prompt_tokens=finished.usage.prompt_tokens,
+                completion_tokens=finished.usage.completion_tokens,
+                cached_tokens=finished.usage.cached_tokens,
+            ),
             speculation=Speculation(
                 verify_steps=finished.speculation.verify_steps,
                 drafted_tokens=finished.speculation.spec_draft_tokens,

@@ -56,7 +56,9 @@ INFO = generation_pb2.ServerInfo(
                 address="127.0.0.1:7",
                 model=common_pb2.ModelInfo(name="tiny", dtype="float32"),
             ),
-            load=common_pb2.WorkerLoad(sessions=2, slots_used=50, slots_total=100, steps=400, busy=0.5),
+            load=common_pb2.WorkerLoad(
+                sessions=2, slots_used=50, slots_cached=30, slots_total=100, steps=400, busy=0.5
+            ),
             state="serving",
             lease_age_ms=12.0,
         )
@@ -86,7 +88,7 @@ class ScriptedServicer:
         yield generation_pb2.GenerateResponse(
             finished=generation_pb2.Finished(
                 choices=[generation_pb2.Choice(finish_reason=generation_pb2.FINISH_REASON_LENGTH, completion_tokens=3)],
-                usage=generation_pb2.Usage(prompt_tokens=3, completion_tokens=3),
+                usage=generation_pb2.Usage(prompt_tokens=3, completion_tokens=3, cached_tokens=2),
                 speculation=generation_pb2.SpeculationStats(
                     verify_steps=2, spec_draft_tokens=6, spec_accepted_tokens=1, acceptance_length=1.5
                 ),
@@ -148,7 +150,7 @@ def test_json_is_exactly_one_object(server: ScriptedServicer, capsys: pytest.Cap
         "text": "néw",
         "token_ids": [5, 8, 9],
         "finish_reason": "length",
-        "usage": {"prompt_tokens": 3, "completion_tokens": 3},
+        "usage": {"prompt_tokens": 3, "completion_tokens": 3, "cached_tokens": 2},
         "speculation": {"verify_steps": 2, "drafted_tokens": 6, "accepted_tokens": 1, "acceptance_length": 1.5},
         "timings": {"ttft_ms": 4, "tpot_ms": 2, "total_ms": 8},
     }
@@ -328,6 +330,7 @@ def test_status_as_json(server: ScriptedServicer, capsys: pytest.CaptureFixture[
             "dtype": "float32",
             "sessions": 2,
             "slots_used": 50,
+            "slots_cached": 30,
             "slots_total": 100,
             "steps": 400,
             "busy": 0.5,

@@ -104,6 +104,7 @@ def result(tokens: int = 2, **choice: Any) -> GenerationResult:
         queue_s=0.001,
         ttft_s=0.01,
         total_s=0.03,
+        cached_tokens=1,
     )
 
 
@@ -184,7 +185,8 @@ async def test_started_deltas_rounds_finished() -> None:
     finished = got[4].finished
     assert finished.choices[0].finish_reason == generation_pb2.FINISH_REASON_STOP
     assert (finished.choices[0].stop_string, finished.choices[0].WhichOneof("stop_reason")) == ("x", "stop_string")
-    assert (finished.usage.prompt_tokens, finished.usage.completion_tokens) == (2, 3)
+    usage = finished.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (2, 3, 1)
     speculation = finished.speculation
     assert (speculation.verify_steps, speculation.spec_draft_tokens, speculation.spec_accepted_tokens) == (2, 9, 3)
     assert speculation.acceptance_length == 2.5

@@ -68,7 +68,7 @@ def finished(n: int = 1) -> Response:
                 )
                 for index in range(n)
             ],
-            usage=generation_pb2.Usage(prompt_tokens=4, completion_tokens=n * len(TEXT)),
+            usage=generation_pb2.Usage(prompt_tokens=4, completion_tokens=n * len(TEXT), cached_tokens=3),
             speculation=generation_pb2.SpeculationStats(
                 verify_steps=5, spec_draft_tokens=40, spec_accepted_tokens=10, acceptance_length=3.0
             ),
@@ -144,7 +144,8 @@ def test_result() -> None:
         result = client.generate("hey", logprobs=2, trace=True)
     assert (result.text, result.token_ids, result.finish_reason) == (TEXT, tuple(range(len(TEXT))), "stop")
     assert (result.request_id, result.seed, result.resumes) == ("made", 99, 0)
-    assert (result.usage.prompt_tokens, result.usage.completion_tokens) == (4, len(TEXT))
+    usage = result.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (4, len(TEXT), 3)
     speculation = result.speculation
     assert (speculation.verify_steps, speculation.drafted_tokens, speculation.accepted_tokens) == (5, 40, 10)
     assert speculation.acceptance_length == 3.0

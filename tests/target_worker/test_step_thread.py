@@ -19,7 +19,8 @@ class NotingVerifier:
     def __init__(self) -> None:
         self.log: list[tuple[str, Any]] = []
         self.go_on, self.entered = threading.Event(), threading.Event()
-        self.session_count = self.slots_used = self.slots_total = self.steps = 0
+        self.session_count = self.slots_used = self.slots_cached = self.slots_total = self.steps = 0
+        self.prefill_due_s = 0.0
         self.pending_rows = [0]
         self.fails = False
 
@@ -118,6 +119,20 @@ def test_prefills_while_nothing_waits_and_rests_when_it_cannot(steps: StepThread
     steps.stopped.result(10)
     assert fake.log.count(("prefill", None)) <= 4
     assert DEFERRED.outcome is Outcome.DEFERRED
+
+
+def test_prefill_waits_for_the_batch_that_is_due(steps: StepThread, fake: NotingVerifier) -> None:
+    fake.go_on.set()
+    fake.pending_rows, fake.prefill_due_s = [0, 5], 60.0
+    steps.submit(Batch(trees=[tree(1)])).result(10)
+    steps.submit(Batch(trees=[tree(2)])).result(10)
+    assert ("prefill", None) not in fake.log
+    fake.prefill_due_s = 0.0
+    steps.submit(Batch()).result(10)
+    steps.submit(Batch()).result(10)
+    steps.stop()
+    steps.stopped.result(10)
+    assert ("prefill", None) in fake.log
 
 
 def test_a_failure_ends_the_thread_and_everyone_hears_of_it(steps: StepThread, fake: NotingVerifier) -> None:

@@ -143,18 +143,20 @@ class StepReport(_message.Message):
     def __init__(self, step_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ..., tokens: _Optional[int] = ..., sessions: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("sessions", "slots_used", "slots_total", "steps", "busy")
+    __slots__ = ("sessions", "slots_used", "slots_total", "steps", "busy", "slots_cached")
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_USED_FIELD_NUMBER: _ClassVar[int]
     SLOTS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     BUSY_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_CACHED_FIELD_NUMBER: _ClassVar[int]
     sessions: int
     slots_used: int
     slots_total: int
     steps: int
     busy: float
-    def __init__(self, sessions: _Optional[int] = ..., slots_used: _Optional[int] = ..., slots_total: _Optional[int] = ..., steps: _Optional[int] = ..., busy: _Optional[float] = ...) -> None: ...
+    slots_cached: int
+    def __init__(self, sessions: _Optional[int] = ..., slots_used: _Optional[int] = ..., slots_total: _Optional[int] = ..., steps: _Optional[int] = ..., busy: _Optional[float] = ..., slots_cached: _Optional[int] = ...) -> None: ...
 
 class SessionError(_message.Message):
     __slots__ = ("session_id", "epoch", "code", "message")

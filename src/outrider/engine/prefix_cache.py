@@ -118,7 +118,7 @@ class PrefixCache:
         assert len(tokens) == length, "a row has as many tokens as slots"
         edge = self._held[row]
         while position < length and (child := edge.children.get(int(tokens[position]))) is not None:
-            same = _common(child.tokens, tokens[position:])
+            same = common_length(child.tokens, tokens[position:])
             edge = child if same == len(child.tokens) else self._split(child, same)
             self._enter(edge)
             self._slots.borrow(row, edge.slots)
@@ -184,7 +184,7 @@ class PrefixCache:
         """The last edge of the longest known beginning, and that beginning's length."""
         edge, position = self._root, 0
         while position < len(tokens) and (child := edge.children.get(int(tokens[position]))) is not None:
-            same = _common(child.tokens, tokens[position:])
+            same = common_length(child.tokens, tokens[position:])
             edge, position = child, position + same
             if same < len(child.tokens):
                 break
@@ -252,7 +252,7 @@ def _upwards(edge: _Edge) -> Iterator[_Edge]:
         edge = edge.parent
 
 
-def _common(one: TokenIds, other: TokenIds) -> int:
+def common_length(one: TokenIds, other: TokenIds) -> int:
     """How many tokens both begin with alike."""
     count = min(len(one), len(other))
     differs = one[:count] != other[:count]

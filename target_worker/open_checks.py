@@ -1,0 +1,52 @@
+"""Whether a session can be opened: everything of it that is wrong whatever the model will say."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from outrider.engine.model_runner import ModelCard
+from outrider.sampling import SamplingSpec, VerificationRule
+from outrider.target_worker.sessions import Code, OpenRequest, SessionFault
+
+
+def check_open(request: OpenRequest, tokens: Sequence[int], *, model: ModelCard, num_slots: int) -> None:
+    """Checks an open.
+
+    Args:
+        request: the open.
+        tokens: prompt and output in one.
+        model: the target.
+        num_slots: tokens whose KV fits.
+
+    Raises:
+        SessionFault: INVALID_ARGUMENT, with what is wrong and what would do.
+    """
+    if not request.prompt:
+        raise _invalid("prompt: empty, at least one token needed")
+    ids = np.array(tokens, dtype=np.int64)
+    if ids.max() >= model.vocab_size or ids.min() < 0:
+        raise _invalid(f"prompt, output: token ids from 0 to {model.vocab_size - 1} needed")
+    if len(tokens) > model.max_model_len:
+        raise _invalid(f"{len(tokens)} tokens given, the model takes {model.max_model_len} (max_model_len)")
+    if len(tokens) > num_slots:
+        raise _invalid(
+            f"{len(tokens)} tokens given, the KV cache holds {num_slots}: "
+            "raise num_slots, kv_bytes or kv_cache_memory_fraction of the target worker"
+        )
+    _check_sampling(request.sampling, model.vocab_size)
+
+
+def _check_sampling(sampling: SamplingSpec, vocab_size: int) -> None:
+    named = [*sampling.allowed_token_ids, *sampling.stop_token_ids, *sampling.logit_bias]
+    if named and (max(named) >= vocab_size or min(named) < 0):
+        raise _invalid(f"sampling: token ids from 0 to {vocab_size - 1} needed")
+    only_stops = set(sampling.allowed_token_ids) <= set(sampling.stop_token_ids)
+    if sampling.min_new_tokens and sampling.allowed_token_ids and only_stops:
+        raise _invalid("sampling: min_new_tokens leaves no allowed token")
+    thresholds = (sampling.threshold_single, sampling.threshold_acc)
+    if sampling.rule is VerificationRule.TARGET_ONLY and not all(0 < value <= 1 for value in thresholds):
+        raise _invalid(f"thresholds: {thresholds} given, above 0 and at most 1 needed")
+
+
+def _invalid(message: str) -> SessionFault:
+    return SessionFault(Code.INVALID_ARGUMENT, message)
