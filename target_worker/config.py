@@ -1,10 +1,13 @@
 """How a target worker is set up (torch-free, so that command lines may build it)."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.engine.config import AttentionBackend, DtypeName, EngineConfig, KvCacheDtype
 from outrider.models import embedded_target_path
+
+_CPU_PREFILL_PART, _GPU_PREFILL_TOKENS = 4, 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +26,11 @@ class TargetWorkerConfig:
         max_num_seqs: sessions at a time.
         max_model_len: most tokens of a session (prompt and output); default the checkpoint's own limit.
         max_tree_nodes: most nodes of one session's tree, root excluded; larger trees are cut to their root.
-        max_step_tokens: most rows of one forward: nodes, roots and prefill tokens.
+        max_step_tokens: most rows of one verification: nodes and roots, and prefill tokens beside them.
+        max_prefill_tokens: most rows of a step that only prefills; default a quarter of max_step_tokens on a CPU, 4096
+            on a GPU. Where it is more than max_step_tokens, prefill may take the difference beside a verification.
+        prefill_slowdown: how much longer than its verification alone a step may take for the sake of prefill beside
+            it: 0.4 is 40 %. At least some rows of prefill always go along.
         num_slots: tokens whose KV fits; default is what `kv_bytes` holds.
         kv_bytes: memory for KV; default 1 GiB on a CPU, kv_cache_memory_fraction on a GPU.
         kv_cache_memory_fraction: of the GPU memory that is free once the weights are loaded, what KV takes.
@@ -51,6 +58,8 @@ class TargetWorkerConfig:
     max_model_len: int | None = None
     max_tree_nodes: int = 64
     max_step_tokens: int = 512
+    max_prefill_tokens: int | None = None
+    prefill_slowdown: float = 0.4
     num_slots: int | None = None
     kv_bytes: int | None = None
     kv_cache_memory_fraction: float = 0.9
@@ -73,6 +82,10 @@ class TargetWorkerConfig:
                 f"max_step_tokens: {self.max_step_tokens} given, at least max_num_seqs ({self.max_num_seqs}) needed, "
                 "so that every session can take a plain step"
             )
+        if self.max_prefill_tokens is not None and self.max_prefill_tokens < 1:
+            raise ValueError(f"max_prefill_tokens: {self.max_prefill_tokens} given, at least 1 needed")
+        if not 0 <= self.prefill_slowdown < math.inf:
+            raise ValueError(f"prefill_slowdown: {self.prefill_slowdown} given, 0 or more needed")
         for address in self.coordinators:
             if not address.rpartition(":")[2].isdigit():
                 raise ValueError(f"coordinators: {address!r} given, host:port needed")
@@ -82,6 +95,13 @@ class TargetWorkerConfig:
     def address(self) -> str:
         """host:port to listen on."""
         return f"{self.host}:{self.port}"
+
+    @property
+    def prefill_tokens(self) -> int:
+        """`max_prefill_tokens` with its default filled in."""
+        if self.max_prefill_tokens is not None:
+            return self.max_prefill_tokens
+        return -(-self.max_step_tokens // _CPU_PREFILL_PART) if self.device == "cpu" else _GPU_PREFILL_TOKENS
 
     def engine(self) -> EngineConfig:
         """The model's part."""

@@ -35,7 +35,12 @@ async def serve(
         RuntimeError: the model failed while it ran.
     """
     steps = StepThread(
-        lambda: Verifier(ModelRunner(config.engine()), max_step_tokens=config.max_step_tokens),
+        lambda: Verifier(
+            ModelRunner(config.engine()),
+            max_step_tokens=config.max_step_tokens,
+            max_prefill_tokens=config.prefill_tokens,
+            prefill_slowdown=config.prefill_slowdown,
+        ),
     )
     server = RoleServer(
         services=["outrider.v1.TargetService"],

@@ -79,6 +79,8 @@ async def test_a_folder_that_is_no_checkpoint_ends_it(tmp_path: Path) -> None:
         ("host", "", "host"),
         ("max_step_tokens", 0, "max_step_tokens: 0"),
         ("max_step_tokens", 8, "at least max_num_seqs"),
+        ("max_prefill_tokens", 0, "max_prefill_tokens: 0"),
+        ("prefill_slowdown", -0.1, "prefill_slowdown: -0.1"),
         ("coordinators", ("localhost",), "host:port"),
         ("threads", 0, "torch_threads"),
         ("device", "tpu", "device: 'tpu'"),
