@@ -81,7 +81,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="where transformers is compiled as well: takes most of the time (default: where a target is stated)",
     )  # fmt: skip
     parser.add_argument("--without-transformers", action="store_true", help="Outrider and the floor alone")
-    parser.add_argument("--step-tokens", nargs="+", type=int, default=[512, 2048], help="rows a step, of prefill")
+    parser.add_argument(
+        "--prefill-tokens", nargs="+", type=int, default=[None], metavar="ROWS", help="of a step (default as served)"
+    )
     parser.add_argument("--list", action="store_true", help="name the sizes and stop; needs no GPU")
     parser.add_argument("--device", default="cuda", help="cuda or cuda:N")
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="default: standard output")
@@ -136,10 +138,10 @@ def _parts(
         steps = 60 if quick else 200
         report.idle.append(measure_idle(model, place, sessions=sessions, rows=rows, context=1024, steps=steps))
 
-    def prefill(step_tokens: int) -> None:
+    def prefill(rows: int | None) -> None:
         prompts = 2 if quick else 5
         report.prefill.append(
-            measure_prefill(model, place, report.machine, prompt=8192, prompts=prompts, max_step_tokens=step_tokens)
+            measure_prefill(model, place, report.machine, prompt=8192, prompts=prompts, max_prefill_tokens=rows)
         )
 
     def mixed() -> None:
@@ -149,8 +151,8 @@ def _parts(
     yield "steps", lambda: _measure_steps(report, device, options, console)
     yield "idle", lambda: idle(1, 64)
     yield "idle", lambda: idle(16, 8)
-    for step_tokens in options.step_tokens:
-        yield "prefill", lambda step_tokens=step_tokens: prefill(step_tokens)
+    for rows in options.prefill_tokens:
+        yield "prefill", lambda rows=rows: prefill(rows)
     yield "mixed", mixed
 
 

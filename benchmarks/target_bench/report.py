@@ -125,7 +125,7 @@ class Report:
         for prefill in self.prefill:
             table.add_row(
                 str(prefill.prompt),
-                str(prefill.max_step_tokens),
+                str(prefill.max_prefill_tokens),
                 f"{prefill.seconds:.3f}",
                 f"{prefill.tokens_per_second:.0f}",
                 f"{prefill.tflops:.0f}",

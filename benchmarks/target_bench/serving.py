@@ -18,10 +18,11 @@ import numpy as np
 from benchmarks.kernel_bench.case import Machine
 from benchmarks.target_bench.models import BenchModel
 from benchmarks.target_bench.points import prefill_flops
-from benchmarks.target_bench.worker import LaunchClock, SessionGroup, WorkerOptions, make_verifier
+from benchmarks.target_bench.worker import LaunchClock, SessionGroup, make_verifier, worker_config
 from numpy.lib.stride_tricks import sliding_window_view
 
 from outrider.engine.model_runner import ModelRunner
+from outrider.target_worker.config import TargetWorkerConfig
 from outrider.target_worker.step_thread import Batch, BatchResult, StepThread
 from outrider.target_worker.verifier import Verifier
 
@@ -58,7 +59,7 @@ class PrefillResult:
     Attributes:
         prompt: tokens of each.
         prompts: how many one after the other.
-        max_step_tokens: most rows of a step.
+        max_prefill_tokens: most rows of a step.
         seconds: median of one, from its open to the token that it chooses.
         tokens_per_second: of prompt.
         tflops: FLOPs that the prompt needs, a second.
@@ -67,7 +68,7 @@ class PrefillResult:
 
     prompt: int
     prompts: int
-    max_step_tokens: int
+    max_prefill_tokens: int
     seconds: float
     tokens_per_second: float
     tflops: float
@@ -125,12 +126,12 @@ class MixedResult:
 
 
 @contextmanager
-def running_worker(model: BenchModel, device: str, options: WorkerOptions) -> Iterator[tuple[StepThread, ModelRunner]]:
+def running_worker(model: BenchModel, config: TargetWorkerConfig) -> Iterator[tuple[StepThread, ModelRunner]]:
     """The step thread with the model loaded on it."""
     runners: list[ModelRunner] = []
 
     def make() -> Verifier:
-        runner, verifier = make_verifier(model, device, options)
+        runner, verifier = make_verifier(model, config)
         runners.append(runner)
         return verifier
 
@@ -174,13 +175,15 @@ def take_turns(thread: StepThread, groups: Sequence[SessionGroup], *, steps: int
 
 def measure_idle(model: BenchModel, device: str, *, sessions: int, rows: int, context: int, steps: int) -> IdleResult:
     """The device's idle time between the steps of two groups of sessions that take turns."""
-    options = WorkerOptions(
+    config = worker_config(
+        model,
+        device,
         max_num_seqs=2 * sessions,
         max_model_len=context + 16 * (steps + 2 * _WARM_UPS),
         max_tree_nodes=max(rows, 2),
         num_slots=2 * sessions * (context + 2 * (steps + _WARM_UPS) + 2 * rows),
     )
-    with running_worker(model, device, options) as (thread, runner):
+    with running_worker(model, config) as (thread, runner):
         groups = [
             SessionGroup(count=sessions, context=context, rows=rows, vocab_size=runner.vocab_size, seed=seed)
             for seed in (1, 2)
@@ -206,14 +209,19 @@ def measure_idle(model: BenchModel, device: str, *, sessions: int, rows: int, co
 
 
 def measure_prefill(
-    model: BenchModel, device: str, machine: Machine, *, prompt: int, prompts: int, max_step_tokens: int
+    model: BenchModel, device: str, machine: Machine, *, prompt: int, prompts: int, max_prefill_tokens: int | None
 ) -> PrefillResult:
     """Prompts one after the other, with nothing beside them."""
-    options = WorkerOptions(
-        max_num_seqs=2, max_model_len=prompt + 64, num_slots=2 * (prompt + 64), max_step_tokens=max_step_tokens
+    config = worker_config(
+        model,
+        device,
+        max_num_seqs=2,
+        max_model_len=prompt + 64,
+        num_slots=2 * (prompt + 64),
+        max_prefill_tokens=max_prefill_tokens,
     )
     seconds = []
-    with running_worker(model, device, options) as (thread, runner):
+    with running_worker(model, config) as (thread, runner):
         # The first one loads kernels.
         for number in range(prompts + 1):
             group = SessionGroup(count=1, context=prompt, rows=1, vocab_size=runner.vocab_size, seed=number)
@@ -227,7 +235,7 @@ def measure_prefill(
     return PrefillResult(
         prompt=prompt,
         prompts=prompts,
-        max_step_tokens=max_step_tokens,
+        max_prefill_tokens=config.prefill_tokens,
         seconds=median,
         tokens_per_second=prompt / median,
         tflops=flops / median / 1e12,
@@ -239,12 +247,14 @@ def measure_mixed(
     model: BenchModel, device: str, *, sessions: int, rows: int, context: int, prompt: int, steps: int
 ) -> MixedResult:
     """The pace of running sessions, alone and while a long prompt is prefilled beside them."""
-    options = WorkerOptions(
+    config = worker_config(
+        model,
+        device,
         max_num_seqs=sessions + 1,
         max_model_len=max(prompt, context) + 8 * steps,
         num_slots=sessions * (context + 8 * steps) + prompt + 8 * steps,
     )
-    with running_worker(model, device, options) as (thread, runner):
+    with running_worker(model, config) as (thread, runner):
         group = SessionGroup(count=sessions, context=context, rows=rows, vocab_size=runner.vocab_size, seed=1)
         open_and_prefill(thread, group)
         # The first long prompt loads kernels.

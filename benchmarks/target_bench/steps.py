@@ -13,11 +13,11 @@ from benchmarks.target_bench.points import Point, kv_bytes
 from benchmarks.target_bench.transformers_steps import TransformersStep, free_memory, load_transformers, time_ms
 from benchmarks.target_bench.worker import (
     LaunchClock,
-    WorkerOptions,
     capture_missing,
     fill_caches,
     make_verifier,
     open_with_context,
+    worker_config,
 )
 
 from outrider.engine.model_runner import ModelRunner
@@ -74,14 +74,16 @@ def measure_ours(
     """Fills in what Outrider takes, the whole measured twice."""
     points = [row.point for row in rows]
     steps = 2 * (_WARM_UPS + repeats) + 8
-    options = WorkerOptions(
+    config = worker_config(
+        model,
+        str(device),
         max_num_seqs=max(point.sessions for point in points),
         max_model_len=max(point.context for point in points) + steps * 4 + 256,
         max_tree_nodes=max(point.rows for point in points),
         max_step_tokens=max(512, *(point.tokens for point in points)),
         num_slots=max(point.sessions * (point.context + point.rows + 4 * steps) for point in points),
     )
-    runner, verifier = make_verifier(model, str(device), options)
+    runner, verifier = make_verifier(model, config)
     fill_caches(runner)
     clock = LaunchClock(runner)
     for row in (*rows, *rows):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,9 @@ import torch
 from benchmarks.target_bench.models import BenchModel
 from benchmarks.target_bench.points import Point
 
-from outrider.engine.model_runner import EngineConfig, ModelRunner
+from outrider.engine.model_runner import ModelRunner
 from outrider.sampling import SamplingSpec
+from outrider.target_worker.config import TargetWorkerConfig
 from outrider.target_worker.sessions import OpenRequest, Outcome, SessionKey, TreeRequest, TreeResult
 from outrider.target_worker.verifier import Verifier
 
@@ -27,33 +27,22 @@ _TURN = 16
 _REACH = 6
 
 
-@dataclass(frozen=True, kw_only=True)
-class WorkerOptions:
-    """What a measurement needs of the worker; the rest is as it is served by default."""
-
-    max_num_seqs: int
-    max_model_len: int
-    max_tree_nodes: int = 256
-    max_step_tokens: int = 512
-    num_slots: int | None = None
-    deterministic: bool = False
+def worker_config(model: BenchModel, device: str, **limits: Any) -> TargetWorkerConfig:
+    """A worker as it is served by default, but for what the measurement limits (see `TargetWorkerConfig`)."""
+    # Contexts are made up here: nobody may find them again.
+    return TargetWorkerConfig(model_path=model.folder, device=device, enable_prefix_caching=False, **limits)
 
 
-def make_verifier(model: BenchModel, device: str, options: WorkerOptions) -> tuple[ModelRunner, Verifier]:
+def make_verifier(model: BenchModel, config: TargetWorkerConfig) -> tuple[ModelRunner, Verifier]:
     """The model, loaded, and its sessions."""
-    config = EngineConfig(
-        model_path=model.folder,
-        device=device,
-        num_slots=options.num_slots,
-        max_num_seqs=options.max_num_seqs,
-        max_model_len=options.max_model_len,
-        max_tree_nodes=options.max_tree_nodes,
-        # Contexts are made up here: nobody may find them again.
-        enable_prefix_caching=False,
-        deterministic=options.deterministic,
+    runner = ModelRunner(config.engine(), decoder=True if model.source is not None else None, source=model.source)
+    verifier = Verifier(
+        runner,
+        max_step_tokens=config.max_step_tokens,
+        max_prefill_tokens=config.prefill_tokens,
+        prefill_slowdown=config.prefill_slowdown,
     )
-    runner = ModelRunner(config, decoder=True, source=model.source)
-    return runner, Verifier(runner, max_step_tokens=options.max_step_tokens)
+    return runner, verifier
 
 
 class SessionGroup:
@@ -128,8 +117,7 @@ def open_with_context(runner: ModelRunner, verifier: Verifier, point: Point, *, 
 
 def capture_missing(runner: ModelRunner) -> None:
     """Captures what the steps so far lacked, as the step thread does between steps."""
-    assert runner.steps is not None
-    while (bucket := runner.steps.missing) is not None:
+    while runner.steps is not None and (bucket := runner.steps.missing) is not None:
         runner.steps.capture(bucket)
 
 
