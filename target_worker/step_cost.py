@@ -12,8 +12,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# What one more measurement leaves of the weight of those before.
-_FORGET = 0.97
+# What one more measurement leaves of the weight of those before; of prefill beside a verification only the sizes that
+# are tried now matter.
+_FORGET, _FORGET_BESIDE = 0.97, 0.9
 # A fit is believed from so many measurements on; then what took several times as long as expected met something else.
 _BELIEVED = 3
 _OUTLIER = 3.0
@@ -21,8 +22,9 @@ _OUTLIER = 3.0
 _ROWS, _KEYS, _PAIRS = 64.0, 65536.0, 1048576.0
 # Prefill always moves by so many rows, which cost a GPU next to nothing beside a verification.
 _LEAST_ROWS = 32
-# No step takes more than so many times the prefill rows of those measured: a fit says little far from its data.
-_GROWTH = 2.0
+# No step takes many more prefill rows than those measured: rows that a GPU computes beside others for nothing end
+# somewhere, which no fit foretells.
+_GROWTH = 1.25
 # After so many steps with prefill one goes without, for the comparison.
 _PROBE_STEPS = 64
 
@@ -45,9 +47,10 @@ def prefill_pairs(rows: int, context: int) -> float:
 class _Fit:
     """y = w x, w >= 0, by least squares over measurements that fade."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, *, forget: float = _FORGET) -> None:
         self.weights = [0.0] * count
         self.observed = 0
+        self._forget = forget
         self._products = [[0.0] * count for _ in range(count)]
         self._targets = [0.0] * count
 
@@ -55,14 +58,12 @@ class _Fit:
         return sum(weight * feature for weight, feature in zip(self.weights, features, strict=True))
 
     def observe(self, features: Sequence[float], value: float) -> None:
-        if self.observed >= _BELIEVED and (expected := self.predict(features)) > 0:
-            value = min(value, _OUTLIER * expected)
         self.observed += 1
         places = range(len(features))
         for i in places:
-            self._targets[i] = _FORGET * self._targets[i] + features[i] * value
+            self._targets[i] = self._forget * self._targets[i] + features[i] * value
             for j in places:
-                self._products[i][j] = _FORGET * self._products[i][j] + features[i] * features[j]
+                self._products[i][j] = self._forget * self._products[i][j] + features[i] * features[j]
         # Coordinate descent, from the weights found before: few rounds follow the data well enough.
         for _ in range(12):
             for i in places:
@@ -120,7 +121,7 @@ class StepCost:
     def __init__(self, *, slowdown: float, prior_rows: int) -> None:
         self._slowdown = slowdown
         self._prior_rows = prior_rows
-        self._alone, self._beside, self._prefill = _Fit(3), _Fit(2), _Fit(3)
+        self._alone, self._beside, self._prefill = _Fit(3), _Fit(2, forget=_FORGET_BESIDE), _Fit(3)
         self._tried = float(_LEAST_ROWS)
         self._since_alone = 0
 
@@ -134,12 +135,15 @@ class StepCost:
         alone = (1.0, shape.verify_rows / _ROWS, shape.keys / _KEYS)
         if not shape.prefill_rows:
             self._since_alone = 0
+            if self._alone.observed >= _BELIEVED:
+                step_ns = min(step_ns, _OUTLIER * self._alone.predict(alone))
             self._alone.observe(alone, step_ns)
             return
         self._since_alone += 1
         if self._alone.observed >= _BELIEVED:
+            known_ns = self._alone.predict(alone)
             self._tried = max(0.99 * self._tried, float(shape.prefill_rows))
-            self._beside.observe(prefill, max(0.0, step_ns - self._alone.predict(alone)))
+            self._beside.observe(prefill, min(max(0.0, step_ns - known_ns), _OUTLIER * known_ns))
 
     def verification_ns(self, verify_rows: int, keys: int) -> float | None:
         """What a verification alone takes; None where that is not known yet."""
@@ -156,7 +160,7 @@ class StepCost:
             return PrefillAllowance(most=min(most, max(_LEAST_ROWS, int(self._slowdown * self._prior_rows))))
         row, pair = self._beside.weights
         return PrefillAllowance(
-            most=min(most, max(_LEAST_ROWS, int(_GROWTH * self._tried))),
+            most=min(most, max(_LEAST_ROWS, int(_GROWTH * self._tried) + _LEAST_ROWS // 2)),
             least=_LEAST_ROWS,
             time_ns=self._slowdown * known_ns,
             row_ns=row / _ROWS,
