@@ -5,7 +5,9 @@ with `enforce_eager` and with another attention backend than Triton's it is tran
 the other; both give the same logits but for rounding.
 """
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +25,7 @@ from outrider.engine.kv_slots import SlotTable
 from outrider.engine.packed_linear import can_pack, pack_linear_layers
 from outrider.engine.step_program import KvCaches, StepProgram
 from outrider.engine.step_runner import StepRunner
+from outrider.engine.tensor_parallel import Ranks, start_ranks
 from outrider.engine.weight_source import SafetensorsSource, WeightSource
 from outrider.errors import CheckpointError
 from outrider.kernels.tree_attention import TreeAttentionBatch
@@ -32,6 +35,9 @@ __all__ = ["EngineConfig", "ModelCard", "ModelRunner"]
 _CPU_KV_BYTES = 1 << 30
 # Rows of the largest step that is captured in a graph.
 _MOST_CAPTURED = 512
+# Of what ranks tell each other, the largest sum and the largest matrix of logits that go past NCCL.
+_MAILBOX_LETTER_BYTES = 16 << 20
+_MAILBOX_LOGITS_BYTES = 64 << 20
 
 
 class ModelRunner:
@@ -39,8 +45,9 @@ class ModelRunner:
 
     Args:
         config: see there.
-        decoder: whether the decoder runs the forward; by default where it is the faster way.
+        decoder: whether the decoder runs the forward; by default where it is the faster way, and with several ranks.
         source: the decoder's weights; by default the folder's files.
+        ranks: the way to the others, on a rank that follows; by default this is rank 0, and starts the others.
 
     Attributes:
         config: as given.
@@ -48,6 +55,7 @@ class ModelRunner:
         device: where weights and caches live.
         slots: the slot table; callers extend and truncate its rows, the runner only reads it.
         steps: what stages and launches steps; None where transformers' code runs.
+        ranks: the processes that share the model.
 
     Raises:
         CheckpointError: see `load_checkpoint`; also where not even one session fits the KV memory, or the attention
@@ -55,17 +63,31 @@ class ModelRunner:
     """
 
     def __init__(
-        self, config: EngineConfig, *, decoder: bool | None = None, source: WeightSource | None = None
+        self,
+        config: EngineConfig,
+        *,
+        decoder: bool | None = None,
+        source: WeightSource | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         if config.torch_threads is not None and config.device == "cpu":
             torch.set_num_threads(config.torch_threads)
         self.config = config
-        self.device = torch.device(config.device)
+        self.ranks = start_ranks(config, source) if ranks is None else ranks
+        self.device = self.ranks.device
         if decoder is None:
             decoder = config.attention_backend_name == "triton" and not config.enforce_eager
+        try:
+            self._load(source, decoder=decoder or self.ranks.world_size > 1)
+        except BaseException:
+            self.close()
+            raise
+
+    def _load(self, source: WeightSource | None, *, decoder: bool) -> None:
+        config = self.config
         self._model = self._decoder = None
         if decoder:
-            self._decoder, model_config, self.info = _load_decoder(config, source)
+            self._decoder, model_config, self.info = _load_decoder(config, source, self.ranks)
         else:
             self._model, self.info = load_checkpoint(config)
             model_config = self._model.config
@@ -74,10 +96,19 @@ class ModelRunner:
         shape = _KvShape(model_config, config)
         self._attend = _attention_operator(config, shape.head_dim)
         row_len = self.info.max_model_len + config.max_tree_nodes
-        num_slots = _num_slots(config, shape, row_len, self.device)
+        num_slots = self.ranks.least(_num_slots(config, shape, row_len, self.device))
         self.slots = SlotTable(num_slots=num_slots, max_rows=config.max_num_seqs, max_row_len=row_len)
         self._caches = shape.caches(num_slots, self.device)
         self.steps = None if self._decoder is None else self._step_runner(self._decoder, shape, row_len)
+
+    def close(self) -> None:
+        """Ends the other ranks; nothing may be run any more."""
+        self.ranks.close()
+
+    def commands(self) -> Mapping[str, Callable[[Any], object]]:
+        """What rank 0 tells the other ranks to do."""
+        assert self.steps is not None
+        return {"launch": self.steps.launch, "capture": self.steps.capture}
 
     @property
     def vocab_size(self) -> int:
@@ -161,17 +192,32 @@ class ModelRunner:
         program = StepProgram(
             decoder, self._caches, max_rows=config.max_num_seqs, row_len=row_len, fixed=config.deterministic
         )
-        return StepRunner(program, ladder, self.slots, unrolled=config.deterministic)
+        graphs = config.attention_backend_name == "triton" and not config.enforce_eager
+        return StepRunner(program, ladder, self.slots, unrolled=config.deterministic, graphs=graphs, ranks=self.ranks)
 
 
-def _load_decoder(config: EngineConfig, source: WeightSource | None) -> tuple[Decoder, PretrainedConfig, ModelCard]:
+def _load_decoder(
+    config: EngineConfig, source: WeightSource | None, ranks: Ranks
+) -> tuple[Decoder, PretrainedConfig, ModelCard]:
     model_config, card = read_checkpoint(config)
     spec = DecoderSpec.of(model_config)
-    dtype = getattr(torch, config.dtype_name)
-    source = source or SafetensorsSource(Path(config.model_path))
-    weights = load_decoder_weights(source, spec, config.device, dtype)
     attend = _attention_operator(config, spec.head_dim)
-    return Decoder(spec, weights, attend=attend, fixed=config.deterministic), model_config, card
+    weights = load_decoder_weights(
+        source or SafetensorsSource(Path(config.model_path)),
+        spec,
+        ranks.device,
+        getattr(torch, config.dtype_name),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+    )
+    all_reduce = gather_logits = None
+    if ranks.world_size > 1:
+        collectives = ranks.connect(letter_bytes=_MAILBOX_LETTER_BYTES, gathered_bytes=_MAILBOX_LOGITS_BYTES)
+        all_reduce, gather_logits = collectives.all_reduce, collectives.gather_logits
+    decoder = Decoder(
+        spec, weights, attend=attend, all_reduce=all_reduce, gather_logits=gather_logits, fixed=config.deterministic
+    )
+    return decoder, model_config, card
 
 
 def _attention_operator(config: EngineConfig, head_dim: int) -> TreeAttention:
@@ -182,11 +228,11 @@ def _attention_operator(config: EngineConfig, head_dim: int) -> TreeAttention:
 
 
 class _KvShape:
-    """The caches' shape, from the checkpoint's configuration."""
+    """The shape of one rank's caches, from the checkpoint's configuration."""
 
     def __init__(self, model_config: PretrainedConfig, config: EngineConfig) -> None:
         self.layers: int = model_config.num_hidden_layers
-        self.heads: int = model_config.num_key_value_heads
+        self.heads: int = model_config.num_key_value_heads // config.tensor_parallel_size
         head_dim = getattr(model_config, "head_dim", None)
         self.head_dim: int = head_dim or model_config.hidden_size // model_config.num_attention_heads
         self.dtype: torch.dtype = getattr(torch, config.dtype_name)

@@ -32,10 +32,11 @@ class StepGraphs:
         program: what is captured.
         max_tokens: rows of the largest bucket that is captured.
         enabled: whether anything is.
+        strict: whether it is an error where there is no memory for a graph.
     """
 
-    def __init__(self, program: StepProgram, *, max_tokens: int, enabled: bool) -> None:
-        self._program, self._max_tokens = program, max_tokens
+    def __init__(self, program: StepProgram, *, max_tokens: int, enabled: bool, strict: bool = False) -> None:
+        self._program, self._max_tokens, self._strict = program, max_tokens, strict
         self._enabled = enabled and program.device.type == "cuda"
         self._captured: dict[Bucket, _Captured] = {}
         self._missing: dict[Bucket, int] = {}
@@ -87,6 +88,8 @@ class StepGraphs:
         try:
             self._captured[bucket] = self._capture(bucket)
         except torch.OutOfMemoryError as error:
+            if self._strict:
+                raise
             self._refused.add(bucket)
             logger.warning("no GPU memory for a CUDA graph of %s: such steps run slower: %s", bucket, error)
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,12 @@ from outrider.engine.step_buffers import StagedStep, StepBuffer, StepBuffers
 from outrider.engine.step_graphs import StepGraphs
 from outrider.engine.step_program import StepProgram, answer_len
 from outrider.engine.step_staging import StepAnswer, stage_step
+from outrider.engine.tensor_parallel import Alone, Ranks
 
 logger = logging.getLogger(__name__)
+
+# A capture compiles what its bucket needs, on every rank.
+_CAPTURE_TIMEOUT_S = 900.0
 
 
 class LaunchedStep:
@@ -31,15 +36,21 @@ class LaunchedStep:
         staged: what was launched.
         buffer: whose event says that it is done.
         logits: [at least R, V] of the wanted rows, or None; valid until the next launch, on the device's stream.
+        ranks: that run it.
     """
 
-    def __init__(self, staged: StagedStep, buffer: StepBuffer, logits: torch.Tensor | None) -> None:
-        self._staged, self._buffer = staged, buffer
+    def __init__(self, staged: StagedStep, buffer: StepBuffer, logits: torch.Tensor | None, ranks: Ranks) -> None:
+        self._staged, self._buffer, self._ranks = staged, buffer, ranks
         self.logits = None if logits is None else logits[: staged.logit_rows]
 
     def wait(self) -> None:
-        """Until the device is done."""
-        self._buffer.wait()
+        """Until the device is done.
+
+        Raises:
+            WorkerUnavailable: another rank was lost.
+        """
+        with self._ranks.guard():
+            self._buffer.wait()
 
     def device_ns(self) -> int:
         """How long the device worked on the step, once it is done."""
@@ -60,14 +71,25 @@ class StepRunner:
         slots: the slot table that steps are staged from.
         unrolled: whether tree rows are sessions of their own (`outrider.engine.step_staging`).
         graphs: whether CUDA graphs are captured.
+        ranks: the processes that share the model; rank 0 has the others run what it runs.
     """
 
     def __init__(
-        self, program: StepProgram, ladder: BucketLadder, slots: SlotTable, *, unrolled: bool, graphs: bool = True
+        self,
+        program: StepProgram,
+        ladder: BucketLadder,
+        slots: SlotTable,
+        *,
+        unrolled: bool,
+        graphs: bool = True,
+        ranks: Ranks | None = None,
     ) -> None:
         self._program, self._ladder, self._slots, self._unrolled = program, ladder, slots, unrolled
+        self._ranks = ranks or Alone(program.device)
         self._buffers = StepBuffers(program.device)
-        self._graphs = StepGraphs(program, max_tokens=ladder.max_tokens, enabled=graphs)
+        # A rank that gave a capture up would stop half-way in what the others run to its end.
+        strict = self._ranks.world_size > 1
+        self._graphs = StepGraphs(program, max_tokens=ladder.max_tokens, enabled=graphs, strict=strict)
 
     @property
     def graphs(self) -> int:
@@ -92,7 +114,13 @@ class StepRunner:
 
     @torch.inference_mode()
     def launch(self, staged: StagedStep) -> LaunchedStep:
-        """Starts a step; nothing is waited for."""
+        """Starts a step; nothing is waited for.
+
+        Raises:
+            WorkerUnavailable: another rank was lost.
+        """
+        if staged.buffer is not None and self._ranks.world_size > 1:
+            self._ranks.lead("launch", replace(staged, buffer=None))
         buffer = staged.buffer
         if buffer is None:
             buffer = self._buffers.take()
@@ -101,11 +129,12 @@ class StepRunner:
         if staged.more_updates.size:
             more = torch.from_numpy(np.ascontiguousarray(staged.more_updates))
             self._program.update_slots(more.to(self._program.device))
-        output = self._graphs.run(staged.bucket, buffer.step_tensor(len(staged.data)))
+        with self._ranks.guard():
+            output = self._graphs.run(staged.bucket, buffer.step_tensor(len(staged.data)))
         if len(output.answer):
             buffer.answer(len(output.answer)).copy_(output.answer, non_blocking=True)
         buffer.note_end()
-        return LaunchedStep(staged, buffer, output.logits)
+        return LaunchedStep(staged, buffer, output.logits, self._ranks)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -122,8 +151,14 @@ class StepRunner:
         return self._graphs.missing
 
     def capture(self, bucket: Bucket) -> None:
-        """Captures a bucket's graph."""
-        self._graphs.capture(bucket)
+        """Captures a bucket's graph.
+
+        Raises:
+            WorkerUnavailable: another rank was lost.
+        """
+        self._ranks.lead("capture", bucket)
+        with self._ranks.guard(_CAPTURE_TIMEOUT_S):
+            self._graphs.capture(bucket)
 
     def warm_up(self, buckets: Sequence[Bucket] | None = None, *, verifies: bool = True) -> None:
         """Compiles and captures what serving begins with, showing how far it is.

@@ -1,0 +1,190 @@
+"""What the ranks of a tensor-parallel model tell each other inside a forward: sums of hidden rows, and logits.
+
+On GPUs what fits goes through mailboxes that the GPUs write into directly (`outrider.kernels.all_reduce`); the rest
+goes through NCCL. NVLink multicast stays off in both. On a CPU everything goes through gloo.
+
+Shapes: W ranks, P parts, T rows, N hidden, R rows of logits, v columns of a rank.
+"""
+
+import logging
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage] - documented, and not exported
+
+from outrider.kernels.all_reduce import Mailbox, MailboxLayout, exchange_parts, gather_columns
+
+logger = logging.getLogger(__name__)
+
+# What is waited for is watched by `outrider.engine.tensor_parallel`; this only ends ranks that nobody watches.
+_TIMEOUT = timedelta(minutes=30)
+_ALIGNMENT = 128
+_NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+# One host: what ranks say while they connect never leaves it.
+_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """How ranks find each other.
+
+    Attributes:
+        rank: of this process, 0 to world_size - 1.
+        world_size: W.
+        store_path: a file on this host, new for every group, in a folder that only its user may enter.
+    """
+
+    rank: int
+    world_size: int
+    store_path: str
+
+
+class Collectives(Protocol):
+    """What a `Decoder` of one rank needs of the others."""
+
+    def all_reduce(self, addend: torch.Tensor) -> torch.Tensor:
+        """[P, T, N] of this rank to parts [P', T, N] that add up to the sum over ranks, the same bits on every rank."""
+        ...
+
+    def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """[R, v] of this rank to [R, W v] of all, in their order, at rank 0."""
+        ...
+
+    def abort(self) -> None:
+        """Lets go whoever waits for a rank that is gone; what comes out is void. Any thread may call it."""
+        ...
+
+    def close(self) -> None:
+        """Leaves the group."""
+        ...
+
+
+def connect(
+    meeting: Meeting, device: torch.device, *, letter_bytes: int = 0, gathered_bytes: int = 0
+) -> "GlooCollectives | CudaCollectives":
+    """Joins the other ranks; all must call it with the same sizes.
+
+    Args:
+        meeting: where.
+        device: of this rank.
+        letter_bytes: of the largest sum that goes through mailboxes; none with 0.
+        gathered_bytes: of the largest matrix of logits that does.
+    """
+    os.environ.update(_NO_MULTICAST)
+    for name, value in _LOOPBACK.items():
+        os.environ.setdefault(name, value)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=FileStore(meeting.store_path, meeting.world_size),
+        rank=meeting.rank,
+        world_size=meeting.world_size,
+        timeout=_TIMEOUT,
+        device_id=device if device.type == "cuda" else None,
+    )
+    if device.type == "cpu":
+        return GlooCollectives()
+    # The first collective makes the communicator, which must not happen in a capture.
+    dist.all_reduce(torch.zeros(1, device=device))
+    layout = MailboxLayout(
+        world_size=meeting.world_size, letter_bytes=_aligned(letter_bytes), gathered_bytes=_aligned(gathered_bytes)
+    )
+    return CudaCollectives(_mailbox(layout, meeting.rank, device) if letter_bytes else None)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _mailbox(layout: MailboxLayout, rank: int, device: torch.device) -> Mailbox | None:
+    """This rank's mailbox, or None on all ranks where one of them cannot reach another's memory."""
+    # Imported here: a part of torch that only GPUs need.
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    mailbox = None
+    try:
+        memory = symmetric_memory.empty(layout.total_bytes, dtype=torch.uint8, device=device)
+        memory.zero_()
+        torch.cuda.synchronize(device)
+        # Where GPUs see each other's memory this succeeds on all ranks; the sum below notices where it does not.
+        handle = symmetric_memory.rendezvous(memory, dist.distributed_c10d._get_default_group())
+        mailbox = Mailbox(layout, rank=rank, memory=memory, addresses=list(handle.buffer_ptrs))
+    except RuntimeError as error:
+        logger.warning("rank %d cannot share memory with the other GPUs, NCCL alone is used: %s", rank, error)
+    willing = torch.tensor(int(mailbox is not None), device=device)
+    dist.all_reduce(willing, dist.ReduceOp.MIN)
+    torch.cuda.synchronize(device)
+    return mailbox if int(willing) else None
+
+
+class CudaCollectives:
+    """Mailboxes for what fits, NCCL for the rest. Nothing waits on the host: a graph may capture all of it."""
+
+    def __init__(self, mailbox: Mailbox | None) -> None:
+        self.mailbox = mailbox
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+
+    def all_reduce(self, addend: torch.Tensor) -> torch.Tensor:
+        """[P, T, N] of this rank to [W, T, N] through mailboxes, [1, T, N] through NCCL."""
+        if self.mailbox is not None and self.mailbox.takes_letter(addend):
+            return exchange_parts(addend, self.mailbox)
+        total = addend[0] if len(addend) == 1 else addend.sum(0)
+        dist.all_reduce(total)
+        return total[None]
+
+    def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """[R, v] of this rank to [R, W v] of all, in their order, at rank 0."""
+        rows, columns = logits.shape
+        width = columns * self._world_size
+        if self.mailbox is not None and self.mailbox.takes_columns(rows, width, logits.dtype):
+            return gather_columns(logits.contiguous(), self.mailbox)
+        return _gathered(logits)
+
+    def abort(self) -> None:
+        """Sets the word that waiting kernels look at, and ends NCCL's communicator."""
+        if self.mailbox is not None:
+            stream = torch.cuda.Stream(self.mailbox.stopped.device)
+            with torch.cuda.stream(stream):
+                self.mailbox.stopped.fill_(1)
+        if dist.is_initialized():
+            dist.distributed_c10d._abort_process_group()
+
+    def close(self) -> None:
+        """Leaves the group."""
+        _leave()
+
+
+class GlooCollectives:
+    """All ranks' parts over the loopback interface."""
+
+    def all_reduce(self, addend: torch.Tensor) -> torch.Tensor:
+        """[P, T, N] of this rank to [W, T, N]."""
+        total = addend[0].contiguous() if len(addend) == 1 else addend.sum(0)
+        letters = [torch.empty_like(total) for _ in range(dist.get_world_size())]
+        dist.all_gather(letters, total)
+        return torch.stack(letters)
+
+    def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """[R, v] of this rank to [R, W v] of all, in their order."""
+        return _gathered(logits)
+
+    def abort(self) -> None:
+        """Nothing: gloo itself notices a rank that is gone."""
+
+    def close(self) -> None:
+        """Leaves the group."""
+        _leave()
+
+
+def _gathered(logits: torch.Tensor) -> torch.Tensor:
+    parts = logits.new_empty(dist.get_world_size(), *logits.shape)
+    dist.all_gather(list(parts), logits.contiguous())
+    return parts.transpose(0, 1).reshape(len(logits), -1)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,191 @@
+"""Ranks on a CPU: real processes, gloo between them, a small model in float32."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from outrider.engine.batch import BatchBuilder
+from outrider.engine.model_runner import EngineConfig, ModelRunner
+from outrider.engine.tensor_parallel import Alone, Leader
+from outrider.engine.weight_source import SafetensorsSource
+from outrider.errors import CheckpointError, WorkerUnavailable
+
+_PROMPT = [17, 300, 5, 42, 911, 7, 8, 1020]
+# Between a death and its being told, on a busy machine; else it is a few milliseconds.
+_SOON_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(4)
+    # An odd vocabulary: the last rank's part is filled up.
+    config = LlamaConfig(
+        vocab_size=1021,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=128,
+    )
+    folder = tmp_path_factory.mktemp("checkpoints") / "small"
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def _config(checkpoint: Path, ranks: int) -> EngineConfig:
+    return EngineConfig(
+        model_path=checkpoint, num_slots=256, max_num_seqs=8, torch_threads=1, tensor_parallel_size=ranks
+    )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def other_leader(checkpoint: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    """A process that leads one follower and says its number; started first, for it takes seconds."""
+    script = (
+        "import sys, time\n"
+        "from outrider.engine.config import EngineConfig\n"
+        "from outrider.engine.tensor_parallel import start_ranks\n"
+        "ranks = start_ranks(EngineConfig(model_path=sys.argv[1], tensor_parallel_size=2))\n"
+        "ranks.least(3)\n"
+        "print(*ranks.pids, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    arguments = [sys.executable, "-c", script, str(checkpoint)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment) as leader:
+        yield leader
+        leader.kill()
+
+
+@pytest.fixture
+def pair(checkpoint: Path) -> Iterator[ModelRunner]:
+    runner = ModelRunner(_config(checkpoint, 2))
+    yield runner
+    runner.close()
+
+
+def _leader(runner: ModelRunner) -> Leader:
+    assert isinstance(runner.ranks, Leader)
+    return runner.ranks
+
+
+def _signal_follower(runner: ModelRunner, number: signal.Signals) -> None:
+    (pid,) = _leader(runner).pids
+    os.kill(pid, number)
+
+
+def _wait_for_end(pid: int) -> None:
+    """Until the process is gone, or has ended and is not waited for yet."""
+    deadline = time.monotonic() + _SOON_S
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return
+        if state == "Z":
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"process {pid} is still there")
+
+
+def _greedy(runner: ModelRunner, row: int, count: int) -> tuple[list[int], list[torch.Tensor]]:
+    """Tokens after the prompt, each from a step of its own, and their logits."""
+    tokens, logits = list(_PROMPT), []
+    for first in [0, *range(len(_PROMPT), len(_PROMPT) + count - 1)]:
+        runner.slots.extend(row, len(tokens) - first)
+        builder = BatchBuilder()
+        builder.add_chain(row, tokens[first:], first, True)
+        logits.append(runner.forward(builder.build())[0])
+        tokens.append(int(logits[-1].argmax()))
+    return tokens[len(_PROMPT) :], logits
+
+
+def _forest(runner: ModelRunner) -> torch.Tensor:
+    """Logits of two sessions' prompts with trees behind them, in one step."""
+    builder = BatchBuilder()
+    for _ in range(2):
+        row = runner.slots.acquire_row()
+        runner.slots.extend(row, 7)
+        builder.add_chain(row, _PROMPT[:4], 0, False)
+        builder.add_tree(
+            row,
+            tree_start=4,
+            token_ids=_PROMPT[4:7],
+            positions=[4, 5, 5],
+            masks=np.array([[1], [3], [5]], dtype=np.int64),
+            write_indices=range(4, 7),
+        )
+    return runner.forward(builder.build())
+
+
+def test_two_ranks_choose_what_one_chooses_until_one_is_killed(pair: ModelRunner, checkpoint: Path) -> None:
+    alone = ModelRunner(_config(checkpoint, 1))
+    assert isinstance(alone.ranks, Alone)
+    tokens, logits = _greedy(alone, alone.slots.acquire_row(), 12)
+    shared_tokens, shared_logits = _greedy(pair, pair.slots.acquire_row(), 12)
+    assert shared_tokens == tokens
+    torch.testing.assert_close(torch.stack(shared_logits), torch.stack(logits), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(_forest(pair), _forest(alone), rtol=1e-4, atol=1e-4)
+    # Each rank holds half of the heads.
+    assert pair._caches.keys[0].shape[1] * 2 == alone._caches.keys[0].shape[1]
+
+    # Stopped, it takes a step's bytes and never computes; then it is gone.
+    _signal_follower(pair, signal.SIGSTOP)
+    killer = threading.Timer(0.5, _signal_follower, (pair, signal.SIGKILL))
+    killer.start()
+    began = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(WorkerUnavailable, match="rank 1 was killed by signal 9"):
+            _forest(pair)
+    assert 0.4 <= time.monotonic() - began < 0.5 + _SOON_S
+
+
+def test_what_goes_wrong_in_a_rank_is_told(pair: ModelRunner) -> None:
+    _leader(pair).lead("capture", "no bucket")
+    _leader(pair).lead("launch", "no step")
+    with pytest.raises(WorkerUnavailable, match="rank 1: AttributeError: 'str' object"):
+        _leader(pair).failed.result(timeout=_SOON_S)
+
+
+def test_a_rank_that_never_answers_is_given_up(pair: ModelRunner) -> None:
+    _signal_follower(pair, signal.SIGSTOP)
+    with pytest.raises(WorkerUnavailable, match="not answered in time"), _leader(pair).guard(0.3):
+        _greedy(pair, pair.slots.acquire_row(), 1)
+    _wait_for_end(_leader(pair).pids[0])
+
+
+class _GoneForOthers(SafetensorsSource):
+    """The weights here; in another process, a folder that is not there."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return SafetensorsSource, (Path("/no/such/checkpoint"),)
+
+
+def test_a_rank_that_cannot_load_says_why(checkpoint: Path) -> None:
+    with pytest.raises(CheckpointError, match="rank 1: /no/such/checkpoint: neither"):
+        ModelRunner(_config(checkpoint, 2), source=_GoneForOthers(checkpoint))
+
+
+def test_sizes_that_do_not_divide_are_refused_before_anything_starts(checkpoint: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(CheckpointError, match=r"--tensor-parallel-size 7 given.*this model takes 1, 2, 4"):
+        ModelRunner(_config(checkpoint, 7))
+    assert time.monotonic() - began < 1.0
+
+
+def test_followers_end_with_a_leader_that_is_killed(other_leader: "subprocess.Popen[bytes]") -> None:
+    assert other_leader.stdout is not None
+    follower = int(other_leader.stdout.readline())
+    other_leader.kill()
+    _wait_for_end(follower)
