@@ -181,7 +181,9 @@ class Teacher:
                     for number, answer in zip(left, answers, strict=True)
                     if answer.outcome is Outcome.ACCEPTED
                 }
-            gaps += [_gap(texts[some[number].text], some[number].place, results[number]) for number in range(len(some))]
+            for number, difference in enumerate(some):
+                _, scores = ranked_scores(texts[difference.text], difference.place, results[number])
+                gaps.append(float(scores[0] - scores[1]))
             for looker in lookers:
                 looker.close()
         return gaps
@@ -292,8 +294,8 @@ class _Follower:
         return TreeRequest(key=self._key, epoch=self._epoch, length=length, tokens=tokens, parents=parents)
 
 
-def _gap(text: Text, place: int, result: TreeResult) -> float:
-    """Between the best and the second best score; log probabilities differ as logits do."""
+def ranked_scores(text: Text, place: int, result: TreeResult) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids and what the choice is the largest of, best first; log probabilities differ as logits do."""
     logprobs = result.logprobs
     assert logprobs is not None
     ids, scores = logprobs.top_token_ids[0], logprobs.top_logprobs[0].astype(np.float64)
@@ -302,5 +304,5 @@ def _gap(text: Text, place: int, result: TreeResult) -> float:
         position = torch.tensor([len(text.prompt) + place], dtype=torch.int64)
         noise = gumbel_noise_reference(seed, position, torch.from_numpy(ids)[None])[0].numpy()
         scores = scores / text.sampling.temperature + noise
-    second, best = np.partition(scores, -2)[-2:]
-    return float(best - second)
+    order = np.argsort(-scores)
+    return ids[order], scores[order]

@@ -247,12 +247,14 @@ def measure_mixed(
     model: BenchModel, device: str, *, sessions: int, rows: int, context: int, prompt: int, steps: int
 ) -> MixedResult:
     """The pace of running sessions, alone and while a long prompt is prefilled beside them."""
+    # Tokens that sessions may emit meanwhile: at least a few rows of the prompt go along with each step.
+    room = prompt // 4 + 8 * steps + 4 * REQUEST_TOKENS
     config = worker_config(
         model,
         device,
         max_num_seqs=sessions + 1,
-        max_model_len=max(prompt, context) + 8 * steps,
-        num_slots=sessions * (context + 8 * steps) + prompt + 8 * steps,
+        max_model_len=max(prompt, context) + room,
+        num_slots=sessions * (context + room) + prompt + room,
     )
     with running_worker(model, config) as (thread, runner):
         group = SessionGroup(count=sessions, context=context, rows=rows, vocab_size=runner.vocab_size, seed=1)
