@@ -9,10 +9,11 @@ from typing import Any
 import ray
 import ray.exceptions
 import ray.util
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from outrider.deploy.actors import CoordinatorActor, RoleActor, Serve, ServingWorkers
-from outrider.deploy.config import Bind, DeployConfig, amounts, shared_gpus
+from outrider.deploy.config import Bind, DeployConfig, amounts, asked_target_gpus, shared_gpus
 from outrider.deploy.connection import NAMESPACE, connect
 from outrider.deploy.health import RoleHandle, watch
 from outrider.deploy.roles import Roles
@@ -39,6 +40,7 @@ class Deployment:
         self._roles = roles or Roles()
         self._owns_ray = False
         self._handles: list[RoleHandle] = []
+        self._groups: list[PlacementGroup] = []
         self._watches: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> "Deployment":
@@ -83,6 +85,9 @@ class Deployment:
         self._handles = []
         for group in (coordinator, workers):
             await asyncio.gather(*(self._stop_actor(handle) for handle in group))
+        for placed in self._groups:
+            ray.util.remove_placement_group(placed)
+        self._groups.clear()
         if self._owns_ray:
             ray.shutdown()
             self._owns_ray = False
@@ -112,11 +117,36 @@ class Deployment:
             serve = functools.partial(serve_worker, config, coordinator=self._endpoint, device=device)
             needs = {"num_gpus": gpus, "resources": amounts(resources), **placed}
             for index in range(count):
-                self._add(RoleActor, f"{role}-{index}", serve, host=worker_host, needs=needs)
+                own = self._several_gpus(home if loopback else None, needs) if gpus > 1 else {}
+                self._add(RoleActor, f"{role}-{index}", serve, host=worker_host, needs=needs | own)
 
         await asyncio.gather(*(_serving(handle) for handle in self._handles))
         await self._registered()
         self._watches = [asyncio.create_task(watch(handle, config)) for handle in self._handles]
+
+    def _several_gpus(self, home: dict[str, Any] | None, needs: dict[str, Any]) -> dict[str, Any]:
+        """GPUs of one node, kept for a worker over its restarts: a placement group of one bundle.
+
+        Args:
+            home: the node that it must be; None for any.
+            needs: of the worker.
+
+        Raises:
+            WorkerUnavailable: no node has so many.
+        """
+        gpus = needs["num_gpus"]
+        nodes = [node for node in ray.nodes() if node["Alive"] and (home is None or node["NodeID"] == home["NodeID"])]
+        most = max((node["Resources"].get("GPU", 0.0) for node in nodes), default=0.0)
+        if most < gpus:
+            where = "no node has" if home is None else "this node does not have"
+            raise WorkerUnavailable(f"{gpus:g} GPUs of one node asked for, {where} so many: at most {most:g}")
+        bundle = {"GPU": gpus, **needs["resources"]}
+        if home is not None:
+            # Every node has a resource of its own name, which pins the bundle there.
+            bundle[f"node:{home['NodeManagerAddress']}"] = 0.001
+        placed = ray.util.placement_group([bundle], strategy="STRICT_PACK")
+        self._groups.append(placed)
+        return {"scheduling_strategy": PlacementGroupSchedulingStrategy(placed, placement_group_bundle_index=0)}
 
     def _add(self, kind: type[RoleActor], role: str, serve: Serve, *, host: str | None, needs: dict[str, Any]) -> None:
         name = f"{self._config.name}/{role}"
@@ -188,13 +218,14 @@ def _gpus(config: DeployConfig) -> tuple[float, float]:
     """GPUs per target and per draft worker."""
     available = ray.cluster_resources().get("GPU", 0.0)
     sharing = 0
-    for named, count in ((config.target_gpus, config.targets), (config.draft_gpus, config.drafts)):
+    asked = asked_target_gpus(config)
+    for named, count in ((asked, config.targets), (config.draft_gpus, config.drafts)):
         if named is None:
             sharing += count
         else:
             available -= named * count
     even = shared_gpus(max(available, 0.0), sharing)
-    target = even if config.target_gpus is None else config.target_gpus
+    target = even if asked is None else asked
     draft = even if config.draft_gpus is None else config.draft_gpus
     return target, draft
 

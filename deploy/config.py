@@ -32,7 +32,9 @@ class DeployConfig:
         drafts: number of draft workers; 0 decodes without speculation.
         port: of the coordinator; 0 takes one that is free when the deployment starts, and keeps it over restarts.
         bind: where the servers listen.
-        target_gpus: GPUs per target worker; default what the cluster has, shared evenly, at most one each.
+        tensor_parallel_size: GPUs that share each target's model, all of one node.
+        target_gpus: GPUs per target worker; default `tensor_parallel_size` where that is more than one, else what the
+            cluster has, shared evenly, at most one each. 0 runs targets on CPUs.
         draft_gpus: GPUs per draft worker; likewise.
         coordinator_resources: custom Ray resources that the coordinator's machine must have, as NAME=AMOUNT.
         target_resources: custom Ray resources per target worker, as NAME=AMOUNT.
@@ -58,6 +60,7 @@ class DeployConfig:
     drafts: int = 1
     port: int = 50051
     bind: Bind = Bind.LOOPBACK
+    tensor_parallel_size: int = 1
     target_gpus: float | None = None
     draft_gpus: float | None = None
     coordinator_resources: tuple[str, ...] = ()
@@ -89,12 +92,29 @@ class DeployConfig:
                 amounts(getattr(self, name))
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
-        for name in ("target_gpus", "draft_gpus"):
-            if (gpus := getattr(self, name)) is not None and not 0 <= gpus < math.inf:
-                raise ValueError(f"{name}: {gpus} given, 0 or more needed")
+        self._check_gpus()
         for name in ("start_timeout_s", "ping_interval_s", "hang_timeout_s", "stop_timeout_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}: {getattr(self, name)} given, more than 0 needed")
+
+    def _check_gpus(self) -> None:
+        for name in ("target_gpus", "draft_gpus"):
+            if (gpus := getattr(self, name)) is not None and not 0 <= gpus < math.inf:
+                raise ValueError(f"{name}: {gpus} given, 0 or more needed")
+        if self.tensor_parallel_size < 1:
+            raise ValueError(f"tensor_parallel_size: {self.tensor_parallel_size} given, at least 1 needed")
+        if self.tensor_parallel_size > 1 and self.target_gpus not in (None, 0, self.tensor_parallel_size):
+            raise ValueError(
+                f"target_gpus: {self.target_gpus} given, with tensor_parallel_size {self.tensor_parallel_size} "
+                "as many (or 0, for CPUs) needed"
+            )
+
+
+def asked_target_gpus(config: DeployConfig) -> float | None:
+    """GPUs per target worker that the configuration settles; None where what the cluster has is shared."""
+    if config.target_gpus is None and config.tensor_parallel_size > 1:
+        return float(config.tensor_parallel_size)
+    return config.target_gpus
 
 
 def amounts(resources: Sequence[str]) -> dict[str, float]:

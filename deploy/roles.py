@@ -73,6 +73,7 @@ async def serve_target(
         coordinators=(coordinator,),
         device=device,
         threads=target_threads(config, _cores()),
+        tensor_parallel_size=config.tensor_parallel_size,
     )
     await server.serve(role, ready=ready, stop=stop)
 

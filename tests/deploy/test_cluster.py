@@ -164,6 +164,12 @@ async def test_resources_that_no_node_has_are_named():
         await Deployment(config, roles=FAKES).start()
 
 
+async def test_more_gpus_than_a_node_has_are_refused():
+    config = DeployConfig(port=0, tensor_parallel_size=64)
+    with pytest.raises(WorkerUnavailable, match="64 GPUs of one node asked for, this node does not have so many"):
+        await Deployment(config, roles=FAKES).start()
+
+
 def test_an_actor_that_loads_may_be_silent_for_longer():
     serving = RoleReport(pid=1, node="n", address="h:1", failure=None)
     loading = RoleReport(pid=1, node="n", address=None, failure=None)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from outrider.deploy.config import Bind, DeployConfig, amounts, shared_gpus, target_threads
+from outrider.deploy.config import Bind, DeployConfig, amounts, asked_target_gpus, shared_gpus, target_threads
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,7 @@ from outrider.deploy.config import Bind, DeployConfig, amounts, shared_gpus, tar
         ("target_gpus", float("nan")),
         ("hang_timeout_s", 0.0),
         ("start_timeout_s", float("inf")),
+        ("tensor_parallel_size", 0),
     ],
 )
 def test_a_wrong_setting_is_named_with_its_value(setting: str, value: object):
@@ -51,3 +52,11 @@ def test_targets_get_the_cores_that_drafts_leave():
     assert target_threads(DeployConfig(drafts=4), cores=2) == 1
     assert target_threads(DeployConfig(target_threads=3), cores=2) == 3
     assert target_threads(DeployConfig(bind=Bind.NODE, targets=4), cores=16) == 15
+
+
+def test_a_target_on_several_gpus_asks_for_as_many():
+    assert asked_target_gpus(DeployConfig()) is None
+    assert asked_target_gpus(DeployConfig(tensor_parallel_size=4)) == 4
+    assert asked_target_gpus(DeployConfig(tensor_parallel_size=4, target_gpus=0)) == 0
+    with pytest.raises(ValueError, match="target_gpus: 1 given, with tensor_parallel_size 4"):
+        DeployConfig(tensor_parallel_size=4, target_gpus=1)
