@@ -126,16 +126,20 @@ class Planner:
         if self._waiting_for is not None:
             latest, plans = self._waiting_for
             self._waiting_for = (latest, plans - 1) if plans > 1 else None
-        leaders = [session for session in sessions if session.in_flight and session.reached < session.root_index]
+        leaders = [
+            session
+            for session in sessions
+            if self._kv.remembers and session.in_flight and session.reached < session.root_index
+        ]
         moving = []
         for work in sorted(works, key=lambda work: work.session.order):
             session = work.session
             pending = self._kv.pending(session)
             if latest is not None and session.order > latest:
                 continue
-            if pending > 0 and any(self._saves(leader, work, pending) for leader in leaders):
+            if any(self._saves(leader, work, pending) for leader in leaders):
                 continue
-            if pending > 0 and not session.starved:
+            if self._kv.remembers and pending > 0 and not session.starved:
                 leaders.append(session)
             moving.append(work)
         # In the batch's order again: it says who comes first where not all fit.

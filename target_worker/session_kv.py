@@ -22,6 +22,11 @@ class SessionKv:
         self.slots = slots
         self._cache = PrefixCache(slots) if remembers else None
 
+    @property
+    def remembers(self) -> bool:
+        """Whether what one session computes is found by others."""
+        return self._cache is not None
+
     def length(self, session: Session) -> int:
         """Tokens of the session with KV."""
         return self.slots.length(session.row)
