@@ -48,17 +48,25 @@ class ForwardStep:
         begin_ns: when it was started, by `time.perf_counter_ns`.
         trees: what verifies, by id of its work, in the order of the logits.
         logits: [T, V] float32 of the rows that verify; None where there is no forward.
+        tokens: rows of the forward.
 
     Attributes:
+        tokens: as given.
         forward_ns: how long forward, choices and walks took; 0 until `finish`.
         may_overlap: whether another step may be started before this one is finished, and gains by it.
     """
 
     may_overlap = False
 
-    def __init__(self, begin_ns: int, trees: dict[int, NodeRows], logits: torch.Tensor | None) -> None:
+    def __init__(self, begin_ns: int, trees: dict[int, NodeRows], logits: torch.Tensor | None, *, tokens: int) -> None:
         self._begin_ns, self._trees, self._logits = begin_ns, trees, logits
+        self.tokens = tokens
         self.forward_ns = 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `finish` would not wait for the device."""
+        return True
 
     def finish(self) -> dict[int, Verdict]:
         """Waits for the forward; the verdicts of the works that verify, by their id."""
@@ -83,13 +91,19 @@ class WalkedStep(ForwardStep):
         begin_ns: when it was started, by `time.perf_counter_ns`.
         trees: what verifies, by id of its work.
         launched: the forward.
+        tokens: rows of the forward.
     """
 
     may_overlap = True
 
-    def __init__(self, begin_ns: int, trees: dict[int, NodeRows], launched: LaunchedStep) -> None:
-        super().__init__(begin_ns, trees, None)
+    def __init__(self, begin_ns: int, trees: dict[int, NodeRows], launched: LaunchedStep, *, tokens: int) -> None:
+        super().__init__(begin_ns, trees, None, tokens=tokens)
         self._launched = launched
+
+    @property
+    def is_done(self) -> bool:
+        """As the base's."""
+        return self._launched.is_done
 
     def finish(self) -> dict[int, Verdict]:
         """As the base's."""
@@ -107,16 +121,16 @@ def start_forward(runner: ModelRunner, works: Sequence[Work]) -> ForwardStep:
     """Starts the forward of all works that have rows; their slots are reserved."""
     active = [work for work in works if work.rows]
     if not active:
-        return ForwardStep(0, {}, None)
+        return ForwardStep(0, {}, None, tokens=0)
     trees = {id(work): _node_rows(work) for work in active if work.verifies}
     parts = list(trees.values())
     forest = Forest(parts) if parts else None
     batch = _batch(active, forest, runner.slots)
     begin_ns = time.perf_counter_ns()
     if runner.steps is None or needs_logits(parts):
-        return ForwardStep(begin_ns, trees, runner.forward(batch))
+        return ForwardStep(begin_ns, trees, runner.forward(batch), tokens=batch.num_rows)
     staged = runner.steps.stage(batch, None if forest is None else forest.choices())
-    return WalkedStep(begin_ns, trees, runner.steps.launch(staged))
+    return WalkedStep(begin_ns, trees, runner.steps.launch(staged), tokens=batch.num_rows)
 
 
 def _node_rows(work: Work) -> NodeRows:

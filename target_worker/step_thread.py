@@ -1,13 +1,16 @@
 """The one thread that runs the target model: merges what waits into one step, and prefills while nothing waits.
 
 Several coordinators may stream to one target. What has arrived when a step ends becomes the next step, whoever sent
-it, as long as no session would stand in it twice.
+it, as long as no session would stand in it twice. Where the device takes steps one after the other by itself, the next
+is begun while the first still runs, so that the device does not wait for the host in between. Batches take effect and
+are answered in the order in which they came.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
@@ -20,10 +23,18 @@ from outrider.target_worker.sessions import (
     TreeRequest,
     TreeResult,
 )
-from outrider.target_worker.verifier import StepResult, Verifier
+from outrider.target_worker.verifier import PendingStep, StepResult, Verifier
 from outrider.worker import share_interpreter
 
 logger = logging.getLogger(__name__)
+
+# Steps that are begun and not finished: one that runs, and one that waits for it.
+_MOST_IN_FLIGHT = 2
+# So long before a step is expected to end, the thread does nothing but wait for it: a batch that comes now is begun
+# after it.
+_EXPECTED_EARLY_S = 0.0003
+# While it may still begin another step, it looks this often whether the one that runs is done.
+_GLANCE_S = 0.0005
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +85,30 @@ class _Job:
     done: "Future[BatchResult]" = field(default_factory=Future)
 
 
+_Faults = list[tuple[SessionKey, int, SessionFault]]
+
+
+@dataclass(kw_only=True, eq=False, slots=True)
+class _Flight:
+    """Jobs whose step has begun.
+
+    Attributes:
+        jobs: whose step it is; none where the thread prefills by itself.
+        keys: sessions that the jobs open or verify.
+        faults: of each job's opens.
+        late: what to close when the step is finished.
+        pending: the step; None where the jobs have no trees.
+        begin_s: when it began.
+    """
+
+    jobs: Sequence[_Job] = ()
+    keys: frozenset[SessionKey] = frozenset()
+    faults: Sequence[_Faults] = ()
+    late: list[tuple[SessionKey, int]] = field(default_factory=list)
+    pending: PendingStep | None = None
+    begin_s: float = field(default_factory=time.perf_counter)
+
+
 class StepThread:
     """Runs a verifier on a thread of its own.
 
@@ -89,6 +124,11 @@ class StepThread:
         # Why opens failed, told with the session's first tree: an open without trees is not answered.
         self._refused: dict[tuple[SessionKey, int], SessionFault] = {}
         self._thread = threading.Thread(target=self._run, name="target-steps", daemon=True)
+        self._flights: deque[_Flight] = deque()
+        # How long steps of about so many rows usually take.
+        self._usual_s: dict[int, float] = {}
+        self._finished_s = 0.0
+        self._may_prefill = True
         self._busy_ns = 0
         self._reported = (time.perf_counter_ns(), 0)
         self._gauges = Load()
@@ -150,6 +190,8 @@ class StepThread:
         with self._arrived:
             self._stopping = True
             waiting, self._jobs = self._jobs, []
+        waiting = [*(job for flight in self._flights for job in flight.jobs), *waiting]
+        self._flights.clear()
         reason = "the target worker is stopping" if error is None else f"the target worker failed: {error}"
         for job in waiting:
             job.done.set_exception(WorkerUnavailable(reason))
@@ -161,76 +203,145 @@ class StepThread:
         self.stopped.set_exception(error)
 
     def _serve(self, verifier: Verifier) -> None:
-        may_prefill = True
+        busy_from = time.perf_counter_ns()
         while True:
             with self._arrived:
-                while not (self._stopping or self._jobs):
-                    # A batch that is on its way takes prefill along for less than it costs alone.
-                    due_s = verifier.prefill_due_s if may_prefill and verifier.has_pending_prefill else None
-                    if due_s == 0.0:
-                        break
-                    self._arrived.wait(due_s)
-                if self._stopping:
-                    return
-                jobs = self._take_jobs()
-            begin = time.perf_counter_ns()
+                jobs = self._wait(verifier)
+                stopping = self._stopping
+            if not self._flights:
+                busy_from = time.perf_counter_ns()
             if jobs:
-                self._step(verifier, jobs)
-                may_prefill = True
+                self._begin(verifier, jobs)
+            elif self._flights:
+                self._finish(verifier)
+            elif stopping:
+                return
+            elif verifier.wants_capture:
+                verifier.capture()
             else:
-                # Nothing computed: older sessions hold the slots, until a batch changes that.
-                may_prefill = verifier.prefill() > 0
-            self._busy_ns += time.perf_counter_ns() - begin
+                self._prefill(verifier)
+            now = time.perf_counter_ns()
+            self._busy_ns += now - busy_from
+            busy_from = now
             self._note(verifier)
 
-    def _take_jobs(self) -> list[_Job]:
-        """The longest run of waiting jobs that asks for no session twice."""
-        seen: set[SessionKey] = set()
+    def _wait(self, verifier: Verifier) -> list[_Job]:
+        """Waits until there is something to do.
+
+        Returns:
+            The jobs to begin; or none, and the oldest step is to be finished, or where there is none the thread to be
+            ended, a graph captured or a prefill begun.
+        """
+        while not self._stopping:
+            running = [flight for flight in self._flights if flight.pending is not None]
+            room = len(running) < _MOST_IN_FLIGHT and all(_may_overlap(flight) for flight in running)
+            # Nothing may be in flight during a capture.
+            room = room and not verifier.wants_capture
+            if self._jobs and room and (jobs := self._take_jobs(verifier)):
+                return jobs
+            if self._flights:
+                # What waits now, waits for a session in flight: batches keep their order.
+                left_s = self._left_s() if room and not self._jobs else 0.0
+                if left_s <= 0:
+                    return []
+                self._arrived.wait(min(left_s, _GLANCE_S))
+            elif verifier.wants_capture:
+                return []
+            elif self._may_prefill and verifier.has_pending_prefill:
+                due_s = verifier.prefill_due_s
+                if due_s <= 0:
+                    return []
+                self._arrived.wait(due_s)
+            else:
+                self._arrived.wait()
+        return []
+
+    def _left_s(self) -> float:
+        """How long the oldest step may be left to itself, in case a batch comes that could be begun beside it."""
+        flight = self._flights[0]
+        if flight.pending is None or not _may_overlap(flight) or flight.pending.forward.is_done:
+            return 0.0
+        usual_s = self._usual_s.get(_size(flight), 0.0)
+        return flight.begin_s + usual_s - _EXPECTED_EARLY_S - time.perf_counter()
+
+    def _take_jobs(self, verifier: Verifier) -> list[_Job]:
+        """The longest run of waiting jobs that asks for no session twice, nor for one that is in flight."""
+        seen = set().union(*(flight.keys for flight in self._flights))
         count = 0
         for job in self._jobs:
-            keys = {tree.key for tree in job.batch.trees}
-            if count and not seen.isdisjoint(keys | {request.key for request in job.batch.opens}):
+            trees = {tree.key for tree in job.batch.trees}
+            opens = {request.key for request in job.batch.opens}
+            taken = not seen.isdisjoint(trees | opens)
+            if taken or (self._flights and any(verifier.is_in_flight(key) for key in trees | opens)):
                 break
-            seen |= keys
+            seen |= trees
             count += 1
         jobs, self._jobs = self._jobs[:count], self._jobs[count:]
         return jobs
 
-    def _step(self, verifier: Verifier, jobs: Sequence[_Job]) -> None:
-        try:
-            done = self._merged(verifier, [job.batch for job in jobs])
-        except BaseException as error:
-            for job in jobs:
-                job.done.set_exception(WorkerUnavailable(f"the target worker failed: {error}"))
-            raise
-        self._note(verifier)
-        for job, result in zip(jobs, done, strict=True):
-            job.done.set_result(result)
-
-    def _merged(self, verifier: Verifier, batches: Sequence[Batch]) -> list[BatchResult]:
-        in_step = {tree.key for batch in batches for tree in batch.trees}
-        in_step |= {request.key for batch in batches for request in batch.opens}
-        late: list[tuple[SessionKey, int]] = []
-        # What this step does not touch is freed before it, so that its opens find the room.
+    def _begin(self, verifier: Verifier, jobs: Sequence[_Job]) -> None:
+        """Opens, closes and starts what the jobs ask for."""
+        batches = [job.batch for job in jobs]
+        keys = {tree.key for batch in batches for tree in batch.trees}
+        keys |= {request.key for batch in batches for request in batch.opens}
+        flight = _Flight(jobs=jobs, keys=frozenset(keys))
+        # In flight from here on, so that whatever goes wrong is told to the jobs.
+        self._flights.append(flight)
+        # What no step touches is freed before this one, so that its opens find the room.
         for key, epoch in (close for batch in batches for close in batch.closes):
-            if key in in_step:
-                late.append((key, epoch))
-            else:
+            holder = next((held for held in reversed(self._flights) if key in held.keys), None)
+            if holder is None:
                 self._close(verifier, key, epoch)
-        faults = [self._open(verifier, batch.opens) for batch in batches]
-        step = self._verify(verifier, batches)
-        for key, epoch in late:
-            self._close(verifier, key, epoch)
-        results = iter(step.results if step is not None else ())
-        return [
-            BatchResult(
-                results=[next(results) for _ in batch.trees], faults=batch_faults, step=step if batch.trees else None
-            )
-            for batch, batch_faults in zip(batches, faults, strict=True)
-        ]
+            else:
+                holder.late.append((key, epoch))
+        flight.faults = [self._open(verifier, batch.opens) for batch in batches]
+        trees = [tree for batch in batches for tree in batch.trees]
+        if trees:
+            flight.pending = verifier.begin(trees)
+        self._may_prefill = True
 
-    def _open(self, verifier: Verifier, opens: Sequence[OpenRequest]) -> list[tuple[SessionKey, int, SessionFault]]:
-        faults = []
+    def _prefill(self, verifier: Verifier) -> None:
+        flight = _Flight()
+        self._flights.append(flight)
+        flight.pending = verifier.begin_prefill()
+
+    def _finish(self, verifier: Verifier) -> None:
+        """Finishes the oldest step and answers its jobs."""
+        flight = self._flights[0]
+        step = None if flight.pending is None else verifier.finish(flight.pending)
+        trees = [tree for job in flight.jobs for tree in job.batch.trees]
+        if step is not None:
+            self._tell_refused(trees, step)
+            if not flight.jobs:
+                # Nothing computed: older sessions hold the slots, until a batch changes that.
+                self._may_prefill = step.tokens > 0
+            self._learn(flight)
+        for key, epoch in flight.late:
+            self._close(verifier, key, epoch)
+        self._flights.popleft()
+        self._note(verifier)
+        results = iter(() if step is None else step.results)
+        for job, faults in zip(flight.jobs, flight.faults, strict=True):
+            own = [next(results) for _ in job.batch.trees]
+            job.done.set_result(BatchResult(results=own, faults=faults, step=step if own else None))
+
+    def _learn(self, flight: _Flight) -> None:
+        size, now_s = _size(flight), time.perf_counter()
+        # A step that began while another ran began with that one's end.
+        taken_s = now_s - max(flight.begin_s, self._finished_s)
+        self._finished_s = now_s
+        self._usual_s[size] = 0.8 * self._usual_s.get(size, taken_s) + 0.2 * taken_s
+        if len(self._flights) > 1:
+            self._flights[1].begin_s = now_s
+
+    def _tell_refused(self, trees: Iterable[TreeRequest], step: StepResult) -> None:
+        for place, tree in enumerate(trees):
+            refused = self._refused.pop((tree.key, tree.epoch), None)
+            if refused is not None and step.results[place].outcome is Outcome.ERROR:
+                step.results[place] = TreeResult(outcome=Outcome.ERROR, fault=refused)
+
+    def _open(self, verifier: Verifier, opens: Sequence[OpenRequest]) -> _Faults:
+        faults: _Faults = []
         for request in opens:
             try:
                 verifier.open(request)
@@ -243,17 +354,6 @@ class StepThread:
         self._refused.pop((key, epoch), None)
         verifier.close(key, epoch)
 
-    def _verify(self, verifier: Verifier, batches: Sequence[Batch]) -> StepResult | None:
-        trees = [tree for batch in batches for tree in batch.trees]
-        if not trees:
-            return None
-        step = verifier.step(trees)
-        for place, tree in enumerate(trees):
-            refused = self._refused.pop((tree.key, tree.epoch), None)
-            if refused is not None and step.results[place].outcome is Outcome.ERROR:
-                step.results[place] = TreeResult(outcome=Outcome.ERROR, fault=refused)
-        return step
-
     def _note(self, verifier: Verifier) -> None:
         self._gauges = Load(
             sessions=verifier.session_count,
@@ -262,3 +362,12 @@ class StepThread:
             slots_total=verifier.slots_total,
             steps=verifier.steps,
         )
+
+
+def _may_overlap(flight: _Flight) -> bool:
+    return flight.pending is None or flight.pending.forward.may_overlap
+
+
+def _size(flight: _Flight) -> int:
+    """Steps of one size take about as long."""
+    return 0 if flight.pending is None else flight.pending.forward.tokens.bit_length()

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,7 +15,14 @@ from outrider.target_worker.verifier import StepResult, Verifier
 
 
 class NotingVerifier:
-    """Holds its first step until told to go on, so that batches pile up meanwhile."""
+    """Holds its first step until told to go on, so that batches pile up meanwhile.
+
+    With `overlaps` steps run by themselves, as on a device: `begin` returns at once, `finish` waits.
+    """
+
+    overlaps = False
+    wants_capture = False
+    prefill_due_s = 0.0
 
     def __init__(self) -> None:
         self.log: list[tuple[str, Any]] = []
@@ -22,15 +30,26 @@ class NotingVerifier:
         self.session_count = self.slots_used = self.slots_cached = self.slots_total = self.steps = 0
         self.prefill_due_s = 0.0
         self.pending_rows = [0]
-        self.fails = False
+        self.fails = self.fails_to_begin = False
+        self.in_flight: set[tuple[int, int]] = set()
 
     @property
     def has_pending_prefill(self) -> bool:
         return len(self.pending_rows) > 1
 
-    def prefill(self) -> int:
+    def begin_prefill(self) -> Any:
         self.log.append(("prefill", None))
-        return self.pending_rows.pop()
+        return self.pending([], tokens=self.pending_rows.pop())
+
+    def is_in_flight(self, key: tuple[int, int]) -> bool:
+        return key in self.in_flight
+
+    def capture(self) -> None:
+        self.log.append(("capture", None))
+        self.wants_capture = False
+
+    def pending(self, trees: Sequence[TreeRequest], *, tokens: int) -> Any:
+        return SimpleNamespace(trees=trees, forward=FakeForward(self, tokens))
 
     def open(self, request: OpenRequest) -> None:
         self.log.append(("open", request.key[1]))
@@ -40,10 +59,22 @@ class NotingVerifier:
     def close(self, key: tuple[int, int], _epoch: int) -> None:
         self.log.append(("close", key[1]))
 
-    def step(self, trees: Sequence[TreeRequest]) -> StepResult:
-        self.log.append(("step", [tree.key[1] for tree in trees]))
+    def begin(self, trees: Sequence[TreeRequest]) -> Any:
+        self.log.append(("step" if not self.overlaps else "begin", [tree.key[1] for tree in trees]))
+        self.in_flight |= {tree.key for tree in trees}
         self.entered.set()
-        assert self.go_on.wait(10)
+        if self.fails_to_begin:
+            raise RuntimeError("the device is gone")
+        if not self.overlaps:
+            assert self.go_on.wait(10)
+        return self.pending(trees, tokens=len(trees))
+
+    def finish(self, pending: Any) -> StepResult:
+        trees = pending.trees
+        if self.overlaps and trees:
+            assert self.go_on.wait(10)
+            self.log.append(("finish", [tree.key[1] for tree in trees]))
+        self.in_flight -= {tree.key for tree in trees}
         if self.fails:
             raise RuntimeError("the device is gone")
         results = [
@@ -51,7 +82,17 @@ class NotingVerifier:
             else TreeResult(outcome=Outcome.ACCEPTED, token_ids=[tree.key[1]])
             for tree in trees
         ]  # fmt: skip
-        return StepResult(results=results, step_ns=1, forward_ns=1, tokens=len(trees), sessions=len(trees))
+        tokens = pending.forward.tokens
+        return StepResult(results=results, step_ns=1, forward_ns=1, tokens=tokens, sessions=len(trees))
+
+
+class FakeForward:
+    def __init__(self, verifier: NotingVerifier, tokens: int) -> None:
+        self.may_overlap, self.tokens, self._verifier = verifier.overlaps, tokens, verifier
+
+    @property
+    def is_done(self) -> bool:
+        return self._verifier.go_on.is_set()
 
 
 def tree(number: int) -> TreeRequest:
@@ -74,7 +115,7 @@ def steps(fake: NotingVerifier):
     yield thread
     fake.go_on.set()
     thread.stop()
-    with pytest.raises(RuntimeError) if fake.fails else pytest.MonkeyPatch().context():
+    with pytest.raises(RuntimeError) if fake.fails or fake.fails_to_begin else pytest.MonkeyPatch().context():
         thread.stopped.result(10)
 
 
@@ -169,3 +210,103 @@ def test_busy_is_the_share_since_the_last_report(steps: StepThread, fake: Noting
     done.result(10)
     steps.submit(Batch()).result(10)
     assert 0.2 < steps.report().busy <= 1.0
+
+
+@pytest.fixture
+def device(fake: NotingVerifier, steps: StepThread) -> NotingVerifier:
+    """The verifier as on a device, its first step of session 1 running for long."""
+    steps.ready.result(10)
+    fake.overlaps = True
+    steps._usual_s[1] = 60.0
+    return fake
+
+
+def wait_for(fake: NotingVerifier, entry: tuple[str, Any]) -> None:
+    for _ in range(2000):
+        if entry in fake.log:
+            return
+        threading.Event().wait(0.005)
+    raise AssertionError(f"{entry} never came: {fake.log}")
+
+
+def test_the_next_step_begins_while_one_runs_and_no_third(steps: StepThread, device: NotingVerifier) -> None:
+    first = steps.submit(Batch(trees=[tree(1)]))
+    wait_for(device, ("begin", [1]))
+    others = []
+    for number in (2, 3, 4):
+        others.append(steps.submit(Batch(opens=[opening(number)], trees=[tree(number)])))
+        wait_for(device, ("begin", [2]))
+    assert not first.done()
+    device.go_on.set()
+    assert [list(done.result(10).results[0].token_ids) for done in (first, *others)] == [[1], [2], [3], [4]]
+    assert device.log == [
+        ("begin", [1]), ("open", 2), ("begin", [2]), ("finish", [1]), ("open", 3), ("open", 4), ("begin", [3, 4]),
+        ("finish", [2]), ("finish", [3, 4]),
+    ]  # fmt: skip
+
+
+def test_what_is_in_flight_is_not_reopened_stepped_or_closed(steps: StepThread, device: NotingVerifier) -> None:
+    first = steps.submit(Batch(trees=[tree(1)]))
+    wait_for(device, ("begin", [1]))
+    closing = steps.submit(Batch(closes=[((1, 1), 1), ((1, 9), 1)], trees=[tree(2)]))
+    wait_for(device, ("begin", [2]))
+    reopening = steps.submit(Batch(opens=[opening(1)], trees=[tree(1)]))
+    behind = steps.submit(Batch(trees=[tree(3)]))
+    device.go_on.set()
+    for done in (first, closing, reopening, behind):
+        done.result(10)
+    # 9 makes room at once; 1 is closed when its step is finished, and opened again after that.
+    assert device.log == [
+        ("begin", [1]), ("close", 9), ("begin", [2]), ("finish", [1]), ("close", 1), ("open", 1), ("begin", [1, 3]),
+        ("finish", [2]), ("finish", [1, 3]),
+    ]  # fmt: skip
+
+
+def test_a_batch_without_trees_is_answered_in_its_turn(steps: StepThread, device: NotingVerifier) -> None:
+    first = steps.submit(Batch(trees=[tree(1)]))
+    wait_for(device, ("begin", [1]))
+    opened = steps.submit(Batch(opens=[opening(5)]))
+    wait_for(device, ("open", 5))
+    assert not opened.done()
+    device.go_on.set()
+    assert opened.result(10).step is None
+    assert first.done()
+
+
+@pytest.mark.parametrize("fails", ["fails", "fails_to_begin"])
+def test_a_failure_is_told_to_all_that_are_in_flight(steps: StepThread, device: NotingVerifier, fails: str) -> None:
+    jobs = [steps.submit(Batch(trees=[tree(1)]))]
+    wait_for(device, ("begin", [1]))
+    setattr(device, fails, True)
+    jobs += [steps.submit(Batch(trees=[tree(2)]))]
+    wait_for(device, ("begin", [2]))
+    device.go_on.set()
+    for done in jobs:
+        with pytest.raises(WorkerUnavailable, match="the device is gone"):
+            done.result(10)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        steps.stopped.result(10)
+
+
+def test_stopping_finishes_what_is_in_flight(steps: StepThread, device: NotingVerifier) -> None:
+    jobs = []
+    for number in (1, 2):
+        jobs.append(steps.submit(Batch(trees=[tree(number)])))
+        wait_for(device, ("begin", [number]))
+    late = steps.submit(Batch(trees=[tree(3)]))
+    steps.stop()
+    device.go_on.set()
+    assert [list(done.result(10).results[0].token_ids) for done in jobs] == [[1], [2]]
+    with pytest.raises(WorkerUnavailable, match="stopping"):
+        late.result(10)
+    steps.stopped.result(10)
+
+
+def test_graphs_are_captured_while_nothing_is_in_flight(steps: StepThread, device: NotingVerifier) -> None:
+    steps.submit(Batch(trees=[tree(1)]))
+    wait_for(device, ("begin", [1]))
+    device.wants_capture = True
+    second = steps.submit(Batch(trees=[tree(2)]))
+    device.go_on.set()
+    second.result(10)
+    assert device.log == [("begin", [1]), ("finish", [1]), ("capture", None), ("begin", [2]), ("finish", [2])]

@@ -15,8 +15,6 @@ _TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 72, 96, 128, 160, 192, 256, 320, 384,
 # Rows up to here have their logits computed whoever wants them: the output layer's weights are read all the same.
 _FEW_TOKENS = 72
 _SESSIONS = (1, 4, 16, 64, 256)
-# Up to the first, attention over many sessions needs no merge.
-_KEYS = (2048, 16384)
 # Steps without a graph are filled up to a multiple of this, so that kernels are not compiled for every length.
 _UNCAPTURED_TOKENS = 128
 _UNCAPTURED_KEYS = 1024
@@ -70,8 +68,9 @@ class BucketLadder:
     ) -> None:
         self._tokens = _up_to(_TOKENS, max_tokens)
         self._sessions = _up_to(_TOKENS if unrolled else _SESSIONS, max_tokens if unrolled else max_sessions)
-        # With splits of a fixed length the partial results take memory by this bound.
-        self._keys = _up_to([1 << power for power in range(11, 31)] if unrolled else _KEYS, row_len)
+        # Attention takes as long whatever bound it is given; with splits of a fixed length, partial results take memory
+        # by it.
+        self._keys = _up_to([1 << power for power in range(11, 31)] if unrolled else [], row_len)
         self._max_nodes = max_nodes
         self._short = max(_TILE_ROWS // group, 1)
         self._unrolled = unrolled
@@ -109,8 +108,8 @@ class BucketLadder:
     def first_set(self, *, verifies: bool) -> list[Bucket]:
         """The buckets that serving begins with, those that steps need most first.
 
-        One session with trees of every size, some sessions and all of them with small trees, plain steps; contexts of
-        the first rung. What is left is captured when it is asked for.
+        One session with trees of every size, some sessions and all of them with small trees, plain steps. What is left
+        is captured when it is asked for.
         """
         found: dict[Bucket, None] = {}
         one_tree = [count for count in self._tokens if count <= _rung(self._tokens, self._max_nodes)]

@@ -171,6 +171,11 @@ class StepBuffer:
         """Here the device is done with the step and with the buffers."""
         self._note(1)
 
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would not wait."""
+        return not (self._events and self._used) or self._events[1].query()
+
     def wait(self) -> None:
         """Until the step that used the buffers last is done."""
         if self._events and self._used:

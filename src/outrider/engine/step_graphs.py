@@ -15,6 +15,11 @@ from outrider.engine.step_program import StepOutput, StepProgram
 
 logger = logging.getLogger(__name__)
 
+# So many steps must have asked for a bucket before it is captured: sizes that come up once are not worth it.
+_WORTH_CAPTURING = 2
+# Graphs at a time, a few megabytes each.
+_MOST_GRAPHS = 192
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Captured:
@@ -49,8 +54,9 @@ class StepGraphs:
 
     @property
     def missing(self) -> Bucket | None:
-        """What steps asked for most often and was not there."""
-        return max(self._missing, key=self._missing.__getitem__, default=None)
+        """What steps asked for most often and was not there; None where nothing was asked for twice."""
+        most = max(self._missing, key=self._missing.__getitem__, default=None)
+        return None if most is None or self._missing[most] < _WORTH_CAPTURING else most
 
     def choose(self, wanted: Bucket) -> Bucket:
         """Where a step of this bucket runs: there, or in the next larger one whose graph is there.
@@ -59,7 +65,7 @@ class StepGraphs:
         """
         if not self._enabled or wanted in self._captured or wanted.tokens > self._max_tokens:
             return wanted
-        if wanted not in self._refused:
+        if wanted not in self._refused and len(self._captured) < _MOST_GRAPHS:
             self._missing[wanted] = self._missing.get(wanted, 0) + 1
         larger = [
             bucket for bucket in self._captured if bucket.holds(wanted) and bool(bucket.nodes) == bool(wanted.nodes)

@@ -52,6 +52,11 @@ class LaunchedStep:
         with self._ranks.guard():
             self._buffer.wait()
 
+    @property
+    def is_done(self) -> bool:
+        """Whether `wait` would not wait."""
+        return self._buffer.is_done
+
     def device_ns(self) -> int:
         """How long the device worked on the step, once it is done."""
         return self._buffer.elapsed_ns()
