@@ -109,7 +109,7 @@ class Verifier:
         self._slots = runner.slots
         self._max_rows = max(max_step_tokens, max_prefill_tokens)
         self._max_prefill_rows = max_prefill_tokens
-        prior_rows = _CPU_PRIOR_ROWS if runner.device.type == "cpu" else _GPU_PRIOR_ROWS
+        prior_rows = _CPU_PRIOR_ROWS if runner.config.device == "cpu" else _GPU_PRIOR_ROWS
         self._cost = StepCost(slowdown=prefill_slowdown, prior_rows=prior_rows)
         self._kv = SessionKv(runner.slots, remembers=runner.config.enable_prefix_caching)
         self._planner = Planner(self._kv, self._cost, max_tree_nodes=runner.config.max_tree_nodes)

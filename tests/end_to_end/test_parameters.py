@@ -141,3 +141,18 @@ def test_deltas_are_contiguous_and_make_up_the_result(client, prompts):
     for delta, after in itertools.pairwise(deltas):
         assert delta.offset + len(delta.token_ids) == after.offset
         assert delta.text_offset + len(delta.text.encode()) == after.text_offset
+
+
+def test_tokens_of_the_prompt_cache_are_reported(client, prompts):
+    """A prompt that was there before is not computed again, nor is one that goes on from an answer."""
+    prompt = [901, 902, *reversed(prompts[7]), *prompts[8]]
+    first = client.generate(prompt, max_new_tokens=6, ignore_eos=True)
+    again = client.generate(prompt, max_new_tokens=6, ignore_eos=True)
+    longer = client.generate([*prompt, *first.token_ids, 903], max_new_tokens=1, ignore_eos=True)
+    assert list(again.token_ids) == list(first.token_ids)
+    assert first.usage.cached_tokens < 2
+    assert (again.usage.prompt_tokens, again.usage.cached_tokens) == (len(prompt), len(prompt) - 1)
+    assert longer.usage.cached_tokens >= len(prompt) + 5
+    # Choices of one prompt share it among themselves, but somebody computed it.
+    choices = client.generate([904, *prompt], max_new_tokens=2, n=3, temperature=1.0, ignore_eos=True)
+    assert (choices.usage.cached_tokens, choices.usage.completion_tokens) == (0, 6)

@@ -46,8 +46,9 @@ class TableRunner:
         self.table = torch.from_numpy(sharpness * chance.normal(size=(16, VOCABULARY, VOCABULARY))).float()
         self.slots = SlotTable(num_slots=BATCH * 40, max_rows=BATCH, max_row_len=40)
         self.vocab_size = VOCABULARY
-        self.info = SimpleNamespace(max_model_len=16)
-        self.config = SimpleNamespace(max_tree_nodes=16)
+        self.info = SimpleNamespace(max_model_len=16, vocab_size=VOCABULARY)
+        self.config = SimpleNamespace(max_tree_nodes=16, device="cpu", enable_prefix_caching=False)
+        self.steps = None
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         rows = torch.as_tensor(batch.logit_rows)
