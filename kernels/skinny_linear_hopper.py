@@ -95,6 +95,37 @@ def _prefetch_following(following_ptr, rows, inner, splits, size, BLOCK_K: gl.co
 
 
 @gluon.jit
+def _load(
+    rows_desc, weight_desc, chunk, tile, first, last, columns, stage, phase,
+    weight_smem, up_smem, rows_smem, ready, free,
+    GATED: gl.constexpr,
+):  # fmt: skip
+    """Ask for blocks [first, last) of a unit, each as soon as its place in the ring is free; the ring's next place."""
+    STAGES: gl.constexpr = weight_smem.shape[0]
+    BLOCK_N: gl.constexpr = weight_smem.shape[1]
+    BLOCK_K: gl.constexpr = weight_smem.shape[2]
+    BLOCK_T: gl.constexpr = rows_smem.shape[1]
+    BYTES: gl.constexpr = 2 * BLOCK_K * (BLOCK_N * (2 if GATED else 1) + BLOCK_T)
+    for block in range(first, last):
+        mbarrier.wait(free.index(stage), phase ^ 1)
+        mbarrier.expect(ready.index(stage), BYTES)
+        place = block * BLOCK_K
+        tma.async_copy_global_to_shared(
+            weight_desc, [tile * BLOCK_N, place], ready.index(stage), weight_smem.index(stage)
+        )
+        if GATED:
+            tma.async_copy_global_to_shared(
+                weight_desc, [columns + tile * BLOCK_N, place], ready.index(stage), up_smem.index(stage)
+            )
+        tma.async_copy_global_to_shared(rows_desc, [chunk * BLOCK_T, place], ready.index(stage), rows_smem.index(stage))
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase ^= 1
+    return stage, phase
+
+
+@gluon.jit
 def _produce(
     rows_desc, weight_desc, following_ptr, columns, inner, chunks, splits, units,
     following_rows, following_inner, following_splits, following_size,
@@ -125,28 +156,18 @@ def _produce(
         tma.async_copy_global_to_shared(rows_desc, [chunk * BLOCK_T, place], ready.index(stage), rows_smem.index(stage))
     stage = ahead % STAGES
     phase = ahead // STAGES
-    done = ahead
-    for unit in range(first, units, gl.num_programs(0)):
+    # The first unit stands by itself: with one loop over all units that starts its first round at `begin + ahead`,
+    # Triton 3.6 to 3.7.1 start every round there.
+    stage, phase = _load(
+        rows_desc, weight_desc, chunk, tile, begin + ahead, end, columns, stage, phase,
+        weight_smem, up_smem, rows_smem, ready, free, GATED,
+    )  # fmt: skip
+    for unit in range(first + gl.num_programs(0), units, gl.num_programs(0)):
         _split, chunk, tile, begin, end = _place(unit, inner, chunks, splits, BLOCK_K)
-        for block in range(begin + done, end):
-            mbarrier.wait(free.index(stage), phase ^ 1)
-            mbarrier.expect(ready.index(stage), BYTES)
-            place = block * BLOCK_K
-            tma.async_copy_global_to_shared(
-                weight_desc, [tile * BLOCK_N, place], ready.index(stage), weight_smem.index(stage)
-            )
-            if GATED:
-                tma.async_copy_global_to_shared(
-                    weight_desc, [columns + tile * BLOCK_N, place], ready.index(stage), up_smem.index(stage)
-                )
-            tma.async_copy_global_to_shared(
-                rows_desc, [chunk * BLOCK_T, place], ready.index(stage), rows_smem.index(stage)
-            )
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase ^= 1
-        done = 0
+        stage, phase = _load(
+            rows_desc, weight_desc, chunk, tile, begin, end, columns, stage, phase,
+            weight_smem, up_smem, rows_smem, ready, free, GATED,
+        )  # fmt: skip
     if FOLLOWING:
         _prefetch_following(following_ptr, following_rows, following_inner, following_splits, following_size, BLOCK_K)
 

@@ -101,7 +101,7 @@ def _launch_stream(call: ProductCall, tiles: Tiles) -> torch.Tensor:
     chunks = triton.cdiv(call.rows.shape[0], tiles.rows)
     units = triton.cdiv(call.columns, tiles.columns) * chunks * tiles.splits
     layout = hopper.block_layout()
-    hopper.skinny_linear_hopper_kernel[(units,)](
+    hopper.skinny_linear_hopper_kernel[(min(units, _multiprocessors(call.rows.device)),)](
         hopper.TensorDescriptor.from_tensor(call.rows, [tiles.rows, _BLOCK_K], layout),
         hopper.TensorDescriptor.from_tensor(call.weight, [tiles.columns, _BLOCK_K], layout),
         call.weight,
