@@ -52,12 +52,14 @@ class Tiles:
         columns: of the result a unit writes.
         splits: ranges of K.
         stages: blocks of the ring.
+        registers: of a thread; few, so that the kernels between two products find room beside both.
     """
 
     rows: int
     columns: int
     splits: int
     stages: int
+    registers: int
 
 
 def launch(call: ProductCall) -> torch.Tensor:
@@ -91,7 +93,8 @@ def choose_tiles(call: ProductCall) -> Tiles:
         blocks = triton.cdiv(call.rows.shape[1], _BLOCK_K)
         splits = max(min(places // triton.cdiv(call.columns, columns), blocks // 4, 4), 1)
     stage_bytes = 2 * _BLOCK_K * (columns * (2 if gated else 1) + rows)
-    return Tiles(rows=rows, columns=columns, splits=splits, stages=_RING_BYTES // stage_bytes)
+    stages, registers = _RING_BYTES // stage_bytes, 64 if rows <= 32 else 96
+    return Tiles(rows=rows, columns=columns, splits=splits, stages=stages, registers=registers)
 
 
 def _launch_stream(call: ProductCall, tiles: Tiles) -> torch.Tensor:
@@ -121,7 +124,7 @@ def _launch_stream(call: ProductCall, tiles: Tiles) -> torch.Tensor:
         STAGES=tiles.stages,
         FOLLOWING=False,
         num_warps=4,
-        maxnreg=128,
+        maxnreg=tiles.registers,
         launch_pdl=True,
     )
     return out
