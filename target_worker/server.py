@@ -33,15 +33,20 @@ async def serve(
         OSError: the address is taken.
         WorkerRefused: a coordinator does not take this worker.
         RuntimeError: the model failed while it ran.
+        WorkerUnavailable: a process that shares the model was lost.
     """
-    steps = StepThread(
-        lambda: Verifier(
-            ModelRunner(config.engine()),
+    runners: list[ModelRunner] = []
+
+    def make_verifier() -> Verifier:
+        runners.append(ModelRunner(config.engine()))
+        return Verifier(
+            runners[0],
             max_step_tokens=config.max_step_tokens,
             max_prefill_tokens=config.prefill_tokens,
             prefill_slowdown=config.prefill_slowdown,
-        ),
-    )
+        )
+
+    steps = StepThread(make_verifier)
     server = RoleServer(
         services=["outrider.v1.TargetService"],
         add_services=lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(TargetServicer(steps), server),
@@ -64,12 +69,19 @@ async def serve(
         registration = keep_registered_everywhere(config.coordinators, introduction, lambda: pack_load(steps.report()))
         if ready is not None:
             ready(server.address)
-        await _until_any((stop or asyncio.Event()).wait(), registration, asyncio.wrap_future(steps.stopped))
+        await _until_any(
+            (stop or asyncio.Event()).wait(),
+            registration,
+            asyncio.wrap_future(steps.stopped),
+            asyncio.wrap_future(runners[0].ranks.failed),
+        )
     finally:
         await server.stop()
         steps.stop()
         # What ended the thread, if anything did, has been raised above.
         await asyncio.gather(asyncio.wrap_future(steps.stopped), return_exceptions=True)
+        for runner in runners:
+            runner.close()
     logger.info("stopped")
 
 

@@ -1,6 +1,10 @@
 """The target worker from its configuration to its registration, and its end."""
 
 import asyncio
+import logging
+import os
+import re
+import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -9,9 +13,10 @@ import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider import rpc
-from outrider.errors import CheckpointError
+from outrider.errors import CheckpointError, WorkerUnavailable
 from outrider.target_worker.server import TargetWorkerConfig, serve
 from outrider.v1 import registry_pb2, registry_pb2_grpc
 
@@ -65,6 +70,28 @@ async def test_serves_registers_and_stops(checkpoint: Path) -> None:
     async with asyncio.timeout(10):
         await serving
     await coordinator.stop(grace_s=0)
+
+
+async def test_a_lost_rank_ends_a_worker_that_waits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    model = LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=96,
+    )
+    LlamaForCausalLM(model).save_pretrained(tmp_path)
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    config = TargetWorkerConfig(model_path=tmp_path, num_slots=64, tensor_parallel_size=2)
+    serving = asyncio.create_task(serve(config, ready=ready.set_result))
+    await asyncio.wait([serving, ready], timeout=60, return_when=asyncio.FIRST_COMPLETED)
+    (pid,) = (int(number) for number in re.findall(r"rank 1 is process (\d+)", caplog.text))
+    os.kill(pid, signal.SIGKILL)
+    async with asyncio.timeout(5):
+        with pytest.raises(WorkerUnavailable, match="rank 1 was killed by signal 9"):
+            await serving
 
 
 async def test_a_folder_that_is_no_checkpoint_ends_it(tmp_path: Path) -> None:

@@ -58,11 +58,13 @@ class Ranks(Protocol):
         rank: of this process.
         world_size: ranks of the model.
         device: of this rank.
+        failed: done with the reason once another rank is lost.
     """
 
     rank: int
     world_size: int
     device: torch.device
+    failed: "Future[None]"
 
     def least(self, value: int) -> int:
         """The least of the values that all ranks give; all must call it, as often."""
@@ -360,6 +362,7 @@ class _Process:
                 start_new_session=True,
             )
         self.connection.send(setup)
+        logger.info("tensor-parallel rank %d is process %d", self.rank, self.pid)
 
     @property
     def pid(self) -> int:
@@ -408,9 +411,11 @@ class Follower:
         rank: of this process.
         world_size: ranks of the model.
         device: of this rank.
+        failed: never done: a follower ends with its leader.
     """
 
     def __init__(self, connection: Connection, setup: Setup) -> None:
+        self.failed: Future[None] = Future()
         self.rank, self.world_size = setup.meeting.rank, setup.meeting.world_size
         self.device = rank_device(setup.config, self.rank)
         self._meeting = setup.meeting
