@@ -164,13 +164,23 @@ def take_turns(thread: StepThread, groups: Sequence[SessionGroup], *, steps: int
     def submit(group: SessionGroup) -> None:
         thread.submit(Batch(trees=group.trees())).add_done_callback(lambda done: answered.put((group, done)))
 
+    # Half a step apart: what waits at the same time becomes one step.
+    apart = _seconds(thread, groups[0]) / len(groups)
     for group in groups:
         submit(group)
+        time.sleep(apart)
     for number in range(steps):
         group, done = answered.get(timeout=_TIMEOUT_S)
         group.take(done.result().results)
         if number + len(groups) < steps:
             submit(group)
+
+
+def _seconds(thread: StepThread, group: SessionGroup) -> float:
+    """Of one step of the group alone."""
+    began = time.perf_counter()
+    group.take(_answer(thread, Batch(trees=group.trees())).results)
+    return time.perf_counter() - began
 
 
 def measure_idle(model: BenchModel, device: str, *, sessions: int, rows: int, context: int, steps: int) -> IdleResult:
@@ -193,8 +203,8 @@ def measure_idle(model: BenchModel, device: str, *, sessions: int, rows: int, co
         take_turns(thread, groups, steps=2 * _WARM_UPS)
         clock = LaunchClock(runner)
         take_turns(thread, groups, steps=steps)
-        # The first step begins when nothing runs, and the last two have no successor that waits.
-        idle, step_ms = clock.idle_ms()[1:-2], clock.step_ms()
+        # The first two steps begin when nothing waits, and the last two have no successor that does.
+        idle, step_ms = clock.idle_ms()[2:-2], clock.step_ms()[2:]
         clock.stop()
     return IdleResult(
         sessions=sessions,
