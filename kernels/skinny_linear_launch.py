@@ -6,7 +6,7 @@ All of it follows from sizes, dtypes and the device, so that a graph can replay 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,19 +18,25 @@ __all__ = ["ProductCall", "can_stream", "launch"]
 
 # Numbers of K in a block: 128 bytes, the widest that the matrix units' layout of shared memory takes.
 _BLOCK_K = 64
+# Of a following weight, so that it stays in the L2 cache until it is read.
+_FOLLOWING_BYTES = 20 << 20
 # Two programs share a multiprocessor, this one and the next product's.
 _RING_BYTES = 110 * 1024
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProductCall:
-    """The checked arguments of one call; `activation` None: not gated."""
+    """The checked arguments of one call.
+
+    `activation` is None where it is not gated, `following` the weight of a later `linear_parts`.
+    """
 
     rows: torch.Tensor
     weight: torch.Tensor
     fixed: bool
     activation: str | None = None
     may_split: bool = False
+    following: torch.Tensor | None = None
 
     @property
     def columns(self) -> int:
@@ -107,7 +113,7 @@ def _launch_stream(call: ProductCall, tiles: Tiles) -> torch.Tensor:
     hopper.skinny_linear_hopper_kernel[(min(units, _multiprocessors(call.rows.device)),)](
         hopper.TensorDescriptor.from_tensor(call.rows, [tiles.rows, _BLOCK_K], layout),
         hopper.TensorDescriptor.from_tensor(call.weight, [tiles.columns, _BLOCK_K], layout),
-        call.weight,
+        call.weight if call.following is None else call.following,
         out,
         call.rows.shape[0],
         call.columns,
@@ -115,19 +121,27 @@ def _launch_stream(call: ProductCall, tiles: Tiles) -> torch.Tensor:
         chunks,
         tiles.splits,
         units,
-        0,
-        0,
-        1,
-        0,
+        *_following(call),
         GATED=call.activation is not None,
         GELU=call.activation == "gelu_tanh",
         STAGES=tiles.stages,
-        FOLLOWING=False,
+        FOLLOWING=call.following is not None,
         num_warps=4,
         maxnreg=tiles.registers,
         launch_pdl=True,
     )
     return out
+
+
+def _following(call: ProductCall) -> tuple[int, int, int, int]:
+    """Rows, inner size and splits of the following weight, and how many numbers of each range to ask for."""
+    weight = call.following
+    if weight is None:
+        return 0, _BLOCK_K, 1, 0
+    columns, inner = weight.shape
+    splits = choose_tiles(replace(call, weight=weight)).splits
+    affordable = _FOLLOWING_BYTES // (2 * columns * splits)
+    return columns, inner, splits, min(affordable, inner // _BLOCK_K // splits * _BLOCK_K) // 8 * 8
 
 
 def _launch_any(call: ProductCall) -> torch.Tensor:

@@ -136,6 +136,20 @@ def test_fixed_bits_depend_on_the_row_alone(columns: int, inner: int) -> None:
 
 @pytest.mark.gpu
 @needs_cuda
+def test_asking_for_a_following_weight_changes_nothing() -> None:
+    left, weight = _matrices(9, 6144, 4096, torch.device("cuda"), torch.bfloat16)
+    wanted = linear_parts(left, weight)
+    # The last ones cannot be asked for: too narrow for 16 bytes, not contiguous, of another size of numbers.
+    shapes = [(4096, 4096), (4096, 14336), (100, 776), (8, 8), (7, 100)]
+    weights = [torch.randn(shape, device="cuda").bfloat16() for shape in shapes]
+    for following in (*weights, weights[0][:, :512], weights[0].float()):
+        kept = following.clone()
+        assert torch.equal(linear_parts(left, weight, following=following), wanted)
+        assert torch.equal(following, kept)
+
+
+@pytest.mark.gpu
+@needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_many_rows_and_other_dtypes(dtype: torch.dtype) -> None:
     left, weight = _matrices(200, 96, 64, torch.device("cuda"), dtype)
