@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from outrider.engine.config import EngineConfig, KvCacheDtype
+
 
 class Bind(StrEnum):
     """Where the servers listen.
@@ -36,6 +38,15 @@ class DeployConfig:
         target_gpus: GPUs per target worker; default `tensor_parallel_size` where that is more than one, else what the
             cluster has, shared evenly, at most one each. 0 runs targets on CPUs.
         draft_gpus: GPUs per draft worker; likewise.
+        max_model_len: most tokens of a session (prompt and output); default the checkpoints' own limits.
+        max_num_seqs: sessions at a time, of each worker.
+        kv_cache_memory_fraction: of the GPU memory that is free once a worker's weights are loaded, what its KV takes.
+        kv_cache_dtype: of the targets' KV: auto is the model's, fp8_e4m3 takes a byte a number (on a GPU).
+        enable_prefix_caching: targets keep the KV of tokens that no session holds any more, for those that begin alike.
+        max_prefill_tokens: most rows of a target's step that only prefills; default 128 on a CPU, 4096 on a GPU.
+        prefill_slowdown: how much longer than its verification alone a target's step may take for the sake of prefill.
+        enforce_eager: targets run one operator after the other, without CUDA graphs: slow, for finding errors.
+        deterministic: on a GPU, the bits of a token's logits do not depend on what else is in its target's step.
         coordinator_resources: custom Ray resources that the coordinator's machine must have, as NAME=AMOUNT.
         target_resources: custom Ray resources per target worker, as NAME=AMOUNT.
         draft_resources: custom Ray resources per draft worker, as NAME=AMOUNT.
@@ -63,6 +74,15 @@ class DeployConfig:
     tensor_parallel_size: int = 1
     target_gpus: float | None = None
     draft_gpus: float | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    kv_cache_memory_fraction: float = 0.9
+    kv_cache_dtype: KvCacheDtype = "auto"
+    enable_prefix_caching: bool = True
+    max_prefill_tokens: int | None = None
+    prefill_slowdown: float = 0.4
+    enforce_eager: bool = False
+    deterministic: bool = False
     coordinator_resources: tuple[str, ...] = ()
     target_resources: tuple[str, ...] = ()
     draft_resources: tuple[str, ...] = ()
@@ -93,9 +113,25 @@ class DeployConfig:
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
         self._check_gpus()
+        self._check_workers()
         for name in ("start_timeout_s", "ping_interval_s", "hang_timeout_s", "stop_timeout_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}: {getattr(self, name)} given, more than 0 needed")
+
+    def _check_workers(self) -> None:
+        # On whatever device they will be: that a worker finds out when it starts.
+        EngineConfig(
+            model_path="",
+            device="cuda",
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            kv_cache_memory_fraction=self.kv_cache_memory_fraction,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
+        if self.max_prefill_tokens is not None and self.max_prefill_tokens < 1:
+            raise ValueError(f"max_prefill_tokens: {self.max_prefill_tokens} given, at least 1 needed")
+        if not 0 <= self.prefill_slowdown < math.inf:
+            raise ValueError(f"prefill_slowdown: {self.prefill_slowdown} given, 0 or more needed")
 
     def _check_gpus(self) -> None:
         for name in ("target_gpus", "draft_gpus"):

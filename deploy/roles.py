@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from outrider.deploy.config import DeployConfig, target_threads
+from outrider.draft_worker.config import DraftWorkerConfig
+from outrider.target_worker.config import TargetWorkerConfig
 
 
 class ServeCoordinator(Protocol):
@@ -65,17 +67,8 @@ async def serve_target(
     """A target worker of `config`."""
     await asyncio.to_thread(importlib.import_module, "outrider.target_worker.server")
     from outrider.target_worker import server
-    from outrider.target_worker.config import TargetWorkerConfig
 
-    role = TargetWorkerConfig(
-        model_path=config.target_model,
-        host=host,
-        coordinators=(coordinator,),
-        device=device,
-        threads=target_threads(config, _cores()),
-        tensor_parallel_size=config.tensor_parallel_size,
-    )
-    await server.serve(role, ready=ready, stop=stop)
+    await server.serve(target_config(config, coordinator=coordinator, device=device, host=host), ready=ready, stop=stop)
 
 
 async def serve_draft(
@@ -90,16 +83,44 @@ async def serve_draft(
     """A draft worker of `config`."""
     await asyncio.to_thread(importlib.import_module, "outrider.draft_worker.server")
     from outrider.draft_worker import server
-    from outrider.draft_worker.config import DraftWorkerConfig
 
-    role = DraftWorkerConfig(
+    await server.serve(draft_config(config, coordinator=coordinator, device=device, host=host), ready=ready, stop=stop)
+
+
+def target_config(config: DeployConfig, *, coordinator: str, device: str, host: str) -> TargetWorkerConfig:
+    """A target worker's own configuration."""
+    return TargetWorkerConfig(
+        model_path=config.target_model,
+        host=host,
+        coordinators=(coordinator,),
+        device=device,
+        threads=target_threads(config, _cores()),
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=config.max_model_len,
+        max_step_tokens=max(TargetWorkerConfig.max_step_tokens, config.max_num_seqs),
+        max_prefill_tokens=config.max_prefill_tokens,
+        prefill_slowdown=config.prefill_slowdown,
+        kv_cache_memory_fraction=config.kv_cache_memory_fraction,
+        kv_cache_dtype=config.kv_cache_dtype,
+        enable_prefix_caching=config.enable_prefix_caching,
+        enforce_eager=config.enforce_eager,
+        deterministic=config.deterministic,
+        tensor_parallel_size=config.tensor_parallel_size,
+    )
+
+
+def draft_config(config: DeployConfig, *, coordinator: str, device: str, host: str) -> DraftWorkerConfig:
+    """A draft worker's own configuration."""
+    return DraftWorkerConfig(
         model_path=config.draft_model,
         host=host,
         coordinators=(coordinator,),
         device=device,
         threads=config.draft_threads,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=config.max_model_len,
+        kv_cache_memory_fraction=config.kv_cache_memory_fraction,
     )
-    await server.serve(role, ready=ready, stop=stop)
 
 
 def _cores() -> int:

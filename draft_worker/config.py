@@ -36,7 +36,8 @@ class DraftWorkerConfig:
         rejection_top_k: under the rejection rule, a token is drawn from this many of the most likely.
         rejection_acceptance: under the rejection rule, the estimate that a node is accepted.
         num_slots: tokens whose KV fits; default is what `kv_bytes` holds.
-        kv_bytes: memory for KV; see `EngineConfig`.
+        kv_bytes: memory for KV; default 1 GiB on a CPU, kv_cache_memory_fraction on a GPU.
+        kv_cache_memory_fraction: of the GPU memory that is free once the weights are loaded, what KV takes.
         attention_backend: what runs the attention: triton (default on a GPU), flashinfer (on a GPU, with the extra of
             that name) or reference (plain torch; default on a CPU).
 
@@ -64,6 +65,7 @@ class DraftWorkerConfig:
     rejection_acceptance: float = GrowthConfig.rejection_acceptance
     num_slots: int | None = None
     kv_bytes: int | None = None
+    kv_cache_memory_fraction: float = 0.9
     attention_backend: AttentionBackend | None = None
 
     def __post_init__(self) -> None:
@@ -90,6 +92,7 @@ class DraftWorkerConfig:
             dtype=self.dtype,
             num_slots=self.num_slots,
             kv_bytes=self.kv_bytes,
+            kv_cache_memory_fraction=self.kv_cache_memory_fraction,
             max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
             max_tree_nodes=self.max_live_nodes,

@@ -3,6 +3,7 @@
 import pytest
 
 from outrider.deploy.config import Bind, DeployConfig, amounts, asked_target_gpus, shared_gpus, target_threads
+from outrider.deploy.roles import draft_config, target_config
 
 
 @pytest.mark.parametrize(
@@ -20,6 +21,12 @@ from outrider.deploy.config import Bind, DeployConfig, amounts, asked_target_gpu
         ("hang_timeout_s", 0.0),
         ("start_timeout_s", float("inf")),
         ("tensor_parallel_size", 0),
+        ("max_model_len", 0),
+        ("max_num_seqs", -1),
+        ("kv_cache_memory_fraction", 1.5),
+        ("kv_cache_dtype", "int4"),
+        ("max_prefill_tokens", 0),
+        ("prefill_slowdown", -1.0),
     ],
 )
 def test_a_wrong_setting_is_named_with_its_value(setting: str, value: object):
@@ -60,3 +67,27 @@ def test_a_target_on_several_gpus_asks_for_as_many():
     assert asked_target_gpus(DeployConfig(tensor_parallel_size=4, target_gpus=0)) == 0
     with pytest.raises(ValueError, match="target_gpus: 1 given, with tensor_parallel_size 4"):
         DeployConfig(tensor_parallel_size=4, target_gpus=1)
+
+
+def test_workers_get_the_options_of_their_own():
+    config = DeployConfig(
+        max_model_len=4096,
+        max_num_seqs=600,
+        kv_cache_memory_fraction=0.4,
+        kv_cache_dtype="fp8_e4m3",
+        enable_prefix_caching=False,
+        max_prefill_tokens=77,
+        prefill_slowdown=0.2,
+        enforce_eager=True,
+        deterministic=True,
+        tensor_parallel_size=2,
+    )
+    target = target_config(config, coordinator="h:1", device="cuda", host="h")
+    shared = ("max_model_len", "max_num_seqs", "kv_cache_memory_fraction")
+    own = ("kv_cache_dtype", "enable_prefix_caching", "max_prefill_tokens", "prefill_slowdown", "enforce_eager")
+    for name in (*shared, *own, "deterministic", "tensor_parallel_size"):
+        assert getattr(target, name) == getattr(config, name), name
+    assert target.max_step_tokens == 600
+    draft = draft_config(config, coordinator="h:1", device="cuda", host="h")
+    assert all(getattr(draft.engine(), name) == getattr(config, name) for name in shared)
+    assert target_config(DeployConfig(), coordinator="h:1", device="cpu", host="h").max_step_tokens == 512
