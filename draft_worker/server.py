@@ -37,6 +37,7 @@ async def serve(
 
     def make_growth() -> TreeGrowth:
         runner = ModelRunner(config.engine())
+        runner.warm_up(verifies=False)
         return TreeGrowth(runner, config.growth(max_model_len=runner.info.max_model_len))
 
     thread = GrowthThread(make_growth)

@@ -39,6 +39,7 @@ async def serve(
 
     def make_verifier() -> Verifier:
         runners.append(ModelRunner(config.engine()))
+        runners[0].warm_up()
         return Verifier(
             runners[0],
             max_step_tokens=config.max_step_tokens,

@@ -9,11 +9,12 @@ Shapes: T rows, S sessions, R rows whose logits are wanted, W mask words.
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 _TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 72, 96, 128, 160, 192, 256, 320, 384, 512)
 # Rows up to here have their logits computed whoever wants them: the output layer's weights are read all the same.
 _FEW_TOKENS = 72
+_LOGIT_ROWS = (_FEW_TOKENS, *(256 << doublings for doublings in range(16)))
 _SESSIONS = (1, 4, 16, 64, 256)
 # Steps without a graph are filled up to a multiple of this, so that kernels are not compiled for every length.
 _UNCAPTURED_TOKENS = 128
@@ -87,11 +88,9 @@ class BucketLadder:
         keys = _rung(self._keys, need.keys) if captured else min(
             _multiple(need.keys, _UNCAPTURED_KEYS), self._keys[-1])  # fmt: skip
         query_len = self._short if need.query_len <= self._short < tokens else tokens
-        wanted = need.logit_rows
-        if tokens <= _FEW_TOKENS or wanted > _FEW_TOKENS:
-            logit_rows = tokens
-        else:
-            logit_rows = min(_FEW_TOKENS, tokens) if wanted else 0
+        logit_rows = tokens
+        if tokens > _FEW_TOKENS:
+            logit_rows = min(_rung((0, *_LOGIT_ROWS), need.logit_rows), tokens)
         words = 1 << (need.words - 1).bit_length()
         sessions = _rung(self._sessions, need.sessions) if need.sessions <= self._sessions[-1] else tokens
         return Bucket(
@@ -108,10 +107,13 @@ class BucketLadder:
     def first_set(self, *, verifies: bool) -> list[Bucket]:
         """The buckets that serving begins with, those that steps need most first.
 
-        One session with trees of every size, some sessions and all of them with small trees, plain steps. What is left
-        is captured when it is asked for.
+        One session with trees of every size, some sessions and all of them with small trees, plain steps, prefill; and
+        a step that is too large to be captured, so that it is compiled. What is left is captured when it is asked for.
         """
-        found: dict[Bucket, None] = {}
+        prompt = Bucket(tokens=1, sessions=1, keys=1, query_len=1, logit_rows=0, nodes=0, words=1)
+        counts = [count for count in self._tokens if count > _FEW_TOKENS and not count & (count - 1)]
+        found = {self.bucket(replace(prompt, tokens=count, query_len=count)): None
+                 for count in (*counts, self.max_tokens + 1)}  # fmt: skip
         one_tree = [count for count in self._tokens if count <= _rung(self._tokens, self._max_nodes)]
         for sessions in self._sessions:
             counts = one_tree if sessions == 1 else [
@@ -121,7 +123,7 @@ class BucketLadder:
                 nodes = min(query_len, self._max_nodes) if verifies else 0
                 need = Bucket(
                     tokens=tokens, sessions=min(sessions, tokens), keys=1, query_len=query_len, logit_rows=tokens,
-                    nodes=nodes, words=1,
+                    nodes=nodes, words=(nodes + 63) // 64 or 1,
                 )  # fmt: skip
                 found[self.bucket(need)] = None
         return list(found)

@@ -87,21 +87,30 @@ class StepGraphs:
         return captured.output
 
     def capture(self, bucket: Bucket) -> None:
-        """Captures a bucket; steps under way are waited for. Out of memory, the bucket stays without a graph."""
+        """Captures a bucket, or compiles one that is too large; steps under way are waited for.
+
+        Out of memory, the bucket stays without a graph.
+        """
         self._missing.pop(bucket, None)
         if not self._enabled or bucket in self._captured or bucket in self._refused:
             return
         try:
-            self._captured[bucket] = self._capture(bucket)
+            if bucket.tokens > self._max_tokens:
+                self._program.run(bucket, self._nothing(bucket))
+            else:
+                self._captured[bucket] = self._capture(bucket)
         except torch.OutOfMemoryError as error:
             if self._strict:
                 raise
             self._refused.add(bucket)
             logger.warning("no GPU memory for a CUDA graph of %s: such steps run slower: %s", bucket, error)
 
+    def _nothing(self, bucket: Bucket) -> torch.Tensor:
+        """A step that stores nothing; running it compiles what the bucket needs."""
+        return torch.from_numpy(StepLayout.of(bucket).template).to(self._program.device)
+
     def _capture(self, bucket: Bucket) -> _Captured:
-        # A step of nothing: it stores nothing, and compiles what this bucket needs.
-        data = torch.from_numpy(StepLayout.of(bucket).template).to(self._program.device)
+        data = self._nothing(bucket)
         graph = torch.cuda.CUDAGraph()
         assert self._stream is not None
         self._stream.wait_stream(torch.cuda.current_stream(self._program.device))

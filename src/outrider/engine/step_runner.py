@@ -143,7 +143,9 @@ class StepRunner:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """The wanted logits [R, V] float32, a copy; without waiting for the device."""
+        """The wanted logits [R, V] float32, a copy; without waiting for the device, but where a graph is captured."""
+        if (missing := self.missing) is not None:
+            self.capture(missing)
         launched = self.launch(self.stage(batch))
         if launched.logits is None or not len(batch.logit_rows):
             vocab_size = self._program.vocab_size
