@@ -1,6 +1,6 @@
 """How long the target worker's step takes on this GPU, against the hardware's limit and against transformers.
 
-    python benchmarks/target_step.py [--shape 8b | --model FOLDER] [--only steps idle prefill mixed] [--quick]
+    python benchmarks/target_step.py [--shape 8b | --model FOLDER] [--only PART ...] [--quick]
     python benchmarks/target_step.py --list
 
 steps    milliseconds against rows, sessions and contexts, through the path that serves, beside the floor (weights read
@@ -9,6 +9,7 @@ steps    milliseconds against rows, sessions and contexts, through the path that
 idle     how long the device waits between two steps of a saturated worker
 prefill  8k-token prompts: tokens and FLOPs a second
 mixed    the pace of 16 running sessions, alone and with a 32k-token prompt beside them
+trace    calls of CUDA's runtime, waits and allocations in a steady loop of steps
 
 Everything is measured twice where noise matters. docs/target-step.md says how to read the tables.
 """

@@ -19,12 +19,13 @@ from benchmarks.target_bench.points import ASKED, CONTEXTS, QUICK, Point, grid
 from benchmarks.target_bench.report import Report
 from benchmarks.target_bench.serving import measure_idle, measure_mixed, measure_prefill
 from benchmarks.target_bench.steps import StepRow, measure_ours, measure_transformers, points_that_fit
+from benchmarks.target_bench.trace import measure_trace
 from benchmarks.target_bench.transformers_steps import free_memory
 from rich.console import Console
 
 from outrider.models.widen import SHAPES
 
-PARTS = ("steps", "idle", "prefill", "mixed")
+PARTS = ("steps", "idle", "prefill", "mixed", "trace")
 _NEEDS_CUDA, _FAILED = 2, 1
 _REPLAYS = 9
 
@@ -148,12 +149,16 @@ def _parts(
         steps = 100 if quick else 300
         report.mixed.append(measure_mixed(model, place, sessions=16, rows=8, context=1024, prompt=32768, steps=steps))
 
+    def trace() -> None:
+        report.trace.append(measure_trace(model, place, point=Point(1024, 16, 128), steps=40))
+
     yield "steps", lambda: _measure_steps(report, device, options, console)
     yield "idle", lambda: idle(1, 64)
     yield "idle", lambda: idle(16, 8)
     for rows in options.prefill_tokens:
         yield "prefill", lambda rows=rows: prefill(rows)
     yield "mixed", mixed
+    yield "trace", trace
 
 
 def _measure_steps(report: Report, device: torch.device, options: argparse.Namespace, console: Console) -> None:

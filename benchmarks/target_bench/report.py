@@ -11,6 +11,7 @@ from benchmarks.target_bench.models import BenchModel
 from benchmarks.target_bench.points import Point, step_floor
 from benchmarks.target_bench.serving import REQUEST_TOKENS, IdleResult, MixedResult, PrefillResult
 from benchmarks.target_bench.steps import StepRow, first, ratio
+from benchmarks.target_bench.trace import TraceResult
 from rich.table import Table
 
 
@@ -35,6 +36,7 @@ STEP_TARGETS: Mapping[Point, Target] = {
     Point(1024, 1, 64): Target(ms=4.9),
     Point(2048, 32, 256): Target(times_floor=1.35),
 }
+_PARTS = ("idle", "prefill", "mixed", "trace")
 IDLE_TARGET_MS, PREFILL_TARGET_SHARE, MIXED_TARGET_RATIO = 0.15, 0.5, 1.5
 
 
@@ -49,6 +51,7 @@ class Report:
     idle: list[IdleResult] = field(default_factory=list)
     prefill: list[PrefillResult] = field(default_factory=list)
     mixed: list[MixedResult] = field(default_factory=list)
+    trace: list[TraceResult] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -58,13 +61,16 @@ class Report:
             "machine": asdict(self.machine),
             "settings": dict(self.settings),
             "steps": [self._step(row) for row in self.rows],
-            **{part: [asdict(result) for result in getattr(self, part)] for part in ("idle", "prefill", "mixed")},
+            **{part: [asdict(result) for result in getattr(self, part)] for part in _PARTS},
             "failures": self.failures,
         }
 
     def tables(self) -> list[Table]:
         """Those that have rows."""
-        tables = (self._steps_table(), self._idle_table(), self._prefill_table(), self._mixed_table())
+        tables = (
+            *(self._steps_table(), self._idle_table(), self._prefill_table(), self._mixed_table()),
+            self._trace_table(),
+        )
         return [table for table in tables if table.row_count]
 
     def _step(self, row: StepRow) -> dict[str, Any]:
@@ -158,6 +164,15 @@ class Report:
                     f"{MIXED_TARGET_RATIO}" if beside else "",
                     _met(mixed.tpot_p99_ratio < MIXED_TARGET_RATIO) if beside else "",
                 )
+        return table
+
+    def _trace_table(self) -> Table:
+        table = _table("A steady loop of steps, a step", ("sessions", "rows each", "steps", "what", "times"))
+        for trace in self.trace:
+            counts = {"kernels, copies, fills": trace.kernels, "torch allocations": trace.allocations, **trace.calls}
+            for number, (name, count) in enumerate(counts.items()):
+                place = (f"2 x {trace.sessions}", str(trace.rows), str(trace.steps)) if not number else ("", "", "")
+                table.add_row(*place, name, f"{count:.2f}")
         return table
 
 

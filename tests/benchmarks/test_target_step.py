@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from benchmarks.target_bench.points import ASKED, QUICK, Point, attention_flops,
 from benchmarks.target_bench.report import Report
 from benchmarks.target_bench.serving import IdleResult, measure_mixed, measure_prefill
 from benchmarks.target_bench.steps import StepRow, StepTimes
+from benchmarks.target_bench.trace import count_calls
 from benchmarks.target_bench.transformers_steps import TransformersStep, load_transformers
 from rich.console import Console
+from torch._C._autograd import DeviceType
 from transformers import DynamicCache
 
 from outrider.models import embedded_target_path, widen
@@ -129,6 +132,14 @@ def test_tables_say_what_was_measured_and_what_was_not(tmp_path: Path) -> None:
     assert [step["target_met"] for step in steps] == [True, False, None]
     assert steps[0]["compiled_over_ours"] == pytest.approx(1.25) and steps[2]["eager_over_ours"] is None
     assert steps[0]["ours_over_floor"] == pytest.approx(4.4 / steps[0]["floor"]["ms"])
+
+
+def test_a_trace_counts_what_the_host_asks_of_cuda() -> None:
+    cpu, cuda = DeviceType.CPU, DeviceType.CUDA
+    names = [("cudaGraphLaunch", cpu), ("aten::add", cpu), ("cudaEventSynchronize", cpu), ("cudaGraphLaunch", cpu),
+             ("kernel", cuda), ("Memcpy HtoD", cuda)]  # fmt: skip
+    calls, on_device = count_calls(SimpleNamespace(name=name, device_type=kind) for name, kind in names)
+    assert (calls, on_device) == ({"cudaGraphLaunch": 2, "cudaEventSynchronize": 1}, 2)
 
 
 def test_without_cuda_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
