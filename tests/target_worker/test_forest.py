@@ -1,0 +1,54 @@
+"""All trees of a step at once give what each alone gives."""
+
+import random
+
+import numpy as np
+import torch
+
+from outrider.kernels.tree_links import links_of_parents
+from outrider.sampling import SamplingSpec
+from outrider.target_worker.forest import Forest
+from outrider.target_worker.node_rows import NodeRows
+from outrider.target_worker.sessions import Session
+from outrider.tree import ancestor_masks, node_depths
+
+
+def rows_of(number: int, parents: list[int]) -> NodeRows:
+    spec = SamplingSpec(
+        temperature=0.5 + number, top_k=number - 1, top_p=0.75, min_p=0.125 * number, seed=-number, choice_index=number
+    )
+    session = Session(
+        key=(0, number), epoch=1, order=0, row=0, tokens=[3] * (number + 2), prompt_len=2, sampling=spec, limit=100
+    )
+    return NodeRows.of(session, [number + place for place in range(len(parents))], parents)
+
+
+def test_a_forest_is_its_trees() -> None:
+    chance = random.Random(2)
+    for most in (0, 3, 20, 90):
+        trees = []
+        for number in range(5):
+            count = chance.randint(0, most)
+            shape = chance.choice(["any", "chain", "star"])
+            pick = {"any": lambda n: chance.randint(0, n), "chain": lambda n: n, "star": lambda _: 0}[shape]
+            trees.append(rows_of(number, [pick(node) for node in range(count)]))
+        forest = Forest(trees)
+        choices = forest.choices()
+        for place, tree in enumerate(trees):
+            rows, count = forest.rows_of(place), tree.count
+            assert forest.tokens[rows].tolist() == [3, *tree.tokens]
+            assert forest.depths[rows].tolist() == node_depths(tree.parents).tolist() == tree.depths.tolist()
+            words = forest.masks.shape[1]
+            assert np.array_equal(forest.masks[rows], ancestor_masks(tree.parents, words=words))
+            child, sibling = links_of_parents(torch.tensor([[-1, *tree.parents]]))
+            assert choices.first_child[place, :count].tolist() == child[0].tolist()
+            assert choices.next_sibling[place, :count].tolist() == sibling[0].tolist()
+            assert choices.candidates[place, :count].tolist() == [-1, *tree.tokens]
+            assert choices.tree_rows[place, :count].tolist() == list(range(rows.start, rows.stop))
+            for name in ("first_child", "next_sibling", "candidates", "tree_rows"):
+                assert (getattr(choices, name)[place, count:] == -1).all()
+            spec = tree.session.sampling
+            assert set(choices.seeds[rows].view(np.uint64).tolist()) == {spec.seed & (1 << 64) - 1}
+            for name in ("temperature", "top_k", "top_p", "min_p", "choice_index"):
+                assert set(getattr(choices, name)[rows].tolist()) == {getattr(spec, name)}, name
+            assert choices.positions[rows].tolist() == (tree.session.root_index + 1 + tree.depths).tolist()
