@@ -249,9 +249,14 @@ class Verifier:
         return self.finish(self.begin_prefill()).tokens
 
     def finish(self, pending: PendingStep) -> StepResult:
-        """Waits for the forward and commits what the walks accept."""
+        """Waits for the forward and commits what the walks accept.
+
+        Raises:
+            WorkerUnavailable: a process that shares the model was lost; what the forward left is void.
+        """
         results = pending.results
-        judged = pending.forward.finish()
+        with self._runner.ranks.guard():
+            judged = pending.forward.finish()
         for work in pending.works:
             work.session.in_flight = work.session.in_flight and not work.rows
         for place, work in zip(pending.places, pending.works, strict=False):

@@ -189,3 +189,61 @@ def test_followers_end_with_a_leader_that_is_killed(other_leader: "subprocess.Po
     follower = int(other_leader.stdout.readline())
     other_leader.kill()
     _wait_for_end(follower)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus_choose_what_one_chooses_until_one_is_lost(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    model = LlamaConfig(
+        vocab_size=4099,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+    )
+    LlamaForCausalLM(model).save_pretrained(tmp_path)
+    found = []
+    for ranks in (1, 2):
+        runner = ModelRunner(
+            EngineConfig(
+                model_path=tmp_path,
+                device="cuda",
+                dtype="float32",
+                num_slots=1024,
+                max_num_seqs=8,
+                tensor_parallel_size=ranks,
+            )
+        )
+        assert runner.steps is not None
+        # Without graphs, then with them.
+        for _ in range(2):
+            tokens, logits = _greedy(runner, runner.slots.acquire_row(), 40)
+            found.append((tokens, torch.stack(logits).cpu(), _forest(runner).cpu()))
+            while runner.steps.missing is not None:
+                runner.steps.capture(runner.steps.missing)
+        assert runner.steps.graphs > 0
+        if ranks == 1:
+            runner.close()
+    for tokens, logits, forest in found[1:]:
+        assert tokens == found[0][0]
+        torch.testing.assert_close(logits, found[0][1], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(forest, found[0][2], rtol=1e-4, atol=1e-4)
+
+    # The GPU that is left waits in a kernel for numbers that never come.
+    row = runner.slots.acquire_row()
+    runner.slots.extend(row, 1)
+    builder = BatchBuilder()
+    builder.add_chain(row, [17], 0, True)
+    batch = builder.build()
+    _signal_follower(runner, signal.SIGSTOP)
+    launched = runner.steps.launch(runner.steps.stage(batch))
+    threading.Timer(0.5, _signal_follower, (runner, signal.SIGKILL)).start()
+    began = time.monotonic()
+    with pytest.raises(WorkerUnavailable, match="rank 1 was killed by signal 9"):
+        launched.wait()
+    assert 0.4 <= time.monotonic() - began < 2.5
+    torch.cuda.synchronize()
+    runner.close()

@@ -1,0 +1,116 @@
+"""The benchmark's command line."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmarks.kernel_bench.timing import GraphTimer, measure_machine
+from benchmarks.parallel_bench.exchange import measure_exchange, sizes
+from benchmarks.parallel_bench.models import BenchModel
+from benchmarks.parallel_bench.steps import make_runner, measure_steps
+from rich.console import Console
+from rich.table import Table
+
+_TOKENS = (1, 8, 64)
+_CONTEXT = 1024
+_NEEDS_CUDA, _FAILED = 2, 1
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Tables on standard error, JSON on standard output or in a file; returns the exit code."""
+    options = _parse(arguments)
+    console = Console(file=sys.stderr, width=150)
+    most = max([options.ranks if options.exchange else 1, *(ranks for _, ranks in options.models)])
+    if torch.cuda.device_count() < most:
+        console.print(f"{most} CUDA devices are needed, torch finds {torch.cuda.device_count()}")
+        return _NEEDS_CUDA
+    found: dict[str, Any] = {"machine": torch.cuda.get_device_name(), "torch": torch.__version__}
+    with torch.inference_mode():
+        machine = measure_machine(GraphTimer(torch.device("cuda", 0), replays=5))
+    found["copy_bytes_per_s"] = machine.copy_bytes_per_s
+    console.print(f"{machine.name}, copies {machine.copy_bytes_per_s / 1e12:.2f} TB/s")
+    if options.exchange:
+        found["exchange"] = measure_exchange(options.ranks, sizes(options.hidden))
+        console.print(_exchange_table(found["exchange"]))
+    found["steps"] = []
+    for shape, ranks in options.models:
+        began = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            rows = _measure_model(BenchModel.of(shape, Path(folder), layers=options.layers), ranks, machine, options)
+        found["steps"] += rows
+        console.print(_steps_table(rows, f"{shape} on {ranks}, {time.perf_counter() - began:.0f} s in all"))
+    text = json.dumps(found, indent=1)
+    if options.output_json is None:
+        sys.stdout.write(text + "\n")
+    else:
+        options.output_json.write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="benchmarks/tensor_parallel.py", description="Times a model's steps on several GPUs of one host."
+    )
+    parser.add_argument(
+        "models", nargs="*", type=_model, default=[], metavar="SHAPE@GPUS", help="such as 8b@1 8b@2 70b@2"
+    )
+    parser.add_argument("--exchange", action="store_true", help="time the sums over ranks alone")
+    parser.add_argument("--ranks", type=int, default=2, help="for --exchange")
+    parser.add_argument("--hidden", type=int, nargs="+", default=[4096, 8192], help="for --exchange")
+    parser.add_argument("--layers", type=int, help="of the shapes, fewer than theirs: to try it out")
+    parser.add_argument("--tokens", type=int, nargs="+", default=list(_TOKENS), help="rows of a step")
+    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--output-json", type=Path, metavar="FILE", help="default: standard output")
+    return parser.parse_args(arguments)
+
+
+def _model(text: str) -> tuple[str, int]:
+    shape, _, ranks = text.partition("@")
+    return shape, int(ranks or 1)
+
+
+def _measure_model(model: BenchModel, ranks: int, machine: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
+    runner = make_runner(model, ranks, most_tokens=max(options.tokens), context=_CONTEXT)
+    floor_ms = 1e3 * model.read_bytes(torch.bfloat16, ranks) / machine.copy_bytes_per_s
+    rows = []
+    try:
+        for tokens in options.tokens:
+            times = measure_steps(runner, tokens, context=_CONTEXT, repeats=options.repeats)
+            rows.append({"shape": model.name, "ranks": ranks, "floor_ms": floor_ms, **asdict(times)})
+    finally:
+        runner.close()
+        del runner
+        gc.collect()
+        torch.cuda.empty_cache()
+    return rows
+
+
+def _steps_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
+    table = Table("rows", "floor ms", "alone ms", "x floor", "running ms", "x floor", "host ms", title=title)
+    for row in rows:
+        figures = (row["floor_ms"], row["alone_ms"], row["alone_ms"] / row["floor_ms"],
+                   row["running_ms"], row["running_ms"] / row["floor_ms"], row["wall_ms"])  # fmt: skip
+        table.add_row(str(row["tokens"]), *(f"{figure:.3f}" for figure in figures))
+    return table
+
+
+def _exchange_table(rows: Sequence[dict[str, Any]]) -> Table:
+    names = ("mailbox", "nccl", "one_shot", "two_shot")
+    table = Table("rows", "hidden", "dtype", "right", *(f"{name} us" for name in names), title="sums over ranks")
+    for row in rows:
+        cells = [row.get(name) for name in names]
+        table.add_row(
+            *(str(row.get(name, "")) for name in ("rows", "hidden", "dtype", "right")),
+            *(f"{cell:.1f}" if isinstance(cell, float) else str(cell or "") for cell in cells),
+        )
+    return table

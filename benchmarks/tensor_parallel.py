@@ -1,0 +1,28 @@
+"""What several GPUs of one host make of a step: the time against one GPU and against the floor of reading the weights.
+
+    python benchmarks/tensor_parallel.py 8b@1 8b@2 70b@2 --exchange [--output-json FILE]
+
+Verify steps of one session behind 1,024 tokens, through the runner that serves; random weights, made in the memory of
+the GPU that needs them. "alone" is the device's time of a step that was waited for, "running" that of each of many in
+a row. `--exchange` times the sums over ranks by size: our mailboxes, NCCL and torch's own symmetric-memory operators.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+
+def main() -> int:
+    """Runs the command line."""
+    # This file must not be found by who looks for a package called kernels, as transformers does.
+    root = str(Path(__file__).resolve().parents[1])
+    sys.path[0] = root
+    # Ranks are processes of their own, and read the weights' source from here.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")]))
+    from benchmarks.parallel_bench.command import run
+
+    return run(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
