@@ -95,12 +95,15 @@ class Mailbox:
         rank: whose this is.
         memory: [total_bytes] uint8 on this rank's device, zeros, mapped by the other ranks.
         addresses: of every rank's memory as this rank's device sees it.
+        owner: kept as long as the mailbox: what the others' memory is mapped by.
 
     Attributes:
         stopped: [1] int32; once it is not 0, nothing waits any more and what comes out is void.
     """
 
-    def __init__(self, layout: MailboxLayout, *, rank: int, memory: torch.Tensor, addresses: Sequence[int]) -> None:
+    def __init__(
+        self, layout: MailboxLayout, *, rank: int, memory: torch.Tensor, addresses: Sequence[int], owner: object = None
+    ) -> None:
         check_shape("memory", memory, (layout.total_bytes,))
         check_dtype("memory", memory, (torch.uint8,))
         if len(addresses) != layout.world_size:
@@ -113,6 +116,7 @@ class Mailbox:
         self._calls = torch.zeros(_KINDS, PROGRAMS, dtype=torch.int64, device=memory.device)
         self.stopped = torch.zeros(1, dtype=torch.int32, device=memory.device)
         self._turn = 0
+        self._owner = owner
 
     @property
     def world_size(self) -> int:

@@ -111,7 +111,10 @@ def _mailbox(layout: MailboxLayout, rank: int, device: torch.device) -> Mailbox 
         torch.cuda.synchronize(device)
         # Where GPUs see each other's memory this succeeds on all ranks; the sum below notices where it does not.
         handle = symmetric_memory.rendezvous(memory, dist.distributed_c10d._get_default_group())
-        mailbox = Mailbox(layout, rank=rank, memory=memory, addresses=list(handle.buffer_ptrs))
+        # All ranks allocate alike, so the memory begins at the same place of every rank's buffer.
+        begin = memory.data_ptr() - handle.buffer_ptrs[rank]
+        addresses = [address + begin for address in handle.buffer_ptrs]
+        mailbox = Mailbox(layout, rank=rank, memory=memory, addresses=addresses, owner=handle)
     except RuntimeError as error:
         logger.warning("rank %d cannot share memory with the other GPUs, NCCL alone is used: %s", rank, error)
     willing = torch.tensor(int(mailbox is not None), device=device)
