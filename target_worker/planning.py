@@ -53,6 +53,11 @@ class Work:
         """Query rows of the forward."""
         return self.prefill + self.verifies + self.nodes
 
+    @property
+    def pending(self) -> int:
+        """Tokens before the root that had no KV before this step."""
+        return self.session.root_index - self.context
+
     def drop(self) -> None:
         """Nothing of it is computed."""
         self.prefill, self.verifies, self.nodes = 0, False, 0
@@ -134,39 +139,28 @@ class Planner:
         moving = []
         for work in sorted(works, key=lambda work: work.session.order):
             session = work.session
-            pending = self._kv.pending(session)
             if latest is not None and session.order > latest:
                 continue
-            if any(self._saves(leader, work, pending) for leader in leaders):
+            if any(_saves(leader, work) for leader in leaders):
                 continue
-            if self._kv.remembers and pending > 0 and not session.starved:
+            if self._kv.remembers and work.pending > 0 and not session.starved:
                 leaders.append(session)
             moving.append(work)
         # In the batch's order again: it says who comes first where not all fit.
         chosen = {id(work) for work in moving}
         return [work for work in works if id(work) in chosen]
 
-    def _saves(self, leader: Session, work: Work, pending: int) -> bool:
-        """Whether `leader` is computing so much of what the work's session needs that waiting pays."""
-        enough = max(_SHARED_TOKENS, -(-pending // _SHARED_PART))
-        start = work.context
-        mine, theirs = work.session.token_ids()[:-1], leader.token_ids()[:-1]
-        head = slice(start, start + _SHARED_TOKENS)
-        if pending < enough or mine[head].tobytes() != theirs[head].tobytes():
-            return False
-        return common_length(mine, theirs) - start >= enough
-
     def _share_budget(self, works: Sequence[Work], max_rows: int, chunk_ns: float | None) -> None:
         left = max_rows
         # Roots of sessions that are ready come first: each costs one row and earns at least one token.
         for work in works:
-            if work.tree is not None and self._kv.pending(work.session) == 0 and left > 0:
+            if work.tree is not None and work.pending == 0 and left > 0:
                 work.verifies = True
                 left -= 1
         allowance = self._allowance(works, left, chunk_ns)
         unfinished: list[Work] = []
         for work in sorted(works, key=lambda work: work.session.order):
-            if (pending := self._kv.pending(work.session)) <= 0:
+            if (pending := work.pending) <= 0:
                 continue
             granted = allowance.rows(work.context)
             if unfinished:
@@ -187,7 +181,7 @@ class Planner:
                 work.nodes = count
                 left -= count
         for work in unfinished:
-            work.prefill = min(self._kv.pending(work.session), left, allowance.rows(work.context))
+            work.prefill = min(work.pending, left, allowance.rows(work.context))
             allowance.spend(work.prefill, work.context)
             left -= work.prefill
 
@@ -201,6 +195,11 @@ class Planner:
         return self._cost.beside(len(verifying) + min(nodes, left), keys, most=left)
 
     def _reserve(self, works: Sequence[Work], sessions: Sequence[Session]) -> None:
+        slots = self._kv.slots
+        if sum(work.rows for work in works) <= slots.free and not any(work.prefill for work in works):
+            for work in works:
+                slots.extend(work.session.row, work.rows)
+            return
         displaced: set[int] = set()
         for work in sorted(works, key=lambda work: work.session.order):
             needed = work.prefill + work.verifies
@@ -210,7 +209,6 @@ class Planner:
                 or not self._take(work.session, needed, sessions, displaced)
             ):
                 work.drop()
-        slots = self._kv.slots
         for work in works:
             if work.nodes and work.nodes <= slots.free:
                 slots.extend(work.session.row, work.nodes)
@@ -240,3 +238,15 @@ class Planner:
                 displaced.add(id(victim))
         slots.extend(session.row, count)
         return True
+
+
+def _saves(leader: Session, work: Work) -> bool:
+    """Whether `leader` is computing so much of what the work's session needs that waiting pays."""
+    enough = max(_SHARED_TOKENS, -(-work.pending // _SHARED_PART))
+    if work.pending < enough:
+        return False
+    mine, theirs = work.session.token_ids()[:-1], leader.token_ids()[:-1]
+    head = slice(work.context, work.context + _SHARED_TOKENS)
+    if mine[head].tobytes() != theirs[head].tobytes():
+        return False
+    return common_length(mine, theirs) - work.context >= enough

@@ -1,6 +1,8 @@
 """Plans over a slot table without a model: who computes what, who waits, and whose slots are taken."""
 
+import random
 from collections.abc import Sequence
+from itertools import count
 
 import pytest
 
@@ -22,8 +24,8 @@ class Bench:
         self.planner = Planner(self.kv, self.cost, max_tree_nodes=16)
         self.sessions: list[Session] = []
 
-    def open(self, tokens: Sequence[int]) -> Session:
-        number = len(self.sessions)
+    def open(self, tokens: Sequence[int], *, order: int | None = None) -> Session:
+        number = len(self.sessions) if order is None else order
         session = Session(
             key=(1, number),
             epoch=1,
@@ -119,6 +121,10 @@ def test_prefill_beside_a_verification_keeps_the_pace() -> None:
     works = bench.step([*running, long, short], nodes=3)
     # A short prompt overtakes the long one, which goes on in what is left.
     assert (works[17].prefill, works[17].verifies, works[16].prefill) == (39, True, 102)
+    # One that would take nearly all of it waits its turn.
+    medium = bench.open(range(6000, 6121))
+    works = bench.step([*running, long, medium], nodes=3)
+    assert (works[18].prefill, works[16].prefill) == (0, 141)
 
 
 def test_a_session_in_flight_is_left_alone() -> None:
@@ -170,3 +176,88 @@ def test_the_youngest_go_first_and_shared_slots_do_not_count_as_gained(remembers
     old.tokens += range(500, 500 + free + 3)
     assert bench.step([old])[0].rows == free + 4
     assert bench.planner.preemptions == (2 if remembers else 1)
+
+
+class Memory(Bench):
+    """A bench whose slots remember what was written to them, with up to two steps in flight."""
+
+    def __init__(self, **options: bool | int) -> None:
+        super().__init__(**options)  # pyright: ignore[reportArgumentType]
+        self.content: dict[int, tuple[int, ...]] = {}
+
+    def of(self, session: Session) -> list[int]:
+        return self.slots.table[session.row, : self.slots.length(session.row)].tolist()
+
+    def begin(self, asked: Sequence[Session], *, nodes: int = 0, max_rows: int = 512) -> list[Work]:
+        works = super().begin(asked, nodes=nodes, max_rows=max_rows)
+        for work in (work for work in works if work.rows):
+            slots = self.of(work.session)
+            assert len(slots) == work.context + work.rows
+            elsewhere = {slot for other in self.sessions if other is not work.session for slot in self.of(other)}
+            known = {slot for edge in self.kv._cache._all() for slot in edge.slots} if self.kv._cache else set()
+            for index in range(work.context, len(slots)):
+                assert slots[index] not in elsewhere | known, "a shared slot is written"
+                self.content[slots[index]] = tuple(work.session.tokens[: index + 1])
+        return works
+
+    def close(self, session: Session) -> None:
+        self.sessions.remove(session)
+        self.kv.release(session)
+
+    def check(self) -> None:
+        for session in self.sessions:
+            sure = len(session.tokens) if not session.in_flight else session.reached
+            for index, slot in enumerate(self.of(session)[:sure]):
+                assert self.content[slot] == tuple(session.tokens[: index + 1]), "other tokens' KV"
+        held = {slot for session in self.sessions for slot in self.of(session)}
+        assert self.slots.used == len(held)
+        assert self.slots.free == self.slots.num_slots - len(held)
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+@pytest.mark.parametrize("seed", range(3))
+def test_random_traces_with_two_steps_in_flight(seed: int, remembers: bool) -> None:
+    rng, memory, flying, numbers = random.Random(seed), Memory(num_slots=150, remembers=remembers), [], count()
+    verified = 0
+    for _ in range(1000):
+        idle = [session for session in memory.sessions if not session.in_flight]
+        action = rng.choice(["open", "begin", "begin", "finish", "close", "truncate"])
+        if action == "open" and len(memory.sessions) < 6:
+            first = 50 * rng.randrange(2)
+            prefix = range(first, first + rng.choice([3, 20, 40]))
+            memory.open([*prefix, *(rng.randrange(3) for _ in range(6))], order=next(numbers))
+        elif action == "begin" and len(flying) < 2:
+            asked = [session for session in idle if rng.random() < 0.7]
+            flying.append(memory.begin(asked, nodes=rng.randrange(3), max_rows=rng.choice([9, 40, 200])))
+        elif action == "finish" and flying:
+            verified += sum(work.verifies for work in flying[0])
+            memory.finish(flying.pop(0))
+        elif action == "close" and idle and rng.random() < 0.3:
+            memory.close(rng.choice(idle))
+        elif action == "truncate" and idle:
+            session = rng.choice(idle)
+            length = rng.randint(session.prompt_len, len(session.tokens))
+            memory.kv.cut(session, min(length - 1, memory.kv.length(session)))
+            session.truncate(length)
+        memory.check()
+    while flying:
+        memory.finish(flying.pop(0))
+    assert verified > 150
+    assert memory.planner.preemptions > 0
+    for session in list(memory.sessions):
+        memory.close(session)
+    assert (memory.slots.used, memory.slots.free) == (0, 150)
+
+
+def test_steps_that_overlap_do_not_starve_an_older_session() -> None:
+    bench = Bench(num_slots=100)
+    old, *young = (bench.open(range(100 * number, 100 * number + 11 + 20 * (number > 0))) for number in range(3))
+    bench.step([old, *young])
+    flying = [bench.begin([young[0]])]
+    # It lacks 71 slots. 26 are free, and one of the young ones, who hold 31 each, is always in flight.
+    old.tokens += range(500, 570)
+    for turn in range(1, 6):
+        flying.append(bench.begin([young[turn % 2]]))
+        bench.finish(flying.pop(0))
+    assert bench.kv.pending(old) == 0
+    assert bench.planner.preemptions == 2
