@@ -128,7 +128,10 @@ class CudaCollectives:
 
     def __init__(self, mailbox: Mailbox | None) -> None:
         self.mailbox = mailbox
-        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._world_size = dist.get_world_size()
+        # A copy on a stream of its own: while kernels wait, nothing that needs the device to come to rest gets through.
+        self._stream = torch.cuda.Stream()
+        self._stop = torch.ones(1, dtype=torch.int32).pin_memory()
 
     def all_reduce(self, addend: torch.Tensor) -> torch.Tensor:
         """[P, T, N] of this rank to [W, T, N] through mailboxes, [1, T, N] through NCCL."""
@@ -149,9 +152,8 @@ class CudaCollectives:
     def abort(self) -> None:
         """Sets the word that waiting kernels look at, and ends NCCL's communicator."""
         if self.mailbox is not None:
-            stream = torch.cuda.Stream(self.mailbox.stopped.device)
-            with torch.cuda.stream(stream):
-                self.mailbox.stopped.fill_(1)
+            with torch.cuda.stream(self._stream):
+                self.mailbox.stopped.copy_(self._stop, non_blocking=True)
         if dist.is_initialized():
             dist.distributed_c10d._abort_process_group()
 
