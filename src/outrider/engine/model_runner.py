@@ -251,20 +251,21 @@ class _KvShape:
         Raises:
             CheckpointError: the device has no room.
         """
+        free = "" if device.type == "cpu" else f", {torch.cuda.mem_get_info(device)[0] / 1e9:.2f} GB are free"
         try:
             # Zeros, not empty: what lies in a slot never written is multiplied by a weight of 0, and 0 * NaN is NaN.
             shape = (num_slots, self.heads, self.head_dim)
             keys, values = (
                 [torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(self.layers)] for _ in range(2)
             )
-        except torch.OutOfMemoryError as error:
+            positions = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        except RuntimeError as error:  # torch's own OutOfMemoryError is one, but on a CPU it is none
             raise CheckpointError(
-                f"{self._place}: {num_slots} KV slots take {num_slots * self.bytes_per_slot / 1e9:.2f} GB, more than "
-                f"{device} has left: lower kv_cache_memory_fraction, kv_bytes or num_slots"
+                f"{self._place}: no room on {device} for KV: {num_slots} slots take "
+                f"{num_slots * self.bytes_per_slot / 1e9:.2f} GB{free}. Lower kv_cache_memory_fraction, kv_bytes or "
+                "num_slots, take kv_cache_dtype fp8_e4m3, or free the memory that others hold"
             ) from error
-        return KvCaches(
-            keys=keys, values=values, positions=torch.zeros(num_slots, dtype=torch.int32, device=device)
-        )  # fmt: skip
+        return KvCaches(keys=keys, values=values, positions=positions)
 
 
 def _num_slots(config: EngineConfig, shape: _KvShape, row_len: int, device: torch.device) -> int:

@@ -20,6 +20,7 @@ from transformers import (
 
 from outrider.engine.batch import BatchBuilder
 from outrider.engine.model_runner import EngineConfig, ModelRunner
+from outrider.errors import CheckpointError
 from outrider.tree import ancestor_masks, node_depths
 
 SIZES: dict[str, Any] = {
@@ -146,3 +147,19 @@ def test_writing_where_nothing_was_reserved_is_noticed(tmp_path: Path) -> None:
     builder.add_chain(row, [1, 2], 0, True)
     with pytest.raises(AssertionError, match="not reserved"):
         runner.forward(builder.build())
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("not enough memory")])
+def test_kv_that_does_not_fit_says_how_much_and_what_to_change(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_random(FAMILIES["llama"], tmp_path)
+
+    def zeros(*_shape: object, **_options: object) -> torch.Tensor:
+        raise error
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    with pytest.raises(
+        CheckpointError, match=r"1000000 slots take \d+\.\d\d GB\. Lower kv_cache_memory_fraction, kv_b"
+    ):
+        ModelRunner(EngineConfig(model_path=folder, num_slots=1_000_000, max_num_seqs=1))
