@@ -9,12 +9,16 @@ Three bounds, two in l and the last an estimated score:
 What is to be looked at is {v : low <= l[v] and (l[v] < high or score[v] >= floor)}. A low that is not a number says
 that there is no telling, and that the row is to be gone through as a whole.
 
-- Unfiltered: low = high = -inf, floor the k-th largest score of a tile less the error of the estimate.
-- Greedy: low the k-th largest l of a tile, high = inf.
-- top-k up to four fifths of the tiles: low the top_k-th largest l of a tile, high = inf.
-- Otherwise a sample of SAMPLE evenly spread logits tells how much of the row lies below a bound, give or take six
-  standard deviations; high = inf unless low leaves more than half a list. Then the row is flat enough for the sample to
-  tell high as well, and floor: a mass m gives Poisson(m exp(-s)) scores above s, so s can be set for some to be there.
+The largest of every tile is known, so a bound that enough of these reach is reached by enough of the row:
+
+- Unfiltered: low = high = -inf, floor a bound that the largest scores of k tiles reach, less the error of the estimate.
+- Greedy: low a bound that the largest l of k tiles reach, high = inf.
+- top-k: low a bound that the largest l of top_k tiles reach, high = inf.
+- top-p: low a bound that the largest l of tiles reach whose weights alone make up top_p of the mass, high = inf.
+- Where no bound is reached by so many or so much, and for min-p alone, a sample of SAMPLE evenly spread logits tells
+  how much of the row lies below a bound, give or take six standard deviations; high = inf unless low leaves more than
+  half a list. Then the row is flat enough for the sample to tell high as well, and floor: a mass m gives
+  Poisson(m exp(-s)) scores above s, so s can be set for some to be there.
 
 A sample may mislead. Exact counts and masses find that out, and time is all that is lost.
 
@@ -29,7 +33,7 @@ from __future__ import annotations
 import math
 
 from outrider.kernels.backend import jit, tl
-from outrider.kernels.coupled_rows import kth_largest, load_row, row_scale
+from outrider.kernels.coupled_rows import load_row, row_scale
 from outrider.kernels.noise_blocks import RACE_ABOVE, RACE_BELOW, RACE_SHIFT
 
 __all__ = ["row_bounds", "score_floor"]
@@ -45,8 +49,13 @@ _LARGEST_SCORE = tl.constexpr(1e30)
 _CHUNK = tl.constexpr(8)
 # Bounds are sought in the 40 e-folds of probability below the row's largest, by halving.
 _DEPTH = tl.constexpr(40 * math.log2(math.e))
-# Values that are ranked against all others at a time.
-_RANKED = tl.constexpr(64)
+# Bounds of a pass over the tiles, which leaves a seventeenth of the range; how narrow the range becomes, in halvings of
+# probability, and how often at most.
+_CUTS = tl.constexpr(16)
+_NARROW = tl.constexpr(0.125)
+_PASSES = tl.constexpr(8)
+# Tiles so far below the largest are as good as none.
+_FAR = tl.constexpr(1e9)
 _E_FOLD = tl.constexpr(math.log2(math.e))
 _HALVINGS = tl.constexpr(14)
 
@@ -56,18 +65,16 @@ def row_bounds(
     source,
     filters,
     filtered,
-    stats,
+    tile_scores,
     largest,
     mass,
     HAS_BIAS: tl.constexpr,
     K: tl.constexpr,
     LIST: tl.constexpr,
     SAMPLE: tl.constexpr,
-    TILES: tl.constexpr,
 ):
-    """low, high and floor of a row whose `largest` is the largest l if it is filtered, otherwise the largest score."""
-    temperature, top_k = filters[0], filters[1]
-    scores_ptr, tops_ptr, _, tiles = stats
+    """low, high and floor of a row from the scan's `tile_scores`, of which `largest` is the largest."""
+    temperature, top_k, top_p, _ = filters
     nowhere = tl.full([], float("nan"), tl.float32)
     low = tl.full([], float("-inf"), tl.float32)
     high = tl.full([], float("inf"), tl.float32)
@@ -76,28 +83,65 @@ def row_bounds(
         # A row that fits the list is listed as it is, and one of -inf has nothing to list.
         if (source[4] > LIST) & (largest != float("-inf")):
             if (tl.abs(largest) < _LARGEST_LOGIT) & (temperature < _LARGEST_TEMPERATURE):
-                if (top_k > 0) & (top_k * 5 <= tiles * 4):
-                    low = _below(kth_largest(tops_ptr, tiles, top_k, TILES, _RANKED))
-                else:
+                scale = row_scale(temperature)
+                shares = tl.where(top_k > 0, 1.0, tl.exp2((tile_scores - largest) * scale))
+                wanted = tl.where(top_k > 0, top_k.to(tl.float32), _mass_wanted(top_p, mass))
+                low, found = _bound_of_tiles(tile_scores, shares, wanted, largest, scale)
+                low = _below(low)
+                if found == 0:
                     low, high, floor = _sampled_bounds(source, filters, largest, mass, HAS_BIAS, K, LIST, SAMPLE)
             else:
                 low = nowhere
     else:
-        kth = kth_largest(scores_ptr, tiles, K, TILES, _RANKED)
+        shares = tl.full(tile_scores.shape, 1.0, tl.float32)
+        kth, found = _bound_of_tiles(
+            tile_scores, shares, tl.full([], K, tl.float32), largest, tl.full([], 1.0, tl.float32)
+        )
+        kth = tl.where(found, kth, float("-inf"))
         if temperature > 0:
             floor, usable = score_floor(largest, kth)
             low = tl.where(usable, low, nowhere)
             high = tl.full([], float("-inf"), tl.float32)
         else:
-            low = kth
+            low = _below(kth)
     return low, high, floor
+
+
+@jit
+def _mass_wanted(top_p, mass):
+    """The mass that top-p keeps and rounding, relative to the largest weight; inf if top-p is off."""
+    return tl.where(top_p < 1, tl.maximum(top_p, 0.0) * (mass.to(tl.float32) * _UNIT) * 1.00001, float("inf"))
+
+
+@jit
+def _bound_of_tiles(values, shares, wanted, largest, scale):
+    """A bound that `wanted` of the shares reach with their values, as high as may be, and whether there is one.
+
+    Right but for rounding. A pass holds all values against some bounds between two, and goes on between two of those.
+    """
+    low = tl.maximum(tl.min(tl.where(values > float("-inf"), values, float("inf"))), largest - _FAR)
+    high = largest
+    found = tl.sum(tl.where(values >= low, shares, 0.0)) >= wanted
+    cut = tl.arange(0, _CUTS)
+    passes = tl.full([], 0, tl.int32)
+    while found & ((passes < 2) | ((high - low) * scale > _NARROW)) & (passes < _PASSES):
+        step = (high - low) / (_CUTS + 1)
+        cuts = low + (cut + 1).to(tl.float32) * step
+        reaching = tl.sum(tl.where(values[:, None] >= cuts[None, :], shares[:, None], 0.0), axis=0)
+        reached = tl.sum((reaching >= wanted).to(tl.int32))
+        low, high = (
+            low + reached.to(tl.float32) * step,
+            tl.where(reached < _CUTS, low + (reached + 1).to(tl.float32) * step, high),
+        )
+        passes += 1
+    return low, found
 
 
 @jit
 def score_floor(largest, kth):
     """The least estimated score of the k best of an unfiltered row, and whether the estimates are fit for it.
 
-    Given the largest score of the row's tiles and the k-th largest.
+    Given the largest score of the row's tiles and a bound that k of them reach.
     """
     size = tl.maximum(tl.abs(largest), tl.where(kth > float("-inf"), tl.abs(kth), 0.0))
     # The estimate's error, and what rounding does to z log2(e), which is within 40 of the score.
@@ -149,7 +193,7 @@ def _sampled_bounds(
     high = tl.where(above_low <= LIST // 2, float("inf"), high)
     # That fewer than K of 4 K + 64 expected scores are there does not happen.
     sure = tl.sum(tl.where(logits >= high, masses, 0.0))
-    floor = largest * scale + tl.log2(sure / (4 * K + 64)) - _SHIFT
+    floor = largest * scale + tl.log2(tl.maximum(sure, 1e-30) / (4 * K + 64)) - _SHIFT
     return _below(low), high, floor
 
 

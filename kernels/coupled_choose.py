@@ -22,12 +22,7 @@ from outrider.kernels.backend import jit, tl
 from outrider.kernels.coupled_bounds import row_bounds, score_floor
 from outrider.kernels.coupled_list import list_row
 from outrider.kernels.coupled_rows import load_filters, load_key, load_row, row_mass, row_scale, scaled
-from outrider.kernels.coupled_thresholds import (
-    mass_from,
-    members_at,
-    rank_thresholds,
-    search_thresholds,
-)
+from outrider.kernels.coupled_thresholds import mass_from, members_at, rank_thresholds, search_thresholds
 from outrider.kernels.noise_blocks import RACE_ABOVE, RACE_SHIFT, gumbel_of_ids
 
 __all__ = ["choose_kernel"]
@@ -53,8 +48,10 @@ def choose_kernel(
     tile_scores_ptr,  # [T, C] float32
     tops_ptr,  # [T, C] float32
     masses_ptr,  # [T, C] float32
-    listed_ptr,  # [T, LIST] float32: logits, later scores
-    listed_ids_ptr,  # [T, LIST] int32
+    listed_ptr,  # [T, LIST] float32: logits, then z, at last scores
+    weights_ptr,  # [T, LIST] int64
+    ids_ptr,  # [T, LIST] int32
+    order_ptr,  # [T, C] int32
     tokens_ptr,  # [T, K] int64
     log_q_ptr,  # [T, K] float32
     scores_ptr,  # [T, K] float32
@@ -76,6 +73,7 @@ def choose_kernel(
     PARTS: tl.constexpr,
     TILE: tl.constexpr,
     TILES: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program a row: the k best, and their log q and scores where masses are asked for."""
     row = tl.program_id(0).to(tl.int64)
@@ -83,28 +81,36 @@ def choose_kernel(
     source = (logits_row, bias_row, logits_stride, bias_stride, vocab_size)
     filters, filtered = load_filters(row, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size)
     key = load_key(row, seeds_ptr, positions_ptr, choice_ptr, HAS_CHOICE)
-    stats = (tile_scores_ptr + row * tiles, tops_ptr + row * tiles, masses_ptr + row * tiles, tiles)
+    if EARLY:
+        # What is read up to here was there before the scan.
+        tl.extra.cuda.gdc_wait()
     tile = tl.arange(0, TILES)
-    tile_scores = tl.load(stats[0] + tile, mask=tile < tiles, other=float("-inf"))
+    stat = row * tiles + tile
+    tile_scores = tl.load(tile_scores_ptr + stat, mask=tile < tiles, other=float("-inf"))
+    # Asked for at once, so that no row waits for memory twice.
+    masses = tl.load(masses_ptr + stat, mask=(tile < tiles) & (WITH_MASS | filtered), other=0.0)
     # Of filtered and greedy rows these scores are logits.
     best_score = tl.max(tile_scores)
     largest = best_score
     kept = tl.full([], 0, tl.int64)
     if WITH_MASS or filtered:
-        tops = tl.load(stats[1] + tile, mask=tile < tiles, other=float("-inf"))
-        masses = tl.load(stats[2] + tile, mask=tile < tiles, other=0.0)
-        largest = tl.max(tops)
+        tops = tile_scores
+        if WITH_MASS:
+            tops = tl.load(tops_ptr + stat, mask=tile < tiles, other=float("-inf"))
+            largest = tl.max(tops)
         kept = row_mass(tops, masses, largest, row_scale(filters[0]))
     if (K == 1) & (filtered == 0):
         tokens, scores = _best_of_tiles(
             source, filters[0], key, tile_scores, best_score, HAS_BIAS, BLOCK_K, TILE, TILES
         )
     else:
-        bounds = row_bounds(source, filters, filtered, stats, best_score, kept, HAS_BIAS, K, LIST, SAMPLE, TILES)
-        listing = (listed_ptr + row * LIST, listed_ids_ptr + row * LIST)
+        bounds = row_bounds(source, filters, filtered, tile_scores, best_score, kept, HAS_BIAS, K, LIST, SAMPLE)
+        place = row * LIST
+        listing = (listed_ptr + place, weights_ptr + place, ids_ptr + place, order_ptr + row * tiles)
         listed, sure = list_row(
-            source, filters[0], key, stats, bounds, largest, listing, HAS_BIAS, LIST, PARTS, TILE, TILES
-        )
+            source, filters[0], filtered, key, tile_scores, tiles, bounds, largest, listing,
+            HAS_BIAS, LIST, BLOCK, PARTS, TILE, TILES,
+        )  # fmt: skip
         tokens, scores, kept = _best_of_list(
             source, filters, filtered, key, bounds, largest, listing, listed, kept, sure,
             HAS_BIAS, WITH_MASS, K, BLOCK_K, LIST, FEW, BLOCK,
@@ -148,8 +154,8 @@ def _best_of_tiles(
     visited = tl.min(tl.where(reached, tile, TILES))
     while visited < TILES:
         ids = visited * TILE + tl.arange(0, TILE)
-        logits = load_row(source, ids, HAS_BIAS)
-        score = _scores(temperature, key, float("-inf"), logits, ids)
+        z = scaled(load_row(source, ids, HAS_BIAS), temperature)
+        score = _scores(temperature, key, float("-inf"), z, ids)
         # Tiles come in ascending order: of equal scores the first is of the smallest id.
         token = tl.where(score > best, ids, token)
         best = tl.maximum(best, score)
@@ -181,7 +187,7 @@ def _best_of_list(
 ):
     """The k best of a row, tokens and scores [BLOCK_K], and the weight kept: from its list if that will do."""
     low, high, floor = bounds
-    listed_ptr, listed_ids_ptr = listing
+    listed_ptr, weights_ptr, ids_ptr, _ = listing
     kept = mass
     threshold = tl.full([], float("-inf"), tl.float32)
     tokens = tl.full([BLOCK_K], 0, tl.int32)
@@ -190,19 +196,19 @@ def _best_of_list(
     choosing = listed >= 0
     if from_list & (listed <= FEW) & ((high == float("inf")) | (filtered == 0)):
         place = tl.arange(0, FEW)
-        logits = tl.load(listed_ptr + place, mask=place < listed, other=float("-inf"))
-        ids = tl.load(listed_ids_ptr + place, mask=place < listed, other=_HIGHEST)
+        z = tl.load(listed_ptr + place, mask=place < listed, other=float("-inf"))
+        ids = tl.load(ids_ptr + place, mask=place < listed, other=_HIGHEST)
         choosing = listed < 0
         if filtered:
-            threshold, kept, known = rank_thresholds(filters, listed, listed_ptr, logits, low, largest, mass, FEW)
+            threshold, kept, known = rank_thresholds(filters, listed, listing, z, low, largest, mass, FEW)
             choosing = known == 0
             from_list = from_list & known
-        tokens, scores = _best_of_block(_scores(filters[0], key, threshold, logits, ids), ids, K, BLOCK_K)
+        tokens, scores = _best_of_block(_scores(filters[0], key, threshold, z, ids), ids, K, BLOCK_K)
     while choosing:
         if from_list == 0:
             low, high = tl.full([], float("-inf"), tl.float32), tl.full([], float("inf"), tl.float32)
             sure = tl.full([], 0, tl.int64)
-        members = (from_list, tl.where(from_list, listed, source[4]), listed_ptr, listed_ids_ptr, high)
+        members = (from_list, tl.where(from_list, listed, source[4]), listed_ptr, weights_ptr, ids_ptr)
         known = listed >= 0
         if filtered:
             threshold, known = search_thresholds(source, filters, members, low, largest, mass, sure, HAS_BIAS, BLOCK)
@@ -219,14 +225,13 @@ def _best_of_list(
 
 
 @jit
-def _scores(temperature, key, threshold, logits, ids):
-    """The exact z + G of what reaches the threshold, -inf elsewhere; of greedy rows the logits."""
-    scores = logits
+def _scores(temperature, key, threshold, z, ids):
+    """The exact z + G of what reaches the threshold, -inf elsewhere; of greedy rows z, which is l."""
+    scores = z
     if temperature > 0:
         seed, position, stream, choice = key
-        scores = scaled(logits, temperature)
         gumbel = gumbel_of_ids(seed, ids, position, stream, choice)
-        scores = tl.where((scores >= threshold) & (logits > float("-inf")), scores + gumbel, float("-inf"))
+        scores = tl.where((z >= threshold) & (z > float("-inf")), z + gumbel, float("-inf"))
     return scores
 
 
@@ -237,12 +242,18 @@ def _best_of_block(scores, ids, K: tl.constexpr, BLOCK_K: tl.constexpr):
     tokens = tl.full([BLOCK_K], 0, tl.int32)
     best = tl.full([BLOCK_K], float("-inf"), tl.float32)
     for place in range(0, K):
-        top = tl.max(scores)
-        winner = tl.min(tl.where(scores == top, ids, _HIGHEST))
+        top, winner = tl.reduce((scores, ids), 0, _better)
         tokens = tl.where(rank == place, winner, tokens)
         best = tl.where(rank == place, top, best)
         scores = tl.where(ids == winner, float("-inf"), scores)
     return tokens, best
+
+
+@jit
+def _better(score, token, other, other_token):
+    """The larger of two scores with its token, of equal ones the smaller token."""
+    first = (score > other) | ((score == other) & (token < other_token))
+    return tl.where(first, score, other), tl.where(first, token, other_token)
 
 
 @jit
@@ -271,12 +282,12 @@ def _best_of_many(
         best = tl.full([BLOCK], float("-inf"), tl.float32)
         token = tl.full([BLOCK], _HIGHEST, tl.int32)
         for begin in range(0, count, BLOCK):
-            logits, ids = members_at(source, members, begin, HAS_BIAS, BLOCK)
-            score = logits
+            score, ids = members_at(source, temperature, members, begin, HAS_BIAS, BLOCK)
             if (place == 0) | (from_list == 0):
-                score = _scores(temperature, key, threshold, logits, ids)
+                score = _scores(temperature, key, threshold, score, ids)
                 if (K > 1) & from_list:
-                    # From now on the list holds scores.
+                    # From now on the list holds scores; all must have read what it held.
+                    tl.debug_barrier()
                     tl.store(listed_ptr + begin + tl.arange(0, BLOCK), score, mask=ids < _HIGHEST)
             left = (score < last_score) | ((score == last_score) & (ids > last_token))
             better = left & ((score > best) | ((score == best) & (ids < token)))

@@ -23,7 +23,6 @@ from outrider.kernels.backend import jit, tl
 from outrider.kernels.noise import STREAM_CHOICE
 
 __all__ = [
-    "kth_largest",
     "load_filters",
     "load_key",
     "load_row",
@@ -121,16 +120,3 @@ def unordered(value):
     """The float32 of an int of `ordered`."""
     bits = value.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@jit
-def kth_largest(values_ptr, count, k, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """The k-th largest of `count` float32 values, -inf if there are fewer; each is ranked against all."""
-    place = tl.arange(0, BLOCK)
-    values = tl.load(values_ptr + place, mask=place < count, other=float("-inf"))
-    at_least = tl.zeros([BLOCK], tl.int32)
-    for begin in range(0, count, CHUNK):
-        other = begin + tl.arange(0, CHUNK)
-        others = tl.load(values_ptr + other, mask=other < count, other=float("nan"))
-        at_least += tl.sum((others[None, :] >= values[:, None]).to(tl.int32), axis=1)
-    return tl.max(tl.where(at_least >= k, values, float("-inf")))

@@ -24,20 +24,21 @@ import torch
 from outrider.kernels.backend import triton
 from outrider.kernels.coupled_choose import choose_kernel
 from outrider.kernels.coupled_scan import scan_kernel
+from outrider.kernels.early_launch import early_options, launches_early
 from outrider.kernels.sampling_rows import SamplingRows
 
 __all__ = ["launch_choice", "launch_topk"]
 
 # Places of a row's list, fewer where a batch has very many rows; the outcome does not depend on it.
 _LIST = 16384
-_LISTS = 1 << 24
+_LISTS = 1 << 23
 # Logits of a list that are held in registers and ranked against each other.
 _FEW = 256
 # Elements of a row's sample.
 _SAMPLE = 4096
-# Ids of a tile and tiles of a row: few enough for a program to rank them against each other.
-_TILE = 512
-_TILES = 256
+# Ids of a tile, which a warp loads at once; and tiles of a row, two for every thread of a program.
+_TILE = 128
+_TILES = 1024
 # Ids that a program of the first launch scans, and that one of the second lists at a time.
 _SCANNED = 2048
 _LISTED = 4096
@@ -88,19 +89,27 @@ def _launch(rows: SamplingRows, k: int, *, with_mass: bool) -> _Chosen:
     noise = [column.contiguous() for column in (rows.seeds, rows.positions, choice_index)]
     strides = (*logits.stride(), *bias.stride(), vocab_size, tiles)
     stats = empty(3, count, tiles).unbind()
-    listing = (empty(count, places), empty(count, places, dtype=torch.int32))
+    listing = (
+        empty(count, places),
+        empty(count, places, dtype=torch.int64),
+        empty(count, places, dtype=torch.int32),
+        empty(count, tiles, dtype=torch.int32),
+    )
     has_bias = {"HAS_BIAS": rows.logit_bias is not None}
     has_choice = {"HAS_CHOICE": rows.choice_index is not None}
+    # The second launch takes its places under the end of the first, and waits for it there.
+    early = launches_early(logits.device)
     parts = min(max(_SCANNED // tile, 1), triton.next_power_of_2(tiles))
     scan_kernel[(count, triton.cdiv(tiles, parts))](
         logits, bias, *filters, *noise, *stats, *strides,
-        **has_bias, **has_choice, WITH_MASS=with_mass, PARTS=parts, TILE=tile, num_warps=4,
+        **has_bias, **has_choice, WITH_MASS=with_mass, PARTS=parts, TILE=tile, EARLY=early, num_warps=4,
     )  # fmt: skip
     parts = min(max(_LISTED // tile, 1), triton.next_power_of_2(tiles))
     choose_kernel[(count,)](
         logits, bias, *filters, *noise, *stats, *listing, chosen.tokens, chosen.log_q, chosen.scores, *strides,
         **has_bias, **has_choice, WITH_MASS=with_mass,
         K=k, BLOCK_K=triton.next_power_of_2(k), LIST=places, FEW=min(places, _FEW), SAMPLE=_SAMPLE,
-        BLOCK=min(places, 1024), PARTS=parts, TILE=tile, TILES=max(triton.next_power_of_2(tiles), 16), num_warps=16,
+        BLOCK=min(places, 1024), PARTS=parts, TILE=tile, TILES=max(triton.next_power_of_2(tiles), 16),
+        num_warps=16, **early_options(logits.device),
     )  # fmt: skip
     return chosen

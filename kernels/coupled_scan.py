@@ -45,8 +45,11 @@ def scan_kernel(
     WITH_MASS: tl.constexpr,
     PARTS: tl.constexpr,
     TILE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """One program a row and PARTS tiles."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     first_id = tl.program_id(1) * (PARTS * TILE)
     logits_row, bias_row = logits_ptr + row * logits_row_stride, bias_ptr + row * bias_row_stride

@@ -4,9 +4,8 @@ The threshold of top-k or top-p is the largest z that occurs with stat({z' >= z}
 and target is top_k, or top_p times the mass of what top-k has kept. Ties with it stay. min-p's is the largest z plus
 log(min_p). If the largest logit is infinite, infinities stay, and only they.
 
-What is looked through, the `members`, is (from_list, count, listed_ptr, listed_ids_ptr, high): a list, or the whole
-row. Members from `high` on are left out of counts and masses, as somebody else has weighed them. A list has everything
-from `low` on, so it can tell a threshold above `low` and no other.
+What is looked through, the `members`, is (from_list, count, listed_ptr, weights_ptr, ids_ptr): a list of z, weights and
+ids, or the whole row. A list has everything from `low` on, so it can tell a threshold above `low` and no other.
 
 Shapes: T rows, V vocabulary size.
 """
@@ -22,31 +21,33 @@ from outrider.kernels.coupled_rows import load_filters, load_row, ordered, row_s
 __all__ = ["mass_from", "members_at", "rank_thresholds", "search_thresholds", "threshold_kernel"]
 
 _HIGHEST = tl.constexpr(0x7FFFFFFF)
-# Below the ordered integer of every float32.
-_BELOW_ALL = tl.constexpr(-0x80000001)
+# Below the ordered integer of -inf, and so of everything that compares.
+_BELOW_ALL = tl.constexpr(-0x7F800002)
 # Others that a block is ranked against at a time; cuts of a pass of the search.
-_OTHERS = tl.constexpr(16)
+_OTHERS = tl.constexpr(32)
 _CUTS = tl.constexpr(16)
 # Members of a pass of the search that are held against the cuts at a time.
-_SEARCHED = tl.constexpr(256)
+_SEARCHED = tl.constexpr(512)
 
 
 @jit
-def rank_thresholds(filters, count, listed_ptr, logits, low, largest, mass, FEW: tl.constexpr):
-    """The threshold of a list that the block `logits` [FEW] holds, the weight kept, and whether the list could tell."""
+def rank_thresholds(filters, count, listing, z, low, largest, mass, FEW: tl.constexpr):
+    """The threshold of a list whose z are the block `z` [FEW], the weight kept, and whether the list could tell."""
     temperature, top_k, top_p, min_p = filters
-    scale = row_scale(temperature)
-    z = scaled(logits, temperature)
-    weight = weights(logits, largest, scale)
+    listed_ptr, weights_ptr = listing[0], listing[1]
+    place = tl.arange(0, FEW)
+    weight = tl.load(weights_ptr + place, mask=place < count, other=0)
     counts = tl.zeros([FEW], tl.int32)
     masses = tl.zeros([FEW], tl.int64)
     for begin in range(0, count, _OTHERS):
-        place = begin + tl.arange(0, _OTHERS)
-        others = tl.load(listed_ptr + place, mask=place < count, other=float("-inf"))
-        reaches = scaled(others, temperature)[None, :] >= z[:, None]
-        counts += tl.sum(reaches.to(tl.int32), axis=1)
-        masses += tl.sum(tl.where(reaches, weights(others, largest, scale)[None, :], 0), axis=1)
-    present = logits > float("-inf")
+        turn = begin + tl.arange(0, _OTHERS)
+        others = tl.load(listed_ptr + turn, mask=turn < count, other=float("-inf"))
+        weights_of_others = tl.load(weights_ptr + turn, mask=turn < count, other=0)
+        # Others along the first axis: every thread adds up what it compares.
+        reaches = others[:, None] >= z[None, :]
+        counts += tl.sum(reaches.to(tl.int32), axis=0)
+        masses += tl.sum(tl.where(reaches, weights_of_others[:, None], 0), axis=0)
+    present = z > float("-inf")
     threshold = tl.full([], float("-inf"), tl.float32)
     known = largest >= float("-inf")
     if top_k > 0:
@@ -109,29 +110,41 @@ def _target(mass, top_p):
 
 
 @jit
-def members_at(source, members, begin, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
-    """l (-inf past the end) and ids of a block of members."""
-    from_list, count, listed_ptr, listed_ids_ptr = members[0], members[1], members[2], members[3]
+def members_at(source, temperature, members, begin, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    """z (-inf past the end) and ids of a block of members."""
+    from_list, count, listed_ptr, _, ids_ptr = members
     place = begin + tl.arange(0, BLOCK)
     if from_list:
-        logits = tl.load(listed_ptr + place, mask=place < count, other=float("-inf"))
-        ids = tl.load(listed_ids_ptr + place, mask=place < count, other=_HIGHEST).to(tl.int32)
+        z = tl.load(listed_ptr + place, mask=place < count, other=float("-inf"))
+        ids = tl.load(ids_ptr + place, mask=place < count, other=_HIGHEST)
+    else:
+        z = scaled(load_row(source, place, HAS_BIAS), temperature)
+        ids = place
+    return z, ids
+
+
+@jit
+def _weighed_at(source, temperature, members, begin, largest, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    """z (-inf past the end) and weights of a block of members."""
+    from_list, count, listed_ptr, weights_ptr, _ = members
+    place = begin + tl.arange(0, BLOCK)
+    if from_list:
+        z = tl.load(listed_ptr + place, mask=place < count, other=float("-inf"))
+        weight = tl.load(weights_ptr + place, mask=place < count, other=0)
     else:
         logits = load_row(source, place, HAS_BIAS)
-        ids = place
-    return logits, ids
+        z = scaled(logits, temperature)
+        weight = weights(logits, largest, row_scale(temperature))
+    return z, weight
 
 
 @jit
 def mass_from(source, temperature, members, threshold, largest, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
-    """The whole weight of the counted members whose z reaches `threshold`."""
-    count, high = members[1], members[4]
+    """The whole weight of the members whose z reaches `threshold`."""
     mass = tl.zeros([BLOCK], tl.int64)
-    scale = row_scale(temperature)
-    for begin in range(0, count, BLOCK):
-        logits = members_at(source, members, begin, HAS_BIAS, BLOCK)[0]
-        counted = (logits < high) & (scaled(logits, temperature) >= threshold)
-        mass += tl.where(counted, weights(logits, largest, scale), 0)
+    for begin in range(0, members[1], BLOCK):
+        z, weight = _weighed_at(source, temperature, members, begin, largest, HAS_BIAS, BLOCK)
+        mass += tl.where(z >= threshold, weight, 0)
     return tl.sum(mass)
 
 
@@ -150,22 +163,18 @@ def _search(
     BLOCK: tl.constexpr,
 ):
     """The largest ordered value t above `low` with stat({z >= t}) >= target, which occurs; `low` if there is none."""
-    count, certain_from = members[1], members[4]
-    scale = row_scale(temperature)
     cut = tl.arange(0, _CUTS)
     # Invariant: stat({z >= high}) < target, and stat({z >= low}) >= target unless low is the one given.
     while high - low > 1:
         step = (high - low + _CUTS) // (_CUTS + 1)
         cuts = tl.minimum(low + (cut + 1) * step, high)
+        least = unordered(cuts)
         stats = tl.zeros([BLOCK, _CUTS], tl.int64)
-        for begin in range(0, count, BLOCK):
-            logits = members_at(source, members, begin, HAS_BIAS, BLOCK)[0]
-            stat = tl.full([BLOCK], 1, tl.int64)
-            if BY_MASS:
-                stat = weights(logits, largest, scale)
-            stat = tl.where((logits > float("-inf")) & (logits < certain_from), stat, 0)
-            place = ordered(scaled(logits, temperature))
-            stats += tl.where(place[:, None] >= cuts[None, :], stat[:, None], 0)
+        for begin in range(0, members[1], BLOCK):
+            z, stat = _weighed_at(source, temperature, members, begin, largest, HAS_BIAS, BLOCK)
+            if not BY_MASS:
+                stat = (z > float("-inf")).to(tl.int64)
+            stats += tl.where(z[:, None] >= least[None, :], stat[:, None], 0)
         reached = tl.sum((certain + tl.sum(stats, axis=0) >= target).to(tl.int64))
         high = tl.minimum(low + (reached + 1) * step, high)
         low = low + reached * step
@@ -192,7 +201,7 @@ def threshold_kernel(
     """The smallest z that a row's filters keep, from the row alone, one program a row; -inf without filters."""
     row = tl.program_id(0).to(tl.int64)
     filters, filtered = load_filters(row, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, vocab_size)
-    low, high = tl.full([], float("-inf"), tl.float32), tl.full([], float("inf"), tl.float32)
+    low = tl.full([], float("-inf"), tl.float32)
     threshold = low
     if filtered:
         logits_row, bias_row = logits_ptr + row * logits_row_stride, bias_ptr + row * bias_row_stride
@@ -201,7 +210,9 @@ def threshold_kernel(
         for begin in range(0, vocab_size, BLOCK):
             tops = tl.maximum(tops, load_row(source, begin + tl.arange(0, BLOCK), HAS_BIAS))
         largest = tl.max(tops)
-        members = (filtered == 0, tl.full([], 0, tl.int32) + vocab_size, threshold_ptr, top_k_ptr, high)
+        # There is no list; pointers to none have the types of those to one.
+        no_weights, no_ids = threshold_ptr.to(tl.pointer_type(tl.int64)), threshold_ptr.to(tl.pointer_type(tl.int32))
+        members = (filtered == 0, tl.full([], 0, tl.int32) + vocab_size, threshold_ptr, no_weights, no_ids)
         mass = mass_from(source, filters[0], members, low, largest, HAS_BIAS, BLOCK)
         nothing = tl.full([], 0, tl.int64)
         threshold = search_thresholds(source, filters, members, low, largest, mass, nothing, HAS_BIAS, BLOCK)[0]

@@ -41,6 +41,7 @@ def cases() -> list[Case]:
     for rows, filters, kind in (
         *((_ROWS, filters, "") for filters in (_NONE, _TOP_K, _TOP_P, _BOTH)),
         (_ROWS, _NONE, ", flat"),
+        (_ROWS, _TOP_P, ", flat"),
         (_ROWS, _BOTH, ", flat"),
         (1, _NONE, ""),
         (1, _BOTH, ""),
