@@ -127,7 +127,7 @@ def _load(
 
 @gluon.jit
 def _produce(
-    rows_desc, weight_desc, following_ptr, columns, inner, chunks, splits, units,
+    rows_desc, weight_desc, weight_ptr, following_ptr, columns, inner, weight_stride, chunks, splits, units, prefetch,
     following_rows, following_inner, following_splits, following_size,
     weight_smem, up_smem, rows_smem, ready, free,
     GATED: gl.constexpr, FOLLOWING: gl.constexpr,
@@ -150,6 +150,14 @@ def _produce(
             tma.async_copy_global_to_shared(
                 weight_desc, [columns + tile * BLOCK_N, place], ready.index(stage), up_smem.index(stage)
             )
+    if prefetch > 0:
+        row = tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.BlockedLayout([1], [32], [1], [0]))
+        place = (begin + ahead) * BLOCK_K
+        size = 2 * (gl.minimum(gl.minimum(end, begin + ahead + prefetch) * BLOCK_K, inner) - place) + 0 * row
+        start = weight_ptr + row.to(gl.int64) * weight_stride + place
+        _prefetch(start, size, (row < columns) & (size > 0))
+        if GATED:
+            _prefetch(start + columns.to(gl.int64) * weight_stride, size, (row < columns) & (size > 0))
     gdc_wait()
     for stage in range(0, ahead):
         place = (begin + stage) * BLOCK_K
@@ -228,19 +236,31 @@ def _multiply(
 
 # Not specialised: one compilation serves all numbers of rows.
 @gluon.jit(
-    do_not_specialize=["rows", "chunks", "splits", "units", "following_rows", "following_splits", "following_size"]
+    do_not_specialize=[
+        "rows",
+        "chunks",
+        "splits",
+        "units",
+        "prefetch",
+        "following_rows",
+        "following_splits",
+        "following_size",
+    ]
 )
 def skinny_linear_hopper_kernel(
     rows_desc,  # [T, K] in blocks [BLOCK_T, BLOCK_K]
     weight_desc,  # [N, K] in blocks [BLOCK_N, BLOCK_K], or [2 N, K] where gated
+    weight_ptr,  # the same
     following_ptr,  # [following_rows, following_inner], the weight of a later product, where FOLLOWING
     out_ptr,  # [splits, T, N]
     rows,
     columns,
     inner,
+    weight_stride,
     chunks,
     splits,
     units,
+    prefetch,
     following_rows,
     following_inner,
     following_splits,
@@ -271,8 +291,8 @@ def skinny_linear_hopper_kernel(
             weight_smem, up_smem, rows_smem, ready, free, GATED, GELU,
         )),
         (_produce, (
-            rows_desc, weight_desc, following_ptr, columns, inner, chunks, splits, units,
-            following_rows, following_inner, following_splits, following_size,
+            rows_desc, weight_desc, weight_ptr, following_ptr, columns, inner, weight_stride, chunks, splits, units,
+            prefetch, following_rows, following_inner, following_splits, following_size,
             weight_smem, up_smem, rows_smem, ready, free, GATED, FOLLOWING,
         )),
     ], [1], [40])  # fmt: skip

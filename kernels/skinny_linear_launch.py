@@ -20,8 +20,13 @@ __all__ = ["ProductCall", "can_stream", "launch"]
 _BLOCK_K = 64
 # Of a following weight, so that it stays in the L2 cache until it is read.
 _FOLLOWING_BYTES = 20 << 20
-# Two programs share a multiprocessor, this one and the next product's.
+# Programs that share a multiprocessor; its last ones share it with the next product's first.
+_RESIDENT = 2
 _RING_BYTES = 110 * 1024
+# More parts cost those who add them more than they gain here.
+_MOST_SPLITS = 4
+# Blocks of a program's weight that are brought into the cache beside those of its ring, before rows may be read.
+_PREFETCH = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,14 +95,15 @@ def can_stream(call: ProductCall) -> bool:
 
 def choose_tiles(call: ProductCall) -> Tiles:
     """What measured fastest on an H200; independent of the number of rows where the call is `fixed`."""
-    places = _multiprocessors(call.rows.device)
+    places = _RESIDENT * _multiprocessors(call.rows.device)
     rows = 64 if call.fixed else min(max(triton.next_power_of_2(call.rows.shape[0]), 8), 64)
     gated = call.activation is not None
-    columns = 64 if gated or call.fixed or call.columns < 64 * places // 4 else 128
+    # Wide tiles read the rows less often, which counts where there are many and K is not split.
+    columns = 128 if rows == 64 and call.columns >= 128 * places and not (gated or call.fixed) else 64
     splits = 1
     if call.may_split:
-        blocks = triton.cdiv(call.rows.shape[1], _BLOCK_K)
-        splits = max(min(places // triton.cdiv(call.columns, columns), blocks // 4, 4), 1)
+        tiles, blocks = triton.cdiv(call.columns, columns), triton.cdiv(call.rows.shape[1], _BLOCK_K)
+        splits = max(min(triton.cdiv(9 * places // 10, tiles), blocks // 4, _MOST_SPLITS), 1)
     stage_bytes = 2 * _BLOCK_K * (columns * (2 if gated else 1) + rows)
     stages, registers = _RING_BYTES // stage_bytes, 64 if rows <= 32 else 96
     return Tiles(rows=rows, columns=columns, splits=splits, stages=stages, registers=registers)
@@ -110,17 +116,20 @@ def _launch_stream(call: ProductCall, tiles: Tiles) -> torch.Tensor:
     chunks = triton.cdiv(call.rows.shape[0], tiles.rows)
     units = triton.cdiv(call.columns, tiles.columns) * chunks * tiles.splits
     layout = hopper.block_layout()
-    hopper.skinny_linear_hopper_kernel[(min(units, _multiprocessors(call.rows.device)),)](
+    hopper.skinny_linear_hopper_kernel[(min(units, _RESIDENT * _multiprocessors(call.rows.device)),)](
         hopper.TensorDescriptor.from_tensor(call.rows, [tiles.rows, _BLOCK_K], layout),
         hopper.TensorDescriptor.from_tensor(call.weight, [tiles.columns, _BLOCK_K], layout),
+        call.weight,
         call.weight if call.following is None else call.following,
         out,
         call.rows.shape[0],
         call.columns,
         call.rows.shape[1],
+        call.weight.stride(0),
         chunks,
         tiles.splits,
         units,
+        _PREFETCH,
         *_following(call),
         GATED=call.activation is not None,
         GELU=call.activation == "gelu_tanh",
