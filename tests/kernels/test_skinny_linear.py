@@ -16,9 +16,11 @@ from outrider.kernels.skinny_linear import (
 
 # Rows, columns and inner sizes: a block, less than one, and no multiples of one.
 SMALL = [(1, 64, 64), (5, 70, 33), (17, 3, 130)]
-# Shapes whose products stream, with both numbers of columns a tile, split and not, and ends that are no whole block.
+# Shapes whose products stream: wide and narrow tiles, split and not, one and several units a program, and ends that are
+# no whole block.
 STREAMED = [
     (1, 4096, 4096), (8, 1000, 776), (9, 6144, 512), (33, 768, 2056), (64, 4096, 14336), (64, 768, 768), (64, 8, 8),
+    (3, 40000, 136), (64, 40000, 136),
 ]  # fmt: skip
 
 
