@@ -290,6 +290,20 @@ def test_triton_fewer_allowed_tokens_than_top_k(
     _check_triton(_few_allowed(40), triton_device, 3)
 
 
+@pytest.mark.parametrize("few", [16, 256])
+def test_triton_ties_go_to_the_smallest_id(
+    triton_device: torch.device, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy rows: scores are logits, so that nothing but the order of ids decides."""
+    _set_sizes(monkeypatch, _FEW=few)
+    columns = _columns(torch.randn(3, 70).round(), temperature=0.0)
+    moved = {name: column.to(triton_device) for name, column in columns.items()}
+    for k in (1, 9):
+        expected = coupled_topk_scored_reference(_rows(columns), k)[0]
+        assert torch.equal(coupled_topk(**moved, k=k)[0].cpu(), expected)
+    assert torch.equal(coupled_choice(**moved).cpu(), coupled_choice_reference(_rows(columns)))
+
+
 def _every_route(vocab_size: int) -> Columns:
     """Rows that drive a short list and small tiles through most parts of the Triton side.
 
