@@ -212,7 +212,9 @@ def _load_decoder(
     )
     all_reduce = gather_logits = None
     if ranks.world_size > 1:
-        collectives = ranks.connect(letter_bytes=_MAILBOX_LETTER_BYTES, gathered_bytes=_MAILBOX_LOGITS_BYTES)
+        collectives = ranks.connect(
+            letter_bytes=_MAILBOX_LETTER_BYTES, gathered_bytes=_MAILBOX_LOGITS_BYTES, fixed=config.deterministic
+        )
         all_reduce, gather_logits = collectives.all_reduce, collectives.gather_logits
     decoder = Decoder(
         spec, weights, attend=attend, all_reduce=all_reduce, gather_logits=gather_logits, fixed=config.deterministic

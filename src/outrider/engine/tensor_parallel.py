@@ -70,7 +70,7 @@ class Ranks(Protocol):
         """The least of the values that all ranks give; all must call it, as often."""
         ...
 
-    def connect(self, *, letter_bytes: int, gathered_bytes: int) -> Collectives:
+    def connect(self, *, letter_bytes: int, gathered_bytes: int, fixed: bool) -> Collectives:
         """Joins the ranks' sums; see `outrider.engine.tensor_parallel_collectives.connect`."""
         ...
 
@@ -153,7 +153,7 @@ class Alone:
         """The value."""
         return value
 
-    def connect(self, *, letter_bytes: int, gathered_bytes: int) -> Collectives:
+    def connect(self, *, letter_bytes: int, gathered_bytes: int, fixed: bool) -> Collectives:
         """There is nobody to connect to."""
         raise AssertionError("one rank has no others")
 
@@ -220,7 +220,7 @@ class Leader:
         self._send(("least", agreed))
         return agreed
 
-    def connect(self, *, letter_bytes: int, gathered_bytes: int) -> Collectives:
+    def connect(self, *, letter_bytes: int, gathered_bytes: int, fixed: bool) -> Collectives:
         """Joins the ranks' sums, once all have loaded.
 
         Raises:
@@ -230,7 +230,11 @@ class Leader:
         self.least(0)
         with self.guard():
             self._collectives = connect(
-                self._meeting, self.device, letter_bytes=letter_bytes, gathered_bytes=gathered_bytes
+                self._meeting,
+                self.device,
+                letter_bytes=letter_bytes,
+                gathered_bytes=gathered_bytes,
+                fixed=fixed,
             )
         return self._collectives
 
@@ -429,11 +433,15 @@ class Follower:
         assert name == "least", f"the leader said {name}, not what the ranks agreed on"
         return agreed
 
-    def connect(self, *, letter_bytes: int, gathered_bytes: int) -> Collectives:
+    def connect(self, *, letter_bytes: int, gathered_bytes: int, fixed: bool) -> Collectives:
         """Joins the ranks' sums, once all have loaded."""
         self.least(0)
         self._collectives = connect(
-            self._meeting, self.device, letter_bytes=letter_bytes, gathered_bytes=gathered_bytes
+            self._meeting,
+            self.device,
+            letter_bytes=letter_bytes,
+            gathered_bytes=gathered_bytes,
+            fixed=fixed,
         )
         return self._collectives
 

@@ -64,7 +64,7 @@ class Collectives(Protocol):
 
 
 def connect(
-    meeting: Meeting, device: torch.device, *, letter_bytes: int = 0, gathered_bytes: int = 0
+    meeting: Meeting, device: torch.device, *, letter_bytes: int = 0, gathered_bytes: int = 0, fixed: bool = False
 ) -> "GlooCollectives | CudaCollectives":
     """Joins the other ranks; all must call it with the same sizes.
 
@@ -73,6 +73,7 @@ def connect(
         device: of this rank.
         letter_bytes: of the largest sum that goes through mailboxes; none with 0.
         gathered_bytes: of the largest matrix of logits that does.
+        fixed: every sum in one order, however large: what does not fit is sent in pieces.
     """
     os.environ.update(_NO_MULTICAST)
     for name, value in _LOOPBACK.items():
@@ -92,7 +93,7 @@ def connect(
     layout = MailboxLayout(
         world_size=meeting.world_size, letter_bytes=_aligned(letter_bytes), gathered_bytes=_aligned(gathered_bytes)
     )
-    return CudaCollectives(_mailbox(layout, meeting.rank, device) if letter_bytes else None)
+    return CudaCollectives(_mailbox(layout, meeting.rank, device) if letter_bytes else None, fixed=fixed)
 
 
 def _aligned(size: int) -> int:
@@ -124,10 +125,15 @@ def _mailbox(layout: MailboxLayout, rank: int, device: torch.device) -> Mailbox 
 
 
 class CudaCollectives:
-    """Mailboxes for what fits, NCCL for the rest. Nothing waits on the host: a graph may capture all of it."""
+    """Mailboxes for what fits, NCCL for the rest. Nothing waits on the host: a graph may capture all of it.
 
-    def __init__(self, mailbox: Mailbox | None) -> None:
-        self.mailbox = mailbox
+    Args:
+        mailbox: of this rank; None where GPUs cannot reach each other's memory.
+        fixed: every sum through the mailbox, in pieces where need be.
+    """
+
+    def __init__(self, mailbox: Mailbox | None, *, fixed: bool = False) -> None:
+        self.mailbox, self._fixed = mailbox, fixed
         self._world_size = dist.get_world_size()
         # A copy on a stream of its own: while kernels wait, nothing that needs the device to come to rest gets through.
         self._stream = torch.cuda.Stream()
@@ -137,6 +143,11 @@ class CudaCollectives:
         """[P, T, N] of this rank to [W, T, N] through mailboxes, [1, T, N] through NCCL."""
         if self.mailbox is not None and self.mailbox.takes_letter(addend):
             return exchange_parts(addend, self.mailbox)
+        if self.mailbox is not None and self._fixed:
+            rows = self.mailbox.layout.letter_bytes // (addend.shape[2] * addend.element_size())
+            # A piece is copied before its inbox is written again.
+            pieces = [exchange_parts(piece.contiguous(), self.mailbox).clone() for piece in addend.split(rows, dim=1)]
+            return torch.cat(pieces, dim=1)
         total = addend[0] if len(addend) == 1 else addend.sum(0)
         dist.all_reduce(total)
         return total[None]
