@@ -22,7 +22,8 @@ _BLOCK_K = 64
 _FOLLOWING_BYTES = 20 << 20
 # Programs that share a multiprocessor; its last ones share it with the next product's first.
 _RESIDENT = 2
-_RING_BYTES = 110 * 1024
+_RING_BYTES = 108 * 1024
+_MOST_STAGES = 16
 # More parts cost those who add them more than they gain here.
 _MOST_SPLITS = 4
 # Blocks of a program's weight that are brought into the cache beside those of its ring, before rows may be read.
@@ -104,8 +105,11 @@ def choose_tiles(call: ProductCall) -> Tiles:
     if call.may_split:
         tiles, blocks = triton.cdiv(call.columns, columns), triton.cdiv(call.rows.shape[1], _BLOCK_K)
         splits = max(min(triton.cdiv(9 * places // 10, tiles), blocks // 4, _MOST_SPLITS), 1)
+    units = splits * triton.cdiv(call.columns, columns) * triton.cdiv(call.rows.shape[0], rows)
+    # Few programs have the more under way each; the stages change no bits.
+    ring_bytes = _RING_BYTES * (1 if 4 * units > places else _RESIDENT)
     stage_bytes = 2 * _BLOCK_K * (columns * (2 if gated else 1) + rows)
-    stages, registers = _RING_BYTES // stage_bytes, 64 if rows <= 32 else 96
+    stages, registers = min(ring_bytes // stage_bytes, _MOST_STAGES), 64 if rows <= 32 else 96
     return Tiles(rows=rows, columns=columns, splits=splits, stages=stages, registers=registers)
 
 
