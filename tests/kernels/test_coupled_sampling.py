@@ -290,13 +290,13 @@ def test_triton_fewer_allowed_tokens_than_top_k(
     _check_triton(_few_allowed(40), triton_device, 3)
 
 
-@pytest.mark.parametrize("few", [16, 256])
+@pytest.mark.parametrize(("places", "few"), [(64, 16), (1024, 16), (1024, 256)])
 def test_triton_ties_go_to_the_smallest_id(
-    triton_device: torch.device, few: int, monkeypatch: pytest.MonkeyPatch
+    triton_device: torch.device, places: int, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Greedy rows: scores are logits, so that nothing but the order of ids decides."""
-    _set_sizes(monkeypatch, _FEW=few)
-    columns = _columns(torch.randn(3, 70).round(), temperature=0.0)
+    """Greedy rows, in which nothing but the order of ids decides: the whole row in blocks, and two kinds of lists."""
+    _set_sizes(monkeypatch, _LIST=places, _FEW=few)
+    columns = _columns(torch.randn(3, 150).round(), temperature=0.0)
     moved = {name: column.to(triton_device) for name, column in columns.items()}
     for k in (1, 9):
         expected = coupled_topk_scored_reference(_rows(columns), k)[0]
