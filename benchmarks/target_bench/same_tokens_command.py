@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from benchmarks.target_bench.forced import MIXES, Difference, Pass, Teacher, Text
 from benchmarks.target_bench.models import BenchModel, folder_model, shape_model
-from benchmarks.target_bench.worker import capture_missing, make_verifier, worker_config
+from benchmarks.target_bench.worker import Worker, worker_config
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
@@ -111,7 +111,7 @@ def _measure(model: BenchModel, options: argparse.Namespace, console: Console) -
     count = max(1, options.tokens // options.sessions)
     texts = _texts(model, options)
     longest = _LONGEST_PROMPT + count + 128
-    runner, verifier = make_verifier(
+    worker = Worker(
         model,
         worker_config(
             model,
@@ -126,7 +126,7 @@ def _measure(model: BenchModel, options: argparse.Namespace, console: Console) -
             dtype=options.dtype,
         ),
     )
-    teacher = Teacher(verifier, lambda: capture_missing(runner), seed=options.seed)
+    teacher = Teacher(worker.verifier(), worker.capture_missing, seed=options.seed)
     began = time.perf_counter()
     steps = teacher.plain(texts, count)
     console.print(f"plain: {len(texts)} texts of {count} tokens in {steps} steps, {time.perf_counter() - began:.1f} s")

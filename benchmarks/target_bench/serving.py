@@ -16,15 +16,11 @@ from dataclasses import dataclass
 
 import numpy as np
 from benchmarks.kernel_bench.case import Machine
-from benchmarks.target_bench.models import BenchModel
 from benchmarks.target_bench.points import prefill_flops
-from benchmarks.target_bench.worker import LaunchClock, SessionGroup, make_verifier, worker_config
+from benchmarks.target_bench.worker import LaunchClock, SessionGroup, Worker
 from numpy.lib.stride_tricks import sliding_window_view
 
-from outrider.engine.model_runner import ModelRunner
-from outrider.target_worker.config import TargetWorkerConfig
 from outrider.target_worker.step_thread import Batch, BatchResult, StepThread
-from outrider.target_worker.verifier import Verifier
 
 REQUEST_TOKENS = 64
 _WARM_UPS = 20
@@ -126,20 +122,13 @@ class MixedResult:
 
 
 @contextmanager
-def running_worker(model: BenchModel, config: TargetWorkerConfig) -> Iterator[tuple[StepThread, ModelRunner]]:
-    """The step thread with the model loaded on it."""
-    runners: list[ModelRunner] = []
-
-    def make() -> Verifier:
-        runner, verifier = make_verifier(model, config)
-        runners.append(runner)
-        return verifier
-
-    thread = StepThread(make)
+def running(worker: Worker) -> Iterator[StepThread]:
+    """The worker's step thread."""
+    thread = StepThread(worker.verifier)
     thread.start()
     try:
         thread.ready.result()
-        yield thread, runners[0]
+        yield thread
     finally:
         thread.stop()
         thread.stopped.exception()
@@ -155,6 +144,10 @@ def open_and_prefill(thread: StepThread, group: SessionGroup) -> None:
 
 def _answer(thread: StepThread, batch: Batch) -> BatchResult:
     return thread.submit(batch).result(_TIMEOUT_S)
+
+
+def _close(thread: StepThread, groups: Sequence[SessionGroup]) -> None:
+    _answer(thread, Batch(closes=[close for group in groups for close in group.closes]))
 
 
 def take_turns(thread: StepThread, groups: Sequence[SessionGroup], *, steps: int) -> None:
@@ -183,17 +176,10 @@ def _seconds(thread: StepThread, group: SessionGroup) -> float:
     return time.perf_counter() - began
 
 
-def measure_idle(model: BenchModel, device: str, *, sessions: int, rows: int, context: int, steps: int) -> IdleResult:
+def measure_idle(worker: Worker, *, sessions: int, rows: int, context: int, steps: int) -> IdleResult:
     """The device's idle time between the steps of two groups of sessions that take turns."""
-    config = worker_config(
-        model,
-        device,
-        max_num_seqs=2 * sessions,
-        max_model_len=context + 16 * (steps + 2 * _WARM_UPS),
-        max_tree_nodes=max(rows, 2),
-        num_slots=2 * sessions * (context + 2 * (steps + _WARM_UPS) + 2 * rows),
-    )
-    with running_worker(model, config) as (thread, runner):
+    runner = worker.runner
+    with running(worker) as thread:
         groups = [
             SessionGroup(count=sessions, context=context, rows=rows, vocab_size=runner.vocab_size, seed=seed)
             for seed in (1, 2)
@@ -206,6 +192,7 @@ def measure_idle(model: BenchModel, device: str, *, sessions: int, rows: int, co
         # The first two steps begin when nothing waits, and the last two have no successor that does.
         idle, step_ms = clock.idle_ms()[2:-2], clock.step_ms()[2:]
         clock.stop()
+        _close(thread, groups)
     return IdleResult(
         sessions=sessions,
         rows=rows,
@@ -218,34 +205,24 @@ def measure_idle(model: BenchModel, device: str, *, sessions: int, rows: int, co
     )
 
 
-def measure_prefill(
-    model: BenchModel, device: str, machine: Machine, *, prompt: int, prompts: int, max_prefill_tokens: int | None
-) -> PrefillResult:
+def measure_prefill(worker: Worker, machine: Machine, *, prompt: int, prompts: int) -> PrefillResult:
     """Prompts one after the other, with nothing beside them."""
-    config = worker_config(
-        model,
-        device,
-        max_num_seqs=2,
-        max_model_len=prompt + 64,
-        num_slots=2 * (prompt + 64),
-        max_prefill_tokens=max_prefill_tokens,
-    )
     seconds = []
-    with running_worker(model, config) as (thread, runner):
+    with running(worker) as thread:
         # The first one loads kernels.
         for number in range(prompts + 1):
-            group = SessionGroup(count=1, context=prompt, rows=1, vocab_size=runner.vocab_size, seed=number)
+            group = SessionGroup(count=1, context=prompt, rows=1, vocab_size=worker.runner.vocab_size, seed=number)
             began = time.perf_counter()
             open_and_prefill(thread, group)
             if number:
                 seconds.append(time.perf_counter() - began)
-            _answer(thread, Batch(closes=[(key, 1) for key in group.keys]))
+            _close(thread, [group])
     median = statistics.median(seconds)
-    flops = prefill_flops(model.sizes, prompt)
+    flops = prefill_flops(worker.model.sizes, prompt)
     return PrefillResult(
         prompt=prompt,
         prompts=prompts,
-        max_prefill_tokens=config.prefill_tokens,
+        max_prefill_tokens=worker.config.prefill_tokens,
         seconds=median,
         tokens_per_second=prompt / median,
         tflops=flops / median / 1e12,
@@ -253,32 +230,34 @@ def measure_prefill(
     )
 
 
-def measure_mixed(
-    model: BenchModel, device: str, *, sessions: int, rows: int, context: int, prompt: int, steps: int
-) -> MixedResult:
-    """The pace of running sessions, alone and while a long prompt is prefilled beside them."""
+def mixed_config(*, sessions: int, context: int, prompt: int, steps: int) -> dict[str, int]:
+    """What a worker's configuration must allow at least, by the name of its field."""
     # Tokens that sessions may emit meanwhile: at least a few rows of the prompt go along with each step.
     room = prompt // 4 + 8 * steps + 4 * REQUEST_TOKENS
-    config = worker_config(
-        model,
-        device,
-        max_num_seqs=sessions + 1,
-        max_model_len=max(prompt, context) + room,
-        num_slots=sessions * (context + room) + prompt + room,
-    )
-    with running_worker(model, config) as (thread, runner):
-        group = SessionGroup(count=sessions, context=context, rows=rows, vocab_size=runner.vocab_size, seed=1)
+    return {
+        "max_num_seqs": sessions + 1,
+        "max_model_len": max(prompt, context) + room,
+        "num_slots": sessions * (context + room) + prompt + room,
+    }
+
+
+def measure_mixed(worker: Worker, *, sessions: int, rows: int, context: int, prompt: int, steps: int) -> MixedResult:
+    """The pace of running sessions, alone and while a long prompt is prefilled beside them."""
+    vocab_size = worker.runner.vocab_size
+    with running(worker) as thread:
+        group = SessionGroup(count=sessions, context=context, rows=rows, vocab_size=vocab_size, seed=1)
         open_and_prefill(thread, group)
         # The first long prompt loads kernels.
         for seed in (2, 3):
             alone = _gaps_ms(thread, group, steps=steps)
-            long = SessionGroup(count=1, context=prompt, rows=1, vocab_size=runner.vocab_size, seed=seed)
+            long = SessionGroup(count=1, context=prompt, rows=1, vocab_size=vocab_size, seed=seed)
             began = time.perf_counter()
             thread.submit(Batch(opens=long.opens))
             during = _gaps_ms(thread, group, until=long)
             prompt_seconds = time.perf_counter() - began
             after = _gaps_ms(thread, group, steps=REQUEST_TOKENS - 1)
-            _answer(thread, Batch(closes=[(key, 1) for key in long.keys]))
+            _close(thread, [long])
+        _close(thread, [group])
     pace_alone, pace_beside = Pace.of(alone, alone), Pace.of(during, during + after)
     return MixedResult(
         sessions=sessions,

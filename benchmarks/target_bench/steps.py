@@ -11,17 +11,7 @@ import torch
 from benchmarks.target_bench.models import BenchModel
 from benchmarks.target_bench.points import Point, kv_bytes
 from benchmarks.target_bench.transformers_steps import TransformersStep, free_memory, load_transformers, time_ms
-from benchmarks.target_bench.worker import (
-    LaunchClock,
-    capture_missing,
-    fill_caches,
-    make_verifier,
-    open_with_context,
-    worker_config,
-)
-
-from outrider.engine.model_runner import ModelRunner
-from outrider.target_worker.verifier import Verifier
+from benchmarks.target_bench.worker import LaunchClock, Worker, open_with_context
 
 _WARM_UPS = 4
 # Of the device's memory, what models, graphs and the work of a step take beside contexts.
@@ -68,27 +58,25 @@ def points_that_fit(model: BenchModel, points: Iterable[Point], device: torch.de
     return [point for point in points if kv_bytes(model.sizes, point) + weights <= room]
 
 
-def measure_ours(
-    model: BenchModel, rows: Sequence[StepRow], device: torch.device, say: Progress, *, repeats: int
-) -> None:
+def steps_config(points: Sequence[Point], *, repeats: int) -> dict[str, int]:
+    """What a worker's configuration must allow at least, by the name of its field."""
+    tokens = 4 * (_WARM_UPS + repeats)
+    return {
+        "max_num_seqs": max(point.sessions for point in points),
+        "max_model_len": max(point.context for point in points) + tokens,
+        "max_tree_nodes": max(point.rows for point in points),
+        "max_step_tokens": max(point.tokens for point in points),
+        "num_slots": max(point.sessions * (point.context + point.rows + tokens) for point in points),
+    }
+
+
+def measure_ours(worker: Worker, rows: Sequence[StepRow], say: Progress, *, repeats: int) -> None:
     """Fills in what Outrider takes, the whole measured twice."""
-    points = [row.point for row in rows]
-    steps = 2 * (_WARM_UPS + repeats) + 8
-    config = worker_config(
-        model,
-        str(device),
-        max_num_seqs=max(point.sessions for point in points),
-        max_model_len=max(point.context for point in points) + steps * 4 + 256,
-        max_tree_nodes=max(point.rows for point in points),
-        max_step_tokens=max(512, *(point.tokens for point in points)),
-        num_slots=max(point.sessions * (point.context + point.rows + 4 * steps) for point in points),
-    )
-    runner, verifier = make_verifier(model, config)
-    fill_caches(runner)
-    clock = LaunchClock(runner)
+    worker.fill_caches()
+    clock = LaunchClock(worker.runner)
     for row in (*rows, *rows):
         try:
-            row.ours.append(_measure_point(runner, verifier, clock, row.point, repeats))
+            row.ours.append(_measure_point(worker, clock, row.point, repeats))
             say(f"{row.point}: {row.ours[-1].device_ms:.3f} ms, {row.ours[-1].wall_ms:.3f} with the host")
         except Exception as error:  # noqa: BLE001 one point that fails must not hide the others
             row.failures.append(f"ours: {type(error).__name__}: {error}".splitlines()[0])
@@ -96,15 +84,14 @@ def measure_ours(
     clock.stop()
 
 
-def _measure_point(
-    runner: ModelRunner, verifier: Verifier, clock: LaunchClock, point: Point, repeats: int
-) -> StepTimes:
-    group = open_with_context(runner, verifier, point, seed=point.tokens)
+def _measure_point(worker: Worker, clock: LaunchClock, point: Point, repeats: int) -> StepTimes:
+    verifier = worker.verifier()
+    group = open_with_context(worker, verifier, point, seed=point.tokens)
     walls = []
     try:
         for number in range(_WARM_UPS + repeats):
             if number == _WARM_UPS - 1:
-                capture_missing(runner)
+                worker.capture_missing()
             if number == _WARM_UPS:
                 clock.clear()
             trees = group.trees()
@@ -115,10 +102,11 @@ def _measure_point(
                 raise RuntimeError("sessions had to wait: too few slots or rows")
         return StepTimes(device_ms=statistics.median(clock.step_ms()), wall_ms=statistics.median(walls[_WARM_UPS:]))
     finally:
-        for key in group.keys:
-            verifier.close(key, 1)
+        for key, epoch in group.closes:
+            verifier.close(key, epoch)
 
 
+@torch.inference_mode()
 def measure_transformers(
     model: BenchModel,
     rows: Sequence[StepRow],

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from benchmarks.target_bench.models import BenchModel
 from benchmarks.target_bench.points import Point
 from benchmarks.target_bench.worker import (
     SessionGroup,
-    capture_missing,
-    make_verifier,
+    Worker,
     open_with_context,
-    worker_config,
 )
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -46,28 +43,19 @@ class TraceResult:
     allocations: float
 
 
-def measure_trace(model: BenchModel, device: str, *, point: Point, steps: int) -> TraceResult:
+def measure_trace(worker: Worker, *, point: Point, steps: int) -> TraceResult:
     """The loop of two groups, each as large as `point`."""
-    tokens = 4 * (steps + 2 * _WARM_UPS)
-    config = worker_config(
-        model,
-        device,
-        max_num_seqs=2 * point.sessions,
-        max_model_len=point.context + 4 * tokens,
-        max_tree_nodes=point.rows,
-        num_slots=2 * point.sessions * (point.context + point.rows + tokens),
-    )
-    runner, verifier = make_verifier(model, config)
-    groups = [open_with_context(runner, verifier, point, seed=seed) for seed in (1, 2)]
+    verifier = worker.verifier()
+    groups = [open_with_context(worker, verifier, point, seed=seed) for seed in (1, 2)]
     for _ in range(2):
-        for _ in _in_turns(verifier, groups, _WARM_UPS):
-            pass
-        capture_missing(runner)
+        _in_turns(verifier, groups, _WARM_UPS)
+        worker.capture_missing()
     allocated = _allocations()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
-        for _ in _in_turns(verifier, groups, steps):
-            pass
+        _in_turns(verifier, groups, steps)
     allocations = _allocations() - allocated
+    for key, epoch in (close for group in groups for close in group.closes):
+        verifier.close(key, epoch)
     calls, kernels = count_calls(trace.events() or ())
     return TraceResult(
         sessions=point.sessions,
@@ -92,7 +80,7 @@ def count_calls(events: Iterable[Any]) -> tuple[Counter[str], int]:
     return calls, on_device
 
 
-def _in_turns(verifier: Verifier, groups: list[SessionGroup], steps: int) -> Iterator[None]:
+def _in_turns(verifier: Verifier, groups: list[SessionGroup], steps: int) -> None:
     """So many steps, each begun while the one before is on the device."""
     group = groups[0]
     pending = verifier.begin(group.trees())
@@ -100,7 +88,6 @@ def _in_turns(verifier: Verifier, groups: list[SessionGroup], steps: int) -> Ite
         other = groups[number % 2]
         following = verifier.begin(other.trees()) if number < steps else None
         group.take(verifier.finish(pending).results)
-        yield
         if following is not None:
             group, pending = other, following
 

@@ -5,8 +5,10 @@ mask [sessions, 1, rows, context + rows], then the argmax of every row's logits.
 context + rows tokens, its context random; all sessions are equally long, so that no key is padding. That is the least
 that transformers computes for such a step: its own loops add sampling, stopping rules and a copy to the host.
 
-`eager` calls the model. `compiled` is `torch.compile(model, dynamic=False)` with its default mode, captured in a CUDA
-graph, so that neither launches nor guards are counted. Inputs lie on the device in both.
+`eager` calls the model. `compiled` is `torch.compile` with static shapes and its default mode, captured in a CUDA
+graph, so that neither launches nor guards are counted. A layer is compiled once and serves as all of them, and norm, output
+layer and argmax together: the whole model at once takes Inductor a minute a size, and could besides fuse no more than
+the sum at a layer's end with the next layer's norm. Inputs lie on the device in both.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from benchmarks.kernel_bench.forest import make_forest
 from benchmarks.target_bench.models import BenchModel
 from benchmarks.target_bench.points import Point
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
+from transformers.cache_utils import Cache
 
 _WARM_UPS = 2
 
@@ -61,54 +64,99 @@ class TransformersStep:
 
     def eager(self) -> Callable[[], None]:
         """A step as plain calls."""
-        return lambda: self._run(self._model)
+        for number, layer in enumerate(self._model.model.layers):
+            layer.self_attn.layer_idx = number
 
-    def compiled(self) -> Callable[[], None]:
-        """A step as one CUDA graph of compiled kernels; takes up to minutes to make."""
-        torch._dynamo.reset()
-        compiled = torch.compile(self._model, dynamic=False)
+        def run() -> None:
+            logits = self._model(
+                input_ids=self._tokens,
+                attention_mask=self._mask,
+                position_ids=self._positions,
+                past_key_values=self._cache,
+                use_cache=True,
+            ).logits
+            torch.argmax(logits, dim=-1, out=self.choices)
+
+        return run
+
+    def compiled(self, **options: Any) -> Callable[[], None]:
+        """A step as one CUDA graph of compiled kernels.
+
+        Args:
+            options: of `torch.compile`, beside static shapes.
+        """
+        run = self.layerwise(**options)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS + 1):
                 self.rewind()
-                self._run(compiled)
+                run()
         torch.cuda.current_stream().wait_stream(stream)
         self.rewind()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self._run(compiled)
+            run()
         return graph.replay
+
+    def layerwise(self, **options: Any) -> Callable[[], None]:
+        """The model's own modules one after the other, as its `forward` calls them, each kind compiled once."""
+        torch._dynamo.reset()
+        inner, head = self._model.model, self._model.lm_head
+        caches = [_OneLayer([layer]) for layer in self._cache.layers]
+        for layer in inner.layers:
+            # Each has a cache to itself, so that all are the same program.
+            layer.self_attn.layer_idx = 0
+
+        def run_layer(layer: Any, hidden: torch.Tensor, angles: Any, cache: Any) -> torch.Tensor:
+            return layer(
+                hidden,
+                attention_mask=self._mask,
+                position_ids=self._positions,
+                past_key_values=cache,
+                use_cache=True,
+                position_embeddings=angles,
+            )
+
+        def choose(hidden: torch.Tensor) -> torch.Tensor:
+            return head(inner.norm(hidden)).argmax(dim=-1)
+
+        layer_step = torch.compile(run_layer, dynamic=False, **options)
+        last_step = torch.compile(choose, dynamic=False, **options)
+
+        def run() -> None:
+            hidden = inner.embed_tokens(self._tokens)
+            angles = inner.rotary_emb(hidden, position_ids=self._positions)
+            for layer, cache in zip(inner.layers, caches, strict=True):
+                hidden = layer_step(layer, hidden, angles, cache)
+            self.choices.copy_(last_step(hidden))
+
+        return run
 
     def rewind(self) -> None:
         """Forgets what the last step stored, so that the next has the same context."""
         for layer in self._cache.layers:
             layer.cumulative_length.fill_(self._point.context)
 
-    def _run(self, model: Any) -> None:
-        logits = model(
-            input_ids=self._tokens,
-            attention_mask=self._mask,
-            position_ids=self._positions,
-            past_key_values=self._cache,
-            use_cache=True,
-        ).logits
-        torch.argmax(logits, dim=-1, out=self.choices)
-
     def _filled_cache(self) -> Any:
         config, point = self._model.config, self._point
         cache = StaticCache(config=config, max_cache_len=point.context + point.rows)
-        kv = torch.empty(
-            (point.sessions, config.num_key_value_heads, 1, config.head_dim),
-            dtype=torch.bfloat16,
-            device=self._model.device,
-        )
+        device, dtype = self._model.device, self._model.dtype
+        shape = (point.sessions, config.num_key_value_heads, point.context + point.rows, config.head_dim)
         layers: list[Any] = cache.layers
         for layer in layers:
-            layer.lazy_initialization(kv, kv)
-            layer.keys.normal_()
-            layer.values.normal_()
+            layer.lazy_initialization(*torch.empty((2, *shape), dtype=dtype, device=device)[:, :, :, :1])
+            # Tensors of our own: its own are marked as static, and then every layer is compiled for itself.
+            layer.keys, layer.values = (torch.randn(shape, dtype=dtype, device=device) for _ in range(2))
+            layer.cumulative_length = torch.zeros_like(layer.cumulative_length)
         return cache
+
+
+class _OneLayer(Cache):
+    """A cache of one layer, which is every layer's first."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        super().__init__(layers=layers)
 
 
 def time_ms(step: TransformersStep, run: Callable[[], None], *, repeats: int) -> float:

@@ -33,16 +33,40 @@ def worker_config(model: BenchModel, device: str, **limits: Any) -> TargetWorker
     return TargetWorkerConfig(model_path=model.folder, device=device, enable_prefix_caching=False, **limits)
 
 
-def make_verifier(model: BenchModel, config: TargetWorkerConfig) -> tuple[ModelRunner, Verifier]:
-    """The model, loaded, and its sessions."""
-    runner = ModelRunner(config.engine(), decoder=True if model.source is not None else None, source=model.source)
-    verifier = Verifier(
-        runner,
-        max_step_tokens=config.max_step_tokens,
-        max_prefill_tokens=config.prefill_tokens,
-        prefill_slowdown=config.prefill_slowdown,
-    )
-    return runner, verifier
+class Worker:
+    """A model that is loaded once, and verifiers over it, one after the other.
+
+    Attributes:
+        model: what is measured.
+        config: as served.
+        runner: the model, loaded.
+    """
+
+    def __init__(self, model: BenchModel, config: TargetWorkerConfig) -> None:
+        self.model, self.config = model, config
+        decoder = True if model.source is not None else None
+        self.runner = ModelRunner(config.engine(), decoder=decoder, source=model.source)
+
+    def verifier(self) -> Verifier:
+        """A new one; whoever had one before has closed its sessions."""
+        assert self.runner.slots.used == 0, "sessions of another verifier are left"
+        config = self.config
+        return Verifier(
+            self.runner,
+            max_step_tokens=config.max_step_tokens,
+            max_prefill_tokens=config.prefill_tokens,
+            prefill_slowdown=config.prefill_slowdown,
+        )
+
+    def capture_missing(self) -> None:
+        """Captures what the steps so far lacked, as the step thread does between steps."""
+        while self.runner.steps is not None and (bucket := self.runner.steps.missing) is not None:
+            self.runner.steps.capture(bucket)
+
+    def fill_caches(self) -> None:
+        """Random keys and values in every slot: zeros draw less power, and a softmax over them is flat."""
+        for cache in (*self.runner._caches.keys, *self.runner._caches.values):
+            cache.normal_()
 
 
 class SessionGroup:
@@ -74,6 +98,11 @@ class SessionGroup:
         self._parents = [self._random.integers(reach, np.arange(1, rows)).tolist() for _ in keys]
 
     @property
+    def closes(self) -> list[tuple[SessionKey, int]]:
+        """What closes them."""
+        return [(key, 1) for key in self._lengths]
+
+    @property
     def keys(self) -> list[SessionKey]:
         """Of the sessions."""
         return list(self._lengths)
@@ -101,31 +130,18 @@ class SessionGroup:
         return self._random.integers(0, self._vocab_size, count).tolist()
 
 
-def open_with_context(runner: ModelRunner, verifier: Verifier, point: Point, *, seed: int) -> SessionGroup:
+def open_with_context(worker: Worker, verifier: Verifier, point: Point, *, seed: int) -> SessionGroup:
     """Sessions whose contexts have slots with random keys and values: prefilling them would take minutes."""
     group = SessionGroup(
-        count=point.sessions, context=point.context, rows=point.rows, vocab_size=runner.vocab_size, seed=seed
+        count=point.sessions, context=point.context, rows=point.rows, vocab_size=worker.runner.vocab_size, seed=seed
     )
     for request in group.opens:
         verifier.open(request)
     rows = [verifier._sessions[key].row for key in group.keys]
     for begin in range(0, point.context - 1, _TURN):
         for row in rows:
-            runner.slots.extend(row, min(_TURN, point.context - 1 - begin))
+            worker.runner.slots.extend(row, min(_TURN, point.context - 1 - begin))
     return group
-
-
-def capture_missing(runner: ModelRunner) -> None:
-    """Captures what the steps so far lacked, as the step thread does between steps."""
-    while runner.steps is not None and (bucket := runner.steps.missing) is not None:
-        runner.steps.capture(bucket)
-
-
-def fill_caches(runner: ModelRunner) -> None:
-    """Random keys and values in every slot: zeros draw less power, and a softmax over them is flat."""
-    for cache in (*runner._caches.keys, *runner._caches.values):
-        for part in cache.split(1 << 16):
-            part.copy_(torch.randn(part.shape, dtype=torch.bfloat16, device=part.device))
 
 
 class LaunchClock:

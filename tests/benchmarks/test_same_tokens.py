@@ -10,7 +10,7 @@ import torch
 from benchmarks.target_bench import same_tokens_command
 from benchmarks.target_bench.forced import MIXES, Difference, Teacher, Text, _Follower, ranked_scores
 from benchmarks.target_bench.models import folder_model
-from benchmarks.target_bench.worker import make_verifier, worker_config
+from benchmarks.target_bench.worker import Worker, worker_config
 
 from outrider.models import embedded_draft_path
 from outrider.sampling import SamplingSpec
@@ -24,7 +24,7 @@ COUNT = 20
 def verifier() -> Verifier:
     model = folder_model(embedded_draft_path())
     limits = {"max_num_seqs": 24, "max_model_len": 160, "max_step_tokens": 64, "num_slots": 2000}
-    return make_verifier(model, worker_config(model, "cpu", **limits))[1]
+    return Worker(model, worker_config(model, "cpu", **limits)).verifier()
 
 
 def texts() -> list[Text]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from benchmarks.target_bench.command import run
 from benchmarks.target_bench.models import BenchModel, ModelSizes, folder_model, shape_model
 from benchmarks.target_bench.points import ASKED, QUICK, Point, attention_flops, grid, prefill_flops, step_floor
 from benchmarks.target_bench.report import Report
-from benchmarks.target_bench.serving import IdleResult, measure_mixed, measure_prefill
+from benchmarks.target_bench.serving import IdleResult, measure_mixed, measure_prefill, mixed_config
 from benchmarks.target_bench.steps import StepRow, StepTimes
 from benchmarks.target_bench.trace import count_calls
 from benchmarks.target_bench.transformers_steps import TransformersStep, load_transformers
+from benchmarks.target_bench.worker import Worker, worker_config
 from rich.console import Console
 from torch._C._autograd import DeviceType
 from transformers import DynamicCache
@@ -74,10 +76,7 @@ def test_points() -> None:
 
 def test_transformers_sees_trees_behind_its_cache(tiny: BenchModel) -> None:
     model = load_transformers(tiny, CPU).float()
-    point = Point(12, 2, 10)
-    step = TransformersStep(model, point)
-    for layer in step._cache.layers:
-        layer.keys, layer.values = layer.keys.float(), layer.values.float()
+    step = TransformersStep(model, Point(12, 2, 10))
     step.rewind()
     step.eager()()
     for session in range(2):
@@ -90,12 +89,28 @@ def test_transformers_sees_trees_behind_its_cache(tiny: BenchModel) -> None:
             tokens = step._tokens[session, path][None]
             plain = model(input_ids=tokens, past_key_values=cache, use_cache=True).logits[0, -1]
             assert int(plain.argmax()) == int(step.choices[session, node])
+    # The compiled way: two programs, the layer and the end, and the same choices.
+    programs: list[object] = []
+
+    def backend(graph: Any, _inputs: object) -> Any:
+        programs.append(graph)
+        return graph.forward
+
+    eager, run = step.choices.clone(), step.layerwise(backend=backend)
+    for _ in range(2):
+        step.choices.zero_()
+        step.rewind()
+        run()
+        assert step.choices.equal(eager) and len(programs) == 2
 
 
 def test_a_worker_on_a_cpu(tiny: BenchModel) -> None:
     report = Report(model=tiny, machine=H200, settings={})
-    report.prefill.append(measure_prefill(tiny, "cpu", H200, prompt=40, prompts=1, max_prefill_tokens=24))
-    report.mixed.append(measure_mixed(tiny, "cpu", sessions=2, rows=3, context=10, prompt=80, steps=3))
+    limits = mixed_config(sessions=2, context=10, prompt=80, steps=3)
+    worker = Worker(tiny, worker_config(tiny, "cpu", max_prefill_tokens=24, **limits))
+    report.prefill.append(measure_prefill(worker, H200, prompt=40, prompts=1))
+    report.mixed.append(measure_mixed(worker, sessions=2, rows=3, context=10, prompt=80, steps=3))
+    assert worker.runner.slots.used == 0
     prefill, mixed = report.prefill[0], report.mixed[0]
     assert prefill.tokens_per_second == pytest.approx(40 / prefill.seconds)
     assert (prefill.max_prefill_tokens, prefill.tflops) == (24, pytest.approx(prefill.share_of_peak * 780))
