@@ -13,15 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.engine.batch import TreeChoices
+from outrider.engine.step_trees import RECORD
 from outrider.target_worker.node_rows import NodeRows
-
-# `SamplingSpec.record`.
-_RECORD = np.dtype({
-    "names": ["seed", "temperature", "top_p", "min_p", "top_k", "choice_index"],
-    "formats": ["<i8", "<f4", "<f4", "<f4", "<i4", "<i4"],
-    "offsets": [0, 8, 12, 16, 20, 24],
-    "itemsize": 32,
-})  # fmt: skip
+from outrider.tree import climb, link
 
 
 class Forest:
@@ -32,7 +26,7 @@ class Forest:
         first: [bs] the first row of each.
         number: [T] each row's node number, 0 for roots.
         tokens: [T] int32.
-        depths: [T] int32.
+        depths: [T].
         masks: [T, W] int64, bit j of row i: the node attends to node j of its tree.
     """
 
@@ -52,23 +46,8 @@ class Forest:
         self.number = np.arange(len(tokens)) - base
         # Rows of the parents; a root is its own.
         self._above = np.array(parents) + base
-        self.depths, self.masks = self._climb()
-
-    def _climb(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """Depths and masks by doubling: after k rounds a row knows its 2^k nearest ancestors."""
         words = (int(self.counts.max()) + 63) // 64
-        rows = np.arange(len(self.number))
-        masks = np.zeros((len(rows), words), dtype=np.uint64)
-        masks[rows, self.number >> 6] = np.left_shift(np.uint64(1), (self.number & 63).astype(np.uint64))
-        depths = (self.number > 0).astype(np.int32)
-        above = self._above
-        while True:
-            masks |= masks[above]
-            further = depths[above]
-            if not further.any():
-                return depths, masks.view(np.int64)
-            depths += further
-            above = above[above]
+        self.depths, self.masks = climb(self._above, self.number, words=words)
 
     def rows_of(self, place: int) -> slice:
         """The rows of one tree."""
@@ -76,13 +55,13 @@ class Forest:
 
     def choices(self) -> TreeChoices:
         """What all rows choose by, and the trees' links."""
-        record = np.frombuffer(b"".join([tree.session.sampling.record for tree in self._trees]), dtype=_RECORD)
+        record = np.frombuffer(b"".join([tree.session.sampling.record for tree in self._trees]), dtype=RECORD)
         columns = np.repeat(record, self.counts)
         roots = np.array([tree.session.root_index for tree in self._trees], dtype=np.int32)
-        first_child, next_sibling = self._links()
+        first_child, next_sibling = link(self._above, self.number)
         return TreeChoices(
-            seeds=columns["seed"],
-            positions=np.repeat(roots + 1, self.counts) + self.depths,
+            seeds=columns["seeds"],
+            positions=(np.repeat(roots + 1, self.counts) + self.depths).astype(np.int32),
             temperature=columns["temperature"],
             top_p=columns["top_p"],
             min_p=columns["min_p"],
@@ -93,20 +72,6 @@ class Forest:
             first_child=self._padded(first_child),
             next_sibling=self._padded(next_sibling),
         )
-
-    def _links(self) -> tuple[np.ndarray, np.ndarray]:
-        """[T] each row's first child and next sibling as node numbers, -1 for none."""
-        first_child, next_sibling = np.full((2, len(self.number)), -1, dtype=np.int32)
-        nodes = np.flatnonzero(self.number)
-        if len(nodes):
-            ordered = nodes[np.argsort(self._above[nodes], kind="stable")]
-            parents = self._above[ordered]
-            leads = np.ones(len(nodes), dtype=np.bool_)
-            leads[1:] = parents[1:] != parents[:-1]
-            first_child[parents[leads]] = self.number[ordered[leads]]
-            follows = np.flatnonzero(~leads)
-            next_sibling[ordered[follows - 1]] = self.number[ordered[follows]]
-        return first_child, next_sibling
 
     def _padded(self, values: np.ndarray) -> npt.NDArray[np.int32]:
         """[T] values as [bs, n], -1 past a tree's last row."""

@@ -18,6 +18,7 @@ from outrider.engine.batch import BatchBuilder, ForwardBatch
 from outrider.engine.kv_slots import SlotTable
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.step_runner import LaunchedStep
+from outrider.engine.step_trees import TreeColumns
 from outrider.target_worker.forest import Forest
 from outrider.target_worker.logits import needs_logits, process
 from outrider.target_worker.node_rows import NodeRows
@@ -122,18 +123,22 @@ def start_forward(runner: ModelRunner, works: Sequence[Work]) -> ForwardStep:
     active = [work for work in works if work.rows]
     if not active:
         return ForwardStep(0, {}, None, tokens=0)
+    begin_ns = time.perf_counter_ns()
+    steps = runner.steps
     trees = {id(work): _node_rows(work) for work in active if work.verifies}
     parts = list(trees.values())
+    tokens = sum(work.rows for work in active)
+    if steps is not None and needs_logits(parts):
+        steps = None
+    if steps is not None and steps.takes_trees and all(work.verifies and not work.prefill for work in active):
+        launched = steps.launch(steps.stage_trees(_columns(parts)))
+        return WalkedStep(begin_ns, trees, launched, tokens=tokens)
     forest = Forest(parts) if parts else None
-    if forest is not None and len(parts) == len(active) and not any(work.prefill for work in active):
-        batch = _tree_batch(active, forest)
-    else:
-        batch = _batch(active, forest, runner.slots)
-    begin_ns = time.perf_counter_ns()
-    if runner.steps is None or needs_logits(parts):
-        return ForwardStep(begin_ns, trees, runner.forward(batch), tokens=batch.num_rows)
-    staged = runner.steps.stage(batch, None if forest is None else forest.choices())
-    return WalkedStep(begin_ns, trees, runner.steps.launch(staged), tokens=batch.num_rows)
+    batch = _batch(active, forest, runner.slots)
+    if steps is None:
+        return ForwardStep(begin_ns, trees, runner.forward(batch), tokens=tokens)
+    launched = steps.launch(steps.stage(batch, None if forest is None else forest.choices()))
+    return WalkedStep(begin_ns, trees, launched, tokens=tokens)
 
 
 def _node_rows(work: Work) -> NodeRows:
@@ -143,24 +148,25 @@ def _node_rows(work: Work) -> NodeRows:
     return NodeRows.of(work.session, work.tree.tokens, work.tree.parents, work.tree.distributions)
 
 
-def _tree_batch(works: Sequence[Work], forest: Forest) -> ForwardBatch:
-    """The rows of works that verify and do nothing else: the usual step, without a loop over its sessions."""
-    sessions = [work.session for work in works]
-    roots = np.array([session.root_index for session in sessions], dtype=np.int32)
-    lasts = np.array([session.limit for session in sessions], dtype=np.int32) - 1
-    counts = forest.counts
-    prefix_len = np.repeat(roots, counts)
-    return ForwardBatch(
-        token_ids=forest.tokens.astype(np.int64),
-        positions=np.minimum(prefix_len + forest.depths, np.repeat(lasts, counts)),
-        rows=np.array([session.row for session in sessions], dtype=np.int32),
-        query_start=np.append(forest.first, len(forest.tokens)).astype(np.int32),
-        tree_start=roots,
-        prefix_len=prefix_len,
-        tree_mask=forest.masks,
-        write_index=(prefix_len + forest.number).astype(np.int32),
-        key_len=(roots + counts).astype(np.int32),
-        logit_rows=np.arange(len(forest.tokens)),
+def _columns(trees: Sequence[NodeRows]) -> TreeColumns:
+    """The rows of trees alone: the usual step."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    for tree in trees:
+        tokens.append(tree.session.tokens[-1])
+        tokens.extend(tree.tokens)
+        parents.append(0)
+        parents.extend(tree.parents)
+    sessions = [tree.session for tree in trees]
+    return TreeColumns(
+        rows=[session.row for session in sessions],
+        roots=[len(session.tokens) - 1 for session in sessions],
+        # Nodes past the session's end are never accepted: their positions stay within what the model knows.
+        lasts=[session.limit - 1 for session in sessions],
+        counts=[len(tree.tokens) + 1 for tree in trees],
+        tokens=tokens,
+        parents=parents,
+        records=b"".join([session.sampling.record for session in sessions]),
     )
 
 

@@ -6,25 +6,27 @@ Shapes: T rows of all sessions (root and nodes, session after session), S sessio
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from outrider.kernels.processors import ProcessorBatch, apply_processors
-from outrider.sampling import VerificationRule
+from outrider.sampling import SamplingSpec
 from outrider.target_worker.node_rows import NodeRows
 from outrider.target_worker.sessions import TokenLogprobs
+
+
+def only_bans(spec: SamplingSpec) -> bool:
+    """Whether stop tokens that come too early are all that a session's logits are changed for."""
+    return not replace(spec, min_new_tokens=0).reads_logits
 
 
 def needs_logits(rows: Sequence[NodeRows]) -> bool:
     """Whether anything but the coupled rule's choice reads or changes the logits of these rows."""
     for part in rows:
         spec = part.session.sampling
-        if spec.rule is not VerificationRule.COUPLED or spec.logprobs is not None:
-            return True
-        if spec.has_penalties or spec.logit_bias or spec.allowed_token_ids:
-            return True
-        if spec.min_new_tokens and spec.stop_token_ids and bool(part.bans_stop().any()):
+        if spec.reads_logits and (not only_bans(spec) or bool(part.bans_stop().any())):
             return True
     return False
 

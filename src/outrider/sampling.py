@@ -77,6 +77,13 @@ class SamplingSpec:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @functools.cached_property
+    def reads_logits(self) -> bool:
+        """Whether anything but the coupled rule's choice reads or changes the logits."""
+        changed = self.has_penalties or self.logit_bias or self.allowed_token_ids
+        banned = self.min_new_tokens > 0 and self.stop_token_ids
+        return bool(self.rule is not VerificationRule.COUPLED or self.logprobs is not None or changed or banned)
+
+    @functools.cached_property
     def record(self) -> bytes:
         """What a choice reads, packed: seed, temperature, top_p, min_p, top_k, choice_index as `<Qfffii4x`.
 

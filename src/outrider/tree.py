@@ -153,3 +153,50 @@ def ancestor_masks(parents: Sequence[int], *, words: int | None = None) -> npt.N
         return np.array(masks, dtype=np.uint64).view(np.int64)[:, None]
     data = b"".join(mask.to_bytes(8 * words, "little") for mask in masks)
     return np.frombuffer(data, dtype="<i8").reshape(count, words)
+
+
+def climb(
+    above: npt.NDArray[np.int64], number: npt.NDArray[np.int64], *, words: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Depths and ancestor masks of the rows of many trees at once: `node_depths` and `ancestor_masks` of each.
+
+    By doubling: after k rounds a row knows its 2^k nearest ancestors.
+
+    Args:
+        above: [T] the row of each row's parent; a root's own.
+        number: [T] each row's node number, 0 for roots.
+        words: int64 words of a mask.
+
+    Returns:
+        Depths [T] and masks [T, words].
+    """
+    if words == 1:
+        masks = np.left_shift(1, number)
+    else:
+        masks = np.zeros((len(number), words), dtype=np.int64)
+        masks[np.arange(len(number)), number >> 6] = np.left_shift(1, number & 63)
+    depths = (number > 0).astype(np.int64)
+    while True:
+        further = depths[above]
+        masks |= masks[above]
+        if not further.any():
+            return depths, masks.reshape(len(number), words)
+        depths += further
+        above = above[above]
+
+
+def link(
+    above: npt.NDArray[np.int64], number: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """[T] each row's first child and next sibling as node numbers, -1 for none; arguments as those of `climb`."""
+    links = np.full((2, len(number)), -1)
+    nodes = np.flatnonzero(number)
+    if len(nodes):
+        parents = above[nodes]
+        order = np.argsort(parents, kind="stable")
+        parents, ordered = parents[order], nodes[order]
+        numbers = number[ordered]
+        # Of several children the last assigned stays: the first one.
+        links[0, parents[::-1]] = numbers[::-1]
+        links[1, ordered[:-1]] = np.where(parents[1:] == parents[:-1], numbers[1:], -1)
+    return links[0], links[1]

@@ -5,11 +5,18 @@ import random
 import numpy as np
 import torch
 
+from outrider.engine.buckets import BucketLadder
+from outrider.engine.kv_slots import SlotTable
+from outrider.engine.step_buffers import StepBuffer, StepLayout
+from outrider.engine.step_staging import stage_step
+from outrider.engine.step_trees import stage_trees
 from outrider.kernels.tree_links import links_of_parents
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.forest import Forest
+from outrider.target_worker.forward_step import _batch, _columns, _node_rows
 from outrider.target_worker.node_rows import NodeRows
-from outrider.target_worker.sessions import Session
+from outrider.target_worker.planning import Work
+from outrider.target_worker.sessions import Session, TreeRequest
 from outrider.tree import ancestor_masks, node_depths
 
 
@@ -52,3 +59,35 @@ def test_a_forest_is_its_trees() -> None:
             for name in ("temperature", "top_k", "top_p", "min_p", "choice_index"):
                 assert set(getattr(choices, name)[rows].tolist()) == {getattr(spec, name)}, name
             assert choices.positions[rows].tolist() == (tree.session.root_index + 1 + tree.depths).tolist()
+
+
+def test_trees_alone_are_staged_as_any_batch_is() -> None:
+    chance = random.Random(3)
+    ladder = BucketLadder(max_tokens=512, max_sessions=8, row_len=120, max_nodes=90, group=2)
+    for most in (1, 6, 63, 80):
+        slots = SlotTable(num_slots=2000, max_rows=8, max_row_len=120)
+        works = []
+        for number in range(6):
+            parents = [chance.randint(0, node) for node in range(chance.randint(1, most))]
+            tree = rows_of(number, parents)
+            tree.session.row = slots.acquire_row()
+            slots.extend(tree.session.row, tree.session.root_index + tree.count)
+            request = TreeRequest(key=(0, number), epoch=1, length=9, tokens=tree.tokens, parents=parents)
+            works.append(Work(session=tree.session, tree=request, verifies=True, nodes=len(parents)))
+        trees = [_node_rows(work) for work in works]
+        forest = Forest(trees)
+        expected = stage_step(
+            _batch(works, forest, slots), forest.choices(), slots=slots, choose=ladder.bucket,
+            buffer=StepBuffer(torch.device("cpu")),
+        )  # fmt: skip
+        for work in works:  # what the first has taken counts as sent: freed and taken again, it is to be sent again
+            length = slots.length(work.session.row)
+            slots.retain(work.session.row, 0, range(length))
+        staged = stage_trees(
+            _columns(trees), slots=slots, choose=ladder.bucket, buffer=StepBuffer(torch.device("cpu"))
+        )  # fmt: skip
+        assert staged.bucket == expected.bucket
+        wanted, given = (StepLayout.of(step.bucket).arrays(step.data) for step in (expected, staged))
+        for name, values in wanted.items():
+            assert np.array_equal(values, given[name]), name
+        assert (staged.trees, staged.logit_rows) == (expected.trees, expected.logit_rows)

@@ -21,12 +21,15 @@ from outrider.engine.step_buffers import StagedStep, StepBuffer, StepBuffers
 from outrider.engine.step_graphs import StepGraphs
 from outrider.engine.step_program import StepProgram, answer_len
 from outrider.engine.step_staging import StepAnswer, stage_step
+from outrider.engine.step_trees import TreeColumns, stage_trees
 from outrider.engine.tensor_parallel import Alone, Ranks
 
 logger = logging.getLogger(__name__)
 
 # A capture compiles what its bucket needs, on every rank.
 _CAPTURE_TIMEOUT_S = 900.0
+# Sizes of steps whose buckets are remembered.
+_MOST_SIZES = 4096
 
 
 class LaunchedStep:
@@ -92,6 +95,7 @@ class StepRunner:
         self._program, self._ladder, self._slots, self._unrolled = program, ladder, slots, unrolled
         self._ranks = ranks or Alone(program.device)
         self._buffers = StepBuffers(program.device)
+        self._buckets: dict[Bucket, Bucket] = {}
         # A rank that gave a capture up would stop half-way in what the others run to its end.
         strict = self._ranks.world_size > 1
         self._graphs = StepGraphs(program, max_tokens=ladder.max_tokens, enabled=graphs, strict=strict)
@@ -100,6 +104,15 @@ class StepRunner:
     def graphs(self) -> int:
         """Captured graphs."""
         return len(self._graphs)
+
+    @property
+    def takes_trees(self) -> bool:
+        """Whether `stage_trees` may be called."""
+        return not self._unrolled
+
+    def stage_trees(self, trees: TreeColumns) -> StagedStep:
+        """`stage` of trees to verify and nothing else, in less time."""
+        return stage_trees(trees, slots=self._slots, choose=self._choose, buffer=self._buffers.take())
 
     def stage(self, batch: ForwardBatch, choices: TreeChoices | None = None) -> StagedStep:
         """The step as bytes; its slots are reserved. It must be launched before the next one is staged.
@@ -112,10 +125,19 @@ class StepRunner:
             batch,
             choices,
             slots=self._slots,
-            choose=lambda need: self._graphs.choose(self._ladder.bucket(need)),
+            choose=self._choose,
             buffer=self._buffers.take(),
             unrolled=self._unrolled,
         )
+
+    def _choose(self, need: Bucket) -> Bucket:
+        # Steps of the same sizes come again and again.
+        bucket = self._buckets.get(need)
+        if bucket is None:
+            if len(self._buckets) >= _MOST_SIZES:
+                self._buckets.clear()
+            bucket = self._buckets[need] = self._ladder.bucket(need)
+        return self._graphs.choose(bucket)
 
     @torch.inference_mode()
     def launch(self, staged: StagedStep) -> LaunchedStep:

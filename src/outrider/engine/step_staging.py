@@ -20,6 +20,8 @@ from outrider.engine.buckets import Bucket
 from outrider.engine.kv_slots import SlotTable
 from outrider.engine.step_buffers import StagedStep, StepBuffer, StepLayout
 
+_NOTHING_MORE = np.empty((3, 0), dtype=np.int32)
+
 
 def need_of(batch: ForwardBatch, choices: TreeChoices | None) -> Bucket:
     """The exact size of a step."""
@@ -57,7 +59,7 @@ def stage_step(
     session = np.repeat(np.arange(len(batch.rows)), np.diff(batch.query_start))
     write_slots = table[batch.rows[session], batch.write_index]
     assert (write_slots >= 0).all(), "a row writes to a slot that was not reserved"
-    changes = _changes(batch.rows, slots)
+    batch_rows = batch.rows
     paths = np.empty((3, 0), dtype=np.int32)
     if unrolled:
         batch, paths = unroll(batch, table, session)
@@ -74,9 +76,7 @@ def stage_step(
     arrays["query_start"][:sessions] = batch.query_start[:-1]
     arrays["query_start"][sessions:] = rows
     arrays["logit_rows"][:logit_rows] = batch.logit_rows
-    for place, name in enumerate(("update_rows", "update_columns", "update_slots")):
-        here = changes[place, : layout.updates]
-        arrays[name][: len(here)] = here
+    more = pack_changes(batch_rows, slots, arrays)
     for place, name in enumerate(("path_rows", "path_columns", "path_slots") if unrolled else ()):
         arrays[name][: paths.shape[1]] = paths[place]
     if choices is not None:
@@ -84,7 +84,7 @@ def stage_step(
     return StagedStep(
         bucket=bucket,
         data=data,
-        more_updates=changes[:, layout.updates :],
+        more_updates=more,
         logit_rows=logit_rows,
         trees=0 if choices is None else len(choices.candidates),
         buffer=buffer,
@@ -100,17 +100,30 @@ def _pack_choices(choices: TreeChoices, arrays: dict[str, np.ndarray], logit_row
         arrays[name][:trees, :nodes] = getattr(choices, name)
 
 
-def _changes(rows: Int32Array, slots: SlotTable) -> npt.NDArray[np.int32]:
-    """[3, U] row, column and slot of every entry of the sessions' rows that may have changed since the last call."""
+def pack_changes(rows: Int32Array, slots: SlotTable, arrays: dict[str, np.ndarray]) -> npt.NDArray[np.int32]:
+    """Packs what may have changed in the sessions' rows since the last call, and returns what finds no place.
+
+    Args:
+        rows: [S] of the slot table.
+        slots: the table.
+        arrays: of the step.
+
+    Returns:
+        [3, n] row, column and slot.
+    """
     numbers = rows.tolist()
     begins = np.array([slots.take_changes(row) for row in numbers])
     counts = np.array([slots.length(row) for row in numbers]) - begins
     starts = np.cumsum(counts) - counts
-    changes = np.empty((3, int(counts.sum())), dtype=np.int32)
-    changes[0] = np.repeat(rows, counts)
-    changes[1] = np.arange(changes.shape[1]) + np.repeat(begins - starts, counts)
-    changes[2] = slots.table[changes[0], changes[1]]
-    return changes
+    of_entry = np.repeat(np.array([rows, begins - starts]), counts, axis=1)
+    columns = of_entry[1] + np.arange(of_entry.shape[1])
+    taken = slots.table[of_entry[0], columns]
+    room = len(arrays["update_rows"])
+    for name, values in (("update_rows", of_entry[0]), ("update_columns", columns), ("update_slots", taken)):
+        arrays[name][: len(values)] = values[:room]
+    if len(columns) <= room:
+        return _NOTHING_MORE
+    return np.stack([of_entry[0], columns, taken])[:, room:].astype(np.int32)
 
 
 def unroll(

@@ -1,0 +1,106 @@
+"""Packs the usual step, trees to verify and nothing else, from columns over all trees: without an object a session.
+
+What `outrider.engine.step_staging` packs from a batch and its choices is written here straight into the step's arrays,
+with as few numpy calls as it takes: a step's host time is one of its costs.
+
+Shapes: T rows of all trees (root and nodes, tree after tree), bs trees.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from outrider.engine.buckets import Bucket
+from outrider.engine.kv_slots import SlotTable
+from outrider.engine.step_buffers import StagedStep, StepBuffer, StepLayout
+from outrider.engine.step_staging import pack_changes
+from outrider.tree import climb, link
+
+RECORD = np.dtype({
+    "names": ["seeds", "temperature", "top_p", "min_p", "top_k", "choice_index"],
+    "formats": ["<i8", "<f4", "<f4", "<f4", "<i4", "<i4"],
+    "offsets": [0, 8, 12, 16, 20, 24],
+    "itemsize": 32,
+})  # fmt: skip
+"""`SamplingSpec.record`."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class TreeColumns:
+    """Trees of several sessions, whose rows have their slots.
+
+    Attributes:
+        rows: [bs] of the slot table.
+        roots: [bs] key index of each root, after which its nodes stand.
+        lasts: [bs] highest position that a node may have.
+        counts: [bs] rows of each tree.
+        tokens: [T] list.
+        parents: [T] list of node numbers within the tree, 0 for roots.
+        records: `SamplingSpec.record` of each session, one after the other.
+    """
+
+    rows: Sequence[int]
+    roots: Sequence[int]
+    lasts: Sequence[int]
+    counts: Sequence[int]
+    tokens: Sequence[int]
+    parents: Sequence[int]
+    records: bytes
+
+
+def stage_trees(
+    trees: TreeColumns, *, slots: SlotTable, choose: Callable[[Bucket], Bucket], buffer: StepBuffer
+) -> StagedStep:
+    """The step, packed into `buffer`; arguments as those of `stage_step`."""
+    total, bs, most = len(trees.tokens), len(trees.rows), max(trees.counts)
+    of_tree = np.array([trees.rows, trees.roots, trees.lasts, trees.counts], dtype=np.int32)
+    rows, roots, _, counts = of_tree
+    key_len = roots + counts
+    bucket = choose(Bucket(
+        tokens=total, sessions=bs, keys=int(key_len.max()), query_len=most, logit_rows=total, nodes=most,
+        words=(most + 63) // 64,
+    ))  # fmt: skip
+    layout = StepLayout.of(bucket)
+    data, arrays = buffer.step(layout)
+    ends = np.cumsum(counts)
+    arrays["rows"][:bs] = rows
+    arrays["tree_start"][:bs] = roots
+    arrays["key_len"][:bs] = key_len
+    arrays["query_start"][1 : bs + 1] = ends
+    arrays["query_start"][bs + 1 :] = total
+    first = ends - counts
+    # Of every row: its tree's row of the table, root, last position, first row, and place in [bs, n].
+    of_row = np.repeat(
+        np.concatenate([of_tree[:3], first[None], np.arange(0, bs * bucket.nodes, bucket.nodes)[None]]), counts, axis=1
+    )
+    number = np.arange(total) - of_row[3]
+    keys = of_row[1] + number
+    above = of_row[3] + trees.parents
+    depths, masks = climb(above, number, words=(most + 63) // 64)
+    write_slots = slots.table[of_row[0], keys]
+    assert write_slots.min() >= 0, "a row writes to a slot that was not reserved"
+    positions = of_row[1] + depths
+    arrays["token_ids"][:total] = trees.tokens
+    arrays["write_slots"][:total] = write_slots
+    arrays["tree_mask"][:total, : masks.shape[1]] = masks
+    np.minimum(positions, of_row[2], out=arrays["positions"][:total], casting="unsafe")
+    arrays["prefix_len"][:total] = of_row[1]
+    arrays["logit_rows"][:total] = np.arange(total)
+    _pack_choices(trees, arrays, counts)
+    arrays["choice_positions"][:total] = positions + 1
+    place = of_row[4] + number
+    first_child, next_sibling = link(above, number)
+    arrays["tree_rows"].reshape(-1)[place] = np.arange(total)
+    arrays["candidates"].reshape(-1)[place] = arrays["token_ids"][:total]
+    arrays["candidates"][:bs, 0] = -1
+    arrays["first_child"].reshape(-1)[place] = first_child
+    arrays["next_sibling"].reshape(-1)[place] = next_sibling
+    more = pack_changes(rows, slots, arrays)
+    return StagedStep(bucket=bucket, data=data, more_updates=more, logit_rows=total, trees=bs, buffer=buffer)
+
+
+def _pack_choices(trees: TreeColumns, arrays: dict[str, np.ndarray], counts: np.ndarray) -> None:
+    columns = np.repeat(np.frombuffer(trees.records, dtype=RECORD), counts)
+    for name in RECORD.names or ():
+        arrays[name][: len(columns)] = columns[name]
