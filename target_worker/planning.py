@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 # Of the budget, what trees leave to prefills that this step cannot finish, so that these always move.
 _PREFILL_SHARE = 4
+# Sizes of the CUDA graphs that steps run in, roughly (`outrider.engine.buckets`): past the bound they lie wider apart.
+_SIZES, _SIZES_BOUND, _LARGE_SIZES = 64, 448, 128
 # Another's prefill is waited for where it computes so many of the tokens that are missing, and such a part of them.
 _SHARED_TOKENS, _SHARED_PART = 16, 4
 # A session that sessions in flight keep from its slots is waited for by younger ones for so many plans.
@@ -81,12 +83,14 @@ class Planner:
         kv: who holds which slots.
         cost: what prefill beside a verification costs.
         max_tree_nodes: most nodes of a tree, root excluded.
+        fills_graphs: whether steps run in sizes, so that rows up to the next one cost nothing.
     """
 
-    def __init__(self, kv: SessionKv, cost: StepCost, *, max_tree_nodes: int) -> None:
+    def __init__(self, kv: SessionKv, cost: StepCost, *, max_tree_nodes: int, fills_graphs: bool = False) -> None:
         self._kv = kv
         self._cost = cost
         self._max_tree_nodes = max_tree_nodes
+        self._fills_graphs = fills_graphs
         self._waiting_for: tuple[int, int] | None = None
         self.preemptions = 0
 
@@ -184,6 +188,8 @@ class Planner:
             work.prefill = min(work.pending, left, allowance.rows(work.context))
             allowance.spend(work.prefill, work.context)
             left -= work.prefill
+        if self._fills_graphs and unfinished:
+            _fill_graph(works)
 
     def _allowance(self, works: Iterable[Work], left: int, chunk_ns: float | None) -> PrefillAllowance:
         verifying = [work for work in works if work.verifies]
@@ -238,6 +244,15 @@ class Planner:
                 displaced.add(id(victim))
         slots.extend(session.row, count)
         return True
+
+
+def _fill_graph(works: Sequence[Work]) -> None:
+    """Leaves out what of a prefill reaches a little into the next size; the rows would be paid for up to its end."""
+    rows = sum(work.rows for work in works)
+    over = rows % (_SIZES if rows < _SIZES_BOUND else _LARGE_SIZES)
+    longest = max(works, key=lambda work: 0 if work.verifies else work.prefill)
+    if not longest.verifies and longest.prefill >= 2 * over:
+        longest.prefill -= over
 
 
 def _saves(leader: Session, work: Work) -> bool:

@@ -112,7 +112,12 @@ class Verifier:
         prior_rows = _CPU_PRIOR_ROWS if runner.config.device == "cpu" else _GPU_PRIOR_ROWS
         self._cost = StepCost(slowdown=prefill_slowdown, prior_rows=prior_rows)
         self._kv = SessionKv(runner.slots, remembers=runner.config.enable_prefix_caching)
-        self._planner = Planner(self._kv, self._cost, max_tree_nodes=runner.config.max_tree_nodes)
+        self._planner = Planner(
+            self._kv,
+            self._cost,
+            max_tree_nodes=runner.config.max_tree_nodes,
+            fills_graphs=runner.steps is not None,
+        )
         self._sessions: dict[SessionKey, Session] = {}
         self._opens = 0
         self._finish_ns = 0

@@ -17,11 +17,11 @@ from outrider.target_worker.step_cost import StepCost, StepShape
 class Bench:
     """Sessions and plans; a finished plan leaves the KV of what it computed, and commits one token to who verified."""
 
-    def __init__(self, *, num_slots: int = 4000, remembers: bool = True) -> None:
+    def __init__(self, *, num_slots: int = 4000, remembers: bool = True, fills_graphs: bool = False) -> None:
         self.slots = SlotTable(num_slots=num_slots, max_rows=40, max_row_len=2000)
         self.kv = SessionKv(self.slots, remembers=remembers)
         self.cost = StepCost(slowdown=0.4, prior_rows=256)
-        self.planner = Planner(self.kv, self.cost, max_tree_nodes=16)
+        self.planner = Planner(self.kv, self.cost, max_tree_nodes=16, fills_graphs=fills_graphs)
         self.sessions: list[Session] = []
 
     def open(self, tokens: Sequence[int], *, order: int | None = None) -> Session:
@@ -125,6 +125,21 @@ def test_prefill_beside_a_verification_keeps_the_pace() -> None:
     medium = bench.open(range(6000, 6121))
     works = bench.step([*running, long, medium], nodes=3)
     assert (works[18].prefill, works[16].prefill) == (0, 141)
+
+
+def test_chunks_end_where_a_graph_does() -> None:
+    bench = Bench(fills_graphs=True)
+    running = [bench.open([number]) for number in range(7)]
+    bench.step(running)
+    long = bench.open(range(1000, 2500))
+    # 102 rows are granted at first: 57 of them fill up 64, and prompts that end in this step end.
+    assert bench.step([*running, long])[7].prefill == 57
+    short = bench.open(range(3000, 3010))
+    works = bench.step([*running, long, short])
+    assert (works[7].prefill, works[8].prefill, works[8].verifies) == (47, 9, True)
+    # What would fill less than half of itself is let be.
+    assert bench.step(running[:1], max_rows=90)[7].prefill == 63
+    assert bench.step([], max_rows=60)[7].prefill == 60
 
 
 def test_a_session_in_flight_is_left_alone() -> None:
