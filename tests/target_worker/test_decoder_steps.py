@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from outrider.engine.config import EngineConfig
 from outrider.engine.model_runner import ModelRunner
 from outrider.models import embedded_target_path
 from outrider.sampling import SamplingSpec, VerificationRule
-from outrider.target_worker.sessions import OpenRequest, Outcome, TreeRequest
+from outrider.target_worker.sessions import OpenRequest, Outcome, TreeRequest, TreeResult
+from outrider.target_worker.step_thread import Batch, StepThread
 from outrider.target_worker.verifier import Verifier
 
 NEW_TOKENS = 14
@@ -99,10 +101,19 @@ class Client:
             self.open(number)
 
     def open(self, number: int) -> None:
-        self.verifier.open(OpenRequest(
+        self.verifier.open(self.open_request(number))
+
+    def close(self, number: int) -> None:
+        self.verifier.close((1, number), self.epochs[number])
+
+    def step(self, requests: Sequence[TreeRequest]) -> Sequence[TreeResult]:
+        return self.verifier.step(requests).results
+
+    def open_request(self, number: int) -> OpenRequest:
+        return OpenRequest(
             key=(1, number), epoch=self.epochs[number], prompt=self.prompts[number], output=list(self.outputs[number]),
             sampling=self.specs[number],
-        ))  # fmt: skip
+        )  # fmt: skip
 
     def request(self, number: int, tree: tuple[Sequence[int], Sequence[int]] = ((), ())) -> TreeRequest:
         length = len(self.prompts[number]) + len(self.outputs[number])
@@ -122,13 +133,13 @@ class Client:
         return len(output) == spec.max_new_tokens or bool(output and output[-1] in spec.stop_token_ids)
 
     def take(self, numbers: Sequence[int], requests: Sequence[TreeRequest]) -> None:
-        results = self.verifier.step(requests).results
+        results = self.step(requests)
         for number, result in zip(numbers, results, strict=True):
             assert result.outcome is not Outcome.ERROR, result.fault
             self.outputs[number] += result.token_ids
             self.accepted += len(result.accepted_nodes)
             if self.is_done(number):
-                self.verifier.close((1, number), self.epochs[number])
+                self.close(number)
 
     def plain(self) -> list[list[int]]:
         """Every session without trees, all of them in every step."""
@@ -146,12 +157,64 @@ class Client:
             if (live := self.live) and chance.random() < 0.3:
                 number = chance.choice(live)
                 if chance.random() < 0.5:
-                    self.verifier.close((1, number), self.epochs[number])
+                    self.close(number)
                 else:
                     del self.outputs[number][len(self.outputs[number]) // 2 :]
                 self.epochs[number] += 1
                 self.open(number)
         return self.outputs
+
+
+class ThreadedClient(Client):
+    """The same through a step thread, under an incarnation of its own: opens and closes travel with the trees."""
+
+    def __init__(self, thread: StepThread, specs: Sequence[SamplingSpec], incarnation: int) -> None:
+        self.thread, self.incarnation = thread, incarnation
+        self.opens: dict[int, OpenRequest] = {}
+        self.closes: list[tuple[tuple[int, int], int]] = []
+        super().__init__(thread.ready.result(), specs)
+
+    def open(self, number: int) -> None:
+        self.opens[number] = replace(self.open_request(number), key=(self.incarnation, number))
+
+    def close(self, number: int) -> None:
+        if self.opens.pop(number, None) is None or self.epochs[number] > 1:
+            self.closes.append(((self.incarnation, number), self.epochs[number]))
+
+    def step(self, requests: Sequence[TreeRequest]) -> Sequence[TreeResult]:
+        trees = [replace(request, key=(self.incarnation, request.key[1])) for request in requests]
+        batch = Batch(opens=list(self.opens.values()), closes=self.closes, trees=trees)
+        self.opens, self.closes = {}, []
+        return self.thread.submit(batch).result(60).results
+
+
+def run_threads(folder: Path, expected: Sequence[Sequence[int]], **options: Any) -> StepThread:
+    """Three coordinators at one thread, each with sessions of its own."""
+    thread = StepThread(lambda: make_verifier(folder, decoder=True, **options))
+    thread.start()
+    clients = [ThreadedClient(thread, SPECS[: 3 + number], number) for number in range(3)]
+    with ThreadPoolExecutor() as pool:
+        outputs = list(pool.map(lambda one: one.adventurous(random.Random(one.incarnation), expected), clients))
+    for client, output in zip(clients, outputs, strict=True):
+        assert output == expected[: len(output)]
+        thread.submit(Batch(closes=client.closes)).result(60)
+    assert thread.load.sessions == 0
+    thread.stop()
+    thread.stopped.result(60)
+    return thread
+
+
+def test_coordinators_at_one_step_thread_get_the_same_tokens(checkpoint: Path) -> None:
+    expected = Client(make_verifier(checkpoint, decoder=False, torch_threads=1), SPECS).plain()
+    run_threads(checkpoint, expected, torch_threads=1, num_slots=150, max_num_seqs=12)
+
+
+@pytest.mark.gpu
+def test_coordinators_at_one_step_thread_get_the_same_tokens_on_cuda(checkpoint: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    expected = Client(make_verifier(checkpoint, decoder=False, device="cuda", enforce_eager=True), SPECS).plain()
+    run_threads(checkpoint, expected, device="cuda", num_slots=150, max_num_seqs=12)
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma2"])
