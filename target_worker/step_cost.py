@@ -23,8 +23,8 @@ _ROWS, _KEYS, _PAIRS = 64.0, 65536.0, 1048576.0
 # Prefill always moves by so many rows, which cost a GPU next to nothing beside a verification.
 _LEAST_ROWS = 32
 # No step takes many more prefill rows than those measured: rows that a GPU computes beside others for nothing end
-# somewhere, which no fit foretells.
-_GROWTH = 1.25
+# somewhere, which no fit foretells. The next size of a graph has to be within reach.
+_GROWTH, _GROWTH_ROWS = 1.25, 48
 # After so many steps with prefill one goes without, for the comparison.
 _PROBE_STEPS = 64
 
@@ -160,7 +160,7 @@ class StepCost:
             return PrefillAllowance(most=min(most, max(_LEAST_ROWS, int(self._slowdown * self._prior_rows))))
         row, pair = self._beside.weights
         return PrefillAllowance(
-            most=min(most, max(_LEAST_ROWS, int(_GROWTH * self._tried) + _LEAST_ROWS // 2)),
+            most=min(most, max(_LEAST_ROWS, int(_GROWTH * self._tried) + _GROWTH_ROWS)),
             least=_LEAST_ROWS,
             time_ns=self._slowdown * known_ns,
             row_ns=row / _ROWS,

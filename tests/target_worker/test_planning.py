@@ -114,17 +114,17 @@ def test_prefill_beside_a_verification_keeps_the_pace() -> None:
     for _ in range(5):
         bench.cost.observe(StepShape(verify_rows=64, prefill_rows=100), 5e6)
     works = bench.step([*running, long], nodes=3)
-    # 40 % of 4 ms at 10 us a row would be 160 rows; more than 100 by half are not tried at once.
-    assert (works[16].prefill, works[16].verifies) == (141, False)
+    # 40 % of 4 ms at 10 us a row.
+    assert (works[16].prefill, works[16].verifies) == (160, False)
     assert all(works[number].nodes == 3 for number in range(16))
     short = bench.open(range(5000, 5040))
     works = bench.step([*running, long, short], nodes=3)
     # A short prompt overtakes the long one, which goes on in what is left.
-    assert (works[17].prefill, works[17].verifies, works[16].prefill) == (39, True, 102)
+    assert (works[17].prefill, works[17].verifies, works[16].prefill) == (39, True, 121)
     # One that would take nearly all of it waits its turn.
-    medium = bench.open(range(6000, 6121))
+    medium = bench.open(range(6000, 6131))
     works = bench.step([*running, long, medium], nodes=3)
-    assert (works[18].prefill, works[16].prefill) == (0, 141)
+    assert (works[18].prefill, works[16].prefill) == (0, 160)
 
 
 def test_chunks_end_where_a_graph_does() -> None:
