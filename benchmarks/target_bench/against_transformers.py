@@ -156,7 +156,13 @@ def measure(
     """All contenders over all prompts, taking turns; the first turn warms caches, graphs and cost models."""
     turns: list[dict[str, list[Generation]]] = []
     for repeat in range(repeats + 1):
-        turn = {name: [contender(prompt) for prompt in prompts] for name, contender in contenders.items()}
+        try:
+            turn = {name: [contender(prompt) for prompt in prompts] for name, contender in contenders.items()}
+        except KeyboardInterrupt:
+            if not turns:
+                raise
+            say("interrupted: what follows is of the turns before")
+            break
         say(f"turn {repeat}: " + ", ".join(f"{name} {_rate(turn[name]):.1f}/s" for name in turn))
         if repeat:
             turns.append(turn)

@@ -7,8 +7,8 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -29,6 +29,7 @@ from outrider.models.widen import SHAPES
 from outrider.target_worker.config import TargetWorkerConfig
 
 PARTS = ("steps", "idle", "prefill", "mixed", "trace")
+COLUMNS = ("ours", "transformers")
 _NEEDS_CUDA, _FAILED = 2, 1
 _REPLAYS = 9
 
@@ -83,7 +84,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--compiled", nargs="*", type=_point, metavar="POINT", default=None,
         help="where transformers is compiled as well: takes most of the time (default: where a target is stated)",
     )  # fmt: skip
-    parser.add_argument("--without-transformers", action="store_true", help="Outrider and the floor alone")
+    parser.add_argument("--columns", nargs="+", choices=COLUMNS, default=COLUMNS, help="of the steps (default both)")
     parser.add_argument(
         "--prefill-tokens", type=int, metavar="ROWS", help="most of a step that prefills (default as served)"
     )
@@ -116,66 +117,77 @@ def _measure(model: BenchModel, device: torch.device, options: argparse.Namespac
         "transformers": transformers.__version__,
         "python": sys.version.split()[0],
     }
-    report = Report(model=model, machine=machine, settings=settings)
-    points = points_that_fit(model, _points(options), device)
-    report.rows = rows = [StepRow(point=point) for point in points] if "steps" in options.only else []
-
-    def say(text: str) -> None:
-        console.print(text, markup=False)
-
-    def attempt(name: str, measure: Callable[[], None]) -> None:
-        if name not in options.only:
-            return
-        began = time.perf_counter()
-        try:
-            measure()
-        except Exception as error:  # noqa: BLE001 one part that fails must not hide the figures of the others
-            traceback.print_exc()
-            report.failures.append(f"{name}: {type(error).__name__}: {error}".splitlines()[0])
-        say(f"{name}: {time.perf_counter() - began:.1f} s")
-
-    _measure_worker(report, points, options, attempt, say)
+    points = points_that_fit(model, _points(options), device) if "steps" in options.only else []
+    report = Report(model=model, machine=machine, settings=settings, rows=[StepRow(point=point) for point in points])
+    attempts = _Attempts(report, options.only, console)
+    if "ours" in options.columns:
+        _measure_worker(report, options, attempts)
     free_memory()
-    if not options.without_transformers:
+    if "transformers" in options.columns and attempts.wants("steps"):
         compiled = set(ASKED if options.compiled is None else options.compiled)
         repeats = 5 if options.quick else 15
-        attempt("steps", lambda: measure_transformers(
-            model, rows, device, say, repeats=repeats, compiled=compiled.__contains__
-        ))  # fmt: skip
-    report.failures += [f"{row.point}: {failure}" for row in rows for failure in row.failures]
+        with attempts.one("steps"):
+            measure_transformers(
+                model, report.rows, device, attempts.say, repeats=repeats, compiled=compiled.__contains__
+            )
+    report.failures += [f"{row.point}: {failure}" for row in report.rows for failure in row.failures]
     return report
 
 
-def _measure_worker(
-    report: Report,
-    points: Sequence[Point],
-    options: argparse.Namespace,
-    attempt: Callable[[str, Callable[[], None]], None],
-    say: Callable[[str], None],
-) -> None:
-    """All parts but transformers' columns, on one worker, whose memory is free afterwards."""
-    worker = Worker(report.model, _config(report.model, points, options))
-    attempt("steps", lambda: measure_ours(worker, report.rows, say, repeats=_repeats(options)))
+class _Attempts:
+    """Parts of a run, each of which may fail without hiding the figures of the others."""
+
+    def __init__(self, report: Report, wanted: Collection[str], console: Console) -> None:
+        self._report, self._wanted, self._console = report, set(wanted), console
+        self._began = time.perf_counter()
+
+    def say(self, text: str) -> None:
+        """A line with the time since the begin."""
+        self._console.print(f"{time.perf_counter() - self._began:6.1f} s  {text}", markup=False)
+
+    def wants(self, name: str) -> bool:
+        """Whether the part is asked for, and nobody has interrupted the run."""
+        return name in self._wanted
+
+    @contextmanager
+    def one(self, name: str) -> Iterator[None]:
+        """A part: what it raises is reported; an interrupt leaves out the parts after it."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 told in the report
+            traceback.print_exc()
+            self._report.failures.append(f"{name}: {type(error).__name__}: {error}".splitlines()[0])
+        except KeyboardInterrupt:
+            self._wanted.clear()
+            self._report.failures.append(f"{name}: interrupted, and what comes after it was left out")
+        self.say(f"{name} done")
+
+
+def _measure_worker(report: Report, options: argparse.Namespace, attempts: _Attempts) -> None:
+    """All but transformers' columns, on one worker, whose memory is free afterwards."""
+    worker = Worker(report.model, _config(report, options))
+    attempts.say("loaded")
+    if attempts.wants("steps"):
+        with attempts.one("steps"):
+            measure_ours(worker, report.rows, attempts.say, repeats=_repeats(options))
     for name, measure in _serving_parts(report, worker, options):
-        attempt(name, measure)
+        if attempts.wants(name):
+            with attempts.one(name):
+                measure()
 
 
-def _config(model: BenchModel, points: Sequence[Point], options: argparse.Namespace) -> TargetWorkerConfig:
+def _config(report: Report, options: argparse.Namespace) -> TargetWorkerConfig:
     """A worker that all parts fit in."""
-    limits = {
-        "max_num_seqs": 40,
-        "max_tree_nodes": 64,
-        "max_step_tokens": 512,
-        "max_model_len": 16384,
-        "num_slots": 1 << 17,
-    }
-    needs = [limits]
+    needs = [{"max_num_seqs": 40, "max_tree_nodes": 64, "max_step_tokens": 512, "max_model_len": 16384, "num_slots": 1}]
+    if set(options.only) - {"steps"}:
+        # Two groups of sixteen sessions take turns, or a prompt of 8,192 tokens comes.
+        needs.append({"num_slots": 1 << 17})
     if "steps" in options.only:
-        needs.append(steps_config(points, repeats=_repeats(options)))
+        needs.append(steps_config([row.point for row in report.rows], repeats=_repeats(options)))
     if "mixed" in options.only:
         needs.append(mixed_config(sessions=16, context=1024, prompt=32768, steps=_mixed_steps(options)))
-    most = {name: max(need.get(name, 0) for need in needs) for name in limits}
-    return worker_config(model, options.device, max_prefill_tokens=options.prefill_tokens, **most)
+    most = {name: max(need.get(name, 0) for need in needs) for name in needs[0]}
+    return worker_config(report.model, options.device, max_prefill_tokens=options.prefill_tokens, **most)
 
 
 def _repeats(options: argparse.Namespace) -> int:

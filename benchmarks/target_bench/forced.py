@@ -87,7 +87,7 @@ class Mix:
 MIXES = (
     Mix(name="trees", share=1.0, branch=4, wrong=4, reopen=0.0),
     Mix(name="mixed batches", share=0.4, branch=8, wrong=24, reopen=0.0),
-    Mix(name="chunked prefill", share=0.6, branch=4, wrong=8, reopen=0.03),
+    Mix(name="chunked prefill", share=0.6, branch=4, wrong=8, reopen=0.01),
 )
 
 

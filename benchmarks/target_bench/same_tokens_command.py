@@ -99,7 +99,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default the device's own")
     parser.add_argument("--deterministic", action="store_true", help="serve with fixed sums; nothing may differ then")
     parser.add_argument("--sessions", type=int, default=64 if on_gpu else 4, help="texts side by side")
-    parser.add_argument("--tokens", type=int, default=100_000 if on_gpu else 400, help="compared in each pass, about")
+    parser.add_argument(
+        "--tokens", type=int, default=34_000 if on_gpu else 400, help="compared in each of three passes, about"
+    )
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0], help="texts take turns")
     parser.add_argument("--looked-at", type=int, default=128, help="most differences whose scores are looked at")
     parser.add_argument("--seed", type=int, default=0)

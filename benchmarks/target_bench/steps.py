@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from benchmarks.target_bench.models import BenchModel
@@ -74,14 +75,16 @@ def measure_ours(worker: Worker, rows: Sequence[StepRow], say: Progress, *, repe
     """Fills in what Outrider takes, the whole measured twice."""
     worker.fill_caches()
     clock = LaunchClock(worker.runner)
-    for row in (*rows, *rows):
-        try:
-            row.ours.append(_measure_point(worker, clock, row.point, repeats))
-            say(f"{row.point}: {row.ours[-1].device_ms:.3f} ms, {row.ours[-1].wall_ms:.3f} with the host")
-        except Exception as error:  # noqa: BLE001 one point that fails must not hide the others
-            row.failures.append(f"ours: {type(error).__name__}: {error}".splitlines()[0])
-            say(f"{row.point}: {row.failures[-1]}")
-    clock.stop()
+
+    def measure(row: StepRow) -> None:
+        row.ours.append(_measure_point(worker, clock, row.point, repeats))
+        say(f"{row.point}: {row.ours[-1].device_ms:.3f} ms, {row.ours[-1].wall_ms:.3f} with the host")
+
+    try:
+        for row in (*rows, *rows):
+            _attempt(row, say, lambda row=row: measure(row))
+    finally:
+        clock.stop()
 
 
 def _measure_point(worker: Worker, clock: LaunchClock, point: Point, repeats: int) -> StepTimes:
@@ -119,21 +122,35 @@ def measure_transformers(
     """Fills in what transformers takes, each figure measured twice."""
     theirs = load_transformers(model, device)
     for row in rows:
-        step = None
-        try:
-            step = TransformersStep(theirs, row.point)
-            row.eager_ms += [time_ms(step, step.eager(), repeats=repeats) for _ in range(2)]
-            if compiled(row.point):
-                began = time.perf_counter()
-                replay = step.compiled()
-                row.compiled_ms += [time_ms(step, replay, repeats=repeats) for _ in range(2)]
-                say(f"{row.point}: compiled in {time.perf_counter() - began:.0f} s, {row.compiled_ms[0]:.3f} ms")
-            say(f"{row.point}: transformers, eager, {row.eager_ms[0]:.3f} ms")
-        except Exception as error:  # noqa: BLE001 one point that fails must not hide the others
-            row.failures.append(f"transformers: {type(error).__name__}: {error}".splitlines()[0])
-            say(f"{row.point}: {row.failures[-1]}")
-        del step
-        free_memory()
+        _attempt(row, say, lambda row=row: _measure_eager(theirs, row, say, repeats))
+    for row in filter(lambda row: compiled(row.point), rows):
+        _attempt(row, say, lambda row=row: _measure_compiled(theirs, row, say, repeats))
+
+
+def _measure_eager(theirs: Any, row: StepRow, say: Progress, repeats: int) -> None:
+    step = TransformersStep(theirs, row.point)
+    run = step.eager()
+    row.eager_ms += [time_ms(step, run, repeats=repeats) for _ in range(2)]
+    say(f"{row.point}: transformers, eager, {row.eager_ms[0]:.3f} ms")
+
+
+def _measure_compiled(theirs: Any, row: StepRow, say: Progress, repeats: int) -> None:
+    began = time.perf_counter()
+    step = TransformersStep(theirs, row.point)
+    run = step.compiled()
+    seconds = time.perf_counter() - began
+    row.compiled_ms += [time_ms(step, run, repeats=repeats) for _ in range(2)]
+    say(f"{row.point}: transformers, compiled in {seconds:.0f} s, {row.compiled_ms[0]:.3f} ms")
+
+
+def _attempt(row: StepRow, say: Progress, measure: Callable[[], None]) -> None:
+    """One point that fails must not hide the others."""
+    try:
+        measure()
+    except Exception as error:  # noqa: BLE001 it is told with the point
+        row.failures.append(f"{type(error).__name__}: {error}".splitlines()[0])
+        say(f"{row.point}: {row.failures[-1]}")
+    free_memory()
 
 
 def ratio(left: float | None, right: float | None) -> float | None:

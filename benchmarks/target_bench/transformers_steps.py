@@ -6,9 +6,9 @@ context + rows tokens, its context random; all sessions are equally long, so tha
 that transformers computes for such a step: its own loops add sampling, stopping rules and a copy to the host.
 
 `eager` calls the model. `compiled` is `torch.compile` with static shapes and its default mode, captured in a CUDA
-graph, so that neither launches nor guards are counted. A layer is compiled once and serves as all of them, and norm, output
-layer and argmax together: the whole model at once takes Inductor a minute a size, and could besides fuse no more than
-the sum at a layer's end with the next layer's norm. Inputs lie on the device in both.
+graph, so that neither launches nor guards are counted. A layer is compiled once and serves as all of them, and norm,
+output layer and argmax together: the whole model at once takes Inductor a minute a size, and could besides fuse no more
+than the sum at a layer's end with the next layer's norm. Inputs lie on the device in both.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from benchmarks.kernel_bench.forest import make_forest
 from benchmarks.target_bench.models import BenchModel
 from benchmarks.target_bench.points import Point
+from torch._dynamo.utils import counters
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 from transformers.cache_utils import Cache
 
@@ -93,6 +94,10 @@ class TransformersStep:
                 self.rewind()
                 run()
         torch.cuda.current_stream().wait_stream(stream)
+        # More of them, and torch stops compiling at some number of layers, without a word.
+        programs = counters["stats"]["unique_graphs"]
+        if programs != 2:
+            raise RuntimeError(f"{programs} programs were compiled, one for all layers and one for the end expected")
         self.rewind()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -102,6 +107,7 @@ class TransformersStep:
     def layerwise(self, **options: Any) -> Callable[[], None]:
         """The model's own modules one after the other, as its `forward` calls them, each kind compiled once."""
         torch._dynamo.reset()
+        counters.clear()
         inner, head = self._model.model, self._model.lm_head
         caches = [_OneLayer([layer]) for layer in self._cache.layers]
         for layer in inner.layers:
@@ -121,8 +127,8 @@ class TransformersStep:
         def choose(hidden: torch.Tensor) -> torch.Tensor:
             return head(inner.norm(hidden)).argmax(dim=-1)
 
-        layer_step = torch.compile(run_layer, dynamic=False, **options)
-        last_step = torch.compile(choose, dynamic=False, **options)
+        layer_step = torch.compile(run_layer, dynamic=False, fullgraph=True, **options)
+        last_step = torch.compile(choose, dynamic=False, fullgraph=True, **options)
 
         def run() -> None:
             hidden = inner.embed_tokens(self._tokens)

@@ -22,6 +22,7 @@ from benchmarks.target_bench.transformers_steps import TransformersStep, load_tr
 from benchmarks.target_bench.worker import Worker, worker_config
 from rich.console import Console
 from torch._C._autograd import DeviceType
+from torch._dynamo.utils import counters
 from transformers import DynamicCache
 
 from outrider.models import embedded_target_path, widen
@@ -101,7 +102,7 @@ def test_transformers_sees_trees_behind_its_cache(tiny: BenchModel) -> None:
         step.choices.zero_()
         step.rewind()
         run()
-        assert step.choices.equal(eager) and len(programs) == 2
+        assert step.choices.equal(eager) and len(programs) == counters["stats"]["unique_graphs"] == 2
 
 
 def test_a_worker_on_a_cpu(tiny: BenchModel) -> None:
@@ -174,7 +175,7 @@ def test_it_measures_on_a_gpu(tmp_path: Path) -> None:
         pytest.skip("needs a CUDA device")
     file = tmp_path / "report.json"
     line = ["--shape", "160m", "--quick", "--points", "1x1@1024", "64x8@1024", "--compiled", "--output-json", str(file)]
-    assert run([*line, "--only", "steps", "idle", "prefill"]) == 0
+    assert run([*line, "--only", "steps", "idle", "prefill", "trace"]) == 0
     report = json.loads(file.read_text())
     for step in report["steps"]:
         assert step["floor"]["ms"] < step["ours"][0]["device_ms"] < step["ours"][0]["wall_ms"]
