@@ -330,7 +330,8 @@ class StepThread:
         # A step that began while another ran began with that one's end.
         taken_s = now_s - max(flight.begin_s, self._finished_s)
         self._finished_s = now_s
-        self._usual_s[size] = 0.8 * self._usual_s.get(size, taken_s) + 0.2 * taken_s
+        # A step that compiled something is soon forgotten.
+        self._usual_s[size] = min(0.8 * self._usual_s.get(size, taken_s) + 0.2 * taken_s, 2 * taken_s)
         if len(self._flights) > 1:
             self._flights[1].begin_s = now_s
 

@@ -5,6 +5,9 @@ leaves is read, or copied on the device, before the next.
 """
 
 import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 # So many steps must have asked for a bucket before it is captured: sizes that come up once are not worth it.
 _WORTH_CAPTURING = 2
+_COMPILING_THREADS = 8
 # Graphs at a time, a few megabytes each.
 _MOST_GRAPHS = 192
 
@@ -104,6 +108,22 @@ class StepGraphs:
                 raise
             self._refused.add(bucket)
             logger.warning("no GPU memory for a CUDA graph of %s: such steps run slower: %s", bucket, error)
+
+    def compile(self, buckets: Sequence[Bucket]) -> None:
+        """Compiles what buckets need, several kernels at a time: most of a compilation runs beside others in threads.
+
+        Two threads may compile the same kernel; one of the results is kept. What fails is left to `capture`.
+        """
+        if not self._enabled:
+            return
+
+        def run(bucket: Bucket) -> None:
+            with suppress(torch.OutOfMemoryError), torch.cuda.device(self._program.device):
+                self._program.run(bucket, self._nothing(bucket))
+
+        with ThreadPoolExecutor(_COMPILING_THREADS) as pool:
+            list(pool.map(run, buckets))
+        torch.cuda.synchronize(self._program.device)
 
     def _nothing(self, bucket: Bucket) -> torch.Tensor:
         """A step that stores nothing; running it compiles what the bucket needs."""

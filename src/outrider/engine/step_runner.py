@@ -200,6 +200,10 @@ class StepRunner:
         if self._program.device.type != "cuda" or not wanted:
             return
         begin = time.perf_counter()
+        logger.info("compiling and capturing %d CUDA graphs", len(wanted))
+        if self._ranks.world_size == 1:
+            # Ranks run the same steps in the same order, and threads have none.
+            self._graphs.compile(wanted)
         with _progress(len(wanted)) as advance:
             # From the largest on: what smaller ones need of memory is then there.
             for bucket in sorted(wanted, reverse=True):
