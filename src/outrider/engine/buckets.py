@@ -91,6 +91,8 @@ class BucketLadder:
         logit_rows = tokens
         if tokens > _FEW_TOKENS:
             logit_rows = min(_rung((0, *_LOGIT_ROWS), need.logit_rows), tokens)
+        # Unrolled, a tree's rows are not those of one session.
+        most_nodes = tokens if self._unrolled else query_len
         words = 1 << (need.words - 1).bit_length()
         sessions = _rung(self._sessions, need.sessions) if need.sessions <= self._sessions[-1] else tokens
         return Bucket(
@@ -99,7 +101,7 @@ class BucketLadder:
             keys=keys,
             query_len=query_len,
             logit_rows=logit_rows,
-            nodes=min(query_len, logit_rows, max(self._max_nodes, need.nodes)) if need.nodes else 0,
+            nodes=min(most_nodes, logit_rows, max(self._max_nodes, need.nodes)) if need.nodes else 0,
             words=words,
             paths=64 * words * tokens if self._unrolled else 0,
         )
@@ -114,6 +116,12 @@ class BucketLadder:
         counts = [count for count in self._tokens if count > _FEW_TOKENS and not count & (count - 1)]
         found = {self.bucket(replace(prompt, tokens=count, query_len=count)): None
                  for count in (*counts, self.max_tokens + 1)}  # fmt: skip
+        if self._unrolled:
+            for tokens in (count for count in self._tokens if count <= 2 * _FEW_TOKENS):
+                nodes = min(tokens, self._max_nodes) if verifies else 0
+                need = replace(prompt, tokens=tokens, sessions=tokens, logit_rows=tokens, nodes=nodes)
+                found[self.bucket(need)] = None
+            return list(found)
         one_tree = [count for count in self._tokens if count <= _rung(self._tokens, self._max_nodes)]
         for sessions in self._sessions:
             counts = one_tree if sessions == 1 else [

@@ -74,3 +74,8 @@ def test_unrolled_rows_are_sessions() -> None:
     bucket = ladder.bucket(need)
     assert astuple(bucket)[:3] == (320, 320, 4096)
     assert bucket.paths == 64 * 320
+    # Trees are as large as ever, though every session has one row.
+    need = replace(need, tokens=66, sessions=66, query_len=1, logit_rows=66, nodes=65)
+    assert ladder.bucket(need).holds(need)
+    first = ladder.first_set(verifies=True)
+    assert len(first) < 30 and all(ladder.bucket(bucket) == bucket for bucket in first)
