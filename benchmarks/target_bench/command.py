@@ -88,6 +88,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--prefill-tokens", type=int, metavar="ROWS", help="most of a step that prefills (default as served)"
     )
+    parser.add_argument("--deterministic", action="store_true", help="serve with fixed orders of every sum")
     parser.add_argument("--list", action="store_true", help="name the sizes and stop; needs no GPU")
     parser.add_argument("--device", default="cuda", help="cuda or cuda:N")
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="default: standard output")
@@ -187,7 +188,13 @@ def _config(report: Report, options: argparse.Namespace) -> TargetWorkerConfig:
     if "mixed" in options.only:
         needs.append(mixed_config(sessions=16, context=1024, prompt=32768, steps=_mixed_steps(options)))
     most = {name: max(need.get(name, 0) for need in needs) for name in needs[0]}
-    return worker_config(report.model, options.device, max_prefill_tokens=options.prefill_tokens, **most)
+    return worker_config(
+        report.model,
+        options.device,
+        max_prefill_tokens=options.prefill_tokens,
+        deterministic=options.deterministic,
+        **most,
+    )
 
 
 def _repeats(options: argparse.Namespace) -> int:
