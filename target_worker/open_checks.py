@@ -1,20 +1,19 @@
 """Whether a session can be opened: everything of it that is wrong whatever the model will say."""
 
-from collections.abc import Sequence
-
 import numpy as np
+import numpy.typing as npt
 
 from outrider.engine.model_runner import ModelCard
 from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.target_worker.sessions import Code, OpenRequest, SessionFault
 
 
-def check_open(request: OpenRequest, tokens: Sequence[int], *, model: ModelCard, num_slots: int) -> None:
+def check_open(request: OpenRequest, ids: npt.NDArray[np.int64], *, model: ModelCard, num_slots: int) -> None:
     """Checks an open.
 
     Args:
         request: the open.
-        tokens: prompt and output in one.
+        ids: [n] prompt and output in one.
         model: the target.
         num_slots: tokens whose KV fits.
 
@@ -23,14 +22,13 @@ def check_open(request: OpenRequest, tokens: Sequence[int], *, model: ModelCard,
     """
     if not request.prompt:
         raise _invalid("prompt: empty, at least one token needed")
-    ids = np.array(tokens, dtype=np.int64)
     if ids.max() >= model.vocab_size or ids.min() < 0:
         raise _invalid(f"prompt, output: token ids from 0 to {model.vocab_size - 1} needed")
-    if len(tokens) > model.max_model_len:
-        raise _invalid(f"{len(tokens)} tokens given, the model takes {model.max_model_len} (max_model_len)")
-    if len(tokens) > num_slots:
+    if len(ids) > model.max_model_len:
+        raise _invalid(f"{len(ids)} tokens given, the model takes {model.max_model_len} (max_model_len)")
+    if len(ids) > num_slots:
         raise _invalid(
-            f"{len(tokens)} tokens given, the KV cache holds {num_slots}: "
+            f"{len(ids)} tokens given, the KV cache holds {num_slots}: "
             "raise num_slots, kv_bytes or kv_cache_memory_fraction of the target worker"
         )
     _check_sampling(request.sampling, model.vocab_size)

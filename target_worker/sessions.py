@@ -154,7 +154,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.stop_token_ids = frozenset(self.sampling.stop_token_ids)
-        self._ids = np.empty(self.limit, dtype=np.int32)
+        self._ids = np.empty(max(self.limit, len(self.tokens)), dtype=np.int32)
 
     @property
     def root_index(self) -> int:
@@ -180,6 +180,11 @@ class Session:
             self._ids[self._ids_count : count] = self.tokens[self._ids_count :]
             self._ids_count = count
         return self._ids[:count]
+
+    def set_token_ids(self, ids: npt.NDArray[np.int64]) -> None:
+        """`ids` are the session's tokens, as an array that is there already."""
+        self._ids[: len(ids)] = ids
+        self._ids_count = len(ids)
 
     def note_reached(self, length: int) -> None:
         """So many tokens have KV."""

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from outrider.engine.model_runner import ModelCard, ModelRunner
 from outrider.engine.prefix_cache import common_length
 from outrider.errors import OutOfSlots
@@ -195,7 +197,8 @@ class Verifier:
         if held is not None and request.epoch < held.epoch:
             raise SessionFault(Code.FAILED_PRECONDITION, f"epoch {request.epoch} is over: {held.epoch} is open")
         tokens = [*request.prompt, *request.output]
-        check_open(request, tokens, model=self._runner.info, num_slots=self._slots.num_slots)
+        ids = np.array(tokens, dtype=np.int64)
+        check_open(request, ids, model=self._runner.info, num_slots=self._slots.num_slots)
         assert held is None or not held.in_flight, "a session is reopened while its step is in flight"
         self._opens += 1
         session = self._sessions[request.key] = Session(
@@ -208,6 +211,7 @@ class Verifier:
             sampling=request.sampling,
             limit=min(len(request.prompt) + request.sampling.max_new_tokens, self._runner.info.max_model_len),
         )
+        session.set_token_ids(ids)
         if held is not None:
             shared = common_length(held.token_ids(), session.token_ids())
             self._kv.cut(held, min(shared, session.root_index))

@@ -171,5 +171,5 @@ def test_long_prompts_are_taken_in_whole_arrays() -> None:
     began = time.perf_counter()
     assert memory.cache.take(memory.table.acquire_row(), prompt) == length
     assert memory.cache.take(memory.table.acquire_row(), other) == length // 2
-    # Some 2 ms; a loop over the tokens takes a hundred.
+    # Half a millisecond; a loop over the tokens takes a hundred.
     assert time.perf_counter() - began < 0.05
