@@ -57,9 +57,9 @@ def measure_steps(runner: ModelRunner, tokens: int, *, context: int, repeats: in
     batch, choices = tree_step(row, tokens, context=context, vocab_size=runner.vocab_size)
     steps = runner.steps
     assert steps is not None
-    steps.launch(steps.stage(batch, choices)).result()
-    while steps.missing is not None:
-        steps.capture(steps.missing)
+    first = steps.stage(batch, choices)
+    steps.launch(first).result()
+    steps.capture(first.bucket)
     alone, walls = [], []
     for _ in range(repeats):
         began = time.perf_counter()
@@ -122,17 +122,3 @@ def tree_step(row: int, tokens: int, *, context: int, vocab_size: int) -> tuple[
         next_sibling=next_sibling[None],
     )
     return builder.build(), choices
-
-
-def greedy_tokens(runner: ModelRunner, prompt: list[int], count: int) -> list[int]:
-    """Tokens that the model chooses after a prompt, one step each, with the logits on the host."""
-    row = runner.slots.acquire_row()
-    tokens, first = list(prompt), 0
-    for _ in range(count):
-        runner.slots.extend(row, len(tokens) - first)
-        builder = BatchBuilder()
-        builder.add_chain(row, tokens[first:], first, True)
-        first = len(tokens)
-        tokens.append(int(runner.forward(builder.build())[0].argmax()))
-    runner.slots.release_row(row)
-    return tokens[len(prompt) :]
