@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 _TIMEOUT = timedelta(minutes=30)
 _ALIGNMENT = 128
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+# Otherwise torch ends the process where NCCL notices a lost rank, before anybody has said which.
+_NO_ABORT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 # One host: what ranks say while they connect never leaves it.
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
@@ -75,7 +77,7 @@ def connect(
         gathered_bytes: of the largest matrix of logits that does.
         fixed: every sum in one order, however large: what does not fit is sent in pieces.
     """
-    os.environ.update(_NO_MULTICAST)
+    os.environ.update(_NO_MULTICAST | _NO_ABORT)
     for name, value in _LOOPBACK.items():
         os.environ.setdefault(name, value)
     dist.init_process_group(
