@@ -20,8 +20,6 @@ _BELIEVED = 3
 _OUTLIER = 3.0
 # Sizes of which the fits' features are multiples, so that these are of one order.
 _ROWS, _KEYS, _PAIRS = 64.0, 65536.0, 1048576.0
-# Prefill always moves by so many rows, which cost a GPU next to nothing beside a verification.
-_LEAST_ROWS = 32
 # No step takes many more prefill rows than those measured: rows that a GPU computes beside others for nothing end
 # somewhere, which no fit foretells. The next size of a graph has to be within reach.
 _GROWTH, _GROWTH_ROWS = 1.25, 48
@@ -116,13 +114,15 @@ class StepCost:
     Args:
         slowdown: how much longer than its verification alone a step may take for the sake of prefill: 0.4 is 40 %.
         prior_rows: prefill rows that are taken to cost as much as a verification before anything was measured.
+        least_rows: rows by which prefill always moves, whatever they cost.
     """
 
-    def __init__(self, *, slowdown: float, prior_rows: int) -> None:
+    def __init__(self, *, slowdown: float, prior_rows: int, least_rows: int = 32) -> None:
         self._slowdown = slowdown
+        self._least_rows = least_rows
         self._prior_rows = prior_rows
         self._alone, self._beside, self._prefill = _Fit(3), _Fit(2, forget=_FORGET_BESIDE), _Fit(3)
-        self._tried = float(_LEAST_ROWS)
+        self._tried = float(least_rows)
         self._since_alone = 0
 
     def observe(self, shape: StepShape, step_ns: float) -> None:
@@ -157,11 +157,11 @@ class StepCost:
         if self._since_alone >= (_PROBE_STEPS if known_ns is not None else _PROBE_STEPS // 8):
             return PrefillAllowance(most=0)
         if known_ns is None or self._beside.observed < _BELIEVED:
-            return PrefillAllowance(most=min(most, max(_LEAST_ROWS, int(self._slowdown * self._prior_rows))))
+            return PrefillAllowance(most=min(most, max(self._least_rows, int(self._slowdown * self._prior_rows))))
         row, pair = self._beside.weights
         return PrefillAllowance(
-            most=min(most, max(_LEAST_ROWS, int(_GROWTH * self._tried) + _GROWTH_ROWS)),
-            least=_LEAST_ROWS,
+            most=min(most, max(self._least_rows, int(_GROWTH * self._tried) + _GROWTH_ROWS)),
+            least=self._least_rows,
             time_ns=self._slowdown * known_ns,
             row_ns=row / _ROWS,
             pair_ns=pair / _PAIRS,
@@ -172,8 +172,8 @@ class StepCost:
         if time_ns is None:
             return PrefillAllowance(most=most)
         if self._prefill.observed < _BELIEVED:
-            return PrefillAllowance(most=min(most, max(_LEAST_ROWS, self._prior_rows)))
+            return PrefillAllowance(most=min(most, max(self._least_rows, self._prior_rows)))
         base, row, pair = self._prefill.weights
         return PrefillAllowance(
-            most=most, least=_LEAST_ROWS, time_ns=time_ns - base, row_ns=row / _ROWS, pair_ns=pair / _PAIRS
+            most=most, least=self._least_rows, time_ns=time_ns - base, row_ns=row / _ROWS, pair_ns=pair / _PAIRS
         )

@@ -37,8 +37,10 @@ from outrider.target_worker.tree_checks import check_tree
 from outrider.target_worker.walk import emit
 
 _PREFILL_PART = 4
-# Before anything was measured: prefill rows that cost as much as a verification.
+# Before anything was measured: prefill rows that cost as much as a verification. And those that always go along: a GPU
+# has them for next to nothing.
 _CPU_PRIOR_ROWS, _GPU_PRIOR_ROWS = 32, 256
+_CPU_LEAST_ROWS, _GPU_LEAST_ROWS = 16, 32
 # After a verification its sessions' next trees are expected: for so many times as long as it took, within bounds,
 # prefill waits for them, to go beside them at a fraction of what it costs alone.
 _EXPECTED_STEPS, _LEAST_EXPECTED_NS, _MOST_EXPECTED_NS = 2.0, 3_000_000, 100_000_000
@@ -111,8 +113,12 @@ class Verifier:
         self._slots = runner.slots
         self._max_rows = max(max_step_tokens, max_prefill_tokens)
         self._max_prefill_rows = max_prefill_tokens
-        prior_rows = _CPU_PRIOR_ROWS if runner.config.device == "cpu" else _GPU_PRIOR_ROWS
-        self._cost = StepCost(slowdown=prefill_slowdown, prior_rows=prior_rows)
+        on_cpu = runner.config.device == "cpu"
+        self._cost = StepCost(
+            slowdown=prefill_slowdown,
+            prior_rows=_CPU_PRIOR_ROWS if on_cpu else _GPU_PRIOR_ROWS,
+            least_rows=_CPU_LEAST_ROWS if on_cpu else _GPU_LEAST_ROWS,
+        )
         self._kv = SessionKv(runner.slots, remembers=runner.config.enable_prefix_caching)
         self._planner = Planner(
             self._kv,
