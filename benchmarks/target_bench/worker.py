@@ -23,6 +23,8 @@ from outrider.target_worker.verifier import Verifier
 
 # Slots of a context are handed out in turns of so many, as sessions that decode side by side get them.
 _TURN = 16
+# Different trees' tokens, of which steps take one after the other.
+_DRAWS = 16
 # Each node hangs from one of the few before it, as in benchmarks/kernel_bench/forest.py.
 _REACH = 6
 
@@ -96,6 +98,9 @@ class SessionGroup:
         ]
         reach = np.maximum(0, np.arange(rows - 1) + 1 - _REACH)
         self._parents = [self._random.integers(reach, np.arange(1, rows)).tolist() for _ in keys]
+        # Drawn before: whoever drives a step thread must not take its interpreter for long.
+        self._tokens = [[self._draw(rows - 1) for _ in keys] for _ in range(_DRAWS)]
+        self._steps = 0
 
     @property
     def closes(self) -> list[tuple[SessionKey, int]]:
@@ -108,10 +113,12 @@ class SessionGroup:
         return list(self._lengths)
 
     def trees(self) -> list[TreeRequest]:
-        """The next step's: fresh tokens on the same trees."""
+        """The next step's: other tokens on the same trees."""
+        self._steps += 1
+        drawn = self._tokens[self._steps % _DRAWS]
         return [
-            TreeRequest(key=key, epoch=1, length=length, tokens=self._draw(len(parents)), parents=parents)
-            for (key, length), parents in zip(self._lengths.items(), self._parents, strict=True)
+            TreeRequest(key=key, epoch=1, length=length, tokens=tokens, parents=parents)
+            for (key, length), tokens, parents in zip(self._lengths.items(), drawn, self._parents, strict=True)
         ]
 
     def take(self, results: Sequence[TreeResult]) -> int:
