@@ -181,22 +181,20 @@ def _tree_bits(tree_mask_ptr, row, row_ok, offset, words):
 
 
 @gluon.jit
-def _masked(
-    scores, table_ptr, table_stride, tree_mask_ptr, row, row_ok, prefix_len, begin, last, tree_start, words, num_slots
-):  # fmt: skip
-    """The scores of a block of keys, -inf where the row does not see the key."""
+def _masked(scores, bits, strays, table_ptr, table_stride, prefix_len, begin, last, num_slots):
+    """The scores of a block of keys, -inf where the row does not see the key.
+
+    `bits` are the rows' tree masks from the block's first key on; slots are looked at only where there are `strays`.
+    """
     BLOCK_N: gl.constexpr = scores.shape[1]
+    gl.static_assert(BLOCK_N == 64)
     lane = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, scores.type.layout))
     index = begin + lane
-    slot = gl.load(table_ptr + index * table_stride, mask=index < last, other=-1)
-    bits = _tree_bits(tree_mask_ptr, row, row_ok, begin - tree_start, words)
+    slot = gl.load(table_ptr + index * table_stride, mask=(index < last) & (strays > 0), other=0)
     half = gl.where((lane & 32)[None, :] != 0, (bits >> 32).to(gl.uint32)[:, None], bits.to(gl.uint32)[:, None])
-    for more in gl.static_range(64, BLOCK_N, 64):
-        bits = _tree_bits(tree_mask_ptr, row, row_ok, begin + more - tree_start, words)
-        later = gl.where((lane & 32)[None, :] != 0, (bits >> 32).to(gl.uint32)[:, None], bits.to(gl.uint32)[:, None])
-        half = gl.where((lane >= more)[None, :], later, half)
     bit = (half >> (lane & 31)[None, :].to(gl.uint32)) & 1
-    sees = ((index[None, :] < prefix_len[:, None]) | (bit != 0)) & ((slot >= 0) & (slot < num_slots))[None, :]
+    there = (index < last) & (slot >= 0) & (slot < num_slots)
+    sees = ((index[None, :] < prefix_len[:, None]) | (bit != 0)) & there[None, :]
     return gl.where(sees, scores, float("-inf"))
 
 
@@ -235,11 +233,12 @@ def _consume(
     shared = first + gl.maximum(gl.minimum(least, last) - first, 0) // BLOCK_N * BLOCK_N
     # A slot out of range sends all blocks to the loop that looks at every slot.
     stray = gl.zeros([2048], gl.int32, layout=SCAN)
-    for begin in range(first, shared, 2048):
+    for begin in range(first, last, 2048):
         index = begin + gl.arange(0, 2048, layout=SCAN)
-        slot = gl.load(table_ptr + index * table_stride, mask=index < shared, other=0)
+        slot = gl.load(table_ptr + index * table_stride, mask=index < last, other=0)
         stray |= ((slot < 0) | (slot >= num_slots)).to(gl.int32)
-    if gl.max(stray, 0) > 0:
+    strays = gl.max(stray, 0)
+    if strays > 0:
         shared = first
     packed = packed_begin + MEMBER * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, SCORES))
     row = (row_begin + packed // GROUP).to(gl.int64)
@@ -253,13 +252,13 @@ def _consume(
     mbarrier.wait(query_ready, 0)
     if first < last:
         # One block ahead: while the weights of a block are worked out, its values' product of before still runs.
+        bits = _tree_bits(tree_mask_ptr, row, row_ok & (first >= shared), first - tree_start, words)
         mbarrier.wait(key_ready.index(0), 0)
         scores = warpgroup_mma(query, key_smem.index(0).permute((1, 0)), blank, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(key_free.index(0), count=1)
         if first >= shared:
-            scores = _masked(scores, table_ptr, table_stride, tree_mask_ptr, row, row_ok, prefix_len, first, last,
-                             tree_start, words, num_slots)  # fmt: skip
+            scores = _masked(scores, bits, strays, table_ptr, table_stride, prefix_len, first, last, num_slots)
         best, mass, rescale, weights = _soften(scores, score_scale, best, mass)
         left = gl.convert_layout(weights.to(query_smem.dtype), OPERAND)
         value_stage = 0
@@ -289,13 +288,13 @@ def _consume(
             mixed = mixed * gl.convert_layout(rescale, gl.SliceLayout(1, MIXED))[:, None]
             left = following
         for begin in range(gl.maximum(first + BLOCK_N, shared), last, BLOCK_N):
+            bits = _tree_bits(tree_mask_ptr, row, row_ok, begin - tree_start, words)
             scores = warpgroup_mma(query, key_smem.index(stage).permute((1, 0)), blank, use_acc=False, is_async=True)
             mbarrier.wait(value_ready.index(value_stage), value_phase)
             mixed = warpgroup_mma(left, value_smem.index(value_stage), mixed, is_async=True)
             scores = warpgroup_mma_wait(1, deps=[scores])
             mbarrier.arrive(key_free.index(stage), count=1)
-            scores = _masked(scores, table_ptr, table_stride, tree_mask_ptr, row, row_ok, prefix_len, begin, last,
-                             tree_start, words, num_slots)  # fmt: skip
+            scores = _masked(scores, bits, strays, table_ptr, table_stride, prefix_len, begin, last, num_slots)
             best, mass, rescale, weights = _soften(scores, score_scale, best, mass)
             following = gl.convert_layout(weights.to(query_smem.dtype), OPERAND)
             free_stage = value_stage
@@ -318,14 +317,14 @@ def _consume(
     mixed = mixed * gl.convert_layout(share, gl.SliceLayout(1, MIXED))[:, None]
     dim = gl.arange(0, DIM, layout=gl.SliceLayout(0, MIXED))
     place = MEMBER * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, MIXED))
+    packed_out = packed_begin + place
+    row_out = row_begin + packed_out // GROUP
     if HAS_PARTIAL and splits > 1:
         log_mass = gl.where(mass > 0, gl.log2(gl.where(mass > 0, mass, 1.0)) + best, float("-inf"))
         base = (unit.to(gl.int64) * HEADS_KV + head_kv) * (GROUPS * ROWS)
-        gl.store(log_mass_ptr + base + (packed - packed_begin), log_mass)
-        gl.store(partial_ptr + (base + place)[:, None] * DIM + dim[None, :], mixed)
+        gl.store(log_mass_ptr + base + (packed - packed_begin), log_mass, mask=row_ok)
+        gl.store(partial_ptr + (base + place)[:, None] * DIM + dim[None, :], mixed, mask=(row_out < row_end)[:, None])
     else:
-        packed_out = packed_begin + place
-        row_out = row_begin + packed_out // GROUP
         target = (row_out.to(gl.int64) * HEADS_KV + head_kv) * GROUP + packed_out % GROUP
         gl.store(
             out_ptr + target[:, None] * DIM + dim[None, :],

@@ -311,8 +311,9 @@ def attend_kernel(
     if HAS_PARTIAL and splits > 1:
         target = (unit.to(tl.int64) * HEADS_KV + head_kv) * BLOCK_M + tl.arange(0, BLOCK_M)
         log_mass = tl.where(mass > 0, tl.log2(tl.where(mass > 0, mass, 1.0)) + best, float("-inf"))
-        tl.store(log_mass_ptr + target, log_mass)
-        tl.store(partial_ptr + target[:, None] * HEAD_DIM + dim[None, :], mixed, mask=dim_ok[None, :])
+        tl.store(log_mass_ptr + target, log_mass, mask=row_ok)
+        kept = row_ok[:, None] & dim_ok[None, :]
+        tl.store(partial_ptr + target[:, None] * HEAD_DIM + dim[None, :], mixed, mask=kept)
     else:
         target = row * (HEADS_KV * GROUP) + head
         tl.store(
@@ -323,13 +324,13 @@ def attend_kernel(
 
 
 @jit
-def _part(partial_ptr, log_mass_ptr, source, stride, split, split_count, dim, HEAD_DIM: tl.constexpr):
-    """Log mass [R] and partial result [R, D] of a split; nothing where there is no such split."""
+def _part(partial_ptr, log_mass_ptr, source, stride, split, split_count, row_ok, dim, HEAD_DIM: tl.constexpr):
+    """Log mass [R] and partial result [R, D] of a split; nothing where there is no such split or row."""
     at = source + split * stride
-    here = split < split_count
-    log_mass = tl.load(log_mass_ptr + at, mask=(at >= 0) & here, other=float("-inf"))
+    here = row_ok & (split < split_count)
+    log_mass = tl.load(log_mass_ptr + at, mask=here, other=float("-inf"))
     place = at[:, None] * HEAD_DIM + dim[None, :]
-    return log_mass, tl.load(partial_ptr + place, mask=((dim < HEAD_DIM) & here)[None, :], other=0.0)
+    return log_mass, tl.load(partial_ptr + place, mask=here[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
 
 
 @jit
@@ -345,6 +346,7 @@ def merge_kernel(
     units_wanted,
     split_keys,
     units,
+    chunks,
     HEADS_KV: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -356,10 +358,10 @@ def merge_kernel(
 ):
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    # One program for BLOCK_R rows of a tile and key head.
-    chunk = tl.program_id(0) % (BLOCK_M // BLOCK_R)
-    head_kv = tl.program_id(0) // (BLOCK_M // BLOCK_R) % HEADS_KV
-    tile = tl.program_id(0) // (BLOCK_M // BLOCK_R) // HEADS_KV
+    # One program for BLOCK_R rows of a tile and key head; no tile has more than `chunks` times as many.
+    chunk = tl.program_id(0) % chunks
+    head_kv = tl.program_id(0) // chunks % HEADS_KV
+    tile = tl.program_id(0) // chunks // HEADS_KV
     begins, row_ends, _keys, tiles, splits, ends = _plan(
         query_start_ptr, key_len_ptr, sessions, rows, max_key_len, units_wanted, split_keys, GROUP, BLOCK_M, BLOCK_S
     )
@@ -387,19 +389,28 @@ def merge_kernel(
     best = tl.full([BLOCK_R], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_R], tl.float32)
     mixed = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
-    # Four splits at a time, all asked for before the first is used; as an online softmax, for no row needs another's.
-    for begin in range(0, split_count, 4):
-        mass_0, part_0 = _part(partial_ptr, log_mass_ptr, source, stride, begin, split_count, dim, HEAD_DIM)
-        mass_1, part_1 = _part(partial_ptr, log_mass_ptr, source, stride, begin + 1, split_count, dim, HEAD_DIM)
-        mass_2, part_2 = _part(partial_ptr, log_mass_ptr, source, stride, begin + 2, split_count, dim, HEAD_DIM)
-        mass_3, part_3 = _part(partial_ptr, log_mass_ptr, source, stride, begin + 3, split_count, dim, HEAD_DIM)
-        new_best = tl.maximum(best, tl.maximum(tl.maximum(mass_0, mass_1), tl.maximum(mass_2, mass_3)))
+    # Eight splits at a time, all asked for before the first is used; as an online softmax, for no row needs another's.
+    for begin in range(0, split_count, 8):
+        mass_0, part_0 = _part(partial_ptr, log_mass_ptr, source, stride, begin + 0, split_count, row_ok, dim, HEAD_DIM)
+        mass_1, part_1 = _part(partial_ptr, log_mass_ptr, source, stride, begin + 1, split_count, row_ok, dim, HEAD_DIM)
+        mass_2, part_2 = _part(partial_ptr, log_mass_ptr, source, stride, begin + 2, split_count, row_ok, dim, HEAD_DIM)
+        mass_3, part_3 = _part(partial_ptr, log_mass_ptr, source, stride, begin + 3, split_count, row_ok, dim, HEAD_DIM)
+        mass_4, part_4 = _part(partial_ptr, log_mass_ptr, source, stride, begin + 4, split_count, row_ok, dim, HEAD_DIM)
+        mass_5, part_5 = _part(partial_ptr, log_mass_ptr, source, stride, begin + 5, split_count, row_ok, dim, HEAD_DIM)
+        mass_6, part_6 = _part(partial_ptr, log_mass_ptr, source, stride, begin + 6, split_count, row_ok, dim, HEAD_DIM)
+        mass_7, part_7 = _part(partial_ptr, log_mass_ptr, source, stride, begin + 7, split_count, row_ok, dim, HEAD_DIM)
+        best_0 = tl.maximum(tl.maximum(mass_0, mass_1), tl.maximum(mass_2, mass_3))
+        best_1 = tl.maximum(tl.maximum(mass_4, mass_5), tl.maximum(mass_6, mass_7))
+        new_best = tl.maximum(best, tl.maximum(best_0, best_1))
         shift = tl.where(new_best == float("-inf"), 0.0, new_best)
         before, mass_0, mass_1 = tl.exp2(best - shift), tl.exp2(mass_0 - shift), tl.exp2(mass_1 - shift)
-        mass_2, mass_3 = tl.exp2(mass_2 - shift), tl.exp2(mass_3 - shift)
-        total = total * before + ((mass_0 + mass_1) + (mass_2 + mass_3))
+        mass_2, mass_3, mass_4 = tl.exp2(mass_2 - shift), tl.exp2(mass_3 - shift), tl.exp2(mass_4 - shift)
+        mass_5, mass_6, mass_7 = tl.exp2(mass_5 - shift), tl.exp2(mass_6 - shift), tl.exp2(mass_7 - shift)
+        total = total * before + (((mass_0 + mass_1) + (mass_2 + mass_3)) + ((mass_4 + mass_5) + (mass_6 + mass_7)))
         mixed = mixed * before[:, None] + part_0 * mass_0[:, None]
         mixed += part_1 * mass_1[:, None] + part_2 * mass_2[:, None] + part_3 * mass_3[:, None]
+        mixed += part_4 * mass_4[:, None] + part_5 * mass_5[:, None]
+        mixed += part_6 * mass_6[:, None] + part_7 * mass_7[:, None]
         best = new_best
     mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
     target = row.to(tl.int64) * (HEADS_KV * GROUP) + head_kv * GROUP + packed % GROUP

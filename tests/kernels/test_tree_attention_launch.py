@@ -140,11 +140,11 @@ def test_fixed_splits_are_whole_blocks() -> None:
     assert (grid.split_keys, grid.splits) == (128, 8)
 
 
-def _choose(monkeypatch: pytest.MonkeyPatch, *, nodes: int = 16, numbers: dict[str, Any] | None = None,
-            head_dim: int = 128, dtype: torch.dtype = torch.bfloat16, cache_dtype: torch.dtype | None = None,
+def _choose(monkeypatch: pytest.MonkeyPatch, *, nodes: int = 16, keys: int = 1000,
+            numbers: dict[str, Any] | None = None, head_dim: int = 128, dtype: torch.dtype = torch.bfloat16, cache_dtype: torch.dtype | None = None,
             stride: int | None = None, split_keys: int | None = None) -> Tiles:  # fmt: skip
     monkeypatch.setattr(module, "runs_specialised", lambda device: True)
-    batch = _batch([nodes], [1000], split_keys=split_keys)
+    batch = _batch([nodes], [keys], split_keys=split_keys)
     cache = torch.zeros(10, 8, stride or head_dim, dtype=cache_dtype or dtype)[..., :head_dim]
     query = torch.zeros(nodes, 32, head_dim, dtype=dtype)
     given = AttentionNumbers(scale=1.0, **(numbers or {}))
@@ -153,7 +153,8 @@ def _choose(monkeypatch: pytest.MonkeyPatch, *, nodes: int = 16, numbers: dict[s
 
 def test_the_specialised_kernel_gets_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _choose(monkeypatch).groups == 1
-    assert _choose(monkeypatch, nodes=17).groups == 2
+    assert [_choose(monkeypatch, nodes=nodes).groups for nodes in (17, 65, 80, 81)] == [1, 1, 1, 2]
+    assert [_choose(monkeypatch, nodes=65, keys=keys).groups for keys in (65536, 65537)] == [1, 2]
     assert _choose(monkeypatch, head_dim=64, dtype=torch.float16).groups == 1
     others: list[dict[str, Any]] = [
         {"numbers": {"softcap": 3.0}}, {"numbers": {"sliding_window": 3}}, {"head_dim": 96}, {"head_dim": 256},
