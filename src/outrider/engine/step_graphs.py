@@ -114,15 +114,17 @@ class StepGraphs:
 
         Two threads may compile the same kernel; one of the results is kept. What fails is left to `capture`.
         """
-        if not self._enabled:
+        if not self._enabled or not buckets:
             return
 
         def run(bucket: Bucket) -> None:
             with suppress(torch.OutOfMemoryError), torch.cuda.device(self._program.device):
                 self._program.run(bucket, self._nothing(bucket))
 
+        # What all buckets need is compiled once, before threads would do so each.
+        run(buckets[0])
         with ThreadPoolExecutor(_COMPILING_THREADS) as pool:
-            list(pool.map(run, buckets))
+            list(pool.map(run, buckets[1:]))
         torch.cuda.synchronize(self._program.device)
 
     def _nothing(self, bucket: Bucket) -> torch.Tensor:
