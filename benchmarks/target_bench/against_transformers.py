@@ -274,6 +274,8 @@ def run(arguments: argparse.Namespace, console: Console) -> list[Measurement]:
             target = widen("target", arguments.shapes[0], folder / "target")
             draft = widen("draft", arguments.shapes[1], folder / "draft")
         worker_args = ["--device", arguments.device, "--dtype", arguments.dtype, "--kv-bytes", str(arguments.kv_bytes)]
+        # One request at a time: fewer graphs to capture before it starts.
+        worker_args += ["--max-num-seqs", "4"]
         service = stack.enter_context(
             LocalService(
                 drafts=1,
