@@ -108,7 +108,7 @@ class ModelRunner:
     def commands(self) -> Mapping[str, Callable[[Any], object]]:
         """What rank 0 tells the other ranks to do."""
         assert self.steps is not None
-        return {"launch": self.steps.launch, "capture": self.steps.capture}
+        return {"launch": self.steps.launch, "compile": self.steps.compile, "capture": self.steps.capture}
 
     @property
     def vocab_size(self) -> int:

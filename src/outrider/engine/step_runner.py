@@ -189,6 +189,17 @@ class StepRunner:
         with self._ranks.guard(_CAPTURE_TIMEOUT_S):
             self._graphs.capture(bucket)
 
+    def compile(self, buckets: Sequence[Bucket]) -> None:
+        """Compiles what buckets need, several kernels at a time, on every rank by itself.
+
+        Raises:
+            WorkerUnavailable: another rank was lost.
+        """
+        self._ranks.lead("compile", list(buckets))
+        # Ranks run the same steps in the same order, and threads have none: here they do not wait for one another.
+        with self._ranks.guard(_CAPTURE_TIMEOUT_S), self._ranks.apart():
+            self._graphs.compile(buckets)
+
     def warm_up(self, buckets: Sequence[Bucket] | None = None, *, verifies: bool = True) -> None:
         """Compiles and captures what serving begins with, showing how far it is.
 
@@ -201,9 +212,7 @@ class StepRunner:
             return
         begin = time.perf_counter()
         logger.info("compiling and capturing %d CUDA graphs", len(wanted))
-        if self._ranks.world_size == 1:
-            # Ranks run the same steps in the same order, and threads have none.
-            self._graphs.compile(wanted)
+        self.compile(wanted)
         with _progress(len(wanted)) as advance:
             # From the largest on: what smaller ones need of memory is then there.
             for bucket in sorted(wanted, reverse=True):

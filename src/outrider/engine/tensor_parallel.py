@@ -78,6 +78,10 @@ class Ranks(Protocol):
         """Sends a command to all followers, which they run after the ones before; nothing on a follower."""
         ...
 
+    def apart(self) -> contextlib.AbstractContextManager[None]:
+        """Around what only compiles: see `Collectives.apart`."""
+        ...
+
     def guard(self, timeout_s: float = STEP_TIMEOUT_S) -> contextlib.AbstractContextManager[None]:
         """Around a wait for what all ranks do.
 
@@ -159,6 +163,10 @@ class Alone:
 
     def lead(self, name: str, payload: object = None) -> None:
         """Nobody follows."""
+
+    def apart(self) -> contextlib.AbstractContextManager[None]:
+        """There is nobody to wait for."""
+        return contextlib.nullcontext()
 
     def guard(self, timeout_s: float = STEP_TIMEOUT_S) -> contextlib.AbstractContextManager[None]:
         """Nobody can be lost."""
@@ -246,6 +254,10 @@ class Leader:
         """
         self._raise_if_failed()
         self._send((name, payload))
+
+    def apart(self) -> contextlib.AbstractContextManager[None]:
+        """Around what only compiles: see `Collectives.apart`."""
+        return contextlib.nullcontext() if self._collectives is None else self._collectives.apart()
 
     @contextlib.contextmanager
     def guard(self, timeout_s: float = STEP_TIMEOUT_S) -> Iterator[None]:
@@ -447,6 +459,10 @@ class Follower:
 
     def lead(self, name: str, payload: object = None) -> None:
         """Nothing: it is the leader who leads."""
+
+    def apart(self) -> contextlib.AbstractContextManager[None]:
+        """Around what only compiles: see `Collectives.apart`."""
+        return contextlib.nullcontext() if self._collectives is None else self._collectives.apart()
 
     def guard(self, timeout_s: float = STEP_TIMEOUT_S) -> contextlib.AbstractContextManager[None]:
         """Nothing: a follower ends with its leader, which watches all."""

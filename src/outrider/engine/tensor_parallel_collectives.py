@@ -8,6 +8,8 @@ Shapes: W ranks, P parts, T rows, N hidden, R rows of logits, v columns of a ran
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -54,6 +56,10 @@ class Collectives(Protocol):
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """[R, v] of this rank to [R, W v] of all, in their order, at rank 0."""
+        ...
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Within it sums and logits are zeros of the right shape and nobody is waited for: a run only compiles."""
         ...
 
     def abort(self) -> None:
@@ -135,7 +141,7 @@ class CudaCollectives:
     """
 
     def __init__(self, mailbox: Mailbox | None, *, fixed: bool = False) -> None:
-        self.mailbox, self._fixed = mailbox, fixed
+        self.mailbox, self._fixed, self._is_apart = mailbox, fixed, False
         self._world_size = dist.get_world_size()
         # A copy on a stream of its own: while kernels wait, nothing that needs the device to come to rest gets through.
         self._stream = torch.cuda.Stream()
@@ -143,6 +149,9 @@ class CudaCollectives:
 
     def all_reduce(self, addend: torch.Tensor) -> torch.Tensor:
         """[P, T, N] of this rank to [W, T, N] through mailboxes, [1, T, N] through NCCL."""
+        if self._is_apart:
+            in_letters = self.mailbox is not None and (self._fixed or self.mailbox.takes_letter(addend))
+            return addend.new_zeros(self._world_size if in_letters else 1, *addend.shape[1:])
         if self.mailbox is not None and self.mailbox.takes_letter(addend):
             return exchange_parts(addend, self.mailbox)
         if self.mailbox is not None and self._fixed:
@@ -158,9 +167,20 @@ class CudaCollectives:
         """[R, v] of this rank to [R, W v] of all, in their order, at rank 0."""
         rows, columns = logits.shape
         width = columns * self._world_size
+        if self._is_apart:
+            return logits.new_zeros(rows, width)
         if self.mailbox is not None and self.mailbox.takes_columns(rows, width, logits.dtype):
             return gather_columns(logits.contiguous(), self.mailbox)
         return _gathered(logits)
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Within it sums and logits are zeros of the right shape and nobody is waited for: a run only compiles."""
+        self._is_apart = True
+        try:
+            yield
+        finally:
+            self._is_apart = False
 
     def abort(self) -> None:
         """Sets the word that waiting kernels look at, and ends NCCL's communicator."""
@@ -188,6 +208,10 @@ class GlooCollectives:
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """[R, v] of this rank to [R, W v] of all, in their order."""
         return _gathered(logits)
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Nothing: on a CPU nothing is compiled."""
+        return nullcontext()
 
     def abort(self) -> None:
         """Nothing: gloo itself notices a rank that is gone."""

@@ -218,6 +218,7 @@ def test_two_gpus_choose_what_one_chooses_until_one_is_lost(tmp_path: Path) -> N
             )
         )
         assert runner.steps is not None
+        runner.steps.compile(runner.steps._ladder.first_set(verifies=True)[:2])
         # Without graphs, then with them.
         for _ in range(2):
             tokens, logits = _greedy(runner, runner.slots.acquire_row(), 40)
