@@ -1,3 +1,6 @@
+# compile-time parameters of kernels are upper case
+# ruff: noqa: N803
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -6,6 +9,7 @@ import pytest
 import torch
 
 from outrider.kernels import backend, early_launch
+from outrider.kernels.backend import jit, tl, triton
 from outrider.kernels.early_launch import early_options
 from outrider.kernels.gated_activation import gated_activation
 from outrider.kernels.residual_norm import residual_norm
@@ -26,77 +30,91 @@ def test_kernels_of_a_cpu_are_launched_in_order() -> None:
     assert early_options(torch.device("cpu")) == {"EARLY": False}
 
 
-_LAYERS, _ROWS, _HEADS, _HEADS_KV, _DIM = 6, 16, 8, 2, 64
+@jit
+def _slow_copy_kernel(
+    out_ptr,  # [size] 16-bit numbers
+    in_ptr,  # [size]
+    size,
+    SPINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Lets the next launch begin at once, and then takes its time."""
+    tl.extra.cuda.gdc_launch_dependents()
+    tl.extra.cuda.gdc_wait()
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(in_ptr + at, mask=at < size, other=0)
+    for _ in range(SPINS):
+        # Each load waits for the one before, whose value says whether there is one.
+        value = tl.load(in_ptr + at, mask=(at < size) & (value < 1e30), other=0, volatile=True)
+    tl.store(out_ptr + at, value, mask=at < size)
 
 
-def _step_tensors() -> dict[str, torch.Tensor]:
-    device, columns = torch.device("cuda"), (_HEADS + 2 * _HEADS_KV) * _DIM
-    angles = torch.rand(4000, _DIM // 2, device=device)
-    caches = torch.randn(2, _LAYERS, 5000, _HEADS_KV, _DIM, device=device, dtype=torch.bfloat16)
-    return {
-        "hidden": torch.randn(_ROWS, _HEADS * _DIM, device=device, dtype=torch.bfloat16),
-        "w_qkv": torch.randn(_HEADS * _DIM // 2, columns, device=device, dtype=torch.bfloat16) / 8,
-        "addend": torch.randn(_ROWS, columns, device=device, dtype=torch.bfloat16),
-        "cos_sin": torch.stack([angles.cos(), angles.sin()], 1),
-        "positions": torch.arange(3000, 3000 + _ROWS, device=device, dtype=torch.int32),
-        "write_slots": torch.arange(100, 100 + _ROWS, device=device),
-        "key_caches": caches[0],
-        "value_caches": caches[1],
-    }
+def _slowly(source: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """`source`, copied to `out` some 30 us after the launch that follows may have begun."""
+    blocks = triton.cdiv(source.numel(), 1024)
+    _slow_copy_kernel[(blocks,)](out, source, source.numel(), SPINS=50, BLOCK=1024, num_warps=4, launch_pdl=True)
+    return out
 
 
-def _step(
-    tensors: dict[str, torch.Tensor], batch: TreeAttentionBatch, window: int, between: Callable[[], object]
-) -> torch.Tensor:
-    """Layers of a decoder with one product of torch each; `between` is called after every launch."""
-    hidden, weight = tensors["hidden"].clone(), torch.ones_like(tensors["hidden"][0])
-    rows = gated_activation(hidden, activation="silu")
-    for layer in range(_LAYERS):
-        qkv = torch.stack([rows @ tensors["w_qkv"], tensors["addend"]])
-        between()
-        key_cache, value_cache = tensors["key_caches"][layer], tensors["value_caches"][layer]
-        where = tensors["cos_sin"], tensors["positions"], tensors["write_slots"]
-        query = rotary_store(qkv, *where, key_cache, value_cache, heads=_HEADS)
-        between()
-        mixed = tree_attention(query, key_cache, value_cache, batch, scale=_DIM**-0.5, sliding_window=window)
-        between()
-        normed = residual_norm(hidden, mixed.view(1, _ROWS, -1), weight, eps=1e-5)
-        between()
-        rows = gated_activation(normed, activation="silu")
-        between()
-    return rows
+_ROWS, _HEADS, _HEADS_KV, _DIM, _KEYS = 16, 8, 2, 64, 900
+_COLUMNS = (_HEADS + 2 * _HEADS_KV) * _DIM
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(backend.INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("window", [0, 700])
-def test_a_step_without_waits_between_has_the_same_bits(window: int) -> None:
-    tensors, device = _step_tensors(), torch.device("cuda")
-    keys = 900 + _ROWS
-    slots = torch.randperm(4000, device=device, dtype=torch.int32)[:keys] + 1000
-    slots[900:] = tensors["write_slots"].int()
-    slot_positions = torch.arange(-1000, 4000, device=device, dtype=torch.int32)
-    slot_positions[tensors["write_slots"]] = tensors["positions"]
-    batch = TreeAttentionBatch(
-        slot_table=slots[None].clone(),
+def _batch() -> TreeAttentionBatch:
+    device, keys = torch.device("cuda"), _KEYS + _ROWS
+    return TreeAttentionBatch(
+        slot_table=torch.randperm(1000, device=device, dtype=torch.int32)[None, :keys].clone(),
         query_start=torch.tensor([0, _ROWS], dtype=torch.int32, device=device),
-        tree_start=torch.tensor([900], dtype=torch.int32, device=device),
-        prefix_len=torch.full((_ROWS,), 900, dtype=torch.int32, device=device),
+        tree_start=torch.tensor([_KEYS], dtype=torch.int32, device=device),
+        prefix_len=torch.full((_ROWS,), _KEYS, dtype=torch.int32, device=device),
         key_len=torch.tensor([keys], dtype=torch.int32, device=device),
         tree_mask=torch.tensor([[(2 << row) - 1] for row in range(_ROWS)], device=device),
         max_query_len=_ROWS,
         max_key_len=keys,
-        positions=tensors["positions"],
-        slot_positions=slot_positions,
+        positions=torch.arange(_KEYS, keys, device=device, dtype=torch.int32),
+        slot_positions=torch.arange(1000, device=device, dtype=torch.int32),
     )
-    expected = _step(tensors, batch, window, torch.cuda.synchronize)
-    for cache in ("key_caches", "value_caches"):
-        tensors[cache][:, 100 : 100 + _ROWS] = 9.0
+
+
+def _operators() -> dict[str, tuple[torch.Tensor, Callable[[torch.Tensor], object]]]:
+    """What each reads from the launch before it, and the operator as a function of that."""
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    batch, weight = _batch(), torch.ones(_COLUMNS, device=device, dtype=dtype)
+    caches = torch.randn(2, 1000, _HEADS_KV, _DIM, device=device, dtype=dtype)
+    table = torch.randn(1000, 2, _DIM // 2, device=device)
+    slots = batch.slot_table[0, _KEYS:].long()
+    rows = torch.randn(_ROWS, _COLUMNS, device=device, dtype=dtype)
+    query = torch.randn(_ROWS, _HEADS, _DIM, device=device, dtype=dtype)
+
+    def store(qkv: torch.Tensor) -> object:
+        assert batch.positions is not None
+        query = rotary_store(qkv[None], table, batch.positions, slots, caches[0], caches[1], heads=_HEADS)
+        return query, caches.clone()
+
+    def attend(window: int) -> Callable[[torch.Tensor], object]:
+        return lambda query: tree_attention(query, caches[0], caches[1], batch, scale=0.1, sliding_window=window)
+
+    return {
+        "rotary_store": (rows, store),
+        "gated_activation": (rows, lambda gate_up: gated_activation(gate_up, activation="silu")),
+        "tree_attention": (query, attend(0)),
+        "tree_attention, window": (query, attend(700)),
+        "residual_norm": (rows, lambda hidden: residual_norm(hidden, None, weight, eps=1e-5)),
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(backend.INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", ["rotary_store", "gated_activation", "tree_attention", "tree_attention, window",
+                                  "residual_norm"])  # fmt: skip
+def test_a_launch_waits_for_a_slow_one_before_it(name: str) -> None:
+    source, operator = _operators()[name]
+    expected = operator(source)
+    arrived = _slowly(source, torch.empty_like(source))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        replayed = _step(tensors, batch, window, lambda: None)
-    for _ in range(20):
-        for cache in ("key_caches", "value_caches"):
-            tensors[cache][:, 100 : 100 + _ROWS] = 9.0
+        got = operator(_slowly(source, arrived))
+    for _ in range(3):
+        arrived.fill_(float("nan"))
         graph.replay()
-        assert torch.equal(replayed, expected)
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)

@@ -141,8 +141,9 @@ def test_fixed_splits_are_whole_blocks() -> None:
 
 
 def _choose(monkeypatch: pytest.MonkeyPatch, *, nodes: int = 16, keys: int = 1000,
-            numbers: dict[str, Any] | None = None, head_dim: int = 128, dtype: torch.dtype = torch.bfloat16, cache_dtype: torch.dtype | None = None,
-            stride: int | None = None, split_keys: int | None = None) -> Tiles:  # fmt: skip
+            numbers: dict[str, Any] | None = None, head_dim: int = 128, dtype: torch.dtype = torch.bfloat16,
+            cache_dtype: torch.dtype | None = None, stride: int | None = None,
+            split_keys: int | None = None) -> Tiles:  # fmt: skip
     monkeypatch.setattr(module, "runs_specialised", lambda device: True)
     batch = _batch([nodes], [keys], split_keys=split_keys)
     cache = torch.zeros(10, 8, stride or head_dim, dtype=cache_dtype or dtype)[..., :head_dim]
