@@ -1,10 +1,31 @@
-"""What a tree must be to be verified, beside the session's state: a fault here is the sender's."""
+"""What a tree must be to be verified: a fault here is the sender's."""
 
 from __future__ import annotations
 
 from outrider.draft_distribution import WEIGHT_SUM
 from outrider.sampling import VerificationRule
-from outrider.target_worker.sessions import Code, SessionFault, TreeRequest
+from outrider.target_worker.sessions import Code, Session, SessionFault, TreeRequest
+
+
+def check_length(tree: TreeRequest, session: Session, *, num_slots: int) -> None:
+    """Checks that the tree grows from tokens that the session has, and that there is room for one more.
+
+    Raises:
+        SessionFault: FAILED_PRECONDITION where tokens are missing here, else INVALID_ARGUMENT.
+    """
+    given = f"length {tree.length} given"
+    if tree.length > len(session.tokens):
+        held = len(session.tokens)
+        raise SessionFault(Code.FAILED_PRECONDITION, f"{given}, {held} tokens are here: open the session again")
+    if tree.length < session.prompt_len:
+        raise _fault(f"{given}, the prompt alone has {session.prompt_len} tokens")
+    if tree.length >= session.limit:
+        raise _fault(f"{given}, the session ends at {session.limit}")
+    if tree.length > num_slots:
+        raise _fault(
+            f"{given}, the KV cache holds {num_slots} tokens: "
+            "raise num_slots, kv_bytes or kv_cache_memory_fraction of the target worker"
+        )
 
 
 def check_tree(tree: TreeRequest, rule: VerificationRule, vocab_size: int) -> None:

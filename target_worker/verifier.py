@@ -19,6 +19,7 @@ from outrider.target_worker.forward_step import ForwardStep, Verdict, start_forw
 from outrider.target_worker.logits import token_logprobs
 from outrider.target_worker.open_checks import check_open
 from outrider.target_worker.planning import Planner, Work, step_shape
+from outrider.target_worker.prefill_pace import PrefillPace
 from outrider.target_worker.session_kv import SessionKv
 from outrider.target_worker.sessions import (
     DEFERRED,
@@ -32,20 +33,10 @@ from outrider.target_worker.sessions import (
     TreeRequest,
     TreeResult,
 )
-from outrider.target_worker.step_cost import StepCost
-from outrider.target_worker.tree_checks import check_tree
+from outrider.target_worker.tree_checks import check_length, check_tree
 from outrider.target_worker.walk import emit
 
 _PREFILL_PART = 4
-# Before anything was measured: prefill rows that cost as much as a verification. And those that always go along: a GPU
-# has them for next to nothing.
-_CPU_PRIOR_ROWS, _GPU_PRIOR_ROWS = 32, 256
-_CPU_LEAST_ROWS, _GPU_LEAST_ROWS = 16, 32
-# After a verification its sessions' next trees are expected: for so many times as long as it took, within bounds,
-# prefill waits for them, to go beside them at a fraction of what it costs alone.
-_EXPECTED_STEPS, _LEAST_EXPECTED_NS, _MOST_EXPECTED_NS = 2.0, 3_000_000, 100_000_000
-# Sessions that were verified so lately may come back: a step of prefill alone takes no more than so many of theirs.
-_RUNNING_NS, _CHUNK_STEPS = 1_000_000_000, 2.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -113,23 +104,17 @@ class Verifier:
         self._slots = runner.slots
         self._max_rows = max(max_step_tokens, max_prefill_tokens)
         self._max_prefill_rows = max_prefill_tokens
-        on_cpu = runner.config.device == "cpu"
-        self._cost = StepCost(
-            slowdown=prefill_slowdown,
-            prior_rows=_CPU_PRIOR_ROWS if on_cpu else _GPU_PRIOR_ROWS,
-            least_rows=_CPU_LEAST_ROWS if on_cpu else _GPU_LEAST_ROWS,
-        )
+        self._pace = PrefillPace(slowdown=prefill_slowdown, on_cpu=runner.config.device == "cpu")
         self._kv = SessionKv(runner.slots, remembers=runner.config.enable_prefix_caching)
         self._planner = Planner(
             self._kv,
-            self._cost,
+            self._pace.cost,
             max_tree_nodes=runner.config.max_tree_nodes,
             fills_graphs=runner.steps is not None,
         )
         self._sessions: dict[SessionKey, Session] = {}
         self._opens = 0
         self._finish_ns = 0
-        self._verified_ns = self._verification_ns = 0
         self.steps = 0
 
     @property
@@ -170,11 +155,8 @@ class Verifier:
     @property
     def prefill_due_s(self) -> float:
         """How long prefill should wait for a batch beside which it is cheap; 0.0 when none is expected."""
-        expected_ns = _EXPECTED_STEPS * self._verification_ns
-        expected_ns = min(max(expected_ns, _LEAST_EXPECTED_NS), _MOST_EXPECTED_NS)
-        if not self._verified_ns or not any(self._may_verify(session) for session in self._sessions.values()):
-            return 0.0
-        return max(0.0, self._verified_ns + expected_ns - time.perf_counter_ns()) / 1e9
+        expected = any(session.in_flight or self._kv.pending(session) == 0 for session in self._sessions.values())
+        return self._pace.due_s() if expected else 0.0
 
     def is_in_flight(self, key: SessionKey) -> bool:
         """Whether a step of the session has begun and is not finished."""
@@ -255,9 +237,7 @@ class Verifier:
         It takes fewer rows than a step may, and little longer than a verification where sessions are running, so that a
         batch that arrives meanwhile does not wait for long.
         """
-        running = self._verified_ns and time.perf_counter_ns() - self._verified_ns < _RUNNING_NS
-        chunk_ns = _CHUNK_STEPS * self._verification_ns if running else None
-        return self._begin([], self._max_prefill_rows, chunk_ns)
+        return self._begin([], self._max_prefill_rows, self._pace.chunk_ns())
 
     def prefill(self) -> int:
         """One forward of pending prefill alone; the rows it computed."""
@@ -282,7 +262,7 @@ class Verifier:
         self.steps += 1
         begin_ns, self._finish_ns = max(pending.begin_ns, self._finish_ns), time.perf_counter_ns()
         step_ns = self._finish_ns - begin_ns
-        self._learn(pending.works, step_ns)
+        self._pace.note(step_shape(pending.works), step_ns)
         return StepResult(
             results=results,
             step_ns=step_ns,
@@ -325,17 +305,6 @@ class Verifier:
         if session.closing:
             self.close(session.key, session.epoch)
 
-    def _learn(self, works: Sequence[Work], step_ns: int) -> None:
-        shape = step_shape(works)
-        self._cost.observe(shape, step_ns)
-        if shape.verify_rows:
-            self._verified_ns = self._finish_ns
-            known_ns = self._cost.verification_ns(shape.verify_rows, shape.keys)
-            self._verification_ns = step_ns if known_ns is None else int(known_ns)
-
-    def _may_verify(self, session: Session) -> bool:
-        return session.in_flight or self._kv.pending(session) == 0
-
     def _acquire_row(self) -> int:
         try:
             return self._slots.acquire_row()
@@ -350,25 +319,7 @@ class Verifier:
             raise SessionFault(Code.FAILED_PRECONDITION, f"epoch {tree.epoch} is over: {session.epoch} is open")
         if repeated:
             raise SessionFault(Code.INVALID_ARGUMENT, "the session stands in the batch more than once")
-        if tree.length > len(session.tokens):
-            raise SessionFault(
-                Code.FAILED_PRECONDITION,
-                f"length {tree.length} given, {len(session.tokens)} tokens are here: open the session again",
-            )
-        if tree.length < session.prompt_len:
-            raise SessionFault(
-                Code.INVALID_ARGUMENT, f"length {tree.length} given, the prompt alone has {session.prompt_len} tokens"
-            )
-        if tree.length >= session.limit:
-            raise SessionFault(
-                Code.INVALID_ARGUMENT, f"length {tree.length} given, the session ends at {session.limit}"
-            )
-        if tree.length > self._slots.num_slots:
-            raise SessionFault(
-                Code.INVALID_ARGUMENT,
-                f"{tree.length} tokens, the KV cache holds {self._slots.num_slots}: "
-                "raise num_slots, kv_bytes or kv_cache_memory_fraction of the target worker",
-            )
+        check_length(tree, session, num_slots=self._slots.num_slots)
         check_tree(tree, session.sampling.rule, self._runner.vocab_size)
         if tree.length < len(session.tokens):
             self._kv.cut(session, tree.length - 1)

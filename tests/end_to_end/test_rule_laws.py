@@ -4,6 +4,7 @@ Everything is the product's own but the models, which are tables: growth, mirror
 wrong on purpose, lag behind commits, change in mid-request, and results get lost.
 """
 
+import contextlib
 import itertools
 import random
 from collections import Counter
@@ -49,6 +50,7 @@ class TableRunner:
         self.info = SimpleNamespace(max_model_len=16, vocab_size=VOCABULARY)
         self.config = SimpleNamespace(max_tree_nodes=16, device="cpu", enable_prefix_caching=False)
         self.steps = None
+        self.ranks = SimpleNamespace(guard=contextlib.nullcontext)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         rows = torch.as_tensor(batch.logit_rows)
