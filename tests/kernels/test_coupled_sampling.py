@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -349,6 +350,29 @@ def _set_sizes(monkeypatch: pytest.MonkeyPatch, **sizes: int) -> None:
 def test_triton_outcome_does_not_depend_on_lists(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     _set_sizes(monkeypatch, _LIST=64, _FEW=32, _TILE=64, _SAMPLE=256)
     _check_triton(_every_route(240), triton_device, 3)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
+def test_triton_odd_logits_end_within_the_vocabulary(
+    triton_device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of NaN, with NaN, infinities and the largest numbers, under every filter: a token of the row, or none."""
+    _set_sizes(monkeypatch, _LIST=64, _FEW=16, _TILE=32, _SAMPLE=64)
+    odd = torch.randn(5, 90)
+    odd[0], odd[1, ::7], odd[2, 3], odd[3, 9], odd[4, :2] = math.nan, math.nan, math.inf, 3e38, -3e38
+    columns = _columns(
+        odd.repeat_interleave(4, dim=0),
+        temperature=torch.tensor([1.0, 1.0, 1.0, 0.0]).repeat(5),
+        top_k=torch.tensor([0, 40, 0, 0]).repeat(5),
+        top_p=torch.tensor([1.0, 0.9, 0.5, 1.0]).repeat(5),
+    )
+    moved = {name: column.to(triton_device) for name, column in columns.items()}
+    with np.errstate(all="ignore"):
+        chosen = coupled_choice(**moved).cpu()
+        tokens = coupled_topk(**moved, k=2)[0].cpu()
+    assert ((chosen >= 0) & (chosen < 90)).all()
+    assert ((tokens >= -1) & (tokens < 90)).all()
+    assert (chosen[8:12] == 3).all()
 
 
 def test_triton_flat_rows_list_their_edge(triton_device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
