@@ -5,7 +5,7 @@
     gated_linear(rows, weight) = act(rows gate^T) * (rows up^T), weight = gate's rows, then up's
 
 With few rows such a product takes as long as its weight takes to be read. The weight is the tall side of the matrix
-units, the rows, padded to 8, 16, 32 or 64, the narrow one; K is split where columns alone would not fill the device,
+units, the rows, in blocks of 8 to 64, the narrow one; K is split where columns alone would not fill the device,
 and the partial sums are left to whoever reads them, so that no kernel stands between. Many rows are torch's.
 
 Launches may overlap: a product asks for its first weights while the kernel before it still runs (see
@@ -33,12 +33,10 @@ __all__ = ["gated_linear", "gated_linear_reference", "linear", "linear_parts", "
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 # Up to this many rows our kernels are the faster ones on an H200; beyond, torch's (cuBLAS).
-MOST_ROWS = 64
+MOST_ROWS = 72
 
 
-def linear_parts(
-    rows: torch.Tensor, weight: torch.Tensor, *, fixed: bool = False, following: torch.Tensor | None = None
-) -> torch.Tensor:
+def linear_parts(rows: torch.Tensor, weight: torch.Tensor, *, fixed: bool = False) -> torch.Tensor:
     """Partial sums of `rows weight^T`; the product is their sum, added in their order.
 
     Args:
@@ -46,8 +44,6 @@ def linear_parts(
         weight: [N, K], of the same dtype.
         fixed: one configuration of tiles and one order of the sum over K for any T: the bits of a row depend on that
             row and the weight alone. Slower for many rows.
-        following: [N', K'], the weight of a `linear_parts` soon after. A part of it is brought into the cache once all
-            of this one's weight was asked for, under the kernels that stand between the two. Changes no result.
 
     Returns:
         [P, T, N]: float32 where P > 1, and otherwise of the rows' dtype.
@@ -58,7 +54,7 @@ def linear_parts(
     _check_arguments(rows, weight)
     if not uses_triton(rows):
         return linear_reference(rows, weight)[None]
-    call = ProductCall(rows=rows, weight=weight, fixed=fixed, may_split=not fixed, following=_as_cached(following))
+    call = ProductCall(rows=rows, weight=weight, fixed=fixed, may_split=not fixed)
     return launch(call) if _is_ours(call) else torch.nn.functional.linear(rows, weight)[None]
 
 
@@ -105,14 +101,6 @@ def _is_ours(call: ProductCall) -> bool:
     if call.fixed or not call.rows.is_cuda:
         return True
     return call.rows.shape[0] <= MOST_ROWS and can_stream(call)
-
-
-def _as_cached(following: torch.Tensor | None) -> torch.Tensor | None:
-    """`following`, or None where its bytes cannot be asked for as the kernel does: 16 at a time, row after row."""
-    if following is None or following.dim() != 2 or not following.is_contiguous():
-        return None
-    aligned = following.shape[1] % 8 == 0 and following.data_ptr() % 16 == 0
-    return following if following.is_cuda and following.element_size() == 2 and aligned else None
 
 
 def _check_arguments(rows: torch.Tensor, weight: torch.Tensor) -> None:

@@ -1,16 +1,17 @@
 """Triton side of `outrider.kernels.skinny_linear` for Hopper, in Gluon: weights stream through a ring in shared memory.
 
 One warp asks for blocks of the weight and of the rows (tensor memory accelerator), as far ahead as the ring holds; the
-others multiply them on the matrix units (wgmma), the weight's rows as the tall side and the rows of the batch, padded
-to BLOCK_T, as the narrow one. Barriers in shared memory say which blocks are filled and which are free, so that a
+others multiply them on the matrix units (wgmma), the weight's rows as the tall side and the rows of the batch as the
+narrow one, in one block of BLOCK_T and one of MORE: both are powers of two, and rows that are not there are slow to
+fill with zeros. Barriers in shared memory say which blocks are filled and which are free, so that a
 unit's last product and its stores run under the first copies of the next unit.
 
 The first ring of weights is asked for before the wait for the kernel before this one (programmatic dependent launch):
 weights do not hang on it. As a program takes less than half of a multiprocessor's shared memory, the next product's
 first ring fills while this one still runs, and the memory never falls idle between two products.
 
-A unit is BLOCK_N columns of the result (of both halves, where gated) for BLOCK_T rows over one of `splits` ranges of K.
-Where K or N is no multiple of a block, the copies fill up with zeros.
+A unit is BLOCK_N columns of the result (of both halves, where gated) for BLOCK_T + MORE rows over one of `splits`
+ranges of K. Where K or N is no multiple of a block, the copies fill up with zeros.
 """
 
 # compile-time values are upper case, pointers and strides positional; a kernel is one function
@@ -71,41 +72,27 @@ def _place(unit, inner, chunks, splits, BLOCK_K: gl.constexpr):
 
 
 @gluon.jit
-def _prefetch(place, size, wanted):
-    """Ask for `size` bytes at every wanted address, into the L2 cache only."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }",
-        "=r,l,r,r",
-        [place.to(gl.int64), size, wanted.to(gl.int32)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _prefetch_following(following_ptr, rows, inner, splits, size, BLOCK_K: gl.constexpr):
-    """This program's share of the first `size` numbers of every range of K of every row of the following weight."""
-    lane = gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    blocks = (inner + BLOCK_K - 1) // BLOCK_K
-    for begin in range(gl.program_id(0) * 32, rows * splits, gl.num_programs(0) * 32):
-        piece = begin + lane
-        place = following_ptr + (piece // splits).to(gl.int64) * inner + piece % splits * blocks // splits * BLOCK_K
-        _prefetch(place, 2 * size + 0 * lane, piece < rows * splits)
+def _copy_rows(rows_desc, more_desc, chunk, place, ready, rows_smem, more_smem, MORE: gl.constexpr):
+    """Ask for a block of a chunk's rows: of its BLOCK_T first, and of the MORE after them."""
+    BLOCK_T: gl.constexpr = rows_smem.shape[0]
+    row = chunk * (BLOCK_T + MORE)
+    tma.async_copy_global_to_shared(rows_desc, [row, place], ready, rows_smem)
+    if MORE:
+        tma.async_copy_global_to_shared(more_desc, [row + BLOCK_T, place], ready, more_smem)
 
 
 @gluon.jit
 def _load(
-    rows_desc, weight_desc, chunk, tile, first, last, columns, stage, phase,
-    weight_smem, up_smem, rows_smem, ready, free,
-    GATED: gl.constexpr,
+    rows_desc, more_desc, weight_desc, chunk, tile, first, last, columns, stage, phase,
+    weight_smem, up_smem, rows_smem, more_smem, ready, free,
+    GATED: gl.constexpr, MORE: gl.constexpr,
 ):  # fmt: skip
     """Ask for blocks [first, last) of a unit, each as soon as its place in the ring is free; the ring's next place."""
     STAGES: gl.constexpr = weight_smem.shape[0]
     BLOCK_N: gl.constexpr = weight_smem.shape[1]
     BLOCK_K: gl.constexpr = weight_smem.shape[2]
     BLOCK_T: gl.constexpr = rows_smem.shape[1]
-    BYTES: gl.constexpr = 2 * BLOCK_K * (BLOCK_N * (2 if GATED else 1) + BLOCK_T)
+    BYTES: gl.constexpr = 2 * BLOCK_K * (BLOCK_N * (2 if GATED else 1) + BLOCK_T + MORE)
     for block in range(first, last):
         mbarrier.wait(free.index(stage), phase ^ 1)
         mbarrier.expect(ready.index(stage), BYTES)
@@ -117,7 +104,9 @@ def _load(
             tma.async_copy_global_to_shared(
                 weight_desc, [columns + tile * BLOCK_N, place], ready.index(stage), up_smem.index(stage)
             )
-        tma.async_copy_global_to_shared(rows_desc, [chunk * BLOCK_T, place], ready.index(stage), rows_smem.index(stage))
+        _copy_rows(
+            rows_desc, more_desc, chunk, place, ready.index(stage), rows_smem.index(stage), more_smem.index(stage), MORE
+        )  # fmt: skip
         stage += 1
         if stage == STAGES:
             stage = 0
@@ -127,16 +116,15 @@ def _load(
 
 @gluon.jit
 def _produce(
-    rows_desc, weight_desc, weight_ptr, following_ptr, columns, inner, weight_stride, chunks, splits, units, prefetch,
-    following_rows, following_inner, following_splits, following_size,
-    weight_smem, up_smem, rows_smem, ready, free,
-    GATED: gl.constexpr, FOLLOWING: gl.constexpr,
+    rows_desc, more_desc, weight_desc, columns, inner, chunks, splits, units,
+    weight_smem, up_smem, rows_smem, more_smem, ready, free,
+    GATED: gl.constexpr, MORE: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = weight_smem.shape[0]
     BLOCK_N: gl.constexpr = weight_smem.shape[1]
     BLOCK_K: gl.constexpr = weight_smem.shape[2]
     BLOCK_T: gl.constexpr = rows_smem.shape[1]
-    BYTES: gl.constexpr = 2 * BLOCK_K * (BLOCK_N * (2 if GATED else 1) + BLOCK_T)
+    BYTES: gl.constexpr = 2 * BLOCK_K * (BLOCK_N * (2 if GATED else 1) + BLOCK_T + MORE)
     first = gl.program_id(0)
     _split, chunk, tile, begin, end = _place(first, inner, chunks, splits, BLOCK_K)
     ahead = gl.minimum(end - begin, STAGES)
@@ -150,34 +138,26 @@ def _produce(
             tma.async_copy_global_to_shared(
                 weight_desc, [columns + tile * BLOCK_N, place], ready.index(stage), up_smem.index(stage)
             )
-    if prefetch > 0:
-        row = tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.BlockedLayout([1], [32], [1], [0]))
-        place = (begin + ahead) * BLOCK_K
-        size = 2 * (gl.minimum(gl.minimum(end, begin + ahead + prefetch) * BLOCK_K, inner) - place) + 0 * row
-        start = weight_ptr + row.to(gl.int64) * weight_stride + place
-        _prefetch(start, size, (row < columns) & (size > 0))
-        if GATED:
-            _prefetch(start + columns.to(gl.int64) * weight_stride, size, (row < columns) & (size > 0))
     gdc_wait()
     for stage in range(0, ahead):
         place = (begin + stage) * BLOCK_K
-        tma.async_copy_global_to_shared(rows_desc, [chunk * BLOCK_T, place], ready.index(stage), rows_smem.index(stage))
+        _copy_rows(
+            rows_desc, more_desc, chunk, place, ready.index(stage), rows_smem.index(stage), more_smem.index(stage), MORE
+        )  # fmt: skip
     stage = ahead % STAGES
     phase = ahead // STAGES
     # The first unit stands by itself: with one loop over all units that starts its first round at `begin + ahead`,
     # Triton 3.6 to 3.7.1 start every round there.
     stage, phase = _load(
-        rows_desc, weight_desc, chunk, tile, begin + ahead, end, columns, stage, phase,
-        weight_smem, up_smem, rows_smem, ready, free, GATED,
+        rows_desc, more_desc, weight_desc, chunk, tile, begin + ahead, end, columns, stage, phase,
+        weight_smem, up_smem, rows_smem, more_smem, ready, free, GATED, MORE,
     )  # fmt: skip
     for unit in range(first + gl.num_programs(0), units, gl.num_programs(0)):
         _split, chunk, tile, begin, end = _place(unit, inner, chunks, splits, BLOCK_K)
         stage, phase = _load(
-            rows_desc, weight_desc, chunk, tile, begin, end, columns, stage, phase,
-            weight_smem, up_smem, rows_smem, ready, free, GATED,
+            rows_desc, more_desc, weight_desc, chunk, tile, begin, end, columns, stage, phase,
+            weight_smem, up_smem, rows_smem, more_smem, ready, free, GATED, MORE,
         )  # fmt: skip
-    if FOLLOWING:
-        _prefetch_following(following_ptr, following_rows, following_inner, following_splits, following_size, BLOCK_K)
 
 
 @gluon.jit
@@ -192,14 +172,16 @@ def _activated(gate, GELU: gl.constexpr):
 @gluon.jit
 def _multiply(
     out_ptr, rows, columns, inner, chunks, splits, units,
-    weight_smem, up_smem, rows_smem, ready, free,
-    GATED: gl.constexpr, GELU: gl.constexpr,
+    weight_smem, up_smem, rows_smem, more_smem, ready, free,
+    GATED: gl.constexpr, GELU: gl.constexpr, MORE: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = weight_smem.shape[0]
     BLOCK_N: gl.constexpr = weight_smem.shape[1]
     BLOCK_K: gl.constexpr = weight_smem.shape[2]
     BLOCK_T: gl.constexpr = rows_smem.shape[1]
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_T, 16])
+    WIDTH: gl.constexpr = MORE if MORE else 8
+    MORE_SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, WIDTH, 16])
     # The next kernel may take its places, and ask for its weights, at once; it waits for the results by itself.
     gdc_launch_dependents()
     stage = 0
@@ -207,13 +189,24 @@ def _multiply(
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
         split, chunk, tile, begin, end = _place(unit, inner, chunks, splits, BLOCK_K)
         sums = gl.zeros([BLOCK_N, BLOCK_T], gl.float32, layout=SUMS)
+        more_sums = gl.zeros([BLOCK_N, WIDTH], gl.float32, layout=MORE_SUMS)
         ups = sums
+        more_ups = more_sums
         for _ in range(begin, end):
             mbarrier.wait(ready.index(stage), phase)
             narrow = rows_smem.index(stage).permute((1, 0))
             sums = warpgroup_mma(weight_smem.index(stage), narrow, sums, is_async=True)
             if GATED:
                 ups = warpgroup_mma(up_smem.index(stage), narrow, ups, is_async=True)
+            if MORE:
+                more = more_smem.index(stage).permute((1, 0))
+                more_sums = warpgroup_mma(weight_smem.index(stage), more, more_sums, is_async=True)
+                if GATED:
+                    more_ups = warpgroup_mma(up_smem.index(stage), more, more_ups, is_async=True)
+                    sums, ups, more_sums, more_ups = warpgroup_mma_wait(0, deps=[sums, ups, more_sums, more_ups])
+                else:
+                    sums, more_sums = warpgroup_mma_wait(0, deps=[sums, more_sums])
+            elif GATED:
                 sums, ups = warpgroup_mma_wait(0, deps=[sums, ups])
             else:
                 sums = warpgroup_mma_wait(0, deps=[sums])
@@ -222,53 +215,50 @@ def _multiply(
             if stage == STAGES:
                 stage = 0
                 phase ^= 1
-        if GATED:
-            sums = _activated(sums, GELU) * ups
-        column = tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SUMS))
-        row = chunk * BLOCK_T + gl.arange(0, BLOCK_T, layout=gl.SliceLayout(0, SUMS))
-        place = (split.to(gl.int64) * rows + row[None, :]) * columns + column[:, None]
-        gl.store(
-            out_ptr + place,
-            sums.to(out_ptr.dtype.element_ty),
-            mask=(column < columns)[:, None] & (row < rows)[None, :],
-        )
+        row = chunk * (BLOCK_T + MORE)
+        _store(out_ptr, sums, ups, row, tile * BLOCK_N, split, rows, columns, GATED, GELU)
+        if MORE:
+            _store(out_ptr, more_sums, more_ups, row + BLOCK_T, tile * BLOCK_N, split, rows, columns, GATED, GELU)
+
+
+@gluon.jit
+def _store(
+    out_ptr, sums, ups, row, column, split, rows, columns,
+    GATED: gl.constexpr, GELU: gl.constexpr,
+):  # fmt: skip
+    """Write the tile of the result that begins at `row` and `column`."""
+    BLOCK_N: gl.constexpr = sums.shape[0]
+    BLOCK_T: gl.constexpr = sums.shape[1]
+    SUMS: gl.constexpr = sums.type.layout
+    if GATED:
+        sums = _activated(sums, GELU) * ups
+    column += gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, SUMS))
+    row += gl.arange(0, BLOCK_T, layout=gl.SliceLayout(0, SUMS))
+    place = (split.to(gl.int64) * rows + row[None, :]) * columns + column[:, None]
+    gl.store(
+        out_ptr + place,
+        sums.to(out_ptr.dtype.element_ty),
+        mask=(column < columns)[:, None] & (row < rows)[None, :],
+    )
 
 
 # Not specialised: one compilation serves all numbers of rows.
-@gluon.jit(
-    do_not_specialize=[
-        "rows",
-        "chunks",
-        "splits",
-        "units",
-        "prefetch",
-        "following_rows",
-        "following_splits",
-        "following_size",
-    ]
-)
+@gluon.jit(do_not_specialize=["rows", "chunks", "splits", "units"])
 def skinny_linear_hopper_kernel(
     rows_desc,  # [T, K] in blocks [BLOCK_T, BLOCK_K]
+    more_desc,  # the same in blocks [MORE, BLOCK_K], where there are any
     weight_desc,  # [N, K] in blocks [BLOCK_N, BLOCK_K], or [2 N, K] where gated
-    weight_ptr,  # the same
-    following_ptr,  # [following_rows, following_inner], the weight of a later product, where FOLLOWING
     out_ptr,  # [splits, T, N]
     rows,
     columns,
     inner,
-    weight_stride,
     chunks,
     splits,
     units,
-    prefetch,
-    following_rows,
-    following_inner,
-    following_splits,
-    following_size,
     GATED: gl.constexpr,
     GELU: gl.constexpr,
     STAGES: gl.constexpr,
-    FOLLOWING: gl.constexpr,
+    MORE: gl.constexpr,
 ):
     BLOCK_N: gl.constexpr = weight_desc.block_shape[0]
     BLOCK_K: gl.constexpr = weight_desc.block_shape[1]
@@ -279,6 +269,9 @@ def skinny_linear_hopper_kernel(
     if GATED:
         up_smem = gl.allocate_shared_memory(element, [STAGES, BLOCK_N, BLOCK_K], weight_desc.layout)
     rows_smem = gl.allocate_shared_memory(element, [STAGES, BLOCK_T, BLOCK_K], rows_desc.layout)
+    more_smem = rows_smem
+    if MORE:
+        more_smem = gl.allocate_shared_memory(element, [STAGES, MORE, BLOCK_K], rows_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -288,11 +281,10 @@ def skinny_linear_hopper_kernel(
     gl.warp_specialize([
         (_multiply, (
             out_ptr, rows, columns, inner, chunks, splits, units,
-            weight_smem, up_smem, rows_smem, ready, free, GATED, GELU,
+            weight_smem, up_smem, rows_smem, more_smem, ready, free, GATED, GELU, MORE,
         )),
         (_produce, (
-            rows_desc, weight_desc, weight_ptr, following_ptr, columns, inner, weight_stride, chunks, splits, units,
-            prefetch, following_rows, following_inner, following_splits, following_size,
-            weight_smem, up_smem, rows_smem, ready, free, GATED, FOLLOWING,
+            rows_desc, more_desc, weight_desc, columns, inner, chunks, splits, units,
+            weight_smem, up_smem, rows_smem, more_smem, ready, free, GATED, MORE,
         )),
     ], [1], [40])  # fmt: skip

@@ -6,7 +6,7 @@ All of it follows from sizes, dtypes and the device, so that a graph can replay 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -14,35 +14,29 @@ from outrider.kernels.backend import INTERPRETED, triton
 from outrider.kernels.early_launch import early_options
 from outrider.kernels.skinny_linear_kernels import skinny_linear_kernel
 
-__all__ = ["ProductCall", "can_stream", "launch"]
+__all__ = ["ProductCall", "can_stream", "launch", "row_blocks"]
 
 # Numbers of K in a block: 128 bytes, the widest that the matrix units' layout of shared memory takes.
 _BLOCK_K = 64
-# Of a following weight, so that it stays in the L2 cache until it is read.
-_FOLLOWING_BYTES = 20 << 20
 # Programs that share a multiprocessor; its last ones share it with the next product's first.
 _RESIDENT = 2
-_RING_BYTES = 108 * 1024
+_RING_BYTES = 112 * 1024
 _MOST_STAGES = 16
+# Rows of a block: the matrix units' smallest, and what leaves registers to spare.
+_LEAST_ROWS, _MOST_ROWS = 8, 64
 # More parts cost those who add them more than they gain here.
 _MOST_SPLITS = 4
-# Blocks of a program's weight that are brought into the cache beside those of its ring, before rows may be read.
-_PREFETCH = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProductCall:
-    """The checked arguments of one call.
-
-    `activation` is None where it is not gated, `following` the weight of a later `linear_parts`.
-    """
+    """The checked arguments of one call; `activation` None: not gated."""
 
     rows: torch.Tensor
     weight: torch.Tensor
     fixed: bool
     activation: str | None = None
     may_split: bool = False
-    following: torch.Tensor | None = None
 
     @property
     def columns(self) -> int:
@@ -60,7 +54,7 @@ class Tiles:
     """How a launch for Hopper cuts its work.
 
     Attributes:
-        rows: rows of the batch a unit takes, padded.
+        rows, more: rows of the batch that a unit takes, in two blocks; the second may have none.
         columns: of the result a unit writes.
         splits: ranges of K.
         stages: blocks of the ring.
@@ -68,6 +62,7 @@ class Tiles:
     """
 
     rows: int
+    more: int
     columns: int
     splits: int
     stages: int
@@ -95,66 +90,65 @@ def can_stream(call: ProductCall) -> bool:
 
 
 def choose_tiles(call: ProductCall) -> Tiles:
-    """What measured fastest on an H200; independent of the number of rows where the call is `fixed`."""
+    """What measured fastest on an H200.
+
+    Where the call is `fixed`, the number of rows decides only how many of them are multiplied at once, which changes no
+    sum.
+    """
     places = _RESIDENT * _multiprocessors(call.rows.device)
-    rows = 64 if call.fixed else min(max(triton.next_power_of_2(call.rows.shape[0]), 8), 64)
+    rows, more = row_blocks(call.rows.shape[0])
     gated = call.activation is not None
     # Wide tiles read the rows less often, which counts where there are many and K is not split.
     columns = 128 if rows == 64 and call.columns >= 128 * places and not (gated or call.fixed) else 64
+    tiles, blocks = triton.cdiv(call.columns, columns), triton.cdiv(call.rows.shape[1], _BLOCK_K)
     splits = 1
-    if call.may_split:
-        tiles, blocks = triton.cdiv(call.columns, columns), triton.cdiv(call.rows.shape[1], _BLOCK_K)
-        splits = max(min(triton.cdiv(9 * places // 10, tiles), blocks // 4, _MOST_SPLITS), 1)
-    units = splits * triton.cdiv(call.columns, columns) * triton.cdiv(call.rows.shape[0], rows)
+    while call.may_split and 10 * splits * tiles < 9 * places and splits < min(_MOST_SPLITS, blocks // 4):
+        splits *= 2
+    units = splits * tiles * triton.cdiv(call.rows.shape[0], rows + more)
     # Few programs have the more under way each; the stages change no bits.
     ring_bytes = _RING_BYTES * (1 if 4 * units > places else _RESIDENT)
-    stage_bytes = 2 * _BLOCK_K * (columns * (2 if gated else 1) + rows)
+    stage_bytes = 2 * _BLOCK_K * (columns * (2 if gated else 1) + rows + more)
     stages, registers = min(ring_bytes // stage_bytes, _MOST_STAGES), 64 if rows <= 32 else 96
-    return Tiles(rows=rows, columns=columns, splits=splits, stages=stages, registers=registers)
+    return Tiles(rows=rows, more=more, columns=columns, splits=splits, stages=stages, registers=registers)
+
+
+def row_blocks(rows: int) -> tuple[int, int]:
+    """The blocks, powers of two, that `rows` rows fit into with the fewest left over: 72 are 64 and 8."""
+    largest = min(max(1 << (rows.bit_length() - 1), _LEAST_ROWS), _MOST_ROWS)
+    rest = rows - largest
+    if rest <= 0 or (largest == _MOST_ROWS and rest > largest // 2):
+        return largest, 0
+    more = max(triton.next_power_of_2(rest), _LEAST_ROWS)
+    return (largest, more) if more < largest else (2 * largest, 0)
 
 
 def _launch_stream(call: ProductCall, tiles: Tiles) -> torch.Tensor:
     from outrider.kernels import skinny_linear_hopper as hopper
 
     out = call.make_out(tiles.splits)
-    chunks = triton.cdiv(call.rows.shape[0], tiles.rows)
+    chunks = triton.cdiv(call.rows.shape[0], tiles.rows + tiles.more)
     units = triton.cdiv(call.columns, tiles.columns) * chunks * tiles.splits
     layout = hopper.block_layout()
     hopper.skinny_linear_hopper_kernel[(min(units, _RESIDENT * _multiprocessors(call.rows.device)),)](
         hopper.TensorDescriptor.from_tensor(call.rows, [tiles.rows, _BLOCK_K], layout),
+        hopper.TensorDescriptor.from_tensor(call.rows, [tiles.more or 8, _BLOCK_K], layout),
         hopper.TensorDescriptor.from_tensor(call.weight, [tiles.columns, _BLOCK_K], layout),
-        call.weight,
-        call.weight if call.following is None else call.following,
         out,
         call.rows.shape[0],
         call.columns,
         call.rows.shape[1],
-        call.weight.stride(0),
         chunks,
         tiles.splits,
         units,
-        _PREFETCH,
-        *_following(call),
         GATED=call.activation is not None,
         GELU=call.activation == "gelu_tanh",
         STAGES=tiles.stages,
-        FOLLOWING=call.following is not None,
+        MORE=tiles.more,
         num_warps=4,
         maxnreg=tiles.registers,
         launch_pdl=True,
     )
     return out
-
-
-def _following(call: ProductCall) -> tuple[int, int, int, int]:
-    """Rows, inner size and splits of the following weight, and how many numbers of each range to ask for."""
-    weight = call.following
-    if weight is None:
-        return 0, _BLOCK_K, 1, 0
-    columns, inner = weight.shape
-    splits = choose_tiles(replace(call, weight=weight)).splits
-    affordable = _FOLLOWING_BYTES // (2 * columns * splits)
-    return columns, inner, splits, min(affordable, inner // _BLOCK_K // splits * _BLOCK_K) // 8 * 8
 
 
 def _launch_any(call: ProductCall) -> torch.Tensor:

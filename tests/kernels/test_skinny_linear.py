@@ -13,6 +13,7 @@ from outrider.kernels.skinny_linear import (
     linear_parts,
     linear_reference,
 )
+from outrider.kernels.skinny_linear_launch import row_blocks
 
 # Rows, columns and inner sizes: a block, less than one, and no multiples of one.
 SMALL = [(1, 64, 64), (5, 70, 33), (17, 3, 130)]
@@ -20,7 +21,7 @@ SMALL = [(1, 64, 64), (5, 70, 33), (17, 3, 130)]
 # no whole block.
 STREAMED = [
     (1, 4096, 4096), (8, 1000, 776), (9, 6144, 512), (33, 768, 2056), (64, 4096, 14336), (64, 768, 768), (64, 8, 8),
-    (3, 40000, 136), (64, 40000, 136),
+    (3, 40000, 136), (64, 40000, 136), (24, 6144, 520), (40, 4096, 512), (72, 4096, 4096), (90, 40000, 136),
 ]  # fmt: skip
 
 
@@ -84,6 +85,15 @@ def test_the_cpu_runs_the_reference() -> None:
     assert torch.equal(linear_parts(left, weight), wanted[None])
 
 
+def test_blocks_of_rows_hold_all_rows_and_few_more() -> None:
+    for rows in range(1, 97):
+        first, more = row_blocks(rows)
+        assert first + more >= rows and first + more - rows < max(8, rows // 3)
+        assert {first, more or 8} <= {8, 16, 32, 64} and more < first
+    # More rows than that are taken 64 at a time.
+    assert row_blocks(97) == row_blocks(1000) == (64, 0)
+
+
 def test_wrong_arguments_are_named() -> None:
     rows, weight = torch.empty(2, 8), torch.empty(6, 8)
     with pytest.raises(ValueError, match=r"rows: shape \[8\] given"):
@@ -129,25 +139,11 @@ def test_fixed_bits_depend_on_the_row_alone(columns: int, inner: int) -> None:
     left, weight = _matrices(300, columns, inner, torch.device("cuda"), torch.bfloat16)
     all_rows = linear_parts(left, weight, fixed=True)
     gated = gated_linear(left, weight, activation="silu", fixed=True)
-    for begin, end in ((0, 1), (7, 20), (100, 164), (31, 300)):
+    for begin, end in ((0, 1), (7, 20), (100, 164), (10, 34), (3, 75), (5, 86), (31, 300)):
         some = left[begin:end]
         assert torch.equal(linear_parts(some, weight, fixed=True), all_rows[:, begin:end])
         assert torch.equal(linear(some, weight, fixed=True), all_rows[0, begin:end])
         assert torch.equal(gated_linear(some, weight, activation="silu", fixed=True), gated[begin:end])
-
-
-@pytest.mark.gpu
-@needs_cuda
-def test_asking_for_a_following_weight_changes_nothing() -> None:
-    left, weight = _matrices(9, 6144, 4096, torch.device("cuda"), torch.bfloat16)
-    wanted = linear_parts(left, weight)
-    # The last ones cannot be asked for: too narrow for 16 bytes, not contiguous, of another size of numbers.
-    shapes = [(4096, 4096), (4096, 14336), (100, 776), (8, 8), (7, 100)]
-    weights = [torch.randn(shape, device="cuda").bfloat16() for shape in shapes]
-    for following in (*weights, weights[0][:, :512], weights[0].float()):
-        kept = following.clone()
-        assert torch.equal(linear_parts(left, weight, following=following), wanted)
-        assert torch.equal(following, kept)
 
 
 @pytest.mark.gpu
