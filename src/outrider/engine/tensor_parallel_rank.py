@@ -9,15 +9,85 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
 from outrider.engine.model_runner import ModelRunner
-from outrider.engine.tensor_parallel import Follower, Setup
+from outrider.engine.tensor_parallel_collectives import Collectives, connect
+from outrider.engine.tensor_parallel_ranks import STEP_TIMEOUT_S, Setup, rank_device
 from outrider.errors import OutriderError
 
 logger = logging.getLogger(__name__)
+
+
+class Follower:
+    """A follower's side.
+
+    Attributes:
+        rank: of this process.
+        world_size: ranks of the model.
+        device: of this rank.
+        failed: never done: a follower ends with its leader.
+    """
+
+    def __init__(self, connection: Connection, setup: Setup) -> None:
+        self.failed: Future[None] = Future()
+        self.rank, self.world_size = setup.meeting.rank, setup.meeting.world_size
+        self.device = rank_device(setup.config, self.rank)
+        self._meeting = setup.meeting
+        self._connection = connection
+        self._collectives: Collectives | None = None
+
+    def least(self, value: int) -> int:
+        """The least of the values that all ranks give."""
+        self._connection.send(("value", value))
+        name, agreed = self._connection.recv()
+        assert name == "least", f"the leader said {name}, not what the ranks agreed on"
+        return agreed
+
+    def connect(self, *, letter_bytes: int, gathered_bytes: int, fixed: bool) -> Collectives:
+        """Joins the ranks' sums, once all have loaded."""
+        self.least(0)
+        self._collectives = connect(
+            self._meeting,
+            self.device,
+            letter_bytes=letter_bytes,
+            gathered_bytes=gathered_bytes,
+            fixed=fixed,
+        )
+        return self._collectives
+
+    def lead(self, name: str, payload: object = None) -> None:
+        """Nothing: it is the leader who leads."""
+
+    def apart(self) -> contextlib.AbstractContextManager[None]:
+        """Around what only compiles: see `Collectives.apart`."""
+        return contextlib.nullcontext() if self._collectives is None else self._collectives.apart()
+
+    def guard(self, timeout_s: float = STEP_TIMEOUT_S) -> contextlib.AbstractContextManager[None]:
+        """Nothing: a follower ends with its leader, which watches all."""
+        return contextlib.nullcontext()
+
+    def follow(self, commands: Mapping[str, Callable[[Any], object]]) -> None:
+        """Runs what the leader sends until it says stop, or is gone.
+
+        Args:
+            commands: by name; each takes the payload.
+        """
+        while True:
+            name, payload = self._connection.recv()
+            if name == "stop":
+                return
+            commands[name](payload)
+
+    def close(self) -> None:
+        """Leaves the group."""
+        if self._collectives is not None:
+            self._collectives.close()
 
 
 def main() -> None:

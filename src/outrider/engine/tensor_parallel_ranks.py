@@ -1,0 +1,118 @@
+"""What the processes of a tensor-parallel model are to each other (see `outrider.engine.tensor_parallel`)."""
+
+import contextlib
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from outrider.engine.config import EngineConfig
+from outrider.engine.tensor_parallel_collectives import Collectives, Meeting
+from outrider.engine.weight_source import WeightSource
+
+# A rank that is alive and does not answer, a step that never ends: noticed by time alone. A first step may compile.
+STEP_TIMEOUT_S = 120.0
+
+
+class Ranks(Protocol):
+    """One rank's way to the others.
+
+    Attributes:
+        rank: of this process.
+        world_size: ranks of the model.
+        device: of this rank.
+        failed: done with the reason once another rank is lost.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    failed: Future[None]
+
+    def least(self, value: int) -> int:
+        """The least of the values that all ranks give; all must call it, as often."""
+        ...
+
+    def connect(self, *, letter_bytes: int, gathered_bytes: int, fixed: bool) -> Collectives:
+        """Joins the ranks' sums; see `outrider.engine.tensor_parallel_collectives.connect`."""
+        ...
+
+    def lead(self, name: str, payload: object = None) -> None:
+        """Sends a command to all followers, which they run after the ones before; nothing on a follower."""
+        ...
+
+    def apart(self) -> contextlib.AbstractContextManager[None]:
+        """Around what only compiles: see `Collectives.apart`."""
+        ...
+
+    def guard(self, timeout_s: float = STEP_TIMEOUT_S) -> contextlib.AbstractContextManager[None]:
+        """Around a wait for what all ranks do.
+
+        Raises (as it is left):
+            WorkerUnavailable: a rank was lost meanwhile or before, or the wait took too long.
+        """
+        ...
+
+    def close(self) -> None:
+        """Ends the followers and leaves the group."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What a follower is told first.
+
+    Attributes:
+        meeting: where it meets the others, with its rank.
+        config: of the model; its device names no number.
+        source: of its weights; None for the files of the checkpoint.
+        log_level: of the root logger.
+    """
+
+    meeting: Meeting
+    config: EngineConfig
+    source: WeightSource | None
+    log_level: int
+
+
+def rank_device(config: EngineConfig, rank: int) -> torch.device:
+    """Where a rank runs: the GPU of its number among those that this process sees, or the CPU."""
+    return torch.device("cuda", rank) if config.device == "cuda" else torch.device(config.device)
+
+
+class Alone:
+    """One process that runs the whole model.
+
+    Attributes:
+        rank: 0.
+        world_size: 1.
+        device: of the process.
+        failed: never done.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.rank, self.world_size, self.device = 0, 1, device
+        self.failed: Future[None] = Future()
+
+    def least(self, value: int) -> int:
+        """The value."""
+        return value
+
+    def connect(self, *, letter_bytes: int, gathered_bytes: int, fixed: bool) -> Collectives:
+        """There is nobody to connect to."""
+        raise AssertionError("one rank has no others")
+
+    def lead(self, name: str, payload: object = None) -> None:
+        """Nobody follows."""
+
+    def apart(self) -> contextlib.AbstractContextManager[None]:
+        """There is nobody to wait for."""
+        return contextlib.nullcontext()
+
+    def guard(self, timeout_s: float = STEP_TIMEOUT_S) -> contextlib.AbstractContextManager[None]:
+        """Nobody can be lost."""
+        return contextlib.nullcontext()
+
+    def close(self) -> None:
+        """Nobody is to be ended."""
