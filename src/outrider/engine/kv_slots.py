@@ -188,6 +188,10 @@ class SlotTable:
         """
         end = self._lengths[row]
         assert start >= self._borrowed[row], "borrowed slots are not the row's to give away"
+        if all(place == offset for place, offset in enumerate(kept)):
+            # Nothing moves: a root without accepted nodes, or a chain.
+            self.truncate(row, start + len(kept))
+            return
         self._changed_from[row] = min(self._changed_from[row], start)
         tail = self.table[row, start:end].copy()
         chosen = np.asarray(kept, dtype=np.int64)
