@@ -47,8 +47,6 @@ else:
 
 __all__ = ["HAS_GLUON", "attend_hopper_kernel"]
 
-_MIN_SPLIT_KEYS = gl.constexpr(128)
-
 
 @gluon.jit
 def _add(a, b):
@@ -56,7 +54,7 @@ def _add(a, b):
 
 
 @gluon.jit
-def _plan(query_start_ptr, key_len_ptr, sessions, rows, max_key_len, units_wanted, split_keys,
+def _plan(query_start_ptr, key_len_ptr, sessions, rows, max_key_len, units_wanted, split_keys, least_keys,
           GROUP: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_S: gl.constexpr):  # fmt: skip
     """As `_plan` of the other kernels: rows, keys, tiles, splits and unit ends of every session, [BLOCK_S]."""
     session = gl.arange(0, BLOCK_S, layout=gl.BlockedLayout([1], [32], [4], [0]))
@@ -74,7 +72,7 @@ def _plan(query_start_ptr, key_len_ptr, sessions, rows, max_key_len, units_wante
     else:
         work = gl.sum(tiles.to(gl.int64) * keys, 0).to(gl.float32)
         splits = (keys * (units_wanted / gl.maximum(work, 1.0)) + 1e-3).to(gl.int32)
-        splits = gl.minimum(splits, (keys + _MIN_SPLIT_KEYS - 1) // _MIN_SPLIT_KEYS)
+        splits = gl.minimum(splits, (keys + least_keys - 1) // least_keys)
     splits = gl.maximum(splits, 1)
     return begin, end, keys, tiles, splits, gl.associative_scan(tiles * splits, 0, _add)
 
@@ -362,6 +360,7 @@ def attend_hopper_kernel(
     words,
     units_wanted,
     split_keys,
+    least_keys,
     score_scale,
     value_scale,
     HEADS_KV: gl.constexpr,
@@ -386,7 +385,17 @@ def attend_hopper_kernel(
     head_kv = gl.program_id(0) % HEADS_KV
     unit = gl.program_id(0) // HEADS_KV
     begins, row_ends, keys, tiles, splits, ends = _plan(
-        query_start_ptr, key_len_ptr, sessions, rows, max_key_len, units_wanted, split_keys, GROUP, BLOCK_M, BLOCK_S
+        query_start_ptr,
+        key_len_ptr,
+        sessions,
+        rows,
+        max_key_len,
+        units_wanted,
+        split_keys,
+        least_keys,
+        GROUP,
+        BLOCK_M,
+        BLOCK_S,
     )
     sessions_of = gl.arange(0, BLOCK_S, layout=gl.BlockedLayout([1], [32], [4], [0]))
     tree_starts = gl.load(tree_start_ptr + sessions_of, mask=sessions_of < sessions, other=0)

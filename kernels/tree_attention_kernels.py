@@ -23,14 +23,12 @@ from outrider.kernels.backend import jit, tl
 
 __all__ = ["attend_kernel", "merge_kernel"]
 
-# Below this many keys a split costs more in the merge than it gains in parallel work.
-_MIN_SPLIT_KEYS = tl.constexpr(128)
 # Keys looked at together for their positions; a multiple of every block of keys.
 _SCAN_KEYS = tl.constexpr(512)
 
 
 @jit
-def _plan(query_start_ptr, key_len_ptr, sessions, rows, max_key_len, units_wanted, split_keys,
+def _plan(query_start_ptr, key_len_ptr, sessions, rows, max_key_len, units_wanted, split_keys, least_keys,
           GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_S: tl.constexpr):  # fmt: skip
     """Rows, keys, tiles and splits of every session, and the number of the first unit after it, each [BLOCK_S].
 
@@ -52,7 +50,7 @@ def _plan(query_start_ptr, key_len_ptr, sessions, rows, max_key_len, units_wante
         work = tl.sum(tiles.to(tl.int64) * keys).to(tl.float32)
         # A little more than the quotient, for a share that is a whole number must not be rounded below it.
         splits = (keys * (units_wanted / tl.maximum(work, 1.0)) + 1e-3).to(tl.int32)
-        splits = tl.minimum(splits, (keys + _MIN_SPLIT_KEYS - 1) // _MIN_SPLIT_KEYS)
+        splits = tl.minimum(splits, (keys + least_keys - 1) // least_keys)
     splits = tl.maximum(splits, 1)
     return begin, end, keys, tiles, splits, tl.cumsum(tiles * splits, 0)
 
@@ -156,6 +154,7 @@ def attend_kernel(
     words,
     units_wanted,
     split_keys,
+    least_keys,
     score_scale,
     cap_scale,
     value_scale,
@@ -181,7 +180,17 @@ def attend_kernel(
     head_kv = tl.program_id(0) % HEADS_KV
     unit = tl.program_id(0) // HEADS_KV
     begins, row_ends, keys, tiles, splits, ends = _plan(
-        query_start_ptr, key_len_ptr, sessions, rows, max_key_len, units_wanted, split_keys, GROUP, BLOCK_M, BLOCK_S
+        query_start_ptr,
+        key_len_ptr,
+        sessions,
+        rows,
+        max_key_len,
+        units_wanted,
+        split_keys,
+        least_keys,
+        GROUP,
+        BLOCK_M,
+        BLOCK_S,
     )
     sessions_of = tl.arange(0, BLOCK_S)
     tree_starts = tl.load(tree_start_ptr + sessions_of, mask=sessions_of < sessions, other=0)
@@ -345,6 +354,7 @@ def merge_kernel(
     max_key_len,
     units_wanted,
     split_keys,
+    least_keys,
     units,
     chunks,
     HEADS_KV: tl.constexpr,
@@ -363,7 +373,17 @@ def merge_kernel(
     head_kv = tl.program_id(0) // chunks % HEADS_KV
     tile = tl.program_id(0) // chunks // HEADS_KV
     begins, row_ends, _keys, tiles, splits, ends = _plan(
-        query_start_ptr, key_len_ptr, sessions, rows, max_key_len, units_wanted, split_keys, GROUP, BLOCK_M, BLOCK_S
+        query_start_ptr,
+        key_len_ptr,
+        sessions,
+        rows,
+        max_key_len,
+        units_wanted,
+        split_keys,
+        least_keys,
+        GROUP,
+        BLOCK_M,
+        BLOCK_S,
     )
     if EARLY:
         tl.extra.cuda.gdc_wait()

@@ -66,7 +66,7 @@ def _units(batch: TreeAttentionBatch, grid: module.Grid, tiles: Tiles, group: in
     work = sum(count * key for count, key in zip(counts, keys, strict=True))
     shares = [int(key * grid.units_wanted / work + 1e-3) for key in keys]
     return [
-        (count, max(min(share, math.ceil(key / 128)), 1))
+        (count, max(min(share, math.ceil(key / grid.least_keys)), 1))
         for count, share, key in zip(counts, shares, keys, strict=True)
     ]
 
@@ -84,6 +84,14 @@ def test_a_second_wave_is_filled_too() -> None:
     batch = _batch([16] * 9, [8208] * 9)
     [(_, splits)] = set(_units(batch, plan_grid(_call(batch), _TILES), _TILES, 4))
     assert splits == 7
+
+
+def test_a_session_of_several_tiles_has_fewer_splits() -> None:
+    tiles = Tiles(rows=64, keys=64, stages=3, resident=2, groups=1)
+    for nodes, keys, splits in ((64, 1064, 5), (65, 1065, 5), (64, 8000, 8), (65, 8000, 6), (16, 1040, 9)):
+        batch = _batch([nodes], [keys], slot_table=torch.zeros(1, 30000, dtype=torch.int32), max_key_len=30000)
+        grid = plan_grid(_call(batch), tiles)
+        assert [found for _, found in _units(batch, grid, tiles, 4)] == [splits], (nodes, keys)
 
 
 def test_short_sessions_that_fill_the_device_are_not_merged() -> None:
