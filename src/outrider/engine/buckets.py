@@ -9,7 +9,7 @@ Shapes: T rows, S sessions, R rows whose logits are wanted, W mask words.
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 _TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 72, 96, 128, 160, 192, 256, 320, 384, 512)
 # Rows up to here have their logits computed whoever wants them: the output layer's weights are read all the same.
@@ -49,7 +49,7 @@ class Bucket:
 
     def holds(self, other: "Bucket") -> bool:
         """Whether a step of the other's size runs in this one."""
-        return all(mine >= its for mine, its in zip(astuple(self), astuple(other), strict=True))
+        return all(getattr(self, name) >= getattr(other, name) for name in self.__dataclass_fields__)
 
 
 class BucketLadder:

@@ -189,9 +189,15 @@ class ModelRunner:
             group=decoder.spec.heads // decoder.spec.kv_heads,
             unrolled=config.deterministic,
         )
-        program = StepProgram(
-            decoder, self._caches, max_rows=config.max_num_seqs, row_len=row_len, fixed=config.deterministic
-        )
+        try:
+            program = StepProgram(
+                decoder, self._caches, max_rows=config.max_num_seqs, row_len=row_len, fixed=config.deterministic
+            )
+        except torch.OutOfMemoryError as error:
+            raise CheckpointError(
+                f"{config.model_path}: KV leaves no memory for steps on {self.device}: lower kv_cache_memory_fraction, "
+                "kv_bytes or num_slots"
+            ) from error
         graphs = config.attention_backend_name == "triton" and not config.enforce_eager
         return StepRunner(program, ladder, self.slots, unrolled=config.deterministic, graphs=graphs, ranks=self.ranks)
 

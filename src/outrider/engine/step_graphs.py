@@ -5,7 +5,7 @@ leaves is read, or copied on the device, before the next.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -50,6 +50,8 @@ class StepGraphs:
         self._captured: dict[Bucket, _Captured] = {}
         self._missing: dict[Bucket, int] = {}
         self._refused: set[Bucket] = set()
+        # Where steps of a bucket without a graph run, until another is captured.
+        self._larger: dict[Bucket, Bucket] = {}
         self._pool = torch.cuda.graph_pool_handle() if self._enabled else None
         self._stream = torch.cuda.Stream(program.device) if self._enabled else None
 
@@ -71,10 +73,10 @@ class StepGraphs:
             return wanted
         if wanted not in self._refused and len(self._captured) < _MOST_GRAPHS:
             self._missing[wanted] = self._missing.get(wanted, 0) + 1
-        larger = [
-            bucket for bucket in self._captured if bucket.holds(wanted) and bool(bucket.nodes) == bool(wanted.nodes)
-        ]
-        return min(larger, default=wanted)
+        if wanted not in self._larger:
+            kinds = (bucket for bucket in self._captured if bool(bucket.nodes) == bool(wanted.nodes))
+            self._larger[wanted] = min((bucket for bucket in kinds if bucket.holds(wanted)), default=wanted)
+        return self._larger[wanted]
 
     def run(self, bucket: Bucket, step: torch.Tensor) -> StepOutput:
         """Runs a step from its bytes on the host; nothing is waited for.
@@ -103,16 +105,21 @@ class StepGraphs:
                 self._program.run(bucket, self._nothing(bucket))
             else:
                 self._captured[bucket] = self._capture(bucket)
+                self._larger.clear()
         except torch.OutOfMemoryError as error:
             if self._strict:
                 raise
             self._refused.add(bucket)
             logger.warning("no GPU memory for a CUDA graph of %s: such steps run slower: %s", bucket, error)
 
-    def compile(self, buckets: Sequence[Bucket]) -> None:
+    def compile(self, buckets: Sequence[Bucket], advance: Callable[[], object] = lambda: None) -> None:
         """Compiles what buckets need, several kernels at a time: most of a compilation runs beside others in threads.
 
         Two threads may compile the same kernel; one of the results is kept. What fails is left to `capture`.
+
+        Args:
+            buckets: which.
+            advance: called after each, in any thread.
         """
         if not self._enabled or not buckets:
             return
@@ -120,6 +127,7 @@ class StepGraphs:
         def run(bucket: Bucket) -> None:
             with suppress(torch.OutOfMemoryError), torch.cuda.device(self._program.device):
                 self._program.run(bucket, self._nothing(bucket))
+            advance()
 
         # What all buckets need is compiled once, before threads would do so each.
         run(buckets[0])

@@ -6,10 +6,9 @@ Shapes: as in `outrider.engine.step_buffers`, V vocabulary size.
 import logging
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -189,8 +188,12 @@ class StepRunner:
         with self._ranks.guard(_CAPTURE_TIMEOUT_S):
             self._graphs.capture(bucket)
 
-    def compile(self, buckets: Sequence[Bucket]) -> None:
+    def compile(self, buckets: Sequence[Bucket], advance: Callable[[], object] = lambda: None) -> None:
         """Compiles what buckets need, several kernels at a time, on every rank by itself.
+
+        Args:
+            buckets: which.
+            advance: called after each, in any thread.
 
         Raises:
             WorkerUnavailable: another rank was lost.
@@ -198,7 +201,7 @@ class StepRunner:
         self._ranks.lead("compile", list(buckets))
         # Ranks run the same steps in the same order, and threads have none: here they do not wait for one another.
         with self._ranks.guard(_CAPTURE_TIMEOUT_S), self._ranks.apart():
-            self._graphs.compile(buckets)
+            self._graphs.compile(buckets, advance)
 
     def warm_up(self, buckets: Sequence[Bucket] | None = None, *, verifies: bool = True) -> None:
         """Compiles and captures what serving begins with, showing how far it is.
@@ -212,29 +215,24 @@ class StepRunner:
             return
         begin = time.perf_counter()
         logger.info("compiling and capturing %d CUDA graphs", len(wanted))
-        self.compile(wanted)
-        with _progress(len(wanted)) as advance:
+        with _progress(2 * len(wanted)) as advance:
+            self.compile(wanted, advance)
             # From the largest on: what smaller ones need of memory is then there.
             for bucket in sorted(wanted, reverse=True):
                 self.capture(bucket)
-                if advance is not None:
-                    advance()
+                advance()
         logger.info("%d CUDA graphs captured in %.1f s", self.graphs, time.perf_counter() - begin)
 
 
-def _progress(total: int) -> Any:
-    """A context whose value, a function, moves a progress bar on; None where there is no terminal."""
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[], object]]:
+    """A progress bar where there is a terminal, and what moves it on."""
     if not sys.stderr.isatty():
-        return nullcontext()
-    from contextlib import contextmanager
-
+        yield lambda: None
+        return
     from rich.console import Console
     from rich.progress import Progress
 
-    @contextmanager
-    def bar() -> Any:
-        with Progress(console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task("capturing CUDA graphs", total=total)
-            yield lambda: progress.advance(task)
-
-    return bar()
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("compiling and capturing CUDA graphs", total=total)
+        yield lambda: progress.advance(task)

@@ -1,0 +1,78 @@
+"""Which graph a step runs in, and which are captured; what they compute is for the GPU's tests."""
+
+import logging
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from outrider.engine.buckets import Bucket
+from outrider.engine.step_graphs import StepGraphs
+from outrider.engine.step_program import StepProgram
+
+SMALL = Bucket(tokens=4, sessions=1, keys=90, query_len=4, logit_rows=4, nodes=4, words=1)
+LARGE = replace(SMALL, tokens=8, sessions=4, query_len=8, logit_rows=8, nodes=8)
+LARGEST = replace(LARGE, tokens=16)
+
+
+class NotedGraphs(StepGraphs):
+    """Captures by noting; what takes more rows than there is memory for fails."""
+
+    def __init__(self, *, most_rows: int = 1000, strict: bool = False) -> None:
+        program = cast(StepProgram, SimpleNamespace(device=torch.device("cpu")))
+        super().__init__(program, max_tokens=16, enabled=True, strict=strict)
+        self._enabled, self.most_rows = True, most_rows
+        self.noted: list[Bucket] = []
+
+    def _capture(self, bucket: Bucket) -> Any:
+        if bucket.tokens > self.most_rows:
+            raise torch.OutOfMemoryError("no memory")
+        self.noted.append(bucket)
+
+
+def test_a_step_runs_in_its_bucket_or_in_the_smallest_captured_one_that_holds_it() -> None:
+    graphs = NotedGraphs()
+    assert graphs.choose(SMALL) == SMALL
+    for bucket in (LARGEST, LARGE):
+        graphs.capture(bucket)
+    assert len(graphs) == 2
+    assert graphs.choose(SMALL) == LARGE
+    assert graphs.choose(replace(SMALL, sessions=5)) == replace(SMALL, sessions=5)
+    # Where logits are wanted, walks do not help.
+    assert graphs.choose(replace(SMALL, nodes=0)) == replace(SMALL, nodes=0)
+    graphs.capture(SMALL)
+    assert graphs.choose(SMALL) == SMALL
+
+
+def test_what_is_asked_for_twice_is_missing_until_it_is_captured() -> None:
+    graphs = NotedGraphs()
+    graphs.choose(LARGE)
+    assert graphs.missing is None
+    for bucket in (SMALL, LARGE, SMALL, SMALL):
+        graphs.choose(bucket)
+    assert graphs.missing == SMALL
+    graphs.capture(SMALL)
+    assert graphs.missing == LARGE
+    graphs.capture(LARGE)
+    assert graphs.missing is None
+    graphs.choose(LARGE)
+    graphs.choose(replace(LARGE, tokens=17))
+    graphs.choose(replace(LARGE, tokens=17))
+    assert graphs.missing is None
+    assert graphs.noted == [SMALL, LARGE]
+
+
+def test_without_memory_a_bucket_stays_without_a_graph(caplog: pytest.LogCaptureFixture) -> None:
+    graphs = NotedGraphs(most_rows=8)
+    for _ in range(2):
+        graphs.choose(LARGEST)
+    with caplog.at_level(logging.WARNING):
+        graphs.capture(LARGEST)
+    assert "no GPU memory for a CUDA graph" in caplog.text
+    for _ in range(3):
+        assert graphs.choose(LARGEST) == LARGEST
+    assert graphs.missing is None and len(graphs) == 0
+    with pytest.raises(torch.OutOfMemoryError):
+        NotedGraphs(most_rows=8, strict=True).capture(LARGEST)
