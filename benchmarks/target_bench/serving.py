@@ -164,9 +164,14 @@ def take_turns(thread: StepThread, groups: Sequence[SessionGroup], *, steps: int
         time.sleep(apart)
     for number in range(steps):
         group, done = answered.get(timeout=_TIMEOUT_S)
-        group.take(done.result().results)
-        if number + len(groups) < steps:
-            submit(group)
+        result = done.result()
+        group.take(result.results)
+        if number + len(groups) >= steps:
+            continue
+        submit(group)
+        if result.step is not None and result.step.sessions > len(group.keys):
+            # Two groups were one step, and would be for ever.
+            time.sleep(apart)
 
 
 def _seconds(thread: StepThread, group: SessionGroup) -> float:
