@@ -100,12 +100,14 @@ class Pass:
         compared: positions, by the temperature of their texts.
         steps: of the verifier.
         differences: in the order in which they came up.
+        interrupted: whether it was ended from the keyboard.
     """
 
     name: str
     compared: Counter[float]
     steps: int
     differences: list[Difference]
+    interrupted: bool = False
 
 
 class Teacher:
@@ -139,27 +141,33 @@ class Teacher:
         return steps
 
     def follow(self, texts: Sequence[Text], mix: Mix) -> Pass:
-        """One pass over the plain run's output."""
+        """One pass over the plain run's output; what an interrupt leaves of it counts."""
         followers = [_Follower(self, text, number) for number, text in enumerate(texts)]
         found = Pass(name=mix.name, compared=Counter(), steps=0, differences=[])
         for follower in followers:
             follower.open()
-        while waiting := [one for one in followers if one.place < len(one.text.output)]:
-            chosen = [one for one in waiting if self._random.random() < mix.share] or waiting[:1]
-            for follower in chosen:
-                if self._random.random() < mix.reopen:
-                    follower.close()
-                    follower.open()
-            found.steps += 1
-            trees = [one.tree(mix, self._random) for one in chosen]
-            for follower, result in zip(chosen, self._step(trees), strict=True):
-                compared, difference = follower.judge(result)
-                found.compared[follower.text.sampling.temperature] += compared
-                if difference is not None:
-                    found.differences.append(difference)
+        try:
+            while waiting := [one for one in followers if one.place < len(one.text.output)]:
+                self._follow_step(waiting, mix, found)
+        except KeyboardInterrupt:
+            found.interrupted = True
         for follower in followers:
             follower.close()
         return found
+
+    def _follow_step(self, waiting: Sequence[_Follower], mix: Mix, found: Pass) -> None:
+        chosen = [one for one in waiting if self._random.random() < mix.share] or waiting[:1]
+        for follower in chosen:
+            if self._random.random() < mix.reopen:
+                follower.close()
+                follower.open()
+        trees = [one.tree(mix, self._random) for one in chosen]
+        found.steps += 1
+        for follower, result in zip(chosen, self._step(trees), strict=True):
+            compared, difference = follower.judge(result)
+            found.compared[follower.text.sampling.temperature] += compared
+            if difference is not None:
+                found.differences.append(difference)
 
     def gaps(self, texts: Sequence[Text], differences: Sequence[Difference]) -> list[float]:
         """Between the two best scores of each, the position computed alone but for others that are looked at."""

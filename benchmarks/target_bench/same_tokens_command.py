@@ -139,6 +139,9 @@ def _measure(model: BenchModel, options: argparse.Namespace, console: Console) -
         looked_at = _look(teacher, texts, found, options.looked_at)
         lines += _lines(found, looked_at, texts, options)
         console.print(f"{mix.name}: {found.compared.total()} positions, {time.perf_counter() - began:.1f} s")
+        if found.interrupted:
+            console.print("interrupted: the rest is left out")
+            break
     return lines
 
 
