@@ -166,12 +166,12 @@ class Verifier:
     @property
     def wants_capture(self) -> bool:
         """Whether steps would be faster after a `capture`, which takes about as long as some of them."""
-        return self._runner.steps is not None and self._runner.steps.missing is not None
+        return self._runner.steps is not None and self._runner.steps.due is not None
 
     def capture(self) -> None:
         """Captures the CUDA graph that steps lacked most often; none may be in flight."""
-        if self._runner.steps is not None and (missing := self._runner.steps.missing) is not None:
-            self._runner.steps.capture(missing)
+        if self._runner.steps is not None and (due := self._runner.steps.due) is not None:
+            self._runner.steps.capture(due)
 
     def open(self, request: OpenRequest) -> None:
         """Opens a session, or replaces it where it is open under the same or an older epoch, and not in flight.

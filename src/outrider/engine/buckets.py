@@ -109,13 +109,21 @@ class BucketLadder:
     def first_set(self, *, verifies: bool) -> list[Bucket]:
         """The buckets that serving begins with, those that steps need most first.
 
-        One session with trees of every size, some sessions and all of them with small trees, plain steps, prefill; and
-        a step that is too large to be captured, so that it is compiled. What is left is captured when it is asked for.
+        One session with trees of every size, some sessions and all of them with small trees, plain steps, prefill; a
+        few that hold any mixture of so many rows; and a step that is too large to be captured, so that it is compiled.
+        What is left is captured when it is asked for.
         """
         prompt = Bucket(tokens=1, sessions=1, keys=1, query_len=1, logit_rows=0, nodes=0, words=1)
         counts = [count for count in self._tokens if count > _FEW_TOKENS and not count & (count - 1)]
         found = {self.bucket(replace(prompt, tokens=count, query_len=count)): None
                  for count in (*counts, self.max_tokens + 1)}  # fmt: skip
+        for count in counts:
+            nodes = min(count, self._max_nodes) if verifies else 0
+            mixture = replace(
+                prompt, tokens=count, sessions=min(count, self._sessions[-1]), query_len=count, logit_rows=count,
+                nodes=nodes, words=(nodes + 63) // 64 or 1,
+            )  # fmt: skip
+            found[self.bucket(mixture)] = None
         if self._unrolled:
             for tokens in (count for count in self._tokens if count <= 2 * _FEW_TOKENS):
                 nodes = min(tokens, self._max_nodes) if verifies else 0

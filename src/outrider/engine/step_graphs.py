@@ -18,8 +18,10 @@ from outrider.engine.step_program import StepOutput, StepProgram
 
 logger = logging.getLogger(__name__)
 
-# So many steps must have asked for a bucket before it is captured: sizes that come up once are not worth it.
-_WORTH_CAPTURING = 2
+# A capture holds steps up, so sizes that come up once are not worth it: a bucket is captured after so many steps that
+# ran in a larger one instead, or a few that had to run without a graph.
+_WORTH_CAPTURING = 16
+_WEIGHT_WITHOUT_GRAPH = 8
 _COMPILING_THREADS = 8
 # Graphs at a time, a few megabytes each.
 _MOST_GRAPHS = 192
@@ -32,6 +34,14 @@ class _Captured:
     graph: torch.cuda.CUDAGraph
     data: torch.Tensor
     output: StepOutput
+
+
+@dataclass(slots=True)
+class _Want:
+    """How many steps asked for a bucket without a graph, and how much it would have helped them."""
+
+    steps: int = 0
+    weight: int = 0
 
 
 class StepGraphs:
@@ -48,7 +58,7 @@ class StepGraphs:
         self._program, self._max_tokens, self._strict = program, max_tokens, strict
         self._enabled = enabled and program.device.type == "cuda"
         self._captured: dict[Bucket, _Captured] = {}
-        self._missing: dict[Bucket, int] = {}
+        self._missing: dict[Bucket, _Want] = {}
         self._refused: set[Bucket] = set()
         # Where steps of a bucket without a graph run, until another is captured.
         self._larger: dict[Bucket, Bucket] = {}
@@ -60,9 +70,15 @@ class StepGraphs:
 
     @property
     def missing(self) -> Bucket | None:
-        """What steps asked for most often and was not there; None where nothing was asked for twice."""
-        most = max(self._missing, key=self._missing.__getitem__, default=None)
-        return None if most is None or self._missing[most] < _WORTH_CAPTURING else most
+        """What steps were most in want of; None where nothing was asked for twice."""
+        asked = {bucket: want for bucket, want in self._missing.items() if want.steps > 1}
+        return max(asked, key=lambda bucket: asked[bucket].weight, default=None)
+
+    @property
+    def due(self) -> Bucket | None:
+        """The same, where a capture is worth holding steps up."""
+        most = self.missing
+        return None if most is None or self._missing[most].weight < _WORTH_CAPTURING else most
 
     def choose(self, wanted: Bucket) -> Bucket:
         """Where a step of this bucket runs: there, or in the next larger one whose graph is there.
@@ -71,12 +87,15 @@ class StepGraphs:
         """
         if not self._enabled or wanted in self._captured or wanted.tokens > self._max_tokens:
             return wanted
-        if wanted not in self._refused and len(self._captured) < _MOST_GRAPHS:
-            self._missing[wanted] = self._missing.get(wanted, 0) + 1
         if wanted not in self._larger:
             kinds = (bucket for bucket in self._captured if bool(bucket.nodes) == bool(wanted.nodes))
             self._larger[wanted] = min((bucket for bucket in kinds if bucket.holds(wanted)), default=wanted)
-        return self._larger[wanted]
+        larger = self._larger[wanted]
+        if wanted not in self._refused and len(self._captured) < _MOST_GRAPHS:
+            want = self._missing.setdefault(wanted, _Want())
+            want.steps += 1
+            want.weight += _WEIGHT_WITHOUT_GRAPH if larger == wanted else 1
+        return larger
 
     def run(self, bucket: Bucket, step: torch.Tensor) -> StepOutput:
         """Runs a step from its bytes on the host; nothing is waited for.

@@ -165,8 +165,8 @@ class StepRunner:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """The wanted logits [R, V] float32, a copy; without waiting for the device, but where a graph is captured."""
-        if (missing := self.missing) is not None:
-            self.capture(missing)
+        if (due := self.due) is not None:
+            self.capture(due)
         launched = self.launch(self.stage(batch))
         if launched.logits is None or not len(batch.logit_rows):
             vocab_size = self._program.vocab_size
@@ -177,6 +177,11 @@ class StepRunner:
     def missing(self) -> Bucket | None:
         """The bucket that `capture` should be called for when there is time, if any."""
         return self._graphs.missing
+
+    @property
+    def due(self) -> Bucket | None:
+        """The same, where a capture is worth holding steps up."""
+        return self._graphs.due
 
     def capture(self, bucket: Bucket) -> None:
         """Captures a bucket's graph.

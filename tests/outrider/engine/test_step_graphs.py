@@ -52,16 +52,24 @@ def test_what_is_asked_for_twice_is_missing_until_it_is_captured() -> None:
     assert graphs.missing is None
     for bucket in (SMALL, LARGE, SMALL, SMALL):
         graphs.choose(bucket)
-    assert graphs.missing == SMALL
+    assert graphs.missing == graphs.due == SMALL
     graphs.capture(SMALL)
     assert graphs.missing == LARGE
     graphs.capture(LARGE)
     assert graphs.missing is None
     graphs.choose(LARGE)
-    graphs.choose(replace(LARGE, tokens=17))
-    graphs.choose(replace(LARGE, tokens=17))
+    for _ in range(9):
+        graphs.choose(replace(LARGE, tokens=17))
     assert graphs.missing is None
     assert graphs.noted == [SMALL, LARGE]
+    # Where a larger one serves meanwhile, it takes more steps.
+    other = replace(SMALL, tokens=2, query_len=2)
+    for _ in range(15):
+        assert graphs.choose(other) == SMALL
+    assert graphs.missing == other
+    assert graphs.due is None
+    graphs.choose(other)
+    assert graphs.due == other
 
 
 def test_without_memory_a_bucket_stays_without_a_graph(caplog: pytest.LogCaptureFixture) -> None:
