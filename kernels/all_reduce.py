@@ -1,6 +1,6 @@
 """The sum over ranks of what every rank holds in parts, through memory that the GPUs of one host share.
 
-    letter[r]  = sum_p parts of rank r [p]                        float32, or the parts' dtype where there is one part
+    letter[r]  = sum_p parts of rank r [p]                        added in float32, rounded once if at all
     returned   = letter[0], letter[1], ... letter[W - 1]          on every rank
 
 A rank writes its letter straight into every rank's mailbox: one trip over NVLink. Whoever reads the letters adds them
@@ -45,36 +45,39 @@ __all__ = [
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def exchange_parts(parts: torch.Tensor, mailbox: Mailbox) -> torch.Tensor:
+def exchange_parts(parts: torch.Tensor, mailbox: Mailbox, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Every rank's sum of its parts, once all ranks have called this with parts of the same size.
 
     Args:
         parts: [P, T, N] bfloat16, float16 or float32, each part contiguous.
         mailbox: of this rank.
+        dtype: of the letters; by default that of `parts`.
 
     Returns:
-        [W, T, N] in the dtype of `parts`, a view of the mailbox that stands until the next call but one.
+        [W, T, N] in that dtype, a view of the mailbox that stands until the next call but one.
 
     Raises:
         ValueError: a shape, dtype, device or stride that does not fit, or parts larger than the mailbox takes.
     """
     check_shape("parts", parts, ("P", "T", "N"))
     check_dtype("parts", parts, _DTYPES)
+    dtype = dtype or parts.dtype
     check_place("parts", parts, mailbox.memory.device, "mailbox")
     if not parts[0].is_contiguous():
         raise ValueError(f"parts: strides {parts.stride()} given, contiguous parts needed")
-    if not mailbox.takes_letter(parts):
-        raise ValueError(f"parts: {parts[0].numel()} numbers each given, the mailbox takes "
-                         f"{mailbox.layout.letter_bytes // parts.element_size()}")  # fmt: skip
-    inbox = mailbox.next_inbox(parts[0].numel(), parts.dtype)
-    if parts[0].numel():
+    count = parts[0].numel()
+    if not mailbox.takes_letter(count, dtype):
+        raise ValueError(f"parts: {count} numbers each given, the mailbox takes "
+                         f"{mailbox.layout.letter_bytes // dtype.itemsize}")  # fmt: skip
+    inbox = mailbox.next_inbox(count, dtype)
+    if count:
         launch_exchange(parts, inbox, mailbox)
     return inbox.letters.view(mailbox.world_size, *parts.shape[1:])
 
 
-def exchange_parts_reference(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+def exchange_parts_reference(parts: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> torch.Tensor:
     """What `exchange_parts` gives every rank when rank r calls it with parts[r], [P, T, N] each, in plain torch."""
-    return torch.stack([rank_parts.float().sum(0).to(rank_parts.dtype) for rank_parts in parts])
+    return torch.stack([rank_parts.float().sum(0).to(dtype or rank_parts.dtype) for rank_parts in parts])
 
 
 def gather_columns(columns: torch.Tensor, mailbox: Mailbox) -> torch.Tensor:

@@ -147,9 +147,9 @@ class Mailbox:
         words = self.memory[start : start + self.world_size * count * 8].view(torch.int64)
         return Inbox(letters=letters, words=words, addresses=self._small_addresses[turn])
 
-    def takes_letter(self, parts: torch.Tensor) -> bool:
-        """Whether there is room for the sum of `parts`."""
-        return parts[0].numel() * parts.element_size() <= self.layout.letter_bytes
+    def takes_letter(self, count: int, dtype: torch.dtype) -> bool:
+        """Whether there is room for a letter of so many numbers."""
+        return count * dtype.itemsize <= self.layout.letter_bytes
 
     def takes_columns(self, rows: int, columns: int, dtype: torch.dtype) -> bool:
         """Whether there is room for a matrix of all ranks' columns."""

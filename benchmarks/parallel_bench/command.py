@@ -105,7 +105,7 @@ def _steps_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
 
 
 def _exchange_table(rows: Sequence[dict[str, Any]]) -> Table:
-    names = ("mailbox", "large", "nccl", "one_shot", "two_shot")
+    names = ("mailbox", "as large", "rounded", "nccl", "one_shot", "two_shot")
     table = Table("rows", "hidden", "dtype", "right", *(f"{name} us" for name in names), title="sums over ranks")
     for row in rows:
         cells = [row.get(name) for name in names]

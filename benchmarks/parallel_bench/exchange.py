@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from outrider.engine.tensor_parallel_collectives import CudaCollectives, Meeting, connect
+from outrider.engine.tensor_parallel_collectives import CudaCollectives, Meeting, SumOptions, connect
 from outrider.kernels.all_reduce import exchange_parts, exchange_parts_reference
 
 _COPIES = 64
@@ -66,7 +66,8 @@ def _measure(meeting: Meeting, wanted: Sequence[Size]) -> list[dict[str, Any]]:
     device = torch.device("cuda", meeting.rank)
     torch.cuda.set_device(device)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    collectives = connect(meeting, device, letter_bytes=_LETTER_BYTES, gathered_bytes=64 << 20)
+    options = SumOptions(letter_bytes=_LETTER_BYTES, gathered_bytes=64 << 20, dtype=torch.bfloat16)
+    collectives = connect(meeting, device, options)
     assert isinstance(collectives, CudaCollectives)
     rows = []
     with torch.inference_mode():
@@ -87,15 +88,17 @@ def _measure_size(collectives: CudaCollectives, size: Size, device: torch.device
     parts = torch.randn(shape, device=device, generator=generator).to(size.dtype)
     row: dict[str, Any] = {"rows": size.rows, "hidden": size.hidden, "dtype": str(size.dtype)[6:]}
     mailbox = collectives.mailbox
-    if mailbox is not None and mailbox.takes_letter(parts):
+    if mailbox is not None and mailbox.takes_letter(parts[0].numel(), parts.dtype):
         row["right"] = _is_right(parts, exchange_parts(parts, mailbox), exchange_parts(parts, mailbox))
         row["mailbox"] = _time_us(lambda: exchange_parts(parts, mailbox))
         small_most = mailbox.small_most
         if parts[0].numel() <= small_most:
             # As large letters go.
             mailbox.small_most = 0
-            row["large"] = _time_us(lambda: exchange_parts(parts, mailbox))
+            row["as large"] = _time_us(lambda: exchange_parts(parts, mailbox))
         mailbox.small_most = small_most
+        if size.dtype == torch.float32:
+            row["rounded"] = _time_us(lambda: exchange_parts(parts, mailbox, torch.bfloat16))
     total = parts.sum(0).zero_()
     row["nccl"] = _time_us(lambda: dist.all_reduce(total if size.parts == 1 else torch.sum(parts, 0, out=total)))
     group = dist.distributed_c10d._get_default_group()

@@ -65,6 +65,15 @@ def test_two_letters_in_a_row_do_not_meet(triton_device: torch.device, *, small:
     assert (held == 1).all()
 
 
+def test_letters_may_be_rounded(triton_device: torch.device) -> None:
+    mailboxes = _mailboxes(triton_device, 2, small=False)
+    held = [torch.randn(2, 1, 48, device=triton_device) for _ in mailboxes]
+    received = _all_ranks(lambda parts, mailbox: exchange_parts(parts, mailbox, torch.bfloat16), held, mailboxes)
+    assert torch.equal(*received)
+    # The interpreter cuts where a GPU rounds.
+    torch.testing.assert_close(received[0], exchange_parts_reference(held, torch.bfloat16), rtol=2**-7, atol=0)
+
+
 def test_columns_come_together_at_rank_0(triton_device: torch.device) -> None:
     mailboxes = _mailboxes(triton_device, 2)
     for _ in range(2):
@@ -75,9 +84,9 @@ def test_columns_come_together_at_rank_0(triton_device: torch.device) -> None:
 
 @pytest.mark.parametrize("small", [True, False])
 def test_who_was_stopped_does_not_wait(triton_device: torch.device, *, small: bool) -> None:
-    mailbox = _mailboxes(triton_device, 2, small=small)[0]
-    mailbox.stopped.fill_(1)
-    exchange_parts(torch.ones(1, 1, 16, device=triton_device), mailbox)
+    mailboxes = _mailboxes(triton_device, 2, small=small)
+    mailboxes[0].stopped.fill_(1)
+    exchange_parts(torch.ones(1, 1, 16, device=triton_device), mailboxes[0])
     if triton_device.type == "cuda":
         torch.cuda.synchronize()
 

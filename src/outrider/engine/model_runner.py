@@ -26,6 +26,7 @@ from outrider.engine.packed_linear import can_pack, pack_linear_layers
 from outrider.engine.step_program import KvCaches, StepProgram
 from outrider.engine.step_runner import StepRunner
 from outrider.engine.tensor_parallel import Ranks, start_ranks
+from outrider.engine.tensor_parallel_collectives import SumOptions
 from outrider.engine.weight_source import SafetensorsSource, WeightSource
 from outrider.errors import CheckpointError
 from outrider.kernels.tree_attention import TreeAttentionBatch
@@ -219,7 +220,12 @@ def _load_decoder(
     all_reduce = gather_logits = None
     if ranks.world_size > 1:
         collectives = ranks.connect(
-            letter_bytes=_MAILBOX_LETTER_BYTES, gathered_bytes=_MAILBOX_LOGITS_BYTES, fixed=config.deterministic
+            SumOptions(
+                letter_bytes=_MAILBOX_LETTER_BYTES,
+                gathered_bytes=_MAILBOX_LOGITS_BYTES,
+                dtype=getattr(torch, config.dtype_name),
+                fixed=config.deterministic,
+            )
         )
         all_reduce, gather_logits = collectives.all_reduce, collectives.gather_logits
     decoder = Decoder(

@@ -47,6 +47,23 @@ class Meeting:
     store_path: str
 
 
+@dataclass(frozen=True, kw_only=True)
+class SumOptions:
+    """How ranks add up; the same on all.
+
+    Attributes:
+        letter_bytes: of the largest sum that goes through mailboxes; none with 0.
+        gathered_bytes: of the largest matrix of logits that does.
+        dtype: of the hidden rows: sums of many rows are rounded to it on their way.
+        fixed: every sum in one order and unrounded, however many rows: what does not fit is sent in pieces.
+    """
+
+    letter_bytes: int
+    gathered_bytes: int
+    dtype: torch.dtype
+    fixed: bool = False
+
+
 class Collectives(Protocol):
     """What a `Decoder` of one rank needs of the others."""
 
@@ -71,17 +88,13 @@ class Collectives(Protocol):
         ...
 
 
-def connect(
-    meeting: Meeting, device: torch.device, *, letter_bytes: int = 0, gathered_bytes: int = 0, fixed: bool = False
-) -> "GlooCollectives | CudaCollectives":
-    """Joins the other ranks; all must call it with the same sizes.
+def connect(meeting: Meeting, device: torch.device, options: SumOptions) -> "GlooCollectives | CudaCollectives":
+    """Joins the other ranks.
 
     Args:
         meeting: where.
         device: of this rank.
-        letter_bytes: of the largest sum that goes through mailboxes; none with 0.
-        gathered_bytes: of the largest matrix of logits that does.
-        fixed: every sum in one order, however large: what does not fit is sent in pieces.
+        options: how they add up.
     """
     os.environ.update(_NO_MULTICAST | _NO_ABORT)
     for name, value in _LOOPBACK.items():
@@ -99,9 +112,11 @@ def connect(
     # The first collective makes the communicator, which must not happen in a capture.
     dist.all_reduce(torch.zeros(1, device=device))
     layout = MailboxLayout(
-        world_size=meeting.world_size, letter_bytes=_aligned(letter_bytes), gathered_bytes=_aligned(gathered_bytes)
+        world_size=meeting.world_size,
+        letter_bytes=_aligned(options.letter_bytes),
+        gathered_bytes=_aligned(options.gathered_bytes),
     )
-    return CudaCollectives(_mailbox(layout, meeting.rank, device) if letter_bytes else None, fixed=fixed)
+    return CudaCollectives(_mailbox(layout, meeting.rank, device) if options.letter_bytes else None, options)
 
 
 def _aligned(size: int) -> int:
@@ -137,11 +152,11 @@ class CudaCollectives:
 
     Args:
         mailbox: of this rank; None where GPUs cannot reach each other's memory.
-        fixed: every sum through the mailbox, in pieces where need be.
+        options: how ranks add up.
     """
 
-    def __init__(self, mailbox: Mailbox | None, *, fixed: bool = False) -> None:
-        self.mailbox, self._fixed, self._is_apart = mailbox, fixed, False
+    def __init__(self, mailbox: Mailbox | None, options: SumOptions) -> None:
+        self.mailbox, self._options, self._is_apart = mailbox, options, False
         self._world_size = dist.get_world_size()
         # A copy on a stream of its own: while kernels wait, nothing that needs the device to come to rest gets through.
         self._stream = torch.cuda.Stream()
@@ -150,18 +165,34 @@ class CudaCollectives:
     def all_reduce(self, addend: torch.Tensor) -> torch.Tensor:
         """[P, T, N] of this rank to [W, T, N] through mailboxes, [1, T, N] through NCCL."""
         if self._is_apart:
-            in_letters = self.mailbox is not None and (self._fixed or self.mailbox.takes_letter(addend))
-            return addend.new_zeros(self._world_size if in_letters else 1, *addend.shape[1:])
-        if self.mailbox is not None and self.mailbox.takes_letter(addend):
-            return exchange_parts(addend, self.mailbox)
-        if self.mailbox is not None and self._fixed:
-            rows = self.mailbox.layout.letter_bytes // (addend.shape[2] * addend.element_size())
-            # A piece is copied before its inbox is written again.
-            pieces = [exchange_parts(piece.contiguous(), self.mailbox).clone() for piece in addend.split(rows, dim=1)]
-            return torch.cat(pieces, dim=1)
+            return self._zeros(addend)
+        if self.mailbox is not None:
+            dtype = self._letter_dtype(addend)
+            if self.mailbox.takes_letter(addend[0].numel(), dtype):
+                return exchange_parts(addend, self.mailbox, dtype)
+            if self._options.fixed:
+                rows = self.mailbox.layout.letter_bytes // (addend.shape[2] * dtype.itemsize)
+                pieces = (piece.contiguous() for piece in addend.split(rows, dim=1))
+                # A piece is copied before its inbox is written again.
+                return torch.cat([exchange_parts(piece, self.mailbox).clone() for piece in pieces], dim=1)
         total = addend[0] if len(addend) == 1 else addend.sum(0)
         dist.all_reduce(total)
         return total[None]
+
+    def _letter_dtype(self, addend: torch.Tensor) -> torch.dtype:
+        """Few numbers travel as they are: what they take is not the wires' time."""
+        assert self.mailbox is not None
+        whole = self._options.fixed or addend[0].numel() <= self.mailbox.small_most
+        return addend.dtype if whole else self._options.dtype
+
+    def _zeros(self, addend: torch.Tensor) -> torch.Tensor:
+        """What `all_reduce` returns, but for the values."""
+        if self.mailbox is None:
+            return torch.zeros_like(addend[:1])
+        dtype = self._letter_dtype(addend)
+        if not self._options.fixed and not self.mailbox.takes_letter(addend[0].numel(), dtype):
+            return torch.zeros_like(addend[:1])
+        return addend.new_zeros(self._world_size, *addend.shape[1:], dtype=dtype)
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """[R, v] of this rank to [R, W v] of all, in their order, at rank 0."""

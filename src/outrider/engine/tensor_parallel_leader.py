@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.engine.config import EngineConfig
-from outrider.engine.tensor_parallel_collectives import Collectives, Meeting, connect
+from outrider.engine.tensor_parallel_collectives import Collectives, Meeting, SumOptions, connect
 from outrider.engine.tensor_parallel_ranks import STEP_TIMEOUT_S, Setup, rank_device
 from outrider.engine.weight_source import WeightSource
 from outrider.errors import CheckpointError, OutriderError, WorkerUnavailable
@@ -82,7 +82,7 @@ class Leader:
         self._send(("least", agreed))
         return agreed
 
-    def connect(self, *, letter_bytes: int, gathered_bytes: int, fixed: bool) -> Collectives:
+    def connect(self, options: SumOptions) -> Collectives:
         """Joins the ranks' sums, once all have loaded.
 
         Raises:
@@ -91,13 +91,7 @@ class Leader:
         """
         self.least(0)
         with self.guard():
-            self._collectives = connect(
-                self._meeting,
-                self.device,
-                letter_bytes=letter_bytes,
-                gathered_bytes=gathered_bytes,
-                fixed=fixed,
-            )
+            self._collectives = connect(self._meeting, self.device, options)
         return self._collectives
 
     def lead(self, name: str, payload: object = None) -> None:

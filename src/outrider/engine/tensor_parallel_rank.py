@@ -7,8 +7,10 @@ leader's process ends, however it ends, and then this one ends too, whatever it 
 import contextlib
 import logging
 import os
+import select
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from multiprocessing.connection import Connection
@@ -17,11 +19,14 @@ from typing import Any
 import torch
 
 from outrider.engine.model_runner import ModelRunner
-from outrider.engine.tensor_parallel_collectives import Collectives, connect
+from outrider.engine.tensor_parallel_collectives import Collectives, SumOptions, connect
 from outrider.engine.tensor_parallel_ranks import STEP_TIMEOUT_S, Setup, rank_device
 from outrider.errors import OutriderError
 
 logger = logging.getLogger(__name__)
+
+# After a command a follower on a GPU looks for the next one without sleeping: longer than most steps take.
+_WAKEFUL_S = 0.05
 
 
 class Follower:
@@ -49,16 +54,10 @@ class Follower:
         assert name == "least", f"the leader said {name}, not what the ranks agreed on"
         return agreed
 
-    def connect(self, *, letter_bytes: int, gathered_bytes: int, fixed: bool) -> Collectives:
+    def connect(self, options: SumOptions) -> Collectives:
         """Joins the ranks' sums, once all have loaded."""
         self.least(0)
-        self._collectives = connect(
-            self._meeting,
-            self.device,
-            letter_bytes=letter_bytes,
-            gathered_bytes=gathered_bytes,
-            fixed=fixed,
-        )
+        self._collectives = connect(self._meeting, self.device, options)
         return self._collectives
 
     def lead(self, name: str, payload: object = None) -> None:
@@ -79,10 +78,21 @@ class Follower:
             commands: by name; each takes the payload.
         """
         while True:
+            self._await_command()
             name, payload = self._connection.recv()
             if name == "stop":
                 return
             commands[name](payload)
+
+    def _await_command(self) -> None:
+        """Until there is something to read, or for a while: a process that sleeps takes long to wake."""
+        if self.device.type != "cuda":
+            return
+        poll = select.poll()
+        poll.register(self._connection.fileno(), select.POLLIN)
+        deadline = time.monotonic() + _WAKEFUL_S
+        while not poll.poll(0) and time.monotonic() < deadline:
+            pass
 
     def close(self) -> None:
         """Leaves the group."""

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from outrider.engine.config import EngineConfig
-from outrider.engine.tensor_parallel_collectives import Collectives, Meeting
+from outrider.engine.tensor_parallel_collectives import Collectives, Meeting, SumOptions
 from outrider.engine.weight_source import WeightSource
 
 # A rank that is alive and does not answer, a step that never ends: noticed by time alone. A first step may compile.
@@ -34,7 +34,7 @@ class Ranks(Protocol):
         """The least of the values that all ranks give; all must call it, as often."""
         ...
 
-    def connect(self, *, letter_bytes: int, gathered_bytes: int, fixed: bool) -> Collectives:
+    def connect(self, options: SumOptions) -> Collectives:
         """Joins the ranks' sums; see `outrider.engine.tensor_parallel_collectives.connect`."""
         ...
 
@@ -99,7 +99,7 @@ class Alone:
         """The value."""
         return value
 
-    def connect(self, *, letter_bytes: int, gathered_bytes: int, fixed: bool) -> Collectives:
+    def connect(self, options: SumOptions) -> Collectives:
         """There is nobody to connect to."""
         raise AssertionError("one rank has no others")
 
