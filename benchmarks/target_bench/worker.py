@@ -48,17 +48,21 @@ class Worker:
         self.model, self.config = model, config
         decoder = True if model.source is not None else None
         self.runner = ModelRunner(config.engine(), decoder=decoder, source=model.source)
+        self._verifier: Verifier | None = None
 
     def verifier(self) -> Verifier:
-        """A new one; whoever had one before has closed its sessions."""
-        assert self.runner.slots.used == 0, "sessions of another verifier are left"
+        """A new one; what is left of the one before, after a failure, is closed."""
+        if self._verifier is not None:
+            for key, session in list(self._verifier._sessions.items()):
+                self._verifier.close(key, session.epoch)
         config = self.config
-        return Verifier(
+        self._verifier = Verifier(
             self.runner,
             max_step_tokens=config.max_step_tokens,
             max_prefill_tokens=config.prefill_tokens,
             prefill_slowdown=config.prefill_slowdown,
         )
+        return self._verifier
 
     def capture_missing(self) -> None:
         """Captures what the steps so far lacked, as the step thread does between steps."""
