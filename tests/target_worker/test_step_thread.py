@@ -262,6 +262,30 @@ def test_what_is_in_flight_is_not_reopened_stepped_or_closed(steps: StepThread, 
     ]  # fmt: skip
 
 
+def test_what_asks_for_a_session_in_flight_waits_and_so_does_what_came_behind(
+    steps: StepThread, device: NotingVerifier
+) -> None:
+    first = steps.submit(Batch(trees=[tree(1)]))
+    wait_for(device, ("begin", [1]))
+    again = steps.submit(Batch(opens=[opening(1)], trees=[tree(1)]))
+    behind = steps.submit(Batch(trees=[tree(2)]))
+    assert not behind.done() and len(device.log) == 1
+    device.go_on.set()
+    for done in (first, again, behind):
+        done.result(10)
+    assert device.log == [("begin", [1]), ("finish", [1]), ("open", 1), ("begin", [1, 2]), ("finish", [1, 2])]
+
+
+def test_a_session_whose_prefill_is_in_flight_waits_for_it(steps: StepThread, device: NotingVerifier) -> None:
+    steps.submit(Batch(trees=[tree(1)]))
+    wait_for(device, ("begin", [1]))
+    device.in_flight.add((1, 7))  # in the same step, though in no batch
+    waiting = steps.submit(Batch(trees=[tree(7)]))
+    device.go_on.set()
+    waiting.result(10)
+    assert device.log[-2:] == [("begin", [7]), ("finish", [7])]
+
+
 def test_a_batch_without_trees_is_answered_in_its_turn(steps: StepThread, device: NotingVerifier) -> None:
     first = steps.submit(Batch(trees=[tree(1)]))
     wait_for(device, ("begin", [1]))
