@@ -1,6 +1,7 @@
 """What the ranks of `outrider.kernels.all_reduce` write into: one mailbox a rank, laid out alike on all of them.
 
-counts [LETTERS + COLUMNS, W, PROGRAMS] int64 | inbox 0 | inbox 1 | small inbox 0 | small inbox 1 | gathered columns
+counts [LETTERS + COLUMNS, W, PROGRAMS] int64 | inbox 0 | inbox 1 | small inbox 0 | small inbox 1 |
+rows' inbox 0 | rows' inbox 1 | gathered columns
 """
 
 from __future__ import annotations
@@ -31,11 +32,15 @@ class MailboxLayout:
         world_size: W.
         letter_bytes: of the largest letter, a multiple of 128.
         gathered_bytes: of the largest gathered matrix.
+        row_size: numbers of a row that is summed and normed in one launch.
+        row_counts: most such rows.
     """
 
     world_size: int
     letter_bytes: int
     gathered_bytes: int
+    row_size: int = 0
+    row_counts: int = 0
 
     @property
     def counts_bytes(self) -> int:
@@ -66,9 +71,18 @@ class MailboxLayout:
         return self.inbox_start(2) + turn * self.small_inbox_bytes
 
     @property
+    def rows_inbox_bytes(self) -> int:
+        """Of one inbox of rows: a word of eight bytes for every two numbers."""
+        return self.world_size * self.row_counts * self.row_size // 2 * 8
+
+    def rows_inbox_start(self, turn: int) -> int:
+        """First byte of an inbox of rows."""
+        return self.small_inbox_start(2) + turn * self.rows_inbox_bytes
+
+    @property
     def gathered_start(self) -> int:
         """First byte of the gathered columns."""
-        return self.small_inbox_start(2)
+        return -(-self.rows_inbox_start(2) // 128) * 128
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -99,6 +113,7 @@ class Mailbox:
     Attributes:
         counts: [kinds, W, PROGRAMS] int64, flat: what the other ranks' programs said last.
         calls: [kinds + 1, PROGRAMS] int64, of this rank's programs; those of small letters last.
+        row_calls: [rows] int64, of this rank's programs that sum and norm a row.
         count_addresses, gathered_addresses: [W] int64, where these lie at every rank.
         small_most: numbers of the largest letter that counts as small.
         stopped: [1] int32; once it is not 0, nothing waits any more and what comes out is void.
@@ -119,16 +134,19 @@ class Mailbox:
             layout.small_inbox_start(0),
             layout.small_inbox_start(1),
             layout.gathered_start,
+            layout.rows_inbox_start(0),
+            layout.rows_inbox_start(1),
         )
         table = [[address + start for address in addresses] for start in starts]
         rows = torch.tensor(table, dtype=torch.int64, device=memory.device).unbind(0)
         self.count_addresses, self.gathered_addresses = rows[0], rows[5]
-        self._inbox_addresses, self._small_addresses = rows[1:3], rows[3:5]
+        self._inbox_addresses, self._small_addresses, self._row_addresses = rows[1:3], rows[3:5], rows[6:8]
         self.counts = memory[: layout.counts_bytes].view(torch.int64)
         self.calls = torch.zeros(COUNT_KINDS + 1, PROGRAMS, dtype=torch.int64, device=memory.device)
+        self.row_calls = torch.zeros(max(layout.row_counts, 1), dtype=torch.int64, device=memory.device)
         self.stopped = torch.zeros(1, dtype=torch.int32, device=memory.device)
         self.small_most = SMALL_MOST
-        self._turn = 0
+        self._turn = self._rows_turn = 0
         self._owner = owner
 
     @property
@@ -146,6 +164,17 @@ class Mailbox:
         start = self.layout.small_inbox_start(turn)
         words = self.memory[start : start + self.world_size * count * 8].view(torch.int64)
         return Inbox(letters=letters, words=words, addresses=self._small_addresses[turn])
+
+    def next_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The inbox of rows whose turn it is, [W rows N / 2] int64, and where it lies at every rank, [W] int64."""
+        turn, self._rows_turn = self._rows_turn, 1 - self._rows_turn
+        start = self.layout.rows_inbox_start(turn)
+        words = self.memory[start : start + self.layout.rows_inbox_bytes].view(torch.int64)
+        return words, self._row_addresses[turn]
+
+    def takes_rows(self, rows: int, size: int) -> bool:
+        """Whether so many rows of this size can be summed and normed in one launch."""
+        return rows <= self.layout.row_counts and size == self.layout.row_size
 
     def takes_letter(self, count: int, dtype: torch.dtype) -> bool:
         """Whether there is room for a letter of so many numbers."""

@@ -21,7 +21,7 @@ from outrider.kernels.argument_checks import check_at_least, check_dtype, check_
 from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
 from outrider.kernels.early_launch import early_options
 
-__all__ = ["residual_norm", "residual_norm_reference"]
+__all__ = ["normed_block", "residual_norm", "residual_norm_reference"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -182,14 +182,14 @@ def _residual_norm_kernel(
             addend_ptr += part_stride
             total += tl.load(addend_ptr + column, mask=kept, other=0).to(tl.float32)
         if NORMS_ADDEND:
-            total = _normed_block(total, addend_weight, columns, eps)
+            total = normed_block(total, addend_weight, columns, eps)
         hidden = (hidden.to(tl.float32) + total).to(hidden_ptr.dtype.element_ty)
         tl.store(hidden_ptr + column, hidden, mask=kept)
-    normed = _normed_block(hidden.to(tl.float32), weight, columns, eps)
+    normed = normed_block(hidden.to(tl.float32), weight, columns, eps)
     tl.store(normed_ptr + row * columns + column, normed.to(normed_ptr.dtype.element_ty), mask=kept)
 
 
 @jit
-def _normed_block(values, weight, columns, eps):
+def normed_block(values, weight, columns, eps):
     """[BLOCK_N] float32; the values past the columns are zero."""
     return values * (1.0 / tl.sqrt_rn(tl.sum(values * values) / columns + eps)) * weight

@@ -17,7 +17,7 @@ import torch
 from benchmarks.kernel_bench.timing import GraphTimer, measure_machine
 from benchmarks.parallel_bench.exchange import measure_exchange, sizes
 from benchmarks.parallel_bench.models import BenchModel
-from benchmarks.parallel_bench.steps import make_runner, measure_steps
+from benchmarks.parallel_bench.steps import compile_steps, make_runner, measure_steps
 from rich.console import Console
 from rich.table import Table
 
@@ -84,6 +84,7 @@ def _measure_model(model: BenchModel, ranks: int, machine: Any, options: argpars
     floor_ms = 1e3 * model.read_bytes(torch.bfloat16, ranks) / machine.copy_bytes_per_s
     rows = []
     try:
+        compile_steps(runner, options.tokens, context=_CONTEXT)
         for tokens in options.tokens:
             times = measure_steps(runner, tokens, context=_CONTEXT, repeats=options.repeats)
             rows.append({"shape": model.name, "ranks": ranks, "floor_ms": floor_ms, **asdict(times)})

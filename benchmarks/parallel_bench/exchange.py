@@ -66,7 +66,7 @@ def _measure(meeting: Meeting, wanted: Sequence[Size]) -> list[dict[str, Any]]:
     device = torch.device("cuda", meeting.rank)
     torch.cuda.set_device(device)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    options = SumOptions(letter_bytes=_LETTER_BYTES, gathered_bytes=64 << 20, dtype=torch.bfloat16)
+    options = SumOptions(letter_bytes=_LETTER_BYTES, gathered_bytes=64 << 20, hidden_size=0, dtype=torch.bfloat16)
     collectives = connect(meeting, device, options)
     assert isinstance(collectives, CudaCollectives)
     rows = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,7 @@ from benchmarks.parallel_bench.models import BenchModel
 from outrider.engine.batch import BatchBuilder, ForwardBatch, TreeChoices
 from outrider.engine.config import DtypeName
 from outrider.engine.model_runner import EngineConfig, ModelRunner
+from outrider.engine.step_staging import need_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,14 @@ def make_runner(
         enable_prefix_caching=False,
     )
     return ModelRunner(config, source=model.source())
+
+
+def compile_steps(runner: ModelRunner, tokens: Sequence[int], *, context: int) -> None:
+    """What the steps of all these sizes need, side by side."""
+    steps = runner.steps
+    assert steps is not None
+    needs = [need_of(*tree_step(0, count, context=context, vocab_size=runner.vocab_size)) for count in tokens]
+    steps.compile(list(dict.fromkeys(steps._ladder.bucket(need) for need in needs)))
 
 
 def measure_steps(runner: ModelRunner, tokens: int, *, context: int, repeats: int) -> StepTimes:

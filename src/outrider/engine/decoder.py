@@ -63,6 +63,7 @@ class Decoder:
         attend: the attention operator.
         all_reduce: [P, T, N] of this rank to [P', T, N] whose parts add up to the sum over all ranks; needed with more
             than one rank.
+        sum_norm: `residual_norm` of an addend [P, T, N] of this rank whose sum over all ranks is meant.
         gather_logits: [R, v] of this rank to [R, v * world_size] of all, in their order; needed with more than one
             rank.
         fixed: every product in one order for all T, so that a row's bits do not depend on the other rows.
@@ -78,6 +79,7 @@ class Decoder:
         *,
         attend: TreeAttention,
         all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        sum_norm: Callable[..., torch.Tensor] | None = None,
         gather_logits: Callable[[torch.Tensor], torch.Tensor] | None = None,
         fixed: bool = False,
     ) -> None:
@@ -86,6 +88,9 @@ class Decoder:
         self.spec, self.weights = spec, weights
         self._attend, self._all_reduce, self._gather_logits, self._fixed = attend, all_reduce, gather_logits, fixed
         self._heads = spec.heads // weights.world_size
+        # A bias is added once, to the sum.
+        biased = any(layer.output_bias is not None or layer.down_bias is not None for layer in weights.layers)
+        self._sum_norm = sum_norm if weights.world_size > 1 and not biased else None
         # transformers keeps the factor in the model's dtype.
         self._embedding_factor = torch.tensor(spec.embedding_factor).to(weights.embedding.dtype).item()
 
@@ -98,15 +103,15 @@ class Decoder:
             hidden *= self._embedding_factor
         addend = addend_norm = None
         for index, layer in enumerate(self.weights.layers):
-            rows = residual_norm(hidden, addend, layer.attention_norm, eps=eps, addend_weight=addend_norm)
+            rows = self._norm(hidden, addend, layer.attention_norm, eps=eps, addend_weight=addend_norm)
             mixed = self._attention(index, layer, rows, inputs)
             addend = self._addend(mixed, layer.output, layer.output_bias)
-            rows = residual_norm(
+            rows = self._norm(
                 hidden, addend, layer.feed_forward_norm, eps=eps, addend_weight=layer.attention_addend_norm
             )
             addend = self._addend(self._gated(rows, layer), layer.down, layer.down_bias)
             addend_norm = layer.feed_forward_addend_norm
-        return residual_norm(hidden, addend, self.weights.final_norm, eps=eps, addend_weight=addend_norm)
+        return self._norm(hidden, addend, self.weights.final_norm, eps=eps, addend_weight=addend_norm)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
@@ -117,6 +122,19 @@ class Decoder:
             logits = self._gather_logits(logits)[:, : self.spec.vocab_size]
         cap = self.spec.final_softcap
         return torch.tanh(logits / cap) * cap if cap else logits
+
+    def _norm(
+        self,
+        hidden: torch.Tensor,
+        addend: torch.Tensor | None,
+        weight: torch.Tensor,
+        *,
+        eps: float,
+        addend_weight: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """`residual_norm`, over all ranks."""
+        norm = residual_norm if addend is None or self._sum_norm is None else self._sum_norm
+        return norm(hidden, addend, weight, eps=eps, addend_weight=addend_weight)
 
     def _attention(self, index: int, layer: LayerWeights, rows: torch.Tensor, inputs: DecoderInputs) -> torch.Tensor:
         """The heads' results side by side, [T, H D]."""
@@ -148,9 +166,9 @@ class Decoder:
         return mixed.flatten(1)
 
     def _addend(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """What a block adds to the hidden rows, in parts [P, T, N], of all ranks."""
+        """What a block adds to the hidden rows, in parts [P, T, N]; of all ranks, unless the next norm adds them up."""
         addend = linear_parts(rows, weight, fixed=self._fixed)
-        if self._all_reduce is not None and self.weights.world_size > 1:
+        if self._all_reduce is not None and self.weights.world_size > 1 and self._sum_norm is None:
             addend = self._all_reduce(addend)
         if bias is not None:
             addend[0].add_(bias)

@@ -217,19 +217,27 @@ def _load_decoder(
         rank=ranks.rank,
         world_size=ranks.world_size,
     )
-    all_reduce = gather_logits = None
+    all_reduce = gather_logits = sum_norm = None
     if ranks.world_size > 1:
         collectives = ranks.connect(
             SumOptions(
                 letter_bytes=_MAILBOX_LETTER_BYTES,
                 gathered_bytes=_MAILBOX_LOGITS_BYTES,
+                hidden_size=spec.hidden_size,
                 dtype=getattr(torch, config.dtype_name),
                 fixed=config.deterministic,
             )
         )
         all_reduce, gather_logits = collectives.all_reduce, collectives.gather_logits
+        sum_norm = collectives.sum_norm
     decoder = Decoder(
-        spec, weights, attend=attend, all_reduce=all_reduce, gather_logits=gather_logits, fixed=config.deterministic
+        spec,
+        weights,
+        attend=attend,
+        all_reduce=all_reduce,
+        sum_norm=sum_norm,
+        gather_logits=gather_logits,
+        fixed=config.deterministic,
     )
     return decoder, model_config, card
 

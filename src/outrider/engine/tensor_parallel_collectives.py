@@ -19,12 +19,16 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage] - documented, and not exported
 
 from outrider.kernels.all_reduce import Mailbox, MailboxLayout, exchange_parts, gather_columns
+from outrider.kernels.all_reduce_norm import exchange_norm
+from outrider.kernels.residual_norm import residual_norm
 
 logger = logging.getLogger(__name__)
 
 # What is waited for is watched by `outrider.engine.tensor_parallel`; this only ends ranks that nobody watches.
 _TIMEOUT = timedelta(minutes=30)
 _ALIGNMENT = 128
+# Rows that are summed and normed in one launch: those of a step of one large tree.
+_FEW_ROWS = 72
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 # Otherwise torch ends the process where NCCL notices a lost rank, before anybody has said which.
 _NO_ABORT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
@@ -54,12 +58,14 @@ class SumOptions:
     Attributes:
         letter_bytes: of the largest sum that goes through mailboxes; none with 0.
         gathered_bytes: of the largest matrix of logits that does.
-        dtype: of the hidden rows: sums of many rows are rounded to it on their way.
+        hidden_size: N.
+        dtype: of the hidden rows: sums may be rounded to it on their way.
         fixed: every sum in one order and unrounded, however many rows: what does not fit is sent in pieces.
     """
 
     letter_bytes: int
     gathered_bytes: int
+    hidden_size: int
     dtype: torch.dtype
     fixed: bool = False
 
@@ -69,6 +75,18 @@ class Collectives(Protocol):
 
     def all_reduce(self, addend: torch.Tensor) -> torch.Tensor:
         """[P, T, N] of this rank to parts [P', T, N] that add up to the sum over ranks, the same bits on every rank."""
+        ...
+
+    def sum_norm(
+        self,
+        hidden: torch.Tensor,
+        addend: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        eps: float,
+        addend_weight: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`residual_norm` with the sum over ranks of `addend`."""
         ...
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
@@ -115,6 +133,8 @@ def connect(meeting: Meeting, device: torch.device, options: SumOptions) -> "Glo
         world_size=meeting.world_size,
         letter_bytes=_aligned(options.letter_bytes),
         gathered_bytes=_aligned(options.gathered_bytes),
+        row_size=options.hidden_size,
+        row_counts=_FEW_ROWS,
     )
     return CudaCollectives(_mailbox(layout, meeting.rank, device) if options.letter_bytes else None, options)
 
@@ -179,6 +199,21 @@ class CudaCollectives:
         dist.all_reduce(total)
         return total[None]
 
+    def sum_norm(
+        self,
+        hidden: torch.Tensor,
+        addend: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        eps: float,
+        addend_weight: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`residual_norm` with the sum over ranks of `addend`; of few rows in one launch."""
+        fuses = hidden.element_size() == 2 and not self._options.fixed and not self._is_apart
+        if fuses and self.mailbox is not None and self.mailbox.takes_rows(*hidden.shape):
+            return exchange_norm(hidden, addend, weight, self.mailbox, eps=eps, addend_weight=addend_weight)
+        return residual_norm(hidden, self.all_reduce(addend), weight, eps=eps, addend_weight=addend_weight)
+
     def _letter_dtype(self, addend: torch.Tensor) -> torch.dtype:
         """Few numbers travel as they are: what they take is not the wires' time."""
         assert self.mailbox is not None
@@ -235,6 +270,18 @@ class GlooCollectives:
         letters = [torch.empty_like(total) for _ in range(dist.get_world_size())]
         dist.all_gather(letters, total)
         return torch.stack(letters)
+
+    def sum_norm(
+        self,
+        hidden: torch.Tensor,
+        addend: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        eps: float,
+        addend_weight: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`residual_norm` with the sum over ranks of `addend`."""
+        return residual_norm(hidden, self.all_reduce(addend), weight, eps=eps, addend_weight=addend_weight)
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """[R, v] of this rank to [R, W v] of all, in their order."""

@@ -15,6 +15,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.engine.batch import BatchBuilder
+from outrider.engine.config import DtypeName
 from outrider.engine.model_runner import EngineConfig, ModelRunner
 from outrider.engine.tensor_parallel import Alone, Leader
 from outrider.engine.weight_source import SafetensorsSource
@@ -191,9 +192,7 @@ def test_followers_end_with_a_leader_that_is_killed(other_leader: "subprocess.Po
     _wait_for_end(follower)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_two_gpus_choose_what_one_chooses_until_one_is_lost(tmp_path: Path) -> None:
+def _save_model(folder: Path) -> None:
     torch.manual_seed(5)
     model = LlamaConfig(
         vocab_size=4099,
@@ -204,19 +203,22 @@ def test_two_gpus_choose_what_one_chooses_until_one_is_lost(tmp_path: Path) -> N
         num_key_value_heads=4,
         max_position_embeddings=256,
     )
-    LlamaForCausalLM(model).save_pretrained(tmp_path)
+    LlamaForCausalLM(model).save_pretrained(folder)
+
+
+def _gpu_config(folder: Path, ranks: int, dtype: DtypeName) -> EngineConfig:
+    return EngineConfig(
+        model_path=folder, device="cuda", dtype=dtype, num_slots=1024, max_num_seqs=8, tensor_parallel_size=ranks
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus_choose_what_one_chooses_until_one_is_lost(tmp_path: Path) -> None:
+    _save_model(tmp_path)
     found = []
     for ranks in (1, 2):
-        runner = ModelRunner(
-            EngineConfig(
-                model_path=tmp_path,
-                device="cuda",
-                dtype="float32",
-                num_slots=1024,
-                max_num_seqs=8,
-                tensor_parallel_size=ranks,
-            )
-        )
+        runner = ModelRunner(_gpu_config(tmp_path, ranks, "float32"))
         assert runner.steps is not None
         runner.steps.compile(runner.steps._ladder.first_set(verifies=True)[:2])
         # Without graphs, then with them.
@@ -248,3 +250,21 @@ def test_two_gpus_choose_what_one_chooses_until_one_is_lost(tmp_path: Path) -> N
     assert 0.4 <= time.monotonic() - began < 2.5
     torch.cuda.synchronize()
     runner.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus_in_bfloat16_come_close_to_one(tmp_path: Path) -> None:
+    _save_model(tmp_path)
+    found = []
+    for ranks in (1, 2):
+        runner = ModelRunner(_gpu_config(tmp_path, ranks, "bfloat16"))
+        # The last of them in a graph.
+        found += [_forest(runner).cpu() for _ in range(4)]
+        assert runner.steps is not None
+        assert runner.steps.graphs > 0
+        runner.close()
+    for logits in found[1:]:
+        assert (logits - found[0]).abs().max() < 0.08 * found[0].std()
+    # The same bits in every run.
+    assert all(torch.equal(logits, found[4]) for logits in found[5:])
