@@ -21,8 +21,12 @@ from benchmarks.parallel_bench.steps import compile_steps, make_runner, measure_
 from rich.console import Console
 from rich.table import Table
 
+from outrider.errors import OutriderError
+
 _TOKENS = (1, 8, 64)
 _CONTEXT = 1024
+# For one size of steps; ranks that wait for one another wait no longer.
+_PATIENCE_S = 20.0
 _NEEDS_CUDA, _FAILED = 2, 1
 
 
@@ -42,11 +46,17 @@ def run(arguments: Sequence[str]) -> int:
     if options.exchange:
         found["exchange"] = measure_exchange(options.ranks, sizes(options.hidden))
         console.print(_exchange_table(found["exchange"]))
-    found["steps"] = []
+    found["steps"], code = [], 0
     for shape, ranks in options.models:
         began = time.perf_counter()
-        with tempfile.TemporaryDirectory() as folder:
-            rows = _measure_model(BenchModel.of(shape, Path(folder), layers=options.layers), ranks, machine, options)
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                model = BenchModel.of(shape, Path(folder), layers=options.layers)
+                rows = _measure_model(model, ranks, machine, options)
+        except OutriderError as error:
+            console.print(f"{shape} on {ranks}: {error}", markup=False)
+            code = _FAILED
+            continue
         found["steps"] += rows
         console.print(_steps_table(rows, f"{shape} on {ranks}, {time.perf_counter() - began:.0f} s in all"))
     text = json.dumps(found, indent=1)
@@ -54,7 +64,7 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.write(text + "\n")
     else:
         options.output_json.write_text(text + "\n", encoding="utf-8")
-    return 0
+    return code
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -86,7 +96,8 @@ def _measure_model(model: BenchModel, ranks: int, machine: Any, options: argpars
     try:
         compile_steps(runner, options.tokens, context=_CONTEXT)
         for tokens in options.tokens:
-            times = measure_steps(runner, tokens, context=_CONTEXT, repeats=options.repeats)
+            with runner.ranks.guard(_PATIENCE_S):
+                times = measure_steps(runner, tokens, context=_CONTEXT, repeats=options.repeats)
             rows.append({"shape": model.name, "ranks": ranks, "floor_ms": floor_ms, **asdict(times)})
     finally:
         runner.close()
