@@ -7,7 +7,7 @@ from benchmarks import products
 
 @pytest.mark.parametrize("product", [products.ours, products.torchs])
 def test_a_chain_runs_every_weight_once_in_order(product: products.Product, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "SHAPES", {name: (8, 4096) for name in products.SHAPES})
+    monkeypatch.setattr(products, "SHAPES", dict.fromkeys(products.SHAPES, (8, 4096)))
     rows = {4096: torch.randn(2, 4096)}
     weights = {name: [torch.randn(8, 4096) for _ in range(1 if name == "lm_head" else 2)] for name in products.SHAPES}
     seen = []
