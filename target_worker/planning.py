@@ -234,6 +234,9 @@ class Planner:
                 session.starved = True
                 if missing <= slots.free + self._kv.freed_by(younger):
                     self._waiting_for = (session.order, _WAITING_PLANS)
+                if self._kv.remembers:
+                    # What it holds and cannot use is others' room; it stays remembered until somebody needs it.
+                    self._kv.cut(session, 0)
                 return False
             for victim in sorted(within_reach, key=lambda other: other.order, reverse=True):
                 if slots.free >= count:

@@ -121,8 +121,9 @@ class StepThread:
         self._arrived = threading.Condition()
         self._jobs: list[_Job] = []
         self._stopping = False
-        # Why opens failed, told with the session's first tree: an open without trees is not answered.
-        self._refused: dict[tuple[SessionKey, int], SessionFault] = {}
+        # Why a session's latest open failed, with its epoch, told with the session's first tree: an open without trees
+        # is not answered.
+        self._refused: dict[SessionKey, tuple[int, SessionFault]] = {}
         self._thread = threading.Thread(target=self._run, name="target-steps", daemon=True)
         self._flights: deque[_Flight] = deque()
         # How long steps of about so many rows usually take.
@@ -267,12 +268,16 @@ class StepThread:
     def _take_jobs(self, verifier: Verifier) -> list[_Job]:
         """The longest run of waiting jobs that asks for no session twice, nor for one that is in flight."""
         seen = set().union(*(flight.keys for flight in self._flights))
-        count = 0
+        count, rows = 0, verifier.free_rows
         for job in self._jobs:
             trees = {tree.key for tree in job.batch.trees}
             opens = {request.key for request in job.batch.opens}
             taken = not seen.isdisjoint(trees | opens)
             if taken or (self._flights and any(verifier.is_in_flight(key) for key in trees | opens)):
+                break
+            # A row that this batch closes may still be in flight.
+            rows -= len(opens)
+            if self._flights and rows < 0 and opens:
                 break
             seen |= trees
             count += 1
@@ -337,22 +342,27 @@ class StepThread:
 
     def _tell_refused(self, trees: Iterable[TreeRequest], step: StepResult) -> None:
         for place, tree in enumerate(trees):
-            refused = self._refused.pop((tree.key, tree.epoch), None)
-            if refused is not None and step.results[place].outcome is Outcome.ERROR:
-                step.results[place] = TreeResult(outcome=Outcome.ERROR, fault=refused)
+            epoch, fault = self._refused.get(tree.key, (None, None))
+            if epoch != tree.epoch:
+                continue
+            del self._refused[tree.key]
+            if step.results[place].outcome is Outcome.ERROR:
+                step.results[place] = TreeResult(outcome=Outcome.ERROR, fault=fault)
 
     def _open(self, verifier: Verifier, opens: Sequence[OpenRequest]) -> _Faults:
         faults: _Faults = []
         for request in opens:
             try:
                 verifier.open(request)
+                self._refused.pop(request.key, None)
             except SessionFault as fault:
-                self._refused[request.key, request.epoch] = fault
+                self._refused[request.key] = (request.epoch, fault)
                 faults.append((request.key, request.epoch, fault))
         return faults
 
     def _close(self, verifier: Verifier, key: SessionKey, epoch: int) -> None:
-        self._refused.pop((key, epoch), None)
+        if key in self._refused and self._refused[key][0] <= epoch:
+            del self._refused[key]
         verifier.close(key, epoch)
 
     def _note(self, verifier: Verifier) -> None:

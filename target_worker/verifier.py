@@ -158,6 +158,11 @@ class Verifier:
         expected = any(session.in_flight or self._kv.pending(session) == 0 for session in self._sessions.values())
         return self._pace.due_s() if expected else 0.0
 
+    @property
+    def free_rows(self) -> int:
+        """Sessions that can be opened at once."""
+        return self._slots.free_rows
+
     def is_in_flight(self, key: SessionKey) -> bool:
         """Whether a step of the session has begun and is not finished."""
         session = self._sessions.get(key)

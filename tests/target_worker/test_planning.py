@@ -180,6 +180,15 @@ def test_a_preempted_session_finds_what_is_left_of_its_kv() -> None:
     assert young.tokens[-1] == 7
 
 
+def test_a_session_that_cannot_go_on_leaves_its_room_to_others() -> None:
+    bench = Bench(num_slots=60)
+    old, young = bench.open(range(20)), bench.open(range(100, 130))
+    nodes = [bench.step([old, young], nodes=3)[0].nodes for _ in range(30)]
+    # Both fit at first; since the younger one was displaced, nothing of it stands in the way of the older one's trees.
+    assert bench.planner.preemptions == 1
+    assert nodes[10:] == [3] * 20
+
+
 @pytest.mark.parametrize("remembers", [True, False])
 def test_the_youngest_go_first_and_shared_slots_do_not_count_as_gained(remembers: bool) -> None:
     bench = Bench(num_slots=100, remembers=remembers)

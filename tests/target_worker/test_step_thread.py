@@ -30,6 +30,7 @@ class NotingVerifier:
         self.session_count = self.slots_used = self.slots_cached = self.slots_total = self.steps = 0
         self.prefill_due_s = 0.0
         self.pending_rows = [0]
+        self.free_rows = 9
         self.fails = self.fails_to_begin = False
         self.in_flight: set[tuple[int, int]] = set()
 
@@ -58,6 +59,7 @@ class NotingVerifier:
 
     def close(self, key: tuple[int, int], _epoch: int) -> None:
         self.log.append(("close", key[1]))
+        self.free_rows += 1
 
     def begin(self, trees: Sequence[TreeRequest]) -> Any:
         self.log.append(("step" if not self.overlaps else "begin", [tree.key[1] for tree in trees]))
@@ -274,6 +276,21 @@ def test_what_asks_for_a_session_in_flight_waits_and_so_does_what_came_behind(
     for done in (first, again, behind):
         done.result(10)
     assert device.log == [("begin", [1]), ("finish", [1]), ("open", 1), ("begin", [1, 2]), ("finish", [1, 2])]
+
+
+def test_an_open_waits_for_the_row_of_a_session_that_is_closed_in_flight(
+    steps: StepThread, device: NotingVerifier
+) -> None:
+    first = steps.submit(Batch(trees=[tree(1)]))
+    wait_for(device, ("begin", [1]))
+    device.free_rows = 0
+    replacing = steps.submit(Batch(closes=[((1, 1), 1)], opens=[opening(2)], trees=[tree(2)]))
+    closing = steps.submit(Batch(closes=[((1, 9), 1)]))
+    device.go_on.set()
+    for done in (first, replacing, closing):
+        done.result(10)
+    assert device.log[:2] == [("begin", [1]), ("finish", [1])]
+    assert device.log.index(("close", 1)) < device.log.index(("open", 2))
 
 
 def test_a_session_whose_prefill_is_in_flight_waits_for_it(steps: StepThread, device: NotingVerifier) -> None:

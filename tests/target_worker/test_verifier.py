@@ -443,6 +443,7 @@ def test_the_end_of_a_session_is_a_fault_not_a_token(verifier: Verifier) -> None
         (open_request(1, SamplingSpec(logit_bias={61: 1.0})), "sampling: token ids"),
         (open_request(1, replace(TARGET_ONLY, threshold_single=0.0)), "thresholds: .0.0, 1.0. given"),
         (open_request(1, replace(TARGET_ONLY, threshold_acc=1.5)), "thresholds"),
+        (open_request(1, SamplingSpec(choice_index=2**31)), "choice_index: 2147483648 given"),
         (open_request(1, SamplingSpec(min_new_tokens=1, allowed_token_ids=(3,), stop_token_ids=(3, 4))), "leaves no"),
     ],
 )

@@ -36,6 +36,8 @@ __all__ = ["EngineConfig", "ModelCard", "ModelRunner"]
 _CPU_KV_BYTES = 1 << 30
 # Rows of the largest step that is captured in a graph.
 _MOST_CAPTURED = 512
+# Rows of the largest prefill for which memory is left free of KV.
+_LARGEST_PREFILL = 4096
 # Of what ranks tell each other, the largest sum and the largest matrix of logits that go past NCCL.
 _MAILBOX_LETTER_BYTES = 16 << 20
 _MAILBOX_LOGITS_BYTES = 64 << 20
@@ -76,6 +78,9 @@ class ModelRunner:
         self.config = config
         self.ranks = start_ranks(config, source) if ranks is None else ranks
         self.device = self.ranks.device
+        if self.device.type == "cuda":
+            # Launches, events and graphs are those of the thread's current device: of the thread that will run steps.
+            torch.cuda.set_device(self.device)
         if decoder is None:
             decoder = config.attention_backend_name == "triton" and not config.enforce_eager
         try:
@@ -97,7 +102,8 @@ class ModelRunner:
         shape = _KvShape(model_config, config)
         self._attend = _attention_operator(config, shape.head_dim)
         row_len = self.info.max_model_len + config.max_tree_nodes
-        num_slots = self.ranks.least(_num_slots(config, shape, row_len, self.device))
+        step_bytes = _step_bytes(config, model_config)
+        num_slots = self.ranks.least(_num_slots(config, shape, row_len, self.device, step_bytes))
         self.slots = SlotTable(num_slots=num_slots, max_rows=config.max_num_seqs, max_row_len=row_len)
         self._caches = shape.caches(num_slots, self.device)
         self.steps = None if self._decoder is None else self._step_runner(self._decoder, shape, row_len)
@@ -290,14 +296,22 @@ class _KvShape:
         return KvCaches(keys=keys, values=values, positions=positions)
 
 
-def _num_slots(config: EngineConfig, shape: _KvShape, row_len: int, device: torch.device) -> int:
+def _step_bytes(config: EngineConfig, model_config: PretrainedConfig) -> int:
+    """About what the largest step needs beside weights and KV: a prefill's activations, logits and their processors."""
+    itemsize = getattr(torch, config.dtype_name).itemsize
+    row = 4 * model_config.hidden_size + 3 * model_config.intermediate_size // config.tensor_parallel_size
+    return _LARGEST_PREFILL * row * itemsize + 3 * _MOST_CAPTURED * model_config.vocab_size * 4
+
+
+def _num_slots(config: EngineConfig, shape: _KvShape, row_len: int, device: torch.device, step_bytes: int) -> int:
     if config.num_slots is not None:
         return config.num_slots
     kv_bytes = config.kv_bytes
     if kv_bytes is None:
         kv_bytes = _CPU_KV_BYTES
         if device.type == "cuda":
-            kv_bytes = int(torch.cuda.mem_get_info(device)[0] * config.kv_cache_memory_fraction)
+            free = torch.cuda.mem_get_info(device)[0] - step_bytes
+            kv_bytes = int(free * config.kv_cache_memory_fraction)
     num_slots = min(kv_bytes // shape.bytes_per_slot, config.max_num_seqs * row_len)
     if num_slots < 1:
         raise CheckpointError(f"{config.model_path}: {kv_bytes} bytes of KV memory hold no token, "

@@ -23,6 +23,9 @@ Bytes = npt.NDArray[np.uint8]
 _ALIGNMENT = 16
 _TORCH_DTYPES = {"<i8": torch.int64, "<i4": torch.int32, "<f4": torch.float32}
 
+# Layouts that are kept: a large step's is some 100 kB, and long contexts have thousands of them.
+_MOST_LAYOUTS = 512
+
 
 @dataclass(frozen=True, slots=True)
 class _Array:
@@ -63,7 +66,7 @@ class StepLayout:
             values[...] = array.padding
 
     @staticmethod
-    @functools.cache
+    @functools.lru_cache(maxsize=_MOST_LAYOUTS)
     def of(bucket: Bucket) -> "StepLayout":
         """The bucket's layout, made once."""
         return StepLayout(bucket)
@@ -147,6 +150,8 @@ class StepBuffer:
         data[:] = layout.template
         arrays = self._arrays.get(layout.bucket)
         if arrays is None:
+            if len(self._arrays) >= _MOST_LAYOUTS:
+                self._arrays.clear()
             arrays = self._arrays[layout.bucket] = layout.arrays(data)
         return data, arrays
 

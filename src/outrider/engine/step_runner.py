@@ -27,8 +27,6 @@ logger = logging.getLogger(__name__)
 
 # A capture compiles what its bucket needs, on every rank.
 _CAPTURE_TIMEOUT_S = 900.0
-# Sizes of steps whose buckets are remembered.
-_MOST_SIZES = 4096
 
 
 class LaunchedStep:
@@ -94,7 +92,6 @@ class StepRunner:
         self._program, self._ladder, self._slots, self._unrolled = program, ladder, slots, unrolled
         self._ranks = ranks or Alone(program.device)
         self._buffers = StepBuffers(program.device)
-        self._buckets: dict[Bucket, Bucket] = {}
         # A rank that gave a capture up would stop half-way in what the others run to its end.
         strict = self._ranks.world_size > 1
         self._graphs = StepGraphs(program, max_tokens=ladder.max_tokens, enabled=graphs, strict=strict)
@@ -130,13 +127,7 @@ class StepRunner:
         )
 
     def _choose(self, need: Bucket) -> Bucket:
-        # Steps of the same sizes come again and again.
-        bucket = self._buckets.get(need)
-        if bucket is None:
-            if len(self._buckets) >= _MOST_SIZES:
-                self._buckets.clear()
-            bucket = self._buckets[need] = self._ladder.bucket(need)
-        return self._graphs.choose(bucket)
+        return self._graphs.choose(self._ladder.bucket(need))
 
     @torch.inference_mode()
     def launch(self, staged: StagedStep) -> LaunchedStep:
@@ -145,9 +136,11 @@ class StepRunner:
         Raises:
             WorkerUnavailable: another rank was lost.
         """
-        if staged.buffer is not None and self._ranks.world_size > 1:
-            self._ranks.lead("launch", replace(staged, buffer=None))
         buffer = staged.buffer
+        if buffer is not None and self._ranks.world_size > 1:
+            # Guarded: a rank that stands still reads no commands, and they do not fit into its socket for ever.
+            with self._ranks.guard():
+                self._ranks.lead("launch", replace(staged, buffer=None))
         if buffer is None:
             buffer = self._buffers.take()
             buffer.copy_in(staged.data)
@@ -189,8 +182,8 @@ class StepRunner:
         Raises:
             WorkerUnavailable: another rank was lost.
         """
-        self._ranks.lead("capture", bucket)
         with self._ranks.guard(_CAPTURE_TIMEOUT_S):
+            self._ranks.lead("capture", bucket)
             self._graphs.capture(bucket)
 
     def compile(self, buckets: Sequence[Bucket], advance: Callable[[], object] = lambda: None) -> None:
@@ -203,10 +196,11 @@ class StepRunner:
         Raises:
             WorkerUnavailable: another rank was lost.
         """
-        self._ranks.lead("compile", list(buckets))
-        # Ranks run the same steps in the same order, and threads have none: here they do not wait for one another.
-        with self._ranks.guard(_CAPTURE_TIMEOUT_S), self._ranks.apart():
-            self._graphs.compile(buckets, advance)
+        with self._ranks.guard(_CAPTURE_TIMEOUT_S):
+            self._ranks.lead("compile", list(buckets))
+            # Ranks run the same steps in the same order, and threads have none: here they do not wait for one another.
+            with self._ranks.apart():
+                self._graphs.compile(buckets, advance)
 
     def warm_up(self, buckets: Sequence[Bucket] | None = None, *, verifies: bool = True) -> None:
         """Compiles and captures what serving begins with, showing how far it is.

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 _LAST_RESORT_S = 10.0
 _STOP_TIMEOUT_S = 5.0
 _POLL_S = 0.25
+# Large checkpoints on slow disks take minutes to load; a rank that hangs there is named this often.
+_LOAD_NOTICE_S = 60.0
 
 
 class Leader:
@@ -76,7 +78,11 @@ class Leader:
             CheckpointError: a rank could not load its part, with the reason.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or all(f.values for f in self._followers))
+            while not self._changed.wait_for(
+                lambda: self._error is not None or all(f.values for f in self._followers), _LOAD_NOTICE_S
+            ):
+                missing = ", ".join(str(follower.rank) for follower in self._followers if not follower.values)
+                logger.warning("still waiting for tensor-parallel rank %s to load", missing)
             self._raise_if_failed()
             agreed = min([value, *(follower.values.pop(0) for follower in self._followers)])
         self._send(("least", agreed))

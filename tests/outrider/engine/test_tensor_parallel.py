@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from outrider.engine import step_runner
 from outrider.engine.batch import BatchBuilder
+from outrider.engine.buckets import Bucket
 from outrider.engine.config import DtypeName
 from outrider.engine.model_runner import EngineConfig, ModelRunner
 from outrider.engine.tensor_parallel import Alone, Leader
@@ -24,6 +27,7 @@ from outrider.errors import CheckpointError, WorkerUnavailable
 _PROMPT = [17, 300, 5, 42, 911, 7, 8, 1020]
 # Between a death and its being told, on a busy machine; else it is a few milliseconds.
 _SOON_S = 5.0
+BUCKET = Bucket(tokens=1, sessions=1, keys=1, query_len=1, logit_rows=1, nodes=1, words=1)
 
 
 @pytest.fixture(scope="module")
@@ -164,6 +168,15 @@ def test_a_rank_that_never_answers_is_given_up(pair: ModelRunner) -> None:
     with pytest.raises(WorkerUnavailable, match="not answered in time"), _leader(pair).guard(0.3):
         _greedy(pair, pair.slots.acquire_row(), 1)
     _wait_for_end(_leader(pair).pids[0])
+
+
+def test_a_rank_that_reads_no_commands_is_given_up(pair: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pair.steps is not None
+    _signal_follower(pair, signal.SIGSTOP)
+    monkeypatch.setattr(step_runner, "_CAPTURE_TIMEOUT_S", 0.5)
+    with pytest.raises(WorkerUnavailable, match="not answered in time"):
+        # Far more than a socket holds.
+        pair.steps.compile([replace(BUCKET, tokens=tokens) for tokens in range(20_000)])
 
 
 class _GoneForOthers(SafetensorsSource):
