@@ -78,7 +78,7 @@ class ModelRunner:
         self.config = config
         self.ranks = start_ranks(config, source) if ranks is None else ranks
         self.device = self.ranks.device
-        if self.device.index is not None:
+        if self.device.type == "cuda" and self.device.index is not None:
             # Launches, events and graphs are those of the thread's current device: of the thread that will run steps.
             torch.cuda.set_device(self.device)
         if decoder is None:
