@@ -171,6 +171,10 @@ def _measure_worker(report: Report, options: argparse.Namespace, attempts: _Atte
     if attempts.wants("steps"):
         with attempts.one("steps"):
             measure_ours(worker, report.rows, attempts.say, repeats=_repeats(options))
+    if any(attempts.wants(name) for name in PARTS[1:]):
+        # As a worker does before it serves.
+        worker.runner.warm_up()
+        attempts.say("graphs captured")
     for name, measure in _serving_parts(report, worker, options):
         if attempts.wants(name):
             with attempts.one(name):
