@@ -1,0 +1,321 @@
+"""Fake draft and target workers: real gRPC servers whose model is a sleep and a hash.
+
+    request arrives -> half a round trip -> a step of its time -> half a round trip -> answer leaves
+
+A step's verdicts or nodes are computed at its beginning, inside its time; a step that ends late because this machine
+was busy says so in its record, and is charged to the worker, not to the coordinator.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from heapq import heapify, heapreplace
+from typing import Any, Generic, TypeVar
+
+import grpc.aio
+from benchmarks.simulation.growing_tree import GrowingTree
+from benchmarks.simulation.path_model import PathModel
+from benchmarks.simulation.settings import Settings
+from grpc.aio import ServicerContext
+
+from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+from outrider.wire import floats_to_bytes, split_by_counts, tokens_from_bytes
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """One step of a fake worker; `planned_ns` is what it should have taken."""
+
+    began_ns: int
+    ended_ns: int
+    planned_ns: int
+    sessions: int
+    nodes: int
+    tokens: int
+
+
+async def sleep_until(due_ns: int) -> None:
+    """Sleeps to a time of the monotonic clock."""
+    if (left_ns := due_ns - time.monotonic_ns()) > 0:
+        await asyncio.sleep(left_ns / 1e9)
+
+
+class DelayLine(Generic[T]):
+    """A network's one way: what goes in comes out in order, `delay_ns` later."""
+
+    def __init__(self, delay_ns: int) -> None:
+        self._delay_ns = delay_ns
+        self._items: deque[tuple[int, T | None]] = deque()
+        self._filled = asyncio.Event()
+
+    def put(self, item: T | None) -> None:
+        """None ends the line."""
+        self._items.append((time.monotonic_ns() + self._delay_ns, item))
+        self._filled.set()
+
+    async def get(self) -> T | None:
+        """The next item when it is due."""
+        while not self._items:
+            self._filled.clear()
+            await self._filled.wait()
+        await sleep_until(self._items[0][0])
+        return self._items.popleft()[1]
+
+    def arrived(self) -> Iterator[T | None]:
+        """What is due by now, without waiting."""
+        now_ns = time.monotonic_ns()
+        while self._items and self._items[0][0] <= now_ns:
+            yield self._items.popleft()[1]
+
+
+async def _fill(line: DelayLine[T], source: AsyncIterator[T]) -> None:
+    try:
+        async for message in source:
+            line.put(message)
+    finally:
+        line.put(None)
+
+
+async def _serve(steps: "asyncio.Task[None]", outgoing: DelayLine[T]) -> AsyncIterator[T]:
+    """Yields a worker's answers until its steps end; an error of theirs ends the stream."""
+    steps.add_done_callback(lambda _: outgoing.put(None))
+    try:
+        while (message := await outgoing.get()) is not None:
+            yield message
+        await steps
+    finally:
+        steps.cancel()
+        with suppress(asyncio.CancelledError):
+            await steps
+
+
+class FakeTarget(target_pb2_grpc.TargetServiceServicer):
+    """Emits what the path model says, and accepts the nodes that agree with it."""
+
+    def __init__(self, settings: Settings, model: PathModel) -> None:
+        self._settings, self._model = settings, model
+        self._sessions: dict[int, tuple[int, int, int]] = {}
+        """Session to its path's key, its epoch and its committed length."""
+        self.traces: list[StepTrace] = []
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Serves it there."""
+        target_pb2_grpc.add_TargetServiceServicer_to_server(self, server)
+
+    async def Verify(  # noqa: N802 - the name is the protocol's
+        self,
+        request_iterator: AsyncIterator[target_pb2.VerifyRequest],
+        context: ServicerContext[Any, Any],
+    ) -> AsyncIterator[target_pb2.VerifyResponse]:
+        """One answer a step."""
+        one_way_ns = round(self._settings.target_rtt_ms * 1e6 / 2)
+        incoming: DelayLine[target_pb2.VerifyRequest] = DelayLine(one_way_ns)
+        outgoing: DelayLine[target_pb2.VerifyResponse] = DelayLine(one_way_ns)
+        reader = asyncio.create_task(_fill(incoming, request_iterator))
+        steps = asyncio.create_task(self._steps(incoming, outgoing))
+        try:
+            async for response in _serve(steps, outgoing):
+                yield response
+        finally:
+            reader.cancel()
+
+    async def _steps(
+        self, incoming: DelayLine[target_pb2.VerifyRequest], outgoing: DelayLine[target_pb2.VerifyResponse]
+    ) -> None:
+        while (request := await incoming.get()) is not None:
+            began_ns = time.monotonic_ns()
+            for opening in request.opens:
+                prompt = tokens_from_bytes(opening.prompt)
+                length = len(prompt) + len(opening.output) // 4
+                self._sessions[opening.session_id] = (prompt[0], opening.epoch, length)
+            for session_id in request.close_session_ids:
+                self._sessions.pop(session_id, None)
+            if request.step:
+                outgoing.put(await self._step(request, began_ns))
+
+    async def _step(self, request: target_pb2.VerifyRequest, began_ns: int) -> target_pb2.VerifyResponse:
+        trees = request.trees
+        sessions, nodes = len(trees.session_ids), len(trees.tokens)
+        response = target_pb2.VerifyResponse(
+            step=request.step,
+            session_ids=trees.session_ids,
+            epochs=trees.epochs,
+            outcomes=[target_pb2.OUTCOME_ACCEPTED] * sessions,
+        )
+        tokens, parents = list(trees.tokens), list(trees.parents)
+        columns = zip(trees.session_ids, trees.epochs, trees.lengths, split_by_counts(trees.node_counts), strict=True)
+        for session_id, epoch, length, span in columns:
+            key, own_epoch, own_length = self._sessions[session_id]
+            if (epoch, length) != (own_epoch, own_length):
+                raise ValueError(f"session {session_id}: {(epoch, length)} submitted, {(own_epoch, own_length)} held")
+            accepted, emitted = self._walk(key, length, tokens[span], parents[span])
+            self._sessions[session_id] = (key, epoch, length + len(emitted))
+            response.accepted_counts.append(len(accepted))
+            response.accepted_nodes.extend(accepted)
+            response.token_counts.append(len(emitted))
+            response.tokens.extend(emitted)
+        planned_ns = self._settings.target_step_ns(rows=sessions + nodes, sessions=sessions)
+        await sleep_until(began_ns + planned_ns)
+        ended_ns = time.monotonic_ns()
+        report = response.report
+        report.step_ns = report.forward_ns = ended_ns - began_ns
+        report.tokens, report.sessions = sessions + nodes, sessions
+        self.traces.append(StepTrace(began_ns, ended_ns, planned_ns, sessions, nodes, len(response.tokens)))
+        return response
+
+    def _walk(
+        self, key: int, length: int, tokens: Sequence[int], parents: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """Accepted node numbers and emitted tokens of one tree."""
+        numbers = {pair: number for number, pair in enumerate(zip(parents, tokens, strict=True), start=1)}
+        accepted: list[int] = []
+        emitted = [self._model.token(key, length)]
+        while (node := numbers.get((accepted[-1] if accepted else 0, emitted[-1]))) is not None:
+            accepted.append(node)
+            emitted.append(self._model.token(key, length + len(emitted)))
+        return accepted, emitted
+
+
+@dataclass
+class _Plan:
+    """The nodes of one draft step, in the columns of a message."""
+
+    message: draft_pb2.DraftGrowth = field(default_factory=draft_pb2.DraftGrowth)
+    expanded: int = 0
+
+
+# Nodes of one `sync` session that a step expands, whatever the others do.
+_SYNC_STEP_NODES = 8
+
+
+class FakeDraft(draft_pb2_grpc.DraftServiceServicer):
+    """Grows all sessions' trees by the best nodes of all, one message a step; commits apply between steps."""
+
+    def __init__(self, settings: Settings, model: PathModel) -> None:
+        self._settings, self._model = settings, model
+        self._trees: dict[int, GrowingTree] = {}
+        self.traces: list[StepTrace] = []
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Serves it there."""
+        draft_pb2_grpc.add_DraftServiceServicer_to_server(self, server)
+
+    async def Speculate(  # noqa: N802 - the name is the protocol's
+        self,
+        request_iterator: AsyncIterator[draft_pb2.DraftCommands],
+        context: ServicerContext[Any, Any],
+    ) -> AsyncIterator[draft_pb2.DraftGrowth]:
+        """Growth, unasked."""
+        one_way_ns = round(self._settings.draft_rtt_ms * 1e6 / 2)
+        incoming: DelayLine[draft_pb2.DraftCommands] = DelayLine(one_way_ns)
+        outgoing: DelayLine[draft_pb2.DraftGrowth] = DelayLine(one_way_ns)
+        reader = asyncio.create_task(_fill(incoming, request_iterator))
+        steps = asyncio.create_task(self._steps(incoming, outgoing))
+        try:
+            async for growth in _serve(steps, outgoing):
+                yield growth
+        finally:
+            reader.cancel()
+
+    async def _steps(
+        self, incoming: DelayLine[draft_pb2.DraftCommands], outgoing: DelayLine[draft_pb2.DraftGrowth]
+    ) -> None:
+        while True:
+            for commands in incoming.arrived():
+                if commands is None:
+                    return
+                self._apply(commands)
+            began_ns = time.monotonic_ns()
+            plan = self._plan()
+            if not plan.expanded:
+                commands = await incoming.get()
+                if commands is None:
+                    return
+                self._apply(commands)
+                continue
+            planned_ns = round(self._settings.draft_step_ms * 1e6)
+            await sleep_until(began_ns + planned_ns)
+            ended_ns = time.monotonic_ns()
+            plan.message.report.step_ns = plan.message.report.forward_ns = ended_ns - began_ns
+            sessions, nodes = len(plan.message.session_ids), len(plan.message.node_ids)
+            self.traces.append(StepTrace(began_ns, ended_ns, planned_ns, sessions, nodes, 0))
+            outgoing.put(plan.message)
+
+    def _apply(self, commands: draft_pb2.DraftCommands) -> None:
+        for opening in commands.opens:
+            prompt, limits = tokens_from_bytes(opening.prompt), opening.limits
+            is_sync = limits.mode == common_pb2.SPECULATION_MODE_SYNC
+            self._trees[opening.session_id] = GrowingTree(
+                self._model,
+                key=prompt[0],
+                epoch=opening.epoch,
+                length=len(prompt) + len(opening.output) // 4,
+                is_sync=is_sync,
+                max_nodes=limits.sync_nodes if is_sync else limits.max_live_nodes,
+                max_depth=limits.max_depth,
+            )
+        commits = commands.commits
+        columns = zip(
+            commits.session_ids, commits.epochs, commits.positions, split_by_counts(commits.token_counts), strict=True
+        )
+        for session_id, epoch, position, span in columns:
+            tree = self._trees.get(session_id)
+            if tree is not None and tree.epoch == epoch:
+                if tree.length != position:
+                    raise ValueError(f"session {session_id}: commit at {position}, {tree.length} held")
+                tree.commit(commits.tokens[span])
+        for session_id, epoch in zip(commands.close_session_ids, commands.close_epochs, strict=True):
+            if (tree := self._trees.get(session_id)) is not None and tree.epoch == epoch:
+                del self._trees[session_id]
+
+    def _plan(self) -> _Plan:
+        plan = _Plan()
+        grown: dict[int, list[tuple[int, int, int, float]]] = {}
+        best: list[tuple[float, int]] = []
+        for session_id, tree in self._trees.items():
+            if not tree.is_sync:
+                if value := tree.best_value:
+                    best.append((-value, session_id))
+                continue
+            for _ in range(_SYNC_STEP_NODES):
+                if not tree.best_value:
+                    break
+                self._expand(session_id, grown, plan)
+        heapify(best)
+        while best and plan.expanded < self._settings.draft_width:
+            session_id = best[0][1]
+            self._expand(session_id, grown, plan)
+            # Without anything left it sinks below everybody, where it ends the round.
+            heapreplace(best, (-self._trees[session_id].best_value, session_id))
+            if not best[0][0]:
+                break
+        self._write(plan, grown)
+        return plan
+
+    def _expand(self, session_id: int, grown: dict[int, list[tuple[int, int, int, float]]], plan: _Plan) -> None:
+        tree = self._trees[session_id]
+        parent, children = tree.expand()
+        parent_id = 0 if parent is tree.root else parent.node_id
+        rows = grown.setdefault(session_id, [])
+        rows.extend((child.node_id, parent_id, child.token, child.acceptance) for child in children)
+        plan.expanded += 1
+
+    def _write(self, plan: _Plan, grown: dict[int, list[tuple[int, int, int, float]]]) -> None:
+        message = plan.message
+        rows = [row for session_rows in grown.values() for row in session_rows]
+        for session_id, session_rows in grown.items():
+            tree = self._trees[session_id]
+            message.session_ids.append(session_id)
+            message.epochs.append(tree.epoch)
+            message.as_of.append(tree.length)
+            message.node_counts.append(len(session_rows))
+            message.complete.append(tree.finish_if_whole())
+        message.node_ids.extend(row[0] for row in rows)
+        message.parents.extend(row[1] for row in rows)
+        message.tokens.extend(row[2] for row in rows)
+        message.acceptance = floats_to_bytes([row[3] for row in rows])

@@ -1,0 +1,85 @@
+"""What fake targets emit and fake drafts guess: functions of the seed and of a token's path, never of the time.
+
+The token at position p of session s is h(seed, s, p) mod V, for a hash h. The same hash says at which rank a draft has
+that token below the true path: rank r with the rate of r, none with what is left. So a draft's estimates are exactly
+calibrated, and every worker, in whatever order it is asked, says the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+VOCAB_SIZE = 32_000
+_MASK = (1 << 64) - 1
+
+
+def mix(state: int, value: int) -> int:
+    """A 64-bit hash of both (the finaliser of splitmix64, after a step of its sequence)."""
+    word = (state * 0x9E3779B97F4A7C15 + value + 0x632BE59BD9B4E019) & _MASK
+    word = ((word ^ word >> 30) * 0xBF58476D1CE4E5B9) & _MASK
+    word = ((word ^ word >> 27) * 0x94D049BB133111EB) & _MASK
+    return word ^ word >> 31
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A child that a draft proposes: `path_hash` is that of its path, None on the true path."""
+
+    token: int
+    acceptance: float
+    path_hash: int | None
+
+
+class PathModel:
+    """A target and its drafts.
+
+    Args:
+        rank_rates: [k] chance of each rank, as in `Settings`.
+        spread: as in `Settings`.
+    """
+
+    def __init__(self, *, seed: int, rank_rates: Sequence[float], spread: float) -> None:
+        self._seed = mix(seed, 0)
+        first = rank_rates[0]
+        self._rates: list[list[float]] = []
+        for moved in (first - spread, first + spread):
+            scale = (1 - moved) / (1 - first) if first < 1 else 0.0
+            self._rates.append([moved, *(rate * scale for rate in rank_rates[1:])])
+        self._cumulative = [list(accumulate(rates)) for rates in self._rates]
+
+    def _hash(self, session: int, position: int) -> int:
+        return mix(mix(self._seed, session), position)
+
+    def token(self, session: int, position: int) -> int:
+        """What the target emits there."""
+        return self._hash(session, position) % VOCAB_SIZE
+
+    def rank(self, session: int, position: int) -> int | None:
+        """The draft's rank of that token, from 0; None: it does not propose it."""
+        path_hash = self._hash(session, position)
+        luck = (mix(path_hash, 1) >> 11) * 2.0**-53
+        for rank, bound in enumerate(self._cumulative[path_hash >> 63]):
+            if luck < bound:
+                return rank
+        return None
+
+    def guesses(self, session: int, position: int, path_hash: int | None) -> list[Guess]:
+        """A draft's children for a position, best first.
+
+        Args:
+            path_hash: of their parent: None on the true path.
+        """
+        if path_hash is None:
+            true_hash = self._hash(session, position)
+            right, base, rates = self.rank(session, position), true_hash % VOCAB_SIZE, self._rates[true_hash >> 63]
+        else:
+            true_hash = right = None
+            base, rates = path_hash % VOCAB_SIZE, self._rates[path_hash >> 63]
+        guesses = []
+        for rank, rate in enumerate(rates):
+            if rank == right:
+                guesses.append(Guess(base, rate, None))
+            else:
+                token = (base + 1 + rank) % VOCAB_SIZE
+                guesses.append(Guess(token, rate, mix(path_hash or true_hash or 0, 2 + rank)))
+        return guesses

@@ -1,0 +1,105 @@
+"""What is simulated, as plain data that both processes get."""
+
+import math
+from dataclasses import dataclass
+
+from outrider.coordinator.messages import SpeculationMode
+
+MAX_SESSIONS, MAX_WORKERS = 1000, 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One simulated run.
+
+    Attributes:
+        sessions: that run at a time, from the beginning to the end.
+        workers: draft workers.
+        targets: target workers.
+        mode: of every session.
+        target_step_ms: a target's step without rows.
+        target_row_us: each row of it (tree nodes and roots).
+        target_session_us: each session of it.
+        target_stair_rows: rows are charged in multiples of this.
+        draft_step_ms: a draft's step, whatever its rows.
+        draft_width: nodes that one draft step expands, over all sessions.
+        draft_rtt_ms: round trip to a draft beside that of loopback, half of it each way.
+        target_rtt_ms: the same to a target.
+        rank_rates: chance that the draft's r-th child is what the target chooses, given that their parent is.
+        spread: half of the positions have a first rate higher by this, the other half a lower one; the draft knows.
+        duration_s: of the measurement; without effect where `tokens` is given.
+        warmup_s: before it, not measured.
+        tokens: of each session, after which it ends; 0 is no limit.
+        seed: of what is emitted and of which children are right.
+        max_nodes: most nodes of a session in one step.
+        max_depth: deepest node.
+        max_live_nodes: most nodes that a draft holds for a session.
+        max_step_rows: most rows of a target's step.
+        wait_cap_ms: longest that a free target waits for growth.
+
+    Raises:
+        ValueError: a value out of range, with the value.
+    """
+
+    sessions: int = 16
+    workers: int = 1
+    targets: int = 1
+    mode: SpeculationMode = SpeculationMode.ASYNC
+    target_step_ms: float = 8.0
+    target_row_us: float = 10.0
+    target_session_us: float = 0.0
+    target_stair_rows: int = 1
+    draft_step_ms: float = 0.75
+    draft_width: int = 64
+    draft_rtt_ms: float = 0.0
+    target_rtt_ms: float = 0.0
+    rank_rates: tuple[float, ...] = (0.7, 0.12, 0.05, 0.03)
+    spread: float = 0.2
+    duration_s: float = 5.0
+    warmup_s: float = 1.0
+    tokens: int = 0
+    seed: int = 0
+    max_nodes: int = 24
+    max_depth: int = 8
+    max_live_nodes: int = 128
+    max_step_rows: int = 4096
+    wait_cap_ms: float = 20.0
+
+    def __post_init__(self) -> None:
+        for name, most in (("sessions", MAX_SESSIONS), ("workers", MAX_WORKERS), ("targets", MAX_WORKERS)):
+            if not 1 <= getattr(self, name) <= most:
+                raise ValueError(f"{name}: {getattr(self, name)} given, 1 to {most} needed")
+        for name in ("target_stair_rows", "draft_width", "max_nodes", "max_depth", "max_live_nodes", "max_step_rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} given, at least 1 needed")
+        for name in ("target_step_ms", "draft_step_ms", "duration_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name}: {getattr(self, name)} given, more than 0 needed")
+        for name in _NOT_NEGATIVE:
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}: {getattr(self, name)} given, 0 or more needed")
+        if not self.rank_rates or min(self.rank_rates) < 0 or sum(self.rank_rates) > 1 + 1e-9:
+            raise ValueError(f"rank_rates: {self.rank_rates} given, shares with a sum of at most 1 needed")
+        if not self.spread <= self.rank_rates[0] <= 1 - self.spread + 1e-9:
+            raise ValueError(
+                f"spread: {self.spread} given, the first rate {self.rank_rates[0]} leaves less to both sides"
+            )
+
+    def target_step_ns(self, *, rows: int, sessions: int) -> int:
+        """T(rows, sessions), the time of one step of a target."""
+        stairs = math.ceil(rows / self.target_stair_rows) * self.target_stair_rows
+        return round(
+            self.target_step_ms * 1e6 + (self.target_row_us * stairs + self.target_session_us * sessions) * 1e3
+        )
+
+
+_NOT_NEGATIVE = (
+    "target_row_us",
+    "target_session_us",
+    "draft_rtt_ms",
+    "target_rtt_ms",
+    "spread",
+    "warmup_s",
+    "tokens",
+    "wait_cap_ms",
+)
