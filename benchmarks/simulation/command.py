@@ -2,15 +2,17 @@
 
 import argparse
 import asyncio
+import gc
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, fields
 
 import uvloop
 from benchmarks.simulation.drive import simulate
 from benchmarks.simulation.figures import Figures, figures_of
-from benchmarks.simulation.settings import MAX_SESSIONS, MAX_WORKERS, Settings
+from benchmarks.simulation.settings import COLLECTORS, MAX_SESSIONS, MAX_WORKERS, Settings
 from rich.console import Console
 from rich.table import Table
 
@@ -72,9 +74,24 @@ def run(arguments: Sequence[str]) -> int:
     return _FAILED if any(result["wrong_tokens"] for result in results) else 0
 
 
+@contextmanager
+def _collector(kind: str) -> Iterator[None]:
+    """Python's garbage collector as asked for; afterwards as it was."""
+    gc.collect()
+    if kind == "frozen":
+        gc.freeze()
+    elif kind == "off":
+        gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        gc.enable()
+
+
 def _simulate(settings: Settings) -> Figures:
     # The loop that a coordinator runs on.
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with _collector(settings.collector), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return figures_of(runner.run(simulate(settings)))
 
 
@@ -91,6 +108,7 @@ def _parse(arguments: Sequence[str]) -> tuple[list[SpeculationMode], bool, dict]
         "--rank-rates", type=float, nargs="+", default=defaults["rank_rates"], metavar="SHARE",
         help="how often the draft's first, second, ... child is the target's choice (default 0.7 0.12 0.05 0.03)",
     )  # fmt: skip
+    parser.add_argument("--collector", choices=COLLECTORS, default="on", help="Python's, in this process (default on)")
     parser.add_argument("--duration", dest="duration_s", type=float, default=5.0, help="seconds measured (default 5)")
     parser.add_argument("--warmup", dest="warmup_s", type=float, default=1.0, help="seconds before (default 1)")
     parser.add_argument(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from outrider.coordinator.messages import SpeculationMode
 
 MAX_SESSIONS, MAX_WORKERS = 1000, 64
+COLLECTORS = ("on", "frozen", "off")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,8 @@ class Settings:
         max_live_nodes: most nodes that a draft holds for a session.
         max_step_rows: most rows of a target's step.
         wait_cap_ms: longest that a free target waits for growth.
+        collector: Python's garbage collector in the coordinator: "on" as Python has it, "frozen" with what exists
+            before the first session left out of it, "off".
 
     Raises:
         ValueError: a value out of range, with the value.
@@ -64,6 +67,7 @@ class Settings:
     max_live_nodes: int = 128
     max_step_rows: int = 4096
     wait_cap_ms: float = 20.0
+    collector: str = "on"
 
     def __post_init__(self) -> None:
         for name, most in (("sessions", MAX_SESSIONS), ("workers", MAX_WORKERS), ("targets", MAX_WORKERS)):
@@ -78,6 +82,8 @@ class Settings:
         for name in _NOT_NEGATIVE:
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}: {getattr(self, name)} given, 0 or more needed")
+        if self.collector not in COLLECTORS:
+            raise ValueError(f"collector: {self.collector!r} given, one of {', '.join(COLLECTORS)} needed")
         if not self.rank_rates or min(self.rank_rates) < 0 or sum(self.rank_rates) > 1 + 1e-9:
             raise ValueError(f"rank_rates: {self.rank_rates} given, shares with a sum of at most 1 needed")
         if not self.spread <= self.rank_rates[0] <= 1 - self.spread + 1e-9:

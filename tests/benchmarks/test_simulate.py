@@ -1,5 +1,6 @@
 """The simulator: its path model and trees, its options, and short runs whose outcome is known."""
 
+import gc
 import json
 from collections import Counter
 
@@ -30,6 +31,7 @@ def simulate(capsys, *options: str) -> list[dict]:
         ({"draft_rtt_ms": -1.0}, "draft_rtt_ms: -1.0 given, 0 or more"),
         ({"rank_rates": (0.9, 0.2)}, "sum of at most 1"),
         ({"rank_rates": (0.9,), "spread": 0.2}, "spread: 0.2 given"),
+        ({"collector": "sometimes"}, "one of on, frozen, off"),
         ({"draft_width": 0}, "draft_width: 0 given, at least 1"),
     ],
 )
@@ -135,6 +137,7 @@ def test_async_speculates_over_several_workers_and_a_distant_target_is_exposed(c
 
 
 def test_a_run_by_tokens_ends_with_them(capsys):
-    (result,) = simulate(capsys, "--sessions", "3", "--tokens", "20", "--mode", "async")
+    (result,) = simulate(capsys, "--sessions", "3", "--tokens", "20", "--mode", "async", "--collector", "off")
+    assert gc.isenabled()
     assert result["tokens_per_s"] * result["seconds"] == pytest.approx(60)
     assert result["wrong_tokens"] == 0
