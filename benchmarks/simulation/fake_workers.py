@@ -40,9 +40,8 @@ class StepTrace:
 
 
 async def sleep_until(due_ns: int) -> None:
-    """Sleeps to a time of the monotonic clock."""
-    if (left_ns := due_ns - time.monotonic_ns()) > 0:
-        await asyncio.sleep(left_ns / 1e9)
+    """Sleeps to a time of the monotonic clock; a step that is late already still lets the streams be served."""
+    await asyncio.sleep(max(0.0, (due_ns - time.monotonic_ns()) / 1e9))
 
 
 class DelayLine(Generic[T]):
@@ -51,7 +50,7 @@ class DelayLine(Generic[T]):
     def __init__(self, delay_ns: int) -> None:
         self._delay_ns = delay_ns
         self._items: deque[tuple[int, T | None]] = deque()
-        self._filled = asyncio.Event()
+        self._filled, self._taken = asyncio.Event(), asyncio.Event()
 
     def put(self, item: T | None) -> None:
         """None ends the line."""
@@ -64,7 +63,14 @@ class DelayLine(Generic[T]):
             self._filled.clear()
             await self._filled.wait()
         await sleep_until(self._items[0][0])
+        self._taken.set()
         return self._items.popleft()[1]
+
+    async def drain(self) -> None:
+        """Waits while more than two items are overdue: a process that is too slow must not pile them up."""
+        while len(self._items) > 2 and self._items[2][0] <= time.monotonic_ns():
+            self._taken.clear()
+            await self._taken.wait()
 
     def arrived(self) -> Iterator[T | None]:
         """What is due by now, without waiting."""
@@ -245,6 +251,7 @@ class FakeDraft(draft_pb2_grpc.DraftServiceServicer):
             sessions, nodes = len(plan.message.session_ids), len(plan.message.node_ids)
             self.traces.append(StepTrace(began_ns, ended_ns, planned_ns, sessions, nodes, 0))
             outgoing.put(plan.message)
+            await outgoing.drain()
 
     def _apply(self, commands: draft_pb2.DraftCommands) -> None:
         for opening in commands.opens:
