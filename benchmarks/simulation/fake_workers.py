@@ -9,7 +9,7 @@ was busy says so in its record, and is charged to the worker, not to the coordin
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
@@ -25,6 +25,8 @@ from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, targe
 from outrider.wire import floats_to_bytes, split_by_counts, tokens_from_bytes
 
 T = TypeVar("T")
+Request = TypeVar("Request")
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -87,14 +89,24 @@ async def _fill(line: DelayLine[T], source: AsyncIterator[T]) -> None:
         line.put(None)
 
 
-async def _serve(steps: "asyncio.Task[None]", outgoing: DelayLine[T]) -> AsyncIterator[T]:
-    """Yields a worker's answers until its steps end; an error of theirs ends the stream."""
+async def _serve(
+    requests: AsyncIterator[Request],
+    rtt_ms: float,
+    run: Callable[[DelayLine[Request], DelayLine[Answer]], Coroutine[Any, Any, None]],
+) -> AsyncIterator[Answer]:
+    """Yields what `run` puts into its second line until it ends; an error of its own ends the stream."""
+    one_way_ns = round(rtt_ms * 1e6 / 2)
+    incoming: DelayLine[Request] = DelayLine(one_way_ns)
+    outgoing: DelayLine[Answer] = DelayLine(one_way_ns)
+    reader = asyncio.create_task(_fill(incoming, requests))
+    steps = asyncio.create_task(run(incoming, outgoing))
     steps.add_done_callback(lambda _: outgoing.put(None))
     try:
         while (message := await outgoing.get()) is not None:
             yield message
         await steps
     finally:
+        reader.cancel()
         steps.cancel()
         with suppress(asyncio.CancelledError):
             await steps
@@ -119,16 +131,8 @@ class FakeTarget(target_pb2_grpc.TargetServiceServicer):
         context: ServicerContext[Any, Any],
     ) -> AsyncIterator[target_pb2.VerifyResponse]:
         """One answer a step."""
-        one_way_ns = round(self._settings.target_rtt_ms * 1e6 / 2)
-        incoming: DelayLine[target_pb2.VerifyRequest] = DelayLine(one_way_ns)
-        outgoing: DelayLine[target_pb2.VerifyResponse] = DelayLine(one_way_ns)
-        reader = asyncio.create_task(_fill(incoming, request_iterator))
-        steps = asyncio.create_task(self._steps(incoming, outgoing))
-        try:
-            async for response in _serve(steps, outgoing):
-                yield response
-        finally:
-            reader.cancel()
+        async for response in _serve(request_iterator, self._settings.target_rtt_ms, self._steps):
+            yield response
 
     async def _steps(
         self, incoming: DelayLine[target_pb2.VerifyRequest], outgoing: DelayLine[target_pb2.VerifyResponse]
@@ -217,16 +221,8 @@ class FakeDraft(draft_pb2_grpc.DraftServiceServicer):
         context: ServicerContext[Any, Any],
     ) -> AsyncIterator[draft_pb2.DraftGrowth]:
         """Growth, unasked."""
-        one_way_ns = round(self._settings.draft_rtt_ms * 1e6 / 2)
-        incoming: DelayLine[draft_pb2.DraftCommands] = DelayLine(one_way_ns)
-        outgoing: DelayLine[draft_pb2.DraftGrowth] = DelayLine(one_way_ns)
-        reader = asyncio.create_task(_fill(incoming, request_iterator))
-        steps = asyncio.create_task(self._steps(incoming, outgoing))
-        try:
-            async for growth in _serve(steps, outgoing):
-                yield growth
-        finally:
-            reader.cancel()
+        async for growth in _serve(request_iterator, self._settings.draft_rtt_ms, self._steps):
+            yield growth
 
     async def _steps(
         self, incoming: DelayLine[draft_pb2.DraftCommands], outgoing: DelayLine[draft_pb2.DraftGrowth]
