@@ -51,8 +51,7 @@ class StepGraphs:
         program: what is captured.
         max_tokens: rows of the largest bucket that is captured.
         enabled: whether anything is.
-        strict: whether it is an error where there is no memory for a graph; then only what is asked for by name is
-            captured, while there is memory, and nothing because steps wanted it.
+        strict: whether it is an error where there is no memory for a graph; then nothing is ever `due`.
     """
 
     def __init__(self, program: StepProgram, *, max_tokens: int, enabled: bool, strict: bool = False) -> None:
@@ -77,7 +76,9 @@ class StepGraphs:
 
     @property
     def due(self) -> Bucket | None:
-        """The same, where a capture is worth holding steps up."""
+        """The same, where a capture is worth holding steps up, and may fail without harm."""
+        if self._strict:
+            return None
         most = self.missing
         return None if most is None or self._missing[most].weight < _WORTH_CAPTURING else most
 
@@ -92,7 +93,7 @@ class StepGraphs:
             kinds = (bucket for bucket in self._captured if bool(bucket.nodes) == bool(wanted.nodes))
             self._larger[wanted] = min((bucket for bucket in kinds if bucket.holds(wanted)), default=wanted)
         larger = self._larger[wanted]
-        if wanted not in self._refused and len(self._captured) < _MOST_GRAPHS and not self._strict:
+        if wanted not in self._refused and len(self._captured) < _MOST_GRAPHS:
             want = self._missing.setdefault(wanted, _Want())
             want.steps += 1
             want.weight += _WEIGHT_WITHOUT_GRAPH if larger == wanted else 1

@@ -72,6 +72,15 @@ def test_what_is_asked_for_twice_is_missing_until_it_is_captured() -> None:
     assert graphs.due == other
 
 
+def test_where_a_capture_must_not_fail_none_is_due_and_those_asked_for_are_made() -> None:
+    graphs = NotedGraphs(strict=True)
+    for _ in range(9):
+        graphs.choose(SMALL)
+    assert (graphs.missing, graphs.due) == (SMALL, None)
+    graphs.capture(SMALL)
+    assert graphs.noted == [SMALL]
+
+
 def test_without_memory_a_bucket_stays_without_a_graph(caplog: pytest.LogCaptureFixture) -> None:
     graphs = NotedGraphs(most_rows=8)
     for _ in range(2):
