@@ -1,9 +1,9 @@
 """One target worker as the scheduler sees it: its link, its sessions, and what its steps cost."""
 
 import asyncio
-import time
 from collections.abc import Sequence
 
+from outrider.coordinator import clock
 from outrider.coordinator.cost_model import StepCost
 from outrider.coordinator.links import TargetLink
 from outrider.coordinator.messages import SessionOpening, SpeculationMode, TreeSubmission, VerifyResult
@@ -37,7 +37,7 @@ class TargetLane:
 
     def runnable(self) -> list[Session]:
         """Sessions that may be verified now, oldest first; those whose reader stalls rest."""
-        now_ns = time.monotonic_ns()
+        now_ns = clock.now_ns()
         return [
             session
             for session in self.sessions.values()
@@ -68,7 +68,7 @@ class TargetLane:
         )
         chosen = self._with_fixed_trees(sessions, candidates, chosen)
         openings = [self._opening(session) for session in sessions if session.target_id != self.worker_id]
-        self._submitted_ns = time.monotonic_ns()
+        self._submitted_ns = clock.now_ns()
         trees = [
             self._tree(session, nodes, waited_ns=waited_ns) for session, nodes in zip(sessions, chosen, strict=True)
         ]
@@ -105,7 +105,7 @@ class TargetLane:
 
     def learn(self, result: VerifyResult, *, emitted: int) -> None:
         """Takes a round's times into the cost model and the rate."""
-        now_ns = time.monotonic_ns()
+        now_ns = clock.now_ns()
         self.steps += 1
         self.cost.observe(result.step_tokens, result.step_ns)
         overhead_ns = max(0, now_ns - self._submitted_ns - result.step_ns)

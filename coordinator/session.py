@@ -1,11 +1,11 @@
 """One choice of one request while it is generated, and the stream of events of the whole request."""
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 
+from outrider.coordinator import clock
 from outrider.coordinator.messages import (
     ChoiceResult,
     FinishReason,
@@ -121,7 +121,7 @@ class Session:
         if self.request.trace:
             arrival = GrowthArrival(
                 worker_id=worker_id,
-                arrived_ns=time.monotonic_ns(),
+                arrived_ns=clock.now_ns(),
                 as_of=growth.as_of,
                 nodes=len(growth.node_ids),
                 grafted=grafted,
@@ -142,7 +142,7 @@ class Session:
         """Applies what the target accepted; returns the committed tokens (cut where a stop string ends the text)."""
         submission, self.submission = self.submission, None
         assert submission is not None
-        self.committed_ns = time.monotonic_ns()
+        self.committed_ns = clock.now_ns()
         token_ids = list(verdict.token_ids)
         offset, text_offset = self.output_length, self.text_bytes
         text, kept = self._extend(token_ids)
@@ -212,7 +212,7 @@ class Session:
             step=result.step,
             length=len(self.token_ids) - kept,
             submitted_ns=submission.submitted_ns,
-            result_ns=time.monotonic_ns(),
+            result_ns=clock.now_ns(),
             waited_ns=submission.waited_ns,
             step_ns=result.step_ns,
             node_tokens=[node.token for node in submission.nodes],
@@ -247,7 +247,7 @@ class Generation:
         self._events: deque[GenerationEvent] = deque()
         self._wake = asyncio.Event()
         self._error: OutriderError | None = None
-        self._arrived_ns = time.monotonic_ns()
+        self._arrived_ns = clock.now_ns()
         self._admitted_ns = self._first_token_ns = 0
         self.on_resume: Callable[[], None] | None = None
 
@@ -258,14 +258,14 @@ class Generation:
 
     def note_admitted(self) -> None:
         """The request leaves the queue."""
-        self._admitted_ns = self._admitted_ns or time.monotonic_ns()
+        self._admitted_ns = self._admitted_ns or clock.now_ns()
 
     def emit(self, event: GenerationEvent) -> None:
         """Adds an event for the reader."""
         if self.is_closed:
             return
         if not self._first_token_ns and isinstance(event, TokenDelta):
-            self._first_token_ns = time.monotonic_ns()
+            self._first_token_ns = clock.now_ns()
         self._events.append(event)
         self._wake.set()
 
@@ -274,7 +274,7 @@ class Generation:
         results = [session.result for session in self.sessions]
         if self.is_closed or any(result is None for result in results):
             return
-        now = time.monotonic_ns()
+        now = clock.now_ns()
         first = self._first_token_ns or now
         self.emit(
             GenerationResult(
