@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.client import Client, GenerateOptions, GenerationOutput, Stream
+from outrider.coordinator.calibration_status import calibration_dict, calibration_tables
 from outrider.v1 import generation_pb2, registry_pb2
 from outrider.wire import floats_from_bytes
 
@@ -59,14 +60,21 @@ def generate_command(open_local: Callable[[int], AbstractContextManager[str]]) -
         max_nodes: Annotated[int | None, typer.Option(help="Most draft tokens verified in a step.")] = None,
         max_depth: Annotated[int | None, typer.Option(help="Most draft tokens in a row.")] = None,
         verification: Annotated[
-            Literal["coupled", "target_only", "rejection"],
-            typer.Option(help="How drafts are judged above temperature 0."),
+            Literal["coupled", "target_only", "rejection", "synthetic"],
+            typer.Option(help="How drafts are judged above temperature 0; synthetic is for benchmarks."),
         ] = "coupled",
         threshold_single: Annotated[
             float | None, typer.Option(help="Of target_only: accept what is this likely; lossy below 1.")
         ] = None,
         threshold_acc: Annotated[
             float | None, typer.Option(help="Of target_only: divides cumulative probabilities; lossy below 1.")
+        ] = None,
+        synthetic_rates: Annotated[
+            list[float] | None,
+            typer.Option(
+                "--synthetic-rate",
+                help="Of synthetic: how often a draft token is accepted; again for the next depth, the last for the rest.",
+            ),
         ] = None,
         timeout_s: Annotated[float, typer.Option(min=0.001, help="Give up after this time.")] = 600.0,
         json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
@@ -92,6 +100,7 @@ def generate_command(open_local: Callable[[int], AbstractContextManager[str]]) -
             "verification": verification,
             "threshold_single": threshold_single,
             "threshold_acc": threshold_acc,
+            "synthetic_rates": synthetic_rates,
             "timeout_s": timeout_s,
             "trace": trace is not None,
         }
@@ -179,6 +188,7 @@ def round_dict(record: generation_pb2.Round) -> dict[str, Any]:
         "result_ns": record.result_ns,
         "waited_ns": record.waited_ns,
         "step_ns": record.step_ns,
+        "forward_ns": record.forward_ns,
         "node_tokens": list(record.node_tokens),
         "node_parents": list(record.node_parents),
         "node_values": floats_from_bytes(record.node_values).tolist(),
@@ -201,6 +211,9 @@ def round_dict(record: generation_pb2.Round) -> dict[str, Any]:
 def status(
     endpoint: Endpoint = DEFAULT_ENDPOINT,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    calibration: Annotated[
+        bool, typer.Option("--calibration", help="Show how the drafts' acceptance estimates came true instead.")
+    ] = False,
 ) -> None:
     """Show the server, its workers and its totals."""
     with Client(endpoint) as client:
@@ -209,7 +222,12 @@ def status(
         typer.echo(json.dumps(status_dict(info)))
         return
     console = Console(highlight=False)
-    for table in (_server_table(endpoint, info), _worker_table(info.workers)):
+    tables = [_server_table(endpoint, info), _worker_table(info.workers)]
+    if calibration:
+        tables = calibration_tables(info.workers)
+        if not tables:
+            console.print("no draft worker has observed a committed token yet")
+    for table in tables:
         console.print(table)
 
 
@@ -250,6 +268,7 @@ def _worker_dict(worker: generation_pb2.WorkerStatus) -> dict[str, Any]:
         "slots_total": load.slots_total,
         "steps": load.steps,
         "busy": load.busy,
+        "calibration": calibration_dict(load.calibration),
     }
 
 

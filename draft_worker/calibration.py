@@ -12,18 +12,48 @@ Each bucket starts at a prior worth `prior_strength` trials and forgets with `de
 parent lies on the committed path: it was a hit if the next committed token is the child's. Children that were never
 submitted count too, for the target's choice does not depend on what was submitted.
 
-Shapes: R parents, k children of each, best first.
+What was predicted is held against what came true: each trial also counts in a bin of the estimate in force just
+before it, and these counts are the reliability diagram. The prior's curves are in `acceptance_prior`.
+
+Shapes: R parents, k children of each, best first; T = 3 k BINS buckets, B bins of estimates.
 """
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from outrider.draft_worker.acceptance_prior import coupled_prior, greedy_prior, independent_prior
+
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
 
-_SURPRISE_EDGES = (0.01, 0.03, 0.06, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)
-_GAP_EDGES = (0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
-_BINS = len(_GAP_EDGES) + 1
+SURPRISE_EDGES = (0.01, 0.03, 0.06, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 6.0)
+GAP_EDGES = (0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
+BINS = len(GAP_EDGES) + 1
+RULES = ("greedy", "coupled", "target_only")
+# Finer at both ends, where most children are.
+RELIABILITY_EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+_RELIABILITY_BINS = len(RELIABILITY_EDGES) + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reliability:
+    """How the estimates of one rule came true, by bins of the estimate; the bins are parted by RELIABILITY_EDGES.
+
+    Attributes:
+        rule: of RULES.
+        children: [B] of parents on the committed path.
+        predicted: [B] sum of their estimates.
+        hits: [B] those that were committed.
+    """
+
+    rule: str
+    children: Sequence[int]
+    predicted: Sequence[float]
+    hits: Sequence[int]
 
 
 class AcceptanceCalibration:
@@ -33,6 +63,12 @@ class AcceptanceCalibration:
         branching: k, most children of a parent.
         prior_strength: trials that the prior is worth.
         decay: what one trial leaves of the bucket's earlier ones; 0.999 remembers about a thousand.
+
+    Attributes:
+        edges: [2, BINS - 1] float32: what parts the bins of -log q, and those of the gap.
+        prior: [T] float32, bucket = (rule k + rank) BINS + bin.
+        learned: [T] float32 estimates now; changes in place.
+        version: observations so far.
 
     Raises:
         ValueError: an argument out of range.
@@ -46,15 +82,24 @@ class AcceptanceCalibration:
         if not 0 < decay <= 1:
             raise ValueError(f"decay: {decay} given, above 0 and at most 1 needed")
         self._strength, self._decay = prior_strength, decay
-        self._edges = np.array([_SURPRISE_EDGES, _GAP_EDGES], dtype=np.float32)
-        self._rank_offset = np.arange(branching, dtype=np.int64) * _BINS
-        self._rule_offset = branching * _BINS
-        self._prior = np.concatenate(
-            [_prior(branching, coupled=False), _prior(branching, coupled=True), _independent_prior(branching)]
+        self.edges = np.array([SURPRISE_EDGES, GAP_EDGES], dtype=np.float32)
+        self._rank_offset = np.arange(branching, dtype=np.int64) * BINS
+        self._rule_offset = branching * BINS
+        tables = (
+            greedy_prior(branching, SURPRISE_EDGES),
+            coupled_prior(branching, GAP_EDGES),
+            independent_prior(branching, SURPRISE_EDGES),
         )
-        self._hits = np.zeros_like(self._prior)
-        self._trials = np.zeros_like(self._prior)
-        self._learned = self._prior.copy()
+        self.prior: FloatArray = np.concatenate(tables).ravel()
+        self.learned = self.prior.copy()
+        self.version = 0
+        # Plain lists: `observe` is called for every committed token, and a few numbers cost less so than in numpy.
+        self._prior_hits = (self.prior * prior_strength).tolist()
+        self._hits = [0.0] * len(self.prior)
+        self._trials = [0.0] * len(self.prior)
+        self._children = [0] * (len(RULES) * _RELIABILITY_BINS)
+        self._predicted = [0.0] * len(self._children)
+        self._came_true = [0] * len(self._children)
 
     def buckets(self, log_q: FloatArray, scores: FloatArray, temperature: FloatArray) -> IntArray:
         """The bucket of every child.
@@ -70,15 +115,15 @@ class AcceptanceCalibration:
         ranks = self._rank_offset[: log_q.shape[1]]
         coupled = temperature > 0
         if not coupled.any():
-            return np.searchsorted(self._edges[0], -log_q) + ranks
+            return np.searchsorted(self.edges[0], -log_q) + ranks
         scores = np.maximum(scores, np.float32(-1e30))  # -inf, of tokens that may not be chosen, has no gap
         gaps = scores[:, :1] - scores
         if scores.shape[1] > 1:
             gaps[:, 0] = gaps[:, 1]
         # Log probabilities at temperature t are logits over t: in units of the logits one table serves every t.
-        found = np.searchsorted(self._edges[1], gaps * temperature[:, None]) + ranks + self._rule_offset
+        found = np.searchsorted(self.edges[1], gaps * temperature[:, None]) + ranks + self._rule_offset
         if not coupled.all():
-            greedy = np.searchsorted(self._edges[0], -log_q) + ranks
+            greedy = np.searchsorted(self.edges[0], -log_q) + ranks
             found = np.where(coupled[:, None], found, greedy)
         return found
 
@@ -91,7 +136,7 @@ class AcceptanceCalibration:
         Returns:
             [R, k] int64.
         """
-        return np.searchsorted(self._edges[0], -log_q) + self._rank_offset[: log_q.shape[1]] + 2 * self._rule_offset
+        return np.searchsorted(self.edges[0], -log_q) + self._rank_offset[: log_q.shape[1]] + 2 * self._rule_offset
 
     def estimate(self, buckets: IntArray, learned: npt.NDArray[np.bool_] | bool = True) -> FloatArray:
         """Estimates of children; those of one parent do not sum above 1.
@@ -104,10 +149,10 @@ class AcceptanceCalibration:
             [R, k] float32.
         """
         if learned is True:
-            estimates = self._learned[buckets]
+            estimates = self.learned[buckets]
         else:
             learned = np.broadcast_to(np.asarray(learned), buckets.shape[:1])
-            estimates = np.where(learned[:, None], self._learned[buckets], self._prior[buckets])
+            estimates = np.where(learned[:, None], self.learned[buckets], self.prior[buckets])
         return estimates / np.maximum(estimates.sum(axis=1, keepdims=True), np.float32(1))
 
     def observe(self, buckets: IntArray, hit: int) -> None:
@@ -117,31 +162,35 @@ class AcceptanceCalibration:
             buckets: [k] the children's buckets.
             hit: index of the child that was committed; negative if none of them was.
         """
-        # Ranks differ, so no bucket occurs twice and plain indexing adds to each once.
-        self._hits[buckets] *= self._decay
-        self._trials[buckets] = self._trials[buckets] * self._decay + 1
-        if hit >= 0:
-            self._hits[buckets[hit]] += 1
-        prior, hits, trials = self._prior[buckets], self._hits[buckets], self._trials[buckets]
-        self._learned[buckets] = (self._strength * prior + hits) / (self._strength + trials)
+        places = buckets.tolist()
+        estimates = self.learned[buckets].tolist()
+        total = sum(estimates)
+        strength, decay, hits, trials = self._strength, self._decay, self._hits, self._trials
+        for rank, (bucket, estimate) in enumerate(zip(places, estimates, strict=True)):
+            came_true = rank == hit
+            if total > 1:
+                estimate /= total  # noqa: PLW2901 - as `estimate` does
+            place = bucket // self._rule_offset * _RELIABILITY_BINS + bisect_left(RELIABILITY_EDGES, estimate)
+            self._children[place] += 1
+            self._predicted[place] += estimate
+            self._came_true[place] += came_true
+            hits[bucket] = hits[bucket] * decay + came_true
+            trials[bucket] = trials[bucket] * decay + 1
+            self.learned[bucket] = (self._prior_hits[bucket] + hits[bucket]) / (strength + trials[bucket])
+        self.version += 1
 
-
-def _prior(branching: int, *, coupled: bool) -> FloatArray:
-    """[k * bins] estimates before anything was observed: curves through the embedded pair's acceptance."""
-    edges = np.array((0.0, *(_GAP_EDGES if coupled else _SURPRISE_EDGES)))
-    centers = np.append((edges[:-1] + edges[1:]) / 2, edges[-1] * 1.2)
-    ranks = np.arange(branching)[:, None]
-    if coupled:
-        best = 1 - 0.63 * np.exp(-0.65 * centers)
-        others = 0.32 * 0.63 ** (ranks - 1.0) * np.exp(-0.8 * centers)
-    else:
-        best = 0.995 * np.exp(-0.33 * centers)
-        others = np.where(ranks == 1, 0.75 * np.exp(-0.95 * centers), 0.45 * np.exp(-0.9 * centers))
-    return np.where(ranks == 0, best, others).astype(np.float32).ravel()
-
-
-def _independent_prior(branching: int) -> FloatArray:
-    """[k * bins] estimates before anything was observed: the draft's own probability."""
-    edges = np.array((0.0, *_SURPRISE_EDGES))
-    centers = np.append((edges[:-1] + edges[1:]) / 2, edges[-1] * 1.2)
-    return np.tile(np.exp(-centers), branching).astype(np.float32)
+    def reliability(self) -> list[Reliability]:
+        """How the estimates came true since start, for each rule with observations; any thread may ask."""
+        found = []
+        for number, rule in enumerate(RULES):
+            span = slice(number * _RELIABILITY_BINS, (number + 1) * _RELIABILITY_BINS)
+            if any(self._children[span]):
+                found.append(
+                    Reliability(
+                        rule=rule,
+                        children=self._children[span],
+                        predicted=self._predicted[span],
+                        hits=self._came_true[span],
+                    )
+                )
+        return found

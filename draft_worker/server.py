@@ -4,13 +4,14 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from outrider.draft_worker.calibration_report import pack_calibration
 from outrider.draft_worker.config import DraftWorkerConfig
 from outrider.draft_worker.growth import TreeGrowth
 from outrider.draft_worker.growth_thread import GrowthThread
 from outrider.draft_worker.service import DraftServicer, pack_load
 from outrider.engine.model_runner import ModelRunner
 from outrider.rpc import RoleServer
-from outrider.v1 import draft_pb2_grpc, registry_pb2
+from outrider.v1 import common_pb2, draft_pb2_grpc, registry_pb2
 from outrider.worker import introduce, keep_registered_everywhere, model_info
 
 __all__ = ["DraftWorkerConfig", "serve"]
@@ -62,7 +63,13 @@ async def serve(
                 max_step_tokens=growth.config.max_step_nodes + growth.config.max_step_tokens,
             ),
         )
-        registration = keep_registered_everywhere(config.coordinators, introduction, lambda: pack_load(thread.load()))
+
+        def heartbeat() -> common_pb2.WorkerLoad:
+            load = pack_load(thread.load())
+            load.calibration.CopyFrom(pack_calibration(growth.calibration))
+            return load
+
+        registration = keep_registered_everywhere(config.coordinators, introduction, heartbeat)
         if ready is not None:
             ready(server.address)
         await _until_any((stop or asyncio.Event()).wait(), registration, asyncio.wrap_future(thread.stopped))

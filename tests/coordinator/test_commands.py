@@ -64,6 +64,21 @@ INFO = generation_pb2.ServerInfo(
         )
     ],
 )
+DRAFT = generation_pb2.WorkerStatus(
+    introduction=registry_pb2.WorkerIntroduction(
+        worker_id="draft-1", role=registry_pb2.WORKER_ROLE_DRAFT, model=common_pb2.ModelInfo(name="small")
+    ),
+    load=common_pb2.WorkerLoad(
+        calibration=common_pb2.CalibrationReport(
+            edges=floats_to_bytes([0.1, 0.5]),
+            rules=[
+                common_pb2.RuleReliability(
+                    rule="coupled", children=[60, 0, 40], predicted=floats_to_bytes([0.05, 0, 0.75]), hits=[6, 0, 20]
+                )
+            ],
+        )
+    ),
+)
 
 
 class ScriptedServicer:
@@ -334,8 +349,46 @@ def test_status_as_json(server: ScriptedServicer, capsys: pytest.CaptureFixture[
             "slots_total": 100,
             "steps": 400,
             "busy": 0.5,
+            "calibration": {},
         }
     ]
+
+
+@pytest.fixture
+def with_draft() -> Iterator[None]:
+    INFO.workers.append(DRAFT)
+    yield
+    INFO.workers.pop()
+
+
+@pytest.mark.usefixtures("server", "with_draft")
+def test_status_says_how_estimates_came_true(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["status", "--json"]) == 0
+    worker = json.loads(capsys.readouterr().out)["workers"][1]
+    rule = worker["calibration"].pop("coupled")
+    assert worker["calibration"] == {}
+    assert (rule["children"], rule["accepted"]) == (100, 26)
+    assert rule["calibration_error"] == pytest.approx(0.6 * 0.05 + 0.4 * 0.25)
+    assert [(part["above"], part["to"]) for part in rule["bins"]] == [(0, 0.1), (0.1, 0.5), (0.5, 1)]
+    assert [part["observed"] for part in rule["bins"]] == [0.1, None, 0.5]
+    assert rule["bins"][2] | {"children": 40, "accepted": 20, "predicted": 0.75} == rule["bins"][2]
+
+
+@pytest.mark.usefixtures("server", "with_draft")
+def test_the_reliability_diagram(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    assert cli.run(["status", "--calibration"]) == 0
+    out = capsys.readouterr().out
+    assert "small at draft-1, coupled: calibration error 0.130" in out
+    # Half of the bin came true; the mark stands where three quarters end.
+    assert any("0.50 to 1.00" in line and "##########     |" in line for line in out.splitlines())
+    assert "0.10 to 0.50" not in out
+
+
+@pytest.mark.usefixtures("server")
+def test_the_reliability_diagram_without_observations(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["status", "--calibration"]) == 0
+    assert "no draft worker has observed" in capsys.readouterr().out
 
 
 def test_status_as_a_table(

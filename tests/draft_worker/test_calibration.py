@@ -1,7 +1,9 @@
 import numpy as np
 import pytest
 
-from outrider.draft_worker.calibration import AcceptanceCalibration
+from outrider.draft_worker.calibration import RELIABILITY_EDGES, AcceptanceCalibration
+from outrider.draft_worker.calibration_report import pack_calibration
+from outrider.wire import floats_from_bytes
 
 GREEDY = np.zeros(1, dtype=np.float32)
 COUPLED = np.ones(1, dtype=np.float32)
@@ -117,3 +119,40 @@ def test_under_coupled_noise_the_gap_tells_more_than_the_probability():
 def test_arguments_out_of_range_are_refused(name: str, value: float):
     with pytest.raises(ValueError, match=name):
         AcceptanceCalibration(**{"branching": 2, name: value})  # pyright: ignore[reportArgumentType]
+
+
+def test_reliability_holds_the_estimate_before_each_outcome_against_it():
+    calibration = AcceptanceCalibration(branching=2, prior_strength=10.0, decay=1.0)
+    log_q = np.log(np.array([[0.6, 0.3]], dtype=np.float32))
+    buckets = calibration.buckets(log_q, log_q, GREEDY)
+    assert calibration.reliability() == []
+    predicted, hits = [], [0, -1, 1, 0, 0, -1]
+    for hit in hits:
+        predicted.append(calibration.estimate(buckets)[0])
+        calibration.observe(buckets[0], hit)
+    (greedy,) = calibration.reliability()
+    assert greedy.rule == "greedy"
+    assert (sum(greedy.children), sum(greedy.hits)) == (12, 4)
+    assert sum(greedy.predicted) == pytest.approx(float(np.sum(predicted)), rel=1e-5)
+    for place, (children, total, came_true) in enumerate(
+        zip(greedy.children, greedy.predicted, greedy.hits, strict=True)
+    ):
+        low, high = (0.0, *RELIABILITY_EDGES)[place], (*RELIABILITY_EDGES, 1.0)[place]
+        inside = [(value, rank == hit) for row, hit in zip(predicted, hits, strict=True)
+                  for rank, value in enumerate(row) if low < value <= high]  # fmt: skip
+        assert (children, came_true) == (len(inside), sum(was_hit for _, was_hit in inside))
+        assert total == pytest.approx(sum(value for value, _ in inside), rel=1e-5)
+
+
+def test_the_report_has_a_rule_for_each_that_was_observed():
+    calibration = AcceptanceCalibration(branching=2)
+    log_q = np.log(np.array([[0.6, 0.3]], dtype=np.float32))
+    calibration.observe(calibration.buckets(log_q, log_q + 2, COUPLED)[0], 1)
+    calibration.observe(calibration.independent_buckets(log_q)[0], -1)
+    report = pack_calibration(calibration)
+    assert [rule.rule for rule in report.rules] == ["coupled", "target_only"]
+    assert [sum(rule.hits) for rule in report.rules] == [1, 0]
+    # Its own probability is the prior there.
+    of_bins = floats_from_bytes(report.rules[1].predicted)
+    assert sorted(of_bins[of_bins > 0].tolist()) == pytest.approx([0.3, 0.6], abs=0.07)
+    assert floats_from_bytes(report.edges).tolist() == pytest.approx(list(RELIABILITY_EDGES))

@@ -75,11 +75,11 @@ def test_estimates_of_a_chain_are_one_number_whatever_was_drawn(make_growth: Mak
     steps = [step for step in iter(growth.step, None) if step.growths]
     assert {estimate for step in steps for estimate in step.growths[0].acceptance} == {0.6}
     assert all(q is not None for step in steps for q in step.growths[0].distributions)
-    learned = growth.calibration._learned.copy()  # pyright: ignore[reportPrivateUsage]
+    learned = growth.calibration.learned.copy()
     session = growth.session(KEY)
     assert session is not None
     growth.commit(KEY, 1, session.length, [node.token for node in chain_of(session)[:3]])
-    assert (growth.calibration._learned == learned).all()  # pyright: ignore[reportPrivateUsage]
+    assert (growth.calibration.learned == learned).all()
 
 
 def test_stop_tokens_do_not_end_a_chain(make_growth: Make, make_start: Make):
@@ -151,9 +151,9 @@ def test_target_only_learns_in_buckets_of_its_own(make_growth: Make, make_start:
     growth, _ = make_growth()
     growth.open(make_start(sampling=spec_of(VerificationRule.TARGET_ONLY)))
     best = next(iter(grown(growth).tree.root.children.values()))
-    before = growth.calibration._learned.copy()  # pyright: ignore[reportPrivateUsage]
+    before = growth.calibration.learned.copy()
     growth.commit(KEY, 1, 3, [best.token])
-    changed = np.nonzero(growth.calibration._learned != before)[0]  # pyright: ignore[reportPrivateUsage]
+    changed = np.nonzero(growth.calibration.learned != before)[0]
     assert len(changed) == 4
     assert changed.min() >= 2 * len(before) // 3
 

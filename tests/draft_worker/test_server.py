@@ -24,6 +24,7 @@ class Registry(registry_pb2_grpc.RegistryServiceServicer):
         self._refusal = refusal
         self.introduced: asyncio.Future[registry_pb2.WorkerIntroduction] = asyncio.get_running_loop().create_future()
         self.reported: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.calibrated: asyncio.Future[common_pb2.CalibrationReport] = asyncio.get_running_loop().create_future()
 
     async def Register(  # noqa: N802
         self, request_iterator: AsyncIterator[registry_pb2.WorkerReport], context: grpc.aio.ServicerContext
@@ -36,6 +37,8 @@ class Registry(registry_pb2_grpc.RegistryServiceServicer):
                 yield registry_pb2.Lease(incarnation=1, heartbeat_interval_ms=10, lease_ms=1000)
             elif not self.reported.done():
                 self.reported.set_result(report.load.slots_total)
+            if report.load.calibration.rules and not self.calibrated.done():
+                self.calibrated.set_result(report.load.calibration)
 
 
 async def start_coordinator(registry: Registry) -> rpc.RoleServer:
@@ -74,6 +77,12 @@ async def test_serves_registers_grows_and_stops(checkpoint: Path):
         growth = await call.read()
         assert list(growth.as_of) == [3]
         assert len(growth.node_ids) > 0
+        commit = draft_pb2.CommitBatch(
+            session_ids=[1], epochs=[1], positions=[3], token_counts=[1], tokens=[growth.tokens[0]]
+        )
+        await call.write(draft_pb2.DraftCommands(incarnation=1, commits=commit))
+        (observed,) = (await registry.calibrated).rules
+        assert (observed.rule, sum(observed.children), sum(observed.hits)) == ("coupled", 4, 1)
         stop.set()
         while await call.read():
             pass

@@ -20,6 +20,7 @@ class VerificationRule(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     VERIFICATION_RULE_COUPLED: _ClassVar[VerificationRule]
     VERIFICATION_RULE_TARGET_ONLY: _ClassVar[VerificationRule]
     VERIFICATION_RULE_REJECTION: _ClassVar[VerificationRule]
+    VERIFICATION_RULE_SYNTHETIC: _ClassVar[VerificationRule]
 SPECULATION_MODE_UNSPECIFIED: SpeculationMode
 SPECULATION_MODE_ASYNC: SpeculationMode
 SPECULATION_MODE_SYNC: SpeculationMode
@@ -28,6 +29,7 @@ VERIFICATION_RULE_UNSPECIFIED: VerificationRule
 VERIFICATION_RULE_COUPLED: VerificationRule
 VERIFICATION_RULE_TARGET_ONLY: VerificationRule
 VERIFICATION_RULE_REJECTION: VerificationRule
+VERIFICATION_RULE_SYNTHETIC: VerificationRule
 
 class ModelInfo(_message.Message):
     __slots__ = ("name", "vocab_size", "tokenizer_hash", "dtype", "max_model_len", "eos_token_ids")
@@ -46,7 +48,7 @@ class ModelInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SamplingState(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "seed", "choice_index", "stop_token_ids", "max_new_tokens", "min_new_tokens", "logprobs", "verification", "threshold_single", "threshold_acc")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "seed", "choice_index", "stop_token_ids", "max_new_tokens", "min_new_tokens", "logprobs", "verification", "threshold_single", "threshold_acc", "synthetic_rates")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +74,7 @@ class SamplingState(_message.Message):
     VERIFICATION_FIELD_NUMBER: _ClassVar[int]
     THRESHOLD_SINGLE_FIELD_NUMBER: _ClassVar[int]
     THRESHOLD_ACC_FIELD_NUMBER: _ClassVar[int]
+    SYNTHETIC_RATES_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
@@ -90,7 +93,8 @@ class SamplingState(_message.Message):
     verification: VerificationRule
     threshold_single: float
     threshold_acc: float
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., choice_index: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., logprobs: _Optional[int] = ..., verification: _Optional[_Union[VerificationRule, str]] = ..., threshold_single: _Optional[float] = ..., threshold_acc: _Optional[float] = ...) -> None: ...
+    synthetic_rates: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., choice_index: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., logprobs: _Optional[int] = ..., verification: _Optional[_Union[VerificationRule, str]] = ..., threshold_single: _Optional[float] = ..., threshold_acc: _Optional[float] = ..., synthetic_rates: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class DraftDistributions(_message.Message):
     __slots__ = ("counts", "token_ids", "weights")
@@ -143,20 +147,42 @@ class StepReport(_message.Message):
     def __init__(self, step_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ..., tokens: _Optional[int] = ..., sessions: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("sessions", "slots_used", "slots_total", "steps", "busy", "slots_cached")
+    __slots__ = ("sessions", "slots_used", "slots_total", "steps", "busy", "slots_cached", "calibration")
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_USED_FIELD_NUMBER: _ClassVar[int]
     SLOTS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     BUSY_FIELD_NUMBER: _ClassVar[int]
     SLOTS_CACHED_FIELD_NUMBER: _ClassVar[int]
+    CALIBRATION_FIELD_NUMBER: _ClassVar[int]
     sessions: int
     slots_used: int
     slots_total: int
     steps: int
     busy: float
     slots_cached: int
-    def __init__(self, sessions: _Optional[int] = ..., slots_used: _Optional[int] = ..., slots_total: _Optional[int] = ..., steps: _Optional[int] = ..., busy: _Optional[float] = ..., slots_cached: _Optional[int] = ...) -> None: ...
+    calibration: CalibrationReport
+    def __init__(self, sessions: _Optional[int] = ..., slots_used: _Optional[int] = ..., slots_total: _Optional[int] = ..., steps: _Optional[int] = ..., busy: _Optional[float] = ..., slots_cached: _Optional[int] = ..., calibration: _Optional[_Union[CalibrationReport, _Mapping]] = ...) -> None: ...
+
+class CalibrationReport(_message.Message):
+    __slots__ = ("edges", "rules")
+    EDGES_FIELD_NUMBER: _ClassVar[int]
+    RULES_FIELD_NUMBER: _ClassVar[int]
+    edges: bytes
+    rules: _containers.RepeatedCompositeFieldContainer[RuleReliability]
+    def __init__(self, edges: _Optional[bytes] = ..., rules: _Optional[_Iterable[_Union[RuleReliability, _Mapping]]] = ...) -> None: ...
+
+class RuleReliability(_message.Message):
+    __slots__ = ("rule", "children", "predicted", "hits")
+    RULE_FIELD_NUMBER: _ClassVar[int]
+    CHILDREN_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    rule: str
+    children: _containers.RepeatedScalarFieldContainer[int]
+    predicted: bytes
+    hits: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, rule: _Optional[str] = ..., children: _Optional[_Iterable[int]] = ..., predicted: _Optional[bytes] = ..., hits: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SessionError(_message.Message):
     __slots__ = ("session_id", "epoch", "code", "message")
