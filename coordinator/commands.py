@@ -73,7 +73,7 @@ def generate_command(open_local: Callable[[int], AbstractContextManager[str]]) -
             list[float] | None,
             typer.Option(
                 "--synthetic-rate",
-                help="Of synthetic: how often a draft token is accepted; again for the next depth, the last for the rest.",
+                help="Of synthetic: share of draft tokens accepted; again for the next depth, the last for the rest.",
             ),
         ] = None,
         timeout_s: Annotated[float, typer.Option(min=0.001, help="Give up after this time.")] = 600.0,

@@ -33,6 +33,7 @@ class CoordinatorConfig:
         connect_timeout_s: longest to dial a worker that has registered.
         retry_after_s: what an overloaded server tells clients to wait.
         drain_s: time that running requests get when the process is told to stop.
+        allow_synthetic: take requests whose drafts are accepted at given rates, whatever they are: for benchmarks.
 
     Raises:
         ValueError: a value out of range, with the value.
@@ -59,6 +60,7 @@ class CoordinatorConfig:
     connect_timeout_s: float = 5.0
     retry_after_s: float = 1.0
     drain_s: float = 5.0
+    allow_synthetic: bool = False
 
     def __post_init__(self) -> None:
         if not self.host:

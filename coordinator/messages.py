@@ -113,6 +113,7 @@ class RoundRecord:
     result_ns: int
     waited_ns: int
     step_ns: int
+    forward_ns: int
     node_tokens: Sequence[int]
     node_parents: Sequence[int]
     node_values: Sequence[float]

@@ -47,6 +47,7 @@ class CoordinatorServer:
                 default_max_new_tokens=config.default_max_new_tokens,
                 max_nodes=config.max_nodes,
                 max_depth=config.max_depth,
+                allow_synthetic=config.allow_synthetic,
             ),
             server_info=self.info,
         )

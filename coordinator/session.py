@@ -215,6 +215,7 @@ class Session:
             result_ns=clock.now_ns(),
             waited_ns=submission.waited_ns,
             step_ns=result.step_ns,
+            forward_ns=result.forward_ns,
             node_tokens=[node.token for node in submission.nodes],
             node_parents=parent_numbers(submission.nodes),
             node_values=[node.path_value for node in submission.nodes],

@@ -22,6 +22,7 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_CHOICES = 16
 MAX_LOGPROBS = 20
+MAX_SYNTHETIC_RATES = 64
 # Of one list, this many wrong entries are named; the rest are counted.
 _NAMED_ENTRIES = 3
 # A status travels in the trailing metadata (the text thrice, in part as base64), of which clients take 8 KiB.
@@ -46,11 +47,13 @@ class RequestLimits:
         default_max_new_tokens: cut to the room that is left where the prompt is long.
         max_nodes: most nodes verified for a choice in one step, and the default.
         max_depth: deepest node, and the default.
+        allow_synthetic: whether a request may be judged by the synthetic rule, whose output means nothing.
     """
 
     default_max_new_tokens: int = 128
     max_nodes: int = 24
     max_depth: int = 8
+    allow_synthetic: bool = False
 
 
 def check_known_fields(request: Message) -> None:
@@ -373,7 +376,29 @@ class _Check:
                 )
             elif not 0 < value <= 1:
                 self._wrong(f"speculation.{name}", f"{value:g} given, more than 0 and at most 1 needed (1 is off)")
-        return chosen
+        return chosen | self._synthetic(rule)
+
+    def _synthetic(self, rule: VerificationRule) -> dict[str, Any]:
+        field, rates = "speculation.synthetic_rates", tuple(self._request.speculation.synthetic_rates)
+        if rule is not VerificationRule.SYNTHETIC:
+            if rates:
+                self._wrong(field, f"only verification 4 (synthetic) has them, not {rule}: leave them out")
+            return {}
+        if not self._limits.allow_synthetic:
+            self._wrong(
+                "speculation.verification",
+                "4 (synthetic) is for benchmarks, its output means nothing: start the coordinator with "
+                "--allow-synthetic, or choose another",
+            )
+        if not 1 <= len(rates) <= MAX_SYNTHETIC_RATES:
+            self._wrong(field, f"{len(rates)} given, 1 to {MAX_SYNTHETIC_RATES} needed")
+        wrong = [
+            (f"{field}[{place}]", f"{rate:g} given, 0 to 1 needed")
+            for place, rate in enumerate(rates)
+            if not 0 <= rate <= 1
+        ]
+        self._wrong_entries(field, wrong, "wrong rates")
+        return {"synthetic_rates": rates}
 
     def _check_received(self, generation: GenerationRequest) -> None:
         seen: set[int] = set()

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.engine.batch import TreeChoices
-from outrider.engine.step_trees import RECORD
+from outrider.engine.step_trees import RECORD, leave_decided
 from outrider.target_worker.node_rows import NodeRows
 from outrider.tree import climb, link
 
@@ -59,6 +59,9 @@ class Forest:
         columns = np.repeat(record, self.counts)
         roots = np.array([tree.session.root_index for tree in self._trees], dtype=np.int32)
         first_child, next_sibling = link(self._above, self.number)
+        candidates = self._padded(np.where(self.number > 0, self.tokens, -1))
+        tree_rows = self._padded(np.arange(len(self.number)))
+        leave_decided(decided_ends(self._trees), candidates, tree_rows)
         return TreeChoices(
             seeds=columns["seeds"],
             positions=(np.repeat(roots + 1, self.counts) + self.depths).astype(np.int32),
@@ -67,8 +70,8 @@ class Forest:
             min_p=columns["min_p"],
             top_k=columns["top_k"],
             choice_index=columns["choice_index"],
-            candidates=self._padded(np.where(self.number > 0, self.tokens, -1)),
-            tree_rows=self._padded(np.arange(len(self.number))),
+            candidates=candidates,
+            tree_rows=tree_rows,
             first_child=self._padded(first_child),
             next_sibling=self._padded(next_sibling),
         )
@@ -79,3 +82,8 @@ class Forest:
         padded = np.full((len(self.counts), most), -1, dtype=np.int32)
         padded.reshape(-1)[np.repeat(np.arange(len(self.counts)) * most, self.counts) + self.number] = values
         return padded
+
+
+def decided_ends(trees: Sequence[NodeRows]) -> list[tuple[int, int]]:
+    """The trees whose path is decided (`outrider.target_worker.synthetic`), each with the number of its last node."""
+    return [(place, tree.decided.end) for place, tree in enumerate(trees) if tree.decided is not None]

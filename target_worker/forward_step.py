@@ -19,12 +19,12 @@ from outrider.engine.kv_slots import SlotTable
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.step_runner import LaunchedStep
 from outrider.engine.step_trees import TreeColumns
-from outrider.target_worker.forest import Forest
+from outrider.target_worker.forest import Forest, decided_ends
 from outrider.target_worker.logits import needs_logits, process
 from outrider.target_worker.node_rows import NodeRows
 from outrider.target_worker.planning import Work
 from outrider.target_worker.rules import verify
-from outrider.target_worker.walk import Walk, walks_of
+from outrider.target_worker.walk import Walk, completed, walks_of
 
 _NO_LOGITS = torch.empty(0)
 
@@ -111,7 +111,7 @@ class WalkedStep(ForwardStep):
         walks: list[Walk] = []
         if self._trees:
             answer = self._launched.result()
-            walks = walks_of(answer.tokens, answer.rows, answer.accepted)
+            walks = completed(walks_of(answer.tokens, answer.rows, answer.accepted), list(self._trees.values()))
         else:
             self._launched.wait()
         self.forward_ns = self._launched.device_ns()
@@ -167,6 +167,7 @@ def _columns(trees: Sequence[NodeRows]) -> TreeColumns:
         tokens=tokens,
         parents=parents,
         records=b"".join([session.sampling.record for session in sessions]),
+        decided=decided_ends(trees),
     )
 
 

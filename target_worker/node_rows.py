@@ -13,6 +13,7 @@ import numpy as np
 
 from outrider.draft_distribution import DraftDistribution
 from outrider.target_worker.sessions import Session
+from outrider.target_worker.synthetic import DecidedPath
 from outrider.tree import node_depths
 
 
@@ -47,6 +48,12 @@ class NodeRows:
     def depths(self) -> np.ndarray:
         """[n + 1], the root's 0 first."""
         return node_depths(self.parents)
+
+    @functools.cached_property
+    def decided(self) -> DecidedPath | None:
+        """What is accepted whatever the target chooses, under the synthetic rule; None under the others."""
+        coins = self.session.coins
+        return None if coins is None else coins.decide(self.tokens, self.parents, root=self.session.root_index)
 
     @property
     def count(self) -> int:

@@ -43,6 +43,8 @@ def _check_sampling(sampling: SamplingSpec, vocab_size: int) -> None:
     only_stops = set(sampling.allowed_token_ids) <= set(sampling.stop_token_ids)
     if sampling.min_new_tokens and sampling.allowed_token_ids and only_stops:
         raise _invalid("sampling: min_new_tokens leaves no allowed token")
+    if sampling.is_synthetic and not all(0 <= rate <= 1 for rate in sampling.synthetic_rates or (-1,)):
+        raise _invalid(f"synthetic_rates: {sampling.synthetic_rates} given, at least one needed, each 0 to 1")
     thresholds = (sampling.threshold_single, sampling.threshold_acc)
     if sampling.rule is VerificationRule.TARGET_ONLY and not all(0 < value <= 1 for value in thresholds):
         raise _invalid(f"thresholds: {thresholds} given, above 0 and at most 1 needed")

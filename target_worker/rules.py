@@ -3,6 +3,7 @@
     coupled       one choice a node with the shared noise, and a walk along the choices; greedy at temperature 0
     target_only   one coin a node, held against the cumulative probability of its children
     rejection     min(1, p / q) along a chain, and a sample of max(p - q, 0) at the first rejection
+    synthetic     the coupled choices, but a path that coins have decided (see `outrider.target_worker.synthetic`)
 
 Every random number is a function of (seed, choice index, position) alone, under rejection of the root's position and
 the node's number; each is used once in a session's committed tokens. So the same tree gives the same tokens, and what
@@ -26,7 +27,7 @@ from outrider.kernels.tree_sampling import tree_speculative_sampling_target_only
 from outrider.kernels.verify_coupled import verify_coupled
 from outrider.sampling import VerificationRule
 from outrider.target_worker.node_rows import NodeRows
-from outrider.target_worker.walk import ChoiceColumns, Walk, WalkOutputs
+from outrider.target_worker.walk import ChoiceColumns, Walk, WalkOutputs, completed
 
 # Rows of probabilities that exist at a time have at most so many entries: 256 MiB of float32.
 _MOST_PROBABILITIES = 1 << 26
@@ -76,7 +77,7 @@ def _shares(trees: Sequence[NodeRows], *, vocab_size: int) -> Iterator[tuple[lis
 
 
 def coupled_walks(logits: torch.Tensor, trees: Sequence[NodeRows]) -> list[Walk]:
-    """The coupled rule's."""
+    """The coupled rule's, and the synthetic one's."""
     columns = ChoiceColumns.of(trees, logits.device)
     outputs = WalkOutputs(columns.tree_rows)
     verify_coupled(
@@ -96,7 +97,7 @@ def coupled_walks(logits: torch.Tensor, trees: Sequence[NodeRows]) -> list[Walk]
         accept_index=outputs.accept_index,
         accept_token_num=outputs.accept_token_num,
     )
-    return outputs.walks()
+    return completed(outputs.walks(), trees)
 
 
 def target_only_walks(logits: torch.Tensor, trees: Sequence[NodeRows]) -> list[Walk]:

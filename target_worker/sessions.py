@@ -10,6 +10,7 @@ import numpy.typing as npt
 from outrider.draft_distribution import DraftDistribution
 from outrider.engine.kv_slots import SlotTable
 from outrider.sampling import SamplingSpec
+from outrider.target_worker.synthetic import SyntheticCoins
 
 SessionKey = tuple[int, int]
 """(coordinator incarnation, session id)."""
@@ -131,6 +132,7 @@ class Session:
         cached_tokens: tokens of the prompt whose KV came from the cache.
         reached: most tokens that ever had KV.
         seen_version: of the prefix cache, when the session last looked for its tokens there.
+        coins: that decide what it accepts, under the synthetic rule alone.
     """
 
     key: SessionKey
@@ -148,12 +150,14 @@ class Session:
     reached: int = 0
     seen_version: int | None = field(default=None, init=False)
     stop_token_ids: frozenset[int] = field(init=False)
+    coins: SyntheticCoins | None = field(init=False, repr=False)
     _counts: "TokenCounts | None" = field(default=None, init=False, repr=False)
     _ids: npt.NDArray[np.int32] = field(init=False, repr=False)
     _ids_count: int = field(default=0, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.stop_token_ids = frozenset(self.sampling.stop_token_ids)
+        self.coins = SyntheticCoins(self.sampling) if self.sampling.is_synthetic else None
         self._ids = np.empty(max(self.limit, len(self.tokens)), dtype=np.int32)
 
     @property

@@ -97,6 +97,16 @@ def walks_of(tokens: np.ndarray, rows: np.ndarray, accepted: np.ndarray) -> list
     ]
 
 
+def completed(walks: Sequence[Walk], trees: Sequence[NodeRows]) -> list[Walk]:
+    """The walks, but of trees whose path was decided: that path, and the token chosen at its end."""
+    return [
+        walk
+        if (path := tree.decided) is None
+        else Walk(nodes=path.nodes, tokens=[*path.tokens, path.final(walk.tokens[0])])
+        for walk, tree in zip(walks, trees, strict=True)
+    ]
+
+
 def emit(walk: Walk, *, stop_token_ids: frozenset[int], room: int) -> tuple[list[int], list[int]]:
     """Where a walk ends for its session: at a stop token, or with the last token that may be emitted.
 

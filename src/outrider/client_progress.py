@@ -23,6 +23,7 @@ _RULES = {
     "coupled": common_pb2.VERIFICATION_RULE_COUPLED,
     "target_only": common_pb2.VERIFICATION_RULE_TARGET_ONLY,
     "rejection": common_pb2.VERIFICATION_RULE_REJECTION,
+    "synthetic": common_pb2.VERIFICATION_RULE_SYNTHETIC,
 }
 _FINISH_REASONS: dict[int, Literal["stop", "length"]] = {
     generation_pb2.FINISH_REASON_STOP: "stop",
@@ -56,9 +57,10 @@ class GenerateOptions(TypedDict, total=False):
     speculation: Literal["async", "sync", "off"]
     max_nodes: int | None
     max_depth: int | None
-    verification: Literal["coupled", "target_only", "rejection"] | None
+    verification: Literal["coupled", "target_only", "rejection", "synthetic"] | None
     threshold_single: float | None
     threshold_acc: float | None
+    synthetic_rates: Sequence[float] | None
     request_id: str | None
     trace: bool
     timeout_s: float | None

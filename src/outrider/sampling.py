@@ -18,6 +18,8 @@ class VerificationRule(StrEnum):
     """Coins against the cumulative probability of a node's children."""
     REJECTION = "rejection"
     """min(1, p / q) along a chain."""
+    SYNTHETIC = "synthetic"
+    """Coins of given rates, whatever was drafted: for benchmarks alone."""
 
 
 _RULES = {
@@ -25,6 +27,7 @@ _RULES = {
     common_pb2.VERIFICATION_RULE_COUPLED: VerificationRule.COUPLED,
     common_pb2.VERIFICATION_RULE_TARGET_ONLY: VerificationRule.TARGET_ONLY,
     common_pb2.VERIFICATION_RULE_REJECTION: VerificationRule.REJECTION,
+    common_pb2.VERIFICATION_RULE_SYNTHETIC: VerificationRule.SYNTHETIC,
 }
 _RULES_TO_PROTO = {rule: number for number, rule in _RULES.items()}
 
@@ -36,7 +39,7 @@ def rule_from_proto(number: common_pb2.VerificationRule) -> VerificationRule:
         ValueError: there is none.
     """
     if number not in _RULES:
-        raise ValueError(f"{number} given, 1 (coupled), 2 (target_only) or 3 (rejection) needed")
+        raise ValueError(f"{number} given, 1 (coupled), 2 (target_only), 3 (rejection) or 4 (synthetic) needed")
     return _RULES[number]
 
 
@@ -65,11 +68,21 @@ class SamplingSpec:
     verification: VerificationRule = VerificationRule.COUPLED
     threshold_single: float = 1.0
     threshold_acc: float = 1.0
+    synthetic_rates: tuple[float, ...] = ()
 
     @property
     def rule(self) -> VerificationRule:
-        """The rule in force: at temperature 0 there is one choice, whatever was asked for."""
-        return self.verification if self.temperature > 0 else VerificationRule.COUPLED
+        """The rule by which choices are made: at temperature 0 there is one choice, whatever was asked for.
+
+        Under the synthetic rule they are the coupled rule's: only what is accepted is decided otherwise.
+        """
+        chooses = self.temperature > 0 and not self.is_synthetic
+        return self.verification if chooses else VerificationRule.COUPLED
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether coins decide what is accepted."""
+        return self.verification is VerificationRule.SYNTHETIC
 
     @property
     def has_penalties(self) -> bool:
@@ -113,6 +126,7 @@ class SamplingSpec:
             verification=_RULES_TO_PROTO[self.verification],
             threshold_single=self.threshold_single,
             threshold_acc=self.threshold_acc,
+            synthetic_rates=self.synthetic_rates,
         )
         if self.logprobs is not None:
             state.logprobs = self.logprobs
@@ -144,4 +158,5 @@ class SamplingSpec:
             verification=rule_from_proto(state.verification),
             threshold_single=state.threshold_single,
             threshold_acc=state.threshold_acc,
+            synthetic_rates=tuple(state.synthetic_rates),
         )

@@ -154,6 +154,7 @@ async def test_started_deltas_rounds_finished() -> None:
         result_ns=30,
         waited_ns=4,
         step_ns=15,
+        forward_ns=12,
         node_tokens=[4, 5],
         node_parents=[0, 1],
         node_values=[0.5, 0.25],

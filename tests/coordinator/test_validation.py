@@ -101,6 +101,35 @@ def test_every_parameter_arrives() -> None:
     assert len({id(stream) for stream in streams}) == 3
 
 
+BENCHMARKED = RequestValidator(MODEL, TOKENIZER, RequestLimits(allow_synthetic=True))
+
+
+def test_the_synthetic_rule_is_taken_where_the_server_allows_it() -> None:
+    asked = request_with(speculation={"verification": 4, "synthetic_rates": [0.5, 0.25]})
+    sampling = BENCHMARKED.check(asked)[0].sampling
+    assert (sampling.verification, sampling.synthetic_rates) == (VerificationRule.SYNTHETIC, (0.5, 0.25))
+    assert sampling.is_synthetic
+    refused = violations(asked)
+    assert list(refused) == ["speculation.verification"]
+    assert "--allow-synthetic" in refused["speculation.verification"]
+
+
+@pytest.mark.parametrize(
+    ("speculation", "field", "words"),
+    [
+        ({"verification": 4}, "speculation.synthetic_rates", "0 given, 1 to 64"),
+        ({"verification": 4, "synthetic_rates": [0.5] * 65}, "speculation.synthetic_rates", "65 given"),
+        ({"verification": 4, "synthetic_rates": [1, 1.5]}, "speculation.synthetic_rates[1]", "1.5 given"),
+        ({"verification": 4, "synthetic_rates": [math.nan]}, "speculation.synthetic_rates[0]", "nan given"),
+        ({"verification": 2, "synthetic_rates": [0.5]}, "speculation.synthetic_rates", "not target_only"),
+    ],
+)
+def test_synthetic_rates_that_mean_nothing(speculation: dict[str, object], field: str, words: str) -> None:
+    found = violations(request_with(speculation=speculation), BENCHMARKED)
+    assert list(found) == [field]
+    assert words in found[field]
+
+
 @pytest.mark.parametrize("number", [2, 3])
 def test_the_rule_arrives_and_is_in_force_above_temperature_0(number: int) -> None:
     greedy = VALIDATOR.check(request_with(speculation={"verification": number}))[0].sampling

@@ -41,6 +41,7 @@ def test_sampling_survives_the_wire():
         verification=VerificationRule.TARGET_ONLY,
         threshold_single=0.5,
         threshold_acc=0.25,
+        synthetic_rates=(0.5, 0.25),
     )
     assert SamplingSpec.from_proto(spec.to_proto()) == spec
     assert SamplingSpec.from_proto(SamplingSpec().to_proto()) == SamplingSpec()

@@ -23,6 +23,7 @@ from outrider.target_worker.walk import Walk
 V = 6
 TARGET_ONLY = SamplingSpec(temperature=1.0, verification=VerificationRule.TARGET_ONLY, max_new_tokens=50)
 REJECTION = replace(TARGET_ONLY, verification=VerificationRule.REJECTION)
+SYNTHETIC = replace(TARGET_ONLY, verification=VerificationRule.SYNTHETIC, synthetic_rates=(0.6,))
 Tree = tuple[Sequence[int], Sequence[int]]
 
 
@@ -94,7 +95,7 @@ def test_a_step_of_all_rules_gives_each_session_what_it_gets_alone(monkeypatch, 
         monkeypatch.setattr(rules, "_MOST_PROBABILITIES", room)
     chance = random.Random(3)
     specs = [SamplingSpec(), SamplingSpec(temperature=0.8), TARGET_ONLY, REJECTION]
-    specs += [replace(TARGET_ONLY, threshold_single=0.3), replace(TARGET_ONLY, threshold_acc=0.5, top_k=3)]
+    specs += [replace(TARGET_ONLY, threshold_single=0.3), replace(TARGET_ONLY, threshold_acc=0.5, top_k=3), SYNTHETIC]
     trees = [
         random_rows(chance, replace(chance.choice(specs), seed=number, choice_index=number % 3)) for number in range(60)
     ]
@@ -108,7 +109,7 @@ def test_a_step_of_all_rules_gives_each_session_what_it_gets_alone(monkeypatch, 
         first += tree.count
     for rule in VerificationRule:
         accepted = [
-            walk.nodes for tree, walk in zip(trees, together, strict=True) if tree.session.sampling.rule is rule
+            walk.nodes for tree, walk in zip(trees, together, strict=True) if tree.session.sampling.verification is rule
         ]
         assert any(accepted), f"nothing was ever accepted under {rule}"
 

@@ -99,20 +99,22 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ...) -> None: ...
 
 class SpeculationParams(_message.Message):
-    __slots__ = ("mode", "max_nodes", "max_depth", "verification", "threshold_single", "threshold_acc")
+    __slots__ = ("mode", "max_nodes", "max_depth", "verification", "threshold_single", "threshold_acc", "synthetic_rates")
     MODE_FIELD_NUMBER: _ClassVar[int]
     MAX_NODES_FIELD_NUMBER: _ClassVar[int]
     MAX_DEPTH_FIELD_NUMBER: _ClassVar[int]
     VERIFICATION_FIELD_NUMBER: _ClassVar[int]
     THRESHOLD_SINGLE_FIELD_NUMBER: _ClassVar[int]
     THRESHOLD_ACC_FIELD_NUMBER: _ClassVar[int]
+    SYNTHETIC_RATES_FIELD_NUMBER: _ClassVar[int]
     mode: _common_pb2.SpeculationMode
     max_nodes: int
     max_depth: int
     verification: _common_pb2.VerificationRule
     threshold_single: float
     threshold_acc: float
-    def __init__(self, mode: _Optional[_Union[_common_pb2.SpeculationMode, str]] = ..., max_nodes: _Optional[int] = ..., max_depth: _Optional[int] = ..., verification: _Optional[_Union[_common_pb2.VerificationRule, str]] = ..., threshold_single: _Optional[float] = ..., threshold_acc: _Optional[float] = ...) -> None: ...
+    synthetic_rates: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, mode: _Optional[_Union[_common_pb2.SpeculationMode, str]] = ..., max_nodes: _Optional[int] = ..., max_depth: _Optional[int] = ..., verification: _Optional[_Union[_common_pb2.VerificationRule, str]] = ..., threshold_single: _Optional[float] = ..., threshold_acc: _Optional[float] = ..., synthetic_rates: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("started", "delta", "finished", "round")
@@ -213,7 +215,7 @@ class Timings(_message.Message):
     def __init__(self, queue_ms: _Optional[float] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., total_ms: _Optional[float] = ...) -> None: ...
 
 class Round(_message.Message):
-    __slots__ = ("index", "step", "length", "submitted_ns", "result_ns", "waited_ns", "step_ns", "node_tokens", "node_parents", "node_values", "accepted_nodes", "emitted_token_ids", "growth")
+    __slots__ = ("index", "step", "length", "submitted_ns", "result_ns", "waited_ns", "step_ns", "node_tokens", "node_parents", "node_values", "accepted_nodes", "emitted_token_ids", "growth", "forward_ns")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -227,6 +229,7 @@ class Round(_message.Message):
     ACCEPTED_NODES_FIELD_NUMBER: _ClassVar[int]
     EMITTED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     GROWTH_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_NS_FIELD_NUMBER: _ClassVar[int]
     index: int
     step: int
     length: int
@@ -240,7 +243,8 @@ class Round(_message.Message):
     accepted_nodes: _containers.RepeatedScalarFieldContainer[int]
     emitted_token_ids: _containers.RepeatedScalarFieldContainer[int]
     growth: _containers.RepeatedCompositeFieldContainer[GrowthArrival]
-    def __init__(self, index: _Optional[int] = ..., step: _Optional[int] = ..., length: _Optional[int] = ..., submitted_ns: _Optional[int] = ..., result_ns: _Optional[int] = ..., waited_ns: _Optional[int] = ..., step_ns: _Optional[int] = ..., node_tokens: _Optional[_Iterable[int]] = ..., node_parents: _Optional[_Iterable[int]] = ..., node_values: _Optional[bytes] = ..., accepted_nodes: _Optional[_Iterable[int]] = ..., emitted_token_ids: _Optional[_Iterable[int]] = ..., growth: _Optional[_Iterable[_Union[GrowthArrival, _Mapping]]] = ...) -> None: ...
+    forward_ns: int
+    def __init__(self, index: _Optional[int] = ..., step: _Optional[int] = ..., length: _Optional[int] = ..., submitted_ns: _Optional[int] = ..., result_ns: _Optional[int] = ..., waited_ns: _Optional[int] = ..., step_ns: _Optional[int] = ..., node_tokens: _Optional[_Iterable[int]] = ..., node_parents: _Optional[_Iterable[int]] = ..., node_values: _Optional[bytes] = ..., accepted_nodes: _Optional[_Iterable[int]] = ..., emitted_token_ids: _Optional[_Iterable[int]] = ..., growth: _Optional[_Iterable[_Union[GrowthArrival, _Mapping]]] = ..., forward_ns: _Optional[int] = ...) -> None: ...
 
 class GrowthArrival(_message.Message):
     __slots__ = ("worker_id", "arrived_ns", "as_of", "nodes", "grafted", "during_verify")

@@ -38,6 +38,7 @@ class TreeColumns:
         tokens: [T] list.
         parents: [T] list of node numbers within the tree, 0 for roots.
         records: `SamplingSpec.record` of each session, one after the other.
+        decided: (tree, node number) of trees whose path is known before: see `leave_decided`.
     """
 
     rows: Sequence[int]
@@ -47,6 +48,7 @@ class TreeColumns:
     tokens: Sequence[int]
     parents: Sequence[int]
     records: bytes
+    decided: Sequence[tuple[int, int]] = ()
 
 
 def stage_trees(
@@ -94,10 +96,27 @@ def stage_trees(
     arrays["tree_rows"].reshape(-1)[place] = np.arange(total)
     arrays["candidates"].reshape(-1)[place] = arrays["token_ids"][:total]
     arrays["candidates"][:bs, 0] = -1
+    leave_decided(trees.decided, arrays["candidates"], arrays["tree_rows"])
     arrays["first_child"].reshape(-1)[place] = first_child
     arrays["next_sibling"].reshape(-1)[place] = next_sibling
     more = pack_changes(rows, slots, arrays)
     return StagedStep(bucket=bucket, data=data, more_updates=more, logit_rows=total, trees=bs, buffer=buffer)
+
+
+def leave_decided(ends: Sequence[tuple[int, int]], candidates: np.ndarray, tree_rows: np.ndarray) -> None:
+    """Lets the walks of some trees bring back the choice at a given node and accept nothing, at a walk's full cost.
+
+    Their nodes stay where they are and are searched, as tokens that nothing equals, and the walk begins in the wanted
+    node's row.
+
+    Args:
+        ends: (tree, node number).
+        candidates: [bs, n], changed.
+        tree_rows: [bs, n], changed; a tree's rows follow one another.
+    """
+    for tree, node in ends:
+        candidates[tree] = -1
+        tree_rows[tree, 0] += node
 
 
 def _pack_choices(trees: TreeColumns, arrays: dict[str, np.ndarray], counts: np.ndarray) -> None:
