@@ -80,7 +80,7 @@ class DeployConfig:
     kv_cache_dtype: KvCacheDtype = "auto"
     enable_prefix_caching: bool = True
     max_prefill_tokens: int | None = None
-    prefill_slowdown: float = 0.4
+    prefill_slowdown: float = 0.3
     enforce_eager: bool = False
     deterministic: bool = False
     coordinator_resources: tuple[str, ...] = ()

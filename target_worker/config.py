@@ -59,7 +59,7 @@ class TargetWorkerConfig:
     max_tree_nodes: int = 64
     max_step_tokens: int = 512
     max_prefill_tokens: int | None = None
-    prefill_slowdown: float = 0.4
+    prefill_slowdown: float = 0.3
     num_slots: int | None = None
     kv_bytes: int | None = None
     kv_cache_memory_fraction: float = 0.9

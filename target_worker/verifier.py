@@ -91,7 +91,7 @@ class Verifier:
         *,
         max_step_tokens: int,
         max_prefill_tokens: int | None = None,
-        prefill_slowdown: float = 0.4,
+        prefill_slowdown: float = 0.3,
     ) -> None:
         if max_prefill_tokens is None:
             max_prefill_tokens = -(-max_step_tokens // _PREFILL_PART)

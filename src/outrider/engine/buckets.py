@@ -36,6 +36,7 @@ class Bucket:
         nodes: most rows of a session that are verified (a tree with its root); 0 where logits are all that is wanted.
         words: W.
         paths: keys of tree rows that are sessions of their own (`outrider.engine.step_staging`); 0 where none are.
+        children: tokens that are ranked for each row of logits, as a draft grows by; 0 where none are.
     """
 
     tokens: int
@@ -46,6 +47,7 @@ class Bucket:
     nodes: int
     words: int
     paths: int = 0
+    children: int = 0
 
     def holds(self, other: "Bucket") -> bool:
         """Whether a step of the other's size runs in this one."""
@@ -77,6 +79,16 @@ class BucketLadder:
         self._unrolled = unrolled
 
     @property
+    def token_rungs(self) -> tuple[int, ...]:
+        """Rows of the buckets that are captured."""
+        return self._tokens
+
+    @property
+    def session_rungs(self) -> tuple[int, ...]:
+        """Sessions of the buckets."""
+        return self._sessions
+
+    @property
     def max_tokens(self) -> int:
         """Rows of the largest bucket that is captured."""
         return self._tokens[-1]
@@ -95,6 +107,11 @@ class BucketLadder:
         most_nodes = tokens if self._unrolled else query_len
         words = 1 << (need.words - 1).bit_length()
         sessions = _rung(self._sessions, need.sessions) if need.sessions <= self._sessions[-1] else tokens
+        if not captured:
+            # As few kinds as can be: each is compiled when it first comes.
+            sessions = max(sessions, self._sessions[-1])
+            if need.nodes:
+                words = max(words, 1 << ((self._max_nodes - 1) // 64).bit_length())
         return Bucket(
             tokens=tokens,
             sessions=sessions,
@@ -104,23 +121,27 @@ class BucketLadder:
             nodes=min(most_nodes, logit_rows, max(self._max_nodes, need.nodes)) if need.nodes else 0,
             words=words,
             paths=64 * words * tokens if self._unrolled else 0,
+            children=need.children,
         )
 
     def first_set(self, *, verifies: bool) -> list[Bucket]:
         """The buckets that serving begins with, those that steps need most first.
 
         One session with trees of every size, some sessions and all of them with small trees, plain steps, prefill; a
-        few that hold any mixture of so many rows; and a step that is too large to be captured, so that it is compiled.
+        few that hold any mixture of so many rows; and steps too large to be captured, so that they are compiled.
         What is left is captured when it is asked for.
         """
         prompt = Bucket(tokens=1, sessions=1, keys=1, query_len=1, logit_rows=0, nodes=0, words=1)
         counts = [count for count in self._tokens if count > _FEW_TOKENS and not count & (count - 1)]
         found = {self.bucket(replace(prompt, tokens=count, query_len=count)): None
                  for count in (*counts, self.max_tokens + 1)}  # fmt: skip
-        for count in counts:
-            nodes = min(count, self._max_nodes) if verifies else 0
+        mixtures = [(count, count) for count in counts]
+        # Past the largest graph, with few rows to verify beside a prompt and with many.
+        mixtures += [(self.max_tokens + 1, rows) for rows in _LOGIT_ROWS if rows <= self.max_tokens]
+        for count, logit_rows in mixtures:
+            nodes = min(logit_rows, self._max_nodes) if verifies else 0
             mixture = replace(
-                prompt, tokens=count, sessions=min(count, self._sessions[-1]), query_len=count, logit_rows=count,
+                prompt, tokens=count, sessions=min(count, self._sessions[-1]), query_len=count, logit_rows=logit_rows,
                 nodes=nodes, words=(nodes + 63) // 64 or 1,
             )  # fmt: skip
             found[self.bucket(mixture)] = None

@@ -52,8 +52,9 @@ class StepLayout:
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
-        # A verified tree leaves its path and takes fresh slots; prompts are the rows themselves.
-        self.updates = bucket.tokens + 16 * bucket.sessions + 48
+        # A verified tree leaves its path and takes fresh slots; prompts are the rows themselves. A commit moves what a
+        # draft's tree keeps.
+        self.updates = bucket.tokens + (64 * bucket.sessions + 192 if bucket.children else 16 * bucket.sessions + 48)
         self._arrays: list[_Array] = []
         end = 0
         for name, dtype, shape, padding in self._wanted():
@@ -102,12 +103,13 @@ class StepLayout:
         if bucket.paths:
             for name in ("path_rows", "path_columns", "path_slots"):
                 yield name, "<i4", (bucket.paths,), -1
-        if bucket.nodes:
+        if bucket.nodes or bucket.children:
             yield "seeds", "<i8", logit_rows, 0
             for name in ("choice_positions", "top_k", "choice_index"):
                 yield name, "<i4", logit_rows, 0
             for name, off in (("temperature", 0), ("top_p", 1), ("min_p", 0)):
                 yield name, "<f4", logit_rows, off
+        if bucket.nodes:
             for name in ("candidates", "tree_rows", "first_child", "next_sibling"):
                 yield name, "<i4", (bucket.sessions, bucket.nodes), -1
 

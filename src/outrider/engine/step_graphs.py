@@ -1,7 +1,10 @@
 """CUDA graphs of the step program, one a bucket, captured when they are asked for.
 
-All graphs share one memory pool: steps follow one another, so nothing of one graph is alive in another. What a replay
+All graphs share one memory pool: steps follow one another, so nothing of one step is alive in another. What a replay
 leaves is read, or copied on the device, before the next.
+
+A launch takes the host more than a microsecond a kernel, and the device begins when it is over. So a step is captured
+as several graphs, short ones first: the device computes the first layers while the host launches the others.
 """
 
 import logging
@@ -25,13 +28,16 @@ _WEIGHT_WITHOUT_GRAPH = 8
 _COMPILING_THREADS = 8
 # Graphs at a time, a few megabytes each.
 _MOST_GRAPHS = 192
+# The layers that graphs of a step end with, but for its last: a layer takes the device several times as long as the
+# host takes to launch it, so each graph may be about that many times as long as the one before.
+_CUTS = (2, 8)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Captured:
-    """A graph, the bytes that it reads and where it leaves its results."""
+    """The graphs of a step in their order, the bytes that they read and where they leave their results."""
 
-    graph: torch.cuda.CUDAGraph
+    graphs: Sequence[torch.cuda.CUDAGraph]
     data: torch.Tensor
     output: StepOutput
 
@@ -90,7 +96,11 @@ class StepGraphs:
         if not self._enabled or wanted in self._captured or wanted.tokens > self._max_tokens:
             return wanted
         if wanted not in self._larger:
-            kinds = (bucket for bucket in self._captured if bool(bucket.nodes) == bool(wanted.nodes))
+            kinds = (
+                bucket
+                for bucket in self._captured
+                if bool(bucket.nodes) == bool(wanted.nodes) and bucket.children == wanted.children
+            )
             self._larger[wanted] = min((bucket for bucket in kinds if bucket.holds(wanted)), default=wanted)
         larger = self._larger[wanted]
         if wanted not in self._refused and len(self._captured) < _MOST_GRAPHS:
@@ -110,7 +120,8 @@ class StepGraphs:
         if captured is None:
             return self._program.run(bucket, step.to(self._program.device, non_blocking=True))
         captured.data.copy_(step, non_blocking=True)
-        captured.graph.replay()
+        for graph in captured.graphs:
+            graph.replay()
         return captured.output
 
     def capture(self, bucket: Bucket) -> None:
@@ -162,14 +173,31 @@ class StepGraphs:
 
     def _capture(self, bucket: Bucket) -> _Captured:
         data = self._nothing(bucket)
-        graph = torch.cuda.CUDAGraph()
         assert self._stream is not None
         self._stream.wait_stream(torch.cuda.current_stream(self._program.device))
         with torch.cuda.stream(self._stream):
             self._program.run(bucket, data)
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            output = self._program.run(bucket, data)
-        if bucket.nodes:
+        # While a graph is captured, no memory is given back for it.
+        torch.cuda.synchronize(self._program.device)
+        torch.cuda.empty_cache()
+        graphs: list[torch.cuda.CUDAGraph] = []
+
+        def begin() -> None:
+            graphs.append(torch.cuda.CUDAGraph())
+            graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+        def after_layer(count: int) -> None:
+            if count in _CUTS:
+                graphs[-1].capture_end()
+                begin()
+
+        with torch.cuda.stream(self._stream):
+            begin()
+            try:
+                output = self._program.run(bucket, data, after_layer)
+            finally:
+                graphs[-1].capture_end()
+        if bucket.nodes or bucket.children:
             # The logits' memory may go to other graphs: who wants logits has buckets without walks.
             output = StepOutput(logits=None, answer=output.answer)
-        return _Captured(graph=graph, data=data, output=output)
+        return _Captured(graphs=graphs, data=data, output=output)

@@ -1,12 +1,13 @@
 """What the device does in a step, from its bytes to the accepted paths: the program that a bucket's graph captures.
 
-    slot tables -> embeddings, layers, last norm -> logits of the wanted rows -> choices -> walks
+    slot tables -> embeddings, layers, last norm -> logits of the wanted rows -> choices -> walks, or ranked children
 
 Every launch depends on the bucket alone.
 
 Shapes: as in `outrider.engine.step_buffers`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from outrider.engine.buckets import Bucket
 from outrider.engine.decoder import Decoder, DecoderInputs
 from outrider.engine.step_buffers import StepLayout
+from outrider.kernels.coupled_sampling import coupled_topk_scored
 from outrider.kernels.slot_updates import gather_slot_rows, store_positions, update_slot_table
 from outrider.kernels.tree_attention import TreeAttentionBatch
 from outrider.kernels.verify_coupled import verify_coupled
@@ -44,7 +46,8 @@ class StepOutput:
 
     Attributes:
         logits: [R, V] in the model's dtype; None where no row's are wanted.
-        answer: int32: predictions [R], paths [S, N], accepted nodes [S]; empty where nothing is verified.
+        answer: int32: predictions [R], paths [S, N], accepted nodes [S] where trees are verified; tokens [R, C] and the
+            bits of log q [R, C] and scores [R, C] where children are ranked; else empty.
     """
 
     logits: torch.Tensor | None
@@ -81,16 +84,20 @@ class StepProgram:
         update_slot_table(self._table, *updates)
 
     @torch.inference_mode()
-    def run(self, bucket: Bucket, data: torch.Tensor) -> StepOutput:
+    def run(self, bucket: Bucket, data: torch.Tensor, after_layer: Callable[[int], object] | None = None) -> StepOutput:
         """Runs a step.
 
         Args:
             bucket: of the step.
             data: [nbytes] uint8 on the device.
+            after_layer: called with the number of layers so far, after each.
         """
         arrays = StepLayout.of(bucket).tensors(data)
         inputs = self._inputs(bucket, arrays)
-        hidden = self._decoder.forward(inputs)
+        hidden = self._decoder.forward(inputs, after_layer)
+        if bucket.children and bucket.logit_rows:
+            logits = self._decoder.logits(hidden, arrays["logit_rows"])
+            return StepOutput(logits=logits, answer=_rank_children(bucket, logits, arrays))
         answer = torch.zeros(answer_len(bucket), dtype=torch.int32, device=self.device)
         if not bucket.logit_rows:
             return StepOutput(logits=None, answer=answer)
@@ -136,7 +143,24 @@ class StepProgram:
 
 def answer_len(bucket: Bucket) -> int:
     """Words of a step's answer."""
+    if bucket.children:
+        return 3 * bucket.logit_rows * bucket.children
     return bucket.logit_rows + bucket.sessions * (bucket.nodes + 1) if bucket.nodes else 0
+
+
+def _rank_children(bucket: Bucket, logits: torch.Tensor, arrays: dict[str, torch.Tensor]) -> torch.Tensor:
+    tokens, log_q, scores = coupled_topk_scored(
+        logits,
+        arrays["seeds"],
+        arrays["choice_positions"],
+        arrays["temperature"],
+        arrays["top_k"],
+        arrays["top_p"],
+        arrays["min_p"],
+        choice_index=arrays["choice_index"],
+        k=bucket.children,
+    )
+    return torch.stack((tokens.to(torch.int32), log_q.view(torch.int32), scores.view(torch.int32))).view(-1)
 
 
 def _verify(bucket: Bucket, logits: torch.Tensor, arrays: dict[str, torch.Tensor], answer: torch.Tensor) -> None:

@@ -68,6 +68,21 @@ def test_what_serving_begins_with_covers_trees_of_every_size_and_plain_steps() -
         assert LADDER.bucket(need) in first, sessions
 
 
+def test_past_the_largest_graph_a_prompt_and_mixtures_are_all_there_is_to_compile() -> None:
+    chance = random.Random(1)
+    kinds = {kind(bucket) for bucket in LADDER.first_set(verifies=True) if bucket.tokens > 512}
+    for _ in range(2000):
+        need = random_need(chance)
+        need = replace(need, words=min(need.words, 2), nodes=need.nodes or bool(need.logit_rows))
+        if need.tokens > 512 and need.query_len > 16 and need.logit_rows <= 512:
+            assert kind(LADDER.bucket(need)) in kinds, need
+
+
+def kind(bucket: Bucket) -> Bucket:
+    """What is left of a large bucket where any number of rows and keys is served by the same kernels."""
+    return replace(bucket, tokens=0, keys=0, query_len=0)
+
+
 def test_unrolled_rows_are_sessions() -> None:
     ladder = BucketLadder(max_tokens=512, max_sessions=4, row_len=9000, max_nodes=65, group=4, unrolled=True)
     need = Bucket(tokens=300, sessions=300, keys=2500, query_len=7, logit_rows=300, nodes=65, words=1)
