@@ -3,26 +3,22 @@
     with LocalService(drafts=1) as service, Client(service.endpoint) as client:
         print(client.generate("import os").text)
 
-The children end with the service, and with this process however it ends: each watches a pipe that closes then.
+The children end with the service, and with this process however it ends.
 """
 
 import os
-import select
 import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import Self
 
 from outrider.client import Client
-from outrider.errors import OutriderError, WorkerUnavailable
+from outrider.errors import WorkerUnavailable
+from outrider.role_process import RoleProcess, stop_all
 
-_STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.05
-_SHOWN_STDERR_LINES = 8
 
 
 class LocalService:
@@ -42,7 +38,6 @@ class LocalService:
 
     Attributes:
         endpoint: host:port of the coordinator, once started.
-        processes: "coordinator", "target-0", ..., "draft-0", ...; end one to see what happens.
     """
 
     def __init__(
@@ -60,15 +55,19 @@ class LocalService:
         start_timeout_s: float = 120.0,
     ) -> None:
         self.endpoint = ""
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._roles: dict[str, RoleProcess] = {}
+        self._stopped = False
         self._counts = {"target": targets, "draft": drafts}
         self._models = {"target": target_model, "draft": draft_model}
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._threads = {"target": target_threads or max(1, cores - 1), "draft": draft_threads}
         self._more = {"coordinator": coordinator_args, "target": target_args, "draft": draft_args}
         self._start_timeout_s = start_timeout_s
-        self._logs: dict[str, IO[bytes]] = {}
-        self._addresses: dict[str, str] = {}
+
+    @property
+    def processes(self) -> dict[str, subprocess.Popen[bytes]]:
+        """By name: "coordinator", "target-0", ..., "draft-0", ...; end one to see what happens."""
+        return {name: role.process for name, role in self._roles.items()}
 
     def start(self) -> None:
         """Starts everything; returns when every worker serves.
@@ -79,8 +78,8 @@ class LocalService:
         deadline = time.monotonic() + self._start_timeout_s
         try:
             model_args = _option("--model-path", self._models["target"])
-            self._spawn("coordinator", "coordinator", ["--port", "0", *model_args, *self._more["coordinator"]])
-            self.endpoint = self._await_ready("coordinator", deadline)
+            arguments = ["--port", "0", *model_args, *self._more["coordinator"]]
+            self.endpoint = self._spawn("coordinator", "coordinator", arguments).await_ready(deadline)
             for role, count in self._counts.items():
                 for number in range(count):
                     self.start_worker(f"{role}-{number}")
@@ -109,11 +108,12 @@ class LocalService:
             WorkerUnavailable: one ended meanwhile, or it took too long.
         """
         deadline = time.monotonic() + timeout_s
-        names = [name for name, process in self.processes.items() if process.poll() is None]
-        addresses = {self._await_ready(name, deadline) for name in names if name != "coordinator"}
+        roles = [role for role in self._roles.values() if role.is_running]
+        addresses = {role.await_ready(deadline) for role in roles if role.name != "coordinator"}
         with Client(self.endpoint) as client:
             while True:
-                self._check_alive(names)
+                for role in roles:
+                    role.check_alive()
                 workers = client.server_info().workers
                 missing = addresses - {worker.introduction.address for worker in workers if worker.state == "serving"}
                 if not missing:
@@ -124,24 +124,13 @@ class LocalService:
 
     def stderr(self, name: str) -> str:
         """What a process has written to stderr so far."""
-        log = self._logs[name]
-        return os.pread(log.fileno(), 1 << 20, 0).decode("utf-8", errors="replace")
+        return self._roles[name].stderr()
 
     def stop(self) -> None:
         """Ends every process; harmless when all have ended."""
-        for process in self.processes.values():
-            process.terminate()
-        deadline = time.monotonic() + _STOP_TIMEOUT_S
-        for process in self.processes.values():
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            _close_pipes(process)
-        for log in self._logs.values():
-            log.close()
-        self._logs.clear()
+        if not self._stopped:
+            stop_all(list(self._roles.values()))
+        self._stopped = True
 
     def __enter__(self) -> Self:
         self.start()
@@ -152,67 +141,15 @@ class LocalService:
     ) -> None:
         self.stop()
 
-    def _spawn(self, name: str, command: str, arguments: Sequence[str]) -> None:
-        previous = self.processes.get(name)
-        if previous is not None and previous.poll() is None:
-            raise ValueError(f"{name} is still running")
-        self._addresses.pop(name, None)
+    def _spawn(self, name: str, command: str, arguments: Sequence[str]) -> RoleProcess:
+        previous = self._roles.get(name)
         if previous is not None:
-            _close_pipes(previous)
-        if name in self._logs:
-            self._logs.pop(name).close()
-        self._logs[name] = log = tempfile.TemporaryFile()  # noqa: SIM115 closed by stop
-        self.processes[name] = subprocess.Popen(
-            [sys.executable, "-m", "outrider.cli", command, "--stop-with-stdin", *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env=_environment(),
-            # Ctrl-C at the terminal reaches this process alone, which then ends the children in order.
-            start_new_session=True,
-        )
-
-    def _await_ready(self, name: str, deadline: float) -> str:
-        """The address of the `ready HOST:PORT` line."""
-        if name in self._addresses:
-            return self._addresses[name]
-        stdout = self.processes[name].stdout
-        assert stdout is not None
-        line = b""
-        while not line.endswith(b"\n"):
-            readable, _, _ = select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))
-            if not readable:
-                raise WorkerUnavailable(f"{name} is not ready after {self._start_timeout_s:.0f} s")
-            chunk = os.read(stdout.fileno(), 4096)
-            if not chunk:
-                self.processes[name].wait(_STOP_TIMEOUT_S)
-                self._check_alive([name])
-            line += chunk
-        word, _, address = line.decode("utf-8").strip().partition(" ")
-        if word != "ready":
-            raise OutriderError(f"{name} said {line!r}, `ready HOST:PORT` was expected")
-        self._addresses[name] = address
-        return address
-
-    def _check_alive(self, names: Iterable[str]) -> None:
-        for name in names:
-            code = self.processes[name].poll()
-            if code is not None:
-                last = "; ".join(self.stderr(name).strip().splitlines()[-_SHOWN_STDERR_LINES:])
-                raise WorkerUnavailable(f"{name} ended with exit code {code}: {last}")
-
-
-def _close_pipes(process: subprocess.Popen[bytes]) -> None:
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            pipe.close()
+            if previous.is_running:
+                raise ValueError(f"{name} is still running")
+            previous.release()
+        role = self._roles[name] = RoleProcess(name, command, arguments)
+        return role
 
 
 def _option(name: str, value: str | Path | None) -> list[str]:
     return [] if value is None else [name, str(value)]
-
-
-def _environment() -> dict[str, str]:
-    # The children use this interpreter's packages even where outrider is found through sys.path alone.
-    paths = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
