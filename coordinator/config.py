@@ -26,6 +26,7 @@ class CoordinatorConfig:
         max_live_nodes: most nodes that a draft may hold for a choice.
         verify_wait_cap_ms: longest that a free target waits for growth in async mode.
         sync_wait_cap_ms: longest that a round of sync mode waits for its tree; after that it goes with what is there.
+        fair_slowdown: how many times slower a choice may expect to go on than if nobody's trees were verified.
         heartbeat_interval_ms: how often a worker reports.
         lease_ms: silence after which a worker counts as lost.
         target_wait_s: longest that a request waits for a lost target worker to be replaced.
@@ -53,6 +54,7 @@ class CoordinatorConfig:
     max_live_nodes: int = 128
     verify_wait_cap_ms: float = 20.0
     sync_wait_cap_ms: float = 1000.0
+    fair_slowdown: float = 1.5
     heartbeat_interval_ms: int = 500
     lease_ms: int = 2000
     target_wait_s: float = 0.0
@@ -77,6 +79,8 @@ class CoordinatorConfig:
         for name in ("sync_wait_cap_ms", "connect_timeout_s", "retry_after_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}: {getattr(self, name)} given, more than 0 needed")
+        if not 1 <= self.fair_slowdown < math.inf:
+            raise ValueError(f"fair_slowdown: {self.fair_slowdown} given, 1 or more needed")
         if self.max_live_nodes < self.max_nodes:
             raise ValueError(
                 f"max_live_nodes: {self.max_live_nodes} given, at least max_nodes ({self.max_nodes}) needed"

@@ -1,30 +1,38 @@
 """What a step of a target costs, learned from the times that the target reports: T(n) for n rows.
 
-Rows are counted over the whole step: tree nodes, roots and prefill tokens. Sizes are kept in buckets, each with an
-average that forgets; beside them a straight line is fitted through all buckets. A bucket that was measured lately is
-believed, one that was not falls back to the line, so that a size that once had bad luck is not avoided for ever. The
-curve is read by interpolation and never falls, because a larger step never costs less and noise would otherwise make
-the scheduler chase it.
+Rows are counted over the whole step: tree nodes, roots and prefill tokens. A target on a GPU fills a step up to the
+next of a ladder of sizes, so its T is a staircase; on a CPU it is nearly a line. Both are the same model here: each
+rung of the ladder has a level of its own, and within the rungs T rises by one common slope, which is near 0 for a
+staircase and that of the line for a line.
+
+    T(n) = level(rung of n) + rise * (n - middle of the rung)
+
+A rung that was measured lately is believed. One that was not falls back to a straight line through all rungs, so that a
+size that once had bad luck is not avoided for ever; and that line, where too few sizes have been seen to tell, rises by
+as little as a memory-bound step's does. Such a hope is corrected by the first step that follows it, while a fear would
+never be: steps so large would not come. T never falls with n, because a larger step never costs less, and noise would
+otherwise make the scheduler chase it.
 """
 
 from bisect import bisect_left
-from dataclasses import dataclass
-from itertools import pairwise
 
-_EDGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
-# What one step leaves of the weight of every bucket that it does not fall into: half is gone after some 140 steps.
+import numpy as np
+import numpy.typing as npt
+
+# The rungs of engine/buckets.py, and beyond the largest captured one as many more.
+EDGES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 72, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 2048, 4096, 8192)
+# What one step leaves of the weight of every rung that it does not fall into: half is gone after some 140 steps.
 _FORGET = 0.995
-# Weight of the newest measurement of a bucket, once it has more than 1 / _NEWEST of them.
+# Weight of the newest measurement of a rung, once it has more than 1 / _NEWEST of them.
 _NEWEST = 0.1
-# Measurements that the line is worth beside a bucket's own.
-_LINE_WEIGHT = 4.0
+# Measurements that the line is worth beside a rung's own.
+_LINE_WEIGHT = 2.0
+# The prior's slope is worth this much spread of sizes (rows squared, summed over steps).
+_PRIOR_SPREAD = 64.0
+# A rung that was measured less than this, by now, counts as unknown.
+_KNOWN_WEIGHT = 0.5
 
-
-@dataclass
-class _Bucket:
-    rows: float = 0.0
-    step_ns: float = 0.0
-    weight: float = 0.0
+Floats = npt.NDArray[np.float64]
 
 
 class StepCost:
@@ -35,55 +43,79 @@ class StepCost:
         row_ns: each further row, before anything was measured.
     """
 
-    def __init__(self, *, base_ns: float = 5e6, row_ns: float = 1e5) -> None:
+    def __init__(self, *, base_ns: float = 5e6, row_ns: float = 1e4) -> None:
         self._prior = (base_ns, row_ns)
-        self._buckets: dict[int, _Bucket] = {}
-        self._curve: list[tuple[float, float]] = []
-        self._slope = 0.0
+        count = len(EDGES)
+        self._high = np.array(EDGES, dtype=np.float64)
+        self._low = np.concatenate(([1.0], self._high[:-1] + 1))
+        self._middle = (self._low + self._high) / 2
+        self._rows, self._step_ns, self._weight = np.zeros(count), np.zeros(count), np.zeros(count)
+        # Within rungs: spread of rows, and how the time goes with it.
+        self._inner_spread = self._inner_covariance = 0.0
+        self._slope = row_ns
+        self._at_low = base_ns + row_ns * (self._low - 1)
+        self._at_high = base_ns + row_ns * (self._high - 1)
 
     def observe(self, rows: int, step_ns: float) -> None:
         """One measured step."""
         if rows < 1 or step_ns <= 0:
             return
-        for bucket in self._buckets.values():
-            bucket.weight *= _FORGET
-        bucket = self._buckets.setdefault(min(bisect_left(_EDGES, rows), len(_EDGES) - 1), _Bucket())
+        self._weight *= _FORGET
+        place = self._place(rows)
+        weight = float(self._weight[place])
         # A step of several times the mean met something else (a page fault, a neighbour): it counts, but bounded.
-        if bucket.weight > 2:
-            step_ns = min(step_ns, 2 * bucket.step_ns)
-        share = max(_NEWEST, 1 / (bucket.weight + 1))
-        bucket.rows += share * (rows - bucket.rows)
-        bucket.step_ns += share * (step_ns - bucket.step_ns)
-        bucket.weight += 1
+        if weight > 2:
+            step_ns = min(step_ns, 2 * float(self._step_ns[place]))
+        rows_off, ns_off = rows - float(self._rows[place]), step_ns - float(self._step_ns[place])
+        share = max(_NEWEST, 1 / (weight + 1))
+        self._inner_spread *= _FORGET
+        self._inner_covariance *= _FORGET
+        if weight > _KNOWN_WEIGHT:
+            self._inner_spread += (1 - share) * rows_off * rows_off
+            self._inner_covariance += (1 - share) * rows_off * ns_off
+        self._rows[place] += share * rows_off
+        self._step_ns[place] += share * ns_off
+        self._weight[place] = weight + 1
         self._fit()
 
+    @staticmethod
+    def _place(rows: int) -> int:
+        return min(bisect_left(EDGES, rows), len(EDGES) - 1)
+
     def _fit(self) -> None:
-        buckets = [bucket for _, bucket in sorted(self._buckets.items())]
-        total = sum(bucket.weight for bucket in buckets)
-        mean_rows = sum(bucket.weight * bucket.rows for bucket in buckets) / total
-        mean_ns = sum(bucket.weight * bucket.step_ns for bucket in buckets) / total
-        spread = sum(bucket.weight * (bucket.rows - mean_rows) ** 2 for bucket in buckets)
-        covariance = sum(bucket.weight * (bucket.rows - mean_rows) * (bucket.step_ns - mean_ns) for bucket in buckets)
-        # One size alone has no slope: the prior's, in proportion to its base.
+        weight = self._weight
+        total = float(weight.sum())
+        mean_rows, mean_ns = float(weight @ self._rows) / total, float(weight @ self._step_ns) / total
+        off = self._rows - mean_rows
         base_ns, row_ns = self._prior
-        self._slope = max(covariance / spread, 0.0) if spread > 1 else mean_ns * row_ns / base_ns
-        highest, self._curve = 0.0, []
-        for bucket in buckets:
-            line_ns = mean_ns + self._slope * (bucket.rows - mean_rows)
-            own = bucket.weight / (bucket.weight + _LINE_WEIGHT)
-            highest = max(highest, line_ns + own * (bucket.step_ns - line_ns))
-            self._curve.append((bucket.rows, highest))
+        prior_slope = mean_ns * row_ns / base_ns
+        spread = float(weight @ (off * off)) + _PRIOR_SPREAD
+        covariance = float(weight @ (off * (self._step_ns - mean_ns))) + _PRIOR_SPREAD * prior_slope
+        self._slope = slope = max(covariance / spread, 0.0)
+        # What the rungs' own steps say of the rise within them; until they do, it is that of the line.
+        inner = (self._inner_covariance + _PRIOR_SPREAD * slope) / (self._inner_spread + _PRIOR_SPREAD)
+        rise = min(max(inner, 0.0), 2 * slope)
+        own = weight / (weight + _LINE_WEIGHT)
+        line_ns = mean_ns + slope * (self._middle - mean_rows)
+        own_ns = self._step_ns + rise * (self._middle - self._rows)
+        level = np.maximum(line_ns + own * (own_ns - line_ns), 0.2 * mean_ns)
+        half = rise * (self._high - self._low) / 2
+        # Low and high end of every rung in turn, none below the one before.
+        ends = np.maximum.accumulate(np.stack((level - half, level + half), axis=1).ravel())
+        self._at_low, self._at_high = ends[0::2], ends[1::2]
 
     def predict_ns(self, rows: int) -> float:
         """Expected time of a step of `rows` rows."""
-        if not self._curve:
-            base_ns, row_ns = self._prior
-            return base_ns + row_ns * (rows - 1)
-        first_rows, first_ns = self._curve[0]
-        if rows <= first_rows:
-            return max(first_ns - self._slope * (first_rows - rows), 0.3 * first_ns)
-        for (low_rows, low_ns), (high_rows, high_ns) in pairwise(self._curve):
-            if rows <= high_rows:
-                return low_ns + (high_ns - low_ns) * (rows - low_rows) / (high_rows - low_rows)
-        last_rows, last_ns = self._curve[-1]
-        return last_ns + self._slope * (rows - last_rows)
+        return float(self.predict_many_ns(np.array([rows]))[0])
+
+    def predict_many_ns(self, rows: npt.NDArray[np.int64]) -> Floats:
+        """[m] the same of numbers of rows [m]."""
+        place = np.minimum(np.searchsorted(self._high, rows), len(EDGES) - 1)
+        low, high = self._low[place], self._high[place]
+        share = np.clip((rows - low) / np.maximum(high - low, 1.0), 0.0, 1.0)
+        inside = self._at_low[place] + share * (self._at_high[place] - self._at_low[place])
+        return inside + np.maximum(rows - self._high[-1], 0) * self._slope
+
+    def is_known(self, rows: int) -> bool:
+        """Whether steps of about this size were measured lately."""
+        return bool(self._weight[self._place(rows)] >= _KNOWN_WEIGHT)

@@ -1,22 +1,26 @@
 """When to fire: whether a free target should wait for more growth, or verify what is there.
 
-The next growth of a draft adds children to the best leaves of its trees. If it is expected in `w` nanoseconds, waiting
-costs `rate * w` tokens, rate being the tokens per nanosecond that the target's sessions emit now. It earns a share of
-the sum of the leaves' path values. Wait while that earns more; a hard cap bounds the wait of a round, and a draft that
-is overdue is not waited for at all.
+A draft follows the true path level by level until it misses it; a verification that reaches the miss lets the draft
+begin anew behind it, and one that ends before the miss costs the session a whole round more. So a further level is
+worth as many tokens as a session emits a round, times the chance that the truth ends at just that level:
+
+    gain of the next i levels = V * h * (1 - h^i) * a / p
+
+    V  path values of the leaves that the draft expands next, the root's is 1
+    h  chance that the truth is among the children of a node that it has reached
+    a  tokens of a session in a round
+    p  chance that a round ends in a miss: without it, the next round meets the same path again
+
+If these levels are there in `w` nanoseconds, waiting costs `rate * w` tokens, rate being the tokens per nanosecond that
+the sessions of the batch emit. Wait while the best i of all sessions together earns more; a hard cap bounds the wait of
+a round, and a draft that is overdue is not waited for at all.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from outrider.tree import Node
-
-# What a leaf's children are worth now, in tokens per path value of the leaf: some child is right about nine times in
-# ten (measured on the embedded pair), but part of what comes too late for this round still serves the next. That part
-# is assumed to be half; docs/performance.md has what was compared.
-LEAF_GAIN = 0.45
-# Leaves that one draft step expands for a session.
-STEP_WIDTH = 8
+# Levels that are looked ahead.
+LEVELS = 6
 # How many mean deviations past its mean an answer still counts as on its way.
 _PATIENT_DEVIATIONS = 3.0
 
@@ -52,38 +56,89 @@ class GrowthForecast:
     Attributes:
         since_ns: when what it answers happened: the commit it has not spoken to yet, or its last growth.
         latency: how long that takes it.
+        step: how long each level after that takes it.
     """
 
     since_ns: int
     latency: Latency
+    step: Latency
 
     def due_in_ns(self, now_ns: int) -> float | None:
         """Time until the next growth; None when it is overdue."""
         return self.latency.left_ns(now_ns - self.since_ns)
 
 
-def leaf_gain(root: Node, candidates: Sequence[Node], *, max_depth: int) -> float:
-    """Expected tokens that one more draft step adds to a session's submission."""
-    if not root.children:
-        return LEAF_GAIN if max_depth > 0 else 0.0
-    leaves = [node.path_value for node in candidates if not node.children and node.depth < max_depth]
-    return LEAF_GAIN * sum(leaves[:STEP_WIDTH])
+class MissRates:
+    """What the rounds of a target's drafted sessions have shown, as averages that forget.
+
+    Begins with what a good pair shows, and soon follows what it sees.
+    """
+
+    _FORGET = 0.995
+
+    def __init__(self) -> None:
+        self._rounds, self._tokens, self._misses = 8.0, 24.0, 4.0
+
+    def observe(self, *, tokens: int, was_missed: bool) -> None:
+        """One session's round: the tokens that it emitted, and whether the tree lacked one of them in the end."""
+        self._rounds = self._rounds * self._FORGET + 1
+        self._tokens = self._tokens * self._FORGET + tokens
+        self._misses = self._misses * self._FORGET + was_missed
+
+    @property
+    def tokens_per_round(self) -> float:
+        """a"""
+        return self._tokens / self._rounds
+
+    @property
+    def hit(self) -> float:
+        """h"""
+        return 1 - min(self._misses / self._tokens, 0.95)
+
+    @property
+    def miss_per_round(self) -> float:
+        """p"""
+        return max(self._misses / self._rounds, 0.02)
+
+    def level_gains(self) -> list[float]:
+        """[LEVELS] tokens that the first, second, ... further level is worth, for a V of 1."""
+        hit = self.hit
+        each = self.tokens_per_round / self.miss_per_round * hit * (1 - hit)
+        return [each * hit**level for level in range(LEVELS)]
 
 
-def patience_ns(outlooks: Iterable[tuple[float, GrowthForecast]], *, rate: float, now_ns: int, left_ns: float) -> float:
+@dataclass(frozen=True, kw_only=True)
+class Outlook:
+    """What one draft's next growth means for the sessions that expect it at one time.
+
+    Attributes:
+        value: V, summed over these sessions.
+    """
+
+    forecast: GrowthForecast
+    value: float
+
+
+def patience_ns(outlooks: Iterable[Outlook], *, gains: list[float], rate: float, now_ns: int, left_ns: float) -> float:
     """How long to go on waiting before the question is asked again; 0 is fire.
 
     Args:
-        outlooks: per session, what its next growth would earn and when it is expected.
-        rate: tokens per nanosecond of all sessions of this target.
+        gains: of each further level, for a V of 1.
+        rate: tokens per nanosecond of all sessions of the batch.
         left_ns: what is left of this round's cap.
     """
-    arrivals = [(due, gain) for gain, forecast in outlooks if (due := forecast.due_in_ns(now_ns)) is not None]
-    best_wait, best_profit, gained = 0.0, 0.0, 0.0
+    arrivals: list[tuple[float, float]] = []
+    for outlook in outlooks:
+        due_ns = outlook.forecast.due_in_ns(now_ns)
+        if due_ns is not None:
+            step_ns = outlook.forecast.step.mean_ns
+            arrivals += [(due_ns + level * step_ns, outlook.value * gain) for level, gain in enumerate(gains)]
+    arrivals.sort()
+    best_profit, gained = 0.0, 0.0
     # Never wait for one straggler: each arrival has to pay for all the waiting up to it.
-    for due, gain in sorted(arrivals):
+    for due_ns, gain in arrivals:
         gained += gain
-        profit = gained - rate * due
-        if due <= left_ns and profit > best_profit:
-            best_wait, best_profit = due, profit
-    return best_wait
+        profit = gained - rate * due_ns
+        if due_ns <= left_ns and profit > best_profit:
+            return arrivals[0][0]
+    return 0.0

@@ -1,34 +1,82 @@
-"""One target worker as the scheduler sees it: its link, its sessions, and what its steps cost."""
+"""One target worker as the scheduler sees it: its link, its sessions, its batches in flight, what its steps cost."""
 
 import asyncio
+import math
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from outrider.coordinator import clock
 from outrider.coordinator.cost_model import StepCost
+from outrider.coordinator.firing import MissRates
 from outrider.coordinator.links import TargetLink
 from outrider.coordinator.messages import SessionOpening, SpeculationMode, TreeSubmission, VerifyResult
-from outrider.coordinator.selection import choose_nodes
+from outrider.coordinator.selection import Floats, Ints, choose_counts
 from outrider.coordinator.session import Session, Submission
 from outrider.tree import Node, parent_numbers
 from outrider.v1 import registry_pb2
 
 
+@dataclass(frozen=True, kw_only=True)
+class Flight:
+    """A batch that the target has not answered yet."""
+
+    sessions: Sequence[Session]
+    rows: int
+    submitted_ns: int
+    result: "asyncio.Future[VerifyResult]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """What could be sent of S sessions, best first within each.
+
+    Attributes:
+        nodes: [S] each session's, a parent before its children.
+        values: [n] path values of all.
+        places: [n] whose they are, 0 to S - 1.
+        is_leaf: [n] whether a draft may still put a level below.
+    """
+
+    nodes: Sequence[Sequence[Node]]
+    values: Floats
+    places: Ints
+    is_leaf: npt.NDArray[np.bool_]
+
+
 class TargetLane:
     """A target's sessions and the state of its verify loop."""
 
-    def __init__(self, worker_id: str, link: TargetLink, limits: registry_pb2.WorkerLimits) -> None:
+    def __init__(
+        self, worker_id: str, link: TargetLink, limits: registry_pb2.WorkerLimits, *, fair_slowdown: float = 1.5
+    ) -> None:
         self.worker_id = worker_id
         self.link = link
         self.limits = limits
         self.sessions: dict[int, Session] = {}
-        self.in_flight: list[Session] = []
+        self.flights: deque[Flight] = deque()
         self.cost = StepCost()
+        self.pace = RoundPace()
+        self.misses = MissRates()
         self.steps = 0
-        self.rate = 0.0
-        """Tokens per nanosecond, an exponential average over rounds, waiting included."""
-        self._overhead_ns = 0.0
-        self._submitted_ns = self._last_result_ns = 0
+        self._fair_slowdown = fair_slowdown
         self._changed = asyncio.Event()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no further batch may be sent before a result is in."""
+        return len(self.flights) >= 1
+
+    def next_group(self) -> list[Session]:
+        """The sessions of the next batch."""
+        return self.runnable()
+
+    def lead_ns(self, now_ns: int) -> float:
+        """How long a further batch would only wait at the target."""
+        return 0.0
 
     @property
     def has_room(self) -> bool:
@@ -36,64 +84,99 @@ class TargetLane:
         return len(self.sessions) < self.limits.max_sessions
 
     def runnable(self) -> list[Session]:
-        """Sessions that may be verified now, oldest first; those whose reader stalls rest."""
+        """Sessions that may be verified now, oldest first; those in flight and those whose reader stalls are not."""
         now_ns = clock.now_ns()
         return [
             session
             for session in self.sessions.values()
-            if not session.is_finished and not session.generation.is_stalled and session.rests_until_ns <= now_ns
+            if session.submission is None
+            and not session.is_finished
+            and not session.generation.is_stalled
+            and session.rests_until_ns <= now_ns
         ]
 
     def notify(self) -> None:
         """Something has changed that the loop may be waiting for: growth, a new session, a reader that reads on."""
         self._changed.set()
 
-    async def change(self, *, timeout_s: float | None = None) -> bool:
-        """Waits for the next `notify`; False when it did not come in time."""
+    async def change(self, *, timeout_s: float) -> None:
+        """Waits for the next `notify`, not longer than so many seconds (or for ever: inf)."""
         self._changed.clear()
+        timer = None
+        if timeout_s != math.inf:
+            timer = asyncio.get_running_loop().call_later(timeout_s, self._changed.set)
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait()
-        except TimeoutError:
-            return False
-        return True
+            await self._changed.wait()
+        finally:
+            if timer is not None:
+                timer.cancel()
 
-    def submit(self, sessions: Sequence[Session], *, waited_ns: int) -> "asyncio.Future[VerifyResult]":
-        """Chooses the nodes of all sessions together and sends one batch."""
-        candidates = [session.candidates(self.limits.max_tree_nodes) for session in sessions]
-        chosen = choose_nodes(
-            candidates,
-            cost_ns=lambda rows: self.cost.predict_ns(rows) + self._overhead_ns,
-            max_rows=self.limits.max_step_tokens,
+    def candidates(self, sessions: Sequence[Session]) -> Candidates:
+        """The best nodes of each session, as far as its request and this target go."""
+        nodes = [session.candidates(self.limits.max_tree_nodes) for session in sessions]
+        return Candidates(
+            nodes=nodes,
+            values=np.array([node.path_value for own in nodes for node in own]),
+            places=np.repeat(np.arange(len(nodes)), [len(own) for own in nodes]),
+            is_leaf=np.array([not node.children for own in nodes for node in own], dtype=bool),
         )
-        chosen = self._with_fixed_trees(sessions, candidates, chosen)
-        openings = [self._opening(session) for session in sessions if session.target_id != self.worker_id]
-        self._submitted_ns = clock.now_ns()
-        trees = [
-            self._tree(session, nodes, waited_ns=waited_ns) for session, nodes in zip(sessions, chosen, strict=True)
-        ]
-        self.in_flight = list(sessions)
-        return self.link.submit(trees, openings=openings)
+
+    def leaf_values(self, sessions: Sequence[Session]) -> Floats:
+        """[S] path values of the leaves that the next level of each session would hang from; 0 where none may."""
+        candidates = self.candidates(sessions)
+        is_leaf = candidates.is_leaf
+        weights = candidates.values[is_leaf]
+        values = np.bincount(candidates.places[is_leaf], weights=weights, minlength=len(sessions)).astype(np.float64)
+        for place, session in enumerate(sessions):
+            if not candidates.nodes[place] and session.may_speculate:
+                values[place] = 1.0
+        return values
+
+    def choose(self, sessions: Sequence[Session]) -> list[Sequence[Node]]:
+        """The nodes of all sessions together that promise the highest rate."""
+        candidates = self.candidates(sessions)
+        choice = choose_counts(
+            candidates.values,
+            candidates.places,
+            sessions=len(sessions),
+            cost_ns=lambda rows: self.cost.predict_many_ns(rows) + self.pace.overhead_ns,
+            max_rows=self.limits.max_step_tokens,
+            fair_slowdown=self._fair_slowdown,
+        )
+        return self._with_fixed_trees(sessions, candidates.nodes, choice.counts.tolist())
 
     def _with_fixed_trees(
-        self, sessions: Sequence[Session], candidates: Sequence[Sequence[Node]], chosen: Sequence[Sequence[Node]]
+        self, sessions: Sequence[Session], candidates: Sequence[Sequence[Node]], counts: Sequence[int]
     ) -> list[Sequence[Node]]:
         """A fixed tree is what sync mode is for: it is submitted whole as long as the step has room for it."""
-        room = self.limits.max_step_tokens - len(sessions) - sum(map(len, chosen))
+        room = self.limits.max_step_tokens - len(sessions) - sum(counts)
         trees: list[Sequence[Node]] = []
-        for session, nodes, head in zip(sessions, candidates, chosen, strict=True):
-            more = len(nodes) - len(head) if session.mode is SpeculationMode.SYNC else 0
-            trees.append(nodes if 0 < more <= room else head)
+        for session, nodes, count in zip(sessions, candidates, counts, strict=True):
+            more = len(nodes) - count if session.mode is SpeculationMode.SYNC else 0
+            trees.append(nodes if 0 < more <= room else nodes[:count])
             room -= more if more <= room else 0
         return trees
+
+    def submit(self, sessions: Sequence[Session], chosen: Sequence[Sequence[Node]], *, waited_ns: int) -> Flight:
+        """Sends one batch."""
+        openings = [self._opening(session) for session in sessions if session.target_id != self.worker_id]
+        now_ns = clock.now_ns()
+        trees = []
+        for session, nodes in zip(sessions, chosen, strict=True):
+            session.submission = Submission(nodes=nodes, submitted_ns=now_ns, waited_ns=waited_ns)
+            trees.append(self._tree(session, nodes))
+        rows = len(sessions) + sum(map(len, chosen))
+        result = self.link.submit(trees, openings=openings)
+        flight = Flight(sessions=list(sessions), rows=rows, submitted_ns=now_ns, result=result)
+        self.flights.append(flight)
+        return flight
 
     def _opening(self, session: Session) -> SessionOpening:
         opening = session.opening(max_live_nodes=0)
         session.target_id, session.target_epoch = self.worker_id, opening.epoch
         return opening
 
-    def _tree(self, session: Session, nodes: Sequence[Node], *, waited_ns: int) -> TreeSubmission:
-        session.submission = Submission(nodes=nodes, submitted_ns=self._submitted_ns, waited_ns=waited_ns)
+    def _tree(self, session: Session, nodes: Sequence[Node]) -> TreeSubmission:
         return TreeSubmission(
             session_id=session.session_id,
             epoch=session.target_epoch,
@@ -103,15 +186,40 @@ class TargetLane:
             distributions=[node.distribution for node in nodes] if session.mirror.is_chain else (),
         )
 
-    def learn(self, result: VerifyResult, *, emitted: int) -> None:
+    def learn(self, flight: Flight, result: VerifyResult, *, emitted: int) -> None:
         """Takes a round's times into the cost model and the rate."""
-        now_ns = clock.now_ns()
         self.steps += 1
         self.cost.observe(result.step_tokens, result.step_ns)
-        overhead_ns = max(0, now_ns - self._submitted_ns - result.step_ns)
-        self._overhead_ns += 0.1 * (overhead_ns - self._overhead_ns)
+        self.pace.observe(flight.submitted_ns, result.step_ns, tokens=emitted, sessions=len(flight.sessions))
+
+
+class RoundPace:
+    """How fast a target's sessions go on: averages over rounds, waiting included, that forget."""
+
+    _SHARE = 0.1
+
+    def __init__(self) -> None:
+        self.overhead_ns = 0.0
+        """From the submission of a batch to its result, beyond the step itself."""
+        self._last_result_ns = 0
+        self._round_ns = self._emitted = self._sessions = 0.0
+
+    def observe(self, submitted_ns: int, step_ns: int, *, tokens: int, sessions: int) -> None:
+        """One round that ends now."""
+        now_ns = clock.now_ns()
+        # Behind another batch it began with that one's end.
+        began_ns = max(submitted_ns, self._last_result_ns)
+        self.overhead_ns += self._SHARE * (max(0, now_ns - began_ns - step_ns) - self.overhead_ns)
         # After a pause the round began when it was submitted, not at the result before.
-        began_ns = max(self._last_result_ns, self._submitted_ns - result.step_ns)
-        round_rate = emitted / max(1, now_ns - began_ns)
-        self.rate += (round_rate - self.rate) * (0.1 if self.rate else 1.0)
+        began_ns = max(self._last_result_ns, submitted_ns - step_ns)
+        share = self._SHARE if self._round_ns else 1.0
+        self._round_ns += share * (now_ns - began_ns - self._round_ns)
+        self._emitted += share * (tokens - self._emitted)
+        self._sessions += share * (sessions - self._sessions)
         self._last_result_ns = now_ns
+
+    def rate(self, sessions: int) -> float:
+        """Tokens per nanosecond that so many sessions emit; 0 before the first round."""
+        if not self._round_ns or not self._sessions:
+            return 0.0
+        return self._emitted / self._round_ns * sessions / self._sessions

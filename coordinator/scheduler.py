@@ -1,36 +1,25 @@
-"""The heart of the coordinator: which sessions run where, and the loop that keeps every target busy.
+"""Which sessions run where: requests in and out, their places at targets and drafts, and what to do when one is lost.
 
-    loop of a target:  runnable sessions -> wait for growth while that pays -> choose nodes -> verify -> commit
-
-Growth arrives on its own (`take_growth`), commits leave for the drafts without an answer, so drafting overlaps
-verification and a slow, dead or absent draft costs speed and nothing else.
+Every target has a loop of its own (`verify_loop.py`) that keeps it busy with the sessions placed there. Growth arrives
+on its own (`take_growth`), so a slow, dead or absent draft costs speed and nothing else.
 """
 
 import asyncio
 import functools
 import itertools
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
+from outrider.coordinator import clock
 from outrider.coordinator.config import CoordinatorConfig
-from outrider.coordinator.firing import GrowthForecast, Latency, leaf_gain, patience_ns
+from outrider.coordinator.draft_peer import DraftPeer
 from outrider.coordinator.lane import TargetLane
 from outrider.coordinator.links import DraftLink, TargetLink
-from outrider.coordinator.messages import (
-    Commit,
-    FaultKind,
-    GenerationRequest,
-    Growth,
-    SessionFault,
-    SessionVerdict,
-    SpeculationMode,
-    VerifyResult,
-)
+from outrider.coordinator.messages import FaultKind, GenerationRequest, Growth, SessionFault, SpeculationMode
 from outrider.coordinator.session import Generation, Session
 from outrider.coordinator.text_stream import TextStream
+from outrider.coordinator.verify_loop import Totals, VerifyLoop
 from outrider.errors import FieldViolation, InvalidRequest, OutriderError, Overloaded, WorkerUnavailable
 from outrider.v1 import registry_pb2
 
@@ -38,50 +27,22 @@ logger = logging.getLogger(__name__)
 
 # A worker's error of a session (a lost state, say) is answered by opening it anew; the same again is given up.
 MAX_REOPENINGS = 2
-_DEFERRED_PAUSE_S = 0.005
 # How long a session that a full target turned away waits before it asks again.
 _NO_ROOM_PAUSE_NS = 50_000_000
-# A draft that has answered none of a session's last commits is waited for at every so many of them only.
-_RETRY_COMMITS = 8
-
-
-@dataclass(kw_only=True)
-class DraftPeer:
-    """A draft worker as the scheduler sees it.
-
-    Attributes:
-        response: from a commit to the first growth that knows of it.
-    """
-
-    worker_id: str
-    link: DraftLink
-    limits: registry_pb2.WorkerLimits
-    sessions: set[int] = field(default_factory=set)
-    last_growth_ns: int = 0
-    response: Latency = field(default_factory=Latency)
-
-
-@dataclass(kw_only=True)
-class Totals:
-    """Counters since start."""
-
-    requests: int = 0
-    emitted_tokens: int = 0
-    verify_steps: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    dropped_nodes: int = 0
-    steps: int = 0
 
 
 class Scheduler:
     """Admits requests, places sessions, and runs one verify loop per target.
 
     It knows neither gRPC nor protocol buffers nor Ray: links are given to it.
+
+    Args:
+        loop_type: of the targets' loops; another one decides otherwise, to be compared.
     """
 
-    def __init__(self, config: CoordinatorConfig) -> None:
+    def __init__(self, config: CoordinatorConfig, *, loop_type: type[VerifyLoop] = VerifyLoop) -> None:
         self._config = config
+        self._loop_type = loop_type
         self._session_ids = itertools.count(1)
         self._sessions: dict[int, Session] = {}
         self._waiting: deque[Session] = deque()
@@ -93,123 +54,6 @@ class Scheduler:
         self._is_draining = False
         self._target_deadline: asyncio.TimerHandle | None = None
         self.totals = Totals()
-
-    # ------------------------------------------------------------------------------------------------- the verify loop
-
-    async def _verify_rounds(self, lane: TargetLane) -> None:
-        while True:
-            sessions = lane.runnable()
-            if not sessions:
-                await lane.change()
-                continue
-            waited_ns = await self._wait_for_growth(lane)
-            sessions = self._ready(lane)
-            if not sessions:
-                continue
-            try:
-                result = await lane.submit(sessions, waited_ns=waited_ns)
-            except WorkerUnavailable as error:
-                self.remove_target(lane.worker_id, str(error))
-                return
-            self._apply(lane, result)
-            if not result.step_tokens:
-                # All deferred and nothing computed: the target has no room, asking again at once would only spin.
-                await asyncio.sleep(_DEFERRED_PAUSE_S)
-
-    async def _wait_for_growth(self, lane: TargetLane) -> int:
-        """Holds the round while more growth is worth more than it costs; returns the nanoseconds held."""
-        began_ns = time.monotonic_ns()
-        while (patience := self._patience_ns(lane, time.monotonic_ns() - began_ns)) > 0:
-            if not await lane.change(timeout_s=patience / 1e9):
-                break
-        return time.monotonic_ns() - began_ns
-
-    def _patience_ns(self, lane: TargetLane, waited_ns: int) -> float:
-        sessions = lane.runnable()
-        if sessions and all(session.mode is SpeculationMode.SYNC for session in sessions):
-            return max(self._sync_wait_left_ns(session) for session in sessions)
-        now_ns = time.monotonic_ns()
-        outlooks = [
-            (gain, forecast)
-            for session in sessions
-            if session.mode is SpeculationMode.ASYNC
-            and (forecast := self._forecast(session)) is not None
-            and (gain := self._gain(lane, session)) > 0
-        ]
-        left_ns = self._config.verify_wait_cap_ms * 1e6 - waited_ns
-        return patience_ns(outlooks, rate=lane.rate, now_ns=now_ns, left_ns=left_ns)
-
-    def _gain(self, lane: TargetLane, session: Session) -> float:
-        room = session.sampling.max_new_tokens - session.output_length - 1
-        depth = min(session.request.max_depth, room)
-        return leaf_gain(session.mirror.tree.root, session.candidates(lane.limits.max_tree_nodes), max_depth=depth)
-
-    def _forecast(self, session: Session) -> GrowthForecast | None:
-        peers = [peer for worker_id in session.draft_epochs if (peer := self._drafts.get(worker_id)) is not None]
-        if not peers or (session.unanswered_commits > 1 and session.unanswered_commits % _RETRY_COMMITS):
-            return None
-        peer = max(peers, key=lambda peer: peer.last_growth_ns)
-        if session.unanswered_commits and not session.mirror.root_was_drafted:
-            return GrowthForecast(since_ns=session.committed_ns, latency=peer.response)
-        # The step that the draft is in expands the root, most likely, although it does not know yet that it is one.
-        return GrowthForecast(since_ns=peer.last_growth_ns, latency=peer.link.step_latency)
-
-    def _awaits_tree(self, session: Session) -> bool:
-        """Whether a `sync` session's tree of this round is still growing, and is worth waiting for."""
-        return self._sync_wait_left_ns(session) > 0
-
-    def _sync_wait_left_ns(self, session: Session) -> float:
-        if session.mode is not SpeculationMode.SYNC or not session.draft_epochs or session.mirror.is_complete:
-            return 0.0
-        if session.sampling.max_new_tokens - session.output_length <= 1:
-            return 0.0
-        waited_ns = time.monotonic_ns() - session.committed_ns
-        return max(0.0, self._config.sync_wait_cap_ms * 1e6 - waited_ns)
-
-    def _ready(self, lane: TargetLane) -> list[Session]:
-        """The sessions of this round: while others can run, those whose fixed tree is still growing stay out of it."""
-        sessions = lane.runnable()
-        ready = [session for session in sessions if not self._awaits_tree(session)]
-        return ready or sessions
-
-    def _apply(self, lane: TargetLane, result: VerifyResult) -> None:
-        """Commits a step's verdicts: drafts first, since they are what the next round waits for."""
-        in_flight = {session.session_id: session for session in lane.in_flight}
-        lane.in_flight = []
-        emitted = 0
-        for verdict in result.verdicts:
-            session = in_flight.get(verdict.session_id)
-            if session is None or session.is_finished or verdict.epoch != session.target_epoch:
-                continue
-            if verdict.fault is not None:
-                self._take_fault(session, verdict.fault)
-            elif verdict.deferred:
-                session.submission = None
-            else:
-                emitted += self._commit(session, verdict, result)
-        lane.learn(result, emitted=emitted)
-        self.totals.steps += 1
-
-    def _commit(self, session: Session, verdict: SessionVerdict, result: VerifyResult) -> int:
-        position = len(session.token_ids)
-        assert session.submission is not None
-        drafted = len(session.submission.nodes)
-        token_ids = session.commit(verdict, result)
-        self._reopenings.pop(session.session_id, None)
-        self._without_room_since.pop(session.session_id, None)
-        self.totals.verify_steps += 1
-        self.totals.drafted_tokens += drafted
-        self.totals.accepted_tokens += min(len(verdict.accepted_nodes), len(token_ids))
-        self.totals.emitted_tokens += len(token_ids)
-        if session.is_finished:
-            self._release_session(session)
-            session.generation.finish_if_done()
-            return len(token_ids)
-        for worker_id, epoch in session.draft_epochs.items():
-            commit = Commit(session_id=session.session_id, epoch=epoch, position=position, token_ids=token_ids)
-            self._drafts[worker_id].link.commit(commit)
-            session.unanswered_commits += 1
-        return len(token_ids)
 
     # --------------------------------------------------------------------------------------------- requests in and out
 
@@ -254,7 +98,7 @@ class Scheduler:
             session = self._waiting.popleft()
             session.generation.note_admitted()
             session.generation.on_resume = self._notify_all
-            session.committed_ns = time.monotonic_ns()
+            session.committed_ns = clock.now_ns()
             lane.sessions[session.session_id] = session
             self._assign_draft(session)
             lane.notify()
@@ -267,9 +111,7 @@ class Scheduler:
         if session.mode is SpeculationMode.OFF or session.draft_epochs:
             return
         peers = [
-            peer
-            for worker_id, peer in self._drafts.items()
-            if worker_id not in session.refused_by and len(peer.sessions) < peer.limits.max_sessions
+            peer for worker_id, peer in self._drafts.items() if worker_id not in session.refused_by and peer.has_room
         ]
         if not peers:
             return
@@ -284,6 +126,16 @@ class Scheduler:
         for lane in self._lanes.values():
             for session in lane.sessions.values():
                 self._assign_draft(session)
+
+    def finish_session(self, session: Session) -> None:
+        """The session has emitted its last token."""
+        self._release_session(session)
+        session.generation.finish_if_done()
+
+    def note_progress(self, session: Session) -> None:
+        """The session has emitted tokens: what went wrong before is no reason to give it up."""
+        self._reopenings.pop(session.session_id, None)
+        self._without_room_since.pop(session.session_id, None)
 
     def _release(self, generation: Generation) -> None:
         for session in generation.sessions:
@@ -315,9 +167,8 @@ class Scheduler:
             self._assign_drafts()
         self._admit()
 
-    def _take_fault(self, session: Session, fault: SessionFault) -> None:
-        """A worker has lost or refused a session."""
-        session.submission, session.target_id = None, None
+    def take_fault(self, session: Session, fault: SessionFault) -> None:
+        """The target has lost or refused a session."""
         if fault.kind is FaultKind.REFUSED:
             session.generation.abort(InvalidRequest([FieldViolation("request", fault.message)]))
         elif fault.kind is FaultKind.NO_ROOM:
@@ -333,7 +184,7 @@ class Scheduler:
     def _wait_for_room(self, session: Session, reason: str) -> None:
         """The target is full with others' sessions: this one rests for a moment, then asks again."""
         others = any(held is not session for lane in self._lanes.values() for held in lane.sessions.values())
-        now_ns = time.monotonic_ns()
+        now_ns = clock.now_ns()
         since_ns = self._without_room_since.setdefault(session.session_id, now_ns)
         if now_ns - since_ns > self._config.room_wait_s * 1e9 and not others:
             session.generation.abort(Overloaded(reason, retry_after_s=self._config.retry_after_s))
@@ -358,8 +209,10 @@ class Scheduler:
         if self._target_deadline is not None:
             self._target_deadline.cancel()
             self._target_deadline = None
-        lane = self._lanes[worker_id] = TargetLane(worker_id, link, limits)
-        loop = self._loops[worker_id] = asyncio.create_task(self._verify_rounds(lane), name=f"verify {worker_id}")
+        lane = TargetLane(worker_id, link, limits, fair_slowdown=self._config.fair_slowdown)
+        self._lanes[worker_id] = lane
+        verify = self._loop_type(lane, self._config, self._drafts, self)
+        loop = self._loops[worker_id] = asyncio.create_task(verify.run(), name=f"verify {worker_id}")
         loop.add_done_callback(functools.partial(self._on_loop_done, worker_id, on_failure))
         self._admit()
 
@@ -422,7 +275,7 @@ class Scheduler:
         if peer is None or session is None:
             self.totals.dropped_nodes += len(growth.node_ids)
             return
-        peer.last_growth_ns = time.monotonic_ns()
+        peer.last_growth_ns = clock.now_ns()
         if growth.as_of == len(session.token_ids) and session.unanswered_commits:
             if session.unanswered_commits == 1:
                 peer.response.observe(peer.last_growth_ns - session.committed_ns)

@@ -2,37 +2,75 @@
 
 A verification of session s emits 1 + the sum of its submitted nodes' path values, in expectation. For S sessions and
 k nodes a step costs T(S + k), so the best k maximises (S + sum of the k best values) / T(S + k). The k best nodes
-over all sessions are ancestor-closed, because values fall along every path.
+over all sessions are ancestor-closed, because values fall along every path. A T that is a staircase is read at every k,
+so the best k lies at the edge of a stair unless the nodes end before it.
+
+n: candidates of all sessions, S: sessions.
 """
 
-from collections.abc import Callable, Sequence
-from heapq import merge
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from outrider.tree import Node
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.floating]
+Ints = npt.NDArray[np.int64]
 
 
-def choose_nodes(
-    candidates: Sequence[Sequence[Node]], *, cost_ns: Callable[[int], float], max_rows: int
-) -> list[Sequence[Node]]:
-    """The nodes to submit of each session.
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """How many of each session's best nodes are sent.
+
+    Attributes:
+        counts: [S]
+        emitted: expected tokens of the step.
+    """
+
+    counts: Ints
+    emitted: float
+
+
+def choose_counts(
+    values: Floats,
+    places: Ints,
+    *,
+    sessions: int,
+    cost_ns: Callable[[Ints], Floats],
+    max_rows: int,
+    fair_slowdown: float = float("inf"),
+) -> Choice:
+    """The best number of nodes of each session.
 
     Args:
-        candidates: per session, its best nodes in falling order of path value (as `TokenTree.best` gives them).
-        cost_ns: T(n), the cost of a step of n rows.
+        values: [n] path values, falling within a session.
+        places: [n] whose they are, 0 to S - 1.
+        sessions: S.
+        cost_ns: T of numbers of rows [m], in nanoseconds [m].
         max_rows: most rows of a step, roots included.
-
-    Returns:
-        per session, a head of its candidates.
+        fair_slowdown: a session may not be served slower than by this factor than if nobody speculated.
     """
-    sessions = len(candidates)
-    ranked = list(merge(*([(-node.path_value, place) for node in nodes] for place, nodes in enumerate(candidates))))
-    tokens, best_rate, best_count = float(sessions), sessions / cost_ns(sessions), 0
-    for count, (negative_value, _) in enumerate(ranked[: max(0, max_rows - sessions)], start=1):
-        tokens -= negative_value
-        rate = tokens / cost_ns(sessions + count)
-        if rate > best_rate:
-            best_rate, best_count = rate, count
-    taken = [0] * sessions
-    for _, place in ranked[:best_count]:
-        taken[place] += 1
-    return [nodes[:count] for nodes, count in zip(candidates, taken, strict=True)]
+    order = np.argsort(-values, kind="stable")[: max(0, max_rows - sessions)]
+    tokens = sessions + np.concatenate(([0.0], np.cumsum(values[order])))
+    costs = cost_ns(sessions + np.arange(len(order) + 1))
+    count = int(np.argmax(tokens / costs))
+    if costs[count] > fair_slowdown * costs[0]:
+        count = _fair_count(count, values[order], places[order], costs / costs[0] / fair_slowdown, sessions)
+    counts = np.bincount(places[order[:count]], minlength=sessions)
+    return Choice(counts=counts, emitted=float(tokens[count]))
+
+
+def _fair_count(count: int, values: Floats, places: Ints, needed: Floats, sessions: int) -> int:
+    """The largest number of nodes, `count` at most, at which every session is expected to emit what it needs."""
+    while count and needed[count] > 1:
+        emitted = 1 + np.bincount(places[:count], weights=values[:count], minlength=sessions)
+        if emitted.min() >= needed[count]:
+            break
+        # A session without nodes of its own stays at one token: what is over that goes at once.
+        count = int(np.searchsorted(needed[:count], max(1.0, float(emitted.min())), side="right")) - 1
+    return max(count, 0)
+
+
+def choose_each(places: Ints, *, sessions: int, count: int) -> Ints:
+    """[S] the `count` best of every session, or what it has."""
+    return np.minimum(np.bincount(places, minlength=sessions), count)

@@ -130,6 +130,11 @@ class Session:
             self.arrivals.append(arrival)
         return len(growth.node_ids) - grafted
 
+    @property
+    def may_speculate(self) -> bool:
+        """Whether a tree could save this session a step."""
+        return self.mode is not SpeculationMode.OFF and self.sampling.max_new_tokens - self.output_length > 1
+
     def candidates(self, max_tree_nodes: int) -> list[Node]:
         """The best nodes to submit, in falling order of path value; nodes past the last output token are left out."""
         room = self.sampling.max_new_tokens - self.output_length - 1

@@ -2,10 +2,11 @@ import random
 
 import pytest
 
-from outrider.coordinator.firing import LEAF_GAIN, GrowthForecast, Latency, leaf_gain, patience_ns
-from outrider.tree import TokenTree
+from outrider.coordinator.firing import LEVELS, GrowthForecast, Latency, MissRates, Outlook, patience_ns
 
 MS = 1_000_000
+# A level is worth this much for a leaf that is surely reached; those after it nothing.
+ONE_LEVEL = [1.0]
 
 
 def steady(mean_ms: float) -> Latency:
@@ -16,7 +17,11 @@ def steady(mean_ms: float) -> Latency:
 
 
 def forecast(mean_ms: float, *, since_ns: int = 0) -> GrowthForecast:
-    return GrowthForecast(since_ns=since_ns, latency=steady(mean_ms))
+    return GrowthForecast(since_ns=since_ns, latency=steady(mean_ms), step=steady(1))
+
+
+def outlook(value: float, mean_ms: float) -> Outlook:
+    return Outlook(forecast=forecast(mean_ms), value=value)
 
 
 def test_growth_is_due_when_it_usually_comes():
@@ -27,7 +32,7 @@ def test_growth_is_due_when_it_usually_comes():
 
 
 def test_a_draft_that_never_spoke_is_not_waited_for():
-    assert GrowthForecast(since_ns=0, latency=Latency()).due_in_ns(5) is None
+    assert GrowthForecast(since_ns=0, latency=Latency(), step=Latency()).due_in_ns(5) is None
 
 
 def test_an_unsteady_draft_is_given_more_time():
@@ -47,27 +52,44 @@ def test_one_long_pause_teaches_no_patience():
 
 
 def test_waiting_pays_when_the_leaves_are_worth_more_than_the_time():
-    outlooks = [(0.9, forecast(2))]
-    assert patience_ns(outlooks, rate=0.3 / MS, now_ns=0, left_ns=20 * MS) == pytest.approx(2 * MS)
-    assert patience_ns(outlooks, rate=0.6 / MS, now_ns=0, left_ns=20 * MS) == 0
-    assert patience_ns(outlooks, rate=0.3 / MS, now_ns=0, left_ns=1 * MS) == 0
+    outlooks = [outlook(0.9, 2)]
+    assert patience_ns(outlooks, gains=ONE_LEVEL, rate=0.3 / MS, now_ns=0, left_ns=20 * MS) == pytest.approx(2 * MS)
+    assert patience_ns(outlooks, gains=ONE_LEVEL, rate=0.6 / MS, now_ns=0, left_ns=20 * MS) == 0
+    assert patience_ns(outlooks, gains=ONE_LEVEL, rate=0.3 / MS, now_ns=0, left_ns=1 * MS) == 0
+
+
+def test_several_levels_may_pay_for_a_wait_that_one_does_not():
+    outlooks = [outlook(1.0, 4)]
+    assert patience_ns(outlooks, gains=[1.0], rate=0.3 / MS, now_ns=0, left_ns=20 * MS) == 0
+    # Asked again when the first of them is in.
+    waits = patience_ns(outlooks, gains=[1.0, 0.8, 0.6], rate=0.3 / MS, now_ns=0, left_ns=20 * MS)
+    assert waits == pytest.approx(4 * MS)
 
 
 def test_one_straggler_does_not_hold_the_others():
-    outlooks = [(0.8, forecast(1)), (0.8, forecast(10))]
-    assert patience_ns(outlooks, rate=0.2 / MS, now_ns=0, left_ns=20 * MS) == pytest.approx(1 * MS)
+    outlooks = [outlook(0.8, 1), outlook(0.8, 10)]
+    assert patience_ns(outlooks, gains=ONE_LEVEL, rate=0.2 / MS, now_ns=0, left_ns=20 * MS) == pytest.approx(1 * MS)
 
 
 def test_nobody_to_wait_for():
-    assert patience_ns([], rate=0.1 / MS, now_ns=0, left_ns=20 * MS) == 0
+    assert patience_ns([], gains=ONE_LEVEL, rate=0.1 / MS, now_ns=0, left_ns=20 * MS) == 0
 
 
-def test_gain_counts_leaves_that_may_still_grow():
-    tree = TokenTree(1)
-    assert leaf_gain(tree.root, [], max_depth=8) == LEAF_GAIN
-    assert leaf_gain(tree.root, [], max_depth=0) == 0
-    top = tree.add(tree.root, 2, 0.8)
-    tree.add(tree.root, 3, 0.1)
-    deep = tree.add(top, 4, 0.5)
-    assert leaf_gain(tree.root, tree.best(10), max_depth=8) == pytest.approx(LEAF_GAIN * (0.4 + 0.1))
-    assert leaf_gain(tree.root, tree.best(10), max_depth=deep.depth) == pytest.approx(LEAF_GAIN * 0.1)
+def test_misses_give_the_worth_of_a_level():
+    """Rounds of four tokens of which every other one ends in a miss: h = 7/8, a = 4, p = 1/2."""
+    misses = MissRates()
+    for number in range(4000):
+        misses.observe(tokens=4, was_missed=number % 2 == 0)
+    assert misses.tokens_per_round == pytest.approx(4, rel=0.01)
+    assert misses.hit == pytest.approx(7 / 8, rel=0.01)
+    assert misses.miss_per_round == pytest.approx(1 / 2, rel=0.02)
+    gains = misses.level_gains()
+    assert len(gains) == LEVELS
+    assert sum(gains) == pytest.approx(4 / 0.5 * 7 / 8 * (1 - (7 / 8) ** LEVELS), rel=0.03)
+
+
+def test_a_draft_that_never_misses_needs_no_wait():
+    misses = MissRates()
+    for _ in range(4000):
+        misses.observe(tokens=8, was_missed=False)
+    assert sum(misses.level_gains()) < 0.01

@@ -89,7 +89,7 @@ class Bench:
         limits = registry_pb2.WorkerLimits(max_sessions=BATCH, max_tree_nodes=16, max_step_tokens=2 * BATCH)
         self.lane = TargetLane("target", self, limits)  # pyright: ignore[reportArgumentType]
         # A staircase: a step pays by the hundred rows, so that what one session sends hangs on all the others.
-        self.lane.cost.predict_ns = lambda rows: 1e6 * (6 + -(-rows // 100))  # pyright: ignore[reportAttributeAccessIssue]
+        self.lane.cost.predict_many_ns = lambda rows: 1e6 * (6 + -(-rows // 100))  # pyright: ignore[reportAttributeAccessIssue]
         self.sessions: dict[int, Session] = {}
         self.untold: list[tuple[Session, int, list[int]]] = []
         self.accepted = 0
@@ -165,7 +165,8 @@ class Bench:
         self.untold.clear()
 
     def _verify(self, running: Sequence[Session]) -> None:
-        result: Any = self.lane.submit(running, waited_ns=0)
+        result: Any = self.lane.submit(running, self.lane.choose(running), waited_ns=0).result
+        self.lane.flights.clear()
         for session, verdict in zip(running, result.verdicts, strict=True):
             if self.chance.random() < 0.1:
                 # The result is lost with its target; the session goes on at another one.

@@ -1,0 +1,220 @@
+"""One target's rounds.
+
+    results in -> commit -> sessions that may run -> hold while growth is worth it -> choose nodes -> batch out
+
+Commits leave for the drafts without an answer and growth arrives on its own, so drafting overlaps verification.
+docs/scheduling.md explains what is decided here, and has the formulas.
+"""
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from outrider.coordinator import clock
+from outrider.coordinator.config import CoordinatorConfig
+from outrider.coordinator.draft_peer import DraftPeer
+from outrider.coordinator.firing import GrowthForecast, Outlook, patience_ns
+from outrider.coordinator.lane import TargetLane
+from outrider.coordinator.messages import Commit, SessionFault, SessionVerdict, SpeculationMode, VerifyResult
+from outrider.coordinator.session import Session
+from outrider.errors import WorkerUnavailable
+from outrider.tree import Node
+
+# A target that computed nothing has no room; asking again at once would only spin.
+_DEFERRED_PAUSE_NS = 5_000_000
+# A draft that has answered none of a session's last commits is waited for at every so many of them only.
+_RETRY_COMMITS = 8
+
+
+@dataclass(kw_only=True)
+class Totals:
+    """Counters since start."""
+
+    requests: int = 0
+    emitted_tokens: int = 0
+    verify_steps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    dropped_nodes: int = 0
+    steps: int = 0
+
+
+class SessionOwner(Protocol):
+    """Who places sessions and ends them: the scheduler."""
+
+    totals: Totals
+
+    def finish_session(self, session: Session) -> None:
+        """The session has emitted its last token."""
+
+    def take_fault(self, session: Session, fault: SessionFault) -> None:
+        """The target has lost or refused the session."""
+
+    def note_progress(self, session: Session) -> None:
+        """The session has emitted tokens."""
+
+    def remove_target(self, worker_id: str, reason: str) -> None:
+        """The target is gone."""
+
+
+class VerifyLoop:
+    """Keeps one target busy."""
+
+    def __init__(
+        self, lane: TargetLane, config: CoordinatorConfig, drafts: Mapping[str, DraftPeer], owner: SessionOwner
+    ) -> None:
+        self.lane = lane
+        self._config = config
+        self._drafts = drafts
+        self._owner = owner
+        self._free_since_ns: int | None = None
+
+    async def run(self) -> None:
+        """Rounds for ever, until the target is lost."""
+        lane = self.lane
+        try:
+            while True:
+                if lane.flights and (lane.is_full or lane.flights[0].result.done()):
+                    self._apply(await lane.flights[0].result)
+                    continue
+                sessions = self._ready()
+                hold_s = self._hold_s(sessions)
+                if hold_s:
+                    # Growth, a result, a session that comes or rests no more: all of them end the wait.
+                    await lane.change(timeout_s=hold_s)
+                    continue
+                self._fire(sessions)
+        except WorkerUnavailable as error:
+            self._owner.remove_target(lane.worker_id, str(error))
+
+    # ------------------------------------------------------------------------------------------------ when, who, what
+
+    def _ready(self) -> list[Session]:
+        """The next batch's sessions: while others can run, those whose fixed tree is still growing stay out of it."""
+        sessions = self.lane.next_group()
+        return [session for session in sessions if self._sync_wait_left_ns(session) <= 0] or sessions
+
+    def _hold_s(self, sessions: Sequence[Session]) -> float:
+        """How long the batch is held before the question is asked again: 0 is to fire."""
+        if not sessions:
+            self._free_since_ns = None
+            return math.inf
+        now_ns = clock.now_ns()
+        if self._free_since_ns is None:
+            self._free_since_ns = now_ns
+        lead_ns = self.lane.lead_ns(now_ns)
+        return max(lead_ns, self.patience_ns(sessions, waited_ns=now_ns - self._free_since_ns)) / 1e9
+
+    def _fire(self, sessions: Sequence[Session]) -> None:
+        waited_ns = clock.now_ns() - (self._free_since_ns or clock.now_ns())
+        flight = self.lane.submit(sessions, self.choose(sessions), waited_ns=waited_ns)
+        flight.result.add_done_callback(lambda _: self.lane.notify())
+        self._free_since_ns = None
+
+    def choose(self, sessions: Sequence[Session]) -> list[Sequence[Node]]:
+        """The nodes of each session's tree."""
+        return self.lane.choose(sessions)
+
+    # --------------------------------------------------------------------------------------------- waiting for growth
+
+    def patience_ns(self, sessions: Sequence[Session], *, waited_ns: int) -> float:
+        """How long the free target should wait for these sessions' drafts; 0 is not at all."""
+        if all(session.mode is SpeculationMode.SYNC for session in sessions):
+            return max(self._sync_wait_left_ns(session) for session in sessions)
+        lane = self.lane
+        return patience_ns(
+            self._outlooks(sessions),
+            gains=lane.misses.level_gains(),
+            rate=lane.pace.rate(len(sessions)),
+            now_ns=clock.now_ns(),
+            left_ns=self._config.verify_wait_cap_ms * 1e6 - waited_ns,
+        )
+
+    def _outlooks(self, sessions: Sequence[Session]) -> list[Outlook]:
+        """What growth is expected, together for all sessions that expect it of one draft at one time."""
+        found: dict[tuple[str, int], tuple[GrowthForecast, float]] = {}
+        values = self.lane.leaf_values(sessions)
+        for session, value in zip(sessions, values, strict=True):
+            if value <= 0 or session.mode is not SpeculationMode.ASYNC:
+                continue
+            if (peer := self._speaker(session)) is None:
+                continue
+            forecast = self._forecast(session, peer)
+            _, sum_ = found.get(key := (peer.worker_id, forecast.since_ns), (forecast, 0.0))
+            found[key] = forecast, sum_ + value
+        return [Outlook(forecast=forecast, value=value) for forecast, value in found.values()]
+
+    def _speaker(self, session: Session) -> DraftPeer | None:
+        """The draft that is expected to speak of this session next; None where it is not waited for."""
+        peers = [peer for worker_id in session.draft_epochs if (peer := self._drafts.get(worker_id)) is not None]
+        if not peers or (session.unanswered_commits > 1 and session.unanswered_commits % _RETRY_COMMITS):
+            return None
+        return max(peers, key=lambda peer: peer.last_growth_ns)
+
+    @staticmethod
+    def _forecast(session: Session, peer: DraftPeer) -> GrowthForecast:
+        step = peer.link.step_latency
+        if session.unanswered_commits and not session.mirror.root_was_drafted:
+            return GrowthForecast(since_ns=session.committed_ns, latency=peer.response, step=step)
+        # The step that the draft is in expands the root, most likely, although it does not know yet that it is one.
+        return GrowthForecast(since_ns=peer.last_growth_ns, latency=step, step=step)
+
+    def _sync_wait_left_ns(self, session: Session) -> float:
+        """While a `sync` session's tree of this round is still growing, how long it is worth waiting for."""
+        if session.mode is not SpeculationMode.SYNC or not session.draft_epochs or session.mirror.is_complete:
+            return 0.0
+        if session.sampling.max_new_tokens - session.output_length <= 1:
+            return 0.0
+        waited_ns = clock.now_ns() - session.committed_ns
+        return max(0.0, self._config.sync_wait_cap_ms * 1e6 - waited_ns)
+
+    # --------------------------------------------------------------------------------------------------------- commits
+
+    def _apply(self, result: VerifyResult) -> None:
+        """Commits a step's verdicts: drafts first, since they are what the next round waits for."""
+        flight = self.lane.flights.popleft()
+        in_flight = {session.session_id: session for session in flight.sessions}
+        emitted = 0
+        for verdict in result.verdicts:
+            session = in_flight.get(verdict.session_id)
+            if session is None or session.is_finished or verdict.epoch != session.target_epoch:
+                continue
+            if verdict.fault is not None:
+                session.submission, session.target_id = None, None
+                self._owner.take_fault(session, verdict.fault)
+            elif verdict.deferred:
+                session.submission = None
+                if not result.step_tokens:
+                    self._rest(session)
+            else:
+                emitted += self._commit(session, verdict, result)
+        self.lane.learn(flight, result, emitted=emitted)
+        self._owner.totals.steps += 1
+
+    def _rest(self, session: Session) -> None:
+        session.rests_until_ns = clock.now_ns() + _DEFERRED_PAUSE_NS
+        asyncio.get_running_loop().call_later(_DEFERRED_PAUSE_NS / 1e9, self.lane.notify)
+
+    def _commit(self, session: Session, verdict: SessionVerdict, result: VerifyResult) -> int:
+        position = len(session.token_ids)
+        assert session.submission is not None
+        drafted = len(session.submission.nodes)
+        token_ids = session.commit(verdict, result)
+        self._owner.note_progress(session)
+        totals = self._owner.totals
+        totals.verify_steps += 1
+        totals.drafted_tokens += drafted
+        totals.accepted_tokens += min(len(verdict.accepted_nodes), len(token_ids))
+        totals.emitted_tokens += len(token_ids)
+        if session.is_finished:
+            self._owner.finish_session(session)
+            return len(token_ids)
+        if session.draft_epochs and session.mode is SpeculationMode.ASYNC:
+            self.lane.misses.observe(tokens=len(token_ids), was_missed=not session.mirror.root_was_drafted)
+        for worker_id, epoch in session.draft_epochs.items():
+            commit = Commit(session_id=session.session_id, epoch=epoch, position=position, token_ids=token_ids)
+            self._drafts[worker_id].link.commit(commit)
+            session.unanswered_commits += 1
+        return len(token_ids)
