@@ -8,6 +8,10 @@ With few rows such a product takes as long as its weight takes to be read. The w
 units, the rows, in blocks of 8 to 64, the narrow one; K is split where columns alone would not fill the device,
 and the partial sums are left to whoever reads them, so that no kernel stands between. Many rows are torch's.
 
+A weight of 8 bits (`outrider.kernels.scaled_weight`) takes half as long to be read. Few rows keep their 16 bits: the
+weight is widened on its way into the matrix units, so the result is that of the dequantised weight. Many bfloat16
+rows are rounded to 8 bits as well (`outrider.kernels.scaled_rows`), unless `fixed` asks for one way for all.
+
 Launches may overlap: a product asks for its first weights while the kernel before it still runs (see
 `outrider.kernels.skinny_linear_hopper`), and waits for it before it reads rows.
 
@@ -26,9 +30,11 @@ from outrider.kernels.gated_activation import (
     gated_activation,
     gated_activation_reference,
 )
-from outrider.kernels.skinny_linear_launch import ProductCall, can_stream, launch
+from outrider.kernels.scaled_rows import can_scale_rows, scaled_product
+from outrider.kernels.scaled_weight import ScaledWeight
+from outrider.kernels.skinny_linear_launch import ProductCall, Weight, can_stream, launch
 
-__all__ = ["gated_linear", "gated_linear_reference", "linear", "linear_parts", "linear_reference"]
+__all__ = ["Weight", "gated_linear", "gated_linear_reference", "linear", "linear_parts", "linear_reference"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -36,12 +42,12 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_ROWS = 72
 
 
-def linear_parts(rows: torch.Tensor, weight: torch.Tensor, *, fixed: bool = False) -> torch.Tensor:
+def linear_parts(rows: torch.Tensor, weight: Weight, *, fixed: bool = False) -> torch.Tensor:
     """Partial sums of `rows weight^T`; the product is their sum, added in their order.
 
     Args:
         rows: [T, K] bfloat16, float16 or float32.
-        weight: [N, K], of the same dtype.
+        weight: [N, K], of the same dtype or of 8 bits.
         fixed: one configuration of tiles and one order of the sum over K for any T: the bits of a row depend on that
             row and the weight alone. Slower for many rows.
 
@@ -55,26 +61,24 @@ def linear_parts(rows: torch.Tensor, weight: torch.Tensor, *, fixed: bool = Fals
     if not uses_triton(rows):
         return linear_reference(rows, weight)[None]
     call = ProductCall(rows=rows, weight=weight, fixed=fixed, may_split=not fixed)
-    return launch(call) if _is_ours(call) else torch.nn.functional.linear(rows, weight)[None]
+    return launch(call) if _is_ours(call) else _of_many(rows, weight)[None]
 
 
-def linear(rows: torch.Tensor, weight: torch.Tensor, *, fixed: bool = False) -> torch.Tensor:
+def linear(rows: torch.Tensor, weight: Weight, *, fixed: bool = False) -> torch.Tensor:
     """`rows weight^T`, [T, N]; arguments and errors as in `linear_parts`."""
     _check_arguments(rows, weight)
     if not uses_triton(rows):
         return linear_reference(rows, weight)
     call = ProductCall(rows=rows, weight=weight, fixed=fixed)
-    return launch(call)[0] if _is_ours(call) else torch.nn.functional.linear(rows, weight)
+    return launch(call)[0] if _is_ours(call) else _of_many(rows, weight)
 
 
-def gated_linear(
-    rows: torch.Tensor, weight: torch.Tensor, *, activation: Activation, fixed: bool = False
-) -> torch.Tensor:
+def gated_linear(rows: torch.Tensor, weight: Weight, *, activation: Activation, fixed: bool = False) -> torch.Tensor:
     """`act(rows gate^T) * (rows up^T)`, rounded once where the kernels are ours.
 
     Args:
         rows: [T, K] bfloat16, float16 or float32.
-        weight: [2 F, K], of the same dtype: the rows of gate, then those of up.
+        weight: [2 F, K], of the same dtype or of 8 bits: the rows of gate, then those of up.
         activation: "silu", or "gelu_tanh" (GELU by its tanh approximation).
         fixed: as in `linear_parts`.
 
@@ -93,7 +97,7 @@ def gated_linear(
     call = ProductCall(rows=rows, weight=weight, fixed=fixed, activation=activation)
     if _is_ours(call):
         return launch(call)[0]
-    return gated_activation(torch.nn.functional.linear(rows, weight), activation=activation)
+    return gated_activation(_of_many(rows, weight), activation=activation)
 
 
 def _is_ours(call: ProductCall) -> bool:
@@ -103,20 +107,35 @@ def _is_ours(call: ProductCall) -> bool:
     return call.rows.shape[0] <= MOST_ROWS and can_stream(call)
 
 
-def _check_arguments(rows: torch.Tensor, weight: torch.Tensor) -> None:
+def _of_many(rows: torch.Tensor, weight: Weight) -> torch.Tensor:
+    """The product by torch."""
+    if isinstance(weight, ScaledWeight):
+        if can_scale_rows(rows, weight):
+            return scaled_product(rows, weight)
+        weight = weight.dequantised(rows.dtype)
+    return torch.nn.functional.linear(rows, weight)
+
+
+def _check_arguments(rows: torch.Tensor, weight: Weight) -> None:
     check_shape("rows", rows, ("T", "K"))
-    check_shape("weight", weight, ("N", rows.shape[1]))
+    is_scaled = isinstance(weight, ScaledWeight)
+    numbers = weight.values if is_scaled else weight
+    check_shape("weight", numbers, ("N", rows.shape[1]))
     check_dtype("rows", rows, _DTYPES)
-    check_dtype("weight", weight, (rows.dtype,))
-    check_place("weight", weight, rows.device, "rows")
+    check_dtype("weight", numbers, (torch.float8_e4m3fn if is_scaled else rows.dtype,))
+    check_place("weight", numbers, rows.device, "rows")
 
 
-def linear_reference(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def linear_reference(rows: torch.Tensor, weight: Weight) -> torch.Tensor:
     """`linear` in float32, rounded once; and the one part of `linear_parts`."""
-    return (rows.float() @ weight.float().T).to(rows.dtype)
+    return (rows.float() @ _wide(weight).T).to(rows.dtype)
 
 
-def gated_linear_reference(rows: torch.Tensor, weight: torch.Tensor, *, activation: Activation) -> torch.Tensor:
+def gated_linear_reference(rows: torch.Tensor, weight: Weight, *, activation: Activation) -> torch.Tensor:
     """`gated_linear` in float32, rounded once."""
-    gate_up = rows.float() @ weight.float().T
+    gate_up = rows.float() @ _wide(weight).T
     return gated_activation_reference(gate_up, activation=activation).to(rows.dtype)
+
+
+def _wide(weight: Weight) -> torch.Tensor:
+    return weight.dequantised(torch.float32) if isinstance(weight, ScaledWeight) else weight.float()

@@ -92,7 +92,8 @@ def _load(
     BLOCK_N: gl.constexpr = weight_smem.shape[1]
     BLOCK_K: gl.constexpr = weight_smem.shape[2]
     BLOCK_T: gl.constexpr = rows_smem.shape[1]
-    BYTES: gl.constexpr = 2 * BLOCK_K * (BLOCK_N * (2 if GATED else 1) + BLOCK_T + MORE)
+    WEIGHT: gl.constexpr = BLOCK_N * weight_smem.dtype.primitive_bitwidth // 8
+    BYTES: gl.constexpr = BLOCK_K * (WEIGHT * (2 if GATED else 1) + 2 * (BLOCK_T + MORE))
     for block in range(first, last):
         mbarrier.wait(free.index(stage), phase ^ 1)
         mbarrier.expect(ready.index(stage), BYTES)
@@ -124,7 +125,8 @@ def _produce(
     BLOCK_N: gl.constexpr = weight_smem.shape[1]
     BLOCK_K: gl.constexpr = weight_smem.shape[2]
     BLOCK_T: gl.constexpr = rows_smem.shape[1]
-    BYTES: gl.constexpr = 2 * BLOCK_K * (BLOCK_N * (2 if GATED else 1) + BLOCK_T + MORE)
+    WEIGHT: gl.constexpr = BLOCK_N * weight_smem.dtype.primitive_bitwidth // 8
+    BYTES: gl.constexpr = BLOCK_K * (WEIGHT * (2 if GATED else 1) + 2 * (BLOCK_T + MORE))
     first = gl.program_id(0)
     _split, chunk, tile, begin, end = _place(first, inner, chunks, splits, BLOCK_K)
     ahead = gl.minimum(end - begin, STAGES)

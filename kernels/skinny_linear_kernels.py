@@ -16,6 +16,7 @@ __all__ = ["skinny_linear_kernel"]
 def skinny_linear_kernel(  # noqa: D103
     rows_ptr,  # [T, K]
     weight_ptr,  # [N, K], or [2 N, K] where gated
+    scales_ptr,  # [N] or [2 N] float32 where SCALED
     out_ptr,  # [splits, T, N]
     rows,
     columns,
@@ -27,6 +28,8 @@ def skinny_linear_kernel(  # noqa: D103
     GATED: tl.constexpr,
     GELU: tl.constexpr,
     WIDE: tl.constexpr,
+    SCALED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -49,15 +52,28 @@ def skinny_linear_kernel(  # noqa: D103
         tall_ok = (column < columns)[:, None] & (place < inner)[None, :]
         narrow_ok = (place < inner)[:, None] & (row < rows)[None, :]
         right = tl.load(narrow + place[:, None], mask=narrow_ok, other=0.0)
-        left = tl.load(tall + place[None, :], mask=tall_ok, other=0.0)
+        stored = place
+        if INTERLEAVED:
+            # Column 16 s + 8 h + 2 c + l of 64 stands in place 16 c + 4 s + 2 l + h.
+            within = place % 64
+            stored = place - within + within // 2 % 4 * 16 + within // 16 * 4 + within % 2 * 2 + within // 8 % 2
+        left = tl.load(tall + stored[None, :], mask=tall_ok, other=0.0)
         if WIDE:
             left, right = left.to(tl.float32), right.to(tl.float32)
+        elif SCALED:
+            left = left.to(right.dtype)
         sums = tl.dot(left, right, sums, input_precision="ieee")
         if GATED:
-            left = tl.load(tall + up_start + place[None, :], mask=tall_ok, other=0.0)
+            left = tl.load(tall + up_start + stored[None, :], mask=tall_ok, other=0.0)
             if WIDE:
                 left = left.to(tl.float32)
+            elif SCALED:
+                left = left.to(right.dtype)
             ups = tl.dot(left, right, ups, input_precision="ieee")
+    if SCALED:
+        sums *= tl.load(scales_ptr + column, mask=column < columns, other=0.0)[:, None]
+        if GATED:
+            ups *= tl.load(scales_ptr + columns + column, mask=column < columns, other=0.0)[:, None]
     if GATED:
         sums = activated(sums, GELU) * ups
     place = (split.to(tl.int64) * rows + row[None, :]) * columns + column[:, None]

@@ -12,12 +12,15 @@ import torch
 
 from outrider.kernels.backend import INTERPRETED, triton
 from outrider.kernels.early_launch import early_options
+from outrider.kernels.scaled_weight import ScaledWeight, is_interleaved
 from outrider.kernels.skinny_linear_kernels import skinny_linear_kernel
 
-__all__ = ["ProductCall", "can_stream", "launch", "row_blocks"]
+__all__ = ["ProductCall", "Weight", "can_stream", "launch", "row_blocks"]
 
-# Numbers of K in a block: 128 bytes, the widest that the matrix units' layout of shared memory takes.
-_BLOCK_K = 64
+Weight = torch.Tensor | ScaledWeight
+
+# Numbers of K in a block of a weight: 128 bytes, the widest that the matrix units' layout of shared memory takes.
+_BLOCK_K, _SCALED_BLOCK_K = 64, 128
 # Programs that share a multiprocessor; its last ones share it with the next product's first.
 _RESIDENT = 2
 _RING_BYTES = 112 * 1024
@@ -33,7 +36,7 @@ class ProductCall:
     """The checked arguments of one call; `activation` None: not gated."""
 
     rows: torch.Tensor
-    weight: torch.Tensor
+    weight: Weight
     fixed: bool
     activation: str | None = None
     may_split: bool = False
@@ -42,6 +45,11 @@ class ProductCall:
     def columns(self) -> int:
         """Of the result."""
         return self.weight.shape[0] // (1 if self.activation is None else 2)
+
+    @property
+    def numbers(self) -> torch.Tensor:
+        """The weight's, [N, K]: whole where it has no factors."""
+        return self.weight.values if isinstance(self.weight, ScaledWeight) else self.weight
 
     def make_out(self, splits: int) -> torch.Tensor:
         """[splits, T, N], float32 where there are several."""
@@ -82,10 +90,12 @@ def can_stream(call: ProductCall) -> bool:
     """Whether the kernel for Hopper takes these arguments; the plain one takes all."""
     if not _has_stream(call.rows.device) or call.rows.element_size() != 2:
         return False
+    if isinstance(call.weight, ScaledWeight) and not is_interleaved(call.weight.shape[1]):
+        return False
     # Copies start at multiples of sixteen bytes.
     return all(
-        tensor.stride(1) == 1 and tensor.stride(0) % 8 == 0 and tensor.data_ptr() % 16 == 0
-        for tensor in (call.rows, call.weight)
+        tensor.stride(1) == 1 and tensor.stride(0) * tensor.element_size() % 16 == 0 and tensor.data_ptr() % 16 == 0
+        for tensor in (call.rows, call.numbers)
     )
 
 
@@ -100,14 +110,15 @@ def choose_tiles(call: ProductCall) -> Tiles:
     gated = call.activation is not None
     # Wide tiles read the rows less often, which counts where there are many and K is not split.
     columns = 128 if rows == 64 and call.columns >= 128 * places and not (gated or call.fixed) else 64
-    tiles, blocks = triton.cdiv(call.columns, columns), triton.cdiv(call.rows.shape[1], _BLOCK_K)
+    block = _block_k(call)
+    tiles, blocks = triton.cdiv(call.columns, columns), triton.cdiv(call.rows.shape[1], block)
     splits = 1
     while call.may_split and 10 * splits * tiles < 9 * places and splits < min(_MOST_SPLITS, blocks // 4):
         splits *= 2
     units = splits * tiles * triton.cdiv(call.rows.shape[0], rows + more)
     # Few programs have the more under way each; the stages change no bits.
     ring_bytes = _RING_BYTES * (1 if 4 * units > places else _RESIDENT)
-    stage_bytes = 2 * _BLOCK_K * (columns * (2 if gated else 1) + rows + more)
+    stage_bytes = block * (call.numbers.element_size() * columns * (2 if gated else 1) + 2 * (rows + more))
     stages, registers = min(ring_bytes // stage_bytes, _MOST_STAGES), 64 if rows <= 32 else 96
     return Tiles(rows=rows, more=more, columns=columns, splits=splits, stages=stages, registers=registers)
 
@@ -122,17 +133,27 @@ def row_blocks(rows: int) -> tuple[int, int]:
     return (largest, more) if more < largest else (2 * largest, 0)
 
 
+def _block_k(call: ProductCall) -> int:
+    return _SCALED_BLOCK_K if isinstance(call.weight, ScaledWeight) else _BLOCK_K
+
+
 def _launch_stream(call: ProductCall, tiles: Tiles) -> torch.Tensor:
     from outrider.kernels import skinny_linear_hopper as hopper
+    from outrider.kernels import skinny_linear_hopper_scaled as scaled
 
+    kernel, weight_layout, scales = hopper.skinny_linear_hopper_kernel, hopper.block_layout(), ()
+    if isinstance(call.weight, ScaledWeight):
+        kernel, weight_layout = scaled.skinny_linear_hopper_scaled_kernel, scaled.scaled_block_layout()
+        scales = (call.weight.scales,)
     out = call.make_out(tiles.splits)
     chunks = triton.cdiv(call.rows.shape[0], tiles.rows + tiles.more)
     units = triton.cdiv(call.columns, tiles.columns) * chunks * tiles.splits
-    layout = hopper.block_layout()
-    hopper.skinny_linear_hopper_kernel[(min(units, _RESIDENT * _multiprocessors(call.rows.device)),)](
-        hopper.TensorDescriptor.from_tensor(call.rows, [tiles.rows, _BLOCK_K], layout),
-        hopper.TensorDescriptor.from_tensor(call.rows, [tiles.more or 8, _BLOCK_K], layout),
-        hopper.TensorDescriptor.from_tensor(call.weight, [tiles.columns, _BLOCK_K], layout),
+    layout, block = hopper.block_layout(), _block_k(call)
+    kernel[(min(units, _RESIDENT * _multiprocessors(call.rows.device)),)](
+        hopper.TensorDescriptor.from_tensor(call.rows, [tiles.rows, block], layout),
+        hopper.TensorDescriptor.from_tensor(call.rows, [tiles.more or 8, block], layout),
+        hopper.TensorDescriptor.from_tensor(call.numbers, [tiles.columns, block], weight_layout),
+        *scales,
         out,
         call.rows.shape[0],
         call.columns,
@@ -152,12 +173,14 @@ def _launch_stream(call: ProductCall, tiles: Tiles) -> torch.Tensor:
 
 
 def _launch_any(call: ProductCall) -> torch.Tensor:
-    rows, weight = (tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in (call.rows, call.weight))
+    rows, weight = (tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in (call.rows, call.numbers))
+    scales = call.weight.scales if isinstance(call.weight, ScaledWeight) else None
     out = call.make_out(1)
     grid = (triton.cdiv(rows.shape[0], 16), 1, triton.cdiv(call.columns, 64))
     skinny_linear_kernel[grid](
         rows,
         weight,
+        scales,
         out,
         rows.shape[0],
         call.columns,
@@ -170,6 +193,8 @@ def _launch_any(call: ProductCall) -> torch.Tensor:
         GELU=call.activation == "gelu_tanh",
         # Triton's interpreter multiplies no 16-bit numbers.
         WIDE=INTERPRETED,
+        SCALED=scales is not None,
+        INTERLEAVED=scales is not None and is_interleaved(weight.shape[1]),
         BLOCK_T=16,
         BLOCK_N=64,
         BLOCK_K=_BLOCK_K,

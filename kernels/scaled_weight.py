@@ -1,0 +1,128 @@
+"""Weights of 8 bits: float8_e4m3 numbers and one float32 factor a row, weight[n, k] = values[n, k] * scales[n].
+
+    scales[n] = max |weight[n]| / 448        values[n] = weight[n] / scales[n], rounded to nearest even
+
+448 is the largest float8_e4m3 number. Where K is a multiple of 64 the numbers of a row are stored in another order
+within every 64: the sixteen that one thread of the matrix units multiplies stand side by side, so that it reads them
+at once and widens four with few instructions (`outrider.kernels.skinny_linear_hopper_scaled`). Rows that are multiplied
+with them as they are stored take the same order: `stored_order`.
+
+Shapes: N rows, K inner size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from outrider.kernels.backend import check_shape
+
+__all__ = ["LARGEST", "ScaledWeight", "is_interleaved", "quantised", "scaled_weight", "stored_order"]
+
+LARGEST = 448.0
+# Numbers that are reordered among themselves.
+_GROUP = 64
+# Rows that are widened at a time, where all would take four times the memory of a large weight.
+_ROWS_AT_ONCE = 4096
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ScaledWeight:
+    """A weight of 8 bits, as `quantised` and `scaled_weight` make it.
+
+    Attributes:
+        values: [N, K] float8_e4m3fn, in the order described above.
+        scales: [N] float32.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """[N, K]."""
+        return self.values.shape
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self.values.device
+
+    @property
+    def nbytes(self) -> int:
+        """Of values and scales."""
+        return self.values.nbytes + self.scales.nbytes
+
+    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
+        """[N, K] of `dtype`, in the usual order, rounded once."""
+        plain = torch.empty(self.shape, dtype=dtype, device=self.device)
+        for begin in range(0, len(plain), _ROWS_AT_ONCE):
+            part = slice(begin, begin + _ROWS_AT_ONCE)
+            wide = _usual(self.values[part]).float()
+            plain[part].copy_(wide.mul_(self.scales[part, None]))
+        return plain
+
+
+def quantised(weight: torch.Tensor) -> ScaledWeight:
+    """A weight rounded to 8 bits.
+
+    Args:
+        weight: [N, K] floats.
+
+    Raises:
+        ValueError: it is no matrix.
+    """
+    check_shape("weight", weight, ("N", "K"))
+    values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
+    scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
+    for begin in range(0, len(weight), _ROWS_AT_ONCE):
+        part = slice(begin, begin + _ROWS_AT_ONCE)
+        wide = weight[part].float()
+        # A row of zeros has a factor too: nothing is divided by zero.
+        scales[part] = (wide.abs().amax(dim=1) / LARGEST).clamp_(min=torch.finfo(torch.float32).tiny)
+        values[part] = (wide / scales[part, None]).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return scaled_weight(values, scales)
+
+
+def scaled_weight(values: torch.Tensor, scales: torch.Tensor) -> ScaledWeight:
+    """A weight whose rounded numbers are given.
+
+    Args:
+        values: [N, K] float8_e4m3fn in the usual order.
+        scales: [N] float32.
+
+    Raises:
+        ValueError: a shape or dtype that does not fit, naming the argument.
+    """
+    check_shape("values", values, ("N", "K"))
+    check_shape("scales", scales, (values.shape[0],))
+    if values.dtype != torch.float8_e4m3fn or scales.dtype != torch.float32:
+        raise ValueError(f"values, scales: {values.dtype} and {scales.dtype} given, float8_e4m3fn and float32 needed")
+    if not is_interleaved(values.shape[1]):
+        return ScaledWeight(values.contiguous(), scales.contiguous())
+    # Of a place in 64: step of the matrix units (4), half (2), thread (4), which of two (2).
+    split = values.view(torch.uint8).unflatten(1, (-1, 4, 2, 4, 2))
+    stored = split.permute(0, 1, 4, 2, 5, 3).reshape(values.shape)
+    return ScaledWeight(stored.contiguous().view(torch.float8_e4m3fn), scales.contiguous())
+
+
+def is_interleaved(inner: int) -> bool:
+    """Whether weights of `inner` columns are stored in another order."""
+    return inner > 0 and inner % _GROUP == 0
+
+
+def stored_order(inner: int) -> torch.Tensor:
+    """[inner] int64: which column stands in each place."""
+    columns = torch.arange(inner)
+    if not is_interleaved(inner):
+        return columns
+    return columns.view(-1, 4, 2, 4, 2).permute(0, 3, 1, 4, 2).reshape(inner)
+
+
+def _usual(values: torch.Tensor) -> torch.Tensor:
+    """Stored numbers in the usual order."""
+    if not is_interleaved(values.shape[1]):
+        return values
+    stored = values.view(torch.uint8).unflatten(1, (-1, 4, 4, 2, 2))
+    return stored.permute(0, 1, 3, 5, 2, 4).reshape(values.shape).view(torch.float8_e4m3fn)
