@@ -13,6 +13,7 @@ Shapes: R rows of logits, one an expanded node; V vocabulary size; k children.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -57,13 +58,16 @@ class ChildChooser:
         calibration: gives the estimates.
         config: see there.
         vocab_size: V.
+
+    Attributes:
+        scored: how many tokens of a row are ranked.
     """
 
     def __init__(self, calibration: AcceptanceCalibration, config: GrowthConfig, *, vocab_size: int) -> None:
         self._calibration = calibration
         self._branching = min(config.branching, vocab_size)
         # The best child's estimate needs the second's score, whether or not that becomes a node.
-        self._scored = min(max(config.branching, 2), vocab_size)
+        self.scored = min(max(config.branching, 2), vocab_size)
         self._drawn_from = min(config.rejection_top_k, vocab_size)
         self._chain_acceptance = [config.rejection_acceptance]
         self._choosers = {
@@ -105,11 +109,35 @@ class ChildChooser:
             columns.top_p,
             columns.min_p,
             choice_index=columns.choice_index,
-            k=self._scored,
+            k=self.scored,
         )
         tokens, log_q, scores = (column.cpu().numpy() for column in found)
-        buckets = self._calibration.buckets(log_q, scores, columns.host_temperature)
-        return self._estimated(rows, tokens, buckets)
+        learned = np.array([not session.is_sync for session, _ in rows])
+        return [
+            Children(*columns)
+            for columns in zip(*self.ranked(tokens, log_q, scores, columns.host_temperature, learned), strict=True)
+        ]
+
+    def ranked(
+        self,
+        tokens: npt.NDArray[Any],
+        log_q: npt.NDArray[np.float32],
+        scores: npt.NDArray[np.float32],
+        temperature: npt.NDArray[np.float32],
+        learned: npt.NDArray[np.bool_] | bool,
+    ) -> tuple[list[list[int]], list[list[float]], npt.NDArray[np.int64]]:
+        """Tokens, estimates and calibration buckets of children that were ranked under log q + G, [R, k] each.
+
+        Args:
+            tokens: [R, `scored`] best first; -1 past the last that may be chosen.
+            log_q: [R, `scored`].
+            scores: [R, `scored`] log q + G.
+            temperature: [R].
+            learned: [R] or one bool: where the calibration answers from its prior alone (False).
+        """
+        buckets = self._calibration.buckets(log_q, scores, temperature)[:, : self._branching]
+        acceptance = self._calibration.estimate(buckets, learned)
+        return tokens[:, : self._branching].tolist(), acceptance.tolist(), buckets
 
     def _choose_most_likely(self, rows: Rows, logits: torch.Tensor) -> list[Children]:
         probs, ids = _probs(_SamplingColumns(rows, logits.device), logits).topk(self._branching)
@@ -120,9 +148,7 @@ class ChildChooser:
 
     def _estimated(self, rows: Rows, tokens: npt.NDArray[np.int64], buckets: npt.NDArray[np.int64]) -> list[Children]:
         tokens, buckets = tokens[:, : self._branching], buckets[:, : self._branching]
-        learned = True
-        if any(session.is_sync for session, _ in rows):
-            learned = np.array([not session.is_sync for session, _ in rows])
+        learned = np.array([not session.is_sync for session, _ in rows])
         acceptance = self._calibration.estimate(buckets, learned)
         return [Children(*columns) for columns in zip(tokens.tolist(), acceptance.tolist(), buckets, strict=True)]
 

@@ -1,48 +1,109 @@
 """The draft's side of a token tree: which nodes have KV, which are next to be expanded, and what a commit leaves.
 
-A node is *expanded* once a forward over it has given its children; from then on its KV lies in the session's row of
-the slot table at key index `tree_start + key_offset`, where `tree_start` is the committed length. The root's own KV
-belongs to the committed prefix.
+A node is *taken* to be expanded: it gets a place for its KV, in the session's row of the slot table at key index
+`tree_start + key_offset`, where `tree_start` is the committed length. It is *expanded* once the forward over it has
+given its children; until then it is in flight. The root's own KV belongs to the committed prefix.
+
+A step's host time is one of its costs, so a child is a row of its parent's list until it is taken, and a commit touches
+the taken nodes alone: values are those seen from the root the tree began with, and what they are worth from the present
+one is a division; what hangs on a dead node leaves the frontier when it is met there.
 """
 
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
 from outrider.draft_distribution import DraftDistribution
-from outrider.tree import Node, TokenTree
+
+# `key_offset` of a node without KV (and of the root), and of one that is no longer in the tree.
+_NO_KEY, _DEAD = -1, -2
+# Values are products that only become smaller: below this they are made anew.
+_SMALLEST_ROOT_VALUE = 1e-100
+# Dead entries that the frontier may hold beside twice the live ones.
+_FRONTIER_SLACK = 64
 
 
-class DraftNode(Node):
-    """A node as the draft holds it.
+class DraftNode:
+    """A node that was taken, or looked at from outside.
 
     Attributes:
+        token: its token.
+        parent: the node above; None for a root and for what is no longer in a tree.
+        acceptance: estimate given the parent.
+        value: product of the estimates from the root that the tree began with.
         node_id: unique in its session's epoch, from 1; 0 for a root that was never a node.
         position: index of the token in prompt + output.
-        key_offset: where its KV lies in the tree region; -1 without KV, and for the root.
+        key_offset: where its KV lies in the tree region; negative without KV, and for the root.
         mask: bit j: attends to key offset j; itself and its ancestors below the root.
+        distribution: the q that the token was drawn from, under rejection.
         child_tokens: tokens of all children that were considered, best first; None until it is expanded.
         child_buckets: [k] calibration buckets of `child_tokens`; None also where nothing is learned from them.
+        made: (-value, node id, parent, token, acceptance) of every child that is a node.
+        child_distribution: the q that the only child was drawn from, under rejection.
+        taken: the children that are objects, by token.
     """
 
-    __slots__ = ("child_buckets", "child_tokens", "key_offset", "mask", "node_id", "position")
+    __slots__ = (
+        "acceptance", "child_buckets", "child_distribution", "child_tokens", "distribution", "key_offset", "made",
+        "mask", "node_id", "parent", "position", "taken", "token", "value",
+    )  # fmt: skip
 
-    children: dict[int, "DraftNode"]  # pyright: ignore[reportIncompatibleVariableOverride]
-
-    def __init__(self, token: int, parent: "DraftNode | None", acceptance: float, node_id: int, position: int) -> None:
-        super().__init__(token, parent, acceptance)
+    def __init__(  # noqa: PLR0917 - made some ten thousand times a second
+        self, token: int, parent: "DraftNode | None", acceptance: float, value: float, node_id: int, position: int
+    ) -> None:
+        self.token = token
+        self.parent = parent
+        self.acceptance = acceptance
+        self.value = value
         self.node_id = node_id
         self.position = position
-        self.key_offset = -1
+        self.key_offset = _NO_KEY
         self.mask = 0
+        self.distribution: DraftDistribution | None = None
         self.child_tokens: list[int] | None = None
         self.child_buckets: npt.NDArray[np.int64] | None = None
+        self.child_distribution: DraftDistribution | None = None
+        self.made: Sequence[_Entry] = ()
+        self.taken: dict[int, DraftNode] = _NONE_TAKEN
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether the tree has gone on without it."""
+        return self.key_offset == _DEAD
+
+    @property
+    def has_kv(self) -> bool:
+        """Whether it has a place for its KV in the tree region."""
+        return self.key_offset >= 0
+
+    @property
+    def children(self) -> "dict[int, DraftNode]":
+        """All children by token, made into objects."""
+        for entry in self.made:
+            if entry[3] not in self.taken:
+                _take(entry)
+        return {entry[3]: self.taken[entry[3]] for entry in self.made}
+
+    @property
+    def path_value(self) -> float:
+        """Product of the estimates from below the present root."""
+        return 1.0 if self.parent is None else self.parent.path_value * self.acceptance
+
+    @property
+    def depth(self) -> int:
+        """Below the present root."""
+        return 0 if self.parent is None else self.parent.depth + 1
 
 
-class DraftTree(TokenTree):
+# Ids break ties, so that equal values are expanded in the order they were made.
+_Entry = tuple[float, int, DraftNode, int, float]
+# Never written.
+_NONE_TAKEN: dict[int, DraftNode] = {}
+
+
+class DraftTree:
     """A token tree with a frontier: the nodes that can be expanded, best path value first.
 
     Args:
@@ -52,9 +113,12 @@ class DraftTree(TokenTree):
         max_children: most children of a node.
         last_position: index of the last token the session may have; nodes there have no children.
         final_tokens: tokens that end the session; nodes that hold one have no children.
-    """
 
-    root: DraftNode  # pyright: ignore[reportIncompatibleVariableOverride]
+    Attributes:
+        root: the last committed token's node.
+        size: live nodes, the root not counted.
+        last_position: as given.
+    """
 
     def __init__(
         self,
@@ -66,25 +130,33 @@ class DraftTree(TokenTree):
         last_position: int,
         final_tokens: frozenset[int],
     ) -> None:
-        super().__init__(root_token)
         self.last_position = last_position
+        self.size = 0
         self._max_depth = max_depth
         self._max_children = max_children
         self._final_tokens = final_tokens
         self._next_id = 1
-        # Ids break ties, so that equal values are expanded in the order they were made.
-        self._frontier: list[tuple[float, int, DraftNode]] = []
-        self.root = DraftNode(root_token, None, 1.0, 0, position)
+        self._frontier: list[_Entry] = []
+        # What may be expanded once the root has come nearer.
+        self._deep: list[_Entry] = []
+        self.root = DraftNode(root_token, None, 1.0, 1.0, 0, position)
 
     @property
     def best_value(self) -> float:
         """Path value of the best node that can be expanded; 0 if there is none."""
-        return -self._frontier[0][0] if self._frontier else 0.0
+        frontier = self._frontier
+        while frontier:
+            if frontier[0][2].key_offset != _DEAD:
+                return -frontier[0][0] / self.root.value
+            heappop(frontier)
+        return 0.0
 
     def may_expand(self, node: DraftNode) -> bool:
         """Whether the node may have children now, be they known or not."""
         return (
-            node.token not in self._final_tokens and node.position < self.last_position and node.depth < self._max_depth
+            node.token not in self._final_tokens
+            and node.position < self.last_position
+            and node.position - self.root.position < self._max_depth
         )
 
     def grow(
@@ -96,7 +168,7 @@ class DraftTree(TokenTree):
         *,
         distribution: DraftDistribution | None = None,
         min_acceptance: float = 0.0,
-    ) -> list[DraftNode]:
+    ) -> int:
         """Gives an unexpanded node its children.
 
         Args:
@@ -108,82 +180,169 @@ class DraftTree(TokenTree):
             min_acceptance: children below it are remembered for the calibration alone.
 
         Returns:
-            The new nodes.
+            How many nodes were made.
         """
         assert parent.child_tokens is None, "a node is expanded twice"
         if tokens and tokens[-1] < 0:
             tokens = [token for token in tokens if token >= 0]
             buckets = None if buckets is None else buckets[: len(tokens)]
-        parent.child_tokens, parent.child_buckets = tokens, buckets
-        position, deep = parent.position + 1, parent.depth + 1 >= self._max_depth
-        made = []
+        parent.child_tokens, parent.child_buckets, parent.child_distribution = tokens, buckets, distribution
+        parent.taken, parent.made = {}, (made := [])
+        position, number, value = parent.position + 1, self._next_id, parent.value
+        frontier = self._frontier
+        push = heappush if position - self.root.position < self._max_depth else None
+        is_last = position >= self.last_position
         # Fewer children than estimates where the vocabulary or the credit is smaller than the branching.
         for token, estimate in zip(tokens[: self._max_children], acceptance, strict=False):
             if estimate < min_acceptance:
                 continue
-            child = DraftNode(token, parent, estimate, self._next_id, position)
-            child.distribution = distribution
-            self._next_id += 1
-            parent.children[token] = child
-            made.append(child)
-            if not deep and position < self.last_position and token not in self._final_tokens:
-                heappush(self._frontier, (-child.path_value, child.node_id, child))
+            entry = (-value * estimate, number, parent, token, estimate)
+            number += 1
+            made.append(entry)
+            if is_last or token in self._final_tokens:
+                continue
+            if push is not None:
+                push(frontier, entry)
+            else:
+                self._deep.append(entry)
+        self._next_id = number
         self.size += len(made)
-        return made
+        return len(made)
 
     def take(self, count: int, min_value: float = 0.0) -> list[DraftNode]:
         """Removes the best nodes of the frontier, at most `count` of at least `min_value`, for expansion."""
-        taken = []
-        while self._frontier and len(taken) < count and -self._frontier[0][0] >= min_value:
-            taken.append(heappop(self._frontier)[2])
+        frontier, highest, taken = self._frontier, -min_value * self.root.value, []
+        while frontier and len(taken) < count:
+            parent = frontier[0][2]
+            if parent.key_offset == _DEAD:
+                heappop(frontier)
+                continue
+            if frontier[0][0] > highest:
+                break
+            entry = heappop(frontier)
+            taken.append(parent.taken.get(entry[3]) or _take(entry))
         return taken
 
     def clear(self) -> None:
         """Drops every node below the root; ids go on counting."""
-        self.root = DraftNode(self.root.token, None, 1.0, self.root.node_id, self.root.position)
-        self.size = 0
-        self._frontier = []
+        root = self.root
+        self._plant(root.token, root.node_id, root.position)
 
-    def reroot(self, token_ids: Sequence[int]) -> tuple[list[DraftNode], list[DraftNode]]:
+    def reroot(self, token_ids: Sequence[int]) -> tuple[list[int], list[DraftNode]]:
         """Moves the root along the committed tokens.
 
         Returns:
-            The nodes on the way that the tree had, in order, and the expanded nodes that survive below the new root,
-            parents before children.
+            The key offsets of the nodes on the way, as far as they have KV, and the nodes with KV that survive below
+            the new root, parents before children.
         """
-        position = self.root.position + len(token_ids)
-        path = cast("list[DraftNode]", self.commit(token_ids))
-        self._frontier = []
-        if len(path) < len(token_ids):
-            self.root = DraftNode(token_ids[-1], None, 1.0, 0, position)
-            return path, []
-        expanded = []
-        for node in self.nodes():
-            if node.child_tokens is not None:
-                expanded.append(node)
-            elif self.may_expand(node):
-                self._frontier.append((-node.path_value, node.node_id, node))
-        heapify(self._frontier)
-        return path, expanded
+        position, node, offsets = self.root.position + len(token_ids), self.root, []
+        for token in token_ids:
+            below = node.taken.get(token)
+            if below is None or not below.has_kv:
+                # One that was not taken has nothing below it.
+                self._plant(token_ids[-1], 0, position)
+                return offsets, []
+            offsets.append(below.key_offset)
+            node = below
+        if token_ids:
+            self._settle(node)
+        return offsets, [below for below in self._objects() if below.has_kv]
 
     def nodes(self) -> Iterator[DraftNode]:
-        """All nodes below the root, parents before children."""
-        return cast("Iterator[DraftNode]", self.root.walk())
+        """All nodes below the root, parents before children, made into objects."""
+        stack = list(self.root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+    def best(self, count: int, *, max_depth: int) -> list[DraftNode]:
+        """At most `count` nodes of highest path value, best first; every node's parent stands before it."""
+        frontier = list(self.root.made)
+        heapify(frontier)
+        last, chosen = self.root.position + max_depth, []
+        while frontier and len(chosen) < count:
+            entry = heappop(frontier)
+            node = entry[2].taken.get(entry[3]) or _take(entry)
+            chosen.append(node)
+            if node.position < last:
+                for below in node.made:
+                    heappush(frontier, below)
+        return chosen
+
+    def path_values(self) -> list[float]:
+        """Of all nodes below the root, in no order."""
+        scale = -1 / self.root.value
+        return [entry[0] * scale for node in (self.root, *self._objects()) for entry in node.made]
+
+    def _plant(self, token: int, node_id: int, position: int) -> None:
+        """A new root in place of everything."""
+        _kill(self.root, keep=None)
+        self.root = DraftNode(token, None, 1.0, 1.0, node_id, position)
+        self.size = 0
+        self._frontier, self._deep = [], []
+
+    def _settle(self, node: DraftNode) -> None:
+        """Makes a node the root; what does not hang below it is dead."""
+        _kill(self.root, keep=node)
+        self.root = node
+        node.parent, node.key_offset, node.mask = None, _NO_KEY, 0
+        self.size = len(node.made) + sum(len(below.made) for below in self._objects())
+        if node.value < _SMALLEST_ROOT_VALUE:
+            self._value_anew()
+        nearer, self._deep = self._deep, []
+        for entry in nearer:
+            if entry[2].key_offset != _DEAD:
+                if entry[2].position + 1 - node.position < self._max_depth:
+                    heappush(self._frontier, entry)
+                else:
+                    self._deep.append(entry)
+        if len(self._frontier) > 2 * self.size + _FRONTIER_SLACK:
+            self._frontier = [entry for entry in self._frontier if entry[2].key_offset != _DEAD]
+            heapify(self._frontier)
+
+    def _objects(self) -> Iterator[DraftNode]:
+        """The nodes below the root that are objects, parents before children."""
+        stack = list(self.root.taken.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.taken.values())
+
+    def _value_anew(self) -> None:
+        """The root's value is 1 again."""
+        factor = 1 / self.root.value
+        for node in (self.root, *self._objects()):
+            node.value *= factor
+            node.made = [(entry[0] * factor, *entry[1:]) for entry in node.made]
+        for entries in (self._frontier, self._deep):
+            entries[:] = [(entry[0] * factor, *entry[1:]) for entry in entries]
+
+
+def _take(entry: _Entry) -> DraftNode:
+    """The child as an object."""
+    negative_value, node_id, parent, token, acceptance = entry
+    node = parent.taken[token] = DraftNode(token, parent, acceptance, -negative_value, node_id, parent.position + 1)
+    node.distribution = parent.child_distribution
+    return node
+
+
+def _kill(root: DraftNode, keep: DraftNode | None) -> None:
+    """Marks the objects of a tree as dead, but for those from `keep` on; nothing holds them in circles then."""
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        if node is keep:
+            continue
+        stack.extend(node.taken.values())
+        node.key_offset, node.parent, node.taken, node.made = _DEAD, None, _NONE_TAKEN, ()
 
 
 def assign_keys(nodes: Sequence[DraftNode], first_offset: int) -> None:
     """Gives nodes consecutive key offsets and the masks that follow from their parents', parents before children."""
+    bit = 1 << first_offset
     for offset, node in enumerate(nodes, start=first_offset):
         assert node.parent is not None
         node.key_offset = offset
-        node.mask = cast("DraftNode", node.parent).mask | 1 << offset
-
-
-def mask_words(nodes: Sequence[DraftNode]) -> npt.NDArray[np.int64]:
-    """The nodes' masks as int64 words [n, w], bit j little-endian over the words."""
-    bits = max(node.mask for node in nodes).bit_length()
-    if bits <= 64:
-        return np.array([node.mask for node in nodes], dtype=np.uint64).view(np.int64)[:, None]
-    words = (bits + 63) // 64
-    data = b"".join(node.mask.to_bytes(words * 8, "little") for node in nodes)
-    return np.frombuffer(data, dtype="<i8").reshape(len(nodes), words)
+        node.mask = node.parent.mask | bit
+        bit <<= 1

@@ -5,40 +5,26 @@ value, whichever session they belong to. Their logits give children by the sessi
 k best under log q + G, with the noise the target will choose with. The children's estimates of acceptance come from the
 calibration, and a node's path value is the product along its path.
 
+A step is begun and finished. In between, while the device works, sessions may be opened, committed to and closed: what
+a commit leaves of the nodes in flight gets its children, and the others' are dropped.
+
 Knows neither proto nor grpc; one thread calls it.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from outrider.draft_worker.calibration import AcceptanceCalibration
 from outrider.draft_worker.choice import ChildChooser
 from outrider.draft_worker.draft_tree import DraftNode
+from outrider.draft_worker.growth_launch import FoundChildren, GrowthFlight, GrowthLauncher, Runner
 from outrider.draft_worker.growth_step import GrowthConfig, GrowthStep, SessionGrowth
 from outrider.draft_worker.session import CommitMismatch, DraftSession, SessionStart
 from outrider.draft_worker.step_plan import StepPlan, StepPlanner
-from outrider.engine.batch import ForwardBatch
 from outrider.engine.kv_slots import SlotTable
 from outrider.errors import FieldViolation, InvalidRequest, OutOfSlots, Superseded
-
-
-class Runner(Protocol):
-    """What growth needs of a model; `outrider.engine.model_runner.ModelRunner` is one."""
-
-    slots: SlotTable
-
-    @property
-    def vocab_size(self) -> int:
-        """Columns of the logits."""
-        ...
-
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """Logits [R, V] float32."""
-        ...
 
 
 class TreeGrowth:
@@ -60,7 +46,11 @@ class TreeGrowth:
         )
         self.steps = 0
         self.runner = runner
-        self._chooser = ChildChooser(self.calibration, config, vocab_size=runner.vocab_size)
+        chooser = ChildChooser(self.calibration, config, vocab_size=runner.vocab_size)
+        self._launcher = GrowthLauncher(runner, chooser, max_nodes=config.max_live_nodes)
+        self._flight: GrowthFlight | None = None
+        # Of the step that was begun.
+        self._step = GrowthStep()
         # In the order they were opened.
         self._sessions: dict[tuple[int, int], DraftSession] = {}
         self._planner = StepPlanner(self._sessions.values(), runner.slots, config)
@@ -131,46 +121,85 @@ class TreeGrowth:
         for session in [held for held in self._sessions.values() if held.owner is owner]:
             self._remove(session)
 
+    def warm_up(self) -> None:
+        """Compiles and captures what steps need, on a device where that is done ahead."""
+        config = self.config
+        self._launcher.warm_up(
+            step_nodes=config.max_step_nodes, step_tokens=config.max_step_tokens, sessions=self.slots.free_rows
+        )
+
     def step(self) -> GrowthStep | None:
         """Runs one forward; None if there is nothing to do until the next open, commit or close."""
+        return self.finish() if self.begin() else None
+
+    def begin(self) -> bool:
+        """Starts a step; False if there is nothing to do until the next open, commit or close."""
+        assert self._flight is None, "a step is begun before the last one is finished"
         started = time.perf_counter_ns()
         step, plan = GrowthStep(), self._planner.plan()
         for session in plan.stuck:
             _end_round(session, step)
-        if plan.builder.num_rows:
-            self._run(plan, step)
+        if plan.rows.num_rows:
+            step.tokens, step.sessions = plan.rows.num_rows, plan.rows.num_sessions
+            self._flight = self._launcher.launch(plan)
             self.steps += 1
-        elif not step.growths:
-            return None
+        elif not step.has_growth:
+            return False
+        self._step = step
         step.step_ns = time.perf_counter_ns() - started
+        return True
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the device works on its own between `begin` and `finish`."""
+        return self._launcher.overlaps
+
+    @property
+    def expected_end_ns(self) -> int:
+        """When the forward that was begun should end, by `time.perf_counter_ns`."""
+        return 0 if self._flight is None else self._flight.expected_end_ns
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `finish` would not wait."""
+        return self._flight is None or self._flight.is_done()
+
+    def finish(self) -> GrowthStep:
+        """The step that was begun, with its nodes."""
+        step, flight, self._flight = self._step, self._flight, None
+        if flight is None:
+            return step
+        children = flight.collect()
+        collected = time.perf_counter_ns()
+        step.forward_ns = collected - flight.begun_ns
+        self._add(flight.plan, children, step)
+        step.step_ns += time.perf_counter_ns() - collected + step.forward_ns
         return step
 
-    def _run(self, plan: StepPlan, step: GrowthStep) -> None:
-        started = time.perf_counter_ns()
-        step.tokens, step.sessions = plan.builder.num_rows, plan.builder.num_sessions
-        logits = self.runner.forward(plan.builder.build())
-        if not plan.parents:
-            step.forward_ns = time.perf_counter_ns() - started
-            return
-        children = self._chooser.choose(plan.parents, logits)
-        step.forward_ns = time.perf_counter_ns() - started
-        row = 0
+    def _add(self, plan: StepPlan, found: FoundChildren, step: GrowthStep) -> None:
+        """Gives the nodes that are still there their children."""
+        row, least = 0, self.config.min_acceptance
+        nodes, tokens, acceptance, buckets = plan.nodes, found.tokens, found.acceptance, found.buckets
         for session, count in plan.spans:
-            made: list[DraftNode] = []
+            tree, grown, made = session.tree, [], 0
             for index in range(row, row + count):
-                made += session.tree.grow(
-                    plan.parents[index][1],
-                    children[index].tokens,
-                    children[index].acceptance,
-                    children[index].buckets,
-                    distribution=children[index].distribution,
-                    min_acceptance=self.config.min_acceptance,
-                )
+                node = nodes[index]
+                if not node.is_dead:
+                    made += tree.grow(
+                        node,
+                        tokens[index],
+                        acceptance[index],
+                        buckets[index],
+                        distribution=found.distributions[index],
+                        min_acceptance=least,
+                    )
+                    grown.append(node)
             row += count
             if session.is_sync:
-                _end_level(session, step)
+                if grown:
+                    _end_level(session, step)
             elif made:
-                step.growths.append(_growth_of(session, made, complete=False))
+                step.add(_growth_of(session, grown))
 
     def _check(self, start: SessionStart) -> None:
         length, limit = len(start.prompt) + len(start.output), self.config.max_model_len
@@ -195,7 +224,7 @@ class TreeGrowth:
 def _end_level(session: DraftSession, step: GrowthStep) -> None:
     """Sync mode: after a step of the round's tree, either it can still become better or it is whole."""
     session.level += 1
-    values = sorted((node.path_value for node in session.tree.nodes()), reverse=True)
+    values = sorted(session.tree.path_values(), reverse=True)
     wanted = session.limits.sync_nodes
     # Children are worth at most their parent, so a parent below the last of the best adds nothing to them.
     session.least_value = values[wanted - 1] if len(values) >= wanted else 0.0
@@ -206,21 +235,41 @@ def _end_level(session: DraftSession, step: GrowthStep) -> None:
 def _end_round(session: DraftSession, step: GrowthStep) -> None:
     limits = session.limits
     best = session.tree.best(limits.sync_nodes, max_depth=limits.max_depth)
-    step.growths.append(_growth_of(session, best, complete=True))
+    root = session.tree.root
+    growth = SessionGrowth(
+        **_place(session),
+        node_ids=[node.node_id for node in best],
+        parents=[0 if node.parent is root or node.parent is None else node.parent.node_id for node in best],
+        tokens=[node.token for node in best],
+        acceptance=[node.acceptance for node in best],
+        distributions=[node.distribution for node in best],
+        complete=True,
+    )
+    step.add(lambda: growth)
     session.level = -1
 
 
-def _growth_of(session: DraftSession, nodes: Sequence[Any], *, complete: bool) -> SessionGrowth:
-    root = session.tree.root
-    return SessionGrowth(
-        owner=session.owner,
-        session_id=session.key[1],
-        epoch=session.epoch,
-        as_of=session.length,
-        node_ids=[node.node_id for node in nodes],
-        parents=[0 if node.parent is root else node.parent.node_id for node in nodes],
-        tokens=[node.token for node in nodes],
-        acceptance=[node.acceptance for node in nodes],
-        distributions=[node.distribution for node in nodes],
-        complete=complete,
-    )
+def _growth_of(session: DraftSession, grown: Sequence[DraftNode]) -> Callable[[], SessionGrowth]:
+    """The children of nodes that were grown, as they stand now, put together when that is asked for."""
+    place, root = _place(session), session.tree.root
+    made = [(0 if node is root else node.node_id, node.made, node.child_distribution) for node in grown]
+
+    def growth() -> SessionGrowth:
+        entries = [entry for _, of_node, _ in made for entry in of_node]
+        return SessionGrowth(
+            **place,
+            node_ids=[entry[1] for entry in entries],
+            parents=[number for number, of_node, _ in made for _ in of_node],
+            tokens=[entry[3] for entry in entries],
+            acceptance=[entry[4] for entry in entries],
+            distributions=[q for _, of_node, q in made for _ in of_node],
+            complete=False,
+        )
+
+    return growth
+
+
+def _place(session: DraftSession) -> dict[str, Any]:
+    return {
+        "owner": session.owner, "session_id": session.key[1], "epoch": session.epoch, "as_of": session.length
+    }  # fmt: skip

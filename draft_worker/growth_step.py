@@ -1,6 +1,7 @@
 """How trees are grown, and what a step of growth gives, as plain data."""
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from outrider.draft_distribution import DraftDistribution
@@ -88,12 +89,33 @@ class SessionGrowth:
     complete: bool
 
 
-@dataclass(slots=True)
 class GrowthStep:
-    """What one step gave and what it cost; `tokens` and `sessions` count the forward's rows."""
+    """What one step gave and what it cost.
 
-    growths: list[SessionGrowth] = field(default_factory=list)
-    step_ns: int = 0
-    forward_ns: int = 0
-    tokens: int = 0
-    sessions: int = 0
+    Attributes:
+        step_ns: host time of the step, from its plan to its nodes, without what was done for others meanwhile.
+        forward_ns: of that the forward, from its launch until its children were there.
+        tokens: rows of the forward.
+        sessions: of the forward.
+    """
+
+    def __init__(self) -> None:
+        self.step_ns = self.forward_ns = self.tokens = self.sessions = 0
+        self._waiting: list[Callable[[], SessionGrowth]] = []
+        self._growths: list[SessionGrowth] = []
+
+    def add(self, growth: "Callable[[], SessionGrowth]") -> None:
+        """Adds growth, to be put together when somebody asks for it: the next step comes first."""
+        self._waiting.append(growth)
+
+    @property
+    def has_growth(self) -> bool:
+        """Whether `growths` has any."""
+        return bool(self._growths or self._waiting)
+
+    @property
+    def growths(self) -> list[SessionGrowth]:
+        """What the step gave."""
+        self._growths += [growth() for growth in self._waiting]
+        self._waiting.clear()
+        return self._growths

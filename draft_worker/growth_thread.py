@@ -1,7 +1,8 @@
 """The one thread that runs the draft model: applies commands between steps, grows, and hands growth to its owners.
 
-It grows while there is anything to grow and sleeps on its queue otherwise. Commands that arrive while a forward runs
-are applied right after it, before anything else is planned.
+It grows while there is anything to grow and sleeps on its queue otherwise. While a forward runs on its device, the
+growth of the one before is handed out and commands are applied as they arrive; those that come too late for that are
+applied right after it, before anything else is planned.
 """
 
 import logging
@@ -10,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from outrider.draft_worker.growth import TreeGrowth
@@ -22,6 +23,8 @@ from outrider.worker import share_interpreter
 logger = logging.getLogger(__name__)
 
 _BUSY_WINDOW_NS = 1_000_000_000
+# So long before a forward's expected end the thread no longer sleeps for commands: it might wake up late.
+_WAKE_UP_NS = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +157,24 @@ class GrowthThread:
             self.stopped.set_result(None)
 
     def _grow(self, growth: TreeGrowth) -> None:
+        step: GrowthStep | None = None
         idle = True
         while self._apply_waiting(growth, block=idle):
-            step = growth.step()
-            idle = step is None
+            begun = growth.begin()
+            idle = not begun
             if step is not None:
+                # Only now: the device has work by this time.
                 self._hand_out(step)
+                step = None
+            if begun:
+                going_on = self._apply_meanwhile(growth)
+                step = growth.finish()
+                self._count(step)
+                if not (going_on and growth.overlaps):
+                    self._hand_out(step)
+                    step = None
+                if not going_on:
+                    return
 
     def _apply_waiting(self, growth: TreeGrowth, *, block: bool) -> bool:
         """Applies every command that waits; with `block` at least one. False once the thread is to end."""
@@ -172,11 +187,28 @@ class GrowthThread:
             block = False
         return True
 
-    def _hand_out(self, step: GrowthStep) -> None:
+    def _apply_meanwhile(self, growth: TreeGrowth) -> bool:
+        """Applies commands as they arrive, until shortly before the forward's end. False once the thread is to end."""
+        end = growth.expected_end_ns - _WAKE_UP_NS
+        while not growth.is_done:
+            left = end - time.perf_counter_ns()
+            try:
+                commands = self._commands.get(timeout=left * 1e-9) if left > 0 else self._commands.get_nowait()
+            except Empty:
+                break
+            if commands is None:
+                return False
+            for command in commands:
+                _apply(growth, command)
+        return True
+
+    def _count(self, step: GrowthStep) -> None:
         now = time.perf_counter_ns()
         if now - self._window[0] > _BUSY_WINDOW_NS:
             self._window = (now - step.step_ns, self._busy_ns)
         self._busy_ns += step.step_ns
+
+    def _hand_out(self, step: GrowthStep) -> None:
         by_owner: dict[int, list[SessionGrowth]] = {}
         for growth in step.growths:
             by_owner.setdefault(id(growth.owner), []).append(growth)

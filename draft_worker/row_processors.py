@@ -10,7 +10,6 @@ from outrider.draft_worker.draft_tree import DraftNode
 from outrider.draft_worker.session import DraftSession
 from outrider.kernels.processors import ProcessorBatch
 from outrider.sampling import SamplingSpec
-from outrider.tree import Node
 
 T = TypeVar("T")
 Rows = Sequence[tuple[DraftSession, DraftNode]]
@@ -85,7 +84,7 @@ def _bans_stops(session: DraftSession, node: DraftNode) -> bool:
     return node.position + 1 - session.prompt_len < session.sampling.min_new_tokens
 
 
-def _path_tokens(node: Node) -> list[int]:
+def _path_tokens(node: DraftNode) -> list[int]:
     """The tokens from below the root to the node; order does not matter to counts."""
     tokens = []
     while node.parent is not None:

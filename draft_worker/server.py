@@ -38,8 +38,9 @@ async def serve(
 
     def make_growth() -> TreeGrowth:
         runner = ModelRunner(config.engine())
-        runner.warm_up(verifies=False)
-        return TreeGrowth(runner, config.growth(max_model_len=runner.info.max_model_len))
+        growth = TreeGrowth(runner, config.growth(max_model_len=runner.info.max_model_len))
+        growth.warm_up()
+        return growth
 
     thread = GrowthThread(make_growth)
     servicer = DraftServicer(thread)

@@ -7,7 +7,7 @@ whose last row gives the root its children.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -91,6 +91,12 @@ class DraftSession:
         self.tokens = [*start.prompt, *start.output]
         self.prompt_len = len(start.prompt)
         self.kv_len = 0
+        self.is_open = True
+        """False once it is closed; a step that it is in may still run."""
+        self.is_sync = start.limits.mode is GrowthMode.SYNC
+        """Whether it grows one tree a round."""
+        self.is_ranked = not replace(start.sampling, logprobs=None).reads_logits
+        """Whether children are found by rank under log q + G, of logits as they are."""
         self.starved = False
         """Waits for slots, without KV."""
         self.level = 0
@@ -114,11 +120,6 @@ class DraftSession:
     def length(self) -> int:
         """Committed tokens, prompt and output."""
         return len(self.tokens)
-
-    @property
-    def is_sync(self) -> bool:
-        """Whether the session grows one tree a round."""
-        return self.limits.mode is GrowthMode.SYNC
 
     @property
     def root_is_open(self) -> bool:
@@ -178,6 +179,8 @@ class DraftSession:
 
     def close(self) -> None:
         """Gives the row and its slots back."""
+        self.is_open = False
+        self.tree.clear()
         self._slots.release_row(self.row)
 
     def _observe(self, token_ids: Sequence[int], calibration: AcceptanceCalibration) -> None:
@@ -188,23 +191,22 @@ class DraftSession:
             if node.child_buckets is not None:
                 hit = node.child_tokens.index(token) if token in node.child_tokens else -1
                 calibration.observe(node.child_buckets, hit)
-            node = node.children.get(token)
+            node = node.taken.get(token)
 
     def _reroot(self, token_ids: Sequence[int]) -> None:
         had_tree = self.kv_len == self.length
-        path, expanded = self.tree.reroot(token_ids)
-        kept = [node.key_offset for node in path if node.child_tokens is not None]
+        # KV of nodes that are in flight counts: whatever reads it or takes its slots runs after them.
+        kept, survivors = self.tree.reroot(token_ids)
         if self.is_sync:
             # A round's tree depends on the committed tokens alone, so nothing survives but the path's KV.
             self.tree.clear()
-            self.level, self.least_value, expanded, kept = 0, 0.0, [], kept[: len(token_ids) - 1]
+            self.level, self.least_value, survivors, kept = 0, 0.0, [], kept[: len(token_ids) - 1]
         self.tokens.extend(token_ids)
         if not had_tree:
             return
-        self._slots.retain(self.row, self.kv_len, [*kept, *(node.key_offset for node in expanded)])
+        self._slots.retain(self.row, self.kv_len, [*kept, *[node.key_offset for node in survivors]])
         self.kv_len += len(kept)
-        self.tree.root.key_offset, self.tree.root.mask = -1, 0
-        assign_keys(expanded, 0)
+        assign_keys(survivors, 0)
 
 
 def _final_tokens(sampling: SamplingSpec) -> frozenset[int]:

@@ -6,12 +6,12 @@ which start again once there is room.
 
 import logging
 from collections.abc import Collection
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heapreplace
 
-from outrider.draft_worker.draft_tree import DraftNode, assign_keys, mask_words
+from outrider.draft_worker.draft_tree import DraftNode, assign_keys
 from outrider.draft_worker.growth_step import GrowthConfig
 from outrider.draft_worker.session import DraftSession
-from outrider.engine.batch import BatchBuilder
+from outrider.engine.draft_staging import GrowthRows
 from outrider.engine.kv_slots import SlotTable
 
 logger = logging.getLogger(__name__)
@@ -25,47 +25,60 @@ class StepPlan:
     """One forward in the making.
 
     Attributes:
-        builder: its rows.
-        parents: [R] the nodes whose children the R rows of logits give, each with its session.
-        spans: sessions in the order of `parents`, and how many of them each has.
+        rows: what it computes.
+        nodes: [R] the nodes whose children the R rows of logits give.
+        spans: whose they are: sessions in the order of `nodes`, and how many of them each has.
         stuck: sync sessions whose round can go no further.
+        is_ranked: whether every child is found by rank under log q + G, without a look at the logits.
     """
 
     def __init__(self) -> None:
-        self.builder = BatchBuilder()
-        self.parents: list[tuple[DraftSession, DraftNode]] = []
+        self.rows = GrowthRows()
+        self.nodes: list[DraftNode] = []
         self.spans: list[tuple[DraftSession, int]] = []
         self.stuck: list[DraftSession] = []
+        self.is_ranked = True
         self._chained: set[tuple[int, int]] = set()
 
     def add_chain(self, session: DraftSession, count: int) -> None:
         """The session's next pending tokens; the last one expands the root."""
         first, end = session.kv_len, session.kv_len + count
         whole = end == session.length
-        self.builder.add_chain(session.row, session.tokens[first:end], first, whole)
+        self.rows.add_chain(session.row, session.tokens[first:end], first, session.sampling.record if whole else None)
         self._chained.add(session.key)
         session.kv_len = end
         if whole:
-            self.parents.append((session, session.tree.root))
-            self.spans.append((session, 1))
+            self.nodes.append(session.tree.root)
+            self._span(session, 1)
 
     def add_nodes(self, session: DraftSession, nodes: list[DraftNode], first_index: int) -> None:
         """Nodes of the session's tree, their KV at key indices from `first_index` on."""
-        assign_keys(nodes, first_index - session.length)
-        self.builder.add_tree(
+        length = session.length
+        assign_keys(nodes, first_index - length)
+        self.rows.add_tree(
             session.row,
-            tree_start=session.length,
+            tree_start=length,
+            first_index=first_index,
             token_ids=[node.token for node in nodes],
             positions=[node.position for node in nodes],
-            masks=mask_words(nodes),
-            write_indices=range(first_index, first_index + len(nodes)),
+            masks=[node.mask for node in nodes],
+            record=session.sampling.record,
         )
-        self.parents.extend([(session, node) for node in nodes])
-        self.spans.append((session, len(nodes)))
+        self.nodes += nodes
+        self._span(session, len(nodes))
 
     def holds_chain(self, session: DraftSession) -> bool:
         """Whether pending tokens of the session are in this forward."""
         return session.key in self._chained
+
+    def parents(self) -> list[tuple[DraftSession, DraftNode]]:
+        """`nodes`, each with its session."""
+        owners = (session for session, count in self.spans for _ in range(count))
+        return list(zip(owners, self.nodes, strict=True))
+
+    def _span(self, session: DraftSession, count: int) -> None:
+        self.spans.append((session, count))
+        self.is_ranked = self.is_ranked and session.is_ranked
 
 
 class StepPlanner:
@@ -92,12 +105,14 @@ class StepPlanner:
 
     def _plan_chains(self, plan: StepPlan) -> None:
         """Pending tokens, the shortest chain first: a final token must not wait for somebody's prompt."""
+        waiting = []
         for session in self._sessions:
             if session.starved and self._slots.free >= session.length + _RESTART_MARGIN:
                 session.starved = False
-            if session.level == 0 and session.is_sync and (session.starved or not session.root_is_open):
+            if session.is_sync and session.level == 0 and (session.starved or not session.root_is_open):
                 plan.stuck.append(session)
-        waiting = [session for session in self._sessions if session.wants_prefill]
+            if session.kv_len < session.length and session.wants_prefill:
+                waiting.append(session)
         waiting.sort(key=lambda session: session.length - session.kv_len)
         budget = self._config.max_step_tokens
         for session in waiting:
@@ -125,14 +140,14 @@ class StepPlanner:
         return True
 
     def _plan_trees(self, plan: StepPlan) -> None:
-        growing = []
+        growing, least = [], self._config.min_path_value
         for session in self._sessions:
-            if session.kv_len < session.length or plan.holds_chain(session):
+            # A chain that is in this forward has its KV counted, but its root no children yet.
+            if session.kv_len < session.length or session.tree.root.child_tokens is None:
                 continue
-            value = session.tree.best_value
             if session.is_sync:
                 self._plan_level(session, plan)
-            elif value > 0 and value >= self._config.min_path_value and (room := self._room(session)) > 0:
+            elif (value := session.tree.best_value) > 0 and value >= least and (room := self._room(session)) > 0:
                 growing.append((session, room))
         if growing:
             for session, nodes in self._share_out(growing):
@@ -168,16 +183,18 @@ class StepPlanner:
             share = session.tree.take(min(room, width, self._config.min_session_nodes), least)
             width -= len(share)
             shares.append(share)
-        best = [(-session.tree.best_value, index) for index, (session, _) in enumerate(growing)]
+        best = [(-session.tree.best_value, index) for index, (session, _) in enumerate(growing)] if width > 0 else []
         heapify(best)
         while width > 0 and best:
-            _, index = heappop(best)
+            _, index = best[0]
             session, room = growing[index]
             node = session.tree.take(1, least) if len(shares[index]) < room else []
             if node:
                 shares[index] += node
                 width -= 1
-                heappush(best, (-session.tree.best_value, index))
+                heapreplace(best, (-session.tree.best_value, index))
+            else:
+                heappop(best)
         return [(session, share) for (session, _), share in zip(growing, shares, strict=True)]
 
     def _add_nodes(self, session: DraftSession, nodes: list[DraftNode], plan: StepPlan) -> None:

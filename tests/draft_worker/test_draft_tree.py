@@ -1,6 +1,7 @@
 import numpy as np
+import pytest
 
-from outrider.draft_worker.draft_tree import DraftNode, DraftTree, assign_keys, mask_words
+from outrider.draft_worker.draft_tree import DraftNode, DraftTree, assign_keys
 
 
 def make_tree(**changes: int | frozenset[int]) -> DraftTree:
@@ -10,7 +11,15 @@ def make_tree(**changes: int | frozenset[int]) -> DraftTree:
 
 def grow(tree: DraftTree, parent: DraftNode, **acceptance: float) -> list[DraftNode]:
     tokens = [int(name[1:]) for name in acceptance]
-    return tree.grow(parent, tokens, list(acceptance.values()), np.arange(len(tokens)))
+    assert tree.grow(parent, tokens, list(acceptance.values()), np.arange(len(tokens))) == len(tokens)
+    return [parent.children[token] for token in tokens]
+
+
+def take(tree: DraftTree, count: int) -> list[DraftNode]:
+    """Takes nodes as a step does, which gives them places for their KV."""
+    taken = tree.take(count)
+    assign_keys(taken, sum(node.has_kv for node in tree.nodes()))
+    return taken
 
 
 def test_takes_the_best_nodes_of_any_depth_first():
@@ -37,31 +46,72 @@ def test_ids_count_up_and_are_never_used_again():
 def test_reroot_keeps_what_hangs_below_and_rescales():
     tree = make_tree(max_depth=2)
     first, second = grow(tree, tree.root, t1=0.6, t2=0.3)
+    assert take(tree, 1) == [first]
     deep, other = grow(tree, first, t3=0.5, t4=0.4)
+    assert take(tree, 9) == [second]  # all others are at the greatest depth
     grow(tree, second, t6=0.9)
-    assert tree.take(9) == [first, second]  # all others are at the greatest depth
-    path, expanded = tree.reroot([1])
-    assert path == [first]
-    assert expanded == []
+    offsets, survivors = tree.reroot([1])
+    assert (offsets, survivors) == ([0], [])
     assert tree.root is first
     assert tree.size == 2
     assert (deep.path_value, deep.depth, deep.position) == (0.5, 1, 12)
-    assert tree.take(9) == [deep, other]
+    assert tree.best_value == pytest.approx(0.5)
+    assert second.is_dead
+    assert take(tree, 9) == [deep, other]
 
 
 def test_reroot_beyond_the_tree_starts_anew():
     tree = make_tree()
     (first,) = grow(tree, tree.root, t1=0.6)
-    path, expanded = tree.reroot([1, 8, 9])
-    assert path == [first]
-    assert expanded == []
+    take(tree, 1)
+    grow(tree, first, t2=0.5)
+    assert tree.reroot([1, 8, 9]) == ([0], [])
     assert (tree.root.token, tree.root.position, tree.size, tree.best_value) == (9, 13, 0, 0.0)
+    assert first.is_dead
+
+
+def test_a_node_in_flight_keeps_its_place_and_gets_its_children_as_the_root():
+    tree = make_tree()
+    first, second = grow(tree, tree.root, t1=0.6, t2=0.3)
+    assert take(tree, 2) == [first, second]
+    third, _ = grow(tree, first, t3=0.9, t4=0.1)
+    assert take(tree, 1) == [third]
+    assert tree.reroot([1]) == ([0], [third])
+    assert (third.key_offset, third.is_dead, second.is_dead) == (2, False, True)
+    assign_keys([third], 0)
+    assert tree.reroot([3]) == ([0], [])
+    assert tree.root is third
+    grow(tree, third, t5=0.5)
+    assert (tree.size, tree.best_value) == (1, 0.5)
+
+
+def test_values_do_not_vanish_over_many_commits():
+    tree = make_tree(last_position=10_000)
+    grow(tree, tree.root, t1=0.5, t2=0.25)
+    for _ in range(600):
+        (node,) = take(tree, 1)
+        assert (node.token, tree.best_value) == (1, 0.25)
+        grow(tree, node, t1=0.5, t2=0.25)
+        tree.reroot([1])
+        assert (tree.size, tree.best_value) == (2, 0.5)
+    assert 0 < tree.root.value <= 1
+    assert [node.path_value for node in tree.nodes()] == [0.25, 0.5]
+
+
+def test_dead_entries_do_not_pile_up():
+    tree = make_tree(last_position=10_000)
+    grow(tree, tree.root, **{f"t{token}": 0.5 for token in range(8)})
+    for _ in range(100):
+        (node,) = take(tree, 1)
+        grow(tree, node, **{f"t{token}": 0.5 for token in range(8)})
+        tree.reroot([0])
+    assert len(tree._frontier) < 100
 
 
 def test_children_that_are_unlikely_or_beyond_the_credit_are_remembered_but_not_made():
     tree = make_tree(max_children=2)
     made = tree.grow(tree.root, [1, 2, 3, -1], [0.5, 0.01, 0.2, 0.0], np.arange(4), min_acceptance=0.05)
-    assert [node.token for node in made] == [1]
+    assert (made, list(tree.root.children)) == (1, [1])
     assert tree.root.child_tokens == [1, 2, 3]
     assert tree.root.child_buckets is not None
     assert tree.root.child_buckets.tolist() == [0, 1, 2]
@@ -75,15 +125,12 @@ def test_final_tokens_and_last_positions_have_no_children():
     assert tree.take(9) == []
 
 
-def test_masks_hold_the_node_and_its_ancestors_over_several_words():
+def test_masks_hold_the_node_and_its_ancestors():
     tree = make_tree(max_depth=200, last_position=500)
     node, chain = tree.root, []
     for token in range(70):
         (node,) = grow(tree, node, **{f"t{token}": 0.9})
         chain.append(node)
     assign_keys(chain, 0)
-    words = mask_words(chain)
-    assert words.shape == (70, 2)
-    bits = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, :70]
-    np.testing.assert_array_equal(bits, np.tril(np.ones((70, 70), dtype=np.uint8)))
-    assert mask_words(chain[:64]).shape == (64, 1)
+    assert [node.key_offset for node in chain] == list(range(70))
+    assert [node.mask for node in chain] == [(1 << count) - 1 for count in range(1, 71)]

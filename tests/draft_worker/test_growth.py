@@ -36,6 +36,10 @@ def open_session(growth: TreeGrowth, key: tuple[int, int] = KEY) -> DraftSession
     return session
 
 
+def ancestors(node: DraftNode) -> list[DraftNode]:
+    return [] if node.parent is None else [node.parent, *ancestors(node.parent)]
+
+
 def path_tokens(node: DraftNode) -> list[int]:
     tokens: list[int] = []
     walk: Any = node
@@ -168,7 +172,7 @@ def test_a_surviving_branch_is_not_computed_again(make_growth: Make, make_start:
     session = open_session(growth)
     best = max(session.tree.root.children.values(), key=lambda node: node.path_value)
     before = {node.node_id for node in session.tree.nodes() if node.child_tokens is not None}
-    survivors = [node.node_id for node in best.walk()]  # pyright: ignore[reportAttributeAccessIssue]
+    survivors = [node.node_id for node in session.tree.nodes() if best in ancestors(node)]
     runner.batches.clear()
     growth.commit(KEY, 1, 3, [best.token])
     assert [node.node_id for node in session.tree.nodes()] == survivors

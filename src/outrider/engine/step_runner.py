@@ -15,6 +15,7 @@ import torch
 
 from outrider.engine.batch import ForwardBatch, TreeChoices
 from outrider.engine.buckets import Bucket, BucketLadder
+from outrider.engine.draft_staging import GrowthRows, RankedChildren, stage_growth
 from outrider.engine.kv_slots import SlotTable
 from outrider.engine.step_buffers import StagedStep, StepBuffer, StepBuffers
 from outrider.engine.step_graphs import StepGraphs
@@ -66,6 +67,11 @@ class LaunchedStep:
         self.wait()
         return StepAnswer.of(self._buffer.answer(answer_len(self._staged.bucket)).numpy(), self._staged)
 
+    def children(self) -> RankedChildren:
+        """What a growth step's rows rank best, once the device is done."""
+        self.wait()
+        return RankedChildren(self._buffer.answer(answer_len(self._staged.bucket)).numpy(), self._staged)
+
 
 class StepRunner:
     """One rank's model, driven by staged steps. One thread calls it.
@@ -97,6 +103,11 @@ class StepRunner:
         self._graphs = StepGraphs(program, max_tokens=ladder.max_tokens, enabled=graphs, strict=strict)
 
     @property
+    def ladder(self) -> BucketLadder:
+        """The buckets that there are."""
+        return self._ladder
+
+    @property
     def graphs(self) -> int:
         """Captured graphs."""
         return len(self._graphs)
@@ -124,6 +135,12 @@ class StepRunner:
             choose=self._choose,
             buffer=self._buffers.take(),
             unrolled=self._unrolled,
+        )
+
+    def stage_growth(self, growth: GrowthRows, *, children: int, words: int) -> StagedStep:
+        """A step that ranks so many children of its rows; arguments as those of `draft_staging.stage_growth`."""
+        return stage_growth(
+            growth, children=children, words=words, slots=self._slots, choose=self._choose, buffer=self._buffers.take()
         )
 
     def _choose(self, need: Bucket) -> Bucket:

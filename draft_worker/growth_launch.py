@@ -1,0 +1,164 @@
+"""How a planned step is run: with its children ranked on the device, or as a forward whose logits are looked at.
+
+The first where every row's children are found by rank under log q + G, of logits as they are, and the model has staged
+steps (`outrider.engine.step_runner`). The second where a session's processors or its rule need the logits themselves,
+and for models that only have `forward`. Both give the same children but for rounding.
+
+Shapes: R rows whose children are wanted, k children.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from outrider.draft_distribution import DraftDistribution
+from outrider.draft_worker.choice import ChildChooser
+from outrider.draft_worker.step_plan import StepPlan
+from outrider.engine.batch import ForwardBatch
+from outrider.engine.draft_buckets import growth_buckets, mask_words
+from outrider.engine.kv_slots import SlotTable
+from outrider.engine.step_runner import LaunchedStep, StepRunner
+from outrider.engine.step_trees import RECORD
+
+
+class Runner(Protocol):
+    """What growth needs of a model; `outrider.engine.model_runner.ModelRunner` is one.
+
+    One that has `steps`, a `StepRunner`, is driven through it where possible.
+    """
+
+    slots: SlotTable
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits."""
+        ...
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """Logits [R, V] float32."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FoundChildren:
+    """The children of R nodes, by column.
+
+    Attributes:
+        tokens: [R] lists, best first; -1 past the last that may be chosen.
+        acceptance: [R] lists of estimates given the parent.
+        buckets: [R] calibration buckets of each; None: it learns nothing from them.
+        distributions: [R] the q that the one token was drawn from, under rejection.
+    """
+
+    tokens: Sequence[list[int]]
+    acceptance: Sequence[Sequence[float]]
+    buckets: Sequence[npt.NDArray[np.int64] | None]
+    distributions: Sequence[DraftDistribution | None]
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthFlight:
+    """A step under way.
+
+    Attributes:
+        plan: what it computes.
+        is_done: whether the device has come to its end.
+        collect: waits for that end; the children.
+        begun_ns: when its launch began.
+        expected_end_ns: when the device should come to its end; 0 where nothing is known of that.
+    """
+
+    plan: StepPlan
+    is_done: Callable[[], bool]
+    collect: Callable[[], FoundChildren]
+    begun_ns: int
+    expected_end_ns: int = 0
+
+
+_NOTHING = FoundChildren([], [], [], [])
+
+
+class GrowthLauncher:
+    """Launches steps of one model.
+
+    Args:
+        runner: the model.
+        chooser: makes children of logits and ranks.
+        max_nodes: most nodes of a tree that have KV.
+
+    Attributes:
+        overlaps: whether the device works on its own between `launch` and `collect`.
+    """
+
+    def __init__(self, runner: Runner, chooser: ChildChooser, *, max_nodes: int) -> None:
+        self._runner, self._chooser = runner, chooser
+        self._words = mask_words(max_nodes)
+        steps: Any = getattr(runner, "steps", None)
+        self._steps: StepRunner | None = steps if steps is not None and steps.takes_trees else None
+        device: Any = getattr(runner, "device", None)
+        self.overlaps = device is not None and device.type == "cuda"
+        # By rows of the bucket: how long the device takes, averaged over the last steps.
+        self._device_ns: dict[int, float] = {}
+
+    def warm_up(self, *, step_nodes: int, step_tokens: int, sessions: int) -> None:
+        """Compiles and captures what growth begins with."""
+        if self._steps is not None:
+            buckets = growth_buckets(
+                self._steps.ladder,
+                step_nodes=step_nodes,
+                step_tokens=step_tokens,
+                sessions=sessions,
+                children=self._chooser.scored,
+                words=self._words,
+            )
+            self._steps.warm_up(buckets)
+
+    def launch(self, plan: StepPlan) -> GrowthFlight:
+        """Starts a step; on a device with staged steps nothing is waited for."""
+        begun = time.perf_counter_ns()
+        if self._steps is None or not plan.is_ranked:
+            return self._forward(plan, begun)
+        if (due := self._steps.due) is not None:
+            self._steps.capture(due)
+        staged = self._steps.stage_growth(plan.rows, children=self._chooser.scored, words=self._words)
+        launched = self._steps.launch(staged)
+        rows = staged.bucket.tokens
+        end = time.perf_counter_ns() + int(self._device_ns.get(rows, 0))
+        return GrowthFlight(plan, lambda: launched.is_done, lambda: self._ranked(plan, launched, rows), begun, end)
+
+    def _ranked(self, plan: StepPlan, launched: LaunchedStep, rows: int) -> FoundChildren:
+        launched.wait()
+        taken = launched.device_ns()
+        self._device_ns[rows] = taken + 0.75 * (self._device_ns.get(rows, taken) - taken)
+        if not plan.nodes:
+            return _NOTHING
+        found = launched.children()
+        temperature = np.frombuffer(b"".join(plan.rows.records), dtype=RECORD)["temperature"]
+        learned: npt.NDArray[np.bool_] | bool = True
+        if any(session.is_sync for session, _ in plan.spans):
+            learned = np.repeat([not session.is_sync for session, _ in plan.spans], [count for _, count in plan.spans])
+        tokens, acceptance, buckets = self._chooser.ranked(
+            found.tokens, found.log_q, found.scores, temperature, learned
+        )
+        return FoundChildren(tokens, acceptance, list(buckets), [None] * len(tokens))
+
+    def _forward(self, plan: StepPlan, begun: int) -> GrowthFlight:
+        logits = self._runner.forward(plan.rows.batch())
+
+        def collect() -> FoundChildren:
+            if not plan.nodes:
+                return _NOTHING
+            children = self._chooser.choose(plan.parents(), logits)
+            return FoundChildren(
+                [child.tokens for child in children],
+                [child.acceptance for child in children],
+                [child.buckets for child in children],
+                [child.distribution for child in children],
+            )
+
+        return GrowthFlight(plan, lambda: True, collect, begun)

@@ -1,0 +1,225 @@
+"""A growth step's rows, as columns over all sessions, and how they are packed into the bytes of a step.
+
+What `outrider.engine.step_staging` packs from a batch is written here straight into the step's arrays: trees grow by
+one level a step, so a step's host time is one of its costs.
+
+Shapes: T rows, S sessions, R rows whose children are ranked, W mask words, C children of a row.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from outrider.engine.batch import ForwardBatch
+from outrider.engine.buckets import Bucket
+from outrider.engine.kv_slots import SlotTable
+from outrider.engine.step_buffers import StagedStep, StepBuffer, StepLayout
+from outrider.engine.step_staging import pack_changes
+from outrider.engine.step_trees import RECORD
+
+
+class GrowthRows:
+    """The rows of a growth step: of each session either a chain of pending tokens or nodes of its tree.
+
+    Attributes:
+        rows: [S] of the slot table.
+        tree_starts: [S] key index of bit 0 of the masks.
+        key_lens: [S] keys of each session.
+        counts: [S] query rows of each session.
+        tokens: [T].
+        positions: [T].
+        write_index: [T] key index of each row's own key and value.
+        prefix_lens: [T] keys before this index are seen by all.
+        masks: [T] which keys from `tree_starts` on a row sees.
+        wanted: [R] the query rows whose children are ranked, ascending.
+        records: [R] `SamplingSpec.record` of each.
+    """
+
+    __slots__ = (
+        "counts", "key_lens", "masks", "positions", "prefix_lens", "records", "rows", "tokens", "tree_starts", "wanted",
+        "write_index",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.tree_starts: list[int] = []
+        self.key_lens: list[int] = []
+        self.counts: list[int] = []
+        self.tokens: list[int] = []
+        self.positions: list[int] = []
+        self.write_index: list[int] = []
+        self.prefix_lens: list[int] = []
+        self.masks: list[int] = []
+        self.wanted: list[int] = []
+        self.records: list[bytes] = []
+
+    @property
+    def num_rows(self) -> int:
+        """T."""
+        return len(self.tokens)
+
+    @property
+    def num_sessions(self) -> int:
+        """S."""
+        return len(self.rows)
+
+    def add_chain(self, row: int, token_ids: Sequence[int], first_index: int, record: bytes | None) -> None:
+        """Consecutive tokens, each of which sees all before it and itself.
+
+        Args:
+            row: the session's row of the slot table.
+            token_ids: the tokens at key indices, which are their positions, from `first_index` on.
+            first_index: key index of the first.
+            record: how the children of the last are ranked; None if it has none yet.
+        """
+        count, end = len(token_ids), first_index + len(token_ids)
+        self._session(row, end, end, count)
+        self.tokens += token_ids
+        self.positions += range(first_index, end)
+        self.write_index += range(first_index, end)
+        self.prefix_lens += range(first_index + 1, end + 1)
+        self.masks += [0] * count
+        if record is not None:
+            self.wanted.append(len(self.tokens) - 1)
+            self.records.append(record)
+
+    def add_tree(
+        self,
+        row: int,
+        *,
+        tree_start: int,
+        first_index: int,
+        token_ids: Sequence[int],
+        positions: Sequence[int],
+        masks: Sequence[int],
+        record: bytes,
+    ) -> None:
+        """Nodes of a tree: each sees the keys before `tree_start` and those its mask names.
+
+        Args:
+            row: the session's row of the slot table.
+            tree_start: key index of bit 0 of the masks.
+            first_index: key index of the first node, after which the others stand.
+            token_ids: [n].
+            positions: [n].
+            masks: [n], the node's own bit included.
+            record: how their children are ranked.
+        """
+        count, begin = len(token_ids), len(self.tokens)
+        self._session(row, tree_start, first_index + count, count)
+        self.tokens += token_ids
+        self.positions += positions
+        self.write_index += range(first_index, first_index + count)
+        self.prefix_lens += [tree_start] * count
+        self.masks += masks
+        self.wanted += range(begin, begin + count)
+        self.records += [record] * count
+
+    def batch(self) -> ForwardBatch:
+        """The rows as a forward whose logits are wanted where children are."""
+        count = self.num_rows
+        words = max((max(self.masks).bit_length() + 63) // 64, 1)
+        rows, tree_starts, key_lens = np.array([self.rows, self.tree_starts, self.key_lens], dtype=np.int32)
+        positions, write_index, prefix_len = np.array(
+            [self.positions, self.write_index, self.prefix_lens], dtype=np.int32
+        )
+        return ForwardBatch(
+            token_ids=np.array(self.tokens, dtype=np.int64),
+            positions=positions,
+            rows=rows,
+            query_start=np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int32),
+            tree_start=tree_starts,
+            prefix_len=prefix_len,
+            tree_mask=mask_words(self.masks, words).reshape(count, words),
+            write_index=write_index,
+            key_len=key_lens,
+            logit_rows=np.array(self.wanted, dtype=np.int64),
+        )
+
+    def _session(self, row: int, tree_start: int, key_len: int, count: int) -> None:
+        self.rows.append(row)
+        self.tree_starts.append(tree_start)
+        self.key_lens.append(key_len)
+        self.counts.append(count)
+
+
+def stage_growth(
+    growth: GrowthRows,
+    *,
+    children: int,
+    words: int,
+    slots: SlotTable,
+    choose: Callable[[Bucket], Bucket],
+    buffer: StepBuffer,
+) -> StagedStep:
+    """The step, packed into `buffer`; its rows' slots are reserved in `slots`.
+
+    Args:
+        growth: the rows.
+        children: C.
+        words: W of every step, so that deep trees need no graphs of their own.
+        slots: the slot table; what changed in it counts as sent.
+        choose: the bucket that holds a step of a given size.
+        buffer: free to be written.
+    """
+    total, ranked, sessions = growth.num_rows, len(growth.wanted), growth.num_sessions
+    of_session = np.array([growth.rows, growth.tree_starts, growth.key_lens, growth.counts], dtype=np.int32)
+    bucket = choose(Bucket(
+        tokens=total, sessions=sessions, keys=max(growth.key_lens), query_len=max(growth.counts), logit_rows=ranked,
+        nodes=0, words=max(words, (max(growth.masks).bit_length() + 63) // 64), children=children,
+    ))  # fmt: skip
+    layout = StepLayout.of(bucket)
+    data, arrays = buffer.step(layout)
+    rows, tree_starts, key_lens, counts = of_session
+    arrays["rows"][:sessions] = rows
+    arrays["tree_start"][:sessions] = tree_starts
+    arrays["key_len"][:sessions] = key_lens
+    query_start = arrays["query_start"]
+    np.cumsum(counts, dtype=np.int32, out=query_start[1 : sessions + 1])
+    query_start[sessions + 1 :] = total
+    of_row = np.array([growth.positions, growth.write_index, growth.prefix_lens, growth.tokens], dtype=np.int32)
+    write_slots = slots.table[np.repeat(rows, counts), of_row[1]]
+    assert write_slots.min() >= 0, "a row writes to a slot that was not reserved"
+    arrays["token_ids"][:total] = of_row[3]
+    arrays["positions"][:total] = of_row[0]
+    arrays["write_slots"][:total] = write_slots
+    arrays["prefix_len"][:total] = of_row[2]
+    arrays["tree_mask"][:total] = mask_words(growth.masks, bucket.words)
+    if ranked:
+        wanted = np.array(growth.wanted)
+        arrays["logit_rows"][:ranked] = wanted
+        arrays["choice_positions"][:ranked] = of_row[0][wanted] + 1
+        columns = np.frombuffer(b"".join(growth.records), dtype=RECORD)
+        for name in RECORD.names or ():
+            arrays[name][:ranked] = columns[name]
+    more = pack_changes(rows, slots, arrays)
+    return StagedStep(bucket=bucket, data=data, more_updates=more, logit_rows=ranked, trees=0, buffer=buffer)
+
+
+class RankedChildren:
+    """What comes back of a growth step: the C best children of each of the R rows, best first.
+
+    Attributes:
+        tokens: [R, C] int32; -1 past the last that may be chosen.
+        log_q: [R, C] float32.
+        scores: [R, C] float32, log q + G.
+    """
+
+    __slots__ = ("log_q", "scores", "tokens")
+
+    def __init__(self, answer: npt.NDArray[np.int32], staged: StagedStep) -> None:
+        """From the words that the device sent, which are copied: their buffer is used again."""
+        bucket, ranked = staged.bucket, staged.logit_rows
+        words = answer.reshape(3, bucket.logit_rows, bucket.children)[:, :ranked].copy()
+        self.tokens = words[0]
+        self.log_q, self.scores = words[1:].view(np.float32)
+
+
+def mask_words(masks: Sequence[int], words: int) -> npt.NDArray[np.int64]:
+    """Masks as int64 words [T, words], bit j little-endian over the words."""
+    if words == 1:
+        return np.array(masks, dtype=np.uint64).view(np.int64)[:, None]
+    size = 8 * words
+    data = b"".join([mask.to_bytes(size, "little") for mask in masks])
+    return np.frombuffer(data, dtype="<i8").reshape(len(masks), words)
