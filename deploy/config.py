@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from outrider.engine.config import EngineConfig, KvCacheDtype
+from outrider.engine.config import EngineConfig, KvCacheDtype, Quantization
 
 
 class Bind(StrEnum):
@@ -40,6 +40,7 @@ class DeployConfig:
         draft_gpus: GPUs per draft worker; likewise.
         max_model_len: most tokens of a session (prompt and output); default the checkpoints' own limits.
         max_num_seqs: sessions at a time, of each worker.
+        quantization: fp8 rounds the targets' layers to 8 bits while they are loaded; by default they are not touched.
         kv_cache_memory_fraction: of the GPU memory that is free once a worker's weights are loaded, what its KV takes.
         kv_cache_dtype: of the targets' KV: auto is the model's, fp8_e4m3 takes a byte a number (on a GPU).
         enable_prefix_caching: targets keep the KV of tokens that no session holds any more, for those that begin alike.
@@ -76,6 +77,7 @@ class DeployConfig:
     draft_gpus: float | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 64
+    quantization: Quantization | None = None
     kv_cache_memory_fraction: float = 0.9
     kv_cache_dtype: KvCacheDtype = "auto"
     enable_prefix_caching: bool = True
@@ -125,6 +127,7 @@ class DeployConfig:
             device="cuda",
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
+            quantization=self.quantization,
             kv_cache_memory_fraction=self.kv_cache_memory_fraction,
             kv_cache_dtype=self.kv_cache_dtype,
         )

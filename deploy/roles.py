@@ -91,6 +91,7 @@ def target_config(config: DeployConfig, *, coordinator: str, device: str, host: 
     """A target worker's own configuration."""
     return TargetWorkerConfig(
         model_path=config.target_model,
+        quantization=config.quantization,
         host=host,
         coordinators=(coordinator,),
         device=device,

@@ -12,19 +12,20 @@ Shapes: N rows, K inner size.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
 from outrider.kernels.backend import check_shape
 
-__all__ = ["LARGEST", "ScaledWeight", "is_interleaved", "quantised", "scaled_weight", "stored_order"]
+__all__ = ["LARGEST", "ScaledWeight", "is_interleaved", "quantised", "row_scales", "scaled_weight", "stored_order"]
 
 LARGEST = 448.0
 # Numbers that are reordered among themselves.
 _GROUP = 64
-# Rows that are widened at a time, where all would take four times the memory of a large weight.
-_ROWS_AT_ONCE = 4096
+# Numbers that are widened at a time: all would take four times the memory of a large weight.
+_AT_ONCE = 1 << 24
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -57,32 +58,38 @@ class ScaledWeight:
     def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
         """[N, K] of `dtype`, in the usual order, rounded once."""
         plain = torch.empty(self.shape, dtype=dtype, device=self.device)
-        for begin in range(0, len(plain), _ROWS_AT_ONCE):
-            part = slice(begin, begin + _ROWS_AT_ONCE)
+        for part in _parts(plain):
             wide = _usual(self.values[part]).float()
             plain[part].copy_(wide.mul_(self.scales[part, None]))
         return plain
 
 
-def quantised(weight: torch.Tensor) -> ScaledWeight:
+def quantised(weight: torch.Tensor, scales: torch.Tensor | None = None) -> ScaledWeight:
     """A weight rounded to 8 bits.
 
     Args:
         weight: [N, K] floats.
+        scales: [N] float32; by default those of its own rows. Some columns of a weight take those of all its columns.
 
     Raises:
         ValueError: it is no matrix.
     """
     check_shape("weight", weight, ("N", "K"))
+    scales = row_scales(weight) if scales is None else scales
     values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
-    scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
-    for begin in range(0, len(weight), _ROWS_AT_ONCE):
-        part = slice(begin, begin + _ROWS_AT_ONCE)
-        wide = weight[part].float()
-        # A row of zeros has a factor too: nothing is divided by zero.
-        scales[part] = (wide.abs().amax(dim=1) / LARGEST).clamp_(min=torch.finfo(torch.float32).tiny)
-        values[part] = (wide / scales[part, None]).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    for part in _parts(weight):
+        wide = (weight[part].float() / scales[part, None]).clamp_(-LARGEST, LARGEST)
+        values[part] = wide.to(torch.float8_e4m3fn)
     return scaled_weight(values, scales)
+
+
+def row_scales(weight: torch.Tensor) -> torch.Tensor:
+    """[N] float32: what makes the largest number of each row of a weight [N, K] 448."""
+    scales = torch.empty(weight.shape[0], dtype=torch.float32, device=weight.device)
+    for part in _parts(weight):
+        scales[part] = weight[part].abs().amax(dim=1).float() / LARGEST
+    # A row of zeros has a factor too: nothing is divided by zero.
+    return scales.clamp_(min=torch.finfo(torch.float32).tiny)
 
 
 def scaled_weight(values: torch.Tensor, scales: torch.Tensor) -> ScaledWeight:
@@ -118,6 +125,12 @@ def stored_order(inner: int) -> torch.Tensor:
     if not is_interleaved(inner):
         return columns
     return columns.view(-1, 4, 2, 4, 2).permute(0, 3, 1, 4, 2).reshape(inner)
+
+
+def _parts(weight: torch.Tensor) -> Iterator[slice]:
+    """Ranges of rows."""
+    rows = max(_AT_ONCE // max(weight.shape[1], 1), 1)
+    return (slice(begin, begin + rows) for begin in range(0, len(weight), rows))
 
 
 def _usual(values: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.engine.config import AttentionBackend, DtypeName, EngineConfig, KvCacheDtype
+from outrider.engine.config import AttentionBackend, DtypeName, EngineConfig, KvCacheDtype, Quantization
 from outrider.models import embedded_target_path
 
 _CPU_PREFILL_PART, _GPU_PREFILL_TOKENS = 4, 4096
@@ -22,6 +22,8 @@ class TargetWorkerConfig:
         coordinators: host:port of every coordinator to register at; none serves whoever dials.
         device: "cpu", "cuda" or "cuda:N".
         dtype: of weights and KV; default float32 on a CPU, bfloat16 on a GPU.
+        quantization: fp8 rounds the layers' matrices to 8 bits while they are loaded; a checkpoint that has them so
+            needs no option.
         threads: CPU threads of one operator.
         max_num_seqs: sessions at a time.
         max_model_len: most tokens of a session (prompt and output); default the checkpoint's own limit.
@@ -53,6 +55,7 @@ class TargetWorkerConfig:
     coordinators: tuple[str, ...] = ()
     device: str = "cpu"
     dtype: DtypeName | None = None
+    quantization: Quantization | None = None
     threads: int = 1
     max_num_seqs: int = 64
     max_model_len: int | None = None
@@ -109,6 +112,7 @@ class TargetWorkerConfig:
             model_path=self.model_path or embedded_target_path(),
             device=self.device,
             dtype=self.dtype,
+            quantization=self.quantization,
             num_slots=self.num_slots,
             kv_bytes=self.kv_bytes,
             kv_cache_memory_fraction=self.kv_cache_memory_fraction,

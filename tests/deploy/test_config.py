@@ -25,6 +25,7 @@ from outrider.deploy.roles import draft_config, target_config
         ("max_num_seqs", -1),
         ("kv_cache_memory_fraction", 1.5),
         ("kv_cache_dtype", "int4"),
+        ("quantization", "int4"),
         ("max_prefill_tokens", 0),
         ("prefill_slowdown", -1.0),
     ],
@@ -75,6 +76,7 @@ def test_workers_get_the_options_of_their_own():
         max_num_seqs=600,
         kv_cache_memory_fraction=0.4,
         kv_cache_dtype="fp8_e4m3",
+        quantization="fp8",
         enable_prefix_caching=False,
         max_prefill_tokens=77,
         prefill_slowdown=0.2,
@@ -85,7 +87,7 @@ def test_workers_get_the_options_of_their_own():
     target = target_config(config, coordinator="h:1", device="cuda", host="h")
     shared = ("max_model_len", "max_num_seqs", "kv_cache_memory_fraction")
     own = ("kv_cache_dtype", "enable_prefix_caching", "max_prefill_tokens", "prefill_slowdown", "enforce_eager")
-    for name in (*shared, *own, "deterministic", "tensor_parallel_size"):
+    for name in (*shared, *own, "quantization", "deterministic", "tensor_parallel_size"):
         assert getattr(target, name) == getattr(config, name), name
     assert target.max_step_tokens == 600
     draft = draft_config(config, coordinator="h:1", device="cuda", host="h")

@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 from outrider.engine.attention import ATTENTION_NAME
 from outrider.engine.config import EngineConfig
 from outrider.engine.decoder_spec import SERVED_FAMILIES
+from outrider.engine.quantization import check_quantization, dequantise_linear_layers
 from outrider.engine.weight_source import SafetensorsSource
 from outrider.errors import CheckpointError
 from outrider.tokenizer_hash import tokenizer_hash
@@ -73,9 +74,11 @@ def load_checkpoint(config: EngineConfig) -> tuple[PreTrainedModel, ModelCard]:
     """
     folder = Path(config.model_path)
     model_config, card = read_checkpoint(config)
-    SafetensorsSource(folder).check({})  # names the file that is missing or corrupt, which transformers does not
-    with _no_progress_bar():
+    source = SafetensorsSource(folder)
+    source.check({})  # names the file that is missing or corrupt, which transformers does not
+    with _quietly():
         model = _load_weights(folder, model_config, getattr(torch, config.dtype_name))
+    dequantise_linear_layers(model, source, quantize=config.quantization == "fp8")
     torch.nn.Module.to(model, config.device)
     return model.eval().requires_grad_(False), card
 
@@ -103,13 +106,15 @@ def _load_weights(folder: Path, model_config: PretrainedConfig, dtype: torch.dty
 
 
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """A worker's log is no terminal."""
-    shown = transformers_logging.is_progress_bar_enabled()
+def _quietly() -> Iterator[None]:
+    """A worker's log is no terminal for progress bars, and needs no report of factors that are applied here."""
+    shown, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
     try:
         yield
     finally:
+        transformers_logging.set_verbosity(level)
         if shown:
             transformers_logging.enable_progress_bar()
 
@@ -130,10 +135,14 @@ def _read_config(folder: Path) -> PretrainedConfig:
         raise CheckpointError(f"{folder}: model type {document.get('model_type')!r} is not served{has}; these are: "
                               f"{', '.join(SERVED_MODEL_TYPES)}")  # fmt: skip
     if "quantization_config" in document:
-        raise CheckpointError(f"{folder}: quantised weights are not served; give the float or bfloat16 checkpoint")
+        check_quantization(folder, document["quantization_config"])
     if document.get("use_bidirectional_attention"):
         raise CheckpointError(f"{folder}: bidirectional attention is not served: it is no causal language model")
-    return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    model_config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    if "quantization_config" in document:
+        # transformers would want a library for it, and give the layers another code.
+        model_config.__dict__.pop("quantization_config", None)
+    return model_config
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

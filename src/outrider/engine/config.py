@@ -8,6 +8,7 @@ from typing import Literal
 DtypeName = Literal["float32", "bfloat16", "float16"]
 AttentionBackend = Literal["triton", "flashinfer", "reference"]
 KvCacheDtype = Literal["auto", "fp8_e4m3"]
+Quantization = Literal["fp8"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +19,8 @@ class EngineConfig:
         model_path: folder of a Hugging Face checkpoint (config.json, *.safetensors).
         device: "cpu", "cuda" or "cuda:N".
         dtype: of weights and KV; default float32 on a CPU, bfloat16 on a GPU.
+        quantization: "fp8" rounds the layers' matrices to 8 bits while they are loaded; None leaves them as the
+            checkpoint has them.
         num_slots: tokens whose KV fits; default is what `kv_bytes` holds.
         kv_bytes: memory for KV; default 1 GiB on a CPU, `kv_cache_memory_fraction` on a GPU. Never more is taken
             than `max_num_seqs` full sessions need.
@@ -42,6 +45,7 @@ class EngineConfig:
     model_path: str | Path
     device: str = "cpu"
     dtype: DtypeName | None = None
+    quantization: Quantization | None = None
     num_slots: int | None = None
     kv_bytes: int | None = None
     kv_cache_memory_fraction: float = 0.9
@@ -68,6 +72,8 @@ class EngineConfig:
             raise ValueError(f"device: {self.device!r} given, cpu, cuda or cuda:N needed")
         if self.dtype not in (None, "float32", "bfloat16", "float16"):
             raise ValueError(f"dtype: {self.dtype!r} given, float32, bfloat16 or float16 needed")
+        if self.quantization not in (None, "fp8"):
+            raise ValueError(f"quantization: {self.quantization!r} given, fp8 needed")
         if not 0 < self.kv_cache_memory_fraction <= 1:
             given = self.kv_cache_memory_fraction
             raise ValueError(f"kv_cache_memory_fraction: {given} given, above 0 and at most 1 needed")
@@ -123,6 +129,7 @@ def create_config_for_draft_model(target_config: EngineConfig, draft_config: Eng
         model_path=draft_config.model_path,
         device=draft_config.device,
         dtype=draft_config.dtype,
+        quantization=draft_config.quantization,
         num_slots=draft_config.num_slots,
         kv_bytes=draft_config.kv_bytes,
         kv_cache_memory_fraction=draft_config.kv_cache_memory_fraction,

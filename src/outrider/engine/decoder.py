@@ -12,7 +12,8 @@
     logits      = softcap(rows head^T)
 
 Nothing waits for the device and no shape depends on values, so a forward can be captured. On CPU tensors the operators
-run their references, and logits equal those of transformers' own model code.
+run their references, and logits equal those of transformers' own model code. Weights of 8 bits change the products
+alone (`outrider.kernels.skinny_linear`).
 
 Shapes: T rows, R rows whose logits are wanted, V vocabulary, N hidden, H query heads and Hkv key/value heads of D, P
 partial sums of a product whose reduction was split.
@@ -30,7 +31,7 @@ from outrider.engine.decoder_weights import DecoderWeights, LayerWeights
 from outrider.kernels.gated_activation import gated_activation
 from outrider.kernels.residual_norm import residual_norm
 from outrider.kernels.rotary_store import rotary_store
-from outrider.kernels.skinny_linear import gated_linear, linear, linear_parts
+from outrider.kernels.skinny_linear import Weight, gated_linear, linear, linear_parts
 from outrider.kernels.tree_attention import TreeAttentionBatch
 
 
@@ -172,7 +173,7 @@ class Decoder:
         )
         return mixed.flatten(1)
 
-    def _addend(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def _addend(self, rows: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         """What a block adds to the hidden rows, in parts [P, T, N]; of all ranks, unless the next norm adds them up."""
         addend = linear_parts(rows, weight, fixed=self._fixed)
         if self._all_reduce is not None and self.weights.world_size > 1 and self._sum_norm is None:

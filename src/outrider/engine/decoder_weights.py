@@ -6,6 +6,10 @@ holds its part only.
     output    columns of the rank's heads; down: columns of its feed-forward channels
     head      rows of the vocabulary, filled up with zeros to the same number on every rank
 
+With `quantized` the layers' matrices are rounded to 8 bits, each as it arrives on the device; those that come with 8
+bits stay as they are. Norms, biases and the embedding have the model's dtype, and so has the output layer, unless it
+comes with 8 bits.
+
 Norm weights are the factors as they are applied: Gemma's offset is in them, so they are float32 there. Tensors go to
 the device one at a time, each once; host memory holds none of them.
 
@@ -16,15 +20,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 from outrider.engine.decoder_spec import DecoderSpec
 from outrider.engine.weight_source import WeightSource
 from outrider.errors import CheckpointError
+from outrider.kernels.scaled_weight import ScaledWeight, quantised, row_scales, scaled_weight
+from outrider.kernels.skinny_linear import Weight
 
 # Tree nodes stand behind the longest sequence, and their positions need rows in the rotary tables too.
 TREE_POSITIONS = 4096
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Ranks have columns of these, and rows of the others.
+_SPLIT_BY_COLUMNS = ("o_proj.weight", "down_proj.weight")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -48,17 +57,17 @@ class LayerWeights:
     """
 
     attention_norm: torch.Tensor
-    qkv: torch.Tensor
+    qkv: Weight
     qkv_bias: torch.Tensor | None
     query_norm: torch.Tensor | None
     key_norm: torch.Tensor | None
-    output: torch.Tensor
+    output: Weight
     output_bias: torch.Tensor | None
     attention_addend_norm: torch.Tensor | None
     feed_forward_norm: torch.Tensor
-    gate_up: torch.Tensor
+    gate_up: Weight
     gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
+    down: Weight
     down_bias: torch.Tensor | None
     feed_forward_addend_norm: torch.Tensor | None
 
@@ -81,7 +90,7 @@ class DecoderWeights:
     embedding: torch.Tensor
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor
-    head: torch.Tensor
+    head: Weight
     rotary_tables: tuple[torch.Tensor, ...]
 
 
@@ -94,6 +103,7 @@ def load_decoder_weights(
     rank: int = 0,
     world_size: int = 1,
     positions: int | None = None,
+    quantized: bool = False,
 ) -> DecoderWeights:
     """The weights of one rank on its device.
 
@@ -105,6 +115,7 @@ def load_decoder_weights(
         rank: 0 to world_size - 1.
         world_size: ranks that share the model.
         positions: rows of the rotary tables; by default the model's longest sequence and a tree behind it.
+        quantized: whether the layers' matrices are rounded to 8 bits.
 
     Raises:
         CheckpointError: a tensor or file is missing, corrupt or of a wrong shape; the model does not divide into
@@ -114,17 +125,21 @@ def load_decoder_weights(
     source.check(tensor_shapes(spec))
     device = torch.device(device)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-    loader = _Loader(source, spec, device, dtype, rank, world_size)
+    loader = _Loader(source, spec, device, dtype, rank, world_size, quantized)
     try:
-        return loader.load(positions or spec.max_positions + TREE_POSITIONS)
+        weights = loader.load(positions or spec.max_positions + TREE_POSITIONS)
     except torch.OutOfMemoryError as error:
-        needed = weight_bytes(spec, dtype, world_size=world_size)
+        needed = weight_bytes(spec, dtype, world_size=world_size, quantized=quantized)
         held = "" if free is None else f", {free / 1e9:.2f} GB were free"
         raise CheckpointError(
             f"{source.place}: the weights do not fit on {device}: they take {needed / 1e9:.2f} GB in "
             f"{str(dtype).removeprefix('torch.')}{held}. Share them among more GPUs with --tensor-parallel-size, "
-            "take a smaller --dtype, or free the memory that others hold"
+            "take a smaller --dtype or --quantization fp8, or free the memory that others hold"
         ) from error
+    if device.type == "cuda":
+        # What rounding took for a moment is counted as free when KV takes its share.
+        torch.cuda.empty_cache()
+    return weights
 
 
 def tensor_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
@@ -159,13 +174,18 @@ def tensor_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def weight_bytes(spec: DecoderSpec, dtype: torch.dtype, *, world_size: int = 1) -> int:
+def weight_bytes(spec: DecoderSpec, dtype: torch.dtype, *, world_size: int = 1, quantized: bool = False) -> int:
     """Bytes of one rank's weights, rotary tables apart."""
-    count = 0
+    total = 0
     for name, shape in tensor_shapes(spec).items():
         split = len(shape) == 2 and name != _EMBEDDING
-        count += torch.Size(shape).numel() // (world_size if split else 1)
-    return count * dtype.itemsize
+        count = torch.Size(shape).numel() // (world_size if split else 1)
+        if quantized and split and name != _HEAD:
+            rows = shape[0] if name.endswith(_SPLIT_BY_COLUMNS) else shape[0] // world_size
+            total += count + rows * torch.float32.itemsize
+        else:
+            total += count * dtype.itemsize
+    return total
 
 
 def check_world_size(spec: DecoderSpec, world_size: int) -> None:
@@ -186,6 +206,7 @@ class _Loader:
     dtype: torch.dtype
     rank: int
     world_size: int
+    quantized: bool
 
     def load(self, positions: int) -> DecoderWeights:
         spec = self.spec
@@ -211,7 +232,7 @@ class _Loader:
         after_attention, after_feed_forward = f"{prefix}post_attention_layernorm", f"{prefix}post_feedforward_layernorm"
         return LayerWeights(
             attention_norm=self._norm(f"{prefix}input_layernorm"),
-            qkv=self._stacked(qkv, "weight"),
+            qkv=self._matrix(qkv),
             qkv_bias=self._stacked(qkv, "bias") if spec.qkv_bias else None,
             query_norm=self._norm(f"{attention}q_norm") if head_norms else None,
             key_norm=self._norm(f"{attention}k_norm") if head_norms else None,
@@ -219,7 +240,7 @@ class _Loader:
             output_bias=self._whole(f"{attention}o_proj.bias") if spec.output_bias else None,
             attention_addend_norm=self._norm(after_attention) if addend_norms else None,
             feed_forward_norm=self._norm(f"{prefix}{feed_forward_norm}"),
-            gate_up=self._stacked(gate_up, "weight"),
+            gate_up=self._matrix(gate_up),
             gate_up_bias=self._stacked(gate_up, "bias") if spec.feed_forward_bias else None,
             down=self._columns(f"{feed_forward}down_proj.weight", spec.intermediate_size),
             down_bias=self._whole(f"{feed_forward}down_proj.bias") if spec.feed_forward_bias else None,
@@ -231,6 +252,29 @@ class _Loader:
         share = size // self.world_size
         return self.rank * share, (self.rank + 1) * share
 
+    def _matrix(self, names: Sequence[tuple[str, int]]) -> Weight:
+        """The rank's rows of several matrices: of 8 bits where that is asked for, or where all come so."""
+        full = [f"{name}.weight" for name, _ in names]
+        if not self.quantized and any(self.source.factors(name) is None for name in full):
+            return self._stacked(names, "weight")
+        parts = [self._part(rows) for _, rows in names]
+        shape = (sum(stop - start for start, stop in parts), self.spec.hidden_size)
+        values = torch.empty(shape, dtype=torch.float8_e4m3fn, device=self.device)
+        scales = torch.empty(shape[0], dtype=torch.float32, device=self.device)
+        begin = 0
+        for name, (start, stop) in zip(full, parts, strict=True):
+            scaled = self._scaled_rows(name, start, stop)
+            place = slice(begin, begin + stop - start)
+            values[place], scales[place] = scaled.values, scaled.scales
+            begin += stop - start
+        return ScaledWeight(values, scales)
+
+    def _scaled_rows(self, name: str, start: int, stop: int) -> ScaledWeight:
+        factors, rows = self.source.factors(name), self.source.rows(name, start, stop)
+        if factors is None:
+            return quantised(rows.to(self.device, self.dtype))
+        return scaled_weight(rows.to(self.device), factors[start:stop].to(self.device))
+
     def _stacked(self, names: Sequence[tuple[str, int]], kind: str) -> torch.Tensor:
         """The rank's rows of several tensors of (name, rows), one after the other."""
         rest = (self.spec.hidden_size,) if kind == "weight" else ()
@@ -239,14 +283,28 @@ class _Loader:
         begin = 0
         for (name, _), (start, stop) in zip(names, parts, strict=True):
             full = f"{name}.{kind}"
-            stacked[begin : begin + stop - start].copy_(self.source.rows(full, start, stop))
+            stacked[begin : begin + stop - start].copy_(self._rows(full, start, stop))
             begin += stop - start
         return stacked
 
-    def _columns(self, name: str, width: int) -> torch.Tensor:
+    def _rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows of a tensor, whole: where only some matrices of an input come with 8 bits, none keeps them."""
+        if self.source.factors(name) is None:
+            return self.source.rows(name, start, stop)
+        return self._scaled_rows(name, start, stop).dequantised(self.dtype)
+
+    def _columns(self, name: str, width: int) -> Weight:
+        """The rank's columns of a matrix."""
+        start, stop = self._part(width)
+        factors = self.source.factors(name)
+        if factors is not None:
+            return scaled_weight(self.source.columns(name, start, stop).to(self.device), factors.to(self.device))
+        if self.quantized:
+            # The factors are those of whole rows, so that the model is the same on any number of ranks.
+            whole = self._whole(name)
+            return quantised(whole[:, start:stop], row_scales(whole))
         if self.world_size == 1:
             return self._whole(name)
-        start, stop = self._part(width)
         return self._empty((self.spec.hidden_size, stop - start)).copy_(self.source.columns(name, start, stop))
 
     def _norm(self, name: str) -> torch.Tensor:
@@ -256,7 +314,7 @@ class _Loader:
     def _whole(self, name: str) -> torch.Tensor:
         return self.source.tensor(name).to(self.device, self.dtype).contiguous()
 
-    def _head(self, embedding: torch.Tensor) -> torch.Tensor:
+    def _head(self, embedding: torch.Tensor) -> Weight:
         """The rank's rows of the output layer."""
         spec = self.spec
         share = -(-spec.vocab_size // self.world_size)
@@ -265,6 +323,10 @@ class _Loader:
         # As transformers does: an output layer of its own is taken, where the checkpoint has one that differs.
         if spec.tied_head and not self.source.stores(_HEAD):
             return tied if stop - start == share else self._padded(tied, share)
+        if self.source.factors(_HEAD) is not None:
+            scaled, missing = self._scaled_rows(_HEAD, start, stop), share - (stop - start)
+            values = functional.pad(scaled.values.view(torch.uint8), (0, 0, 0, missing))
+            return ScaledWeight(values.view(torch.float8_e4m3fn), functional.pad(scaled.scales, (0, missing)))
         head = self._whole(_HEAD) if self.world_size == 1 else self._padded(self.source.rows(_HEAD, start, stop), share)
         return tied if spec.tied_head and stop - start == share and torch.equal(head, tied) else head
 

@@ -222,6 +222,7 @@ def _load_decoder(
         getattr(torch, config.dtype_name),
         rank=ranks.rank,
         world_size=ranks.world_size,
+        quantized=config.quantization == "fp8",
     )
     all_reduce = gather_logits = sum_norm = None
     if ranks.world_size > 1:

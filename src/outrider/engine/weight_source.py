@@ -2,6 +2,9 @@
 
 A source hands out whole tensors, rows or columns by the names that transformers gives them. Of a file only the pages
 of what is asked for are read, and nothing is copied before it goes to its device.
+
+A checkpoint may have matrices of 8 bits: X.weight is float8_e4m3, and X.weight_scale has the factor of every row, or
+one for all.
 """
 
 import json
@@ -17,6 +20,7 @@ from outrider.errors import CheckpointError
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_SCALED = "F8_E4M3"
 
 
 class WeightSource(Protocol):
@@ -29,6 +33,10 @@ class WeightSource(Protocol):
 
     def stores(self, name: str) -> bool:
         """Whether a tensor that a model may lack is there."""
+        ...
+
+    def factors(self, name: str) -> torch.Tensor | None:
+        """Of a matrix of 8 bits, what its rows are to be multiplied with, float32; None for any other tensor."""
         ...
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -69,6 +77,9 @@ class FunctionSource:
     def stores(self, name: str) -> bool:
         """False: what a model may lack is not made."""
         return False
+
+    def factors(self, name: str) -> None:
+        """None: what is made is whole."""
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Tensors are held against it when they are made."""
@@ -122,9 +133,20 @@ class SafetensorsSource:
             if given != shape:
                 raise CheckpointError(f"{self._path(name)}: {name} has shape {list(given)}, "
                                       f"{list(shape)} needed after config.json")  # fmt: skip
-            if found.get_dtype() not in _FLOATS:
+            if found.get_dtype() == _SCALED:
+                self._check_factors(name, shape)
+            elif found.get_dtype() not in _FLOATS:
                 raise CheckpointError(f"{self._path(name)}: {name} is {found.get_dtype()}; "
                                       "give the float or bfloat16 checkpoint")  # fmt: skip
+
+    def factors(self, name: str) -> torch.Tensor | None:
+        """Those beside a tensor of 8 bits, one a row."""
+        if _factors_of(name) not in self._file_of or self._slice(name).get_dtype() != _SCALED:
+            return None
+        factors = _factors_of(name)
+        # One factor for all may have no dimension, and no slices.
+        stored = self._open(self._file_of[factors]).get_tensor(factors)
+        return stored.float().flatten().expand(self._slice(name).get_shape()[0])
 
     def tensor(self, name: str) -> torch.Tensor:
         """A view of the mapped file."""
@@ -137,6 +159,17 @@ class SafetensorsSource:
     def columns(self, name: str, start: int, stop: int) -> torch.Tensor:
         """A view of the mapped file."""
         return self._slice(name)[:, start:stop]
+
+    def _check_factors(self, name: str, shape: tuple[int, ...]) -> None:
+        factors = _factors_of(name)
+        if len(shape) != 2 or factors not in self._file_of:
+            raise CheckpointError(f"{self._path(name)}: {name} is {_SCALED} without {factors}; "
+                                  "give the float or bfloat16 checkpoint")  # fmt: skip
+        found = self._slice(factors)
+        given = tuple(found.get_shape())
+        if given not in ((), (1,), (shape[0],), (shape[0], 1)) or found.get_dtype() not in _FLOATS:
+            raise CheckpointError(f"{self._path(factors)}: {factors} is {found.get_dtype()} of shape {list(given)}, "
+                                  f"floats, one or [{shape[0]}, 1] of them, needed")  # fmt: skip
 
     def _read_file_names(self) -> dict[str, str]:
         """The file of every tensor."""
@@ -178,3 +211,7 @@ class SafetensorsSource:
 
     def _path(self, name: str) -> Path:
         return self._folder / self._file_of[name]
+
+
+def _factors_of(name: str) -> str:
+    return f"{name}_scale"

@@ -20,6 +20,7 @@ from outrider.target_worker.config import TargetWorkerConfig
         ("max_tree_nodes", -1),
         ("device", "tpu"),
         ("dtype", "int8"),
+        ("quantization", "awq"),
         ("attention_backend", "eager"),
         ("kv_cache_memory_fraction", 0.0),
         ("kv_cache_memory_fraction", 1.5),
@@ -43,6 +44,7 @@ def test_a_target_worker_hands_every_option_of_the_engine_on() -> None:
     values: dict[str, Any] = {
         "device": "cuda",
         "dtype": "float16",
+        "quantization": "fp8",
         "num_slots": 300,
         "kv_bytes": 1 << 20,
         "kv_cache_memory_fraction": 0.5,

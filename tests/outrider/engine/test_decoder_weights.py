@@ -21,6 +21,7 @@ from outrider.engine.decoder_weights import (
 )
 from outrider.engine.weight_source import FunctionSource, SafetensorsSource
 from outrider.errors import CheckpointError
+from outrider.kernels.skinny_linear import Weight
 
 SIZES: dict[str, Any] = {
     "vocab_size": 9,
@@ -70,15 +71,21 @@ def load(
     return load_decoder_weights(FunctionSource(tensors.__getitem__), spec, "cpu", dtype, **options)
 
 
+def plain(weight: Weight) -> torch.Tensor:
+    """A weight that is not of 8 bits."""
+    assert isinstance(weight, torch.Tensor)
+    return weight
+
+
 def test_projections_of_one_input_are_one_matrix() -> None:
     tensors = random_tensors(LLAMA)
     layer = load(LLAMA, tensors).layers[1]
     attention, feed_forward = "model.layers.1.self_attn.", "model.layers.1.mlp."
     for kind, qkv, gate_up in (("weight", layer.qkv, layer.gate_up), ("bias", layer.qkv_bias, layer.gate_up_bias)):
         assert qkv is not None and gate_up is not None
-        assert torch.equal(qkv, torch.cat([tensors[f"{attention}{part}_proj.{kind}"] for part in "qkv"]))
+        assert torch.equal(plain(qkv), torch.cat([tensors[f"{attention}{part}_proj.{kind}"] for part in "qkv"]))
         assert torch.equal(
-            gate_up, torch.cat([tensors[f"{feed_forward}{part}_proj.{kind}"] for part in ("gate", "up")])
+            plain(gate_up), torch.cat([tensors[f"{feed_forward}{part}_proj.{kind}"] for part in ("gate", "up")])
         )
 
 
@@ -101,10 +108,10 @@ def test_a_rank_reads_its_part_only() -> None:
         **dict.fromkeys(("input_layernorm.weight", "post_attention_layernorm.weight"), "all"),
     }
     assert source.asked["lm_head.weight"] == ("rows", 5, 9)
-    assert torch.equal(weights.layers[0].qkv[4:6], tensors["model.layers.0.self_attn.k_proj.weight"][2:4])
-    assert torch.equal(weights.layers[0].down, tensors["model.layers.0.mlp.down_proj.weight"][:, 6:])
+    assert torch.equal(plain(weights.layers[0].qkv)[4:6], tensors["model.layers.0.self_attn.k_proj.weight"][2:4])
+    assert torch.equal(plain(weights.layers[0].down), tensors["model.layers.0.mlp.down_proj.weight"][:, 6:])
     # Five rows of the vocabulary's nine a rank: the second rank's last one is filled up.
-    assert torch.equal(weights.head, torch.cat([tensors["lm_head.weight"][5:], torch.zeros(1, 8)]))
+    assert torch.equal(plain(weights.head), torch.cat([tensors["lm_head.weight"][5:], torch.zeros(1, 8)]))
 
 
 def test_what_is_whole_already_is_not_copied() -> None:
@@ -116,14 +123,14 @@ def test_what_is_whole_already_is_not_copied() -> None:
         (weights.layers[0].output, "model.layers.0.self_attn.o_proj.weight"),
         (weights.layers[0].down, "model.layers.0.mlp.down_proj.weight"),
     ):
-        assert loaded.data_ptr() == tensors[name].data_ptr()
+        assert plain(loaded).data_ptr() == tensors[name].data_ptr()
 
 
 def test_a_tied_output_layer_is_a_view_of_the_embedding() -> None:
     weights = load(GEMMA, random_tensors(GEMMA))
-    assert weights.head.data_ptr() == weights.embedding.data_ptr()
+    assert plain(weights.head).data_ptr() == weights.embedding.data_ptr()
     first = load(GEMMA, random_tensors(GEMMA), world_size=2)
-    assert first.head.data_ptr() == first.embedding.data_ptr()
+    assert plain(first.head).data_ptr() == first.embedding.data_ptr()
     assert first.head.shape == (5, 8)
 
 
@@ -135,8 +142,8 @@ def test_an_output_layer_beside_a_tied_embedding_counts_where_it_differs(tmp_pat
     stored["lm_head.weight"] = stored["model.embed_tokens.weight"] + float(differs)
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     weights = load_decoder_weights(SafetensorsSource(folder), DecoderSpec.of(config), "cpu", torch.float32)
-    assert torch.equal(weights.head, AutoModelForCausalLM.from_pretrained(folder).lm_head.weight)
-    assert (weights.head.data_ptr() == weights.embedding.data_ptr()) == (not differs)
+    assert torch.equal(plain(weights.head), AutoModelForCausalLM.from_pretrained(folder).lm_head.weight)
+    assert (plain(weights.head).data_ptr() == weights.embedding.data_ptr()) == (not differs)
 
 
 def test_gemmas_norms_are_the_factors_as_applied() -> None:
@@ -161,13 +168,15 @@ def test_rotary_tables_reach_past_the_longest_sequence() -> None:
     assert load(LLAMA, tensors, positions=20).rotary_tables[0].shape == (20, 2, 1)
 
 
+@pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_bytes_announced_are_those_taken(world_size: int) -> None:
+def test_the_bytes_announced_are_those_taken(world_size: int, quantized: bool) -> None:
     spec = DecoderSpec.of(LlamaConfig(**{**SIZES, "vocab_size": 10}))
-    weights = load(spec, random_tensors(spec), torch.bfloat16, world_size=world_size)
+    weights = load(spec, random_tensors(spec), torch.bfloat16, world_size=world_size, quantized=quantized)
     taken = [weights.embedding, weights.final_norm, weights.head]
     taken += [getattr(layer, field.name) for layer in weights.layers for field in fields(LayerWeights)]
-    assert weight_bytes(spec, torch.bfloat16, world_size=world_size) == sum(t.nbytes for t in taken if t is not None)
+    announced = weight_bytes(spec, torch.bfloat16, world_size=world_size, quantized=quantized)
+    assert announced == sum(t.nbytes for t in taken if t is not None)
 
 
 def test_sizes_that_do_not_divide_are_refused_with_those_that_do() -> None:
