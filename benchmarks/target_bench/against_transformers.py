@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.end_bench.checkpoints import widen
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
@@ -212,13 +212,6 @@ def transformers_contenders(target: Path, draft: Path, arguments: argparse.Names
             model, max_new_tokens=count, cache_implementation="static"
         )
     return found
-
-
-def widen(role: str, shape: str, folder: Path) -> Path:
-    """Writes one of the embedded pair in a larger shape."""
-    command = [sys.executable, "-m", "outrider.cli", "widen", role, shape, str(folder), "--check", "none"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return folder
 
 
 def print_table(measurements: Sequence[Measurement], title: str) -> None:

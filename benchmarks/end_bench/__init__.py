@@ -1,0 +1,1 @@
+"""What benchmarks/end_to_end.py runs."""

@@ -1,0 +1,146 @@
+"""What is measured: one cell is one way of serving under one load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+# Cells that a killed run should not have left out come first.
+_FIRST_MODES = ("off", "async", "sync")
+
+
+class Setup(StrEnum):
+    """Which workers serve, and where they stand."""
+
+    APART = "apart"
+    """The target on one GPU, the draft on another."""
+    SHARED = "shared"
+    """Target and draft on one and the same GPU."""
+    REPLICAS = "replicas"
+    """A target on each of two GPUs, no draft."""
+    FAR_DRAFT = "far draft"
+    """As apart, with a round trip added between draft and coordinator."""
+    FAR_TARGET = "far target"
+    """As apart, with a round trip added between target and coordinator."""
+
+    @property
+    def is_far(self) -> bool:
+        """Whether a link is delayed."""
+        return self in {Setup.FAR_DRAFT, Setup.FAR_TARGET}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One measurement.
+
+    Attributes:
+        setup: which workers serve.
+        mode: off, sync or async.
+        temperature: of all requests.
+        sessions: that run at a time.
+        rtt_ms: round trip added to the delayed link.
+        synthetic: rates at which drafts are accepted, whatever they say; none for what they are worth.
+    """
+
+    setup: Setup
+    mode: str
+    temperature: float
+    sessions: int
+    rtt_ms: float = 0.0
+    synthetic: tuple[float, ...] = ()
+
+    @property
+    def gpus(self) -> int:
+        """That serve it: where nothing is drafted, the draft's does not count."""
+        if self.setup is Setup.SHARED or (self.mode == "off" and self.setup is not Setup.REPLICAS):
+            return 1
+        return 2
+
+    @property
+    def name(self) -> str:
+        """In a line of progress."""
+        parts = [f"{self.mode} {self.setup}"]
+        if self.setup.is_far:
+            parts.append(f"{self.rtt_ms:g} ms")
+        if self.synthetic:
+            parts.append("synthetic " + ",".join(f"{rate:g}" for rate in self.synthetic))
+        return f"{' '.join(parts)}, {self.sessions} sessions, temperature {self.temperature:g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is asked for; every attribute as the option of its name.
+
+    Attributes:
+        sessions, temperatures, modes: of the cells that are compared with each other.
+        setups: beside those of delayed links.
+        baselines_at: temperatures of the setups but apart.
+        rtt_ms: round trips, each a cell of every delayed link at the first temperature.
+        rtt_links: draft, target.
+        rtt_sessions: sessions of these.
+        synthetic: rates; cells at the first temperature, for every number of sessions.
+    """
+
+    sessions: Sequence[int]
+    temperatures: Sequence[float]
+    modes: Sequence[str]
+    setups: Sequence[Setup]
+    baselines_at: Sequence[float] = ()
+    rtt_ms: Sequence[float] = ()
+    rtt_links: Sequence[str] = ("draft",)
+    rtt_sessions: Sequence[int] = (1,)
+    synthetic: tuple[float, ...] = ()
+
+
+def cells_of(plan: Plan) -> list[Cell]:
+    """All cells, those that the others are compared with first."""
+    return list(dict.fromkeys([*_compared(plan), *_far(plan), *_synthetic(plan), *_baselines(plan)]))
+
+
+def _compared(plan: Plan) -> Iterator[Cell]:
+    if Setup.APART not in plan.setups:
+        return
+    modes = sorted(plan.modes, key=_FIRST_MODES.index)
+    for temperature in plan.temperatures:
+        for sessions in plan.sessions:
+            for mode in modes:
+                yield Cell(setup=Setup.APART, mode=mode, temperature=temperature, sessions=sessions)
+
+
+def _far(plan: Plan) -> Iterator[Cell]:
+    links = {"draft": Setup.FAR_DRAFT, "target": Setup.FAR_TARGET}
+    # Nothing added, but through the same relay: what the relay itself costs.
+    for rtt_ms in (0.0, *plan.rtt_ms) if plan.rtt_ms else ():
+        for link in plan.rtt_links:
+            for sessions in plan.rtt_sessions:
+                yield Cell(
+                    setup=links[link], mode="async", temperature=plan.temperatures[0], sessions=sessions, rtt_ms=rtt_ms
+                )
+
+
+def _synthetic(plan: Plan) -> Iterator[Cell]:
+    for sessions in plan.sessions if plan.synthetic else ():
+        for mode in (mode for mode in _FIRST_MODES[1:] if mode in plan.modes):
+            yield Cell(
+                setup=Setup.APART,
+                mode=mode,
+                temperature=plan.temperatures[0],
+                sessions=sessions,
+                synthetic=plan.synthetic,
+            )
+
+
+def _baselines(plan: Plan) -> Iterator[Cell]:
+    for temperature in plan.baselines_at:
+        for sessions in plan.sessions:
+            if Setup.REPLICAS in plan.setups and sessions > 1:
+                yield Cell(setup=Setup.REPLICAS, mode="off", temperature=temperature, sessions=sessions)
+            if Setup.SHARED in plan.setups:
+                for mode in (mode for mode in _FIRST_MODES[1:] if mode in plan.modes):
+                    yield Cell(setup=Setup.SHARED, mode=mode, temperature=temperature, sessions=sessions)
+
+
+def setups_of(cells: Iterable[Cell]) -> list[Setup]:
+    """Those that occur."""
+    return list(dict.fromkeys(cell.setup for cell in cells))

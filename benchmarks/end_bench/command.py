@@ -1,0 +1,218 @@
+"""What benchmarks/end_to_end.py does: start, measure cell after cell, stop, tell."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.end_bench import report
+from benchmarks.end_bench.cells import Cell, Setup, cells_of, setups_of
+from benchmarks.end_bench.checkpoints import widen_pair
+from benchmarks.end_bench.driving import Drivers, Load
+from benchmarks.end_bench.figures import CellFigures, as_dicts
+from benchmarks.end_bench.options import parse, plan_of, prompts_of, service_options
+from benchmarks.end_bench.services import Services
+from rich.console import Console
+
+from outrider.client import Client
+from outrider.errors import OutriderError
+
+# Sessions of a cell whose every verification is reported: reporting all of them would be a load of its own.
+_TRACED = 4
+# Until all processes have begun to drive.
+_LEAD_S = 0.2
+# After the end of a cell, the longest that its processes may take to come back.
+_BACK_S = 20.0
+_FAILED = 1
+
+
+@dataclass(kw_only=True)
+class Run:
+    """A run and what it has found.
+
+    Attributes:
+        arguments: of the command line.
+        began_s: when it was started.
+        cells: measured.
+        left_out: names of cells there was no time for.
+        failures: names of cells that failed, with what happened.
+    """
+
+    arguments: argparse.Namespace
+    began_s: float
+    cells: list[CellFigures] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def left_s(self) -> float:
+        """Time that the run may still take."""
+        limit_s = self.arguments.time_limit
+        return float("inf") if limit_s is None else self.began_s + limit_s - time.monotonic()
+
+    def report(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "machine": report.machine(self.arguments.device),
+            "settings": {name: value for name, value in vars(self.arguments).items() if name != "output"},
+            "cells": as_dicts(self.cells),
+            "left_out": self.left_out,
+            "failures": self.failures,
+        }
+
+    def write(self) -> None:
+        """Into the folder that was asked for, if one was."""
+        if self.arguments.output is not None:
+            report.write(self.arguments.output / "end_to_end.json", self.report())
+
+
+def main(given: Sequence[str]) -> int:
+    """Table on standard error, JSON on standard output; returns the exit code."""
+    arguments = parse(given)
+    console = Console(file=sys.stderr, width=180, highlight=False)
+    if arguments.plot is not None:
+        found = json.loads(arguments.plot.read_text(encoding="utf-8"))
+        return _draw(found, arguments.output or arguments.plot.parent, console)
+    run = Run(arguments=arguments, began_s=time.monotonic())
+    if arguments.output is not None:
+        arguments.output.mkdir(parents=True, exist_ok=True)
+    try:
+        measure(run, console)
+    except KeyboardInterrupt:
+        console.print("interrupted: what follows was measured before")
+    except OutriderError as error:
+        run.failures["the run"] = str(error)
+    found = run.report()
+    console.print(report.table(found["cells"], _title(found)))
+    for name in run.left_out:
+        console.print(f"no time was left for {name}", markup=False)
+    for name, failure in run.failures.items():
+        console.print(f"{name} failed: {failure}", markup=False)
+    run.write()
+    sys.stdout.write(json.dumps(found, indent=2, default=str) + "\n")
+    if arguments.output is not None and run.cells:
+        _draw(json.loads(json.dumps(found, default=str)), arguments.output, console)
+    return _FAILED if run.failures or not run.cells else 0
+
+
+def measure(run: Run, console: Console) -> None:
+    """Starts everything, measures cell after cell, and stops it."""
+    arguments = run.arguments
+
+    def say(text: str) -> None:
+        console.print(f"{time.monotonic() - run.began_s:6.1f} s  {text}", markup=False)
+
+    cells = cells_of(plan_of(arguments))
+    with ExitStack() as stack:
+        target, draft = arguments.target, arguments.draft
+        if arguments.shapes is not None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.scratch)))
+            target, draft = widen_pair(arguments.shapes, folder)
+            say("the pair is written")
+        options = service_options(arguments, target, draft)
+        services = stack.enter_context(Services(options, setups_of(cells), say, log_folder=arguments.output))
+        bench = Bench(
+            services=services,
+            drivers=stack.enter_context(Drivers(processes=arguments.clients)),
+            prompts=prompts_of(arguments.prompt_tokens, target),
+            max_new_tokens=arguments.max_new_tokens,
+            measure_s=arguments.measure,
+        )
+        _measure_all(run, bench, cells, say)
+
+
+def _measure_all(run: Run, bench: Bench, cells: Sequence[Cell], say: Callable[[str], None]) -> None:
+    known: set[tuple[Setup, str, int]] = set()
+    for number, cell in enumerate(cells):
+        way = (cell.setup, cell.mode, cell.sessions)
+        warm_up_s = run.arguments.warm_up + (0 if way in known else run.arguments.prepare)
+        known.add(way)
+        if run.left_s < warm_up_s + bench.measure_s + 2 * _LEAD_S:
+            run.left_out += [left.name for left in cells[number:]]
+            return
+        try:
+            run.cells.append(bench.figures(cell, warm_up_s=warm_up_s))
+        # One cell's failure should not hide the others.
+        except (OutriderError, TimeoutError, ExceptionGroup, OSError) as error:
+            run.failures[cell.name] = repr(error)
+            say(f"{cell.name}: failed: {error!r}")
+            bench.services.check_alive()
+        else:
+            say(f"{cell.name}: {report.line(as_dicts(run.cells)[-1])}")
+        run.write()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What measures cells.
+
+    Attributes:
+        services: that are measured.
+        drivers: that put them under load.
+        prompts: of the requests, as token ids.
+        max_new_tokens: of every request.
+        measure_s: how long a cell is looked at.
+    """
+
+    services: Services
+    drivers: Drivers
+    prompts: Sequence[Sequence[int]]
+    max_new_tokens: int
+    measure_s: float
+
+    def figures(self, cell: Cell, *, warm_up_s: float) -> CellFigures:
+        """Measures one cell, after so many seconds of its load."""
+        endpoint = self.services.endpoints[cell.setup]
+        self.services.add_rtt(cell.setup, cell.rtt_ms)
+        begin_s = time.monotonic() + _LEAD_S + warm_up_s
+        load = Load(
+            endpoint=endpoint,
+            prompts=self.prompts,
+            first=0,
+            sessions=cell.sessions,
+            # Steps are numbered by target: of two, one is looked at.
+            traced=1 if cell.setup is Setup.REPLICAS else min(cell.sessions, _TRACED),
+            mode=cell.mode,
+            temperature=cell.temperature,
+            synthetic=cell.synthetic,
+            max_new_tokens=self.max_new_tokens,
+            begin_s=begin_s,
+            end_s=begin_s + self.measure_s,
+        )
+        with Client(endpoint) as client:
+            client.server_info()
+            futures = self.drivers.drive(load)
+            time.sleep(max(0.0, load.begin_s - time.monotonic()))
+            before = client.server_info()
+            time.sleep(max(0.0, load.end_s - time.monotonic()))
+            after = client.server_info()
+        driven = [future.result(timeout=_BACK_S) for future in futures]
+        return CellFigures.of(cell, driven, before, after, begin_s=load.begin_s, end_s=load.end_s)
+
+
+def _title(found: dict[str, Any]) -> str:
+    settings = found["settings"]
+    pair = " and ".join(settings["shapes"] or [str(settings["target"] or "the embedded target"), "its draft"])
+    gpus = found["machine"].get("gpus")
+    where = f"{len(gpus)} x {gpus[0]}" if gpus else f"{found['machine']['cores']} cores"
+    return f"{pair}, {where}"
+
+
+def _draw(found: dict[str, Any], folder: Path, console: Console) -> int:
+    from benchmarks.end_bench.plots import draw
+
+    try:
+        paths = draw(found["cells"], folder, _title(found))
+    except ImportError:
+        console.print('no plots: matplotlib is not installed; pip install "outrider[plots]"', markup=False)
+        return 0
+    console.print(f"{len(paths)} plots in {folder}", markup=False)
+    return 0

@@ -1,0 +1,177 @@
+"""Sessions that run one request after the other through the public door, in processes beside the one that measures.
+
+A client costs about as much as a coordinator: many sessions are spread over several processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
+from typing import Literal, cast
+
+import uvloop
+
+from outrider.client import AsyncClient, GenerateOptions
+from outrider.v1 import generation_pb2
+
+# Seeds of requests that follow each other in a session lie so far apart.
+_SEEDS_APART = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What one process drives. Times are of `time.monotonic`, which all processes of a machine share.
+
+    Attributes:
+        endpoint: of the coordinator.
+        prompts: [n] token ids or texts; session s begins with the one at s, and goes on with those after it.
+        first, sessions: the sessions' numbers.
+        traced: of these, so many have every verification reported.
+        mode, temperature, synthetic: as of the cell.
+        max_new_tokens: of every request.
+        begin_s, end_s: what is counted; sessions start at once and stop at the end.
+    """
+
+    endpoint: str
+    prompts: Sequence[str] | Sequence[Sequence[int]]
+    first: int
+    sessions: int
+    traced: int
+    mode: str
+    temperature: float
+    synthetic: tuple[float, ...]
+    max_new_tokens: int
+    begin_s: float
+    end_s: float
+
+    def options(self, session: int, count: int) -> GenerateOptions:
+        """Of a session's request after `count` others."""
+        options: GenerateOptions = {
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": self.temperature,
+            "seed": _SEEDS_APART * session + count,
+            "ignore_eos": True,
+            "speculation": cast("Literal['async', 'sync', 'off']", self.mode),
+            "trace": session < self.first + self.traced,
+        }
+        if self.synthetic and self.mode != "off":
+            options |= {"verification": "synthetic", "synthetic_rates": self.synthetic}
+        return options
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One verification as the coordinator saw it; `Round` of generation.proto."""
+
+    step: int
+    result_ns: int
+    waited_ns: int
+    step_ns: int
+    forward_ns: int
+    nodes: int
+    emitted: int
+
+
+@dataclass(kw_only=True)
+class Driven:
+    """What came in between begin and end.
+
+    Attributes:
+        tokens: that came.
+        tpot_ms, ttft_ms: of the requests that ended.
+        requests: per traced request, its verifications.
+    """
+
+    tokens: int = 0
+    tpot_ms: list[float] = field(default_factory=list)
+    ttft_ms: list[float] = field(default_factory=list)
+    requests: list[list[Round]] = field(default_factory=list)
+
+
+class Drivers:
+    """Processes that drive; use with `with`.
+
+    Args:
+        processes: most of them.
+        sessions_each: sessions that one drives before another is taken.
+    """
+
+    def __init__(self, *, processes: int, sessions_each: int = 16) -> None:
+        self._processes, self._each = processes, sessions_each
+        self._pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
+
+    def __enter__(self) -> Drivers:
+        # Imports take longer than a measurement may begin late.
+        for future in [self._pool.submit(_nothing) for _ in range(self._processes)]:
+            future.result()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def drive(self, load: Load) -> list[Future[Driven]]:
+        """Spreads the sessions of `load`; the traced ones are all the first process's."""
+        count = min(self._processes, -(-load.sessions // self._each))
+        sizes = [load.sessions // count + (number < load.sessions % count) for number in range(count)]
+        return [
+            self._pool.submit(
+                drive,
+                replace(load, first=sum(sizes[:number]), sessions=size, traced=0 if number else load.traced),
+            )
+            for number, size in enumerate(sizes)
+        ]
+
+
+def drive(load: Load) -> Driven:
+    """Runs the sessions of `load` until its end."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_drive(load))
+
+
+async def _drive(load: Load) -> Driven:
+    driven = Driven()
+    async with AsyncClient(load.endpoint) as client, asyncio.TaskGroup() as group:
+        for session in range(load.first, load.first + load.sessions):
+            group.create_task(_session(client, load, session, driven))
+    return driven
+
+
+async def _session(client: AsyncClient, load: Load, session: int, driven: Driven) -> None:
+    count = 0
+    while time.monotonic() < load.end_s:
+        prompt = load.prompts[(session + count) % len(load.prompts)]
+        async with client.stream(prompt, **load.options(session, count)) as stream:
+            async for delta in stream:
+                now = time.monotonic()
+                if now >= load.end_s:
+                    break
+                if now >= load.begin_s:
+                    driven.tokens += len(delta.token_ids)
+            else:
+                if time.monotonic() >= load.begin_s:
+                    driven.tpot_ms.append(stream.result.timings.tpot_ms)
+                    driven.ttft_ms.append(stream.result.timings.ttft_ms)
+        if stream.rounds:
+            driven.requests.append([_round(record) for record in stream.rounds])
+        count += 1
+
+
+def _round(record: generation_pb2.Round) -> Round:
+    return Round(
+        record.step,
+        record.result_ns,
+        record.waited_ns,
+        record.step_ns,
+        record.forward_ns,
+        len(record.node_tokens),
+        len(record.emitted_token_ids),
+    )
+
+
+def _nothing() -> None:
+    """Makes a process import this module."""
+    time.sleep(0.1)

@@ -1,0 +1,164 @@
+"""What a cell's numbers are made of.
+
+    exposed     of a round, the time between two results less the target's own step: what is not hidden behind it
+    busy        the target's steps as a share of the time
+    device      the model's forwards, by the device's own clock, as a share of the time
+
+A step is the target's own account of itself (`StepReport`): from its begin, or from the end of the one before where
+that was later, to its results. Rounds come from the traces of a few sessions; two results count as a round where their
+steps follow each other at the target and a traced request was there from the first to the second, so that a session's
+idling between two requests is nobody's exposed time.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.end_bench.cells import Cell, Setup
+from benchmarks.end_bench.driving import Driven, Round
+
+from outrider.v1 import generation_pb2
+
+_MS, _S = 1e6, 1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundFigures:
+    """Of the rounds of one target; medians but for the shares.
+
+    Attributes:
+        rounds: that were seen.
+        round_ms: from result to result.
+        step_ms: of it, the target's own step.
+        device_ms: of that, the device's.
+        exposed_ms: of round_ms, what is not step_ms.
+        exposed_mean_ms: the same, its mean.
+        waited_ms: that the coordinator held a round for growth.
+        busy, device: shares of the time.
+    """
+
+    rounds: int
+    round_ms: float
+    step_ms: float
+    device_ms: float
+    exposed_ms: float
+    exposed_mean_ms: float
+    waited_ms: float
+    busy: float
+    device: float
+
+    @classmethod
+    def of(cls, requests: Iterable[Sequence[Round]], *, begin_s: float, end_s: float) -> RoundFigures | None:
+        """Those whose results came in between; None where there are none."""
+        by_step: dict[int, Round] = {}
+        joined: set[int] = set()
+        for rounds in requests:
+            inside = [one for one in rounds if begin_s * _S <= one.result_ns < end_s * _S]
+            by_step |= {one.step: one for one in inside}
+            if inside:
+                joined.update(range(inside[0].step, inside[-1].step))
+        pairs = [(by_step[step], by_step[step + 1]) for step in joined if step in by_step and step + 1 in by_step]
+        if not pairs:
+            return None
+        spans = [later.result_ns - earlier.result_ns for earlier, later in pairs]
+        exposed = [span - later.step_ns for span, (_, later) in zip(spans, pairs, strict=True)]
+        total = sum(spans)
+        return cls(
+            rounds=len(pairs),
+            round_ms=statistics.median(spans) / _MS,
+            step_ms=statistics.median(later.step_ns for _, later in pairs) / _MS,
+            device_ms=statistics.median(later.forward_ns for _, later in pairs) / _MS,
+            exposed_ms=statistics.median(exposed) / _MS,
+            exposed_mean_ms=statistics.fmean(exposed) / _MS,
+            waited_ms=statistics.median(later.waited_ns for _, later in pairs) / _MS,
+            busy=sum(later.step_ns for _, later in pairs) / total,
+            device=sum(later.forward_ns for _, later in pairs) / total,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellFigures:
+    """One cell.
+
+    Attributes:
+        cell: what was measured.
+        seconds: how long.
+        requests: that ended meanwhile.
+        tokens_per_s: that clients received.
+        tokens_per_s_per_gpu: by the GPUs that served.
+        tpot_ms, ttft_ms: medians over the requests that ended; None where none did.
+        acceptance_length: emitted by a verification of a session.
+        nodes: submitted with one.
+        sessions_per_step: in a step of a target.
+        rounds: None where no two rounds were seen.
+    """
+
+    cell: Cell
+    seconds: float
+    requests: int
+    tokens_per_s: float
+    tokens_per_s_per_gpu: float
+    tpot_ms: float | None
+    ttft_ms: float | None
+    acceptance_length: float
+    nodes: float
+    sessions_per_step: float
+    rounds: RoundFigures | None
+
+    @classmethod
+    def of(
+        cls,
+        cell: Cell,
+        driven: Sequence[Driven],
+        before: generation_pb2.ServerInfo,
+        after: generation_pb2.ServerInfo,
+        *,
+        begin_s: float,
+        end_s: float,
+    ) -> CellFigures:
+        """From what the clients saw, and the server's totals at begin and end."""
+        seconds = end_s - begin_s
+        tokens = sum(one.tokens for one in driven)
+        tpot, ttft = ([value for one in driven for value in getattr(one, name)] for name in ("tpot_ms", "ttft_ms"))
+        verified = after.speculation.verify_steps - before.speculation.verify_steps
+        nodes = after.speculation.spec_draft_tokens - before.speculation.spec_draft_tokens
+        accepted = after.speculation.spec_accepted_tokens - before.speculation.spec_accepted_tokens
+        steps = after.steps_total - before.steps_total
+        requests = [request for one in driven for request in one.requests]
+        return cls(
+            cell=cell,
+            seconds=seconds,
+            requests=len(tpot),
+            tokens_per_s=tokens / seconds,
+            tokens_per_s_per_gpu=tokens / seconds / cell.gpus,
+            tpot_ms=statistics.median(tpot) if tpot else None,
+            ttft_ms=statistics.median(ttft) if ttft else None,
+            acceptance_length=1 + accepted / max(verified, 1),
+            nodes=nodes / max(verified, 1),
+            sessions_per_step=verified / max(steps, 1),
+            rounds=RoundFigures.of(requests, begin_s=begin_s, end_s=end_s),
+        )
+
+
+def speedups(cells: Sequence[CellFigures]) -> list[float | None]:
+    """Tokens per second of each, relative to `off` with one target at the same load; None where that is missing."""
+    plain = {
+        (one.cell.sessions, one.cell.temperature): one.tokens_per_s
+        for one in cells
+        if one.cell.mode == "off" and one.cell.setup is Setup.APART
+    }
+    rates = [plain.get((one.cell.sessions, one.cell.temperature)) for one in cells]
+    return [one.tokens_per_s / rate if rate else None for one, rate in zip(cells, rates, strict=True)]
+
+
+def as_dicts(cells: Sequence[CellFigures]) -> list[dict[str, Any]]:
+    """For JSON: flat, each with its speed-up."""
+    found = []
+    for one, speedup in zip(cells, speedups(cells), strict=True):
+        figures = asdict(one)
+        cell, rounds = figures.pop("cell"), figures.pop("rounds")
+        found.append({**cell, "gpus": one.cell.gpus, **figures, "speedup": speedup, **{"rounds": 0}, **(rounds or {})})
+    return found

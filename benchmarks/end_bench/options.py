@@ -1,0 +1,123 @@
+"""The command line of benchmarks/end_to_end.py, and what follows from it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.end_bench.cells import Plan, Setup
+from benchmarks.end_bench.services import ServiceOptions
+
+from outrider.models import embedded_target_path, held_out_prompts
+
+
+def prompts_of(length: int | None, target: Path | None) -> list[list[int]]:
+    """Held-out prompts as token ids; where a length is asked for, each goes on with those that follow it."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str((target or embedded_target_path()) / "tokenizer.json"))
+    ids = [tokenizer.encode(text).ids for text in held_out_prompts()]
+    if length is None:
+        return ids
+    joined = []
+    for first in range(len(ids)):
+        prompt: list[int] = []
+        place = first
+        while len(prompt) < length:
+            prompt += ids[place % len(ids)]
+            place += 1
+        joined.append(prompt[:length])
+    return joined
+
+
+def service_options(arguments: argparse.Namespace, target: Path | None, draft: Path | None) -> ServiceOptions:
+    """How the roles are started."""
+    most = max(*arguments.sessions, *arguments.rtt_sessions)
+    worker_args = ["--max-num-seqs", str(most)]
+    if arguments.dtype is not None:
+        worker_args += ["--dtype", arguments.dtype]
+    if arguments.kv_bytes is not None:
+        worker_args += ["--kv-bytes", str(arguments.kv_bytes)]
+    return ServiceOptions(
+        target=target,
+        draft=draft,
+        device=arguments.device,
+        worker_args=worker_args,
+        target_args=arguments.target_args.split(),
+        draft_args=arguments.draft_args.split(),
+        coordinator_args=[
+            *("--max-running-sessions", str(most)),
+            *(["--allow-synthetic"] if arguments.synthetic else []),
+            *arguments.coordinator_args.split(),
+        ],
+        start_timeout_s=arguments.start_timeout,
+    )
+
+
+def plan_of(arguments: argparse.Namespace) -> Plan:
+    """The cells that the command line asks for."""
+    return Plan(
+        sessions=arguments.sessions,
+        temperatures=arguments.temperatures,
+        baselines_at=arguments.temperatures if arguments.baselines_at is None else arguments.baselines_at,
+        modes=arguments.modes,
+        setups=[Setup(name) for name in arguments.setups],
+        rtt_ms=arguments.rtt_ms,
+        rtt_links=arguments.rtt_links,
+        rtt_sessions=arguments.rtt_sessions,
+        synthetic=tuple(arguments.synthetic),
+    )
+
+
+def parse(given: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="benchmarks/end_to_end.py", description="What speculation is worth, through the whole service."
+    )
+    add = parser.add_argument
+    add("--sessions", type=int, nargs="+", default=[1, 16, 64, 4], help="that run at a time")
+    add("--temperatures", type=float, nargs="+", default=[0.0, 1.0, 0.6])
+    add("--modes", nargs="+", default=["off", "async", "sync"], choices=("off", "async", "sync"))
+    add(
+        "--setups", nargs="*", choices=("apart", "shared", "replicas"),
+        help="target and draft apart, on one and the same GPU, two targets; default all on GPUs, apart on a CPU",
+    )  # fmt: skip
+    add("--baselines-at", type=float, nargs="*", help="temperatures of shared and replicas; default all")
+    add("--rtt-ms", type=float, nargs="*", default=[], help="also with these round trips added to a link")
+    add("--rtt-links", nargs="+", default=["draft"], choices=("draft", "target"), help="to which")
+    add("--rtt-sessions", type=int, nargs="+", default=[1])
+    add(
+        "--synthetic", type=float, nargs="*", default=[], metavar="RATE",
+        help="also with drafts accepted at these rates, one a depth, the last for all deeper ones",
+    )  # fmt: skip
+    add("--shapes", nargs=2, metavar=("TARGET", "DRAFT"), help="widen the embedded pair to these, such as 8b 160m")
+    add("--target", type=Path, metavar="FOLDER", help="a checkpoint instead; default the embedded pair")
+    add("--draft", type=Path, metavar="FOLDER")
+    add("--scratch", type=Path, help="where widened checkpoints are written; default a temporary folder")
+    add("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: the first two GPUs")
+    add("--dtype", choices=("float32", "bfloat16"))
+    add("--kv-bytes", type=int, help="KV memory of each worker; default the worker's own, on GPUs 16 GiB")
+    add("--prompt-tokens", type=int, help="length of prompts, made of several; default as they are")
+    add("--max-new-tokens", type=int, default=128)
+    add("--warm-up", type=float, default=2.0, help="seconds of a cell that do not count")
+    add("--prepare", type=float, default=0.0, help="more of them where its workers first meet its load")
+    add("--measure", type=float, default=5.0, help="seconds that do")
+    add("--clients", type=int, default=4, help="processes that drive")
+    add("--time-limit", type=float, help="seconds for everything: cells that find no time are left out")
+    add("--start-timeout", type=float, default=300.0)
+    add("--coordinator-args", default="", help="further options of the role, in one string; so the next two")
+    add("--target-args", default="")
+    add("--draft-args", default="")
+    add("--output", type=Path, metavar="FOLDER", help="end_to_end.json, plots and the processes' logs")
+    add("--plot", type=Path, metavar="FILE", help="only draw a report of before")
+    options = parser.parse_args(given)
+    if (options.target is None) != (options.draft is None):
+        parser.error("--target and --draft: give both folders or none")
+    on_gpu = options.device != "cpu"
+    if options.setups is None:
+        options.setups = ["apart", "shared", "replicas"] if on_gpu else ["apart"]
+    if options.kv_bytes is None and on_gpu:
+        # Several workers share a GPU: none may take what is free.
+        options.kv_bytes = 16 << 30
+    return options

@@ -1,0 +1,83 @@
+"""The table on the terminal and the JSON file, which is written anew after every cell."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+_COLUMNS: Sequence[tuple[str, str, str]] = (
+    ("setup", "setup", "{}"),
+    ("mode", "mode", "{}"),
+    ("T", "temperature", "{:g}"),
+    ("sessions", "sessions", "{}"),
+    ("rtt ms", "rtt_ms", "{:g}"),
+    ("tokens/s", "tokens_per_s", "{:.0f}"),
+    ("speed-up", "speedup", "{:.2f}"),
+    ("tokens/s a GPU", "tokens_per_s_per_gpu", "{:.0f}"),
+    ("TPOT ms", "tpot_ms", "{:.2f}"),
+    ("TTFT ms", "ttft_ms", "{:.0f}"),
+    ("acceptance length", "acceptance_length", "{:.2f}"),
+    ("nodes", "nodes", "{:.1f}"),
+    ("round ms", "round_ms", "{:.2f}"),
+    ("step ms", "step_ms", "{:.2f}"),
+    ("exposed ms", "exposed_ms", "{:.2f}"),
+    ("busy", "busy", "{:.0%}"),
+    ("device", "device", "{:.0%}"),
+)
+_WORDS = ("setup", "mode")
+
+
+def table(cells: Sequence[Mapping[str, Any]], title: str) -> Table:
+    """One row a cell."""
+    shown = Table(title=title)
+    for heading, name, _ in _COLUMNS:
+        shown.add_column(heading, justify="left" if name in _WORDS else "right")
+    for cell in cells:
+        values = [_shown(cell.get(name), form) for _, name, form in _COLUMNS]
+        if cell["synthetic"]:
+            values[1] += ", synthetic"
+        shown.add_row(*values)
+    return shown
+
+
+def line(cell: Mapping[str, Any]) -> str:
+    """One cell in a line of progress."""
+    parts = [f"{cell['tokens_per_s']:.0f} tokens/s", f"acceptance length {cell['acceptance_length']:.2f}"]
+    if cell["rounds"]:
+        parts.append(f"round {cell['round_ms']:.2f} ms, exposed {cell['exposed_ms']:.2f}, busy {cell['busy']:.0%}")
+    return ", ".join(parts)
+
+
+def _shown(value: Any, form: str) -> str:
+    return "-" if value is None else form.format(value)
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What the numbers were taken on."""
+    found: dict[str, Any] = {
+        "cores": os.cpu_count(),
+        "processor": platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "grpcio")},
+    }
+    if device != "cpu":
+        asked = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=False
+        )
+        found["gpus"] = asked.stdout.splitlines()
+    return found
+
+
+def write(path: Path, report: Mapping[str, Any]) -> None:
+    """Writes a report whole or not at all: a run may be killed at any time."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(report, indent=2, default=str) + "\n", encoding="utf-8")
+    partial.replace(path)

@@ -1,0 +1,223 @@
+"""The end-to-end benchmark: its cells, what its figures are made of, its relay, and a tiny run of it all."""
+
+import json
+import socket
+import statistics
+import threading
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.end_bench import command
+from benchmarks.end_bench.cells import Cell, Plan, Setup, cells_of
+from benchmarks.end_bench.driving import Driven, Load, Round
+from benchmarks.end_bench.figures import CellFigures, RoundFigures, as_dicts
+from benchmarks.end_bench.options import parse, plan_of, prompts_of
+from benchmarks.end_bench.plots import draw
+from benchmarks.end_bench.relay import Relay
+
+from outrider.errors import WorkerUnavailable
+from outrider.v1 import generation_pb2
+
+MS = 1_000_000
+
+
+def plan(**changes: Any) -> Plan:
+    return Plan(
+        **{"sessions": [4], "temperatures": [0.0], "modes": ["async", "off"], "setups": [Setup.APART]} | changes
+    )
+
+
+def test_cells_are_those_asked_for_and_what_they_are_compared_with_comes_first():
+    assert [(cell.setup, cell.mode) for cell in cells_of(plan())] == [(Setup.APART, "off"), (Setup.APART, "async")]
+    everything = plan(
+        setups=list(Setup)[:3], baselines_at=[1.0], rtt_ms=[3], rtt_links=["draft", "target"], synthetic=(0.5,)
+    )
+    found = [(cell.setup, cell.mode, cell.rtt_ms, cell.synthetic, cell.gpus) for cell in cells_of(everything)]
+    assert found[2:] == [
+        (Setup.FAR_DRAFT, "async", 0.0, (), 2),
+        (Setup.FAR_TARGET, "async", 0.0, (), 2),
+        (Setup.FAR_DRAFT, "async", 3, (), 2),
+        (Setup.FAR_TARGET, "async", 3, (), 2),
+        (Setup.APART, "async", 0.0, (0.5,), 2),
+        (Setup.REPLICAS, "off", 0.0, (), 2),
+        (Setup.SHARED, "async", 0.0, (), 1),
+    ]
+    assert [cell.gpus for cell in cells_of(plan())] == [1, 2]
+    assert len(cells_of(plan(sessions=[1, 1]))) == 2
+
+
+def test_the_command_line_fills_in_what_a_device_can_do():
+    assert plan_of(parse([])).setups == [Setup.APART]
+    on_gpu = parse(["--device", "cuda", "--temperatures", "0", "1"])
+    assert plan_of(on_gpu).setups == [Setup.APART, Setup.SHARED, Setup.REPLICAS]
+    assert plan_of(on_gpu).baselines_at == [0, 1]
+    with pytest.raises(SystemExit):
+        parse(["--target", "somewhere"])
+
+
+def test_long_prompts_are_made_of_several():
+    whole = prompts_of(None, None)
+    assert prompts_of(len(whole[3]) + 2, None)[3] == whole[3] + whole[4][:2]
+    assert {len(prompt) for prompt in prompts_of(300, None)} == {300}
+
+
+def rounds(*steps: int, first_ns: int = 0, each_ns: int = 10 * MS, step_ns: int = 8 * MS) -> list[Round]:
+    return [Round(step, first_ns + step * each_ns, MS // 2, step_ns, step_ns // 2, 3, 2) for step in steps]
+
+
+def test_exposed_time_is_what_a_round_takes_beside_the_targets_step():
+    found = RoundFigures.of([rounds(1, 2, 3, 4)], begin_s=0, end_s=1)
+    assert found == RoundFigures(
+        rounds=3,
+        round_ms=10,
+        step_ms=8,
+        device_ms=4,
+        exposed_ms=2,
+        exposed_mean_ms=2,
+        waited_ms=0.5,
+        busy=0.8,
+        device=0.4,
+    )
+
+
+def test_rounds_outside_the_window_between_requests_and_of_steps_nobody_saw_do_not_count():
+    # Steps 4 to 6 belong to nobody seen; between 2 and 3 one request ended and another began.
+    seen = [rounds(1, 2), rounds(3, 7, 8), rounds(30, 31)]
+    found = RoundFigures.of(seen, begin_s=0, end_s=0.1)
+    assert found is not None
+    assert found.rounds == 2
+    # A request that lasts from the one to the other makes it a round, though its own steps are others.
+    joined = RoundFigures.of([*seen, rounds(2, 4)], begin_s=0, end_s=0.1)
+    assert joined is not None
+    assert joined.rounds == 4
+    assert RoundFigures.of(seen, begin_s=1, end_s=2) is None
+
+
+def figures(setup: Setup, mode: str, tokens: int, **changes: Any) -> CellFigures:
+    cell = Cell(**{"setup": setup, "mode": mode, "temperature": 0.0, "sessions": 1} | changes)
+    before, after = generation_pb2.ServerInfo(steps_total=5), generation_pb2.ServerInfo(steps_total=15)
+    after.speculation.verify_steps, after.speculation.spec_accepted_tokens = 20, 30
+    driven = [Driven(tokens=tokens, tpot_ms=[5.0, 7.0], requests=[rounds(1, 2, 3)]), Driven(tokens=1)]
+    return CellFigures.of(cell, driven, before, after, begin_s=0, end_s=2)
+
+
+def test_a_cell_is_compared_with_plain_decoding_under_the_same_load():
+    cells = [
+        figures(Setup.APART, "off", 99),
+        figures(Setup.APART, "async", 299),
+        figures(Setup.SHARED, "sync", 149),
+        figures(Setup.REPLICAS, "off", 199, sessions=4),
+    ]
+    found = as_dicts(cells)
+    assert [cell["speedup"] for cell in found] == [1.0, 3.0, 1.5, None]
+    assert [cell["tokens_per_s_per_gpu"] for cell in found] == [50, 75, 75, 50]
+    assert (found[1]["acceptance_length"], found[1]["sessions_per_step"], found[1]["tpot_ms"]) == (2.5, 2.0, 6.0)
+    assert json.loads(json.dumps(found))[1]["setup"] == "apart"
+
+
+def echo(server: socket.socket) -> None:
+    connection, _ = server.accept()
+    with connection:
+        while data := connection.recv(100):
+            connection.sendall(data)
+
+
+@pytest.mark.parametrize("rtt_s", [0.0, 0.02])
+def test_a_relay_adds_its_round_trip_and_passes_every_byte_on(rtt_s: float):
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as probe:
+        listen = probe.getsockname()
+        probe.close()
+        threading.Thread(target=echo, args=(server,), daemon=True).start()
+        with Relay(listen, server.getsockname()) as relay, socket.create_connection(listen, timeout=20) as client:
+            relay.rtt_s = rtt_s
+            took = []
+            for number in range(7):
+                began = time.monotonic()
+                client.sendall(bytes([number] * 50))
+                data = b""
+                while len(data) < 50:
+                    data += client.recv(50)
+                took.append(time.monotonic() - began)
+                assert data == bytes([number] * 50)
+    assert min(took) >= rtt_s
+    # On a busy machine some are late.
+    assert statistics.median(took) < rtt_s + 0.1
+
+
+class Measured:
+    """Stands for what measures: the second cell fails."""
+
+    measure_s = 1.0
+
+    def __init__(self) -> None:
+        self.services = self
+        self.warm_ups: list[float] = []
+
+    def check_alive(self) -> None:
+        """Nothing has ended."""
+
+    def figures(self, cell: Cell, *, warm_up_s: float) -> CellFigures:
+        self.warm_ups.append(warm_up_s)
+        if len(self.warm_ups) == 2:
+            raise WorkerUnavailable("gone for a moment")
+        return figures(cell.setup, cell.mode, 9)
+
+
+def test_what_was_measured_is_kept_whatever_happens_after_and_time_is_kept_too(tmp_path: Path):
+    cells = cells_of(plan(temperatures=[0.0, 1.0]))
+    arguments = Namespace(device="cpu", warm_up=0.5, prepare=2.0, time_limit=6.0, output=tmp_path)
+    run, bench, lines = command.Run(arguments=arguments, began_s=time.monotonic()), Measured(), []
+    command._measure_all(run, bench, cells, lines.append)  # pyright: ignore[reportArgumentType]
+    assert bench.warm_ups == [2.5, 2.5, 0.5, 0.5]
+    report = json.loads((tmp_path / "end_to_end.json").read_text(encoding="utf-8"))
+    assert len(report["cells"]) == len(lines) - 1 == 3
+    assert list(report["failures"]) == [cells[1].name]
+    run.began_s -= 4
+    command._measure_all(run, bench, cells, lines.append)  # pyright: ignore[reportArgumentType]
+    assert run.left_out == [cell.name for cell in cells]
+
+
+def test_requests_of_a_session_differ_and_repeat_in_another_run():
+    load = Load(
+        endpoint="", prompts=["a"], first=4, sessions=3, traced=1, mode="async", temperature=1.0, synthetic=(0.5,),
+        max_new_tokens=8, begin_s=0, end_s=0,
+    )  # fmt: skip
+    options = [load.options(session, count) for session in (4, 5) for count in (0, 1)]
+    assert len({one.get("seed") for one in options}) == 4
+    assert [one.get("trace") for one in options] == [True, True, False, False]
+    assert options[0].get("verification") == "synthetic"
+
+
+def test_a_run_on_a_cpu_measures_every_cell_and_writes_it_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    arguments = ["--sessions", "1", "--temperatures", "0", "--modes", "off", "sync", "--synthetic", "1.0"]
+    arguments += ["--warm-up", "0.2", "--measure", "0.8", "--clients", "1", "--max-new-tokens", "48"]
+    assert command.main([*arguments, "--output", str(tmp_path)]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["cells"] == json.loads((tmp_path / "end_to_end.json").read_text(encoding="utf-8"))["cells"]
+    assert [(cell["mode"], cell["synthetic"]) for cell in report["cells"]] == [
+        ("off", []),
+        ("sync", []),
+        ("sync", [1.0]),
+    ]
+    assert all(cell["tokens_per_s"] > 0 for cell in report["cells"])
+    assert report["cells"][0]["acceptance_length"] == 1
+    assert report["cells"][1]["acceptance_length"] > 1.5
+    # Where every draft token is accepted, only the tree's depth is a bound.
+    assert report["cells"][2]["acceptance_length"] > 5
+    assert (tmp_path / "target-0.log").is_file()
+
+
+def test_plots_are_drawn_from_a_report(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    cells = [
+        figures(Setup.APART, mode, 9, temperature=t, sessions=n)
+        for mode in ("off", "async")
+        for t in (0, 1)
+        for n in (1, 4)
+    ]
+    paths = draw(json.loads(json.dumps(as_dicts(cells))), tmp_path / "plots", "title")
+    assert len(paths) == 5
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
