@@ -16,11 +16,11 @@ import numpy.typing as npt
 FloatArray = npt.NDArray[np.float32]
 
 # fitted: begin
-GREEDY_BEST = (0.995, 0.33)
-GREEDY_SECOND = (0.75, 0.95)
-GREEDY_OTHERS = (0.45, 0.9)
-COUPLED_BEST = (0.63, 0.65)
-COUPLED_OTHERS = (0.32, 0.8, 0.63)
+GREEDY_BEST = (1, 0.325)
+GREEDY_SECOND = (0.934, 0.998)
+GREEDY_OTHERS = (1, 1.12)
+COUPLED_BEST = (0.717, 0.926)
+COUPLED_OTHERS = (0.355, 0.997, 0.702)
 # fitted: end
 
 
