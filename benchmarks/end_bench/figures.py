@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.end_bench.cells import Cell, Setup
 from benchmarks.end_bench.driving import Driven, Round
 
-from outrider.v1 import generation_pb2
+from outrider.v1 import generation_pb2, registry_pb2
 
 _MS, _S = 1e6, 1e9
 
@@ -93,6 +93,7 @@ class CellFigures:
         acceptance_length: emitted by a verification of a session.
         nodes: submitted with one.
         sessions_per_step: in a step of a target.
+        draft_steps_per_s: of the drafts, as they last reported them: to within a heartbeat.
         rounds: None where no two rounds were seen.
     """
 
@@ -106,6 +107,7 @@ class CellFigures:
     acceptance_length: float
     nodes: float
     sessions_per_step: float
+    draft_steps_per_s: float
     rounds: RoundFigures | None
 
     @classmethod
@@ -139,8 +141,14 @@ class CellFigures:
             acceptance_length=1 + accepted / max(verified, 1),
             nodes=nodes / max(verified, 1),
             sessions_per_step=verified / max(steps, 1),
+            draft_steps_per_s=(_draft_steps(after) - _draft_steps(before)) / seconds,
             rounds=RoundFigures.of(requests, begin_s=begin_s, end_s=end_s),
         )
+
+
+def _draft_steps(info: generation_pb2.ServerInfo) -> int:
+    drafts = [worker for worker in info.workers if worker.introduction.role == registry_pb2.WORKER_ROLE_DRAFT]
+    return sum(worker.load.steps for worker in drafts)
 
 
 def speedups(cells: Sequence[CellFigures]) -> list[float | None]:

@@ -26,6 +26,7 @@ _COLUMNS: Sequence[tuple[str, str, str]] = (
     ("TTFT ms", "ttft_ms", "{:.0f}"),
     ("acceptance length", "acceptance_length", "{:.2f}"),
     ("nodes", "nodes", "{:.1f}"),
+    ("draft steps/s", "draft_steps_per_s", "{:.0f}"),
     ("round ms", "round_ms", "{:.2f}"),
     ("step ms", "step_ms", "{:.2f}"),
     ("exposed ms", "exposed_ms", "{:.2f}"),

@@ -19,7 +19,7 @@ from benchmarks.end_bench.plots import draw
 from benchmarks.end_bench.relay import Relay
 
 from outrider.errors import WorkerUnavailable
-from outrider.v1 import generation_pb2
+from outrider.v1 import generation_pb2, registry_pb2
 
 MS = 1_000_000
 
@@ -99,6 +99,10 @@ def test_rounds_outside_the_window_between_requests_and_of_steps_nobody_saw_do_n
 def figures(setup: Setup, mode: str, tokens: int, **changes: Any) -> CellFigures:
     cell = Cell(**{"setup": setup, "mode": mode, "temperature": 0.0, "sessions": 1} | changes)
     before, after = generation_pb2.ServerInfo(steps_total=5), generation_pb2.ServerInfo(steps_total=15)
+    for info, steps in ((before, 100), (after, 700)):
+        for role in (registry_pb2.WORKER_ROLE_TARGET, registry_pb2.WORKER_ROLE_DRAFT):
+            worker = info.workers.add()
+            worker.introduction.role, worker.load.steps = role, steps
     after.speculation.verify_steps, after.speculation.spec_accepted_tokens = 20, 30
     driven = [Driven(tokens=tokens, tpot_ms=[5.0, 7.0], requests=[rounds(1, 2, 3)]), Driven(tokens=1)]
     return CellFigures.of(cell, driven, before, after, begin_s=0, end_s=2)
@@ -115,6 +119,7 @@ def test_a_cell_is_compared_with_plain_decoding_under_the_same_load():
     assert [cell["speedup"] for cell in found] == [1.0, 3.0, 1.5, None]
     assert [cell["tokens_per_s_per_gpu"] for cell in found] == [50, 75, 75, 50]
     assert (found[1]["acceptance_length"], found[1]["sessions_per_step"], found[1]["tpot_ms"]) == (2.5, 2.0, 6.0)
+    assert found[1]["draft_steps_per_s"] == 300
     assert json.loads(json.dumps(found))[1]["setup"] == "apart"
 
 
