@@ -162,6 +162,20 @@ def test_a_run_repeats(checkpoint):
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_captured_steps_accept_what_a_cpu_accepts(checkpoint):
+    specs, outputs = [SamplingSpec(temperature=1.0, seed=4, max_new_tokens=60), spec_of(0.7, max_new_tokens=60)], []
+    for device in ("cpu", "cuda"):
+        sessions, chance = Sessions(checkpoint, specs, decoder=True, device=device), random.Random(3)
+        for _ in range(12):
+            sessions.step(trees_of(chance, 2))
+            if device == "cuda":
+                sessions.verifier.capture()
+        outputs.append(sessions.outputs)
+    assert outputs[0] == outputs[1]
+
+
 @pytest.mark.parametrize("rates", [(), (0.5, 1.5)])
 def test_rates_that_mean_nothing_are_refused(checkpoint, rates):
     with pytest.raises(SessionFault, match="synthetic_rates") as caught:
