@@ -19,6 +19,8 @@ class Setup(StrEnum):
     """Target and draft on one and the same GPU."""
     REPLICAS = "replicas"
     """A target on each of two GPUs, no draft."""
+    THREE_TARGETS = "three targets"
+    """A target on each of three GPUs, and one draft for all of them on a fourth."""
     FAR_DRAFT = "far draft"
     """As apart, with a round trip added between draft and coordinator."""
     FAR_TARGET = "far target"
@@ -53,9 +55,16 @@ class Cell:
     @property
     def gpus(self) -> int:
         """That serve it: where nothing is drafted, the draft's does not count."""
+        if self.setup is Setup.THREE_TARGETS:
+            return 4
         if self.setup is Setup.SHARED or (self.mode == "off" and self.setup is not Setup.REPLICAS):
             return 1
         return 2
+
+    @property
+    def targets(self) -> int:
+        """Target workers."""
+        return {Setup.REPLICAS: 2, Setup.THREE_TARGETS: 3}.get(self.setup, 1)
 
     @property
     def name(self) -> str:
@@ -136,9 +145,10 @@ def _baselines(plan: Plan) -> Iterator[Cell]:
         for sessions in plan.sessions:
             if Setup.REPLICAS in plan.setups and sessions > 1:
                 yield Cell(setup=Setup.REPLICAS, mode="off", temperature=temperature, sessions=sessions)
-            if Setup.SHARED in plan.setups:
-                for mode in (mode for mode in _FIRST_MODES[1:] if mode in plan.modes):
-                    yield Cell(setup=Setup.SHARED, mode=mode, temperature=temperature, sessions=sessions)
+            for setup in (Setup.THREE_TARGETS, Setup.SHARED):
+                for mode in _FIRST_MODES[1:] if setup in plan.setups else ():
+                    if mode in plan.modes:
+                        yield Cell(setup=setup, mode=mode, temperature=temperature, sessions=sessions)
 
 
 def setups_of(cells: Iterable[Cell]) -> list[Setup]:

@@ -63,7 +63,7 @@ class Run:
         return {
             "machine": report.machine(self.arguments.device),
             "settings": {name: value for name, value in vars(self.arguments).items() if name != "output"},
-            "cells": as_dicts(self.cells),
+            "cells": as_dicts(self.cells, scale_to=self.arguments.scale_to),
             "left_out": self.left_out,
             "failures": self.failures,
         }
@@ -178,8 +178,8 @@ class Bench:
             prompts=self.prompts,
             first=0,
             sessions=cell.sessions,
-            # Steps are numbered by target: of two, one is looked at.
-            traced=1 if cell.setup is Setup.REPLICAS else min(cell.sessions, _TRACED),
+            # Steps are numbered by target: of several, one is looked at.
+            traced=1 if cell.targets > 1 else min(cell.sessions, _TRACED),
             mode=cell.mode,
             temperature=cell.temperature,
             synthetic=cell.synthetic,

@@ -162,11 +162,19 @@ def speedups(cells: Sequence[CellFigures]) -> list[float | None]:
     return [one.tokens_per_s / rate if rate else None for one, rate in zip(cells, rates, strict=True)]
 
 
-def as_dicts(cells: Sequence[CellFigures]) -> list[dict[str, Any]]:
-    """For JSON: flat, each with its speed-up."""
+def as_dicts(cells: Sequence[CellFigures], *, scale_to: float | None = None) -> list[dict[str, Any]]:
+    """For JSON: flat, each with its speed-up.
+
+    Args:
+        cells: that were measured.
+        scale_to: an acceptance length: times per token are told as if it had been that, the rounds as they were.
+    """
     found = []
     for one, speedup in zip(cells, speedups(cells), strict=True):
         figures = asdict(one)
         cell, rounds = figures.pop("cell"), figures.pop("rounds")
-        found.append({**cell, "gpus": one.cell.gpus, **figures, "speedup": speedup, **{"rounds": 0}, **(rounds or {})})
+        more: dict[str, Any] = {"gpus": one.cell.gpus, "speedup": speedup}
+        if scale_to is not None and one.cell.mode != "off" and one.tpot_ms is not None:
+            more["scaled_tpot_ms"] = one.tpot_ms * one.acceptance_length / scale_to
+        found.append(cell | figures | more | (rounds or {"rounds": 0}))
     return found

@@ -80,8 +80,9 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     add("--temperatures", type=float, nargs="+", default=[0.0, 1.0, 0.6])
     add("--modes", nargs="+", default=["off", "async", "sync"], choices=("off", "async", "sync"))
     add(
-        "--setups", nargs="*", choices=("apart", "shared", "replicas"),
-        help="target and draft apart, on one and the same GPU, two targets; default all on GPUs, apart on a CPU",
+        "--setups", nargs="*", choices=("apart", "shared", "replicas", "three targets"),
+        help="target and draft apart, on one and the same GPU, two targets, and one draft for three targets on four "
+        "GPUs; default the first three on GPUs, apart on a CPU",
     )  # fmt: skip
     add("--baselines-at", type=float, nargs="*", help="temperatures of shared and replicas; default all")
     add("--rtt-ms", type=float, nargs="*", default=[], help="also with these round trips added to a link")
@@ -95,11 +96,12 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     add("--target", type=Path, metavar="FOLDER", help="a checkpoint instead; default the embedded pair")
     add("--draft", type=Path, metavar="FOLDER")
     add("--scratch", type=Path, help="where widened checkpoints are written; default a temporary folder")
-    add("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: the first two GPUs")
+    add("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: the first GPUs")
     add("--dtype", choices=("float32", "bfloat16"))
     add("--kv-bytes", type=int, help="KV memory of each worker; default the worker's own, on GPUs 16 GiB")
     add("--prompt-tokens", type=int, help="length of prompts, made of several; default as they are")
     add("--max-new-tokens", type=int, default=128)
+    add("--scale-to", type=float, metavar="LENGTH", help="also tell times per token scaled to this acceptance length")
     add("--warm-up", type=float, default=2.0, help="seconds of a cell that do not count")
     add("--prepare", type=float, default=0.0, help="more of them where its workers first meet its load")
     add("--measure", type=float, default=5.0, help="seconds that do")

@@ -23,6 +23,7 @@ _COLUMNS: Sequence[tuple[str, str, str]] = (
     ("speed-up", "speedup", "{:.2f}"),
     ("tokens/s a GPU", "tokens_per_s_per_gpu", "{:.0f}"),
     ("TPOT ms", "tpot_ms", "{:.2f}"),
+    ("scaled TPOT ms", "scaled_tpot_ms", "{:.2f}"),
     ("TTFT ms", "ttft_ms", "{:.0f}"),
     ("acceptance length", "acceptance_length", "{:.2f}"),
     ("nodes", "nodes", "{:.1f}"),
@@ -39,10 +40,11 @@ _WORDS = ("setup", "mode")
 def table(cells: Sequence[Mapping[str, Any]], title: str) -> Table:
     """One row a cell."""
     shown = Table(title=title)
-    for heading, name, _ in _COLUMNS:
+    columns = [column for column in _COLUMNS if any(column[1] in cell for cell in cells)]
+    for heading, name, _ in columns:
         shown.add_column(heading, justify="left" if name in _WORDS else "right")
     for cell in cells:
-        values = [_shown(cell.get(name), form) for _, name, form in _COLUMNS]
+        values = [_shown(cell.get(name), form) for _, name, form in columns]
         if cell["synthetic"]:
             values[1] += ", synthetic"
         shown.add_row(*values)

@@ -43,13 +43,13 @@ class Place:
 
 
 PLACES = {
-    "target-0": Place(
-        role="target", gpu=0, setups=frozenset({Setup.APART, Setup.SHARED, Setup.REPLICAS, Setup.FAR_DRAFT})
-    ),
-    "target-1": Place(role="target", gpu=1, setups=frozenset({Setup.REPLICAS})),
+    "target-0": Place(role="target", gpu=0, setups=frozenset(Setup) - {Setup.FAR_TARGET}),
+    "target-1": Place(role="target", gpu=1, setups=frozenset({Setup.REPLICAS, Setup.THREE_TARGETS})),
+    "target-2": Place(role="target", gpu=2, setups=frozenset({Setup.THREE_TARGETS})),
     "target-far": Place(role="target", gpu=0, setups=frozenset({Setup.FAR_TARGET})),
     "draft-1": Place(role="draft", gpu=1, setups=frozenset({Setup.APART})),
     "draft-0": Place(role="draft", gpu=0, setups=frozenset({Setup.SHARED})),
+    "draft-3": Place(role="draft", gpu=3, setups=frozenset({Setup.THREE_TARGETS})),
     "draft-far": Place(role="draft", gpu=1, setups=frozenset({Setup.FAR_DRAFT})),
     "draft-near": Place(role="draft", gpu=1, setups=frozenset({Setup.FAR_TARGET})),
 }

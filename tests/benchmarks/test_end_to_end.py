@@ -33,7 +33,7 @@ def plan(**changes: Any) -> Plan:
 def test_cells_are_those_asked_for_and_what_they_are_compared_with_comes_first():
     assert [(cell.setup, cell.mode) for cell in cells_of(plan())] == [(Setup.APART, "off"), (Setup.APART, "async")]
     everything = plan(
-        setups=list(Setup)[:3], baselines_at=[1.0], rtt_ms=[3], rtt_links=["draft", "target"], synthetic=(0.5,)
+        setups=list(Setup)[:4], baselines_at=[1.0], rtt_ms=[3], rtt_links=["draft", "target"], synthetic=(0.5,)
     )
     found = [(cell.setup, cell.mode, cell.rtt_ms, cell.synthetic, cell.gpus) for cell in cells_of(everything)]
     assert found[2:] == [
@@ -43,6 +43,7 @@ def test_cells_are_those_asked_for_and_what_they_are_compared_with_comes_first()
         (Setup.FAR_TARGET, "async", 3, (), 2),
         (Setup.APART, "async", 0.0, (0.5,), 2),
         (Setup.REPLICAS, "off", 0.0, (), 2),
+        (Setup.THREE_TARGETS, "async", 0.0, (), 4),
         (Setup.SHARED, "async", 0.0, (), 1),
     ]
     assert [cell.gpus for cell in cells_of(plan())] == [1, 2]
@@ -120,6 +121,8 @@ def test_a_cell_is_compared_with_plain_decoding_under_the_same_load():
     assert [cell["tokens_per_s_per_gpu"] for cell in found] == [50, 75, 75, 50]
     assert (found[1]["acceptance_length"], found[1]["sessions_per_step"], found[1]["tpot_ms"]) == (2.5, 2.0, 6.0)
     assert found[1]["draft_steps_per_s"] == 300
+    scaled = as_dicts(cells, scale_to=5.0)
+    assert [cell.get("scaled_tpot_ms") for cell in scaled] == [None, 3.0, 3.0, None]
     assert json.loads(json.dumps(found))[1]["setup"] == "apart"
 
 
@@ -173,7 +176,7 @@ class Measured:
 
 def test_what_was_measured_is_kept_whatever_happens_after_and_time_is_kept_too(tmp_path: Path):
     cells = cells_of(plan(temperatures=[0.0, 1.0]))
-    arguments = Namespace(device="cpu", warm_up=0.5, prepare=2.0, time_limit=6.0, output=tmp_path)
+    arguments = Namespace(device="cpu", warm_up=0.5, prepare=2.0, time_limit=6.0, output=tmp_path, scale_to=None)
     run, bench, lines = command.Run(arguments=arguments, began_s=time.monotonic()), Measured(), []
     command._measure_all(run, bench, cells, lines.append)  # pyright: ignore[reportArgumentType]
     assert bench.warm_ups == [2.5, 2.5, 0.5, 0.5]
