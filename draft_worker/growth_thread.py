@@ -5,6 +5,7 @@ growth of the one before is handed out and commands are applied as they arrive; 
 applied right after it, before anything else is planned.
 """
 
+import gc
 import logging
 import threading
 import time
@@ -147,6 +148,9 @@ class GrowthThread:
         share_interpreter()
         try:
             growth = self._make_growth()
+            # What was loaded stays: the collector need not go through it whenever trees have changed.
+            gc.collect()
+            gc.freeze()
             self.ready.set_result(growth)
             self._grow(growth)
         except BaseException as error:  # noqa: BLE001 - handed on through `stopped`, where the server ends

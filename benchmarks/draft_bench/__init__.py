@@ -1,0 +1,1 @@
+"""How long a draft's growth step takes: what `benchmarks/draft_step.py` runs."""
