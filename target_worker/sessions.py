@@ -157,7 +157,11 @@ class Session:
 
     def __post_init__(self) -> None:
         self.stop_token_ids = frozenset(self.sampling.stop_token_ids)
-        self.coins = SyntheticCoins(self.sampling) if self.sampling.is_synthetic else None
+        self.coins = None
+        if self.sampling.is_synthetic:
+            self.coins = SyntheticCoins(self.sampling)
+            # Here rather than in a step.
+            self.coins.coin(len(self.tokens))
         self._ids = np.empty(max(self.limit, len(self.tokens)), dtype=np.int32)
 
     @property

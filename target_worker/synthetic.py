@@ -18,17 +18,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from outrider.kernels.noise import STREAM_COINS, philox_uint32
 from outrider.sampling import SamplingSpec
 
 # Coins that are made at a time: one by one they would cost a step more than all the rest of its packing.
-_BLOCK = 512
+_BLOCK = 256
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class DecidedPath:
     """A path that coins have accepted.
 
@@ -71,14 +70,14 @@ class SyntheticCoins:
     def __init__(self, sampling: SamplingSpec) -> None:
         self._sampling = sampling
         self._stops = frozenset(sampling.stop_token_ids)
-        self._blocks: dict[int, npt.NDArray[np.float32]] = {}
+        self._blocks: dict[int, list[float]] = {}
 
     def coin(self, position: int) -> float:
         """In [0, 1), of the token at this index of prompt + output."""
         number, place = divmod(position, _BLOCK)
         if number not in self._blocks:
             self._blocks[number] = self._made(number)
-        return float(self._blocks[number][place])
+        return self._blocks[number][place]
 
     def decide(self, tokens: Sequence[int], parents: Sequence[int], *, root: int) -> DecidedPath:
         """What is accepted of a tree.
@@ -90,15 +89,15 @@ class SyntheticCoins:
         """
         rates = self._sampling.synthetic_rates
         nodes: list[int] = []
-        rejected, last = None, 0
+        rejected, last, deepest = None, 0, len(rates) - 1
         for number, parent in enumerate(parents, start=1):
-            if parent != last:
-                continue
-            if self.coin(root + len(nodes) + 1) >= rates[min(len(nodes), len(rates) - 1)]:
-                rejected = tokens[number - 1]
-                break
-            nodes.append(number)
-            last = number
+            if parent == last:
+                depth = len(nodes)
+                if self.coin(root + depth + 1) >= rates[depth if depth < deepest else deepest]:
+                    rejected = tokens[number - 1]
+                    break
+                nodes.append(number)
+                last = number
         return DecidedPath(
             nodes=nodes,
             tokens=[tokens[number - 1] for number in nodes],
@@ -106,10 +105,10 @@ class SyntheticCoins:
             stop_token_ids=self._stops,
         )
 
-    def _made(self, number: int) -> npt.NDArray[np.float32]:
+    def _made(self, number: int) -> list[float]:
         sampling = self._sampling
         seed = int(np.array([sampling.seed & (1 << 64) - 1], dtype=np.uint64).view(np.int64)[0])
         positions = torch.arange(number * _BLOCK, (number + 1) * _BLOCK)
         seeds, word = torch.full_like(positions, seed), torch.zeros_like(positions)[:, None]
         words = philox_uint32(seeds, positions, word, STREAM_COINS, sampling.choice_index)[:, 0]
-        return ((words >> 8).float() * 2.0**-24).numpy()
+        return ((words >> 8).float() * 2.0**-24).tolist()
