@@ -11,6 +11,7 @@ prefill  8k-token prompts: tokens and FLOPs a second
 mixed    the pace of 16 running sessions, alone and with a 32k-token prompt beside them
 trace    calls of CUDA's runtime, waits and allocations in a steady loop of steps
 
+`--quantization fp8` serves the same model with layers of 8 bits, and counts a byte a weight in the floor.
 Everything is measured twice where noise matters. docs/target-step.md says how to read the tables.
 """
 

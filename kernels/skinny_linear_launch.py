@@ -119,8 +119,18 @@ def choose_tiles(call: ProductCall) -> Tiles:
     # Few programs have the more under way each; the stages change no bits.
     ring_bytes = _RING_BYTES * (1 if 4 * units > places else _RESIDENT)
     stage_bytes = block * (call.numbers.element_size() * columns * (2 if gated else 1) + 2 * (rows + more))
-    stages, registers = min(ring_bytes // stage_bytes, _MOST_STAGES), 64 if rows <= 32 else 96
+    stages, registers = min(ring_bytes // stage_bytes, _MOST_STAGES), _registers(call, rows, columns)
     return Tiles(rows=rows, more=more, columns=columns, splits=splits, stages=stages, registers=registers)
+
+
+def _registers(call: ProductCall, rows: int, columns: int) -> int:
+    """Of a thread: as few as the sums, and with 8 bits a block of the widened weight, fit in."""
+    if not isinstance(call.weight, ScaledWeight):
+        return 64 if rows <= 32 else 96
+    # With fewer the compiler has each of a block's products wait for the one before.
+    if call.activation is None and columns == 64:
+        return 64 if rows <= 32 else 80
+    return 80 if rows <= 8 else 96 if rows <= 32 else 104
 
 
 def row_blocks(rows: int) -> tuple[int, int]:

@@ -89,6 +89,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         "--prefill-tokens", type=int, metavar="ROWS", help="most of a step that prefills (default as served)"
     )
     parser.add_argument("--deterministic", action="store_true", help="serve with fixed orders of every sum")
+    parser.add_argument(
+        "--quantization", choices=["fp8"], help="serve with layers of 8 bits; transformers' columns keep their 16"
+    )
     parser.add_argument("--list", action="store_true", help="name the sizes and stop; needs no GPU")
     parser.add_argument("--device", default="cuda", help="cuda or cuda:N")
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="default: standard output")
@@ -119,7 +122,13 @@ def _measure(model: BenchModel, device: torch.device, options: argparse.Namespac
         "python": sys.version.split()[0],
     }
     points = points_that_fit(model, _points(options), device) if "steps" in options.only else []
-    report = Report(model=model, machine=machine, settings=settings, rows=[StepRow(point=point) for point in points])
+    report = Report(
+        model=model,
+        machine=machine,
+        settings=settings,
+        rows=[StepRow(point=point) for point in points],
+        quantized=options.quantization is not None,
+    )
     attempts = _Attempts(report, options.only, console)
     if "ours" in options.columns:
         _measure_worker(report, options, attempts)
@@ -197,6 +206,7 @@ def _config(report: Report, options: argparse.Namespace) -> TargetWorkerConfig:
         options.device,
         max_prefill_tokens=options.prefill_tokens,
         deterministic=options.deterministic,
+        quantization=options.quantization,
         **most,
     )
 

@@ -85,10 +85,14 @@ class Floor:
         return self.products_ms + self.attention_ms
 
 
-def step_floor(sizes: ModelSizes, point: Point, machine: Machine) -> Floor:
-    """At the rates that the machine reached in the same run; every row's logits are computed."""
+def step_floor(sizes: ModelSizes, point: Point, machine: Machine, *, quantized: bool = False) -> Floor:
+    """At the rates that the machine reached in the same run; every row's logits are computed.
+
+    `quantized` layers have a byte a weight; products are counted at the rate of 16 bits all the same.
+    """
     weights = sizes.layer_weights + sizes.head_weights
-    by_bytes = _BYTES * weights / machine.copy_bytes_per_s
+    layer_bytes = sizes.layer_weights * (1 if quantized else _BYTES)
+    by_bytes = (layer_bytes + _BYTES * sizes.head_weights) / machine.copy_bytes_per_s
     by_flops = 2 * weights * point.tokens / machine.flops_per_s
     kv_tokens = point.sessions * point.context + 2 * point.tokens
     kv_bytes = _BYTES * sizes.kv_values_per_token * kv_tokens

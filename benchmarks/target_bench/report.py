@@ -42,7 +42,7 @@ IDLE_TARGET_MS, PREFILL_TARGET_SHARE, MIXED_TARGET_RATIO = 0.15, 0.5, 1.5
 
 @dataclass(kw_only=True)
 class Report:
-    """Everything that one run measured; None or empty for what was left out."""
+    """Everything that one run measured; None or empty for what was left out; `quantized`: layers of 8 bits."""
 
     model: BenchModel
     machine: Machine
@@ -53,6 +53,7 @@ class Report:
     mixed: list[MixedResult] = field(default_factory=list)
     trace: list[TraceResult] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    quantized: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -75,9 +76,9 @@ class Report:
 
     def _step(self, row: StepRow) -> dict[str, Any]:
         """Floor and ratios included; ratios are of the first measurements."""
-        floor = step_floor(self.model.sizes, row.point, self.machine)
+        floor = step_floor(self.model.sizes, row.point, self.machine, quantized=self.quantized)
         ours = row.ours[0].device_ms if row.ours else None
-        target = STEP_TARGETS.get(row.point) if self.model.name == "8b" else None
+        target = STEP_TARGETS.get(row.point) if self.model.name == "8b" and not self.quantized else None
         return {
             **asdict(row),
             "floor": {**asdict(floor), "ms": floor.ms},
@@ -93,7 +94,10 @@ class Report:
             *("context", "sessions", "rows", "ours", "again", "with the host", "floor", "of", "ours / floor"),
             *("eager", "again", "eager / ours", "compiled + graph", "again", "compiled / ours", "target", "met"),
         )
-        table = _table(f"A step of the {self.model.name} shape (milliseconds)", names, left=("of", "target", "met"))
+        layers = ", layers of 8 bits" if self.quantized else ""
+        table = _table(
+            f"A step of the {self.model.name} shape{layers} (milliseconds)", names, left=("of", "target", "met")
+        )
         for row in self.rows:
             entry, ours = self._step(row), [times.device_ms for times in row.ours]
             table.add_row(

@@ -56,6 +56,8 @@ def test_floors_of_the_8b_shape_at_the_rates_of_an_h200() -> None:
     assert (one.bound, one.products_ms) == ("bytes", pytest.approx(3.53, abs=0.01))
     # 131,072 bytes of keys and values a token.
     assert one.attention_ms == pytest.approx(1e3 * 131072 * 1026 / 4.25e12)
+    # A byte for each weight of the layers, two for the output layer's.
+    assert step_floor(sizes, Point(1024, 1, 1), H200, quantized=True).products_ms == pytest.approx(1.89, abs=0.01)
     many = step_floor(sizes, Point(2048, 32, 256), H200)
     assert (many.bound, many.products_ms) == ("FLOPs", pytest.approx(4.93, abs=0.01))
     assert many.ms == many.products_ms + many.attention_ms
