@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from outrider.kernels.gated_activation import Activation
+from outrider.kernels.scaled_weight import quantised, scaled_weight
 from outrider.kernels.skinny_linear import (
     gated_linear,
     gated_linear_reference,
@@ -63,6 +64,23 @@ def test_gate_and_up_are_multiplied(triton_device: torch.device, activation: Act
     _assert_near(gated_linear_reference(left, weight, activation=activation), wanted, inner=72)
 
 
+@pytest.mark.parametrize(("rows", "columns", "inner"), [(5, 70, 128), (3, 10, 33)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_of_8_bits_are_multiplied_as_what_they_stand_for(
+    triton_device: torch.device, rows: int, columns: int, inner: int, dtype: torch.dtype
+) -> None:
+    left, whole = _matrices(rows, columns, inner, triton_device, dtype)
+    weight = quantised(whole)
+    wanted = left.double() @ weight.dequantised(torch.float64).T
+    _assert_near(linear(left, weight, fixed=True), wanted, inner=inner)
+    _assert_near(linear_parts(left, weight, fixed=True).sum(0), wanted, inner=inner)
+    _assert_near(linear_reference(left, weight), wanted, inner=inner)
+    gate, up = wanted.chunk(2, dim=1)
+    gated = gate * torch.sigmoid(gate) * up
+    _assert_near(gated_linear(left, weight, activation="silu", fixed=True), gated, inner=inner)
+    _assert_near(gated_linear_reference(left, weight, activation="silu"), gated, inner=inner)
+
+
 def test_a_view_of_wider_rows_is_taken(triton_device: torch.device) -> None:
     wide, weight = _matrices(3, 24, 64, triton_device, torch.float32)
     wanted = wide[:, 8:40].double() @ weight[:, :32].double().T
@@ -106,6 +124,8 @@ def test_wrong_arguments_are_named() -> None:
         linear(rows.long(), weight.long())
     with pytest.raises(ValueError, match="weight: device meta given"):
         linear(rows, weight.to("meta"))
+    with pytest.raises(ValueError, match=r"weight: shape \[6, 7\] given, \[N, 8\] needed"):
+        linear(rows, quantised(weight[:, :7]))
     with pytest.raises(ValueError, match="weight: 5 rows given, an even number"):
         gated_linear(rows, weight[:5], activation="silu")
     with pytest.raises(ValueError, match="activation: 'relu' given"):
@@ -187,3 +207,66 @@ def test_a_chain_of_overlapping_launches_in_a_graph_is_in_order() -> None:
             wanted = linear(wanted, weight)
             torch.cuda.synchronize()
         assert torch.equal(given, wanted)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_number_of_8_bits_is_widened_exactly(dtype: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8, device="cuda")
+    codes[[127, 255]] = 0  # the two that are no numbers
+    weight = scaled_weight(
+        codes.view(torch.float8_e4m3fn).expand(256, 256).contiguous(), torch.ones(256, device="cuda")
+    )
+    for unit in torch.eye(256, dtype=dtype, device="cuda").split(64):
+        assert torch.equal(linear(unit, weight), unit @ weight.dequantised(dtype).T)
+
+
+# Shapes of every kind of tile: rows in one and two blocks, K split and not, ends that are no whole block, few and many
+# units, wide tiles; and an inner size that is stored in the usual order.
+SCALED = [
+    (1, 4096, 4096), (8, 1000, 832), (9, 6144, 512), (33, 768, 2112), (64, 4096, 14336), (64, 768, 64),
+    (3, 40000, 192), (64, 40000, 192), (24, 6144, 576), (40, 4096, 512), (72, 4096, 4096), (70, 40000, 192),
+    (16, 96, 1088), (5, 80, 776),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize(("rows", "columns", "inner"), SCALED)
+@pytest.mark.parametrize("fixed", [False, True])
+def test_streamed_weights_of_8_bits(rows: int, columns: int, inner: int, fixed: bool) -> None:
+    left, whole = _matrices(rows, columns, inner, torch.device("cuda"), torch.bfloat16)
+    weight = quantised(whole)
+    wanted = left.double() @ weight.dequantised(torch.float64).T
+    _assert_near(linear_parts(left, weight, fixed=fixed).sum(0), wanted, inner=4 * inner)
+    _assert_near(linear(left, weight, fixed=fixed), wanted, inner=inner)
+    gate, up = wanted.chunk(2, dim=1)
+    gated = gated_linear(left, weight, activation="gelu_tanh", fixed=fixed)
+    _assert_near(gated, torch.nn.functional.gelu(gate, approximate="tanh") * up, inner=4 * inner)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize(("columns", "inner"), [(4096, 4096), (1000, 832), (70, 33)])
+def test_fixed_bits_of_8_bits_depend_on_the_row_alone(columns: int, inner: int) -> None:
+    left, whole = _matrices(300, columns, inner, torch.device("cuda"), torch.bfloat16)
+    weight = quantised(whole)
+    all_rows = linear_parts(left, weight, fixed=True)
+    gated = gated_linear(left, weight, activation="silu", fixed=True)
+    for begin, end in ((0, 1), (7, 20), (100, 164), (10, 34), (3, 75), (5, 86), (31, 300)):
+        some = left[begin:end]
+        assert torch.equal(linear(some, weight, fixed=True), all_rows[0, begin:end])
+        assert torch.equal(gated_linear(some, weight, activation="silu", fixed=True), gated[begin:end])
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_many_rows_of_other_dtypes_keep_their_bits() -> None:
+    for dtype, columns in ((torch.float16, 96), (torch.float32, 96), (torch.bfloat16, 90)):
+        left, whole = _matrices(200, columns, 128, torch.device("cuda"), dtype)
+        weight = quantised(whole)
+        given = linear(left, weight)
+        torch.testing.assert_close(given, left @ weight.dequantised(dtype).T, rtol=0.02, atol=0.02)
+        off = given.double() - left.double() @ weight.dequantised(torch.float64).T
+        assert off.norm() < 0.005 * given.double().norm()
