@@ -104,7 +104,7 @@ class Plan:
 
 def cells_of(plan: Plan) -> list[Cell]:
     """All cells, those that the others are compared with first."""
-    return list(dict.fromkeys([*_compared(plan), *_far(plan), *_synthetic(plan), *_baselines(plan)]))
+    return list(dict.fromkeys([*_compared(plan), *_far(plan), *_baselines(plan), *_synthetic(plan)]))
 
 
 def _compared(plan: Plan) -> Iterator[Cell]:

@@ -41,10 +41,10 @@ def test_cells_are_those_asked_for_and_what_they_are_compared_with_comes_first()
         (Setup.FAR_TARGET, "async", 0.0, (), 2),
         (Setup.FAR_DRAFT, "async", 3, (), 2),
         (Setup.FAR_TARGET, "async", 3, (), 2),
-        (Setup.APART, "async", 0.0, (0.5,), 2),
         (Setup.REPLICAS, "off", 0.0, (), 2),
         (Setup.THREE_TARGETS, "async", 0.0, (), 4),
         (Setup.SHARED, "async", 0.0, (), 1),
+        (Setup.APART, "async", 0.0, (0.5,), 2),
     ]
     assert [cell.gpus for cell in cells_of(plan())] == [1, 2]
     assert len(cells_of(plan(sessions=[1, 1]))) == 2

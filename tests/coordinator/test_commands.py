@@ -27,6 +27,7 @@ ROUND = generation_pb2.Round(
     result_ns=200,
     waited_ns=7,
     step_ns=60,
+    forward_ns=50,
     node_tokens=[5, 6],
     node_parents=[0, 1],
     node_values=floats_to_bytes([0.5, 0.25]),
@@ -177,7 +178,7 @@ def test_every_option_reaches_the_request(server: ScriptedServicer) -> None:
         "--max-new-tokens 9 --min-new-tokens 2 --temperature 0.5 --top-p 0.75 --top-k 7 --min-p 0.25 "
         "--repetition-penalty 1.5 --presence-penalty 0.5 --frequency-penalty -0.5 --seed 3 --stop a --stop b "
         "--ignore-eos --speculation sync --max-nodes 5 --max-depth 4 --json "
-        "--verification target_only --threshold-single 0.25 --threshold-acc 0.5"
+        "--verification target_only --threshold-single 0.25 --threshold-acc 0.5 --synthetic-rate 0.5 --synthetic-rate 1"
     )
     assert cli.run(["generate", "hi", *line.split()]) == 0
     assert server.requests[0] == generation_pb2.GenerateRequest(
@@ -203,6 +204,7 @@ def test_every_option_reaches_the_request(server: ScriptedServicer) -> None:
             verification=common_pb2.VERIFICATION_RULE_TARGET_ONLY,
             threshold_single=0.25,
             threshold_acc=0.5,
+            synthetic_rates=[0.5, 1.0],
         ),
     )
 
@@ -221,6 +223,7 @@ def test_trace_file_has_one_line_a_round(server: ScriptedServicer, tmp_path: Pat
             "result_ns": 200,
             "waited_ns": 7,
             "step_ns": 60,
+            "forward_ns": 50,
             "node_tokens": [5, 6],
             "node_parents": [0, 1],
             "node_values": [0.5, 0.25],

@@ -168,6 +168,7 @@ def test_every_option_reaches_the_request() -> None:
         "ignore_eos": True, "n": 1, "logprobs": 0,
     }  # fmt: skip
     speculation: dict[str, Any] = {"max_nodes": 3, "max_depth": 2, "threshold_single": 0.25, "threshold_acc": 0.5}
+    speculation["synthetic_rates"] = [0.5, 0.25]
     with serving(whole) as (servicer, endpoint), Client(endpoint) as client:
         client.generate(
             [7, 8], speculation="sync", verification="target_only", request_id="id", **speculation, **sampling
