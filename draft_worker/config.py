@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.draft_worker.growth_step import GrowthConfig
-from outrider.engine.config import AttentionBackend, DtypeName, EngineConfig
+from outrider.engine.config import AttentionBackend, DtypeName, EngineConfig, Quantization
 from outrider.models import embedded_draft_path
 
 # On a CPU every row costs time that the next step waits for; on a GPU some tens of rows cost no more than one.
@@ -24,6 +24,8 @@ class DraftWorkerConfig:
         coordinators: host:port of every coordinator to register at; none serves whoever dials.
         device: "cpu", "cuda" or "cuda:N".
         dtype: of weights and KV; default float32 on a CPU, bfloat16 on a GPU.
+        quantization: fp8 rounds the layers' matrices to 8 bits while they are loaded; a checkpoint that has them so
+            needs no option.
         threads: CPU threads of one operator.
         max_num_seqs: sessions at a time.
         max_model_len: most tokens of a session (prompt and output); default the checkpoint's own limit.
@@ -52,6 +54,7 @@ class DraftWorkerConfig:
     coordinators: tuple[str, ...] = ()
     device: str = "cpu"
     dtype: DtypeName | None = None
+    quantization: Quantization | None = None
     threads: int = 1
     max_num_seqs: int = 64
     max_model_len: int | None = None
@@ -90,6 +93,7 @@ class DraftWorkerConfig:
             model_path=self.model_path or embedded_draft_path(),
             device=self.device,
             dtype=self.dtype,
+            quantization=self.quantization,
             num_slots=self.num_slots,
             kv_bytes=self.kv_bytes,
             kv_cache_memory_fraction=self.kv_cache_memory_fraction,

@@ -106,6 +106,12 @@ def test_both_workers_hand_the_attention_backend_on(config_type: Any) -> None:
         config_type(attention_backend="triton")
 
 
+@pytest.mark.parametrize("config_type", [TargetWorkerConfig, DraftWorkerConfig])
+def test_both_workers_hand_the_quantization_on(config_type: Any) -> None:
+    assert config_type().engine().quantization is None
+    assert config_type(quantization="fp8").engine().quantization == "fp8"
+
+
 def test_a_draft_takes_its_model_and_place_and_the_targets_limits() -> None:
     target = EngineConfig(model_path="big", device="cuda", max_num_seqs=7, max_model_len=99, torch_threads=4)
     draft = EngineConfig(
