@@ -42,6 +42,7 @@ class Cell:
         temperature: of all requests.
         sessions: that run at a time.
         rtt_ms: round trip added to the delayed link.
+        rule: by which drafts are judged.
         synthetic: rates at which drafts are accepted, whatever they say; none for what they are worth.
     """
 
@@ -50,6 +51,7 @@ class Cell:
     temperature: float
     sessions: int
     rtt_ms: float = 0.0
+    rule: str = "coupled"
     synthetic: tuple[float, ...] = ()
 
     @property
@@ -72,8 +74,8 @@ class Cell:
         parts = [f"{self.mode} {self.setup}"]
         if self.setup.is_far:
             parts.append(f"{self.rtt_ms:g} ms")
-        if self.synthetic:
-            parts.append("synthetic " + ",".join(f"{rate:g}" for rate in self.synthetic))
+        if self.rule != "coupled":
+            parts.append(" ".join([self.rule, *(f"{rate:g}" for rate in self.synthetic)]))
         return f"{' '.join(parts)}, {self.sessions} sessions, temperature {self.temperature:g}"
 
 
@@ -88,6 +90,7 @@ class Plan:
         rtt_ms: round trips, each a cell of every delayed link at the first temperature.
         rtt_links: draft, target.
         rtt_sessions: sessions of these.
+        rules: others than coupled, above temperature 0, for every number of sessions.
         synthetic: rates; cells at the first temperature, for every number of sessions.
     """
 
@@ -99,12 +102,13 @@ class Plan:
     rtt_ms: Sequence[float] = ()
     rtt_links: Sequence[str] = ("draft",)
     rtt_sessions: Sequence[int] = (1,)
+    rules: Sequence[str] = ()
     synthetic: tuple[float, ...] = ()
 
 
 def cells_of(plan: Plan) -> list[Cell]:
     """All cells, those that the others are compared with first."""
-    return list(dict.fromkeys([*_compared(plan), *_far(plan), *_baselines(plan), *_synthetic(plan)]))
+    return list(dict.fromkeys([*_compared(plan), *_far(plan), *_baselines(plan), *_ruled(plan), *_synthetic(plan)]))
 
 
 def _compared(plan: Plan) -> Iterator[Cell]:
@@ -128,6 +132,14 @@ def _far(plan: Plan) -> Iterator[Cell]:
                 )
 
 
+def _ruled(plan: Plan) -> Iterator[Cell]:
+    for rule in plan.rules:
+        for temperature in (temperature for temperature in plan.temperatures if temperature > 0):
+            for sessions in plan.sessions:
+                for mode in (mode for mode in _FIRST_MODES[1:] if mode in plan.modes):
+                    yield Cell(setup=Setup.APART, mode=mode, temperature=temperature, sessions=sessions, rule=rule)
+
+
 def _synthetic(plan: Plan) -> Iterator[Cell]:
     for sessions in plan.sessions if plan.synthetic else ():
         for mode in (mode for mode in _FIRST_MODES[1:] if mode in plan.modes):
@@ -136,6 +148,7 @@ def _synthetic(plan: Plan) -> Iterator[Cell]:
                 mode=mode,
                 temperature=plan.temperatures[0],
                 sessions=sessions,
+                rule="synthetic",
                 synthetic=plan.synthetic,
             )
 

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from benchmarks.end_bench import report
 from benchmarks.end_bench.cells import Cell, Setup, cells_of, setups_of
 from benchmarks.end_bench.checkpoints import widen_pair
-from benchmarks.end_bench.driving import Drivers, Load
+from benchmarks.end_bench.driving import Drivers, Load, Rule
 from benchmarks.end_bench.figures import CellFigures, as_dicts
 from benchmarks.end_bench.options import parse, plan_of, prompts_of, service_options
 from benchmarks.end_bench.services import Services
@@ -182,6 +182,7 @@ class Bench:
             traced=1 if cell.targets > 1 else min(cell.sessions, _TRACED),
             mode=cell.mode,
             temperature=cell.temperature,
+            rule=cast("Rule", cell.rule),
             synthetic=cell.synthetic,
             max_new_tokens=self.max_new_tokens,
             begin_s=begin_s,

@@ -18,6 +18,8 @@ import uvloop
 from outrider.client import AsyncClient, GenerateOptions
 from outrider.v1 import generation_pb2
 
+Rule = Literal["coupled", "target_only", "rejection", "synthetic"]
+
 # Seeds of requests that follow each other in a session lie so far apart.
 _SEEDS_APART = 1000
 
@@ -31,7 +33,7 @@ class Load:
         prompts: [n] token ids or texts; session s begins with the one at s, and goes on with those after it.
         first, sessions: the sessions' numbers.
         traced: of these, so many have every verification reported.
-        mode, temperature, synthetic: as of the cell.
+        mode, temperature, rule, synthetic: as of the cell.
         max_new_tokens: of every request.
         begin_s, end_s: what is counted; sessions start at once and stop at the end.
     """
@@ -43,6 +45,7 @@ class Load:
     traced: int
     mode: str
     temperature: float
+    rule: Rule
     synthetic: tuple[float, ...]
     max_new_tokens: int
     begin_s: float
@@ -58,9 +61,7 @@ class Load:
             "speculation": cast("Literal['async', 'sync', 'off']", self.mode),
             "trace": session < self.first + self.traced,
         }
-        if self.synthetic and self.mode != "off":
-            options |= {"verification": "synthetic", "synthetic_rates": self.synthetic}
-        return options
+        return options | {"verification": self.rule, "synthetic_rates": self.synthetic}
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         rtt_ms=arguments.rtt_ms,
         rtt_links=arguments.rtt_links,
         rtt_sessions=arguments.rtt_sessions,
+        rules=arguments.rules,
         synthetic=tuple(arguments.synthetic),
     )
 
@@ -88,6 +89,9 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     add("--rtt-ms", type=float, nargs="*", default=[], help="also with these round trips added to a link")
     add("--rtt-links", nargs="+", default=["draft"], choices=("draft", "target"), help="to which")
     add("--rtt-sessions", type=int, nargs="+", default=[1])
+    add(
+        "--rules", nargs="*", default=[], choices=("target_only", "rejection"), help="also with these, not only coupled"
+    )
     add(
         "--synthetic", type=float, nargs="*", default=[], metavar="RATE",
         help="also with drafts accepted at these rates, one a depth, the last for all deeper ones",

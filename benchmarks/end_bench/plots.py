@@ -32,7 +32,9 @@ def draw(cells: Cells, folder: Path, title: str) -> list[Path]:
 
     mpl.use("Agg")
     folder.mkdir(parents=True, exist_ok=True)
-    compared = [cell for cell in cells if not cell["rtt_ms"] and not cell["synthetic"] and "far" not in cell["setup"]]
+    compared = [
+        cell for cell in cells if not cell["rtt_ms"] and cell["rule"] == "coupled" and "far" not in cell["setup"]
+    ]
     return [_draw(compared, folder / f"{file}.png", title, label, entry) for file, label, entry in _FIGURES]
 
 

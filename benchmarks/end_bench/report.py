@@ -45,8 +45,8 @@ def table(cells: Sequence[Mapping[str, Any]], title: str) -> Table:
         shown.add_column(heading, justify="left" if name in _WORDS else "right")
     for cell in cells:
         values = [_shown(cell.get(name), form) for _, name, form in columns]
-        if cell["synthetic"]:
-            values[1] += ", synthetic"
+        if cell["rule"] != "coupled":
+            values[1] += f", {cell['rule']}"
         shown.add_row(*values)
     return shown
 

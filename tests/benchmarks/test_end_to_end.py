@@ -46,6 +46,8 @@ def test_cells_are_those_asked_for_and_what_they_are_compared_with_comes_first()
         (Setup.SHARED, "async", 0.0, (), 1),
         (Setup.APART, "async", 0.0, (0.5,), 2),
     ]
+    ruled = cells_of(plan(temperatures=[0.0, 0.5], rules=["rejection"]))
+    assert [(cell.rule, cell.temperature, cell.mode) for cell in ruled[4:]] == [("rejection", 0.5, "async")]
     assert [cell.gpus for cell in cells_of(plan())] == [1, 2]
     assert len(cells_of(plan(sessions=[1, 1]))) == 2
 
@@ -190,8 +192,8 @@ def test_what_was_measured_is_kept_whatever_happens_after_and_time_is_kept_too(t
 
 def test_requests_of_a_session_differ_and_repeat_in_another_run():
     load = Load(
-        endpoint="", prompts=["a"], first=4, sessions=3, traced=1, mode="async", temperature=1.0, synthetic=(0.5,),
-        max_new_tokens=8, begin_s=0, end_s=0,
+        endpoint="", prompts=["a"], first=4, sessions=3, traced=1, mode="async", temperature=1.0,
+        rule="synthetic", synthetic=(0.5,), max_new_tokens=8, begin_s=0, end_s=0,
     )  # fmt: skip
     options = [load.options(session, count) for session in (4, 5) for count in (0, 1)]
     assert len({one.get("seed") for one in options}) == 4
