@@ -188,23 +188,26 @@ class DraftTree:
             buckets = None if buckets is None else buckets[: len(tokens)]
         parent.child_tokens, parent.child_buckets, parent.child_distribution = tokens, buckets, distribution
         parent.taken, parent.made = {}, (made := [])
-        position, number, value = parent.position + 1, self._next_id, parent.value
-        frontier = self._frontier
-        push = heappush if position - self.root.position < self._max_depth else None
-        is_last = position >= self.last_position
+        position, number, scale, final = parent.position + 1, self._next_id, -parent.value, self._final_tokens
+        if len(tokens) > self._max_children:
+            tokens = tokens[: self._max_children]
+        frontier, is_near = self._frontier, position - self.root.position < self._max_depth
         # Fewer children than estimates where the vocabulary or the credit is smaller than the branching.
-        for token, estimate in zip(tokens[: self._max_children], acceptance, strict=False):
-            if estimate < min_acceptance:
-                continue
-            entry = (-value * estimate, number, parent, token, estimate)
-            number += 1
-            made.append(entry)
-            if is_last or token in self._final_tokens:
-                continue
-            if push is not None:
-                push(frontier, entry)
-            else:
-                self._deep.append(entry)
+        for token, estimate in zip(tokens, acceptance):  # noqa: B905 - a tenth of this loop
+            if estimate >= min_acceptance:
+                entry = (scale * estimate, number, parent, token, estimate)
+                number += 1
+                made.append(entry)
+                if token not in final:
+                    if is_near:
+                        heappush(frontier, entry)
+                    else:
+                        self._deep.append(entry)
+        if position >= self.last_position:
+            # Rare: looked at once, not at every child.
+            self._frontier = [entry for entry in frontier if entry[2] is not parent]
+            self._deep = [entry for entry in self._deep if entry[2] is not parent]
+            heapify(self._frontier)
         self._next_id = number
         self.size += len(made)
         return len(made)
@@ -212,15 +215,12 @@ class DraftTree:
     def take(self, count: int, min_value: float = 0.0) -> list[DraftNode]:
         """Removes the best nodes of the frontier, at most `count` of at least `min_value`, for expansion."""
         frontier, highest, taken = self._frontier, -min_value * self.root.value, []
-        while frontier and len(taken) < count:
-            parent = frontier[0][2]
-            if parent.key_offset == _DEAD:
-                heappop(frontier)
-                continue
-            if frontier[0][0] > highest:
-                break
+        while count > 0 and frontier and frontier[0][0] <= highest:
             entry = heappop(frontier)
-            taken.append(parent.taken.get(entry[3]) or _take(entry))
+            parent = entry[2]
+            if parent.key_offset != _DEAD:
+                taken.append(parent.taken.get(entry[3]) or _take(entry))
+                count -= 1
         return taken
 
     def clear(self) -> None:
@@ -244,9 +244,8 @@ class DraftTree:
                 return offsets, []
             offsets.append(below.key_offset)
             node = below
-        if token_ids:
-            self._settle(node)
-        return offsets, [below for below in self._objects() if below.has_kv]
+        survivors = self._settle(node) if token_ids else self._objects()
+        return offsets, [below for below in survivors if below.key_offset >= 0]
 
     def nodes(self) -> Iterator[DraftNode]:
         """All nodes below the root, parents before children, made into objects."""
@@ -277,17 +276,20 @@ class DraftTree:
 
     def _plant(self, token: int, node_id: int, position: int) -> None:
         """A new root in place of everything."""
-        _kill(self.root, keep=None)
+        _kill(self.root)
         self.root = DraftNode(token, None, 1.0, 1.0, node_id, position)
         self.size = 0
         self._frontier, self._deep = [], []
 
-    def _settle(self, node: DraftNode) -> None:
-        """Makes a node the root; what does not hang below it is dead."""
-        _kill(self.root, keep=node)
+    def _settle(self, node: DraftNode) -> list[DraftNode]:
+        """Makes a node the root, and returns the objects below; what does not hang there is dead."""
+        assert node.parent is not None
+        del node.parent.taken[node.token]
+        _kill(self.root)
         self.root = node
         node.parent, node.key_offset, node.mask = None, _NO_KEY, 0
-        self.size = len(node.made) + sum(len(below.made) for below in self._objects())
+        below = self._objects()
+        self.size = len(node.made) + sum([len(other.made) for other in below])
         if node.value < _SMALLEST_ROOT_VALUE:
             self._value_anew()
         nearer, self._deep = self._deep, []
@@ -300,14 +302,15 @@ class DraftTree:
         if len(self._frontier) > 2 * self.size + _FRONTIER_SLACK:
             self._frontier = [entry for entry in self._frontier if entry[2].key_offset != _DEAD]
             heapify(self._frontier)
+        return below
 
-    def _objects(self) -> Iterator[DraftNode]:
+    def _objects(self) -> list[DraftNode]:
         """The nodes below the root that are objects, parents before children."""
-        stack = list(self.root.taken.values())
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.taken.values())
+        found = list(self.root.taken.values())
+        for node in found:
+            if node.taken:
+                found += node.taken.values()
+        return found
 
     def _value_anew(self) -> None:
         """The root's value is 1 again."""
@@ -327,14 +330,12 @@ def _take(entry: _Entry) -> DraftNode:
     return node
 
 
-def _kill(root: DraftNode, keep: DraftNode | None) -> None:
-    """Marks the objects of a tree as dead, but for those from `keep` on; nothing holds them in circles then."""
-    stack = [root]
-    while stack:
-        node = stack.pop()
-        if node is keep:
-            continue
-        stack.extend(node.taken.values())
+def _kill(root: DraftNode) -> None:
+    """Marks the objects of a tree as dead; nothing holds them in circles then."""
+    dead = [root]
+    for node in dead:
+        if node.taken:
+            dead += node.taken.values()
         node.key_offset, node.parent, node.taken, node.made = _DEAD, None, _NONE_TAKEN, ()
 
 

@@ -12,15 +12,15 @@ Knows neither proto nor grpc; one thread calls it.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from outrider.draft_worker.calibration import AcceptanceCalibration
 from outrider.draft_worker.choice import ChildChooser
-from outrider.draft_worker.draft_tree import DraftNode
 from outrider.draft_worker.growth_launch import FoundChildren, GrowthFlight, GrowthLauncher, Runner
-from outrider.draft_worker.growth_step import GrowthConfig, GrowthStep, SessionGrowth
+from outrider.draft_worker.growth_step import GrowthConfig, GrowthStep
 from outrider.draft_worker.session import CommitMismatch, DraftSession, SessionStart
 from outrider.draft_worker.step_plan import StepPlan, StepPlanner
 from outrider.engine.kv_slots import SlotTable
@@ -178,28 +178,19 @@ class TreeGrowth:
 
     def _add(self, plan: StepPlan, found: FoundChildren, step: GrowthStep) -> None:
         """Gives the nodes that are still there their children."""
-        row, least = 0, self.config.min_acceptance
-        nodes, tokens, acceptance, buckets = plan.nodes, found.tokens, found.acceptance, found.buckets
+        least = self.config.min_acceptance
+        rows = zip(plan.nodes, found.tokens, found.acceptance, found.buckets, found.distributions, strict=True)
         for session, count in plan.spans:
-            tree, grown, made = session.tree, [], 0
-            for index in range(row, row + count):
-                node = nodes[index]
+            grow, grown = session.tree.grow, []
+            for node, tokens, acceptance, buckets, distribution in islice(rows, count):
                 if not node.is_dead:
-                    made += tree.grow(
-                        node,
-                        tokens[index],
-                        acceptance[index],
-                        buckets[index],
-                        distribution=found.distributions[index],
-                        min_acceptance=least,
-                    )
+                    grow(node, tokens, acceptance, buckets, distribution=distribution, min_acceptance=least)
                     grown.append(node)
-            row += count
             if session.is_sync:
                 if grown:
                     _end_level(session, step)
-            elif made:
-                step.add(_growth_of(session, grown))
+            elif grown:
+                step.add_children(session, grown)
 
     def _check(self, start: SessionStart) -> None:
         length, limit = len(start.prompt) + len(start.output), self.config.max_model_len
@@ -234,42 +225,5 @@ def _end_level(session: DraftSession, step: GrowthStep) -> None:
 
 def _end_round(session: DraftSession, step: GrowthStep) -> None:
     limits = session.limits
-    best = session.tree.best(limits.sync_nodes, max_depth=limits.max_depth)
-    root = session.tree.root
-    growth = SessionGrowth(
-        **_place(session),
-        node_ids=[node.node_id for node in best],
-        parents=[0 if node.parent is root or node.parent is None else node.parent.node_id for node in best],
-        tokens=[node.token for node in best],
-        acceptance=[node.acceptance for node in best],
-        distributions=[node.distribution for node in best],
-        complete=True,
-    )
-    step.add(lambda: growth)
+    step.add_nodes(session, session.tree.best(limits.sync_nodes, max_depth=limits.max_depth))
     session.level = -1
-
-
-def _growth_of(session: DraftSession, grown: Sequence[DraftNode]) -> Callable[[], SessionGrowth]:
-    """The children of nodes that were grown, as they stand now, put together when that is asked for."""
-    place, root = _place(session), session.tree.root
-    made = [(0 if node is root else node.node_id, node.made, node.child_distribution) for node in grown]
-
-    def growth() -> SessionGrowth:
-        entries = [entry for _, of_node, _ in made for entry in of_node]
-        return SessionGrowth(
-            **place,
-            node_ids=[entry[1] for entry in entries],
-            parents=[number for number, of_node, _ in made for _ in of_node],
-            tokens=[entry[3] for entry in entries],
-            acceptance=[entry[4] for entry in entries],
-            distributions=[q for _, of_node, q in made for _ in of_node],
-            complete=False,
-        )
-
-    return growth
-
-
-def _place(session: DraftSession) -> dict[str, Any]:
-    return {
-        "owner": session.owner, "session_id": session.key[1], "epoch": session.epoch, "as_of": session.length
-    }  # fmt: skip

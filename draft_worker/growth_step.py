@@ -1,10 +1,14 @@
 """How trees are grown, and what a step of growth gives, as plain data."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outrider.draft_distribution import DraftDistribution
+
+if TYPE_CHECKING:
+    from outrider.draft_worker.draft_tree import DraftNode
+    from outrider.draft_worker.session import DraftSession
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,21 +105,58 @@ class GrowthStep:
 
     def __init__(self) -> None:
         self.step_ns = self.forward_ns = self.tokens = self.sessions = 0
-        self._waiting: list[Callable[[], SessionGrowth]] = []
         self._growths: list[SessionGrowth] = []
+        # Put together when somebody asks: the next step comes first. Lists of children do not change any more.
+        self._waiting: list[tuple[DraftSession, int, list[tuple[int, Sequence[Any], DraftDistribution | None]]]] = []
 
-    def add(self, growth: "Callable[[], SessionGrowth]") -> None:
-        """Adds growth, to be put together when somebody asks for it: the next step comes first."""
-        self._waiting.append(growth)
+    def add_children(self, session: "DraftSession", nodes: "Sequence[DraftNode]") -> None:
+        """Growth: the children of nodes of a session's tree as it stands now."""
+        root = session.tree.root
+        children = [(0 if node is root else node.node_id, node.made, node.child_distribution) for node in nodes]
+        self._waiting.append((session, session.length, children))
+
+    def add_nodes(self, session: "DraftSession", nodes: "Sequence[DraftNode]") -> None:
+        """Growth: a sync session's whole tree."""
+        root = session.tree.root
+        self._growths.append(
+            SessionGrowth(
+                owner=session.owner,
+                session_id=session.key[1],
+                epoch=session.epoch,
+                as_of=session.length,
+                node_ids=[node.node_id for node in nodes],
+                parents=[0 if node.parent is root or node.parent is None else node.parent.node_id for node in nodes],
+                tokens=[node.token for node in nodes],
+                acceptance=[node.acceptance for node in nodes],
+                distributions=[node.distribution for node in nodes],
+                complete=True,
+            )
+        )
 
     @property
     def has_growth(self) -> bool:
-        """Whether `growths` has any."""
+        """Whether `growths` may have any."""
         return bool(self._growths or self._waiting)
 
     @property
     def growths(self) -> list[SessionGrowth]:
-        """What the step gave."""
-        self._growths += [growth() for growth in self._waiting]
+        """What the step gave, sessions without new nodes left out."""
+        for session, as_of, children in self._waiting:
+            entries = [entry for _, made, _ in children for entry in made]
+            if entries:
+                self._growths.append(
+                    SessionGrowth(
+                        owner=session.owner,
+                        session_id=session.key[1],
+                        epoch=session.epoch,
+                        as_of=as_of,
+                        node_ids=[entry[1] for entry in entries],
+                        parents=[number for number, made, _ in children for _ in made],
+                        tokens=[entry[3] for entry in entries],
+                        acceptance=[entry[4] for entry in entries],
+                        distributions=[q for _, made, q in children for _ in made],
+                        complete=False,
+                    )
+                )
         self._waiting.clear()
         return self._growths

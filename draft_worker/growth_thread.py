@@ -24,6 +24,8 @@ from outrider.worker import share_interpreter
 logger = logging.getLogger(__name__)
 
 _BUSY_WINDOW_NS = 1_000_000_000
+# Objects made and not freed until the collector runs: several times what the trees of a worker hold.
+_COLLECT_AFTER = 200_000
 # So long before a forward's expected end the thread no longer sleeps for commands: it might wake up late.
 _WAKE_UP_NS = 100_000
 
@@ -148,9 +150,6 @@ class GrowthThread:
         share_interpreter()
         try:
             growth = self._make_growth()
-            # What was loaded stays: the collector need not go through it whenever trees have changed.
-            gc.collect()
-            gc.freeze()
             self.ready.set_result(growth)
             self._grow(growth)
         except BaseException as error:  # noqa: BLE001 - handed on through `stopped`, where the server ends
@@ -219,6 +218,16 @@ class GrowthThread:
         load = self.load()
         for growths in by_owner.values():
             growths[0].owner.deliver(growths, step, load)
+
+
+def spare_collector() -> None:
+    """Keeps Python's collector from going through the whole process whenever trees have grown.
+
+    What is loaded by now stays. Trees leave no circles behind, so what remains to be collected is little.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_COLLECT_AFTER)
 
 
 def _apply(growth: TreeGrowth, command: Command) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from outrider.draft_worker.calibration_report import pack_calibration
 from outrider.draft_worker.config import DraftWorkerConfig
 from outrider.draft_worker.growth import TreeGrowth
-from outrider.draft_worker.growth_thread import GrowthThread
+from outrider.draft_worker.growth_thread import GrowthThread, spare_collector
 from outrider.draft_worker.service import DraftServicer, pack_load
 from outrider.engine.model_runner import ModelRunner
 from outrider.rpc import RoleServer
@@ -40,6 +40,7 @@ async def serve(
         runner = ModelRunner(config.engine())
         growth = TreeGrowth(runner, config.growth(max_model_len=runner.info.max_model_len))
         growth.warm_up()
+        spare_collector()
         return growth
 
     thread = GrowthThread(make_growth)

@@ -183,16 +183,19 @@ class StepPlanner:
             share = session.tree.take(min(room, width, self._config.min_session_nodes), least)
             width -= len(share)
             shares.append(share)
-        best = [(-session.tree.best_value, index) for index, (session, _) in enumerate(growing)] if width > 0 else []
+        best = [
+            (-value, index, session.tree, room - len(shares[index]))
+            for index, (session, room) in enumerate(growing)
+            if width > 0 and len(shares[index]) < room and (value := session.tree.best_value) >= least
+        ]
         heapify(best)
         while width > 0 and best:
-            _, index = best[0]
-            session, room = growing[index]
-            node = session.tree.take(1, least) if len(shares[index]) < room else []
-            if node:
-                shares[index] += node
-                width -= 1
-                heapreplace(best, (-session.tree.best_value, index))
+            _, index, tree, room = best[0]
+            node = tree.take(1)
+            shares[index] += node
+            width -= len(node)
+            if node and room > 1 and (value := tree.best_value) >= least:
+                heapreplace(best, (-value, index, tree, room - 1))
             else:
                 heappop(best)
         return [(session, share) for (session, _), share in zip(growing, shares, strict=True)]

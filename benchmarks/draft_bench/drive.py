@@ -26,6 +26,7 @@ from outrider.draft_worker.growth_thread import (
     Load,
     OpenCommand,
     SessionFailure,
+    spare_collector,
 )
 from outrider.draft_worker.service import _growth_message
 from outrider.draft_worker.session import DraftSession, GrowthLimits, SessionStart
@@ -175,6 +176,7 @@ def measure(
         settle: called between the two, while nothing runs.
         temperature: of the sessions.
     """
+    spare_collector()
     thread, owner = _started(growth, point, temperature)
     owner.open()
     owner.run(warm)
@@ -218,7 +220,7 @@ def _timed_commits(growth: TreeGrowth) -> Iterator[list[float]]:
         commit(*args)
         taken.append((time.perf_counter_ns() - began) * 1e-3)
 
-    growth.commit = timed
+    growth.commit = timed  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield taken
     finally:
