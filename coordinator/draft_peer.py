@@ -14,6 +14,7 @@ class DraftPeer:
     Attributes:
         last_growth_ns: when it last sent growth, of whatever session.
         response: from a commit to the first growth that knows of it.
+        width: nodes of one session that a step of it expands, an average that forgets.
     """
 
     worker_id: str
@@ -22,8 +23,13 @@ class DraftPeer:
     sessions: set[int] = field(default_factory=set)
     last_growth_ns: int = 0
     response: Latency = field(default_factory=Latency)
+    width: float = 8.0
 
     @property
     def has_room(self) -> bool:
         """Whether one more session may be placed here."""
         return len(self.sessions) < self.limits.max_sessions
+
+    def note_width(self, expanded: float) -> None:
+        """A step has expanded so many nodes of a session."""
+        self.width += 0.02 * (expanded - self.width)

@@ -7,16 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from outrider.coordinator import clock
+from outrider.coordinator.candidates import Candidates, Tree, candidates
 from outrider.coordinator.cost_model import StepCost
 from outrider.coordinator.firing import MissRates
 from outrider.coordinator.links import TargetLink
 from outrider.coordinator.messages import SessionOpening, SpeculationMode, TreeSubmission, VerifyResult
-from outrider.coordinator.selection import Floats, Ints, choose_counts
+from outrider.coordinator.selection import Floats, choose_counts
 from outrider.coordinator.session import Session, Submission
-from outrider.tree import Node, parent_numbers
 from outrider.v1 import registry_pb2
 
 
@@ -28,23 +27,6 @@ class Flight:
     rows: int
     submitted_ns: int
     result: "asyncio.Future[VerifyResult]"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Candidates:
-    """What could be sent of S sessions, best first within each.
-
-    Attributes:
-        nodes: [S] each session's, a parent before its children.
-        values: [n] path values of all.
-        places: [n] whose they are, 0 to S - 1.
-        is_leaf: [n] whether a draft may still put a level below.
-    """
-
-    nodes: Sequence[Sequence[Node]]
-    values: Floats
-    places: Ints
-    is_leaf: npt.NDArray[np.bool_]
 
 
 class TargetLane:
@@ -113,59 +95,76 @@ class TargetLane:
 
     def candidates(self, sessions: Sequence[Session]) -> Candidates:
         """The best nodes of each session, as far as its request and this target go."""
-        nodes = [session.candidates(self.limits.max_tree_nodes) for session in sessions]
-        return Candidates(
-            nodes=nodes,
-            values=np.array([node.path_value for own in nodes for node in own]),
-            places=np.repeat(np.arange(len(nodes)), [len(own) for own in nodes]),
-            is_leaf=np.array([not node.children for own in nodes for node in own], dtype=bool),
+        reaches = [session.reach(self.limits.max_tree_nodes) for session in sessions]
+        return candidates(
+            [session.mirror for session in sessions],
+            most=[most for most, _ in reaches],
+            deepest=[deepest for _, deepest in reaches],
         )
 
-    def leaf_values(self, sessions: Sequence[Session]) -> Floats:
-        """[S] path values of the leaves that the next level of each session would hang from; 0 where none may."""
-        candidates = self.candidates(sessions)
-        is_leaf = candidates.is_leaf
-        weights = candidates.values[is_leaf]
-        values = np.bincount(candidates.places[is_leaf], weights=weights, minlength=len(sessions)).astype(np.float64)
-        for place, session in enumerate(sessions):
-            if not candidates.nodes[place] and session.may_speculate:
-                values[place] = 1.0
-        return values
+    def leaf_values(self, sessions: Sequence[Session], *, widths: Sequence[float]) -> Floats:
+        """[S] path values of the leaves that the next level of each session will hang from; 0 where none may.
 
-    def choose(self, sessions: Sequence[Session]) -> list[Sequence[Node]]:
-        """The nodes of all sessions together that promise the highest rate."""
-        candidates = self.candidates(sessions)
+        Args:
+            widths: [S] nodes that one step of the session's draft expands of it.
+        """
+        found = self.candidates(sessions)
+        values, places = found.values[found.is_leaf], found.places[found.is_leaf]
+        # Each leaf's rank among its session's, best first, as they come.
+        counts = np.bincount(places, minlength=len(sessions))
+        ranks = np.arange(len(places)) - np.repeat(np.cumsum(counts) - counts, counts)
+        shares = np.clip(np.asarray(widths)[places] - ranks, 0.0, 1.0)
+        sums = np.bincount(places, weights=values * shares, minlength=len(sessions)).astype(np.float64)
+        for place in np.flatnonzero(np.diff(found.starts) == 0).tolist():
+            if sessions[place].may_speculate:
+                sums[place] = 1.0
+        return sums
+
+    def choose(self, sessions: Sequence[Session]) -> list[Tree]:
+        """The trees of all sessions together that promise the highest rate."""
+        found = self.candidates(sessions)
         choice = choose_counts(
-            candidates.values,
-            candidates.places,
+            found.values,
+            found.places,
             sessions=len(sessions),
             cost_ns=lambda rows: self.cost.predict_many_ns(rows) + self.pace.overhead_ns,
             max_rows=self.limits.max_step_tokens,
             fair_slowdown=self._fair_slowdown,
         )
-        return self._with_fixed_trees(sessions, candidates.nodes, choice.counts.tolist())
+        return found.trees(self._with_fixed_trees(sessions, np.diff(found.starts).tolist(), choice.counts.tolist()))
 
     def _with_fixed_trees(
-        self, sessions: Sequence[Session], candidates: Sequence[Sequence[Node]], counts: Sequence[int]
-    ) -> list[Sequence[Node]]:
+        self, sessions: Sequence[Session], offered: Sequence[int], counts: Sequence[int]
+    ) -> Sequence[int]:
         """A fixed tree is what sync mode is for: it is submitted whole as long as the step has room for it."""
+        if all(session.mode is not SpeculationMode.SYNC for session in sessions):
+            return counts
         room = self.limits.max_step_tokens - len(sessions) - sum(counts)
-        trees: list[Sequence[Node]] = []
-        for session, nodes, count in zip(sessions, candidates, counts, strict=True):
-            more = len(nodes) - count if session.mode is SpeculationMode.SYNC else 0
-            trees.append(nodes if 0 < more <= room else nodes[:count])
+        fixed = []
+        for session, most, count in zip(sessions, offered, counts, strict=True):
+            more = most - count if session.mode is SpeculationMode.SYNC else 0
+            fixed.append(most if 0 < more <= room else count)
             room -= more if more <= room else 0
-        return trees
+        return fixed
 
-    def submit(self, sessions: Sequence[Session], chosen: Sequence[Sequence[Node]], *, waited_ns: int) -> Flight:
+    def submit(self, sessions: Sequence[Session], chosen: Sequence[Tree], *, waited_ns: int) -> Flight:
         """Sends one batch."""
         openings = [self._opening(session) for session in sessions if session.target_id != self.worker_id]
         now_ns = clock.now_ns()
         trees = []
-        for session, nodes in zip(sessions, chosen, strict=True):
-            session.submission = Submission(nodes=nodes, submitted_ns=now_ns, waited_ns=waited_ns)
-            trees.append(self._tree(session, nodes))
-        rows = len(sessions) + sum(map(len, chosen))
+        for session, tree in zip(sessions, chosen, strict=True):
+            session.submission = Submission(tree, now_ns, waited_ns)
+            trees.append(
+                TreeSubmission(
+                    session_id=session.session_id,
+                    epoch=session.target_epoch,
+                    length=len(session.token_ids),
+                    tokens=tree.tokens,
+                    parents=tree.parents,
+                    distributions=tree.distributions,
+                )
+            )
+        rows = len(sessions) + sum(len(tree.tokens) for tree in chosen)
         result = self.link.submit(trees, openings=openings)
         flight = Flight(sessions=list(sessions), rows=rows, submitted_ns=now_ns, result=result)
         self.flights.append(flight)
@@ -175,16 +174,6 @@ class TargetLane:
         opening = session.opening(max_live_nodes=0)
         session.target_id, session.target_epoch = self.worker_id, opening.epoch
         return opening
-
-    def _tree(self, session: Session, nodes: Sequence[Node]) -> TreeSubmission:
-        return TreeSubmission(
-            session_id=session.session_id,
-            epoch=session.target_epoch,
-            length=len(session.token_ids),
-            tokens=[node.token for node in nodes],
-            parents=parent_numbers(nodes),
-            distributions=[node.distribution for node in nodes] if session.mirror.is_chain else (),
-        )
 
     def learn(self, flight: Flight, result: VerifyResult, *, emitted: int) -> None:
         """Takes a round's times into the cost model and the rate."""

@@ -11,13 +11,14 @@ from collections.abc import Callable, Coroutine, Sequence
 
 import grpc
 import grpc.aio
+import numpy as np
 
 from outrider import rpc
 from outrider.coordinator.firing import Latency
 from outrider.coordinator.messages import (
     Commit,
     FaultKind,
-    Growth,
+    GrowthBatch,
     SessionFault,
     SessionOpening,
     SessionVerdict,
@@ -26,7 +27,7 @@ from outrider.coordinator.messages import (
     TreeSubmission,
     VerifyResult,
 )
-from outrider.draft_distribution import pack_distributions, unpack_distributions
+from outrider.draft_distribution import DraftDistribution, pack_distributions, unpack_distributions
 from outrider.errors import WorkerUnavailable
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from outrider.wire import floats_from_bytes, split_by_counts, tokens_to_bytes
@@ -278,7 +279,7 @@ class DraftLink(_Link):
         *,
         incarnation: int,
         vocab_size: int,
-        on_growth: Callable[[Growth], None],
+        on_growth: Callable[[GrowthBatch], None],
         on_error: Callable[[int, int, str], None],
         on_lost: Callable[[str], None],
     ) -> None:
@@ -329,38 +330,37 @@ class DraftLink(_Link):
                 self.step_latency.observe(message.report.step_ns)
             for error in message.errors:
                 self._on_error(error.session_id, error.epoch, error.message)
-            for growth in _growth(message, self._vocab_size):
-                self._on_growth(growth)
+            if message.session_ids:
+                self._on_growth(_growth(message, self._vocab_size))
 
 
-def _growth(message: draft_pb2.DraftGrowth, vocab_size: int) -> list[Growth]:
-    acceptance = floats_from_bytes(message.acceptance).tolist()
-    node_ids, parents, tokens = list(message.node_ids), list(message.parents), list(message.tokens)
-    distributions = unpack_distributions(message.distributions, len(node_ids))
-    for node_id, token, distribution in zip(node_ids, tokens, distributions, strict=True):
-        if token >= vocab_size:
-            raise ValueError(f"node {node_id} has token {token}, ids below {vocab_size} needed")
-        if distribution is not None and (fault := distribution.fault(token, vocab_size)) is not None:
-            raise ValueError(f"the distribution of node {node_id}: {fault}")
-    columns = zip(
-        message.session_ids,
-        message.epochs,
-        message.as_of,
-        split_by_counts(message.node_counts),
-        message.complete or [False] * len(message.session_ids),
-        strict=True,
+def _growth(message: draft_pb2.DraftGrowth, vocab_size: int) -> GrowthBatch:
+    node_ids, parents, tokens = (
+        np.array(column, dtype=np.int64) for column in (message.node_ids, message.parents, message.tokens)
     )
-    return [
-        Growth(
-            session_id=session_id,
-            epoch=epoch,
-            as_of=as_of,
-            node_ids=node_ids[nodes],
-            parents=parents[nodes],
-            tokens=tokens[nodes],
-            acceptance=acceptance[nodes],
-            distributions=distributions[nodes],
-            complete=complete,
-        )
-        for session_id, epoch, as_of, nodes, complete in columns
-    ]
+    distributions: Sequence[DraftDistribution | None] = ()
+    if message.HasField("distributions"):
+        distributions = unpack_distributions(message.distributions, len(node_ids))
+        for node_id, token, distribution in zip(message.node_ids, message.tokens, distributions, strict=True):
+            if distribution is not None and (fault := distribution.fault(token, vocab_size)) is not None:
+                raise ValueError(f"the distribution of node {node_id}: {fault}")
+    if len(tokens) and tokens.max() >= vocab_size:
+        worst = int(tokens.argmax())
+        raise ValueError(f"node {node_ids[worst]} has token {tokens[worst]}, ids below {vocab_size} needed")
+    growth = GrowthBatch(
+        session_ids=list(message.session_ids),
+        epochs=list(message.epochs),
+        as_of=list(message.as_of),
+        node_counts=list(message.node_counts),
+        complete=list(message.complete) or [False] * len(message.session_ids),
+        node_ids=node_ids,
+        parents=parents,
+        tokens=tokens,
+        acceptance=floats_from_bytes(message.acceptance).astype(np.float64),
+        distributions=distributions,
+    )
+    sessions, nodes = len(growth.session_ids), sum(growth.node_counts)
+    lengths = {len(column) for column in (growth.epochs, growth.as_of, growth.node_counts, growth.complete)}
+    if lengths != {sessions} or {len(column) for column in (node_ids, parents, tokens, growth.acceptance)} != {nodes}:
+        raise ValueError(f"columns of different lengths in growth of {sessions} sessions and {nodes} nodes")
+    return growth

@@ -8,6 +8,10 @@ service <── TokenDelta, RoundRecord, GenerationResult ── scheduler <─�
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
 
 from outrider.draft_distribution import DraftDistribution
 from outrider.sampling import SamplingSpec
@@ -180,8 +184,7 @@ class SessionOpening:
     sync_nodes: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class TreeSubmission:
+class TreeSubmission(NamedTuple):
     """One session's tree in a batch.
 
     Attributes:
@@ -208,16 +211,14 @@ class FaultKind(StrEnum):
     """It can never be served."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SessionFault:
+class SessionFault(NamedTuple):
     """Why a worker has closed, or not opened, a session."""
 
     kind: FaultKind
     message: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class SessionVerdict:
+class SessionVerdict(NamedTuple):
     """What the target says of one session's tree.
 
     Attributes:
@@ -249,8 +250,7 @@ class VerifyResult:
     step_tokens: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Commit:
+class Commit(NamedTuple):
     """Tokens that a session has committed, for the draft. `position` is the committed length before them."""
 
     session_id: int
@@ -282,3 +282,68 @@ class Growth:
     acceptance: Sequence[float]
     distributions: Sequence[DraftDistribution | None] = ()
     complete: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrowthBatch:
+    """One message of growth, in columns: new nodes of S sessions' trees, N in all, from one step of one draft worker.
+
+    Attributes:
+        session_ids: [S]
+        epochs: [S]
+        as_of: [S] as of `Growth`, like all that follows.
+        node_counts: [S]
+        complete: [S]
+        node_ids: [N]
+        parents: [N]
+        tokens: [N]
+        acceptance: [N]
+        distributions: [N] or empty.
+    """
+
+    session_ids: Sequence[int]
+    epochs: Sequence[int]
+    as_of: Sequence[int]
+    node_counts: Sequence[int]
+    complete: Sequence[bool]
+    node_ids: npt.NDArray[np.int64]
+    parents: npt.NDArray[np.int64]
+    tokens: npt.NDArray[np.int64]
+    acceptance: npt.NDArray[np.float64]
+    distributions: Sequence[DraftDistribution | None] = ()
+
+    @classmethod
+    def of(cls, growths: Sequence[Growth]) -> Self:
+        """Several sessions' growth as one message."""
+
+        def column(name: str, dtype: npt.DTypeLike) -> npt.NDArray:
+            return np.array([value for growth in growths for value in getattr(growth, name)], dtype=dtype)
+
+        return cls(
+            session_ids=[growth.session_id for growth in growths],
+            epochs=[growth.epoch for growth in growths],
+            as_of=[growth.as_of for growth in growths],
+            node_counts=[len(growth.node_ids) for growth in growths],
+            complete=[growth.complete for growth in growths],
+            node_ids=column("node_ids", np.int64),
+            parents=column("parents", np.int64),
+            tokens=column("tokens", np.int64),
+            acceptance=column("acceptance", np.float64),
+            distributions=[q for growth in growths for q in growth.distributions or [None] * len(growth.node_ids)],
+        )
+
+    def of_session(self, place: int) -> Growth:
+        """One session's part."""
+        start, count = sum(self.node_counts[:place]), self.node_counts[place]
+        nodes = slice(start, start + count)
+        return Growth(
+            session_id=self.session_ids[place],
+            epoch=self.epochs[place],
+            as_of=self.as_of[place],
+            node_ids=self.node_ids[nodes].tolist(),
+            parents=self.parents[nodes].tolist(),
+            tokens=self.tokens[nodes].tolist(),
+            acceptance=self.acceptance[nodes].tolist(),
+            distributions=self.distributions[nodes] or [None] * count,
+            complete=self.complete[place],
+        )

@@ -1,134 +1,258 @@
-"""The coordinator's copy of one session's token tree, merged from the growth of any number of draft workers.
+"""The coordinator's copies of the sessions' token trees, merged from the growth of any number of draft workers.
 
 A draft and its mirror are out of step by a network's delay: growth arrives that was made before the draft knew of the
 last commits. `as_of` says which committed length the draft had applied; growth that descends from what was committed
 since is grafted, the rest is dropped.
 
-Under the rejection rule the tree is a chain: what one draft has drawn, token after token, each with its q. Nothing here
-looks at a token or a q of it to decide what stays, for that would bias what the target makes of it: a node replaces
-whatever its parent had below it, and a draft that goes takes its chain along.
+A message of growth is grafted as a whole, and a result's commits are applied as a whole: the trees of all sessions are
+columns of one forest. Chains (rejection) are lists, and taken one by one.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from outrider.coordinator.messages import Growth
-from outrider.tree import Node, TokenTree
+import numpy as np
+
+from outrider.coordinator.chain_mirror import ChainMirror
+from outrider.coordinator.forest import Floats, Forest, Ints
+from outrider.coordinator.messages import GrowthBatch
 
 
-@dataclass
-class _WorkerView:
-    """How one worker's node ids map into the mirror.
+@dataclass(slots=True)
+class _Worker:
+    """A draft worker of a session: the view of its node ids, and the committed length that it knows of."""
 
-    Attributes:
-        nodes: id to live node.
-        committed: id to committed length (the node's token is the last of that length), until as_of has passed it.
-    """
-
-    nodes: dict[int, Node] = field(default_factory=dict)
-    committed: dict[int, int] = field(default_factory=dict)
+    view: int
     as_of: int = 0
-    complete_as_of: int = -1
 
 
-class MirrorTree:
-    """One session's mirror.
+class TreeMirror:
+    """One session's tree: its row of the forest, and what its workers know.
 
     Args:
-        token_ids: the session's committed tokens, prompt and output; the mirror reads this list and `commit` is called
-            after every append to it.
-        is_chain: whether the tree is a chain of nodes with a q each.
+        token_ids: the session's committed tokens, prompt and output; the mirror reads this list, and `commit` is called
+            after tokens were appended to it.
     """
 
-    def __init__(self, token_ids: list[int], *, is_chain: bool = False) -> None:
-        self._token_ids = token_ids
-        self.is_chain = is_chain
+    is_chain = False
+
+    def __init__(self, forest: Forest, token_ids: list[int]) -> None:
+        self.forest = forest
+        self.token_ids = token_ids
         self.length = len(token_ids)
-        self.tree = TokenTree(token_ids[-1])
+        self.row = forest.add_session(token_ids[-1], self.length)
         self.root_was_drafted = False
         """Whether the root was a node of the tree before it was committed: a draft may be expanding it by now."""
-        self._views: dict[str, _WorkerView] = {}
+        self._workers: dict[str, _Worker] = {}
+        self._complete_at = -1
 
-    def graft(self, worker_id: str, growth: Growth) -> int:
-        """Adds growth; returns how many of its nodes stand in the tree now, or are committed tokens."""
-        view = self._views.setdefault(worker_id, _WorkerView())
-        if growth.as_of > self.length:
-            return 0
-        self._forget_passed(view, growth.as_of)
-        grafted = 0
-        distributions = growth.distributions or [None] * len(growth.node_ids)
-        columns = zip(growth.node_ids, growth.parents, growth.tokens, growth.acceptance, distributions, strict=True)
-        for node_id, parent_id, token, acceptance, distribution in columns:
-            if self.is_chain and distribution is None:
-                # Not drawn from anything that the target could divide by.
-                continue
-            parent = self._place_of(view, parent_id, growth.as_of)
-            if isinstance(parent, Node):
-                if self.is_chain and parent.children:
-                    self._cut_below(parent)
-                view.nodes[node_id] = node = self.tree.add(parent, token, acceptance)
-                node.distribution = distribution
-            elif parent is not None and self._token_ids[parent] == token:
-                view.committed[node_id] = parent + 1
-            else:
-                continue
-            grafted += 1
-        if growth.complete:
-            view.complete_as_of = growth.as_of
-        return grafted
+    def hear(self, worker_id: str, as_of: int, *, complete: bool) -> int:
+        """Growth has come: the view its ids are of, or -1 for growth from the future."""
+        if as_of > self.length:
+            return -1
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            worker = self._workers[worker_id] = _Worker(self.forest.add_view())
+            self._note_as_of()
+        if as_of > worker.as_of:
+            worker.as_of = as_of
+            self._note_as_of()
+        if complete and as_of > self._complete_at:
+            self._complete_at = as_of
+        return worker.view
 
-    def _place_of(self, view: _WorkerView, node_id: int, as_of: int) -> Node | int | None:
-        """Where a worker's node stands: live, committed (the length at which it is the last token), or nowhere."""
-        if (node := view.nodes.get(node_id)) is not None:
-            return node
-        length = view.committed.get(node_id) if node_id else as_of
-        return self.tree.root if length == self.length else length
-
-    @staticmethod
-    def _forget_passed(view: _WorkerView, as_of: int) -> None:
-        if as_of <= view.as_of:
-            return
-        view.as_of = as_of
-        view.committed = {node_id: length for node_id, length in view.committed.items() if length > as_of}
-
-    def commit(self, token_ids: Sequence[int]) -> None:
-        """Moves the root along tokens that have just been appended to the session's list."""
-        length_at: dict[Node, int] = {}
-        for place, node in enumerate(self.tree.commit(token_ids), start=1):
-            length_at[node] = self.length + place
-        self.root_was_drafted = len(length_at) == len(token_ids)
-        self.length += len(token_ids)
-        assert self.length == len(self._token_ids)
-        for view in self._views.values():
-            for node_id, node in view.nodes.items():
-                if node in length_at:
-                    view.committed[node_id] = length_at[node]
-        self._forget_dead()
-
-    def _cut_below(self, node: Node) -> None:
-        """The draft has begun anew there."""
-        self.tree.size -= sum(1 for _ in node.walk())
-        node.children.clear()
-        self._forget_dead()
-
-    def _forget_dead(self) -> None:
-        alive = set(self.tree.root.walk())
-        for view in self._views.values():
-            view.nodes = {node_id: node for node_id, node in view.nodes.items() if node in alive}
-
-    def clear(self) -> None:
-        """Drops all nodes (sync mode grows every round's tree afresh)."""
-        self.tree = TokenTree(self._token_ids[-1])
-        for view in self._views.values():
-            view.nodes.clear()
+    def _note_as_of(self) -> None:
+        self.forest.note_as_of(self.row, min((worker.as_of for worker in self._workers.values()), default=None))
 
     def forget_worker(self, worker_id: str) -> None:
-        """A worker is gone, or opens the session anew: its ids mean nothing any more; its nodes stay, a chain goes."""
-        self._views.pop(worker_id, None)
-        if self.is_chain:
-            self.clear()
+        """A worker is gone, or opens the session anew: its ids mean nothing any more; its nodes stay."""
+        worker = self._workers.pop(worker_id, None)
+        if worker is not None:
+            self.forest.remove_view(worker.view)
+            self._note_as_of()
+
+    def close(self) -> None:
+        """The session has ended."""
+        for worker in self._workers.values():
+            self.forest.remove_view(worker.view)
+        self._workers.clear()
+        self.forest.remove_session(self.row)
 
     @property
     def is_complete(self) -> bool:
         """Whether some worker has said that the tree of this round is whole (sync mode)."""
-        return any(view.complete_as_of == self.length for view in self._views.values())
+        return self._complete_at == self.length
+
+
+Mirror = TreeMirror | ChainMirror
+
+
+@dataclass(kw_only=True)
+class Commitment:
+    """Tokens that one session has committed: appended to its list already.
+
+    Attributes:
+        accepted: slots of the drafted nodes among the first of them, as they were submitted.
+        keeps_tree: whether what hangs below them is of use (not in sync mode, which grows every tree afresh).
+    """
+
+    mirror: Mirror
+    token_ids: Sequence[int]
+    accepted: Sequence[int] = ()
+    keeps_tree: bool = True
+
+
+# ------------------------------------------------------------------------------------------------------------- growth
+
+
+@dataclass(slots=True)
+class _Nodes:
+    """Growth that is to be grafted, a row a node; `place` is the session's in the message."""
+
+    place: Ints
+    view: Ints
+    as_of: Ints
+    node_id: Ints
+    parent: Ints
+    token: Ints
+    acceptance: Floats
+
+    def only(self, which: np.ndarray) -> "_Nodes":
+        return _Nodes(*(getattr(self, name)[which] for name in self.__slots__))
+
+
+def graft(worker_id: str, growth: GrowthBatch, mirrors: Sequence[Mirror | None]) -> list[int]:
+    """Adds a message's growth.
+
+    Args:
+        mirrors: [S] of its sessions; None where the growth is not wanted.
+
+    Returns:
+        [S] how many of each session's nodes stand in its tree now, or are committed tokens.
+    """
+    grafted = [0] * len(mirrors)
+    views = [-1] * len(mirrors)
+    for place, mirror in enumerate(mirrors):
+        if isinstance(mirror, TreeMirror):
+            views[place] = mirror.hear(worker_id, growth.as_of[place], complete=growth.complete[place])
+        elif mirror is not None:
+            grafted[place] = mirror.graft(worker_id, growth.of_session(place))
+    trees = [(place, mirror) for place, mirror in enumerate(mirrors) if views[place] >= 0]
+    if trees:
+        forest = trees[0][1].forest  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+        counts = _graft_trees(forest, _nodes(growth, views), mirrors)
+        for place, _ in trees:
+            grafted[place] = int(counts[place])
+    return grafted
+
+
+def _nodes(growth: GrowthBatch, views: Sequence[int]) -> _Nodes:
+    place = np.repeat(np.arange(len(views)), growth.node_counts)
+    view = np.array(views)[place]
+    nodes = _Nodes(
+        place=place,
+        view=view,
+        as_of=np.array(growth.as_of)[place],
+        node_id=growth.node_ids,
+        parent=growth.parents,
+        token=growth.tokens,
+        acceptance=growth.acceptance,
+    )
+    return nodes if min(views) >= 0 else nodes.only(view >= 0)
+
+
+def _graft_trees(forest: Forest, nodes: _Nodes, mirrors: Sequence[Mirror | None]) -> Ints:
+    rows = np.array([getattr(mirror, "row", 0) for mirror in mirrors])
+    lengths = np.array([0 if mirror is None else mirror.length for mirror in mirrors])
+    counts = np.zeros(len(mirrors), dtype=np.int64)
+    # A parent stands before its children, be it in the same message: then they are found the next time round.
+    while len(nodes.place):
+        slots = forest.find(nodes.view, nodes.parent)
+        length = lengths[nodes.place]
+        # Of parents that are committed, the length they end; of tree nodes 0.
+        at = np.where(nodes.parent == 0, nodes.as_of, np.where(slots >= 0, forest.length[slots], 0))
+        slots = np.where(at == length, forest.root[rows[nodes.place]], slots)
+        alive = (slots >= 0) & ((at == 0) | (at == length))
+        passed = (at > 0) & (at < length)
+        if alive.any():
+            grown = nodes if alive.all() else nodes.only(alive)
+            made = forest.add(slots[alive], grown.token, grown.acceptance)
+            forest.name(grown.view, grown.node_id, made)
+            counts += np.bincount(grown.place, minlength=len(counts))
+            if len(grown.place) == len(nodes.place):
+                break
+        if passed.any():
+            _pass_by(forest, nodes.only(passed), at[passed], mirrors, counts)
+        elif not alive.any():
+            break
+        nodes = nodes.only(~(alive | passed))
+    return counts
+
+
+def _pass_by(forest: Forest, nodes: _Nodes, at: Ints, mirrors: Sequence[Mirror | None], counts: Ints) -> None:
+    """Growth below a committed token that is not the last one: it is the token that was committed there, or dead."""
+    for number, (place, token, length) in enumerate(
+        zip(nodes.place.tolist(), nodes.token.tolist(), at.tolist(), strict=True)
+    ):
+        mirror = mirrors[place]
+        assert isinstance(mirror, TreeMirror)
+        if mirror.token_ids[length] != token:
+            continue
+        is_root = length + 1 == mirror.length
+        slot = forest.root[mirror.row] if is_root else forest.pass_by(mirror.row, token, length + 1)
+        forest.name(nodes.view[number : number + 1], nodes.node_id[number : number + 1], np.array([slot]))
+        counts[place] += 1
+
+
+# ------------------------------------------------------------------------------------------------------------ commits
+
+
+def commit(commitments: Sequence[Commitment]) -> None:
+    """Moves the roots of all these sessions, each at most once, along their tokens."""
+    trees = []
+    for commitment in commitments:
+        if isinstance(commitment.mirror, ChainMirror):
+            commitment.mirror.commit(commitment.token_ids, keeps_chain=commitment.keeps_tree)
+        elif commitment.token_ids:
+            trees.append((commitment, commitment.mirror))
+    if trees:
+        _commit_trees(trees[0][1].forest, trees)
+
+
+def _commit_trees(forest: Forest, trees: Sequence[tuple[Commitment, TreeMirror]]) -> None:
+    rows = np.array([mirror.row for _, mirror in trees])
+    cursor = forest.root[rows].astype(np.int64)
+    passed: list[int] = []
+    passed_lengths: list[int] = []
+    tails = []
+    for number, (commitment, mirror) in enumerate(trees):
+        known = list(commitment.accepted[: len(commitment.token_ids)])
+        if known:
+            cursor[number] = known[-1]
+            passed += known
+            passed_lengths += range(mirror.length + 1, mirror.length + 1 + len(known))
+        tails.append(commitment.token_ids[len(known) :])
+    # The token behind the accepted ones may have a node too, which was not submitted or has come meanwhile.
+    for depth in range(max(map(len, tails))):
+        going = np.array([n for n, tail in enumerate(tails) if len(tail) > depth and cursor[n] >= 0], dtype=np.int64)
+        if not len(going):
+            break
+        cursor[going] = forest.child(rows[going], cursor[going], np.array([tails[n][depth] for n in going.tolist()]))
+        for n in going[cursor[going] >= 0].tolist():
+            commitment, mirror = trees[n]
+            passed.append(int(cursor[n]))
+            passed_lengths.append(mirror.length + len(commitment.token_ids) - len(tails[n]) + depth + 1)
+    for number, (commitment, mirror) in enumerate(trees):
+        mirror.root_was_drafted = bool(cursor[number] >= 0)
+        mirror.length += len(commitment.token_ids)
+        assert mirror.length == len(mirror.token_ids)
+        if not commitment.keeps_tree:
+            cursor[number] = -1
+    forest.move_roots(
+        rows,
+        cursor,
+        np.array([commitment.token_ids[-1] for commitment, _ in trees]),
+        np.array([mirror.length for _, mirror in trees]),
+        passed=np.array(passed, dtype=np.int64),
+        passed_lengths=np.array(passed_lengths, dtype=np.int64),
+    )

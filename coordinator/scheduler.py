@@ -14,9 +14,11 @@ from collections.abc import Callable, Sequence
 from outrider.coordinator import clock
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.draft_peer import DraftPeer
+from outrider.coordinator.forest import Forest
 from outrider.coordinator.lane import TargetLane
 from outrider.coordinator.links import DraftLink, TargetLink
-from outrider.coordinator.messages import FaultKind, GenerationRequest, Growth, SessionFault, SpeculationMode
+from outrider.coordinator.messages import FaultKind, GenerationRequest, GrowthBatch, SessionFault, SpeculationMode
+from outrider.coordinator.mirror import graft
 from outrider.coordinator.session import Generation, Session
 from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.verify_loop import Totals, VerifyLoop
@@ -49,6 +51,7 @@ class Scheduler:
         self._lanes: dict[str, TargetLane] = {}
         self._loops: dict[str, asyncio.Task[None]] = {}
         self._drafts: dict[str, DraftPeer] = {}
+        self._forest = Forest()
         self._reopenings: dict[int, int] = {}
         self._without_room_since: dict[int, int] = {}
         self._is_draining = False
@@ -73,11 +76,13 @@ class Scheduler:
             raise Overloaded(message, retry_after_s=self._config.retry_after_s)
         generation = Generation(request, max_buffered_events=self._config.max_buffered_events, release=self._release)
         for index, text_stream in enumerate(text_streams):
-            session = Session(next(self._session_ids), generation, index, text_stream)
+            session = Session(next(self._session_ids), generation, index, text_stream, self._forest)
             generation.sessions.append(session)
             if session.result is None:
                 self._sessions[session.session_id] = session
                 self._waiting.append(session)
+            else:
+                session.mirror.close()
         self.totals.requests += 1
         self._admit()
         self._expect_target()
@@ -158,6 +163,7 @@ class Scheduler:
             peer.link.close_session(session.session_id, epoch)
         had_draft = bool(session.draft_epochs)
         session.draft_epochs.clear()
+        session.mirror.close()
         for lane in self._lanes.values():
             if lane.sessions.pop(session.session_id, None) is not None:
                 if session.target_id == lane.worker_id:
@@ -268,21 +274,35 @@ class Scheduler:
             self._assign_draft(session)
         self._notify_all()
 
-    def take_growth(self, worker_id: str, growth: Growth) -> None:
-        """Growth has arrived; it may be late, for a session that has ended, or of an old epoch."""
+    def take_growth(self, worker_id: str, growth: GrowthBatch) -> None:
+        """Growth has arrived; it may be late, for sessions that have ended, or of old epochs."""
         peer = self._drafts.get(worker_id)
-        session = self._sessions.get(growth.session_id)
-        if peer is None or session is None:
-            self.totals.dropped_nodes += len(growth.node_ids)
+        nodes = len(growth.node_ids)
+        if peer is None:
+            self.totals.dropped_nodes += nodes
             return
         peer.last_growth_ns = clock.now_ns()
-        if growth.as_of == len(session.token_ids) and session.unanswered_commits:
-            if session.unanswered_commits == 1:
-                peer.response.observe(peer.last_growth_ns - session.committed_ns)
-            session.unanswered_commits = 0
-        self.totals.dropped_nodes += session.take_growth(worker_id, growth)
+        peer.note_width(len(set(growth.parents)))
+        sessions = [
+            session
+            if (session := self._sessions.get(session_id)) is not None and session.draft_epochs.get(worker_id) == epoch
+            else None
+            for session_id, epoch in zip(growth.session_ids, growth.epochs, strict=True)
+        ]
+        for session, as_of in zip(sessions, growth.as_of, strict=True):
+            if session is not None and session.unanswered_commits and as_of == len(session.token_ids):
+                if session.unanswered_commits == 1:
+                    peer.response.observe(peer.last_growth_ns - session.committed_ns)
+                session.unanswered_commits = 0
+        grafted = graft(worker_id, growth, [None if session is None else session.mirror for session in sessions])
+        self.totals.dropped_nodes += nodes - sum(grafted)
+        for place, session in enumerate(sessions):
+            if session is not None and session.request.trace:
+                session.note_growth(
+                    worker_id, as_of=growth.as_of[place], nodes=growth.node_counts[place], grafted=grafted[place]
+                )
         for lane in self._lanes.values():
-            if session.session_id in lane.sessions:
+            if any(session is not None and session.session_id in lane.sessions for session in sessions):
                 lane.notify()
 
     def take_draft_error(self, worker_id: str, session_id: int, epoch: int, message: str) -> None:

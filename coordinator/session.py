@@ -3,16 +3,19 @@
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from outrider.coordinator import clock
+from outrider.coordinator.candidates import Tree
+from outrider.coordinator.chain_mirror import ChainMirror
+from outrider.coordinator.forest import Forest
 from outrider.coordinator.messages import (
     ChoiceResult,
     FinishReason,
     GenerationEvent,
     GenerationRequest,
     GenerationResult,
-    Growth,
     GrowthArrival,
     RoundRecord,
     SessionOpening,
@@ -20,23 +23,33 @@ from outrider.coordinator.messages import (
     SpeculationCounts,
     SpeculationMode,
     TokenDelta,
-    TokenLogprobs,
     VerifyResult,
 )
-from outrider.coordinator.mirror import MirrorTree
+from outrider.coordinator.mirror import Commitment, Mirror, TreeMirror
 from outrider.coordinator.text_stream import TextStream
 from outrider.errors import OutriderError
 from outrider.sampling import VerificationRule
-from outrider.tree import Node, parent_numbers
 
 
-@dataclass(frozen=True, kw_only=True)
-class Submission:
-    """What a session has in flight: the nodes sent, in order, and when."""
+class Submission(NamedTuple):
+    """What a session has in flight, and since when."""
 
-    nodes: Sequence[Node]
+    tree: Tree
     submitted_ns: int
     waited_ns: int
+
+
+class _Undelivered(NamedTuple):
+    """Tokens that are committed, and that the client has not been told of."""
+
+    token_ids: Sequence[int]
+    offset: int
+    text: str | None
+    """None: still to be made."""
+    submission: Submission
+    verdict: SessionVerdict
+    result: VerifyResult
+    result_ns: int
 
 
 class Session:
@@ -45,7 +58,9 @@ class Session:
     The coordinator owns the truth: everything a worker needs to take the session up is here.
     """
 
-    def __init__(self, session_id: int, generation: "Generation", index: int, text_stream: TextStream) -> None:
+    def __init__(
+        self, session_id: int, generation: "Generation", index: int, text_stream: TextStream, forest: Forest
+    ) -> None:
         request = generation.request
         self.session_id = session_id
         self.generation = generation
@@ -74,14 +89,19 @@ class Session:
         """A full target turned it away: not to be submitted before."""
         self.unanswered_commits = 0
         """Commits since the draft last showed that it knows all."""
+        self._undelivered: _Undelivered | None = None
         self._take_received(request.received.get(index, ()))
-        self.mirror = MirrorTree(self.token_ids, is_chain=self.sampling.rule is VerificationRule.REJECTION)
+        self.mirror: Mirror
+        if self.sampling.rule is VerificationRule.REJECTION:
+            self.mirror = ChainMirror(self.token_ids)
+        else:
+            self.mirror = TreeMirror(forest, self.token_ids)
 
     def _take_received(self, token_ids: Sequence[int]) -> None:
         """A resumed choice goes on after what the client has got; its text has been delivered."""
         if token_ids:
-            text, _ = self._extend(token_ids)
-            self.text_bytes += len(text.encode())
+            text = self._extend(token_ids)
+            self.text_bytes += len((self._text_of(token_ids) if text is None else text).encode())
 
     @property
     def mode(self) -> SpeculationMode:
@@ -113,125 +133,139 @@ class Session:
             sync_nodes=self.request.max_nodes,
         )
 
-    def take_growth(self, worker_id: str, growth: Growth) -> int:
-        """Grafts growth; returns how many of its nodes were dropped."""
-        if self.draft_epochs.get(worker_id) != growth.epoch:
-            return len(growth.node_ids)
-        grafted = self.mirror.graft(worker_id, growth)
+    def note_growth(self, worker_id: str, *, as_of: int, nodes: int, grafted: int) -> None:
+        """Growth has come, for the trace."""
         if self.request.trace:
             arrival = GrowthArrival(
                 worker_id=worker_id,
                 arrived_ns=clock.now_ns(),
-                as_of=growth.as_of,
-                nodes=len(growth.node_ids),
+                as_of=as_of,
+                nodes=nodes,
                 grafted=grafted,
                 during_verify=self.submission is not None,
             )
             self.arrivals.append(arrival)
-        return len(growth.node_ids) - grafted
 
     @property
     def may_speculate(self) -> bool:
         """Whether a tree could save this session a step."""
         return self.mode is not SpeculationMode.OFF and self.sampling.max_new_tokens - self.output_length > 1
 
-    def candidates(self, max_tree_nodes: int) -> list[Node]:
-        """The best nodes to submit, in falling order of path value; nodes past the last output token are left out."""
+    def reach(self, max_tree_nodes: int) -> tuple[int, int]:
+        """(most nodes, greatest depth) of a tree that is submitted: none past the last output token."""
         room = self.sampling.max_new_tokens - self.output_length - 1
         depth = min(self.request.max_depth, room)
         if depth < 1 or self.mode is SpeculationMode.OFF:
-            return []
-        return self.mirror.tree.best(min(self.request.max_nodes, max_tree_nodes), max_depth=depth)
+            return 0, 0
+        return min(self.request.max_nodes, max_tree_nodes), depth
 
-    def commit(self, verdict: SessionVerdict, result: VerifyResult) -> list[int]:
-        """Applies what the target accepted; returns the committed tokens (cut where a stop string ends the text)."""
+    def commit(self, verdict: SessionVerdict, result: VerifyResult) -> Commitment:
+        """Takes what the target accepted.
+
+        What is left to do is in what comes back, for the mirror, and in `deliver`, for the client: both can be done for
+        many sessions at a time, and the second one after the next batch has left.
+        """
+        self.deliver()
         submission, self.submission = self.submission, None
         assert submission is not None
         self.committed_ns = clock.now_ns()
-        token_ids = list(verdict.token_ids)
-        offset, text_offset = self.output_length, self.text_bytes
-        text, kept = self._extend(token_ids)
-        token_ids = token_ids[:kept]
+        offset = len(self.token_ids) - self.prompt_length
+        text = self._extend(verdict.token_ids)
+        kept = len(self.token_ids) - self.prompt_length - offset
+        token_ids = verdict.token_ids[:kept]
+        self._undelivered = _Undelivered(token_ids, offset, text, submission, verdict, result, self.committed_ns)
         if self.cached_tokens is None:
             self.cached_tokens = verdict.cached_tokens
         self.verify_steps += 1
-        self.drafted_tokens += len(submission.nodes)
+        tree = submission.tree
+        self.drafted_tokens += len(tree.tokens)
         self.accepted_tokens += min(len(verdict.accepted_nodes), kept)
-        if self.mode is SpeculationMode.SYNC:
-            self.mirror.commit(token_ids)
-            self.mirror.clear()
-        else:
-            self.mirror.commit(token_ids)
-        self.text_bytes += len(text.encode())
+        accepted = [tree.slots[number - 1] for number in verdict.accepted_nodes] if tree.slots else ()
+        is_sync = self.mode is SpeculationMode.SYNC
+        return Commitment(mirror=self.mirror, token_ids=token_ids, accepted=accepted, keeps_tree=not is_sync)
+
+    def deliver(self) -> None:
+        """Tells the client of what was committed, if anything was since the last time."""
+        news, self._undelivered = self._undelivered, None
+        if news is None:
+            return
+        text = self._text_of(news.token_ids) if news.text is None else news.text
+        logprobs = news.verdict.logprobs
         self.generation.emit(
             TokenDelta(
                 index=self.index,
-                token_ids=token_ids,
+                token_ids=news.token_ids,
                 text=text,
-                offset=offset,
-                text_offset=text_offset,
-                logprobs=_head(verdict.logprobs, kept),
+                offset=news.offset,
+                text_offset=self.text_bytes,
+                logprobs=None if logprobs is None else logprobs.head(len(news.token_ids)),
             )
         )
+        self.text_bytes += len(text.encode())
         if self.request.trace:
-            self.generation.emit(self._round_record(submission, verdict, result, kept=kept))
-        return token_ids
+            self.generation.emit(self._round_record(news))
 
-    def _extend(self, token_ids: Sequence[int]) -> tuple[str, int]:
-        """Appends tokens up to the one that ends the choice: (text to deliver, tokens kept)."""
-        stop_ids = self.sampling.stop_token_ids
+    def _extend(self, token_ids: Sequence[int]) -> str | None:
+        """Appends tokens up to the one that ends the choice; returns their text where finding it took that."""
+        sampling = self.sampling
         ends_with_stop_id = (
-            token_ids[-1] in stop_ids and self.output_length + len(token_ids) > self.sampling.min_new_tokens
+            token_ids[-1] in sampling.stop_token_ids and self.output_length + len(token_ids) > sampling.min_new_tokens
         )
-        # The stop token itself is counted, but has no text.
-        visible = token_ids[:-1] if ends_with_stop_id else token_ids
-        streamed = self.text_stream.push(visible)
-        kept = streamed.consumed if streamed.stop_string is not None else len(token_ids)
-        self.token_ids.extend(token_ids[:kept])
-        finish = None
-        if streamed.stop_string is not None:
-            finish = FinishReason.STOP, None, streamed.stop_string
+        text = stop_string = None
+        kept = token_ids
+        if self.request.stop:
+            # The stop token itself is counted, but has no text.
+            streamed = self.text_stream.push(token_ids[:-1] if ends_with_stop_id else token_ids)
+            text, stop_string = streamed.text, streamed.stop_string
+            kept = token_ids if stop_string is None else token_ids[: streamed.consumed]
+        self.token_ids.extend(kept)
+        if stop_string is not None:
+            self._finish(FinishReason.STOP, stop_string=stop_string)
         elif ends_with_stop_id:
-            finish = FinishReason.STOP, token_ids[-1], None
-        elif self.output_length >= self.sampling.max_new_tokens:
-            finish = FinishReason.LENGTH, None, None
-        text = streamed.text
-        if finish is not None:
-            reason, stop_token_id, stop_string = finish
-            text += "" if stop_string is not None else self.text_stream.flush()
-            self.result = ChoiceResult(
-                index=self.index,
-                finish_reason=reason,
-                completion_tokens=self.output_length,
-                stop_token_id=stop_token_id,
-                stop_string=stop_string,
-            )
-        return text, kept
+            self._finish(FinishReason.STOP, stop_token_id=token_ids[-1])
+        elif self.output_length >= sampling.max_new_tokens:
+            self._finish(FinishReason.LENGTH)
+        if text is not None and self.result is not None and stop_string is None:
+            text += self.text_stream.flush()
+        return text
 
-    def _round_record(
-        self, submission: Submission, verdict: SessionVerdict, result: VerifyResult, *, kept: int
-    ) -> RoundRecord:
+    def _finish(
+        self, reason: FinishReason, *, stop_token_id: int | None = None, stop_string: str | None = None
+    ) -> None:
+        self.result = ChoiceResult(
+            index=self.index,
+            finish_reason=reason,
+            completion_tokens=self.output_length,
+            stop_token_id=stop_token_id,
+            stop_string=stop_string,
+        )
+
+    def _text_of(self, token_ids: Sequence[int]) -> str:
+        """The text of the last tokens, to the end of the choice if that is reached."""
+        if self.result is None:
+            return self.text_stream.push(token_ids).text
+        visible = token_ids if self.result.stop_token_id is None else token_ids[:-1]
+        return self.text_stream.push(visible).text + self.text_stream.flush()
+
+    def _round_record(self, news: _Undelivered) -> RoundRecord:
         arrivals, self.arrivals = self.arrivals, []
+        submission, kept = news.submission, len(news.token_ids)
         return RoundRecord(
             index=self.index,
-            step=result.step,
-            length=len(self.token_ids) - kept,
+            step=news.result.step,
+            length=self.prompt_length + news.offset,
             submitted_ns=submission.submitted_ns,
-            result_ns=clock.now_ns(),
+            result_ns=news.result_ns,
             waited_ns=submission.waited_ns,
-            step_ns=result.step_ns,
-            forward_ns=result.forward_ns,
-            node_tokens=[node.token for node in submission.nodes],
-            node_parents=parent_numbers(submission.nodes),
-            node_values=[node.path_value for node in submission.nodes],
-            accepted_nodes=verdict.accepted_nodes[:kept],
-            emitted_token_ids=verdict.token_ids[:kept],
+            step_ns=news.result.step_ns,
+            forward_ns=news.result.forward_ns,
+            node_tokens=submission.tree.tokens,
+            node_parents=submission.tree.parents,
+            node_values=submission.tree.values,
+            accepted_nodes=news.verdict.accepted_nodes[:kept],
+            emitted_token_ids=news.token_ids,
             growth=arrivals,
         )
-
-
-def _head(logprobs: TokenLogprobs | None, count: int) -> TokenLogprobs | None:
-    return None if logprobs is None else logprobs.head(count)
 
 
 class Generation:

@@ -1,6 +1,6 @@
 """One target's rounds.
 
-    results in -> commit -> sessions that may run -> hold while growth is worth it -> choose nodes -> batch out
+    results in -> commit -> who may run -> hold while growth is worth it -> choose nodes -> batch out -> deltas out
 
 Commits leave for the drafts without an answer and growth arrives on its own, so drafting overlaps verification.
 docs/scheduling.md explains what is decided here, and has the formulas.
@@ -12,15 +12,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from outrider.coordinator import clock
+from outrider.coordinator import clock, mirror
+from outrider.coordinator.candidates import Tree
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.draft_peer import DraftPeer
 from outrider.coordinator.firing import GrowthForecast, Outlook, patience_ns
 from outrider.coordinator.lane import TargetLane
 from outrider.coordinator.messages import Commit, SessionFault, SessionVerdict, SpeculationMode, VerifyResult
+from outrider.coordinator.mirror import Commitment
 from outrider.coordinator.session import Session
 from outrider.errors import WorkerUnavailable
-from outrider.tree import Node
 
 # A target that computed nothing has no room; asking again at once would only spin.
 _DEFERRED_PAUSE_NS = 5_000_000
@@ -70,6 +71,7 @@ class VerifyLoop:
         self._drafts = drafts
         self._owner = owner
         self._free_since_ns: int | None = None
+        self._undelivered: list[Session] = []
 
     async def run(self) -> None:
         """Rounds for ever, until the target is lost."""
@@ -77,15 +79,20 @@ class VerifyLoop:
         try:
             while True:
                 if lane.flights and (lane.is_full or lane.flights[0].result.done()):
-                    self._apply(await lane.flights[0].result)
+                    result = await lane.flights[0].result
+                    self._apply(result)
                     continue
                 sessions = self._ready()
                 hold_s = self._hold_s(sessions)
                 if hold_s:
                     # Growth, a result, a session that comes or rests no more: all of them end the wait.
+                    self._deliver()
                     await lane.change(timeout_s=hold_s)
                     continue
                 self._fire(sessions)
+                # The batch is written to its stream before clients hear of the last one.
+                await asyncio.sleep(0)
+                self._deliver()
         except WorkerUnavailable as error:
             self._owner.remove_target(lane.worker_id, str(error))
 
@@ -113,8 +120,8 @@ class VerifyLoop:
         flight.result.add_done_callback(lambda _: self.lane.notify())
         self._free_since_ns = None
 
-    def choose(self, sessions: Sequence[Session]) -> list[Sequence[Node]]:
-        """The nodes of each session's tree."""
+    def choose(self, sessions: Sequence[Session]) -> list[Tree]:
+        """Each session's tree."""
         return self.lane.choose(sessions)
 
     # --------------------------------------------------------------------------------------------- waiting for growth
@@ -135,11 +142,10 @@ class VerifyLoop:
     def _outlooks(self, sessions: Sequence[Session]) -> list[Outlook]:
         """What growth is expected, together for all sessions that expect it of one draft at one time."""
         found: dict[tuple[str, int], tuple[GrowthForecast, float]] = {}
-        values = self.lane.leaf_values(sessions)
-        for session, value in zip(sessions, values, strict=True):
-            if value <= 0 or session.mode is not SpeculationMode.ASYNC:
-                continue
-            if (peer := self._speaker(session)) is None:
+        peers = [self._speaker(session) for session in sessions]
+        values = self.lane.leaf_values(sessions, widths=[peer.width if peer else 0.0 for peer in peers]).tolist()
+        for session, peer, value in zip(sessions, peers, values, strict=True):
+            if peer is None or value <= 0:
                 continue
             forecast = self._forecast(session, peer)
             _, sum_ = found.get(key := (peer.worker_id, forecast.since_ns), (forecast, 0.0))
@@ -148,6 +154,8 @@ class VerifyLoop:
 
     def _speaker(self, session: Session) -> DraftPeer | None:
         """The draft that is expected to speak of this session next; None where it is not waited for."""
+        if session.mode is not SpeculationMode.ASYNC:
+            return None
         peers = [peer for worker_id in session.draft_epochs if (peer := self._drafts.get(worker_id)) is not None]
         if not peers or (session.unanswered_commits > 1 and session.unanswered_commits % _RETRY_COMMITS):
             return None
@@ -173,10 +181,10 @@ class VerifyLoop:
     # --------------------------------------------------------------------------------------------------------- commits
 
     def _apply(self, result: VerifyResult) -> None:
-        """Commits a step's verdicts: drafts first, since they are what the next round waits for."""
+        """Commits a step's verdicts: drafts first, since they are what the next round waits for; clients hear later."""
         flight = self.lane.flights.popleft()
         in_flight = {session.session_id: session for session in flight.sessions}
-        emitted = 0
+        committed: list[tuple[Session, Commitment]] = []
         for verdict in result.verdicts:
             session = in_flight.get(verdict.session_id)
             if session is None or session.is_finished or verdict.epoch != session.target_epoch:
@@ -189,7 +197,11 @@ class VerifyLoop:
                 if not result.step_tokens:
                     self._rest(session)
             else:
-                emitted += self._commit(session, verdict, result)
+                self._count(session, verdict)
+                committed.append((session, session.commit(verdict, result)))
+        self._commit(committed)
+        emitted = sum(len(commitment.token_ids) for _, commitment in committed)
+        self._owner.totals.emitted_tokens += emitted
         self.lane.learn(flight, result, emitted=emitted)
         self._owner.totals.steps += 1
 
@@ -197,24 +209,37 @@ class VerifyLoop:
         session.rests_until_ns = clock.now_ns() + _DEFERRED_PAUSE_NS
         asyncio.get_running_loop().call_later(_DEFERRED_PAUSE_NS / 1e9, self.lane.notify)
 
-    def _commit(self, session: Session, verdict: SessionVerdict, result: VerifyResult) -> int:
-        position = len(session.token_ids)
+    def _count(self, session: Session, verdict: SessionVerdict) -> None:
         assert session.submission is not None
-        drafted = len(session.submission.nodes)
-        token_ids = session.commit(verdict, result)
-        self._owner.note_progress(session)
         totals = self._owner.totals
         totals.verify_steps += 1
-        totals.drafted_tokens += drafted
-        totals.accepted_tokens += min(len(verdict.accepted_nodes), len(token_ids))
-        totals.emitted_tokens += len(token_ids)
-        if session.is_finished:
+        totals.drafted_tokens += len(session.submission.tree.tokens)
+        totals.accepted_tokens += min(len(verdict.accepted_nodes), len(verdict.token_ids))
+
+    def _commit(self, committed: Sequence[tuple[Session, Commitment]]) -> None:
+        """Tells mirrors and drafts; sessions that have ended go."""
+        going_on = [(session, commitment) for session, commitment in committed if not session.is_finished]
+        mirror.commit([commitment for session, commitment in going_on if session.mode is not SpeculationMode.OFF])
+        for session, commitment in going_on:
+            self._owner.note_progress(session)
+            if not session.draft_epochs:
+                continue
+            token_ids = commitment.token_ids
+            if session.mode is SpeculationMode.ASYNC:
+                self.lane.misses.observe(tokens=len(token_ids), was_missed=not session.mirror.root_was_drafted)
+            position = len(session.token_ids) - len(token_ids)
+            for worker_id, epoch in session.draft_epochs.items():
+                self._drafts[worker_id].link.commit(Commit(session.session_id, epoch, position, token_ids))
+                session.unanswered_commits += 1
+        self._undelivered += [session for session, _ in going_on]
+        finished = [session for session, _ in committed if session.is_finished]
+        for session in finished:
+            session.deliver()
+        for session in finished:
             self._owner.finish_session(session)
-            return len(token_ids)
-        if session.draft_epochs and session.mode is SpeculationMode.ASYNC:
-            self.lane.misses.observe(tokens=len(token_ids), was_missed=not session.mirror.root_was_drafted)
-        for worker_id, epoch in session.draft_epochs.items():
-            commit = Commit(session_id=session.session_id, epoch=epoch, position=position, token_ids=token_ids)
-            self._drafts[worker_id].link.commit(commit)
-            session.unanswered_commits += 1
-        return len(token_ids)
+
+    def _deliver(self) -> None:
+        """Lets the clients have what was committed since the last time."""
+        sessions, self._undelivered = self._undelivered, []
+        for session in sessions:
+            session.deliver()

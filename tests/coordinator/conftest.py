@@ -14,6 +14,7 @@ from outrider.coordinator.messages import (
     GenerationRequest,
     GenerationResult,
     Growth,
+    GrowthBatch,
     SessionFault,
     SessionOpening,
     SessionVerdict,
@@ -119,7 +120,7 @@ class FakeDraft:
         self.random = random.Random(seed)
         self.sessions: dict[int, tuple[int, list[int]]] = {}
         self.closed: list[tuple[int, int]] = []
-        self.deliver: Callable[[Growth], None] = lambda growth: None
+        self.deliver: Callable[[GrowthBatch], None] = lambda growth: None
         self._ids = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -156,18 +157,17 @@ class FakeDraft:
             tokens.append(guess)
         await asyncio.sleep(self.random.random() * self.delay_s)
         node_ids, parents, token_ids, acceptance = zip(*columns, strict=True)
-        self.deliver(
-            Growth(
-                session_id=session_id,
-                epoch=epoch,
-                as_of=as_of,
-                node_ids=node_ids,
-                parents=parents,
-                tokens=token_ids,
-                acceptance=acceptance,
-                complete=True,
-            )
+        growth = Growth(
+            session_id=session_id,
+            epoch=epoch,
+            as_of=as_of,
+            node_ids=node_ids,
+            parents=parents,
+            tokens=token_ids,
+            acceptance=acceptance,
+            complete=True,
         )
+        self.deliver(GrowthBatch.of([growth]))
 
 
 class Bench:

@@ -18,11 +18,23 @@ import pytest
 import torch
 from scipy import stats
 
+from outrider.coordinator import lane
+from outrider.coordinator.candidates import Candidates
+from outrider.coordinator.chain_mirror import ChainMirror
+from outrider.coordinator.forest import Forest
 from outrider.coordinator.lane import TargetLane
-from outrider.coordinator.messages import GenerationRequest, Growth, SessionVerdict, TreeSubmission, VerifyResult
+from outrider.coordinator.messages import (
+    GenerationRequest,
+    Growth,
+    GrowthBatch,
+    SessionVerdict,
+    TreeSubmission,
+    VerifyResult,
+)
+from outrider.coordinator.mirror import commit, graft
 from outrider.coordinator.session import Generation, Session
 from outrider.coordinator.text_stream import TextStream
-from outrider.draft_distribution import WEIGHT_SUM
+from outrider.draft_distribution import WEIGHT_SUM, DraftDistribution
 from outrider.draft_worker.choice import ChildChooser, Children
 from outrider.draft_worker.growth import TreeGrowth
 from outrider.draft_worker.growth_step import GrowthConfig
@@ -32,7 +44,6 @@ from outrider.engine.kv_slots import SlotTable
 from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.target_worker.sessions import OpenRequest, TreeRequest
 from outrider.target_worker.verifier import Verifier
-from outrider.tree import Node
 from outrider.v1 import registry_pb2
 
 VOCABULARY, LENGTH, BATCH = 3, 3, 250
@@ -91,6 +102,7 @@ class Bench:
         # A staircase: a step pays by the hundred rows, so that what one session sends hangs on all the others.
         self.lane.cost.predict_many_ns = lambda rows: 1e6 * (6 + -(-rows // 100))  # pyright: ignore[reportAttributeAccessIssue]
         self.sessions: dict[int, Session] = {}
+        self.forest = Forest()
         self.untold: list[tuple[Session, int, list[int]]] = []
         self.accepted = 0
 
@@ -125,7 +137,7 @@ class Bench:
         spec = replace(self.spec, seed=self.chance.getrandbits(64))
         request = GenerationRequest(request_id=str(number), prompt_token_ids=PROMPT, sampling=spec, max_depth=4)
         generation = Generation(request, max_buffered_events=100, release=lambda generation: None)
-        session = Session(number, generation, 0, TextStream(None))
+        session = Session(number, generation, 0, TextStream(None), self.forest)
         self._move(session)
         return session
 
@@ -154,7 +166,9 @@ class Bench:
             step = draft.step()
             for made in step.growths if step is not None else ():
                 fields = {name: getattr(made, name) for name in Growth.__dataclass_fields__}
-                self.sessions[made.session_id].take_growth(worker_id, Growth(**fields))
+                session = self.sessions[made.session_id]
+                assert session.draft_epochs[worker_id] == made.epoch
+                graft(worker_id, GrowthBatch.of([Growth(**fields)]), [session.mirror])
 
     def _tell_drafts(self) -> None:
         for session, position, token_ids in self.untold:
@@ -174,7 +188,10 @@ class Bench:
                 continue
             position = len(session.token_ids)
             self.accepted += len(verdict.accepted_nodes)
-            self.untold.append((session, position, session.commit(verdict, result)))
+            commitment = session.commit(verdict, result)
+            commit([commitment])
+            session.deliver()
+            self.untold.append((session, position, list(commitment.token_ids)))
 
     def submit(self, trees: Sequence[TreeSubmission], *, openings: Sequence[Any] = ()) -> VerifyResult:
         """The target's end of the lane."""
@@ -235,19 +252,28 @@ def test_output_follows_the_targets_law(rule: VerificationRule):
     assert accepted > 500
 
 
-def own_q(node: Node) -> float:
-    q = node.distribution
+def own_q(token: int, q: DraftDistribution | None) -> float:
     assert q is not None
-    return float(q.weights[q.token_ids == node.token][0] / WEIGHT_SUM)
+    return float(q.weights[q.token_ids == token][0] / WEIGHT_SUM)
 
 
 def test_a_selection_that_looks_at_the_draws_q_is_found_out(monkeypatch: pytest.MonkeyPatch):
-    honest = Session.candidates
+    honest = lane.candidates
 
-    def biased(self: Session, max_tree_nodes: int) -> list[Node]:
-        return list(itertools.takewhile(lambda node: own_q(node) > 0.5, honest(self, max_tree_nodes)))
+    def biased(mirrors: Sequence[ChainMirror], *, most: Sequence[int], deepest: Sequence[int]) -> Candidates:
+        likely = [
+            len(
+                list(
+                    itertools.takewhile(
+                        lambda node: own_q(*node) > 0.5, zip(chain.tokens, chain.distributions, strict=True)
+                    )
+                )
+            )
+            for chain in mirrors
+        ]
+        return honest(mirrors, most=list(map(min, most, likely)), deepest=deepest)
 
-    monkeypatch.setattr(Session, "candidates", biased)
+    monkeypatch.setattr(lane, "candidates", biased)
     assert sampled(VerificationRule.REJECTION, count=1250)[0] < 1e-6
 
 
@@ -256,9 +282,7 @@ def test_an_estimate_that_tells_of_the_draw_is_found_out(monkeypatch: pytest.Mon
 
     def biased(self: ChildChooser, *arguments: Any) -> Children:
         children = honest(self, *arguments)
-        node = Node(children.tokens[0], None)
-        node.distribution = children.distribution
-        return replace(children, acceptance=[0.9 if own_q(node) > 0.5 else 0.1])
+        return replace(children, acceptance=[0.9 if own_q(children.tokens[0], children.distribution) > 0.5 else 0.1])
 
     monkeypatch.setattr(ChildChooser, "_drawn", biased)
     assert sampled(VerificationRule.REJECTION, count=2000)[0] < 1e-4

@@ -1,0 +1,174 @@
+"""The nodes that could go into a batch: of each session its best, in columns; and the trees of those that do.
+
+A session's candidates are its nodes of highest path value, at most so many and so deep. Values fall along every path,
+so every head of them is a tree: what is chosen of a session is a count.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from outrider.coordinator.chain_mirror import ChainMirror
+from outrider.coordinator.forest import Floats, Forest, Ints
+from outrider.coordinator.mirror import Mirror, TreeMirror
+from outrider.draft_distribution import DraftDistribution
+
+_MOST_DEPTH = 63
+_DEPTH_BITS = 6
+_ONE = int(np.float32(1.0).view(np.int32))
+
+
+class Tree(NamedTuple):
+    """What is submitted of one session.
+
+    Attributes:
+        slots: [n] where the forest has each node; empty for chains.
+        tokens: [n]
+        parents: [n] as numbered by `outrider.tree.parent_numbers`.
+        values: [n] path values.
+        distributions: [n] of a chain; empty otherwise.
+    """
+
+    slots: Sequence[int] = ()
+    tokens: Sequence[int] = ()
+    parents: Sequence[int] = ()
+    values: Sequence[float] = ()
+    distributions: Sequence[DraftDistribution] = ()
+
+
+_NOTHING = Tree()
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Of S sessions, n nodes in all; each session's stand together, the best first, parents before children.
+
+    Attributes:
+        starts: [S + 1] session s has the entries from starts[s] to starts[s + 1].
+        places: [n] the session of each.
+        ranks: [n] how many of its session's stand before it.
+        values: [n] path values.
+        depths: [n] below the root, from 1.
+        is_leaf: [n] whether nothing is known below it.
+        slots: [n] where the forest has it; -1 for a chain's.
+    """
+
+    mirrors: Sequence[Mirror | None]
+    starts: Ints
+    places: Ints
+    ranks: Ints
+    values: Floats
+    depths: Ints
+    is_leaf: np.ndarray
+    slots: Ints
+
+    def trees(self, counts: Sequence[int]) -> list[Tree]:
+        """The trees of each session's first so many candidates, [S]."""
+        trees = [_NOTHING] * len(counts)
+        for place, (mirror, count) in enumerate(zip(self.mirrors, counts, strict=True)):
+            if count and isinstance(mirror, ChainMirror):
+                trees[place] = _chain_tree(mirror, count)
+        chosen = np.flatnonzero((self.ranks < np.array(counts, dtype=np.int64)[self.places]) & (self.slots >= 0))
+        if not len(chosen):
+            return trees
+        forest = _forest_of(self.mirrors)
+        assert forest is not None
+        slots = self.slots[chosen]
+        number = np.zeros(len(forest.row), dtype=np.int64)
+        number[slots] = self.ranks[chosen] + 1
+        columns = (slots, forest.token[slots], number[forest.parent[slots]], self.values[chosen])
+        all_slots, tokens, parents, values = (column.tolist() for column in columns)
+        end = 0
+        for place, (mirror, count) in enumerate(zip(self.mirrors, counts, strict=True)):
+            if count and isinstance(mirror, TreeMirror):
+                start, end = end, end + count
+                trees[place] = Tree(all_slots[start:end], tokens[start:end], parents[start:end], values[start:end])
+        return trees
+
+
+def candidates(mirrors: Sequence[Mirror | None], *, most: Sequence[int], deepest: Sequence[int]) -> Candidates:
+    """The candidates of sessions.
+
+    Args:
+        mirrors: [S] None has none.
+        most: [S] how many of each.
+        deepest: [S] nodes below that are left out.
+    """
+    forest = _forest_of(mirrors)
+    places, slots, values, depths, is_leaf = (
+        np.zeros(0, dtype=kind) for kind in (np.int64, np.int64, float, int, bool)
+    )
+    if forest is not None:
+        places, slots = _best_slots(forest, mirrors, most, deepest)
+        values, depths, is_leaf = forest.value[slots], forest.depth[slots].astype(np.int64), ~forest.has_children[slots]
+    chains = [place for place, mirror in enumerate(mirrors) if isinstance(mirror, ChainMirror) and mirror.tokens]
+    if chains:
+        parts = [_chain_columns(place, mirrors[place], min(most[place], deepest[place])) for place in chains]
+        columns = zip((places, slots, values, depths, is_leaf), *parts, strict=True)
+        places, slots, values, depths, is_leaf = (np.concatenate(column) for column in columns)
+        order = np.argsort(places, kind="stable")
+        places, slots, values, depths, is_leaf = (column[order] for column in (places, slots, values, depths, is_leaf))
+    starts = np.zeros(len(mirrors) + 1, dtype=np.int64)
+    np.cumsum(np.bincount(places, minlength=len(mirrors)), out=starts[1:])
+    ranks = np.arange(len(places)) - starts[places]
+    return Candidates(mirrors, starts, places, ranks, values, depths, is_leaf, slots)
+
+
+def _forest_of(mirrors: Sequence[Mirror | None]) -> Forest | None:
+    return next((mirror.forest for mirror in mirrors if isinstance(mirror, TreeMirror)), None)
+
+
+def _best_slots(
+    forest: Forest, mirrors: Sequence[Mirror | None], most: Sequence[int], deepest: Sequence[int]
+) -> tuple[Ints, Ints]:
+    """Places and slots of the tree mirrors' candidates, in their order."""
+    rows = np.array([mirror.row if isinstance(mirror, TreeMirror) else 0 for mirror in mirrors])
+    place_of = np.zeros(len(forest.root), dtype=np.int64)
+    limit = np.zeros(len(forest.root), dtype=np.int32)
+    place_of[rows] = np.arange(len(rows))
+    limit[rows] = deepest
+    limit[0] = 0
+    slots = np.flatnonzero((forest.depth > 0) & (forest.depth <= limit[forest.row]))
+    ordered = _in_order(forest, slots, place_of[forest.row[slots]], len(rows))
+    places = place_of[forest.row[ordered]]
+    counts = np.bincount(places, minlength=len(rows))
+    ranks = np.arange(len(places)) - (np.cumsum(counts) - counts)[places]
+    kept = ranks < np.array(most)[places]
+    return places[kept], ordered[kept]
+
+
+def _in_order(forest: Forest, slots: Ints, places: Ints, sessions: int) -> Ints:
+    """Slots by session, then falling value, then depth (a certain child is worth as much as its parent).
+
+    One sort of one whole number each: session, value, depth and the number's own place, from high bits to low.
+    """
+    own_bits = len(slots).bit_length()
+    value_bits = min(30, 63 - own_bits - sessions.bit_length() - _DEPTH_BITS)
+    # The bits of a float of 0 to 1 are in its order.
+    worth = forest.value[slots].astype(np.float32).view(np.int32)
+    falling = (_ONE - worth).astype(np.int64) >> (30 - value_bits)
+    keys = places << value_bits | falling
+    keys = keys << _DEPTH_BITS | np.minimum(forest.depth[slots], _MOST_DEPTH)
+    keys = keys << own_bits | np.arange(len(slots))
+    keys.sort()
+    return slots[keys & ((1 << own_bits) - 1)]
+
+
+def _chain_columns(place: int, mirror: Mirror | None, most: int) -> tuple[np.ndarray, ...]:
+    assert isinstance(mirror, ChainMirror)
+    count = max(0, min(most, len(mirror.tokens)))
+    is_leaf = np.zeros(count, dtype=bool)
+    is_leaf[len(mirror.tokens) - 1 :] = True
+    values = np.cumprod(mirror.acceptance[:count]) if count else np.zeros(0)
+    return np.full(count, place), np.full(count, -1), values, np.arange(1, count + 1), is_leaf
+
+
+def _chain_tree(mirror: ChainMirror, count: int) -> Tree:
+    return Tree(
+        tokens=mirror.tokens[:count],
+        parents=range(count),
+        values=np.cumprod(mirror.acceptance[:count]).tolist(),
+        distributions=mirror.distributions[:count],
+    )

@@ -1,0 +1,318 @@
+"""The token trees of all sessions, in columns: what growth adds, what a commit leaves.
+
+One node is one slot: the same place in every column. A draft step's growth, a round's commits and the search for the
+best nodes are a few operations on whole columns, whatever the number of sessions; there are no objects to make, to
+follow or to collect.
+
+    value of a node = product of the acceptance along its path, the chance that a verification reaches it
+    roots and *passed* slots (committed nodes that growth on its way may still name) have a `length`, tree nodes have 0
+
+A worker's node ids are found through a table per view (a worker of a session), a ring over the id: an entry counts as
+long as the slot it points to still has the serial number that it had then.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+_NOWHERE = -1
+# Ids of a view that can be told apart at a time; of older nodes the growth is dropped. A draft holds far fewer nodes of
+# a session, and a commit a round ends the life of all but one branch.
+_RING = 2048
+# A path value may get small, but it is divided by: no estimate below this counts as such.
+_LEAST_ACCEPTANCE = 1e-6
+# Committed tokens whose nodes growth may still name.
+_MOST_PASSED = 256
+_COLUMNS = {
+    "row": np.int32,
+    "parent": np.int32,
+    "token": np.int64,
+    "depth": np.int32,
+    "length": np.int32,
+    "acceptance": np.float64,
+    "value": np.float64,
+    "has_children": np.bool_,
+    "serial": np.int64,
+}
+
+
+class Forest:
+    """Slots, rows (sessions) and views (a session's workers).
+
+    Row 0 and slot 0 stand for none.
+    """
+
+    row: npt.NDArray[np.int32]
+    parent: npt.NDArray[np.int32]
+    token: Ints
+    depth: npt.NDArray[np.int32]
+    length: npt.NDArray[np.int32]
+    acceptance: Floats
+    value: Floats
+    has_children: npt.NDArray[np.bool_]
+    serial: Ints
+
+    def __init__(self) -> None:
+        for name, dtype in _COLUMNS.items():
+            setattr(self, name, np.zeros(1, dtype=dtype))
+        self.root: npt.NDArray[np.int32] = np.full(1, _NOWHERE, dtype=np.int32)
+        """[rows] slot of each session's root."""
+        self._as_of: npt.NDArray[np.int32] = np.zeros(1, dtype=np.int32)
+        """[rows] what all its workers know of."""
+        self._free: Ints = np.zeros(0, dtype=np.int64)
+        self._free_rows: list[int] = []
+        self._free_views: list[int] = []
+        self._next_serial = 1
+        self._deepest = 0
+        self._ring_slot: npt.NDArray[np.int32] = np.zeros((0, _RING), dtype=np.int32)
+        self._ring_id: Ints = np.zeros((0, _RING), dtype=np.int64)
+        self._ring_serial: Ints = np.zeros((0, _RING), dtype=np.int64)
+        self.version = 0
+        """Counts the changes."""
+
+    # -------------------------------------------------------------------------------------------- sessions and workers
+
+    def add_session(self, token: int, length: int) -> int:
+        """A row with a root: the last committed token."""
+        if not self._free_rows:
+            rows = len(self.root)
+            self.root = np.concatenate((self.root, np.full(rows, _NOWHERE, dtype=np.int32)))
+            self._as_of = np.concatenate((self._as_of, np.zeros(rows, dtype=np.int32)))
+            self._free_rows = list(range(2 * rows - 1, rows - 1, -1))
+        row = self._free_rows.pop()
+        self.root[row : row + 1] = self._plant(np.array([row]), np.array([token]), np.array([length]))
+        self.note_as_of(row, None)
+        return row
+
+    def remove_session(self, row: int) -> None:
+        """Frees all of a row's slots."""
+        self._release(np.flatnonzero(self.row == row))
+        self.root[row] = _NOWHERE
+        self._free_rows.append(row)
+
+    def clear(self, row: int) -> None:
+        """Drops the nodes of a session's tree."""
+        self._release(np.flatnonzero((self.row == row) & (self.depth > 0)))
+        self.has_children[self.root[row]] = False
+        self.version += 1
+
+    def add_view(self) -> int:
+        """A view without ids."""
+        if not self._free_views:
+            views = len(self._ring_slot)
+            more = max(views, 4)
+            for name in ("_ring_slot", "_ring_id", "_ring_serial"):
+                ring = getattr(self, name)
+                setattr(self, name, np.concatenate((ring, np.zeros((more, _RING), dtype=ring.dtype))))
+            self._free_views = list(range(views + more - 1, views - 1, -1))
+        view = self._free_views.pop()
+        # Slots of serial number 0 are nobody's.
+        self._ring_serial[view] = -1
+        return view
+
+    def remove_view(self, view: int) -> None:
+        """Its ids mean nothing any more."""
+        self._free_views.append(view)
+
+    def note_as_of(self, row: int, length: int | None) -> None:
+        """All workers of the session know so many of its tokens; None: it has no workers."""
+        self._as_of[row] = np.iinfo(np.int32).max if length is None else length
+
+    # ----------------------------------------------------------------------------------------------------------- slots
+
+    def _allocate(self, count: int) -> Ints:
+        if len(self._free) < count:
+            slots = len(self.row)
+            more = max(slots, count, 64)
+            for name in _COLUMNS:
+                column = getattr(self, name)
+                setattr(self, name, np.concatenate((column, np.zeros(more, dtype=column.dtype))))
+            self._free = np.concatenate((np.arange(slots + more - 1, slots - 1, -1), self._free))
+        cut = len(self._free) - count
+        taken, self._free = self._free[cut:], self._free[:cut]
+        self.serial[taken] = np.arange(self._next_serial, self._next_serial + count)
+        self._next_serial += count
+        self.version += 1
+        return taken
+
+    def _release(self, slots: Ints) -> None:
+        self.row[slots] = 0
+        self.depth[slots] = 0
+        self.length[slots] = 0
+        self.parent[slots] = 0
+        self.serial[slots] = 0
+        self._free = np.concatenate((self._free, slots))
+
+    def _plant(self, rows: npt.NDArray[Any], tokens: Sequence[int] | Ints, lengths: Sequence[int] | Ints) -> Ints:
+        """Slots of committed tokens that have no parent."""
+        slots = self._allocate(len(rows))
+        self.row[slots] = rows
+        self.token[slots] = tokens
+        self.has_children[slots] = False
+        self._stand_alone(slots, lengths)
+        return slots
+
+    def _stand_alone(self, slots: npt.NDArray[Any], lengths: Sequence[int] | Ints) -> None:
+        """These are committed, so many tokens up to and with each."""
+        self.length[slots] = lengths
+        self.parent[slots] = slots
+        self.depth[slots] = 0
+        self.value[slots] = 1.0
+        self.acceptance[slots] = 1.0
+
+    # ---------------------------------------------------------------------------------------------------------- growth
+
+    def find(self, views: Ints, node_ids: Ints) -> Ints:
+        """[n] the slots of workers' nodes, -1 where there is none (any more)."""
+        places = node_ids & (_RING - 1)
+        slots = self._ring_slot[views, places]
+        known = (self._ring_id[views, places] == node_ids) & (self.serial[slots] == self._ring_serial[views, places])
+        return np.where(known, slots, _NOWHERE).astype(np.int64)
+
+    def name(self, views: Ints, node_ids: Ints, slots: Ints) -> None:
+        """From now on these ids mean these slots."""
+        places = node_ids & (_RING - 1)
+        self._ring_id[views, places] = node_ids
+        self._ring_slot[views, places] = slots
+        self._ring_serial[views, places] = self.serial[slots]
+
+    def pass_by(self, row: int, token: int, length: int) -> int:
+        """A slot for a node that is committed already, so that its children can be found."""
+        return int(self._plant(np.array([row]), np.array([token]), np.array([length]))[0])
+
+    def add(self, parents: Ints, tokens: Ints, acceptance: Floats) -> Ints:
+        """Children of tree nodes or roots; a child that is there already keeps the higher estimate.
+
+        Args:
+            parents: [n] slots.
+            tokens: [n]
+            acceptance: [n]
+
+        Returns:
+            [n] slots.
+        """
+        acceptance = np.fmin(np.fmax(acceptance, _LEAST_ACCEPTANCE), 1.0)
+        keys = parents << 32 | tokens
+        in_order = np.sort(keys)
+        # The children of a node come together, as a rule: nothing to compare with.
+        if not self.has_children[parents].any() and not (in_order[1:] == in_order[:-1]).any():
+            return self._sprout(parents, tokens, acceptance)
+        return self._merge(parents, tokens, acceptance, keys)
+
+    def _sprout(self, parents: Ints, tokens: Ints, acceptance: Floats) -> Ints:
+        slots = self._allocate(len(parents))
+        depth = self.depth[parents] + 1
+        self.row[slots] = self.row[parents]
+        self.parent[slots] = parents
+        self.token[slots] = tokens
+        self.depth[slots] = depth
+        self.length[slots] = 0
+        self.acceptance[slots] = acceptance
+        self.value[slots] = self.value[parents] * acceptance
+        self.has_children[slots] = False
+        self.has_children[parents] = True
+        self._deepest = max(self._deepest, int(depth.max()))
+        return slots
+
+    def _merge(self, parents: Ints, tokens: Ints, acceptance: Floats, keys: Ints) -> Ints:
+        """Nodes with the same parent and token are one node."""
+        unique, first, place = np.unique(keys, return_index=True, return_inverse=True)
+        highest = np.zeros(len(unique))
+        np.maximum.at(highest, place, acceptance)
+        is_parent = np.zeros(len(self.row), dtype=np.bool_)
+        is_parent[parents] = True
+        there = np.flatnonzero(is_parent[self.parent] & (self.depth > 0))
+        there_keys = self.parent[there].astype(np.int64) << 32 | self.token[there]
+        order = np.argsort(there_keys)
+        found = np.searchsorted(there_keys[order], unique)
+        slots = np.full(len(unique), _NOWHERE, dtype=np.int64)
+        if len(there):
+            candidates = order[np.minimum(found, len(there) - 1)]
+            known = there_keys[candidates] == unique
+            slots[known] = there[candidates[known]]
+            self._raise(slots[known], highest[known])
+        new = slots == _NOWHERE
+        if new.any():
+            slots[new] = self._sprout(parents[first[new]], tokens[first[new]], highest[new])
+        return slots[place]
+
+    def _raise(self, slots: Ints, acceptance: Floats) -> None:
+        """Estimates go up to these, and with them the values of all that hangs below."""
+        higher = acceptance > self.acceptance[slots]
+        if not higher.any():
+            return
+        slots, acceptance = slots[higher], acceptance[higher]
+        factors = np.ones(len(self.row))
+        factors[slots] = acceptance / self.acceptance[slots]
+        self.acceptance[slots] = acceptance
+        self.value *= self._along_paths(factors)
+        self.version += 1
+
+    def _along_paths(self, factors: Floats) -> Floats:
+        """The product of the factors from each slot up to its root, which has to have a factor of 1."""
+        above = self.parent
+        for _ in range(self._deepest.bit_length()):
+            factors = factors * factors[above]
+            above = above[above]
+        return factors
+
+    # ---------------------------------------------------------------------------------------------------------- commits
+
+    def child(self, rows: Ints, slots: Ints, tokens: Ints) -> Ints:
+        """[n] of each slot (of that row, each row once) the child with this token; -1 where there is none."""
+        wanted = np.full((2, len(self.root)), _NOWHERE)
+        wanted[0, rows], wanted[1, rows] = slots, tokens
+        hits = np.flatnonzero(
+            (self.parent == wanted[0][self.row]) & (self.token == wanted[1][self.row]) & (self.depth > 0)
+        )
+        found = wanted[0]
+        found[rows] = _NOWHERE
+        found[self.row[hits]] = hits
+        return found[rows]
+
+    def move_roots(
+        self, rows: Ints, slots: Ints, tokens: Ints, lengths: Ints, *, passed: Ints, passed_lengths: Ints
+    ) -> None:
+        """Moves roots down; what hangs elsewhere is dropped.
+
+        Args:
+            rows: [n] of the sessions.
+            slots: [n] the new roots, tree nodes of theirs; -1: a root without anything below.
+            tokens: [n] last committed ones.
+            lengths: [n] committed tokens.
+            passed: [m] tree nodes on the way.
+            passed_lengths: [m]
+        """
+        kept = slots >= 0
+        scale, shift = np.ones(len(self.root)), np.zeros(len(self.root), dtype=np.int32)
+        scale[rows[kept]] = 1.0 / self.value[slots[kept]]
+        shift[rows[kept]] = self.depth[slots[kept]]
+        new = slots.copy()
+        if not kept.all():
+            new[~kept] = self._plant(rows[~kept], tokens[~kept], lengths[~kept])
+        self._stand_alone(passed, passed_lengths)
+        self._stand_alone(slots[kept], lengths[kept])
+        self.root[rows] = new
+        self._drop_dead(rows, lengths)
+        below = self.depth > 0
+        np.multiply(self.value, scale[self.row], out=self.value, where=below)
+        np.subtract(self.depth, shift[self.row], out=self.depth, where=below)
+        self._deepest = int(self.depth.max())
+        self.version += 1
+
+    def _drop_dead(self, rows: Ints, lengths: Ints) -> None:
+        top = self.parent
+        for _ in range(self._deepest.bit_length()):
+            top = top[top]
+        root = self.root[self.row]
+        forgotten = np.zeros(len(self.root), dtype=np.int32)
+        forgotten[rows] = np.maximum(np.minimum(self._as_of[rows], lengths), lengths - _MOST_PASSED)
+        off_path = (self.depth > 0) & (top != root)
+        left_behind = (self.length > 0) & (self.length <= forgotten[self.row])
+        slots = np.arange(len(self.row))
+        self._release(np.flatnonzero(off_path | (left_behind & (slots != root))))
