@@ -120,24 +120,28 @@ def test_no_session_starves_where_there_are_more_than_the_step_is_wide(make_grow
     assert {rows.count(row) for row in range(5)} == {4}
 
 
+@pytest.mark.parametrize("overlapping", [False, True])
 @pytest.mark.parametrize("seed", range(6))
 def test_after_any_commits_the_tree_is_that_of_the_committed_tokens(
-    make_growth: Make, make_start: Make, logits_after: Make, seed: int
+    make_growth: Make, make_start: Make, logits_after: Make, seed: int, overlapping: bool
 ):
     rng = np.random.default_rng(seed)
     spec = SamplingSpec(max_new_tokens=150, temperature=float(seed % 2), seed=seed)
     growth, runner = make_growth(max_step_nodes=3, max_step_tokens=5)
     growth.open(make_start(prompt=rng.integers(0, 24, 7).tolist(), sampling=spec, limits=GrowthLimits(max_depth=6)))
     session, seen, survived = open_session(growth), set[int](), 0
+
+    def note(step: GrowthStep | None) -> None:
+        for growth_record in growths_of([step] if step else []):
+            assert growth_record.as_of == session.length
+            assert not seen & set(growth_record.node_ids)
+            live = {node.node_id for node in session.tree.nodes()} | {0}
+            assert set(growth_record.parents) <= live
+            seen.update(growth_record.node_ids)
+
     for _ in range(40):
         for _ in range(int(rng.integers(0, 9))):
-            step = growth.step()
-            for growth_record in growths_of([step] if step else []):
-                assert growth_record.as_of == session.length
-                assert not seen & set(growth_record.node_ids)
-                live = {node.node_id for node in session.tree.nodes()} | {0}
-                assert set(growth_record.parents) <= live
-                seen |= set(growth_record.node_ids)
+            note(growth.step())
         tokens, node = [], session.tree.root
         for _ in range(int(rng.integers(0, 4))):
             if node.children:
@@ -145,7 +149,10 @@ def test_after_any_commits_the_tree_is_that_of_the_committed_tokens(
                 tokens.append(node.token)
         if not tokens or rng.random() < 0.3:
             tokens += rng.integers(0, 24, int(rng.integers(1, 4))).tolist()
+        in_flight = overlapping and growth.begin()
         growth.commit(KEY, 1, session.length, tokens)
+        if in_flight:
+            note(growth.finish())
         used = runner.slots.length(session.row)
         assert used == runner.slots.used
         if session.kv_len == session.length:
@@ -163,6 +170,38 @@ def test_after_any_commits_the_tree_is_that_of_the_committed_tokens(
     growth.close(KEY, 1)
     assert runner.slots.used == 0
     assert runner.slots.free_rows == 8
+
+
+def test_sessions_come_and_go_while_a_step_runs(make_growth: Make, make_start: Make, logits_after: Make):
+    growth, runner = make_growth()
+    growth.open(make_start(1))
+    growth.open(make_start(2, prompt=[4, 5]))
+    growth.step()
+    assert growth.begin()
+    growth.close((7, 1), 1)
+    growth.open(make_start(1, epoch=2, prompt=[9, 9, 9]))
+    growth.open(make_start(3, prompt=[6]))
+    step = growth.finish()
+    assert [record.session_id for record in step.growths] == [2]
+    finish(growth)
+    for number in (1, 2, 3):
+        check_children(open_session(growth, (7, number)), logits_after)
+    growth.close_owned("owner")
+    assert runner.slots.used == 0
+
+
+def test_a_sync_round_that_a_commit_ends_in_flight_starts_afresh(make_growth: Make, make_start: Make):
+    limits = GrowthLimits(mode=GrowthMode.SYNC, sync_nodes=6, max_depth=3)
+    plain, _ = make_growth()
+    plain.open(make_start(prompt=[1, 2, 3, 4], limits=limits))
+    expected = [(record.tokens, record.acceptance) for record in growths_of(finish(plain))]
+    growth, _ = make_growth()
+    growth.open(make_start(prompt=[1, 2, 3], limits=limits))
+    growth.step()
+    assert growth.begin()
+    growth.commit(KEY, 1, 3, [4])
+    assert not growth.finish().growths
+    assert [(record.tokens, record.acceptance) for record in growths_of(finish(growth))] == expected
 
 
 def test_a_surviving_branch_is_not_computed_again(make_growth: Make, make_start: Make):

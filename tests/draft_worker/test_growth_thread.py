@@ -1,0 +1,92 @@
+"""What the growth thread does while the device works; the rest is seen through the service (test_service.py)."""
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from outrider.draft_worker.growth import TreeGrowth
+from outrider.draft_worker.growth_launch import GrowthFlight
+from outrider.draft_worker.growth_step import GrowthStep, SessionGrowth
+from outrider.draft_worker.growth_thread import CommitCommand, GrowthThread, Load, OpenCommand, SessionFailure
+
+Make = Callable[..., Any]
+KEY = (7, 1)
+
+
+class Owner:
+    def __init__(self) -> None:
+        self.growths: list[SessionGrowth] = []
+        self.grown = threading.Event()
+        self.failures: list[SessionFailure] = []
+
+    def deliver(self, growths: Sequence[SessionGrowth], step: GrowthStep, load: Load) -> None:
+        self.growths += growths
+        self.grown.set()
+
+    def fail(self, failure: SessionFailure) -> None:
+        self.failures.append(failure)
+
+
+class SlowDevice:
+    """Makes flights last until they are let go, as a device would that works on its own."""
+
+    def __init__(self, growth: TreeGrowth, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.done, self.launched = threading.Event(), threading.Semaphore(0)
+        launch = growth._launcher.launch
+
+        def launch_slowly(plan: Any) -> GrowthFlight:
+            self.launched.release()
+            end = time.perf_counter_ns() + 20_000_000_000
+            return dataclasses.replace(launch(plan), is_done=self.done.is_set, expected_end_ns=end)
+
+        monkeypatch.setattr(growth._launcher, "launch", launch_slowly)
+        monkeypatch.setattr(growth._launcher, "overlaps", True)
+
+
+def test_commits_are_applied_while_a_step_runs_and_growth_leaves_behind_the_next_launch(
+    make_growth: Make, make_start: Make, monkeypatch: pytest.MonkeyPatch
+):
+    growth, _ = make_growth()
+    device, owner = SlowDevice(growth, monkeypatch), Owner()
+    in_flight: list[bool] = []
+    commit = growth.commit
+
+    def commit_and_let_go(*args: Any) -> None:
+        in_flight.append(growth._flight is not None)
+        commit(*args)
+        device.done.set()
+
+    monkeypatch.setattr(growth, "commit", commit_and_let_go)
+    thread = GrowthThread(lambda: growth)
+    thread.start()
+    thread.ready.result(10)
+    thread.submit([OpenCommand(owner, make_start(owner=owner))])
+    assert device.launched.acquire(timeout=10)
+    assert not owner.grown.wait(0.05)
+    thread.submit([CommitCommand(owner, KEY, 1, 3, [9])])
+    # The step that the commit met gave nothing: its root was left behind. The next one begins at the new root.
+    assert owner.grown.wait(10)
+    assert in_flight == [True]
+    assert {record.as_of for record in owner.growths} == {4}
+    thread.stop()
+    thread.stopped.result(10)
+    assert not owner.failures
+
+
+def test_a_thread_that_is_stopped_while_a_step_runs_ends_after_it(
+    make_growth: Make, make_start: Make, monkeypatch: pytest.MonkeyPatch
+):
+    growth, _ = make_growth()
+    device, owner = SlowDevice(growth, monkeypatch), Owner()
+    thread = GrowthThread(lambda: growth)
+    thread.start()
+    thread.submit([OpenCommand(owner, make_start(owner=owner))])
+    assert device.launched.acquire(timeout=10)
+    thread.stop()
+    thread.stopped.result(10)
+    assert growth.is_done
+    assert [record.as_of for record in owner.growths] == [3]
