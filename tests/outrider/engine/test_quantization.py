@@ -292,15 +292,15 @@ def test_the_gpu_computes_the_dequantised_model(whole: Path, tmp_path: Path) -> 
     expected = expected_logits(plain)
     exact = logits(folder, device="cuda", dtype="float32", enforce_eager=False, decoder=True)
     torch.testing.assert_close(exact, expected, rtol=1e-3, atol=1e-3)
-    noise = relative(logits(plain, device="cuda", decoder=True), expected)
-    assert noise < 0.05
+    # In bfloat16 this model is off by 1 to 4 %, whether its weights have 8 bits or stand for them.
+    assert relative(logits(plain, device="cuda", decoder=True), expected) < 0.05
     kinds: list[dict[str, Any]] = [{}, {"deterministic": True}, {"enforce_eager": True}]
     for options in kinds:
-        assert relative(logits(folder, device="cuda", **options), expected) < 1.5 * noise, options
-    # Many rows are rounded to 8 bits too.
+        assert relative(logits(folder, device="cuda", **options), expected) < 0.05, options
+    # Many rows are rounded to 8 bits too, which is seen in a random model, unless all numbers of rows are to be alike.
     many = PROMPTS * 8
-    assert 1.5 * noise < relative(logits(folder, many, device="cuda")[:3], expected) < 0.2
-    assert relative(logits(folder, many, device="cuda", deterministic=True)[:3], expected) < 1.5 * noise
+    assert 0.05 < relative(logits(folder, many, device="cuda")[:3], expected) < 0.4
+    assert relative(logits(folder, many, device="cuda", deterministic=True)[:3], expected) < 0.05
 
 
 @pytest.mark.gpu
