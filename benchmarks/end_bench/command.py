@@ -24,6 +24,7 @@ from rich.console import Console
 
 from outrider.client import Client
 from outrider.errors import OutriderError
+from outrider.v1 import generation_pb2
 
 # Sessions of a cell whose every verification is reported: reporting all of them would be a load of its own.
 _TRACED = 4
@@ -188,15 +189,19 @@ class Bench:
             begin_s=begin_s,
             end_s=begin_s + self.measure_s,
         )
-        with Client(endpoint) as client:
-            client.server_info()
-            futures = self.drivers.drive(load)
-            time.sleep(max(0.0, load.begin_s - time.monotonic()))
-            before = client.server_info()
-            time.sleep(max(0.0, load.end_s - time.monotonic()))
-            after = client.server_info()
+        futures = self.drivers.drive(load)
+        time.sleep(max(0.0, load.begin_s - time.monotonic()))
+        before = _totals(endpoint)
+        time.sleep(max(0.0, load.end_s - time.monotonic()))
+        after = _totals(endpoint)
         driven = [future.result(timeout=_BACK_S) for future in futures]
         return CellFigures.of(cell, driven, before, after, begin_s=load.begin_s, end_s=load.end_s)
+
+
+def _totals(endpoint: str) -> generation_pb2.ServerInfo:
+    # A connection that is held meanwhile would be ended for asking after the server without having a call.
+    with Client(endpoint) as client:
+        return client.server_info()
 
 
 def _title(found: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.end_bench.cells import Cell, Setup
 from benchmarks.end_bench.driving import Driven, Round
 
-from outrider.v1 import generation_pb2, registry_pb2
+from outrider.v1 import common_pb2, generation_pb2, registry_pb2
 
 _MS, _S = 1e6, 1e9
 
@@ -94,6 +94,7 @@ class CellFigures:
         nodes: submitted with one.
         sessions_per_step: in a step of a target.
         draft_steps_per_s: of the drafts, as they last reported them: to within a heartbeat.
+        reported_busy: share of the time that targets spent in steps by their last heartbeat's account, their mean.
         rounds: None where no two rounds were seen.
     """
 
@@ -108,6 +109,7 @@ class CellFigures:
     nodes: float
     sessions_per_step: float
     draft_steps_per_s: float
+    reported_busy: float
     rounds: RoundFigures | None
 
     @classmethod
@@ -142,13 +144,19 @@ class CellFigures:
             nodes=nodes / max(verified, 1),
             sessions_per_step=verified / max(steps, 1),
             draft_steps_per_s=(_draft_steps(after) - _draft_steps(before)) / seconds,
+            reported_busy=statistics.fmean(
+                [load.busy for load in _loads(after, registry_pb2.WORKER_ROLE_TARGET)] or [0.0]
+            ),
             rounds=RoundFigures.of(requests, begin_s=begin_s, end_s=end_s),
         )
 
 
 def _draft_steps(info: generation_pb2.ServerInfo) -> int:
-    drafts = [worker for worker in info.workers if worker.introduction.role == registry_pb2.WORKER_ROLE_DRAFT]
-    return sum(worker.load.steps for worker in drafts)
+    return sum(load.steps for load in _loads(info, registry_pb2.WORKER_ROLE_DRAFT))
+
+
+def _loads(info: generation_pb2.ServerInfo, role: registry_pb2.WorkerRole) -> list[common_pb2.WorkerLoad]:
+    return [worker.load for worker in info.workers if worker.introduction.role == role]
 
 
 def speedups(cells: Sequence[CellFigures]) -> list[float | None]:
