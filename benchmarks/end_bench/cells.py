@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 # Cells that a killed run should not have left out come first.
@@ -44,6 +44,7 @@ class Cell:
         rtt_ms: round trip added to the delayed link.
         rule: by which drafts are judged.
         synthetic: rates at which drafts are accepted, whatever they say; none for what they are worth.
+        turn: the cells of one turn are compared with each other.
     """
 
     setup: Setup
@@ -53,6 +54,7 @@ class Cell:
     rtt_ms: float = 0.0
     rule: str = "coupled"
     synthetic: tuple[float, ...] = ()
+    turn: int = 0
 
     @property
     def gpus(self) -> int:
@@ -92,6 +94,7 @@ class Plan:
         rtt_sessions: sessions of these.
         rules: others than coupled, above temperature 0, for every number of sessions.
         synthetic: rates; cells at the first temperature, for every number of sessions.
+        turns: how often all of it.
     """
 
     sessions: Sequence[int]
@@ -104,11 +107,13 @@ class Plan:
     rtt_sessions: Sequence[int] = (1,)
     rules: Sequence[str] = ()
     synthetic: tuple[float, ...] = ()
+    turns: int = 1
 
 
 def cells_of(plan: Plan) -> list[Cell]:
-    """All cells, those that the others are compared with first."""
-    return list(dict.fromkeys([*_compared(plan), *_far(plan), *_baselines(plan), *_ruled(plan), *_synthetic(plan)]))
+    """All cells, turn after turn, those that the others are compared with first."""
+    cells = dict.fromkeys([*_compared(plan), *_far(plan), *_baselines(plan), *_ruled(plan), *_synthetic(plan)])
+    return [replace(cell, turn=turn) for turn in range(plan.turns) for cell in cells]
 
 
 def _compared(plan: Plan) -> Iterator[Cell]:

@@ -160,13 +160,13 @@ def _loads(info: generation_pb2.ServerInfo, role: registry_pb2.WorkerRole) -> li
 
 
 def speedups(cells: Sequence[CellFigures]) -> list[float | None]:
-    """Tokens per second of each, relative to `off` with one target at the same load; None where that is missing."""
+    """Tokens per second of each, relative to `off` with one target at the same load in the same turn."""
     plain = {
-        (one.cell.sessions, one.cell.temperature): one.tokens_per_s
+        (one.cell.turn, one.cell.sessions, one.cell.temperature): one.tokens_per_s
         for one in cells
         if one.cell.mode == "off" and one.cell.setup is Setup.APART
     }
-    rates = [plain.get((one.cell.sessions, one.cell.temperature)) for one in cells]
+    rates = [plain.get((one.cell.turn, one.cell.sessions, one.cell.temperature)) for one in cells]
     return [one.tokens_per_s / rate if rate else None for one, rate in zip(cells, rates, strict=True)]
 
 

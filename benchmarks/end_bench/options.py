@@ -68,6 +68,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         rtt_sessions=arguments.rtt_sessions,
         rules=arguments.rules,
         synthetic=tuple(arguments.synthetic),
+        turns=arguments.turns,
     )
 
 
@@ -109,6 +110,7 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     add("--warm-up", type=float, default=2.0, help="seconds of a cell that do not count")
     add("--prepare", type=float, default=0.0, help="more of them where its workers first meet its load")
     add("--measure", type=float, default=5.0, help="seconds that do")
+    add("--turns", type=int, default=1, help="how often all of it, each time compared within itself")
     add("--clients", type=int, default=4, help="processes that drive")
     add("--time-limit", type=float, help="seconds for everything: cells that find no time are left out")
     add("--start-timeout", type=float, default=300.0)

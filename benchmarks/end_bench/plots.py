@@ -1,7 +1,8 @@
-"""Pictures of a report: one file a figure, one panel a temperature, sessions along the bottom."""
+"""Pictures of a report: one file a figure, one panel a temperature, sessions along the bottom, medians over turns."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,11 @@ def _draw(cells: Cells, path: Path, title: str, label: str, entry: str) -> Path:
     for axis, temperature in zip(axes[0], temperatures, strict=False):
         of_panel = [cell for cell in cells if cell["temperature"] == temperature and cell.get(entry) is not None]
         for way in dict.fromkeys((cell["mode"], cell["setup"]) for cell in of_panel):
-            points = sorted(
-                (cell["sessions"], cell[entry]) for cell in of_panel if (cell["mode"], cell["setup"]) == way
-            )
+            of_way = [cell for cell in of_panel if (cell["mode"], cell["setup"]) == way]
+            points = [
+                (count, statistics.median(cell[entry] for cell in of_way if cell["sessions"] == count))
+                for count in sorted({cell["sessions"] for cell in of_way})
+            ]
             axis.plot(*zip(*points, strict=True), marker="o", label=f"{way[0]}, {way[1]}")
         axis.set(xscale="log", xlabel="sessions", title=f"temperature {temperature:g}")
         sessions = sorted({cell["sessions"] for cell in of_panel})

@@ -50,6 +50,7 @@ def test_cells_are_those_asked_for_and_what_they_are_compared_with_comes_first()
     assert [(cell.rule, cell.temperature, cell.mode) for cell in ruled[4:]] == [("rejection", 0.5, "async")]
     assert [cell.gpus for cell in cells_of(plan())] == [1, 2]
     assert len(cells_of(plan(sessions=[1, 1]))) == 2
+    assert [cell.turn for cell in cells_of(plan(turns=2))] == [0, 0, 1, 1]
 
 
 def test_the_command_line_fills_in_what_a_device_can_do():
@@ -116,7 +117,7 @@ def test_a_cell_is_compared_with_plain_decoding_under_the_same_load():
         figures(Setup.APART, "off", 99),
         figures(Setup.APART, "async", 299),
         figures(Setup.SHARED, "sync", 149),
-        figures(Setup.REPLICAS, "off", 199, sessions=4),
+        figures(Setup.REPLICAS, "off", 199, turn=1),
     ]
     found = as_dicts(cells)
     assert [cell["speedup"] for cell in found] == [1.0, 3.0, 1.5, None]
