@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass, field
 
-from outrider.coordinator.firing import Latency
+import numpy as np
+
+from outrider.coordinator.firing import GrowthForecast, Latency
 from outrider.coordinator.links import DraftLink
+from outrider.coordinator.messages import GrowthBatch
 from outrider.v1 import registry_pb2
 
 
@@ -30,6 +33,21 @@ class DraftPeer:
         """Whether one more session may be placed here."""
         return len(self.sessions) < self.limits.max_sessions
 
-    def note_width(self, expanded: float) -> None:
-        """A step has expanded so many nodes of a session."""
-        self.width += 0.02 * (expanded - self.width)
+    @property
+    def next_step(self) -> GrowthForecast:
+        """When the step that the draft is in will be told."""
+        step = self.link.step_latency
+        return GrowthForecast(since_ns=self.last_growth_ns, latency=step, step=step)
+
+    def answer_to(self, committed_ns: int) -> GrowthForecast:
+        """When a commit of that time will have grown the first level below its root."""
+        return GrowthForecast(since_ns=committed_ns, latency=self.response, step=self.link.step_latency)
+
+    def note_width(self, growth: GrowthBatch) -> None:
+        """What a step of this draft has grown."""
+        if len(growth.parents):
+            places = np.repeat(np.arange(len(growth.node_counts)), growth.node_counts)
+            # Children of one node stand together.
+            others = (growth.parents[1:] != growth.parents[:-1]) | (places[1:] != places[:-1])
+            expanded = (1 + np.count_nonzero(others)) / len(growth.session_ids)
+            self.width += 0.05 * (expanded - self.width)

@@ -9,7 +9,7 @@ worth as many tokens as a session emits a round, times the chance that the truth
     V  path values of the leaves that the draft expands next, the root's is 1
     h  chance that the truth is among the children of a node that it has reached
     a  tokens of a session in a round
-    p  chance that a round ends in a miss: without it, the next round meets the same path again
+    p  chance that a round with a tree ends in a miss: without it, the next round meets the same path again
 
 If these levels are there in `w` nanoseconds, waiting costs `rate * w` tokens, rate being the tokens per nanosecond that
 the sessions of the batch emit. Wait while the best i of all sessions together earns more; a hard cap bounds the wait of
@@ -21,6 +21,8 @@ from dataclasses import dataclass
 
 # Levels that are looked ahead.
 LEVELS = 6
+# What the formula's gain is multiplied by: compared at twelve settings, see docs/scheduling.md.
+_EMPHASIS = 1.4
 # How many mean deviations past its mean an answer still counts as on its way.
 _PATIENT_DEVIATIONS = 3.0
 
@@ -78,12 +80,24 @@ class MissRates:
 
     def __init__(self) -> None:
         self._rounds, self._tokens, self._misses = 8.0, 24.0, 4.0
+        self._tree_rounds, self._tree_misses = 8.0, 4.0
 
-    def observe(self, *, tokens: int, was_missed: bool) -> None:
-        """One session's round: the tokens that it emitted, and whether the tree lacked one of them in the end."""
-        self._rounds = self._rounds * self._FORGET + 1
-        self._tokens = self._tokens * self._FORGET + tokens
-        self._misses = self._misses * self._FORGET + was_missed
+    def observe_many(self, rounds: int, *, tokens: int, misses: int, tree_rounds: int, tree_misses: int) -> None:
+        """A round of so many sessions, and what they did together.
+
+        Args:
+            tokens: that they emitted.
+            misses: sessions whose tree lacked one of these in the end.
+            tree_rounds: sessions of which any node was verified.
+            tree_misses: misses among these.
+        """
+        kept = self._FORGET**rounds
+        self._rounds = self._rounds * kept + rounds
+        self._tokens = self._tokens * kept + tokens
+        self._misses = self._misses * kept + misses
+        kept = self._FORGET**tree_rounds
+        self._tree_rounds = self._tree_rounds * kept + tree_rounds
+        self._tree_misses = self._tree_misses * kept + tree_misses
 
     @property
     def tokens_per_round(self) -> float:
@@ -98,12 +112,12 @@ class MissRates:
     @property
     def miss_per_round(self) -> float:
         """p"""
-        return max(self._misses / self._rounds, 0.02)
+        return max(self._tree_misses / self._tree_rounds, 0.02)
 
     def level_gains(self) -> list[float]:
         """[LEVELS] tokens that the first, second, ... further level is worth, for a V of 1."""
         hit = self.hit
-        each = self.tokens_per_round / self.miss_per_round * hit * (1 - hit)
+        each = _EMPHASIS * self.tokens_per_round / self.miss_per_round * hit * (1 - hit)
         return [each * hit**level for level in range(LEVELS)]
 
 

@@ -6,6 +6,7 @@ on every link one task reads and one writes.
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Coroutine, Sequence
 
@@ -170,8 +171,8 @@ class TargetLink(_Link):
             epochs=[tree.epoch for tree in trees],
             lengths=[tree.length for tree in trees],
             node_counts=[len(tree.tokens) for tree in trees],
-            tokens=[token for tree in trees for token in tree.tokens],
-            parents=[parent for tree in trees for parent in tree.parents],
+            tokens=list(itertools.chain.from_iterable(tree.tokens for tree in trees)),
+            parents=list(itertools.chain.from_iterable(tree.parents for tree in trees)),
             distributions=_packed_distributions(trees),
         )
         opens = [opening_to_proto(opening) for opening in openings]
@@ -222,23 +223,30 @@ def _verify_result(response: target_pb2.VerifyResponse) -> VerifyResult:
         response.outcomes,
         split_by_counts(response.accepted_counts),
         split_by_counts(response.token_counts),
+        response.cached_tokens or itertools.repeat(0, len(response.session_ids)),
         strict=True,
     )
-    cached_tokens = response.cached_tokens or [0] * len(response.session_ids)
-    for row, (session_id, epoch, outcome, accepted, emitted) in enumerate(columns):
-        token_ids = response.tokens[emitted]
-        if outcome == target_pb2.OUTCOME_ACCEPTED and not token_ids:
-            raise ValueError("an accepted tree without a token")
+    accepted_nodes, tokens = list(response.accepted_nodes), list(response.tokens)
+    for row, (session_id, epoch, outcome, accepted, emitted, cached_tokens) in enumerate(columns):
+        token_ids = tokens[emitted]
+        deferred, fault = False, None
+        if outcome == target_pb2.OUTCOME_ACCEPTED:
+            if not token_ids:
+                raise ValueError("an accepted tree without a token")
+        else:
+            deferred = outcome == target_pb2.OUTCOME_DEFERRED
+            if outcome == target_pb2.OUTCOME_ERROR:
+                fault = faults.get((session_id, epoch), _NO_REASON)
         verdicts.append(
             SessionVerdict(
-                session_id=session_id,
-                epoch=epoch,
-                deferred=outcome == target_pb2.OUTCOME_DEFERRED,
-                fault=faults.get((session_id, epoch), _NO_REASON) if outcome == target_pb2.OUTCOME_ERROR else None,
-                accepted_nodes=response.accepted_nodes[accepted],
-                token_ids=token_ids,
-                logprobs=logprobs.get(row),
-                cached_tokens=cached_tokens[row],
+                session_id,
+                epoch,
+                deferred,
+                fault,
+                accepted_nodes[accepted],
+                token_ids,
+                logprobs.get(row) if logprobs else None,
+                cached_tokens,
             )
         )
     return VerifyResult(
@@ -289,6 +297,7 @@ class DraftLink(_Link):
         self._on_growth = on_growth
         self._on_error = on_error
         self._outgoing: draft_pb2.DraftCommands | None = None
+        self._commits: list[Commit] = []
         self.load = common_pb2.WorkerLoad()
         self.step_latency = Latency()
         """The worker's step time."""
@@ -300,12 +309,8 @@ class DraftLink(_Link):
 
     def commit(self, commit: Commit) -> None:
         """Tells the worker what was committed. Commits made together leave as one message."""
-        batch = self._commands().commits
-        batch.session_ids.append(commit.session_id)
-        batch.epochs.append(commit.epoch)
-        batch.positions.append(commit.position)
-        batch.token_counts.append(len(commit.token_ids))
-        batch.tokens.extend(commit.token_ids)
+        self._commits.append(commit)
+        self._outgoing_ready.set()
 
     def close_session(self, session_id: int, epoch: int) -> None:
         """Frees a session at the worker."""
@@ -320,6 +325,9 @@ class DraftLink(_Link):
         return self._outgoing
 
     def _take_outgoing(self) -> Sequence[draft_pb2.DraftCommands]:
+        commits, self._commits = self._commits, []
+        if commits:
+            self._commands().commits.CopyFrom(_commit_batch(commits))
         commands, self._outgoing = self._outgoing, None
         return [] if commands is None else [commands]
 
@@ -332,6 +340,17 @@ class DraftLink(_Link):
                 self._on_error(error.session_id, error.epoch, error.message)
             if message.session_ids:
                 self._on_growth(_growth(message, self._vocab_size))
+
+
+def _commit_batch(commits: Sequence[Commit]) -> draft_pb2.CommitBatch:
+    session_ids, epochs, positions, token_ids = zip(*commits, strict=True)
+    return draft_pb2.CommitBatch(
+        session_ids=session_ids,
+        epochs=epochs,
+        positions=positions,
+        token_counts=list(map(len, token_ids)),
+        tokens=list(itertools.chain.from_iterable(token_ids)),
+    )
 
 
 def _growth(message: draft_pb2.DraftGrowth, vocab_size: int) -> GrowthBatch:

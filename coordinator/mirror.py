@@ -10,6 +10,7 @@ columns of one forest. Chains (rejection) are lists, and taken one by one.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -87,8 +88,7 @@ class TreeMirror:
 Mirror = TreeMirror | ChainMirror
 
 
-@dataclass(kw_only=True)
-class Commitment:
+class Commitment(NamedTuple):
     """Tokens that one session has committed: appended to its list already.
 
     Attributes:
@@ -209,50 +209,63 @@ def _pass_by(forest: Forest, nodes: _Nodes, at: Ints, mirrors: Sequence[Mirror |
 
 def commit(commitments: Sequence[Commitment]) -> None:
     """Moves the roots of all these sessions, each at most once, along their tokens."""
-    trees = []
-    for commitment in commitments:
-        if isinstance(commitment.mirror, ChainMirror):
-            commitment.mirror.commit(commitment.token_ids, keeps_chain=commitment.keeps_tree)
-        elif commitment.token_ids:
-            trees.append((commitment, commitment.mirror))
+    trees: list[_TreeCommitment] = []
+    for mirror, token_ids, accepted, keeps_tree in commitments:
+        if isinstance(mirror, ChainMirror):
+            mirror.commit(token_ids, keeps_chain=keeps_tree)
+        elif token_ids:
+            trees.append((mirror, token_ids, accepted[: len(token_ids)], keeps_tree))
     if trees:
-        _commit_trees(trees[0][1].forest, trees)
+        _commit_trees(trees[0][0].forest, trees)
 
 
-def _commit_trees(forest: Forest, trees: Sequence[tuple[Commitment, TreeMirror]]) -> None:
-    rows = np.array([mirror.row for _, mirror in trees])
+_TreeCommitment = tuple[TreeMirror, Sequence[int], Sequence[int], bool]
+
+
+def _commit_trees(forest: Forest, trees: Sequence[_TreeCommitment]) -> None:
+    rows = np.array([mirror.row for mirror, _, _, _ in trees])
     cursor = forest.root[rows].astype(np.int64)
     passed: list[int] = []
     passed_lengths: list[int] = []
     tails = []
-    for number, (commitment, mirror) in enumerate(trees):
-        known = list(commitment.accepted[: len(commitment.token_ids)])
+    for number, (mirror, token_ids, accepted, _) in enumerate(trees):
+        known = len(accepted)
         if known:
-            cursor[number] = known[-1]
-            passed += known
-            passed_lengths += range(mirror.length + 1, mirror.length + 1 + len(known))
-        tails.append(commitment.token_ids[len(known) :])
+            cursor[number] = accepted[-1]
+            passed += accepted
+            passed_lengths += range(mirror.length + 1, mirror.length + 1 + known)
+        tails.append(token_ids[known:])
     # The token behind the accepted ones may have a node too, which was not submitted or has come meanwhile.
     for depth in range(max(map(len, tails))):
-        going = np.array([n for n, tail in enumerate(tails) if len(tail) > depth and cursor[n] >= 0], dtype=np.int64)
-        if not len(going):
+        slots = cursor.tolist()
+        going = [n for n, tail in enumerate(tails) if len(tail) > depth and slots[n] >= 0]
+        if not going:
             break
-        cursor[going] = forest.child(rows[going], cursor[going], np.array([tails[n][depth] for n in going.tolist()]))
-        for n in going[cursor[going] >= 0].tolist():
-            commitment, mirror = trees[n]
-            passed.append(int(cursor[n]))
-            passed_lengths.append(mirror.length + len(commitment.token_ids) - len(tails[n]) + depth + 1)
-    for number, (commitment, mirror) in enumerate(trees):
-        mirror.root_was_drafted = bool(cursor[number] >= 0)
-        mirror.length += len(commitment.token_ids)
-        assert mirror.length == len(mirror.token_ids)
-        if not commitment.keeps_tree:
-            cursor[number] = -1
+        found = forest.child(rows[going], cursor[going], np.array([tails[n][depth] for n in going]))
+        cursor[going] = found
+        for n, slot in zip(going, found.tolist(), strict=True):
+            if slot >= 0:
+                mirror, token_ids, _, _ = trees[n]
+                passed.append(slot)
+                passed_lengths.append(mirror.length + len(token_ids) - len(tails[n]) + depth + 1)
+    lengths = _advance(trees, cursor.tolist())
+    cursor[[not keeps_tree for _, _, _, keeps_tree in trees]] = -1
     forest.move_roots(
         rows,
         cursor,
-        np.array([commitment.token_ids[-1] for commitment, _ in trees]),
-        np.array([mirror.length for _, mirror in trees]),
+        np.array([token_ids[-1] for _, token_ids, _, _ in trees]),
+        np.array(lengths),
         passed=np.array(passed, dtype=np.int64),
         passed_lengths=np.array(passed_lengths, dtype=np.int64),
     )
+
+
+def _advance(trees: Sequence[_TreeCommitment], roots: Sequence[int]) -> list[int]:
+    """The mirrors' new lengths."""
+    lengths = []
+    for (mirror, token_ids, _, _), root in zip(trees, roots, strict=True):
+        mirror.root_was_drafted = root >= 0
+        mirror.length += len(token_ids)
+        assert mirror.length == len(mirror.token_ids)
+        lengths.append(mirror.length)
+    return lengths

@@ -282,7 +282,7 @@ class Scheduler:
             self.totals.dropped_nodes += nodes
             return
         peer.last_growth_ns = clock.now_ns()
-        peer.note_width(len(set(growth.parents)))
+        peer.note_width(growth)
         sessions = [
             session
             if (session := self._sessions.get(session_id)) is not None and session.draft_epochs.get(worker_id) == epoch
@@ -291,7 +291,7 @@ class Scheduler:
         ]
         for session, as_of in zip(sessions, growth.as_of, strict=True):
             if session is not None and session.unanswered_commits and as_of == len(session.token_ids):
-                if session.unanswered_commits == 1:
+                if session.unanswered_commits == 1 and not session.mirror.root_was_drafted:
                     peer.response.observe(peer.last_growth_ns - session.committed_ns)
                 session.unanswered_commits = 0
         grafted = graft(worker_id, growth, [None if session is None else session.mirror for session in sessions])

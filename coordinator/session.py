@@ -66,6 +66,7 @@ class Session:
         self.generation = generation
         self.index = index
         self.request = request
+        self.mode = request.mode
         self.sampling = replace(request.sampling, choice_index=index)
         self.token_ids: list[int] = list(request.prompt_token_ids)
         self.prompt_length = len(self.token_ids)
@@ -102,11 +103,6 @@ class Session:
         if token_ids:
             text = self._extend(token_ids)
             self.text_bytes += len((self._text_of(token_ids) if text is None else text).encode())
-
-    @property
-    def mode(self) -> SpeculationMode:
-        """How this session speculates."""
-        return self.request.mode
 
     @property
     def output_length(self) -> int:
@@ -153,36 +149,42 @@ class Session:
 
     def reach(self, max_tree_nodes: int) -> tuple[int, int]:
         """(most nodes, greatest depth) of a tree that is submitted: none past the last output token."""
-        room = self.sampling.max_new_tokens - self.output_length - 1
-        depth = min(self.request.max_depth, room)
-        if depth < 1 or self.mode is SpeculationMode.OFF:
+        room = self.sampling.max_new_tokens - 1 - (len(self.token_ids) - self.prompt_length)
+        if room < 1 or self.mode is SpeculationMode.OFF:
             return 0, 0
-        return min(self.request.max_nodes, max_tree_nodes), depth
+        request = self.request
+        depth, most = request.max_depth, request.max_nodes
+        return most if most < max_tree_nodes else max_tree_nodes, depth if depth < room else room
 
-    def commit(self, verdict: SessionVerdict, result: VerifyResult) -> Commitment:
+    def commit(self, verdict: SessionVerdict, result: VerifyResult, committed_ns: int) -> Commitment:
         """Takes what the target accepted.
 
         What is left to do is in what comes back, for the mirror, and in `deliver`, for the client: both can be done for
         many sessions at a time, and the second one after the next batch has left.
+
+        Args:
+            committed_ns: now.
         """
-        self.deliver()
+        if self._undelivered is not None:
+            self.deliver()
         submission, self.submission = self.submission, None
         assert submission is not None
-        self.committed_ns = clock.now_ns()
-        offset = len(self.token_ids) - self.prompt_length
+        self.committed_ns = committed_ns
+        before = len(self.token_ids)
         text = self._extend(verdict.token_ids)
-        kept = len(self.token_ids) - self.prompt_length - offset
-        token_ids = verdict.token_ids[:kept]
-        self._undelivered = _Undelivered(token_ids, offset, text, submission, verdict, result, self.committed_ns)
+        kept = len(self.token_ids) - before
+        token_ids = verdict.token_ids if kept == len(verdict.token_ids) else verdict.token_ids[:kept]
+        self._undelivered = _Undelivered(
+            token_ids, before - self.prompt_length, text, submission, verdict, result, committed_ns
+        )
         if self.cached_tokens is None:
             self.cached_tokens = verdict.cached_tokens
+        slots = submission.tree.slots
         self.verify_steps += 1
-        tree = submission.tree
-        self.drafted_tokens += len(tree.tokens)
+        self.drafted_tokens += len(submission.tree.tokens)
         self.accepted_tokens += min(len(verdict.accepted_nodes), kept)
-        accepted = [tree.slots[number - 1] for number in verdict.accepted_nodes] if tree.slots else ()
-        is_sync = self.mode is SpeculationMode.SYNC
-        return Commitment(mirror=self.mirror, token_ids=token_ids, accepted=accepted, keeps_tree=not is_sync)
+        accepted = [slots[number - 1] for number in verdict.accepted_nodes] if slots else ()
+        return Commitment(self.mirror, token_ids, accepted, self.mode is not SpeculationMode.SYNC)
 
     def deliver(self) -> None:
         """Tells the client of what was committed, if anything was since the last time."""
@@ -209,7 +211,8 @@ class Session:
         """Appends tokens up to the one that ends the choice; returns their text where finding it took that."""
         sampling = self.sampling
         ends_with_stop_id = (
-            token_ids[-1] in sampling.stop_token_ids and self.output_length + len(token_ids) > sampling.min_new_tokens
+            token_ids[-1] in sampling.stop_token_ids
+            and len(self.token_ids) + len(token_ids) - self.prompt_length > sampling.min_new_tokens
         )
         text = stop_string = None
         kept = token_ids
@@ -223,7 +226,7 @@ class Session:
             self._finish(FinishReason.STOP, stop_string=stop_string)
         elif ends_with_stop_id:
             self._finish(FinishReason.STOP, stop_token_id=token_ids[-1])
-        elif self.output_length >= sampling.max_new_tokens:
+        elif len(self.token_ids) - self.prompt_length >= sampling.max_new_tokens:
             self._finish(FinishReason.LENGTH)
         if text is not None and self.result is not None and stop_string is None:
             text += self.text_stream.flush()

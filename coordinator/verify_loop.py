@@ -8,7 +8,7 @@ docs/scheduling.md explains what is decided here, and has the formulas.
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,13 +18,15 @@ from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.draft_peer import DraftPeer
 from outrider.coordinator.firing import GrowthForecast, Outlook, patience_ns
 from outrider.coordinator.lane import TargetLane
-from outrider.coordinator.messages import Commit, SessionFault, SessionVerdict, SpeculationMode, VerifyResult
+from outrider.coordinator.messages import Commit, SessionFault, SpeculationMode, VerifyResult
 from outrider.coordinator.mirror import Commitment
 from outrider.coordinator.session import Session
 from outrider.errors import WorkerUnavailable
 
 # A target that computed nothing has no room; asking again at once would only spin.
 _DEFERRED_PAUSE_NS = 5_000_000
+# Of the ways to wait that a lane tries.
+_NEVER_WAITS = 1
 # A draft that has answered none of a session's last commits is waited for at every so many of them only.
 _RETRY_COMMITS = 8
 
@@ -131,6 +133,8 @@ class VerifyLoop:
         if all(session.mode is SpeculationMode.SYNC for session in sessions):
             return max(self._sync_wait_left_ns(session) for session in sessions)
         lane = self.lane
+        if lane.waiting.current == _NEVER_WAITS:
+            return 0.0
         return patience_ns(
             self._outlooks(sessions),
             gains=lane.misses.level_gains(),
@@ -142,32 +146,34 @@ class VerifyLoop:
     def _outlooks(self, sessions: Sequence[Session]) -> list[Outlook]:
         """What growth is expected, together for all sessions that expect it of one draft at one time."""
         found: dict[tuple[str, int], tuple[GrowthForecast, float]] = {}
+        now_ns = clock.now_ns()
         peers = [self._speaker(session) for session in sessions]
-        values = self.lane.leaf_values(sessions, widths=[peer.width if peer else 0.0 for peer in peers]).tolist()
-        for session, peer, value in zip(sessions, peers, values, strict=True):
+        leaves = self.lane.leaf_values(sessions, widths=[peer.width if peer else 0.0 for peer in peers])
+        for session, peer, value, has_tree in zip(sessions, peers, leaves.values, leaves.has_tree, strict=True):
             if peer is None or value <= 0:
                 continue
-            forecast = self._forecast(session, peer)
-            _, sum_ = found.get(key := (peer.worker_id, forecast.since_ns), (forecast, 0.0))
-            found[key] = forecast, sum_ + value
+            step, since_ns = peer.link.step_latency, peer.last_growth_ns
+            latency = step
+            # The step that the draft is in may expand what has just become the root, although it does not know of it
+            # yet; else it has to hear of it first.
+            by_itself = session.mirror.root_was_drafted and has_tree and step.left_ns(now_ns - since_ns)
+            if session.unanswered_commits and not by_itself:
+                since_ns, latency = session.committed_ns, peer.response
+            key = peer.worker_id, since_ns
+            if (known := found.get(key)) is None:
+                known = GrowthForecast(since_ns=since_ns, latency=latency, step=step), 0.0
+            found[key] = known[0], known[1] + value
         return [Outlook(forecast=forecast, value=value) for forecast, value in found.values()]
 
     def _speaker(self, session: Session) -> DraftPeer | None:
         """The draft that is expected to speak of this session next; None where it is not waited for."""
-        if session.mode is not SpeculationMode.ASYNC:
+        epochs, unanswered = session.draft_epochs, session.unanswered_commits
+        if session.mode is not SpeculationMode.ASYNC or (unanswered > 1 and unanswered % _RETRY_COMMITS):
             return None
-        peers = [peer for worker_id in session.draft_epochs if (peer := self._drafts.get(worker_id)) is not None]
-        if not peers or (session.unanswered_commits > 1 and session.unanswered_commits % _RETRY_COMMITS):
-            return None
-        return max(peers, key=lambda peer: peer.last_growth_ns)
-
-    @staticmethod
-    def _forecast(session: Session, peer: DraftPeer) -> GrowthForecast:
-        step = peer.link.step_latency
-        if session.unanswered_commits and not session.mirror.root_was_drafted:
-            return GrowthForecast(since_ns=session.committed_ns, latency=peer.response, step=step)
-        # The step that the draft is in expands the root, most likely, although it does not know yet that it is one.
-        return GrowthForecast(since_ns=peer.last_growth_ns, latency=step, step=step)
+        if len(epochs) == 1:
+            return self._drafts.get(next(iter(epochs)))
+        peers = [peer for worker_id in epochs if (peer := self._drafts.get(worker_id)) is not None]
+        return max(peers, key=lambda peer: peer.last_growth_ns, default=None)
 
     def _sync_wait_left_ns(self, session: Session) -> float:
         """While a `sync` session's tree of this round is still growing, how long it is worth waiting for."""
@@ -184,7 +190,10 @@ class VerifyLoop:
         """Commits a step's verdicts: drafts first, since they are what the next round waits for; clients hear later."""
         flight = self.lane.flights.popleft()
         in_flight = {session.session_id: session for session in flight.sessions}
+        drafted = accepted = 0
         committed: list[tuple[Session, Commitment]] = []
+        with_trees: set[int] = set()
+        now_ns = clock.now_ns()
         for verdict in result.verdicts:
             session = in_flight.get(verdict.session_id)
             if session is None or session.is_finished or verdict.epoch != session.target_epoch:
@@ -197,46 +206,57 @@ class VerifyLoop:
                 if not result.step_tokens:
                     self._rest(session)
             else:
-                self._count(session, verdict)
-                committed.append((session, session.commit(verdict, result)))
-        self._commit(committed)
+                assert session.submission is not None
+                drafted += len(session.submission.tree.tokens)
+                if session.submission.tree.tokens:
+                    with_trees.add(session.session_id)
+                accepted += min(len(verdict.accepted_nodes), len(verdict.token_ids))
+                committed.append((session, session.commit(verdict, result, now_ns)))
+        self._commit(committed, with_trees)
         emitted = sum(len(commitment.token_ids) for _, commitment in committed)
-        self._owner.totals.emitted_tokens += emitted
         self.lane.learn(flight, result, emitted=emitted)
-        self._owner.totals.steps += 1
+        totals = self._owner.totals
+        totals.verify_steps += len(committed)
+        totals.drafted_tokens += drafted
+        totals.accepted_tokens += accepted
+        totals.emitted_tokens += emitted
+        totals.steps += 1
 
     def _rest(self, session: Session) -> None:
         session.rests_until_ns = clock.now_ns() + _DEFERRED_PAUSE_NS
         asyncio.get_running_loop().call_later(_DEFERRED_PAUSE_NS / 1e9, self.lane.notify)
 
-    def _count(self, session: Session, verdict: SessionVerdict) -> None:
-        assert session.submission is not None
-        totals = self._owner.totals
-        totals.verify_steps += 1
-        totals.drafted_tokens += len(session.submission.tree.tokens)
-        totals.accepted_tokens += min(len(verdict.accepted_nodes), len(verdict.token_ids))
-
-    def _commit(self, committed: Sequence[tuple[Session, Commitment]]) -> None:
+    def _commit(self, committed: Sequence[tuple[Session, Commitment]], with_trees: Set[int]) -> None:
         """Tells mirrors and drafts; sessions that have ended go."""
         going_on = [(session, commitment) for session, commitment in committed if not session.is_finished]
         mirror.commit([commitment for session, commitment in going_on if session.mode is not SpeculationMode.OFF])
-        for session, commitment in going_on:
+        rounds = tokens = misses = tree_rounds = tree_misses = 0
+        for session, (_, token_ids, _, _) in going_on:
+            self._undelivered.append(session)
             self._owner.note_progress(session)
             if not session.draft_epochs:
                 continue
-            token_ids = commitment.token_ids
             if session.mode is SpeculationMode.ASYNC:
-                self.lane.misses.observe(tokens=len(token_ids), was_missed=not session.mirror.root_was_drafted)
+                rounds += 1
+                tokens += len(token_ids)
+                missed = not session.mirror.root_was_drafted
+                misses += missed
+                if session.session_id in with_trees:
+                    tree_rounds += 1
+                    tree_misses += missed
             position = len(session.token_ids) - len(token_ids)
             for worker_id, epoch in session.draft_epochs.items():
                 self._drafts[worker_id].link.commit(Commit(session.session_id, epoch, position, token_ids))
-                session.unanswered_commits += 1
-        self._undelivered += [session for session, _ in going_on]
-        finished = [session for session, _ in committed if session.is_finished]
-        for session in finished:
-            session.deliver()
-        for session in finished:
-            self._owner.finish_session(session)
+            session.unanswered_commits += 1
+        self.lane.misses.observe_many(
+            rounds, tokens=tokens, misses=misses, tree_rounds=tree_rounds, tree_misses=tree_misses
+        )
+        if len(going_on) < len(committed):
+            finished = [session for session, _ in committed if session.is_finished]
+            for session in finished:
+                session.deliver()
+            for session in finished:
+                self._owner.finish_session(session)
 
     def _deliver(self) -> None:
         """Lets the clients have what was committed since the last time."""

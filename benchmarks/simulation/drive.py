@@ -15,7 +15,7 @@ from benchmarks.simulation.worker_process import WorkerProcess
 
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.links import DraftLink, TargetLink
-from outrider.coordinator.messages import GenerationRequest, Growth, RoundRecord, SpeculationMode, TokenDelta
+from outrider.coordinator.messages import GenerationRequest, GrowthBatch, RoundRecord, SpeculationMode, TokenDelta
 from outrider.coordinator.scheduler import Scheduler
 from outrider.coordinator.session import Generation
 from outrider.coordinator.text_stream import TextStream
@@ -156,7 +156,7 @@ class Simulation:
         return departures
 
     async def _connect_draft(self, worker_id: str, port: int) -> None:
-        def take_growth(growth: Growth) -> None:
+        def take_growth(growth: GrowthBatch) -> None:
             self._scheduler.take_growth(worker_id, growth)
 
         def take_error(session_id: int, epoch: int, message: str) -> None:

@@ -9,16 +9,15 @@ was busy says so in its record, and is charged to the worker, not to the coordin
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from heapq import heapify, heapreplace
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import grpc.aio
-from benchmarks.simulation.growing_tree import GrowingTree
 from benchmarks.simulation.path_model import PathModel
 from benchmarks.simulation.settings import Settings
+from benchmarks.simulation.tree_grower import GrownRows, TreeGrower
 from grpc.aio import ServicerContext
 
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
@@ -163,7 +162,7 @@ class FakeTarget(target_pb2_grpc.TargetServiceServicer):
             key, own_epoch, own_length = self._sessions[session_id]
             if (epoch, length) != (own_epoch, own_length):
                 raise ValueError(f"session {session_id}: {(epoch, length)} submitted, {(own_epoch, own_length)} held")
-            accepted, emitted = self._walk(key, length, tokens[span], parents[span])
+            accepted, emitted = self._model.walk(key, length, tokens[span], parents[span])
             self._sessions[session_id] = (key, epoch, length + len(emitted))
             response.accepted_counts.append(len(accepted))
             response.accepted_nodes.extend(accepted)
@@ -178,37 +177,13 @@ class FakeTarget(target_pb2_grpc.TargetServiceServicer):
         self.traces.append(StepTrace(began_ns, ended_ns, planned_ns, sessions, nodes, len(response.tokens)))
         return response
 
-    def _walk(
-        self, key: int, length: int, tokens: Sequence[int], parents: Sequence[int]
-    ) -> tuple[list[int], list[int]]:
-        """Accepted node numbers and emitted tokens of one tree."""
-        numbers = {pair: number for number, pair in enumerate(zip(parents, tokens, strict=True), start=1)}
-        accepted: list[int] = []
-        emitted = [self._model.token(key, length)]
-        while (node := numbers.get((accepted[-1] if accepted else 0, emitted[-1]))) is not None:
-            accepted.append(node)
-            emitted.append(self._model.token(key, length + len(emitted)))
-        return accepted, emitted
-
-
-@dataclass
-class _Plan:
-    """The nodes of one draft step, in the columns of a message."""
-
-    message: draft_pb2.DraftGrowth = field(default_factory=draft_pb2.DraftGrowth)
-    expanded: int = 0
-
-
-# Nodes of one `sync` session that a step expands, whatever the others do.
-_SYNC_STEP_NODES = 8
-
 
 class FakeDraft(draft_pb2_grpc.DraftServiceServicer):
     """Grows all sessions' trees by the best nodes of all, one message a step; commits apply between steps."""
 
     def __init__(self, settings: Settings, model: PathModel) -> None:
-        self._settings, self._model = settings, model
-        self._trees: dict[int, GrowingTree] = {}
+        self._settings = settings
+        self._grower = TreeGrower(model, width=settings.draft_width)
         self.traces: list[StepTrace] = []
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -233,8 +208,8 @@ class FakeDraft(draft_pb2_grpc.DraftServiceServicer):
                     return
                 self._apply(commands)
             began_ns = time.monotonic_ns()
-            plan = self._plan()
-            if not plan.expanded:
+            grown = self._grower.step()
+            if not grown:
                 commands = await incoming.get()
                 if commands is None:
                     return
@@ -243,18 +218,19 @@ class FakeDraft(draft_pb2_grpc.DraftServiceServicer):
             planned_ns = round(self._settings.draft_step_ms * 1e6)
             await sleep_until(began_ns + planned_ns)
             ended_ns = time.monotonic_ns()
-            plan.message.report.step_ns = plan.message.report.forward_ns = ended_ns - began_ns
-            sessions, nodes = len(plan.message.session_ids), len(plan.message.node_ids)
+            message = _growth_message(grown)
+            message.report.step_ns = message.report.forward_ns = ended_ns - began_ns
+            sessions, nodes = len(message.session_ids), len(message.node_ids)
             self.traces.append(StepTrace(began_ns, ended_ns, planned_ns, sessions, nodes, 0))
-            outgoing.put(plan.message)
+            outgoing.put(message)
             await outgoing.drain()
 
     def _apply(self, commands: draft_pb2.DraftCommands) -> None:
         for opening in commands.opens:
             prompt, limits = tokens_from_bytes(opening.prompt), opening.limits
             is_sync = limits.mode == common_pb2.SPECULATION_MODE_SYNC
-            self._trees[opening.session_id] = GrowingTree(
-                self._model,
+            self._grower.open(
+                opening.session_id,
                 key=prompt[0],
                 epoch=opening.epoch,
                 length=len(prompt) + len(opening.output) // 4,
@@ -267,58 +243,22 @@ class FakeDraft(draft_pb2_grpc.DraftServiceServicer):
             commits.session_ids, commits.epochs, commits.positions, split_by_counts(commits.token_counts), strict=True
         )
         for session_id, epoch, position, span in columns:
-            tree = self._trees.get(session_id)
-            if tree is not None and tree.epoch == epoch:
-                if tree.length != position:
-                    raise ValueError(f"session {session_id}: commit at {position}, {tree.length} held")
-                tree.commit(commits.tokens[span])
+            self._grower.commit(session_id, epoch=epoch, position=position, token_ids=commits.tokens[span])
         for session_id, epoch in zip(commands.close_session_ids, commands.close_epochs, strict=True):
-            if (tree := self._trees.get(session_id)) is not None and tree.epoch == epoch:
-                del self._trees[session_id]
+            self._grower.close(session_id, epoch=epoch)
 
-    def _plan(self) -> _Plan:
-        plan = _Plan()
-        grown: dict[int, list[tuple[int, int, int, float]]] = {}
-        best: list[tuple[float, int]] = []
-        for session_id, tree in self._trees.items():
-            if not tree.is_sync:
-                if value := tree.best_value:
-                    best.append((-value, session_id))
-                continue
-            for _ in range(_SYNC_STEP_NODES):
-                if not tree.best_value:
-                    break
-                self._expand(session_id, grown, plan)
-        heapify(best)
-        while best and plan.expanded < self._settings.draft_width:
-            session_id = best[0][1]
-            self._expand(session_id, grown, plan)
-            # Without anything left it sinks below everybody, where it ends the round.
-            heapreplace(best, (-self._trees[session_id].best_value, session_id))
-            if not best[0][0]:
-                break
-        self._write(plan, grown)
-        return plan
 
-    def _expand(self, session_id: int, grown: dict[int, list[tuple[int, int, int, float]]], plan: _Plan) -> None:
-        tree = self._trees[session_id]
-        parent, children = tree.expand()
-        parent_id = 0 if parent is tree.root else parent.node_id
-        rows = grown.setdefault(session_id, [])
-        rows.extend((child.node_id, parent_id, child.token, child.acceptance) for child in children)
-        plan.expanded += 1
-
-    def _write(self, plan: _Plan, grown: dict[int, list[tuple[int, int, int, float]]]) -> None:
-        message = plan.message
-        rows = [row for session_rows in grown.values() for row in session_rows]
-        for session_id, session_rows in grown.items():
-            tree = self._trees[session_id]
-            message.session_ids.append(session_id)
-            message.epochs.append(tree.epoch)
-            message.as_of.append(tree.length)
-            message.node_counts.append(len(session_rows))
-            message.complete.append(tree.finish_if_whole())
-        message.node_ids.extend(row[0] for row in rows)
-        message.parents.extend(row[1] for row in rows)
-        message.tokens.extend(row[2] for row in rows)
-        message.acceptance = floats_to_bytes([row[3] for row in rows])
+def _growth_message(grown: Mapping[int, GrownRows]) -> draft_pb2.DraftGrowth:
+    message = draft_pb2.DraftGrowth()
+    rows = [row for part in grown.values() for row in part.rows]
+    for session_id, part in grown.items():
+        message.session_ids.append(session_id)
+        message.epochs.append(part.epoch)
+        message.as_of.append(part.as_of)
+        message.node_counts.append(len(part.rows))
+        message.complete.append(part.complete)
+    message.node_ids.extend(row[0] for row in rows)
+    message.parents.extend(row[1] for row in rows)
+    message.tokens.extend(row[2] for row in rows)
+    message.acceptance = floats_to_bytes([row[3] for row in rows])
+    return message

@@ -83,3 +83,21 @@ class PathModel:
                 token = (base + 1 + rank) % VOCAB_SIZE
                 guesses.append(Guess(token, rate, mix(path_hash or true_hash or 0, 2 + rank)))
         return guesses
+
+    def walk(
+        self, session: int, length: int, tokens: Sequence[int], parents: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        """What a target says of one tree: (accepted node numbers, emitted tokens).
+
+        Args:
+            length: committed tokens.
+            tokens: [n] of the nodes.
+            parents: [n] as numbered by `outrider.tree.parent_numbers`.
+        """
+        numbers = {pair: number for number, pair in enumerate(zip(parents, tokens, strict=True), start=1)}
+        accepted: list[int] = []
+        emitted = [self.token(session, length)]
+        while (node := numbers.get((accepted[-1] if accepted else 0, emitted[-1]))) is not None:
+            accepted.append(node)
+            emitted.append(self.token(session, length + len(emitted)))
+        return accepted, emitted

@@ -22,6 +22,7 @@ class Settings:
         target_row_us: each row of it (tree nodes and roots).
         target_session_us: each session of it.
         target_stair_rows: rows are charged in multiples of this.
+        target_jitter: a target's step takes longer or shorter by up to this share, by chance (in virtual time only).
         draft_step_ms: a draft's step, whatever its rows.
         draft_width: nodes that one draft step expands, over all sessions.
         draft_rtt_ms: round trip to a draft beside that of loopback, half of it each way.
@@ -52,6 +53,7 @@ class Settings:
     target_row_us: float = 10.0
     target_session_us: float = 0.0
     target_stair_rows: int = 1
+    target_jitter: float = 0.0
     draft_step_ms: float = 0.75
     draft_width: int = 64
     draft_rtt_ms: float = 0.0
@@ -100,6 +102,7 @@ class Settings:
 
 
 _NOT_NEGATIVE = (
+    "target_jitter",
     "target_row_us",
     "target_session_us",
     "draft_rtt_ms",

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from outrider.coordinator.firing import LEVELS, GrowthForecast, Latency, MissRates, Outlook, patience_ns
+from outrider.coordinator.firing import _EMPHASIS, LEVELS, GrowthForecast, Latency, MissRates, Outlook, patience_ns
 
 MS = 1_000_000
 # A level is worth this much for a leaf that is surely reached; those after it nothing.
@@ -79,17 +79,18 @@ def test_misses_give_the_worth_of_a_level():
     """Rounds of four tokens of which every other one ends in a miss: h = 7/8, a = 4, p = 1/2."""
     misses = MissRates()
     for number in range(4000):
-        misses.observe(tokens=4, was_missed=number % 2 == 0)
+        missed = number % 2 == 0
+        misses.observe_many(1, tokens=4, misses=missed, tree_rounds=1, tree_misses=missed)
     assert misses.tokens_per_round == pytest.approx(4, rel=0.01)
     assert misses.hit == pytest.approx(7 / 8, rel=0.01)
     assert misses.miss_per_round == pytest.approx(1 / 2, rel=0.02)
     gains = misses.level_gains()
     assert len(gains) == LEVELS
-    assert sum(gains) == pytest.approx(4 / 0.5 * 7 / 8 * (1 - (7 / 8) ** LEVELS), rel=0.03)
+    assert sum(gains) == pytest.approx(_EMPHASIS * 4 / 0.5 * 7 / 8 * (1 - (7 / 8) ** LEVELS), rel=0.03)
 
 
 def test_a_draft_that_never_misses_needs_no_wait():
     misses = MissRates()
     for _ in range(4000):
-        misses.observe(tokens=8, was_missed=False)
+        misses.observe_many(1, tokens=8, misses=0, tree_rounds=1, tree_misses=0)
     assert sum(misses.level_gains()) < 0.01

@@ -1,0 +1,32 @@
+"""Policies that learn nothing, for the learned one to be compared with: a tree of the same size every round."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from outrider.coordinator.candidates import Tree
+from outrider.coordinator.selection import choose_each
+from outrider.coordinator.session import Session
+from outrider.coordinator.verify_loop import VerifyLoop
+
+
+def fixed_tree(count: int, *, waits: bool) -> type[VerifyLoop]:
+    """A loop that sends the `count` best nodes of every session.
+
+    Args:
+        waits: until every tree has so many, the cap at most; otherwise what is there goes at once.
+    """
+
+    class FixedTreeLoop(VerifyLoop):
+        """As its maker says."""
+
+        def choose(self, sessions: Sequence[Session]) -> list[Tree]:
+            found = self.lane.candidates(sessions)
+            return found.trees(choose_each(found.places, sessions=len(sessions), count=count).tolist())
+
+        def patience_ns(self, sessions: Sequence[Session], *, waited_ns: int) -> float:
+            if not waits or np.diff(self.lane.candidates(sessions).starts).min() >= count:
+                return 0.0
+            return max(0.0, self._config.verify_wait_cap_ms * 1e6 - waited_ns)
+
+    return FixedTreeLoop

@@ -1,0 +1,181 @@
+"""Fake workers on virtual time, in the coordinator's own process: they stand where its links do.
+
+    request -> half a round trip -> a step of its time -> half a round trip -> answer
+
+The target takes batches one after the other, the next as soon as the one before is done if it is there by then.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from benchmarks.simulation.path_model import PathModel, mix
+from benchmarks.simulation.settings import Settings
+from benchmarks.simulation.tree_grower import GrownRows, TreeGrower
+
+from outrider.coordinator import clock
+from outrider.coordinator.firing import Latency
+from outrider.coordinator.messages import (
+    Commit,
+    GrowthBatch,
+    SessionOpening,
+    SessionVerdict,
+    SpeculationMode,
+    TreeSubmission,
+    VerifyResult,
+)
+
+
+def _after(delay_ns: float, what: Callable[[], None]) -> None:
+    asyncio.get_running_loop().call_later(max(0.0, delay_ns) / 1e9, what)
+
+
+class VirtualTarget:
+    """A target and the link to it.
+
+    Attributes:
+        busy_ns: time spent in steps.
+        steps: so many.
+        rows: of all steps.
+    """
+
+    def __init__(self, settings: Settings, model: PathModel) -> None:
+        self._settings, self._model = settings, model
+        self._one_way_ns = settings.target_rtt_ms * 1e6 / 2
+        self._sessions: dict[int, tuple[int, int, int]] = {}
+        """Session to its path's key, its epoch and its committed length."""
+        self._free_at_ns = 0
+        self.busy_ns = self.steps = self.rows = 0
+
+    def submit(
+        self, trees: Sequence[TreeSubmission], *, openings: Sequence[SessionOpening] = ()
+    ) -> "asyncio.Future[VerifyResult]":
+        """A batch on its way; the future gives its verdicts."""
+        for opening in openings:
+            length = len(opening.prompt) + len(opening.output)
+            self._sessions[opening.session_id] = (opening.prompt[0], opening.epoch, length)
+        future: asyncio.Future[VerifyResult] = asyncio.get_running_loop().create_future()
+        rows = len(trees) + sum(len(tree.tokens) for tree in trees)
+        step_ns = round(self._settings.target_step_ns(rows=rows, sessions=len(trees)) * self._luck())
+        began_ns = max(clock.now_ns() + round(self._one_way_ns), self._free_at_ns)
+        self._free_at_ns = began_ns + step_ns
+        self.busy_ns += step_ns
+        self.steps += 1
+        self.rows += rows
+        result = VerifyResult(
+            step=self.steps,
+            verdicts=[self._verdict(tree) for tree in trees],
+            step_ns=step_ns,
+            forward_ns=step_ns,
+            step_tokens=rows,
+        )
+
+        def answer() -> None:
+            if not future.done():
+                future.set_result(result)
+
+        _after(self._free_at_ns + self._one_way_ns - clock.now_ns(), answer)
+        return future
+
+    def _luck(self) -> float:
+        chance = (mix(self._settings.seed, self.steps) >> 11) * 2.0**-53
+        return 1 + self._settings.target_jitter * (2 * chance - 1)
+
+    def _verdict(self, tree: TreeSubmission) -> SessionVerdict:
+        key, epoch, length = self._sessions[tree.session_id]
+        if (epoch, length) != (tree.epoch, tree.length):
+            raise ValueError(
+                f"session {tree.session_id}: {(tree.epoch, tree.length)} submitted, {(epoch, length)} held"
+            )
+        accepted, emitted = self._model.walk(key, length, tree.tokens, tree.parents)
+        self._sessions[tree.session_id] = (key, epoch, length + len(emitted))
+        return SessionVerdict(session_id=tree.session_id, epoch=epoch, accepted_nodes=accepted, token_ids=emitted)
+
+    def close_session(self, session_id: int, epoch: int) -> None:
+        """Forgets a session."""
+        if session_id in self._sessions and self._sessions[session_id][1] == epoch:
+            del self._sessions[session_id]
+
+
+class VirtualDraft:
+    """A draft and the link to it: grows by itself, and hears of commits between steps.
+
+    Args:
+        on_growth: gets what it grew.
+    """
+
+    def __init__(self, settings: Settings, model: PathModel, *, on_growth: Callable[[GrowthBatch], None]) -> None:
+        self.step_latency = Latency()
+        self._grower = TreeGrower(model, width=settings.draft_width)
+        self._step_ns = settings.draft_step_ms * 1e6
+        self._one_way_ns = settings.draft_rtt_ms * 1e6 / 2
+        self._on_growth = on_growth
+        self._commands: list[Callable[[], None]] = []
+        self._is_stepping = False
+
+    def open_session(self, opening: SessionOpening) -> None:
+        """Grows this session's tree from now on."""
+        is_sync = opening.mode is SpeculationMode.SYNC
+        self._send(
+            lambda: self._grower.open(
+                opening.session_id,
+                key=opening.prompt[0],
+                epoch=opening.epoch,
+                length=len(opening.prompt) + len(opening.output),
+                is_sync=is_sync,
+                max_nodes=opening.sync_nodes if is_sync else opening.max_live_nodes,
+                max_depth=opening.max_depth,
+            )
+        )
+
+    def commit(self, commit: Commit) -> None:
+        """Tells of tokens."""
+        position, token_ids = commit.position, list(commit.token_ids)
+        self._send(
+            lambda: self._grower.commit(commit.session_id, epoch=commit.epoch, position=position, token_ids=token_ids)
+        )
+
+    def close_session(self, session_id: int, epoch: int) -> None:
+        """Forgets a session."""
+        self._send(lambda: self._grower.close(session_id, epoch=epoch))
+
+    def _send(self, command: Callable[[], None]) -> None:
+        _after(self._one_way_ns, lambda: self._arrive(command))
+
+    def _arrive(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        if not self._is_stepping:
+            # What leaves together arrives together.
+            self._is_stepping = True
+            _after(0, self._step)
+
+    def _step(self) -> None:
+        commands, self._commands = self._commands, []
+        for command in commands:
+            command()
+        grown = self._grower.step()
+        self._is_stepping = bool(grown)
+        if grown:
+            _after(self._step_ns, lambda: self._finish(grown))
+
+    def _finish(self, grown: dict[int, GrownRows]) -> None:
+        _after(self._one_way_ns, lambda: self._deliver(grown))
+        self._step()
+
+    def _deliver(self, grown: dict[int, GrownRows]) -> None:
+        self.step_latency.observe(self._step_ns)
+        parts = grown.values()
+        node_ids, parents, tokens, acceptance = zip(*(row for part in parts for row in part.rows), strict=True)
+        self._on_growth(
+            GrowthBatch(
+                session_ids=list(grown),
+                epochs=[part.epoch for part in parts],
+                as_of=[part.as_of for part in parts],
+                node_counts=[len(part.rows) for part in parts],
+                complete=[part.complete for part in parts],
+                node_ids=np.array(node_ids),
+                parents=np.array(parents),
+                tokens=np.array(tokens),
+                acceptance=np.array(acceptance),
+            )
+        )

@@ -1,0 +1,96 @@
+"""Two ways of deciding, tried in turn: the one under which tokens come faster is used most.
+
+Where a formula would have to know what it cannot (whether a whole batch of sessions falls into step with its waits, for
+one), the rate that clients see decides. Rounds are played in blocks of one way each. Of every way and number of
+sessions a mean rate is kept that forgets; the next block is played by the way with the highest
+
+    mean + margin of error
+
+so that a way that was tried little, or long ago, is tried again, the more rarely the clearer its defeat was.
+"""
+
+from dataclasses import dataclass, field
+from math import sqrt
+
+# A block has so many verifications of single sessions, and so many rounds, at least.
+_BLOCK_SESSIONS, _BLOCK_ROUNDS = 64, 12
+# The first rounds of a block still have the trees that the way before has left.
+_SETTLING_ROUNDS = 2
+# Standard deviation of one verification's tokens, by their mean.
+_SPREAD = 0.7
+# Standard errors that a way is given the benefit of.
+_BENEFIT = 1.5
+# What a block leaves of the weight of all means before it.
+_FORGET = 0.97
+
+
+@dataclass
+class _Record:
+    """Mean tokens a nanosecond and session, and the verifications that it rests on."""
+
+    mean: float = 0.0
+    weight: float = 0.0
+
+
+@dataclass
+class _Block:
+    rounds: int = 0
+    sessions: int = 0
+    tokens: float = 0.0
+    session_ns: float = 0.0
+
+
+@dataclass
+class Trials:
+    """Which of `ways` ways to decide by: `current`, 0 to begin with.
+
+    Attributes:
+        ways: 1 has nothing to try.
+    """
+
+    ways: int
+    current: int = 0
+    _records: dict[int, list[_Record]] = field(default_factory=dict)
+    _block: _Block = field(default_factory=_Block)
+    _bucket: int = 0
+
+    def observe(self, *, sessions: int, tokens: int, round_ns: float) -> None:
+        """One round by `current`: its time includes all waiting."""
+        if self.ways == 1 or not sessions:
+            return
+        if sessions.bit_length() != self._bucket:
+            self._bucket, self._block = sessions.bit_length(), _Block()
+            self._choose()
+        block = self._block
+        block.rounds += 1
+        if block.rounds <= _SETTLING_ROUNDS:
+            return
+        block.sessions += sessions
+        block.tokens += tokens
+        block.session_ns += sessions * round_ns
+        if block.rounds - _SETTLING_ROUNDS >= _BLOCK_ROUNDS and block.sessions >= _BLOCK_SESSIONS:
+            self._close(block)
+
+    def _close(self, block: _Block) -> None:
+        for record in self._of_bucket():
+            record.weight *= _FORGET
+        record = self._of_bucket()[self.current]
+        record.weight += block.sessions
+        record.mean += (block.tokens / block.session_ns - record.mean) * block.sessions / record.weight
+        before, self._block = self.current, _Block()
+        self._choose()
+        if self.current == before:
+            self._block.rounds = _SETTLING_ROUNDS
+
+    def _of_bucket(self) -> list[_Record]:
+        return self._records.setdefault(self._bucket, [_Record() for _ in range(self.ways)])
+
+    def _choose(self) -> None:
+        records = self._of_bucket()
+        self.current = max(range(self.ways), key=lambda way: self._hope(records[way]))
+
+    @staticmethod
+    def _hope(record: _Record) -> float:
+        if not record.weight:
+            return float("inf")
+        return record.mean * (1 + _BENEFIT * _SPREAD / sqrt(record.weight))
