@@ -188,7 +188,7 @@ class Bench:
                 continue
             position = len(session.token_ids)
             self.accepted += len(verdict.accepted_nodes)
-            commitment = session.commit(verdict, result)
+            commitment = session.commit(verdict, result, 0)
             commit([commitment])
             session.deliver()
             self.untold.append((session, position, list(commitment.token_ids)))
