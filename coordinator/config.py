@@ -24,6 +24,7 @@ class CoordinatorConfig:
         max_nodes: most nodes verified for a choice in one step, and the default of a request.
         max_depth: deepest node of a tree, and the default of a request.
         max_live_nodes: most nodes that a draft may hold for a choice.
+        drafts_per_session: draft workers that grow one choice's tree in async mode, where there are so many.
         verify_wait_cap_ms: longest that a free target waits for growth in async mode.
         sync_wait_cap_ms: longest that a round of sync mode waits for its tree; after that it goes with what is there.
         fair_slowdown: how many times slower a choice may expect to go on than if nobody's trees were verified.
@@ -52,6 +53,7 @@ class CoordinatorConfig:
     max_nodes: int = 24
     max_depth: int = 8
     max_live_nodes: int = 128
+    drafts_per_session: int = 1
     verify_wait_cap_ms: float = 20.0
     sync_wait_cap_ms: float = 1000.0
     fair_slowdown: float = 1.5
@@ -114,5 +116,6 @@ _AT_LEAST_ONE = (
     "max_buffered_events",
     "max_nodes",
     "max_depth",
+    "drafts_per_session",
     "heartbeat_interval_ms",
 )

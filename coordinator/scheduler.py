@@ -14,10 +14,11 @@ from collections.abc import Callable, Sequence
 from outrider.coordinator import clock
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.draft_peer import DraftPeer
+from outrider.coordinator.draft_places import DraftPlaces
 from outrider.coordinator.forest import Forest
 from outrider.coordinator.lane import TargetLane
 from outrider.coordinator.links import DraftLink, TargetLink
-from outrider.coordinator.messages import FaultKind, GenerationRequest, GrowthBatch, SessionFault, SpeculationMode
+from outrider.coordinator.messages import FaultKind, GenerationRequest, GrowthBatch, SessionFault
 from outrider.coordinator.mirror import graft
 from outrider.coordinator.session import Generation, Session
 from outrider.coordinator.text_stream import TextStream
@@ -51,6 +52,7 @@ class Scheduler:
         self._lanes: dict[str, TargetLane] = {}
         self._loops: dict[str, asyncio.Task[None]] = {}
         self._drafts: dict[str, DraftPeer] = {}
+        self._draft_places = DraftPlaces(config, self._drafts, self._sessions)
         self._forest = Forest()
         self._reopenings: dict[int, int] = {}
         self._without_room_since: dict[int, int] = {}
@@ -105,32 +107,16 @@ class Scheduler:
             session.generation.on_resume = self._notify_all
             session.committed_ns = clock.now_ns()
             lane.sessions[session.session_id] = session
-            self._assign_draft(session)
+            self._draft_places.assign(session)
             lane.notify()
 
     def _notify_all(self) -> None:
         for lane in self._lanes.values():
             lane.notify()
 
-    def _assign_draft(self, session: Session) -> None:
-        if session.mode is SpeculationMode.OFF or session.draft_epochs:
-            return
-        peers = [
-            peer for worker_id, peer in self._drafts.items() if worker_id not in session.refused_by and peer.has_room
-        ]
-        if not peers:
-            return
-        peer = min(peers, key=lambda peer: len(peer.sessions))
-        opening = session.opening(max_live_nodes=self._config.max_live_nodes)
-        session.draft_epochs[peer.worker_id] = opening.epoch
-        peer.sessions.add(session.session_id)
-        peer.link.open_session(opening)
-
     def _assign_drafts(self) -> None:
-        """Gives a draft to the sessions that have none, as far as there is room."""
-        for lane in self._lanes.values():
-            for session in lane.sessions.values():
-                self._assign_draft(session)
+        """Gives drafts to the sessions that lack some, as far as there is room."""
+        self._draft_places.assign_all(session for lane in self._lanes.values() for session in lane.sessions.values())
 
     def finish_session(self, session: Session) -> None:
         """The session has emitted its last token."""
@@ -271,7 +257,7 @@ class Scheduler:
             session = self._sessions[session_id]
             session.draft_epochs.pop(worker_id, None)
             session.mirror.forget_worker(worker_id)
-            self._assign_draft(session)
+            self._draft_places.assign(session)
         self._notify_all()
 
     def take_growth(self, worker_id: str, growth: GrowthBatch) -> None:
@@ -315,7 +301,7 @@ class Scheduler:
         session.mirror.forget_worker(worker_id)
         peer.sessions.discard(session_id)
         session.refused_by.add(worker_id)
-        self._assign_draft(session)
+        self._draft_places.assign(session)
         self._notify_all()
 
     # ---------------------------------------------------------------------------------------------------------- status

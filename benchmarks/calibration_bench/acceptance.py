@@ -7,7 +7,7 @@ own    prompts continued; at temperature 0 the target soon repeats itself, and a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.calibration_bench.texts import Text
 from benchmarks.calibration_bench.workers import Pair, Run, runs_of
@@ -38,7 +38,9 @@ class Acceptance:
         temperature: of both sides.
         text: on held-out text.
         text_standard_error: of `text`.
-        own: on the target's own output.
+        text_to_greedy: `text` by that of the first rule.
+        ratio_standard_error: of `text_to_greedy`.
+        own: on the target's own output; None where none was asked for.
         own_start: in the rounds of its first quarter.
         repeated: share of the output's tokens before which stand eight that stood together before.
     """
@@ -47,35 +49,61 @@ class Acceptance:
     temperature: float
     text: float
     text_standard_error: float
-    own: float
-    own_start: float
-    repeated: float
+    text_to_greedy: float
+    ratio_standard_error: float
+    own: float | None
+    own_start: float | None
+    repeated: float | None
 
 
 def measure(pair: Pair, texts: Sequence[Text], *, tokens: int) -> list[Acceptance]:
-    """Every rule at its temperatures; `tokens` is the length of each output."""
-    found = []
+    """Every rule at its temperatures; `tokens` is the length of each output, 0 leaves the outputs out."""
+    found: list[Acceptance] = []
+    greedy: list[int] = []
     for name, temperature, rule in _PLAYED:
         sampling = SamplingSpec(temperature=temperature, verification=rule, max_new_tokens=_NO_LIMIT)
-        begun = [(beginning, text.number) for text in texts for beginning in text.beginnings]
-        single = runs_of([prompt for prompt, _ in begun], [number for _, number in begun], sampling)
-        pair.speculate(single, most_rounds=1)
-        whole = SamplingSpec(temperature=temperature, verification=rule, max_new_tokens=tokens)
-        runs = runs_of([text.ids for text in texts], [text.number for text in texts], whole)
-        pair.speculate(runs)
-        mean, error = _mean([run.rounds[0] for run in single])
+        counts = _text_rounds(pair, texts, sampling)
+        greedy = greedy or counts
+        runs = _own_runs(pair, texts, replace(sampling, max_new_tokens=tokens)) if tokens else []
+        mean, error = _mean(counts)
+        ratio = mean / _mean(greedy)[0]
         found.append(
             Acceptance(
                 rule=name,
                 temperature=temperature,
                 text=mean,
                 text_standard_error=error,
-                own=_mean([count for run in runs for count in run.rounds])[0],
-                own_start=_mean([count for run in runs for count in _first_rounds(run, tokens // 4)])[0],
-                repeated=_mean([share for run in runs if (share := repeated_share(run)) is not None])[0],
+                text_to_greedy=ratio,
+                ratio_standard_error=_ratio_error(counts, greedy, ratio),
+                own=_optional_mean([count for run in runs for count in run.rounds]),
+                own_start=_optional_mean([count for run in runs for count in _first_rounds(run, tokens // 4)]),
+                repeated=_optional_mean([share for run in runs if (share := repeated_share(run)) is not None]),
             )
         )
     return found
+
+
+def _text_rounds(pair: Pair, texts: Sequence[Text], sampling: SamplingSpec) -> list[int]:
+    begun = [(beginning, text.number) for text in texts for beginning in text.beginnings]
+    runs = runs_of([prompt for prompt, _ in begun], [number for _, number in begun], sampling)
+    pair.speculate(runs, most_rounds=1)
+    return [run.rounds[0] for run in runs]
+
+
+def _own_runs(pair: Pair, texts: Sequence[Text], sampling: SamplingSpec) -> list[Run]:
+    runs = runs_of([text.ids for text in texts], [text.number for text in texts], sampling)
+    pair.speculate(runs)
+    return runs
+
+
+def _ratio_error(counts: Sequence[int], greedy: Sequence[int], ratio: float) -> float:
+    """Standard error of the ratio of two means over the same contexts, to first order."""
+    residuals = [count - ratio * base for count, base in zip(counts, greedy, strict=True)]
+    return _mean(residuals)[1] / _mean(greedy)[0]
+
+
+def _optional_mean(values: Sequence[float]) -> float | None:
+    return _mean(values)[0] if values else None
 
 
 def _mean(values: Sequence[float]) -> tuple[float, float]:

@@ -16,6 +16,7 @@ from benchmarks.calibration_bench.estimates import compare
 from benchmarks.calibration_bench.positions import Asker, Positions
 from benchmarks.calibration_bench.texts import REPORT_PROMPTS, load_texts
 from benchmarks.calibration_bench.workers import Pair
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -34,15 +35,19 @@ def run(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("what", choices=list(_COMMANDS), help="see docs/calibration.md")
     parser.add_argument("--prompts", type=int, default=REPORT_PROMPTS, help=f"of {REPORT_PROMPTS} (default all)")
-    parser.add_argument("--tokens", type=int, default=128, help="of each output (default 128)")
+    parser.add_argument(
+        "--tokens", type=int, default=128, help="of each output (default 128); acceptance: 0 is text alone"
+    )
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the CPU")
     parser.add_argument("--json", action="store_true", help="figures on standard output, the table on the other")
     parser.add_argument(
         "--write", action="store_true", help="prior: put the numbers into draft_worker/acceptance_prior.py"
     )
     chosen = parser.parse_args(arguments)
-    if not 1 <= chosen.prompts <= REPORT_PROMPTS or chosen.tokens < 1:
-        parser.error(f"--prompts 1 to {REPORT_PROMPTS} and --tokens of at least 1 needed")
+    if not 1 <= chosen.prompts <= REPORT_PROMPTS or chosen.tokens < (chosen.what != "acceptance"):
+        parser.error(
+            f"{chosen.prompts} prompts of {chosen.tokens} tokens given, 1 to {REPORT_PROMPTS} of at least 1 needed"
+        )
     rows = _COMMANDS[chosen.what](chosen)
     Console(stderr=chosen.json).print(
         table(rows, f"{chosen.what}: {chosen.prompts} prompts, {chosen.tokens} tokens each")
@@ -55,12 +60,18 @@ def run(arguments: Sequence[str]) -> int:
 
 def table(rows: Rows, title: str) -> Table:
     """One line a row."""
-    shown = Table(title=title, title_justify="left")
+    shown = Table(title=title, title_justify="left", collapse_padding=True, padding=(0, 1), box=SIMPLE)
     for name, value in rows[0].items():
         shown.add_column(name.replace("_", " "), justify="left" if isinstance(value, str) else "right")
     for row in rows:
-        shown.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()))
+        shown.add_row(*(_cell(value) for value in row.values()))
     return shown
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def _pair(chosen: argparse.Namespace) -> Pair:
@@ -92,11 +103,7 @@ def _shares(positions: Positions) -> dict[str, Any]:
 
 def _acceptance(chosen: argparse.Namespace) -> Rows:
     found = acceptance.measure(_pair(chosen), load_texts(fit=False, limit=chosen.prompts), tokens=chosen.tokens)
-    measured = ("text", "own_start", "own")
-    return [
-        asdict(row) | {f"{name}_to_greedy": getattr(row, name) / getattr(found[0], name) for name in measured}
-        for row in found
-    ]
+    return [asdict(row) for row in found]
 
 
 def _prior(chosen: argparse.Namespace) -> Rows:

@@ -76,6 +76,9 @@ class Pair:
             held = {(1, next(self._numbers)): run for run in runs[first : first + _SESSIONS]}
             for key, run in held.items():
                 self._open(key, run, drafted=drafted)
+            # Beside much prefill the verifier would cut trees.
+            while self._verifier.has_pending_prefill:
+                self._verifier.prefill()
             for _ in range(most_rounds):
                 running = {key: run for key, run in held.items() if len(run.output) < run.sampling.max_new_tokens}
                 if not running:

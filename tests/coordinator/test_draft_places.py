@@ -1,0 +1,131 @@
+"""One tree from several drafts, and who gets how many of them."""
+
+import asyncio
+
+import pytest
+
+from outrider.coordinator.messages import GenerationRequest, Growth, GrowthBatch, SpeculationMode
+from outrider.coordinator.text_stream import TextStream
+from outrider.sampling import SamplingSpec, VerificationRule
+from outrider.v1 import registry_pb2
+
+LONG = SamplingSpec(max_new_tokens=100_000)
+
+
+def make_request(number: int = 1, **changes) -> GenerationRequest:
+    settings = {"request_id": f"r{number}", "prompt_token_ids": (number, 2, 3), "sampling": LONG}
+    return GenerationRequest(**settings | changes)
+
+
+def held(*drafts) -> list[int]:
+    return [len(draft.sessions) for draft in drafts]
+
+
+async def test_the_growth_of_two_drafts_is_one_tree(make_bench, expect_output):
+    bench = make_bench(drafts_per_session=2)
+    target = bench.add_target(step_s=0.02)
+    workers = {name: bench.add_draft(name, delay_s=1000.0) for name in ("first", "second")}
+    request = make_request(sampling=SamplingSpec(max_new_tokens=12))
+    task = asyncio.create_task(bench.generate(request))
+    while not target.batches:
+        await asyncio.sleep(0.001)
+    right = expect_output(request.prompt_token_ids, request.sampling)
+    wrong = (right[2] + 1) % 50
+    # Each under ids of its own; both know the first two tokens, only the second draft knows the third.
+    for name, tokens in {"first": [*right[:2], wrong], "second": right[:3]}.items():
+        ((session_id, (epoch, _)),) = workers[name].sessions.items()
+        growth = Growth(
+            session_id=session_id,
+            epoch=epoch,
+            as_of=3,
+            node_ids=(7, 8, 9) if name == "first" else (1, 2, 3),
+            parents=(0, 7, 8) if name == "first" else (0, 1, 2),
+            tokens=tokens,
+            acceptance=(0.9, 0.9, 0.5),
+        )
+        bench.scheduler.take_growth(name, GrowthBatch.of([growth]))
+    outputs, result = await task
+    assert outputs == [right]
+    (tree,) = target.batches[1]
+    assert sorted(tree.tokens) == sorted([right[1], right[2], wrong])
+    assert sorted(tree.parents) == [0, 1, 1]
+    assert result.speculation.accepted_tokens == 2
+    assert all(draft.closed and not draft.sessions for draft in workers.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "drafts"),
+    [
+        ({}, 2),
+        ({"sampling": SamplingSpec(temperature=1.0, max_new_tokens=100_000)}, 2),
+        ({"mode": SpeculationMode.SYNC}, 1),
+        ({"mode": SpeculationMode.OFF}, 0),
+        (
+            {
+                "sampling": SamplingSpec(
+                    temperature=1.0, max_new_tokens=100_000, verification=VerificationRule.REJECTION
+                )
+            },
+            1,
+        ),
+    ],
+)
+async def test_fixed_trees_and_chains_have_one_draft(make_bench, changes, drafts):
+    bench = make_bench(drafts_per_session=2)
+    bench.add_target(step_s=0.01)
+    workers = [bench.add_draft(name, delay_s=1000.0) for name in ("first", "second", "third")]
+    generation = bench.scheduler.submit(make_request(**changes), [TextStream(None)])
+    assert sum(held(*workers)) == drafts
+    generation.cancel()
+    assert held(*workers) == [0, 0, 0]
+
+
+async def test_a_session_without_a_draft_takes_a_second_place_of_another(make_bench):
+    bench = make_bench(drafts_per_session=2)
+    bench.add_target(step_s=0.01)
+    bench.limits = registry_pb2.WorkerLimits(max_sessions=2, max_tree_nodes=64, max_step_tokens=256)
+    drafts = [bench.add_draft(name, delay_s=1000.0) for name in ("first", "second")]
+    generations = [bench.scheduler.submit(make_request(number), [TextStream(None)]) for number in (1, 2)]
+    assert held(*drafts) == [2, 2]
+    generations += [bench.scheduler.submit(make_request(number), [TextStream(None)]) for number in (3, 4)]
+    # Everybody has one, nobody two, and the drafts were told.
+    assert held(*drafts) == [2, 2]
+    assert all(len(generation.sessions[0].draft_epochs) == 1 for generation in generations)
+    generations += [bench.scheduler.submit(make_request(5), [TextStream(None)])]
+    assert not generations[4].sessions[0].draft_epochs
+    for generation in generations[:3]:
+        generation.cancel()
+    # The places that are free again: first for who has none, then for second drafts.
+    assert held(*drafts) == [2, 2]
+    for generation in generations[3:]:
+        assert len(generation.sessions[0].draft_epochs) == 2
+        generation.cancel()
+
+
+async def test_one_of_two_drafts_may_go_or_fall_silent(make_bench, expect_output):
+    bench = make_bench(drafts_per_session=2)
+    bench.add_target(step_s=0.001)
+    good = bench.add_draft("good", accuracy=1.0, delay_s=0.0)
+    bench.add_draft("silent", delay_s=1000.0)
+    bench.add_draft("lost", accuracy=0.9)
+    request = make_request(sampling=SamplingSpec(max_new_tokens=200))
+    task = asyncio.create_task(bench.generate(request))
+    await asyncio.sleep(0.02)
+    bench.scheduler.remove_draft("lost")
+    outputs, result = await task
+    assert outputs == [expect_output(request.prompt_token_ids, request.sampling)]
+    # The one that speaks is heard, whoever else was asked.
+    assert not good.closed or result.speculation.acceptance_length > 1.5
+
+
+async def test_commits_are_counted_once_however_many_drafts_hear_of_them(make_bench):
+    bench = make_bench(drafts_per_session=2)
+    target = bench.add_target(step_s=0.001)
+    for name in ("first", "second"):
+        bench.add_draft(name, delay_s=1000.0)
+    generation = bench.scheduler.submit(make_request(), [TextStream(None)])
+    session = generation.sessions[0]
+    while len(target.batches) < 4:
+        await asyncio.sleep(0.001)
+    assert session.unanswered_commits == session.verify_steps > 0
+    generation.cancel()
