@@ -32,6 +32,7 @@ class DeployConfig:
         draft_model: checkpoint folder, on every node that may hold a draft; default the embedded draft.
         targets: number of target workers.
         drafts: number of draft workers; 0 decodes without speculation.
+        drafts_per_session: draft workers that grow one choice's tree, where there are so many.
         port: of the coordinator; 0 takes one that is free when the deployment starts, and keeps it over restarts.
         bind: where the servers listen.
         tensor_parallel_size: GPUs that share each target's model, all of one node.
@@ -70,6 +71,7 @@ class DeployConfig:
     draft_model: Path | None = None
     targets: int = 1
     drafts: int = 1
+    drafts_per_session: int = 1
     port: int = 50051
     bind: Bind = Bind.LOOPBACK
     tensor_parallel_size: int = 1
@@ -104,6 +106,8 @@ class DeployConfig:
             raise ValueError(f"targets: {self.targets} given, at least 1 needed")
         if self.drafts < 0:
             raise ValueError(f"drafts: {self.drafts} given, 0 or more needed")
+        if self.drafts_per_session < 1:
+            raise ValueError(f"drafts_per_session: {self.drafts_per_session} given, at least 1 needed")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port: {self.port} given, 0 to 65535 needed")
         for name in ("target_threads", "draft_threads"):

@@ -51,7 +51,9 @@ async def serve_coordinator(
     from outrider.coordinator import server
     from outrider.coordinator.config import CoordinatorConfig
 
-    role = CoordinatorConfig(host=host, port=port, model_path=config.target_model)
+    role = CoordinatorConfig(
+        host=host, port=port, model_path=config.target_model, drafts_per_session=config.drafts_per_session
+    )
     await server.serve(role, ready=ready, stop=stop)
 
 

@@ -13,6 +13,7 @@ from outrider.deploy.roles import draft_config, target_config
         ("name", "a/b"),
         ("targets", 0),
         ("drafts", -1),
+        ("drafts_per_session", 0),
         ("port", 65536),
         ("target_threads", 0),
         ("draft_threads", 0),
