@@ -30,27 +30,24 @@ class Place:
         role: target or draft.
         gpu: it runs on.
         setups: it serves.
+        is_far: whether it is reached through a relay.
     """
 
     role: str
     gpu: int
     setups: frozenset[Setup]
-
-    @property
-    def is_far(self) -> bool:
-        """Whether it is reached through a relay."""
-        return all(setup.is_far for setup in self.setups)
+    is_far: bool = False
 
 
 PLACES = {
     "target-0": Place(role="target", gpu=0, setups=frozenset(Setup) - {Setup.FAR_TARGET}),
     "target-1": Place(role="target", gpu=1, setups=frozenset({Setup.REPLICAS, Setup.THREE_TARGETS})),
     "target-2": Place(role="target", gpu=2, setups=frozenset({Setup.THREE_TARGETS})),
-    "target-far": Place(role="target", gpu=0, setups=frozenset({Setup.FAR_TARGET})),
+    "target-far": Place(role="target", gpu=0, setups=frozenset({Setup.FAR_TARGET}), is_far=True),
     "draft-1": Place(role="draft", gpu=1, setups=frozenset({Setup.APART})),
     "draft-0": Place(role="draft", gpu=0, setups=frozenset({Setup.SHARED})),
     "draft-3": Place(role="draft", gpu=3, setups=frozenset({Setup.THREE_TARGETS})),
-    "draft-far": Place(role="draft", gpu=1, setups=frozenset({Setup.FAR_DRAFT})),
+    "draft-far": Place(role="draft", gpu=1, setups=frozenset({Setup.FAR_DRAFT}), is_far=True),
     "draft-near": Place(role="draft", gpu=1, setups=frozenset({Setup.FAR_TARGET})),
 }
 

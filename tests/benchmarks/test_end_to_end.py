@@ -17,6 +17,7 @@ from benchmarks.end_bench.figures import CellFigures, RoundFigures, as_dicts
 from benchmarks.end_bench.options import parse, plan_of, prompts_of
 from benchmarks.end_bench.plots import draw
 from benchmarks.end_bench.relay import Relay
+from benchmarks.end_bench.services import PLACES
 
 from outrider.errors import WorkerUnavailable
 from outrider.v1 import generation_pb2, registry_pb2
@@ -60,6 +61,20 @@ def test_the_command_line_fills_in_what_a_device_can_do():
     assert plan_of(on_gpu).baselines_at == [0, 1]
     with pytest.raises(SystemExit):
         parse(["--target", "somewhere"])
+
+
+def test_every_setup_has_its_workers_and_the_far_one_alone_is_relayed():
+    found = {}
+    for setup in Setup:
+        served = [place for place in PLACES.values() if setup in place.setups]
+        targets = [place for place in served if place.role == "target"]
+        assert len(targets) == Cell(setup=setup, mode="async", temperature=0, sessions=1).targets
+        assert len(served) - len(targets) == (setup is not Setup.REPLICAS)
+        gpus = [place.gpu for place in served]
+        assert len(set(gpus)) == (1 if setup is Setup.SHARED else len(gpus))
+        found[setup] = [place.role for place in served if place.is_far]
+    far = {setup: roles for setup, roles in found.items() if roles}
+    assert far == {Setup.FAR_DRAFT: ["draft"], Setup.FAR_TARGET: ["target"]}
 
 
 def test_long_prompts_are_made_of_several():
