@@ -209,63 +209,60 @@ def _pass_by(forest: Forest, nodes: _Nodes, at: Ints, mirrors: Sequence[Mirror |
 
 def commit(commitments: Sequence[Commitment]) -> None:
     """Moves the roots of all these sessions, each at most once, along their tokens."""
-    trees: list[_TreeCommitment] = []
+    moves: list[_Move] = []
+    passed: list[int] = []
+    passed_lengths: list[int] = []
     for mirror, token_ids, accepted, keeps_tree in commitments:
         if isinstance(mirror, ChainMirror):
             mirror.commit(token_ids, keeps_chain=keeps_tree)
-        elif token_ids:
-            trees.append((mirror, token_ids, accepted[: len(token_ids)], keeps_tree))
-    if trees:
-        _commit_trees(trees[0][0].forest, trees)
-
-
-_TreeCommitment = tuple[TreeMirror, Sequence[int], Sequence[int], bool]
-
-
-def _commit_trees(forest: Forest, trees: Sequence[_TreeCommitment]) -> None:
-    rows = np.array([mirror.row for mirror, _, _, _ in trees])
-    cursor = forest.root[rows].astype(np.int64)
-    passed: list[int] = []
-    passed_lengths: list[int] = []
-    tails = []
-    for number, (mirror, token_ids, accepted, _) in enumerate(trees):
-        known = len(accepted)
+            continue
+        count, known = len(token_ids), len(accepted)
+        if known > count:
+            accepted, known = accepted[:count], count  # noqa: PLW2901 - more than is committed is of no use
+        length = mirror.length
         if known:
-            cursor[number] = accepted[-1]
             passed += accepted
-            passed_lengths += range(mirror.length + 1, mirror.length + 1 + known)
-        tails.append(token_ids[known:])
+            passed_lengths += range(length + 1, length + 1 + known)
+        mirror.length = length = length + count
+        if count:
+            slot = accepted[-1] if known else _ROOT
+            moves.append((mirror, mirror.row, slot, token_ids[-1], length, token_ids[known:], keeps_tree))
+    if moves:
+        _move_roots(moves, passed, passed_lengths)
+
+
+# Mirror, row, slot of the last accepted node, last token, length, tokens behind that node, whether the tree is kept.
+_Move = tuple[TreeMirror, int, int, int, int, Sequence[int], bool]
+_ROOT = -2
+
+
+def _move_roots(moves: Sequence[_Move], passed: list[int], passed_lengths: list[int]) -> None:
+    mirrors, rows_, slots_, tokens, lengths, tails, keep_trees = zip(*moves, strict=True)
+    forest = mirrors[0].forest
+    rows, slots = np.array(rows_), np.array(slots_)
+    slots = np.where(slots == _ROOT, forest.root[rows], slots)
     # The token behind the accepted ones may have a node too, which was not submitted or has come meanwhile.
     for depth in range(max(map(len, tails))):
-        slots = cursor.tolist()
-        going = [n for n, tail in enumerate(tails) if len(tail) > depth and slots[n] >= 0]
+        going = [
+            n for n, (tail, slot) in enumerate(zip(tails, slots.tolist(), strict=True)) if tail[depth:] and slot >= 0
+        ]
         if not going:
             break
-        found = forest.child(rows[going], cursor[going], np.array([tails[n][depth] for n in going]))
-        cursor[going] = found
+        found = forest.child(rows[going], slots[going], np.array([tails[n][depth] for n in going]))
+        slots[going] = found
         for n, slot in zip(going, found.tolist(), strict=True):
             if slot >= 0:
-                mirror, token_ids, _, _ = trees[n]
                 passed.append(slot)
-                passed_lengths.append(mirror.length + len(token_ids) - len(tails[n]) + depth + 1)
-    lengths = _advance(trees, cursor.tolist())
-    cursor[[not keeps_tree for _, _, _, keeps_tree in trees]] = -1
+                passed_lengths.append(lengths[n] - len(tails[n]) + depth + 1)
+    for mirror, slot in zip(mirrors, slots.tolist(), strict=True):
+        mirror.root_was_drafted = slot >= 0
+    if not all(keep_trees):
+        slots[np.logical_not(keep_trees)] = -1
     forest.move_roots(
         rows,
-        cursor,
-        np.array([token_ids[-1] for _, token_ids, _, _ in trees]),
+        slots,
+        np.array(tokens),
         np.array(lengths),
         passed=np.array(passed, dtype=np.int64),
         passed_lengths=np.array(passed_lengths, dtype=np.int64),
     )
-
-
-def _advance(trees: Sequence[_TreeCommitment], roots: Sequence[int]) -> list[int]:
-    """The mirrors' new lengths."""
-    lengths = []
-    for (mirror, token_ids, _, _), root in zip(trees, roots, strict=True):
-        mirror.root_was_drafted = root >= 0
-        mirror.length += len(token_ids)
-        assert mirror.length == len(mirror.token_ids)
-        lengths.append(mirror.length)
-    return lengths

@@ -171,19 +171,24 @@ class Session:
         assert submission is not None
         self.committed_ns = committed_ns
         before = len(self.token_ids)
-        text = self._extend(verdict.token_ids)
+        _, _, _, _, accepted_nodes, token_ids, _, cached_tokens = verdict
+        text = self._extend(token_ids)
         kept = len(self.token_ids) - before
-        token_ids = verdict.token_ids if kept == len(verdict.token_ids) else verdict.token_ids[:kept]
+        if kept < len(token_ids):
+            token_ids = token_ids[:kept]
         self._undelivered = _Undelivered(
             token_ids, before - self.prompt_length, text, submission, verdict, result, committed_ns
         )
         if self.cached_tokens is None:
-            self.cached_tokens = verdict.cached_tokens
-        slots = submission.tree.slots
+            self.cached_tokens = cached_tokens
+        tree = submission[0]
         self.verify_steps += 1
-        self.drafted_tokens += len(submission.tree.tokens)
-        self.accepted_tokens += min(len(verdict.accepted_nodes), kept)
-        accepted = [slots[number - 1] for number in verdict.accepted_nodes] if slots else ()
+        self.drafted_tokens += len(tree[1])
+        accepted: Sequence[int] = ()
+        if accepted_nodes:
+            self.accepted_tokens += min(len(accepted_nodes), kept)
+            if slots := tree.slots:
+                accepted = [slots[number - 1] for number in accepted_nodes]
         return Commitment(self.mirror, token_ids, accepted, self.mode is not SpeculationMode.SYNC)
 
     def deliver(self) -> None:
