@@ -37,18 +37,21 @@ class DraftNode:
         position: index of the token in prompt + output.
         key_offset: where its KV lies in the tree region; negative without KV, and for the root.
         mask: bit j: attends to key offset j; itself and its ancestors below the root.
-        distribution: the q that the token was drawn from, under rejection.
         child_tokens: tokens of all children that were considered, best first; None until it is expanded.
-        child_buckets: [k] calibration buckets of `child_tokens`; None also where nothing is learned from them.
+        child_buckets: [k] calibration buckets of `child_tokens`; None where nothing is learned from them; not set until
+            the node is expanded.
+        child_distribution: the q that the only child was drawn from, under rejection; not set until then.
         made: (-value, node id, parent, token, acceptance) of every child that is a node.
-        child_distribution: the q that the only child was drawn from, under rejection.
         taken: the children that are objects, by token.
     """
 
     __slots__ = (
-        "acceptance", "child_buckets", "child_distribution", "child_tokens", "distribution", "key_offset", "made",
-        "mask", "node_id", "parent", "position", "taken", "token", "value",
+        "acceptance", "child_buckets", "child_distribution", "child_tokens", "key_offset", "made", "mask", "node_id",
+        "parent", "position", "taken", "token", "value",
     )  # fmt: skip
+
+    child_buckets: npt.NDArray[np.int64] | None
+    child_distribution: DraftDistribution | None
 
     def __init__(  # noqa: PLR0917 - made some ten thousand times a second
         self, token: int, parent: "DraftNode | None", acceptance: float, value: float, node_id: int, position: int
@@ -61,12 +64,14 @@ class DraftNode:
         self.position = position
         self.key_offset = _NO_KEY
         self.mask = 0
-        self.distribution: DraftDistribution | None = None
         self.child_tokens: list[int] | None = None
-        self.child_buckets: npt.NDArray[np.int64] | None = None
-        self.child_distribution: DraftDistribution | None = None
         self.made: Sequence[_Entry] = ()
         self.taken: dict[int, DraftNode] = _NONE_TAKEN
+
+    @property
+    def distribution(self) -> DraftDistribution | None:
+        """The q that the token was drawn from, under rejection."""
+        return None if self.parent is None else self.parent.child_distribution
 
     @property
     def is_dead(self) -> bool:
@@ -212,6 +217,16 @@ class DraftTree:
         self.size += len(made)
         return len(made)
 
+    def take_best(self) -> DraftNode | None:
+        """Removes the best node of the frontier, if there is one, for expansion."""
+        frontier = self._frontier
+        while frontier:
+            entry = heappop(frontier)
+            parent = entry[2]
+            if parent.key_offset != _DEAD:
+                return parent.taken.get(entry[3]) or _take(entry)
+        return None
+
     def take(self, count: int, min_value: float = 0.0) -> list[DraftNode]:
         """Removes the best nodes of the frontier, at most `count` of at least `min_value`, for expansion."""
         frontier, highest, taken = self._frontier, -min_value * self.root.value, []
@@ -326,7 +341,6 @@ def _take(entry: _Entry) -> DraftNode:
     """The child as an object."""
     negative_value, node_id, parent, token, acceptance = entry
     node = parent.taken[token] = DraftNode(token, parent, acceptance, -negative_value, node_id, parent.position + 1)
-    node.distribution = parent.child_distribution
     return node
 
 

@@ -12,7 +12,7 @@ Knows neither proto nor grpc; one thread calls it.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -132,11 +132,15 @@ class TreeGrowth:
         """Runs one forward; None if there is nothing to do until the next open, commit or close."""
         return self.finish() if self.begin() else None
 
-    def begin(self) -> bool:
-        """Starts a step; False if there is nothing to do until the next open, commit or close."""
+    def begin(self, left_out: Container[tuple[int, int]] = ()) -> bool:
+        """Starts a step; False if there is nothing to do until the next open, commit or close.
+
+        Args:
+            left_out: keys of sessions that have no part in it.
+        """
         assert self._flight is None, "a step is begun before the last one is finished"
         started = time.perf_counter_ns()
-        step, plan = GrowthStep(), self._planner.plan()
+        step, plan = GrowthStep(), self._planner.plan(left_out)
         for session in plan.stuck:
             _end_round(session, step)
         if plan.rows.num_rows:

@@ -1,19 +1,21 @@
 """The one thread that runs the draft model: applies commands between steps, grows, and hands growth to its owners.
 
 It grows while there is anything to grow and sleeps on its queue otherwise. While a forward runs on its device, the
-growth of the one before is handed out and commands are applied as they arrive; those that come too late for that are
-applied right after it, before anything else is planned.
+growth of the one before is handed out and commands are applied as they arrive. A target commits to all its sessions at
+once, which takes longer than a forward: then the next forward does not wait for all, but leaves out the sessions whose
+commands still wait.
 """
 
 import gc
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 from outrider.draft_worker.growth import TreeGrowth
 from outrider.draft_worker.growth_step import GrowthStep, SessionGrowth
@@ -26,8 +28,12 @@ logger = logging.getLogger(__name__)
 _BUSY_WINDOW_NS = 1_000_000_000
 # Objects made and not freed until the collector runs: several times what the trees of a worker hold.
 _COLLECT_AFTER = 200_000
+# Commands that are applied before a forward is launched for those who need not wait.
+_AT_ONCE = 2
 # So long before a forward's expected end the thread no longer sleeps for commands: it might wake up late.
-_WAKE_UP_NS = 100_000
+_WAKE_UP_NS = 150_000
+# And so long at most it sleeps without a look at the device.
+_LONGEST_SLEEP_NS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,11 @@ class OpenCommand:
 
     owner: GrowthOwner
     start: SessionStart
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Of the session."""
+        return self.start.key
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +131,8 @@ class GrowthThread:
         self._make_growth = make_growth
         # None ends the thread.
         self._commands: SimpleQueue[Sequence[Command] | None] = SimpleQueue()
+        # Taken from the queue, but not applied yet.
+        self._backlog: deque[Command | None] = deque()
         self._thread = threading.Thread(target=self._run, name="draft-growth", daemon=True)
         self._busy_ns = 0
         # When the window of `busy` began, and the time in steps until then.
@@ -162,48 +175,71 @@ class GrowthThread:
     def _grow(self, growth: TreeGrowth) -> None:
         step: GrowthStep | None = None
         idle = True
-        while self._apply_waiting(growth, block=idle):
-            begun = growth.begin()
+        while self._apply_some(growth, block=idle):
+            begun = growth.begin({command.key for command in self._backlog if _is_keyed(command)})
             idle = not begun
             if step is not None:
                 # Only now: the device has work by this time.
                 self._hand_out(step)
                 step = None
             if begun:
-                going_on = self._apply_meanwhile(growth)
+                self._apply_meanwhile(growth)
                 step = growth.finish()
                 self._count(step)
-                if not (going_on and growth.overlaps):
+                if not growth.overlaps or None in self._backlog:
                     self._hand_out(step)
                     step = None
-                if not going_on:
-                    return
 
-    def _apply_waiting(self, growth: TreeGrowth, *, block: bool) -> bool:
-        """Applies every command that waits; with `block` at least one. False once the thread is to end."""
-        while block or not self._commands.empty():
-            commands = self._commands.get()
-            if commands is None:
+    def _apply_some(self, growth: TreeGrowth, *, block: bool) -> bool:
+        """Applies commands that wait: a few, or all where nothing runs beside them. False once the thread is to end.
+
+        Args:
+            growth: to which.
+            block: whether to wait for at least one.
+        """
+        self._receive(block=block and not self._backlog)
+        count = _AT_ONCE if growth.overlaps else len(self._backlog)
+        while self._backlog and count > 0:
+            command = self._backlog.popleft()
+            if command is None:
                 return False
-            for command in commands:
-                _apply(growth, command)
-            block = False
+            _apply(growth, command)
+            count -= 1
         return True
 
-    def _apply_meanwhile(self, growth: TreeGrowth) -> bool:
-        """Applies commands as they arrive, until shortly before the forward's end. False once the thread is to end."""
+    def _apply_meanwhile(self, growth: TreeGrowth) -> None:
+        """Applies commands as they arrive, until the forward's end, or shortly before it where none come."""
         end = growth.expected_end_ns - _WAKE_UP_NS
         while not growth.is_done:
-            left = end - time.perf_counter_ns()
-            try:
-                commands = self._commands.get(timeout=left * 1e-9) if left > 0 else self._commands.get_nowait()
-            except Empty:
-                break
-            if commands is None:
-                return False
-            for command in commands:
+            if self._backlog:
+                if self._backlog[0] is None:
+                    return
+                command = self._backlog.popleft()
+                assert command is not None
                 _apply(growth, command)
-        return True
+            elif not self._receive(timeout_ns=min(end - time.perf_counter_ns(), _LONGEST_SLEEP_NS)) and (
+                time.perf_counter_ns() >= end
+            ):
+                return
+
+    def _receive(self, *, block: bool = False, timeout_ns: int = 0) -> bool:
+        """Moves what waits in the queue to the backlog; whether there was anything.
+
+        Args:
+            block: whether to wait until there is.
+            timeout_ns: otherwise, for how long.
+        """
+        received = False
+        try:
+            while True:
+                if block or timeout_ns > 0:
+                    commands = self._commands.get(timeout=None if block else timeout_ns * 1e-9)
+                else:
+                    commands = self._commands.get_nowait()
+                self._backlog.extend([None] if commands is None else commands)
+                received, block, timeout_ns = True, False, 0
+        except Empty:
+            return received
 
     def _count(self, step: GrowthStep) -> None:
         now = time.perf_counter_ns()
@@ -228,6 +264,11 @@ def spare_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_COLLECT_AFTER)
+
+
+def _is_keyed(command: Command | None) -> TypeGuard[OpenCommand | CommitCommand | CloseCommand]:
+    """Whether the command is one session's."""
+    return command is not None and not isinstance(command, LeaveCommand)
 
 
 def _apply(growth: TreeGrowth, command: Command) -> None:

@@ -5,7 +5,7 @@ which start again once there is room.
 """
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from heapq import heapify, heappop, heapreplace
 
 from outrider.draft_worker.draft_tree import DraftNode, assign_keys
@@ -96,17 +96,24 @@ class StepPlanner:
         self._config = config
         self._turn = 0
 
-    def plan(self) -> StepPlan:
-        """The next forward, perhaps empty."""
+    def plan(self, left_out: Container[tuple[int, int]] = ()) -> StepPlan:
+        """The next forward, perhaps empty.
+
+        Args:
+            left_out: keys of sessions that have no part in it.
+        """
         plan = StepPlan()
-        self._plan_chains(plan)
-        self._plan_trees(plan)
+        sessions = self._sessions
+        if left_out:
+            sessions = [session for session in sessions if session.key not in left_out]
+        self._plan_chains(plan, sessions)
+        self._plan_trees(plan, sessions)
         return plan
 
-    def _plan_chains(self, plan: StepPlan) -> None:
+    def _plan_chains(self, plan: StepPlan, sessions: Collection[DraftSession]) -> None:
         """Pending tokens, the shortest chain first: a final token must not wait for somebody's prompt."""
         waiting = []
-        for session in self._sessions:
+        for session in sessions:
             if session.starved and self._slots.free >= session.length + _RESTART_MARGIN:
                 session.starved = False
             if session.is_sync and session.level == 0 and (session.starved or not session.root_is_open):
@@ -139,9 +146,9 @@ class StepPlanner:
         self._slots.extend(session.row, count)
         return True
 
-    def _plan_trees(self, plan: StepPlan) -> None:
+    def _plan_trees(self, plan: StepPlan, sessions: Collection[DraftSession]) -> None:
         growing, least = [], self._config.min_path_value
-        for session in self._sessions:
+        for session in sessions:
             # A chain that is in this forward has its KV counted, but its root no children yet.
             if session.kv_len < session.length or session.tree.root.child_tokens is None:
                 continue
@@ -191,10 +198,11 @@ class StepPlanner:
         heapify(best)
         while width > 0 and best:
             _, index, tree, room = best[0]
-            node = tree.take(1)
-            shares[index] += node
-            width -= len(node)
-            if node and room > 1 and (value := tree.best_value) >= least:
+            node = tree.take_best()
+            if node is not None:
+                shares[index].append(node)
+                width -= 1
+            if node is not None and room > 1 and (value := tree.best_value) >= least:
                 heapreplace(best, (-value, index, tree, room - 1))
             else:
                 heappop(best)

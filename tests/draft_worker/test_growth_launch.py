@@ -1,5 +1,6 @@
 """Children ranked with the step and children chosen from logits make the same trees, in float32."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from outrider.draft_worker.growth import TreeGrowth
 from outrider.draft_worker.growth_step import GrowthConfig, SessionGrowth
 from outrider.draft_worker.session import GrowthLimits, GrowthMode
+from outrider.engine.buckets import Bucket
 from outrider.engine.draft_buckets import growth_buckets, mask_words
 from outrider.engine.model_runner import EngineConfig, ModelRunner
 from outrider.models import embedded_draft_path
@@ -28,7 +30,12 @@ SPECS = (
 
 
 def run_side_by_side(
-    runners: tuple[ModelRunner, ModelRunner], make_start: Make, specs: tuple[SamplingSpec, ...], *, sync: bool = False
+    runners: tuple[ModelRunner, ModelRunner],
+    make_start: Make,
+    specs: tuple[SamplingSpec, ...],
+    *,
+    sync: bool = False,
+    rounds: int = 10,
 ) -> int:
     """Grows and commits the same with both; how many nodes were made."""
     config = GrowthConfig(max_step_nodes=24, max_step_tokens=40, max_model_len=250, min_path_value=0.001)
@@ -41,7 +48,7 @@ def run_side_by_side(
         limits = GrowthLimits(max_live_nodes=80, mode=mode)
         for growth in growths:
             growth.open(make_start(number, prompt=prompt, sampling=spec, limits=limits))
-    for _ in range(10):
+    for _ in range(rounds):
         for _ in range(4):
             made = [growth.step() for growth in growths]
             ours, theirs = ([] if step is None else step.growths for step in made)
@@ -97,12 +104,16 @@ def test_graphs_give_the_tree_of_the_eager_model(make_start: Make):
     steps = runners[0].steps
     assert steps is not None
     assert runners[1].steps is None
-    for _ in range(2):  # without graphs, then with them
-        assert run_side_by_side(runners, make_start, SPECS[:3]) > 150
-        assert run_side_by_side(runners, make_start, SPECS) > 150
-        while (missing := steps.missing) is not None:
-            steps.capture(missing)
-    assert steps.graphs > 5
+    # Two that hold whatever comes, where children are ranked and where logits are looked at, and one for small steps.
+    mixture = Bucket(
+        tokens=72, sessions=5, keys=1, query_len=72, logit_rows=72, nodes=0, words=mask_words(64), children=4
+    )
+    small = dataclasses.replace(mixture, tokens=16, sessions=4, query_len=2, logit_rows=16)
+    for bucket in (mixture, dataclasses.replace(mixture, children=0), small):
+        steps.capture(steps.ladder.bucket(bucket))
+    assert steps.graphs == 3
+    for specs in (SPECS[:3], SPECS):
+        assert run_side_by_side(runners, make_start, specs, rounds=6) > 100
 
 
 def test_growth_begins_with_a_bucket_for_every_width(checkpoint: Path):
@@ -118,7 +129,7 @@ def test_growth_begins_with_a_bucket_for_every_width(checkpoint: Path):
         for rows in range(sessions, 81):
             for query_len in {rows - sessions + 1, -(-rows // sessions)}:
                 need = steps.ladder.bucket(
-                    type(ranked[0])(
+                    Bucket(
                         tokens=rows, sessions=sessions, keys=99, query_len=query_len, logit_rows=rows, nodes=0,
                         words=words, children=4,
                     )

@@ -90,3 +90,27 @@ def test_a_thread_that_is_stopped_while_a_step_runs_ends_after_it(
     thread.stopped.result(10)
     assert growth.is_done
     assert [record.as_of for record in owner.growths] == [3]
+
+
+def test_a_forward_leaves_out_sessions_whose_commits_still_wait(
+    make_growth: Make, make_start: Make, monkeypatch: pytest.MonkeyPatch
+):
+    growth, runner = make_growth()
+    device, owner = SlowDevice(growth, monkeypatch), Owner()
+    numbers = range(1, 7)
+    thread = GrowthThread(lambda: growth)
+    thread.start()
+    thread.submit([OpenCommand(owner, make_start(number, owner=owner)) for number in numbers])
+    assert device.launched.acquire(timeout=10)
+    # The first two were opened before it, the others while it runs.
+    assert [len(batch.rows) for batch in runner.batches] == [2]
+    device.done.set()
+    assert device.launched.acquire(timeout=10)
+    deadline = time.monotonic() + 10
+    while {record.session_id for record in owner.growths} != set(numbers) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert {record.session_id for record in owner.growths} == set(numbers)
+    sessions = [growth.session((7, number)) for number in numbers]
+    assert all(session is not None and session.tree.size for session in sessions)
+    thread.stop()
+    thread.stopped.result(10)
