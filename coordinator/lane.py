@@ -5,6 +5,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 
@@ -19,17 +20,37 @@ from outrider.coordinator.session import Session, Submission
 from outrider.coordinator.trials import Trials
 from outrider.v1 import registry_pb2
 
+# A batch leaves so much of a step before it could begin, lest the target wait for it.
+_EARLY_SHARE = 0.1
+# Two groups are tried where their steps would take less than this share of a round as it is.
+_TRIED_SHARE = 1.1
 # The price of a row is read over so many, which is more than a rung of a small step.
 _PRICE_ROWS = 32
 
 
+class Way(IntEnum):
+    """How rounds are timed; which one pays is tried."""
+
+    WAIT = 0
+    """All sessions in one batch, held while growth that is due seems worth it."""
+    NEVER_WAIT = 1
+    """All sessions in one batch, at once."""
+    TWO_GROUPS = 2
+    """One half is verified while the other half's trees grow and its batch travels."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Flight:
-    """A batch that the target has not answered yet."""
+    """A batch that the target has not answered yet.
+
+    Attributes:
+        is_alone: no other was on its way when it was sent.
+    """
 
     sessions: Sequence[Session]
     rows: int
     submitted_ns: int
+    is_alone: bool
     result: "asyncio.Future[VerifyResult]"
 
 
@@ -60,8 +81,7 @@ class TargetLane:
         self.cost = StepCost()
         self.pace = RoundPace()
         self.misses = MissRates()
-        self.waiting = Trials(2)
-        """0: waits for growth where that seems to pay; 1: never."""
+        self.way = Trials(len(Way))
         self.steps = 0
         self._fair_slowdown = fair_slowdown
         self._changed = asyncio.Event()
@@ -70,15 +90,33 @@ class TargetLane:
     @property
     def is_full(self) -> bool:
         """Whether no further batch may be sent before a result is in."""
-        return len(self.flights) >= 1
+        return len(self.flights) >= (2 if self.way.current == Way.TWO_GROUPS else 1)
 
     def next_group(self) -> list[Session]:
-        """The sessions of the next batch."""
-        return self.runnable()
+        """The sessions of the next batch: all that may run, or that half of them that has waited longest."""
+        sessions = self.runnable()
+        if self.way.current != Way.TWO_GROUPS:
+            return sessions
+        in_flight = sum(len(flight.sessions) for flight in self.flights)
+        half = -(-(len(sessions) + in_flight) // 2)
+        return sorted(sessions, key=lambda session: session.committed_ns)[:half]
 
     def lead_ns(self, now_ns: int) -> float:
-        """How long a further batch would only wait at the target."""
-        return 0.0
+        """How long a further batch would only wait at the target, for the end of the one that runs."""
+        if not self.flights:
+            return 0.0
+        flight, overhead_ns = self.flights[-1], self.pace.overhead_ns
+        step_ns = self.cost.predict_ns(flight.rows)
+        result_ns = max(flight.submitted_ns + overhead_ns, self.pace.last_result_ns) + step_ns
+        return result_ns - overhead_ns - _EARLY_SHARE * step_ns - now_ns
+
+    def _hopeless_ways(self, sessions: int) -> set[int]:
+        """Two groups run two steps where one would do: not worth a trial unless a round has much else to hide."""
+        rows = round(self.pace.rows)
+        if sessions < 2 or rows < 2:
+            return {Way.TWO_GROUPS}
+        half_ns, whole_ns = self.cost.predict_many_ns(np.array([(rows + 1) // 2, rows])).tolist()
+        return set() if 2 * half_ns < _TRIED_SHARE * (whole_ns + self.pace.gap_ns) else {Way.TWO_GROUPS}
 
     @property
     def has_room(self) -> bool:
@@ -206,7 +244,8 @@ class TargetLane:
             )
         rows = len(sessions) + sum(len(tree.tokens) for tree in chosen)
         result = self.link.submit(trees, openings=openings)
-        flight = Flight(sessions=list(sessions), rows=rows, submitted_ns=now_ns, result=result)
+        is_alone = not self.flights
+        flight = Flight(sessions=list(sessions), rows=rows, submitted_ns=now_ns, is_alone=is_alone, result=result)
         self.flights.append(flight)
         self._found = None
         return flight
@@ -220,35 +259,48 @@ class TargetLane:
         """Takes a round's times into the cost model and the rate."""
         self.steps += 1
         self.cost.observe(result.step_tokens, result.step_ns)
-        sessions = len(flight.sessions)
-        round_ns = self.pace.observe(flight.submitted_ns, result.step_ns, tokens=emitted, sessions=sessions)
-        self.waiting.observe(sessions=sessions, tokens=emitted, round_ns=round_ns)
+        round_ns = self.pace.observe(flight, result.step_ns, tokens=emitted)
+        sessions = len(self.sessions)
+        self.way.observe(
+            sessions=sessions,
+            verified=len(flight.sessions),
+            tokens=emitted,
+            round_ns=round_ns,
+            hopeless=self._hopeless_ways(sessions),
+        )
 
 
 class RoundPace:
-    """How fast a target's sessions go on: averages over rounds, waiting included, that forget."""
+    """How fast a target's sessions go on: averages over rounds, waiting included, that forget.
+
+    Attributes:
+        overhead_ns: from the submission of a batch to its result, beyond the step itself.
+        gap_ns: from the result of one batch to the next one's, beyond the step itself.
+        rows: of all sessions together, in their last batches.
+        last_result_ns: when it came.
+    """
 
     _SHARE = 0.1
 
     def __init__(self) -> None:
-        self.overhead_ns = 0.0
-        """From the submission of a batch to its result, beyond the step itself."""
-        self._last_result_ns = 0
+        self.overhead_ns = self.gap_ns = self.rows = 0.0
+        self.last_result_ns = 0
         self._round_ns = self._emitted = self._sessions = 0.0
 
-    def observe(self, submitted_ns: int, step_ns: int, *, tokens: int, sessions: int) -> int:
+    def observe(self, flight: Flight, step_ns: int, *, tokens: int) -> int:
         """One round that ends now; returns how long it was."""
         now_ns = clock.now_ns()
-        # Behind another batch it began with that one's end.
-        began_ns = max(submitted_ns, self._last_result_ns)
-        self.overhead_ns += self._SHARE * (max(0, now_ns - began_ns - step_ns) - self.overhead_ns)
         # After a pause the round began when it was submitted, not at the result before.
-        began_ns = max(self._last_result_ns, submitted_ns - step_ns)
-        share, round_ns = self._SHARE if self._round_ns else 1.0, now_ns - began_ns
+        round_ns = now_ns - max(self.last_result_ns, flight.submitted_ns - step_ns)
+        share = self._SHARE if self._round_ns else 1.0
+        if flight.is_alone:
+            self.overhead_ns += share * (max(0, now_ns - flight.submitted_ns - step_ns) - self.overhead_ns)
+            self.gap_ns += share * (max(0, round_ns - step_ns) - self.gap_ns)
+            self.rows += share * (flight.rows - self.rows)
         self._round_ns += share * (round_ns - self._round_ns)
         self._emitted += share * (tokens - self._emitted)
-        self._sessions += share * (sessions - self._sessions)
-        self._last_result_ns = now_ns
+        self._sessions += share * (len(flight.sessions) - self._sessions)
+        self.last_result_ns = now_ns
         return round_ns
 
     def rate(self, sessions: int) -> float:

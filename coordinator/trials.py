@@ -1,4 +1,4 @@
-"""Two ways of deciding, tried in turn: the one under which tokens come faster is used most.
+"""Some ways of deciding, tried in turn: the one under which tokens come faster is used most.
 
 Where a formula would have to know what it cannot (whether a whole batch of sessions falls into step with its waits, for
 one), the rate that clients see decides. Rounds are played in blocks of one way each. Of every way and number of
@@ -9,6 +9,7 @@ sessions a mean rate is kept that forgets; the next block is played by the way w
 so that a way that was tried little, or long ago, is tried again, the more rarely the clearer its defeat was.
 """
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 from math import sqrt
 
@@ -42,11 +43,7 @@ class _Block:
 
 @dataclass
 class Trials:
-    """Which of `ways` ways to decide by: `current`, 0 to begin with.
-
-    Attributes:
-        ways: 1 has nothing to try.
-    """
+    """Which of `ways` ways to decide by: `current`, 0 to begin with."""
 
     ways: int
     current: int = 0
@@ -54,40 +51,49 @@ class Trials:
     _block: _Block = field(default_factory=_Block)
     _bucket: int = 0
 
-    def observe(self, *, sessions: int, tokens: int, round_ns: float) -> None:
-        """One round by `current`: its time includes all waiting."""
-        if self.ways == 1 or not sessions:
+    def observe(self, *, sessions: int, verified: int, tokens: float, round_ns: float, hopeless: Set[int]) -> None:
+        """One round by `current`.
+
+        Args:
+            sessions: that could have been verified in it.
+            verified: sessions that were.
+            tokens: that these emitted.
+            round_ns: since the round before, all waiting included.
+            hopeless: ways that are not to be tried now.
+        """
+        if not verified:
             return
-        if sessions.bit_length() != self._bucket:
+        if sessions.bit_length() != self._bucket or self.current in hopeless:
             self._bucket, self._block = sessions.bit_length(), _Block()
-            self._choose()
+            self._choose(hopeless)
         block = self._block
         block.rounds += 1
         if block.rounds <= _SETTLING_ROUNDS:
             return
-        block.sessions += sessions
+        block.sessions += verified
         block.tokens += tokens
         block.session_ns += sessions * round_ns
         if block.rounds - _SETTLING_ROUNDS >= _BLOCK_ROUNDS and block.sessions >= _BLOCK_SESSIONS:
-            self._close(block)
+            self._close(block, hopeless)
 
-    def _close(self, block: _Block) -> None:
+    def _close(self, block: _Block, hopeless: Set[int]) -> None:
         for record in self._of_bucket():
             record.weight *= _FORGET
         record = self._of_bucket()[self.current]
         record.weight += block.sessions
         record.mean += (block.tokens / block.session_ns - record.mean) * block.sessions / record.weight
         before, self._block = self.current, _Block()
-        self._choose()
+        self._choose(hopeless)
         if self.current == before:
             self._block.rounds = _SETTLING_ROUNDS
 
     def _of_bucket(self) -> list[_Record]:
         return self._records.setdefault(self._bucket, [_Record() for _ in range(self.ways)])
 
-    def _choose(self) -> None:
+    def _choose(self, hopeless: Set[int]) -> None:
         records = self._of_bucket()
-        self.current = max(range(self.ways), key=lambda way: self._hope(records[way]))
+        ways = [way for way in range(self.ways) if way not in hopeless]
+        self.current = max(ways, key=lambda way: self._hope(records[way]))
 
     @staticmethod
     def _hope(record: _Record) -> float:

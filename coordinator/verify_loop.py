@@ -17,7 +17,7 @@ from outrider.coordinator.candidates import Tree
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.draft_peer import DraftPeer
 from outrider.coordinator.firing import GrowthForecast, Outlook, patience_ns
-from outrider.coordinator.lane import TargetLane
+from outrider.coordinator.lane import TargetLane, Way
 from outrider.coordinator.messages import Commit, SessionFault, SpeculationMode, VerifyResult
 from outrider.coordinator.mirror import Commitment
 from outrider.coordinator.session import Session
@@ -25,8 +25,6 @@ from outrider.errors import WorkerUnavailable
 
 # A target that computed nothing has no room; asking again at once would only spin.
 _DEFERRED_PAUSE_NS = 5_000_000
-# Of the ways to wait that a lane tries.
-_NEVER_WAITS = 1
 # A draft that has answered none of a session's last commits is waited for at every so many of them only.
 _RETRY_COMMITS = 8
 
@@ -113,8 +111,9 @@ class VerifyLoop:
         now_ns = clock.now_ns()
         if self._free_since_ns is None:
             self._free_since_ns = now_ns
-        lead_ns = self.lane.lead_ns(now_ns)
-        return max(lead_ns, self.patience_ns(sessions, waited_ns=now_ns - self._free_since_ns)) / 1e9
+        if self.lane.flights:
+            return max(0.0, self.lane.lead_ns(now_ns)) / 1e9
+        return self.patience_ns(sessions, waited_ns=now_ns - self._free_since_ns) / 1e9
 
     def _fire(self, sessions: Sequence[Session]) -> None:
         waited_ns = clock.now_ns() - (self._free_since_ns or clock.now_ns())
@@ -133,7 +132,7 @@ class VerifyLoop:
         if all(session.mode is SpeculationMode.SYNC for session in sessions):
             return max(self._sync_wait_left_ns(session) for session in sessions)
         lane = self.lane
-        if lane.waiting.current == _NEVER_WAITS:
+        if lane.way.current != Way.WAIT:
             return 0.0
         return patience_ns(
             self._outlooks(sessions),

@@ -1,0 +1,52 @@
+import random
+
+import pytest
+
+from outrider.coordinator.trials import Trials
+
+NOTHING: frozenset[int] = frozenset()
+
+
+def play(trials: Trials, rates: list[float], rounds: int, *, sessions: int = 8, hopeless=NOTHING, seed: int = 0):
+    """Plays rounds in which every way emits at its rate, as unevenly as sessions do; how often each was used."""
+    chance, used = random.Random(seed), [0] * len(rates)
+    for _ in range(rounds):
+        way = trials.current
+        used[way] += 1
+        tokens = sum(chance.choice((0.3, 1.0, 1.7)) for _ in range(sessions)) * rates[way]
+        trials.observe(sessions=sessions, verified=sessions, tokens=tokens, round_ns=1.0, hopeless=hopeless)
+    return used
+
+
+@pytest.mark.parametrize("best", [0, 1, 2])
+def test_the_better_way_is_used_most(best):
+    rates = [1.0, 1.0, 1.0]
+    rates[best] = 1.15
+    used = play(Trials(3), rates, 4000)
+    assert used[best] > 0.85 * 4000
+    # The others are never forgotten for good.
+    assert min(used) > 20
+
+
+def test_a_way_that_has_become_better_is_found():
+    trials = Trials(2)
+    play(trials, [1.2, 1.0], 2000)
+    used = play(trials, [1.0, 1.2], 3000)
+    assert used[1] > 0.7 * 3000
+
+
+def test_every_number_of_sessions_has_records_of_its_own():
+    trials = Trials(2)
+    play(trials, [1.0, 1.3], 2000, sessions=8)
+    assert trials.current == 1
+    play(trials, [1.3, 1.0], 600, sessions=64)
+    assert trials.current == 0
+    assert play(trials, [1.0, 1.3], 400, sessions=8)[1] > 300
+
+
+def test_a_hopeless_way_is_left_at_once_and_not_tried():
+    trials = Trials(2)
+    assert play(trials, [1.0, 5.0], 500, hopeless=frozenset({1}))[1] == 0
+    play(trials, [1.0, 5.0], 200)
+    assert trials.current == 1
+    assert play(trials, [1.0, 5.0], 100, hopeless=frozenset({1}))[1] <= 1
