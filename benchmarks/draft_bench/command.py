@@ -77,7 +77,12 @@ def _device_rows(
                 Console().print(f"{shape} {way} {point}: {error!r}")
                 continue
             rows.append(_row(shape, way, point, found))
+            Console(width=160).print({name: _short(value) for name, value in rows[-1].items()})
     return rows
+
+
+def _short(value: Any) -> Any:
+    return round(value, 3) if isinstance(value, float) else value
 
 
 def _row(model: str, way: str, point: Point, found: Measured) -> dict[str, Any]:

@@ -124,7 +124,6 @@ def test_growth_begins_with_a_bucket_for_every_width(checkpoint: Path):
     found = growth_buckets(steps.ladder, step_nodes=64, step_tokens=256, sessions=16, children=4, words=words)
     assert words == 4
     assert len(found) == len(set(found)) < 60
-    ranked = [bucket for bucket in found if bucket.children]
     for sessions in (1, 3, 16):
         for rows in range(sessions, 81):
             for query_len in {rows - sessions + 1, -(-rows // sessions)}:
