@@ -11,6 +11,7 @@ one is a division; what hangs on a dead node leaves the frontier when it is met 
 
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
+from itertools import count
 
 import numpy as np
 import numpy.typing as npt
@@ -140,7 +141,7 @@ class DraftTree:
         self._max_depth = max_depth
         self._max_children = max_children
         self._final_tokens = final_tokens
-        self._next_id = 1
+        self._new_id = count(1).__next__
         self._frontier: list[_Entry] = []
         # What may be expanded once the root has come nearer.
         self._deep: list[_Entry] = []
@@ -192,28 +193,25 @@ class DraftTree:
             tokens = [token for token in tokens if token >= 0]
             buckets = None if buckets is None else buckets[: len(tokens)]
         parent.child_tokens, parent.child_buckets, parent.child_distribution = tokens, buckets, distribution
-        parent.taken, parent.made = {}, (made := [])
-        position, number, scale, final = parent.position + 1, self._next_id, -parent.value, self._final_tokens
         if len(tokens) > self._max_children:
             tokens = tokens[: self._max_children]
-        frontier, is_near = self._frontier, position - self.root.position < self._max_depth
+        scale, new_id = -parent.value, self._new_id
         # Fewer children than estimates where the vocabulary or the credit is smaller than the branching.
-        for token, estimate in zip(tokens, acceptance):  # noqa: B905 - a tenth of this loop
-            if estimate >= min_acceptance:
-                entry = (scale * estimate, number, parent, token, estimate)
-                number += 1
-                made.append(entry)
-                if token not in final:
-                    if is_near:
-                        heappush(frontier, entry)
-                    else:
-                        self._deep.append(entry)
-        if position >= self.last_position:
-            # Rare: looked at once, not at every child.
-            self._frontier = [entry for entry in frontier if entry[2] is not parent]
-            self._deep = [entry for entry in self._deep if entry[2] is not parent]
-            heapify(self._frontier)
-        self._next_id = number
+        parent.taken = {}
+        parent.made = made = [
+            (scale * estimate, new_id(), parent, token, estimate)
+            for token, estimate in zip(tokens, acceptance)  # noqa: B905 - a tenth of a child's time
+            if estimate >= min_acceptance
+        ]
+        position = parent.position + 1
+        if position < self.last_position:
+            final, frontier = self._final_tokens, self._frontier
+            open_ones = [entry for entry in made if entry[3] not in final] if final else made
+            if position - self.root.position < self._max_depth:
+                for entry in open_ones:
+                    heappush(frontier, entry)
+            else:
+                self._deep += open_ones
         self.size += len(made)
         return len(made)
 
@@ -227,15 +225,15 @@ class DraftTree:
                 return parent.taken.get(entry[3]) or _take(entry)
         return None
 
-    def take(self, count: int, min_value: float = 0.0) -> list[DraftNode]:
-        """Removes the best nodes of the frontier, at most `count` of at least `min_value`, for expansion."""
+    def take(self, most: int, min_value: float = 0.0) -> list[DraftNode]:
+        """Removes the best nodes of the frontier, at most `most` of at least `min_value`, for expansion."""
         frontier, highest, taken = self._frontier, -min_value * self.root.value, []
-        while count > 0 and frontier and frontier[0][0] <= highest:
+        while most > 0 and frontier and frontier[0][0] <= highest:
             entry = heappop(frontier)
             parent = entry[2]
             if parent.key_offset != _DEAD:
                 taken.append(parent.taken.get(entry[3]) or _take(entry))
-                count -= 1
+                most -= 1
         return taken
 
     def clear(self) -> None:
@@ -270,12 +268,12 @@ class DraftTree:
             yield node
             stack.extend(node.children.values())
 
-    def best(self, count: int, *, max_depth: int) -> list[DraftNode]:
-        """At most `count` nodes of highest path value, best first; every node's parent stands before it."""
+    def best(self, most: int, *, max_depth: int) -> list[DraftNode]:
+        """At most `most` nodes of highest path value, best first; every node's parent stands before it."""
         frontier = list(self.root.made)
         heapify(frontier)
         last, chosen = self.root.position + max_depth, []
-        while frontier and len(chosen) < count:
+        while frontier and len(chosen) < most:
             entry = heappop(frontier)
             node = entry[2].taken.get(entry[3]) or _take(entry)
             chosen.append(node)
