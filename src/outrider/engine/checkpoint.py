@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 from outrider.engine.attention import ATTENTION_NAME
 from outrider.engine.config import EngineConfig
 from outrider.engine.decoder_spec import SERVED_FAMILIES
-from outrider.engine.quantization import check_quantization, dequantise_linear_layers
+from outrider.engine.quantization import check_quantization, dequantise_layers
 from outrider.engine.weight_source import SafetensorsSource
 from outrider.errors import CheckpointError
 from outrider.tokenizer_hash import tokenizer_hash
@@ -78,7 +78,9 @@ def load_checkpoint(config: EngineConfig) -> tuple[PreTrainedModel, ModelCard]:
     source.check({})  # names the file that is missing or corrupt, which transformers does not
     with _quietly():
         model = _load_weights(folder, model_config, getattr(torch, config.dtype_name))
-    dequantise_linear_layers(model, source, quantize=config.quantization == "fp8")
+    # transformers takes numbers of any kind as they are: those of 8 bits need factors that are there.
+    source.check({name: tuple(held.shape) for name, held in model.named_parameters() if source.stores(name)})
+    dequantise_layers(model, source, quantize=config.quantization == "fp8")
     torch.nn.Module.to(model, config.device)
     return model.eval().requires_grad_(False), card
 

@@ -210,7 +210,7 @@ class _Loader:
 
     def load(self, positions: int) -> DecoderWeights:
         spec = self.spec
-        embedding = self._whole(_EMBEDDING)
+        embedding = self._rows(_EMBEDDING, 0, spec.vocab_size).to(self.device, self.dtype).contiguous()
         return DecoderWeights(
             rank=self.rank,
             world_size=self.world_size,

@@ -38,22 +38,22 @@ def check_quantization(folder: Path, given: Any) -> None:
         raise CheckpointError(f"{folder}: quantised weights with {found} are not served; these are: {_SERVED}")
 
 
-def dequantise_linear_layers(model: nn.Module, source: WeightSource, *, quantize: bool) -> None:
-    """Makes the linear layers what their 8 bits stand for, in place.
+def dequantise_layers(model: nn.Module, source: WeightSource, *, quantize: bool) -> None:
+    """Makes the linear layers and the embedding what their 8 bits stand for, in place.
 
     Args:
         model: loaded from `source`, whose numbers of 8 bits were taken as they are, without their factors.
         source: the checkpoint.
-        quantize: whether layers that come whole are rounded to 8 bits first, the output layer excepted.
+        quantize: whether linear layers that come whole are rounded to 8 bits first, the output layer excepted.
     """
     for name, layer in model.named_modules():
-        if not isinstance(layer, nn.Linear):
+        if not isinstance(layer, nn.Linear | nn.Embedding):
             continue
         weight = layer.weight.data
         factors = source.factors(f"{name}.weight")
         if factors is not None:
             weight.copy_(weight.float().mul_(factors[:, None]))
-        elif quantize and name != "lm_head":
+        elif quantize and isinstance(layer, nn.Linear) and name != "lm_head":
             weight.copy_(quantised(weight).dequantised(weight.dtype))
 
 

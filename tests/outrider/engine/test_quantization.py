@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from outrider.engine.batch import BatchBuilder
 from outrider.engine.checkpoint import read_checkpoint
@@ -220,6 +220,14 @@ def test_an_output_layer_of_8_bits_keeps_them(whole: Path, tmp_path: Path) -> No
     assert isinstance(weights.layers[0].qkv, torch.Tensor)
 
 
+@pytest.mark.parametrize("decoder", [False, True])
+def test_an_embedding_of_8_bits_is_what_it_stands_for(whole: Path, tmp_path: Path, decoder: bool) -> None:
+    folder, plain = quantise_file(
+        tmp_path, whole, COMPRESSED, scale_of=lambda weight: (len(weight), 1), chosen=lambda name: "embed" in name
+    )
+    torch.testing.assert_close(logits(folder, decoder=decoder), expected_logits(plain), rtol=1e-5, atol=1e-5)
+
+
 def changed(*path: str, value: Any, of: dict[str, Any] = COMPRESSED) -> dict[str, Any]:
     """A quantization_config with one entry changed."""
     document = json.loads(json.dumps(of))
@@ -275,10 +283,11 @@ def test_numbers_of_8_bits_need_their_factors(
     tensors = load_file(folder / "model.safetensors")
     full = f"model.layers.0.mlp.up_proj.weight{name}"
     tensors.pop(full)
-    save_file(tensors | ({} if given is None else {full: given}), folder / "model.safetensors")
-    spec = DecoderSpec.of(AutoConfig.from_pretrained(whole))
-    with pytest.raises(CheckpointError, match=message):
-        load_decoder_weights(SafetensorsSource(folder), spec, "cpu", torch.float32)
+    tensors |= {} if given is None else {full: given}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    for decoder in (False, True):
+        with pytest.raises(CheckpointError, match=message):
+            logits(folder, decoder=decoder)
 
 
 def relative(given: torch.Tensor, wanted: torch.Tensor) -> float:
