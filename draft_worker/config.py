@@ -42,6 +42,7 @@ class DraftWorkerConfig:
         kv_cache_memory_fraction: of the GPU memory that is free once the weights are loaded, what KV takes.
         attention_backend: what runs the attention: triton (default on a GPU), flashinfer (on a GPU, with the extra of
             that name) or reference (plain torch; default on a CPU).
+        enforce_eager: one operator after the other, without CUDA graphs: slow, for finding errors.
 
     Raises:
         ValueError: a value out of range, with the value.
@@ -70,6 +71,7 @@ class DraftWorkerConfig:
     kv_bytes: int | None = None
     kv_cache_memory_fraction: float = 0.9
     attention_backend: AttentionBackend | None = None
+    enforce_eager: bool = False
 
     def __post_init__(self) -> None:
         if not self.host:
@@ -102,6 +104,7 @@ class DraftWorkerConfig:
             max_tree_nodes=self.max_live_nodes,
             torch_threads=self.threads,
             attention_backend=self.attention_backend,
+            enforce_eager=self.enforce_eager,
         )
 
     def growth(self, *, max_model_len: int) -> GrowthConfig:
