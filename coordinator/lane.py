@@ -24,6 +24,8 @@ from outrider.v1 import registry_pb2
 _EARLY_SHARE = 0.1
 # Two groups are tried where their steps would take less than this share of a round as it is.
 _TRIED_SHARE = 1.1
+# What a step of half the rows is hoped to take, by one of all of them, before one was seen.
+_HOPED_HALF = 0.75
 # The price of a row is read over so many, which is more than a rung of a small step.
 _PRICE_ROWS = 32
 
@@ -115,7 +117,8 @@ class TargetLane:
         rows = round(self.pace.rows)
         if sessions < 2 or rows < 2:
             return {Way.TWO_GROUPS}
-        half_ns, whole_ns = self.cost.predict_many_ns(np.array([(rows + 1) // 2, rows])).tolist()
+        half, whole_ns = (rows + 1) // 2, self.cost.predict_ns(rows)
+        half_ns = self.cost.predict_ns(half) if self.cost.is_known(half) else _HOPED_HALF * whole_ns
         return set() if 2 * half_ns < _TRIED_SHARE * (whole_ns + self.pace.gap_ns) else {Way.TWO_GROUPS}
 
     @property

@@ -111,9 +111,8 @@ class VerifyLoop:
         now_ns = clock.now_ns()
         if self._free_since_ns is None:
             self._free_since_ns = now_ns
-        if self.lane.flights:
-            return max(0.0, self.lane.lead_ns(now_ns)) / 1e9
-        return self.patience_ns(sessions, waited_ns=now_ns - self._free_since_ns) / 1e9
+        patience_ns = self.patience_ns(sessions, waited_ns=now_ns - self._free_since_ns)
+        return max(self.lane.lead_ns(now_ns), patience_ns, 0.0) / 1e9
 
     def _fire(self, sessions: Sequence[Session]) -> None:
         waited_ns = clock.now_ns() - (self._free_since_ns or clock.now_ns())

@@ -1,12 +1,15 @@
 """Policies that learn nothing, for the learned one to be compared with: a tree of the same size every round."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from outrider.coordinator.candidates import Tree
+from outrider.coordinator.lane import TargetLane
 from outrider.coordinator.selection import choose_each
 from outrider.coordinator.session import Session
+from outrider.coordinator.trials import Trials
 from outrider.coordinator.verify_loop import VerifyLoop
 
 
@@ -18,7 +21,11 @@ def fixed_tree(count: int, *, waits: bool) -> type[VerifyLoop]:
     """
 
     class FixedTreeLoop(VerifyLoop):
-        """As its maker says."""
+        """As its maker says, all sessions in one batch."""
+
+        def __init__(self, lane: TargetLane, *others: Any) -> None:
+            super().__init__(lane, *others)
+            lane.way = Trials(1)
 
         def choose(self, sessions: Sequence[Session]) -> list[Tree]:
             found = self.lane.candidates(sessions)

@@ -72,6 +72,7 @@ class VirtualSimulation:
         self.targets = [VirtualTarget(settings, self.model) for _ in range(settings.targets)]
         for number, target in enumerate(self.targets):
             self.scheduler.add_target(f"target-{number}", target, limits)  # pyright: ignore[reportArgumentType]
+        self.drafts: list[VirtualDraft] = []
         if settings.mode is not SpeculationMode.OFF:
             for number in range(settings.workers):
                 self._add_draft(f"draft-{number}", limits)
@@ -82,6 +83,7 @@ class VirtualSimulation:
             self.scheduler.take_growth(worker_id, growth)
 
         draft = VirtualDraft(self.settings, self.model, on_growth=take_growth)
+        self.drafts.append(draft)
         self.scheduler.add_draft(worker_id, draft, limits)  # pyright: ignore[reportArgumentType]
 
     def submit(self, key: int, *, tokens: int = _NO_LIMIT) -> Generation:

@@ -102,9 +102,13 @@ class VirtualDraft:
 
     Args:
         on_growth: gets what it grew.
+
+    Attributes:
+        is_frozen: set, it takes commands and does nothing more, as a stopped process would.
     """
 
     def __init__(self, settings: Settings, model: PathModel, *, on_growth: Callable[[GrowthBatch], None]) -> None:
+        self.is_frozen = False
         self.step_latency = Latency()
         self._grower = TreeGrower(model, width=settings.draft_width)
         self._step_ns = settings.draft_step_ms * 1e6
@@ -150,6 +154,8 @@ class VirtualDraft:
             _after(0, self._step)
 
     def _step(self) -> None:
+        if self.is_frozen:
+            return
         commands, self._commands = self._commands, []
         for command in commands:
             command()
@@ -163,6 +169,8 @@ class VirtualDraft:
         self._step()
 
     def _deliver(self, grown: dict[int, GrownRows]) -> None:
+        if self.is_frozen:
+            return
         self.step_latency.observe(self._step_ns)
         parts = grown.values()
         node_ids, parents, tokens, acceptance = zip(*(row for part in parts for row in part.rows), strict=True)
