@@ -147,10 +147,10 @@ class TreeGrowth:
             step.tokens, step.sessions = plan.rows.num_rows, plan.rows.num_sessions
             self._flight = self._launcher.launch(plan)
             self.steps += 1
+            step.step_ns = self._flight.begun_ns - started
         elif not step.has_growth:
             return False
         self._step = step
-        step.step_ns = time.perf_counter_ns() - started
         return True
 
     @property
@@ -177,7 +177,7 @@ class TreeGrowth:
         collected = time.perf_counter_ns()
         step.forward_ns = collected - flight.begun_ns
         self._add(flight.plan, children, step)
-        step.step_ns += time.perf_counter_ns() - collected + step.forward_ns
+        step.step_ns += time.perf_counter_ns() - flight.begun_ns
         return step
 
     def _add(self, plan: StepPlan, found: FoundChildren, step: GrowthStep) -> None:

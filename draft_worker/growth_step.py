@@ -97,7 +97,7 @@ class GrowthStep:
     """What one step gave and what it cost.
 
     Attributes:
-        step_ns: host time of the step, from its plan to its nodes, without what was done for others meanwhile.
+        step_ns: from the step's plan to its nodes.
         forward_ns: of that the forward, from its launch until its children were there.
         tokens: rows of the forward.
         sessions: of the forward.
