@@ -45,7 +45,7 @@ class ChainMirror:
         self._complete_at = -1
 
     def graft(self, worker_id: str, growth: Growth) -> int:
-        """Adds growth; returns how many of its nodes stand in the chain now, or are committed tokens."""
+        """Adds growth; returns how many of its nodes stand in the chain now, or are committed tokens, and are new."""
         if growth.as_of > self.length:
             return 0
         view = self._views.setdefault(worker_id, _WorkerView())
@@ -70,6 +70,8 @@ class ChainMirror:
         node_id, parent, token, acceptance, distribution = node
         if distribution is None:
             # Not drawn from anything that the target could divide by.
+            return False
+        if node_id in view.places or node_id in view.committed:
             return False
         place = view.places.get(parent)
         if place is None:

@@ -128,7 +128,8 @@ def graft(worker_id: str, growth: GrowthBatch, mirrors: Sequence[Mirror | None])
         mirrors: [S] of its sessions; None where the growth is not wanted.
 
     Returns:
-        [S] how many of each session's nodes stand in its tree now, or are committed tokens.
+        [S] how many of each session's nodes stand in its tree now, or are committed tokens, and did not before under
+        the same id.
     """
     grafted = [0] * len(mirrors)
     views = [-1] * len(mirrors)
@@ -165,6 +166,9 @@ def _graft_trees(forest: Forest, nodes: _Nodes, mirrors: Sequence[Mirror | None]
     rows = np.array([getattr(mirror, "row", 0) for mirror in mirrors])
     lengths = np.array([0 if mirror is None else mirror.length for mirror in mirrors])
     counts = np.zeros(len(mirrors), dtype=np.int64)
+    # What comes a second time is dropped.
+    if (known := forest.find(nodes.view, nodes.node_id) >= 0).any():
+        nodes = nodes.only(~known)
     # A parent stands before its children, be it in the same message: then they are found the next time round.
     while len(nodes.place):
         slots = forest.find(nodes.view, nodes.parent)

@@ -85,8 +85,9 @@ def test_the_same_growth_twice_changes_nothing():
     growth = make_growth(1, [(1, 0, 5), (2, 0, 4), (3, 1, 5)])
     bench.graft("a", growth)
     before = bench.values()
-    assert bench.graft("a", growth) == 3
+    assert bench.graft("a", growth) == 0
     assert bench.graft("a", make_growth(1, [(4, 0, 5), (5, 0, 5)])) == 2
+    assert bench.graft("b", growth) == 3
     assert bench.values() == before
 
 
@@ -329,6 +330,8 @@ def test_a_chain_survives_a_commit_that_follows_it_and_takes_late_growth():
     bench.graft("a", make_chain(1, [(1, 0, 5), (2, 1, 6), (3, 2, 7)]))
     bench.commit([5, 6])
     assert bench.graft("a", make_chain(1, [(4, 3, 8)])) == 1
+    assert q_ids(bench) == [3, 4]
+    assert bench.graft("a", make_chain(1, [(3, 2, 7), (4, 3, 8)])) == 0
     assert q_ids(bench) == [3, 4]
     bench.commit([1])
     assert bench.graft("a", make_chain(1, [(5, 4, 8)])) == 0
