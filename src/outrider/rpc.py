@@ -34,7 +34,8 @@ _SHARED_OPTIONS: list[tuple[str, int]] = [
 SERVER_OPTIONS = [
     *_SHARED_OPTIONS,
     ("grpc.so_reuseport", 0),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    # Below it a peer's pings count as an attack: the default is five minutes, and then an idle stream ends after 40 s.
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 ]
 CHANNEL_OPTIONS = [*_SHARED_OPTIONS, ("grpc.enable_retries", 0)]
 

@@ -1,7 +1,11 @@
+import functools
+from pathlib import Path
+
 import grpc
 import grpc.aio
 import pytest
 from google.rpc import error_details_pb2
+from grpc._cython import cygrpc  # pyright: ignore[reportAttributeAccessIssue] compiled
 from grpc_health.v1 import health_pb2
 
 from outrider import errors, rpc
@@ -59,3 +63,14 @@ async def health(address: str) -> int:
             response_deserializer=health_pb2.HealthCheckResponse.FromString,
         )
         return (await check(health_pb2.HealthCheckRequest(service="outrider.v1.TargetService"))).status
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _ in (*rpc.SERVER_OPTIONS, *rpc.CHANNEL_OPTIONS)}))
+def test_grpc_knows_every_option(name: str):
+    # It takes any name and ignores what it does not know: a misspelt one shows nowhere else.
+    assert name.encode() in _library()
+
+
+@functools.cache
+def _library() -> bytes:
+    return Path(cygrpc.__file__).read_bytes()
