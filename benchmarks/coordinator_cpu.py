@@ -34,24 +34,25 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-# Of this folder only the packages below are meant: transformers looks for a package called kernels.
-sys.path[0] = str(Path(__file__).resolve().parents[1])
+if __name__ == "__main__":
+    # Of this folder only the packages below are meant: transformers looks for a package called kernels.
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 # Read when gRPC is imported.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
-from benchmarks.simulation.path_model import PathModel  # noqa: E402
-from benchmarks.simulation.tree_grower import GrownRows, TreeGrower  # noqa: E402
+from benchmarks.simulation.path_model import PathModel
+from benchmarks.simulation.tree_grower import GrownRows, TreeGrower
 
-from outrider.coordinator.config import CoordinatorConfig  # noqa: E402
-from outrider.coordinator.links import DraftLink, TargetLink  # noqa: E402
-from outrider.coordinator.messages import GenerationRequest  # noqa: E402
-from outrider.coordinator.scheduler import Scheduler  # noqa: E402
-from outrider.coordinator.session import Generation  # noqa: E402
-from outrider.coordinator.text_stream import TextStream  # noqa: E402
-from outrider.errors import WorkerUnavailable  # noqa: E402
-from outrider.sampling import SamplingSpec  # noqa: E402
-from outrider.v1 import draft_pb2, registry_pb2, target_pb2  # noqa: E402
-from outrider.wire import floats_to_bytes, split_by_counts, tokens_from_bytes  # noqa: E402
+from outrider.coordinator.config import CoordinatorConfig
+from outrider.coordinator.links import DraftLink, TargetLink
+from outrider.coordinator.messages import GenerationRequest
+from outrider.coordinator.scheduler import Scheduler
+from outrider.coordinator.session import Generation
+from outrider.coordinator.text_stream import TextStream
+from outrider.errors import WorkerUnavailable
+from outrider.sampling import SamplingSpec
+from outrider.v1 import draft_pb2, registry_pb2, target_pb2
+from outrider.wire import floats_to_bytes, split_by_counts, tokens_from_bytes
 
 _NO_LIMIT = 1 << 30
 _TURNS = 12

@@ -1,0 +1,100 @@
+"""When clients hear: after the next batch has been written to its stream, and while growth is waited for."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from outrider.coordinator.config import CoordinatorConfig
+from outrider.coordinator.links import TargetLink
+from outrider.coordinator.messages import GenerationEvent, GenerationRequest, SpeculationMode, TokenDelta
+from outrider.coordinator.scheduler import Scheduler
+from outrider.coordinator.session import Generation
+from outrider.coordinator.text_stream import TextStream
+from outrider.errors import WorkerUnavailable
+from outrider.sampling import SamplingSpec
+from outrider.v1 import registry_pb2, target_pb2
+
+
+class Stream:
+    """A target at the other end of the link: a token for everybody, one step after the other."""
+
+    def __init__(self, happened: list[str]) -> None:
+        self._happened = happened
+        self._answers: asyncio.Queue[target_pb2.VerifyResponse] = asyncio.Queue()
+
+    async def __aiter__(self) -> AsyncIterator[target_pb2.VerifyResponse]:
+        while True:
+            yield await self._answers.get()
+
+    async def write(self, request: target_pb2.VerifyRequest) -> None:
+        if not request.step:
+            return
+        self._happened.append(f"batch {request.step}")
+        sessions = len(request.trees.session_ids)
+        self._answers.put_nowait(
+            target_pb2.VerifyResponse(
+                step=request.step,
+                session_ids=request.trees.session_ids,
+                epochs=request.trees.epochs,
+                outcomes=[target_pb2.OUTCOME_ACCEPTED] * sessions,
+                accepted_counts=[0] * sessions,
+                token_counts=[1] * sessions,
+                tokens=[request.step] * sessions,
+                report={"step_ns": 1000, "tokens": sessions},
+            )
+        )
+
+    def cancel(self) -> None:
+        pass
+
+
+class LinkToStream(TargetLink):
+    def __init__(self, happened: list[str]) -> None:
+        self._happened = happened
+        super().__init__("127.0.0.1:1", incarnation=1, on_lost=lambda reason: None)
+
+    def _start(self, call: Any) -> None:
+        call.cancel()
+        super()._start(Stream(self._happened))  # pyright: ignore[reportArgumentType]
+
+
+async def rounds(monkeypatch: pytest.MonkeyPatch, *, tokens: int, **options: Any) -> list[str]:
+    """What happened in a request's rounds, in order."""
+    happened: list[str] = []
+    emit = Generation.emit
+
+    def noting(self: Generation, event: GenerationEvent) -> None:
+        if isinstance(event, TokenDelta):
+            happened.append(f"delta {event.token_ids[0]}")
+        emit(self, event)
+
+    monkeypatch.setattr(Generation, "emit", noting)
+    link = LinkToStream(happened)
+    scheduler = Scheduler(CoordinatorConfig(port=0))
+    limits = registry_pb2.WorkerLimits(max_sessions=4, max_tree_nodes=8, max_step_tokens=64)
+    scheduler.add_target("target", link, limits)
+    request = GenerationRequest(
+        request_id="a", prompt_token_ids=(1, 2), sampling=SamplingSpec(max_new_tokens=tokens), **options
+    )
+    generation = scheduler.submit(request, [TextStream(None) for _ in range(request.n)])
+    async with asyncio.timeout(10):
+        [event async for event in generation]
+    await scheduler.stop(WorkerUnavailable("the test is over"))
+    await link.close()
+    return happened
+
+
+@pytest.mark.parametrize("mode", [SpeculationMode.OFF, SpeculationMode.ASYNC])
+async def test_clients_hear_after_the_next_batch_is_written(monkeypatch, mode):
+    happened = await rounds(monkeypatch, tokens=4, mode=mode)
+    assert happened == [
+        "batch 1", "batch 2", "delta 1", "batch 3", "delta 2", "batch 4", "delta 3", "delta 4",
+    ]  # fmt: skip
+
+
+async def test_the_end_of_a_choice_waits_for_no_batch(monkeypatch):
+    """Two choices end in one step: both are delivered whole before the result that ends the request."""
+    happened = await rounds(monkeypatch, tokens=2, mode=SpeculationMode.OFF, n=2)
+    assert happened == ["batch 1", "batch 2", "delta 1", "delta 1", "delta 2", "delta 2"]
