@@ -253,11 +253,11 @@ class Scheduler:
         peer = self._drafts.pop(worker_id, None)
         if peer is None:
             return
-        for session_id in peer.sessions:
-            session = self._sessions[session_id]
+        sessions = [self._sessions[session_id] for session_id in peer.sessions]
+        for session in sessions:
             session.draft_epochs.pop(worker_id, None)
             session.mirror.forget_worker(worker_id)
-            self._draft_places.assign(session)
+        self._draft_places.assign_all(sessions)
         self._notify_all()
 
     def take_growth(self, worker_id: str, growth: GrowthBatch) -> None:

@@ -102,6 +102,25 @@ async def test_a_session_without_a_draft_takes_a_second_place_of_another(make_be
         generation.cancel()
 
 
+async def test_who_loses_one_of_two_drafts_keeps_the_other(make_bench):
+    bench = make_bench(drafts_per_session=2)
+    bench.add_target(step_s=0.01)
+    drafts = []
+    for name, room in (("first", 2), ("second", 1)):
+        bench.limits = registry_pb2.WorkerLimits(max_sessions=room, max_tree_nodes=64, max_step_tokens=256)
+        drafts.append(bench.add_draft(name, delay_s=1000.0))
+        if name == "first":
+            modes = (SpeculationMode.SYNC, SpeculationMode.ASYNC)
+            one, two = (bench.scheduler.submit(make_request(mode=mode), [TextStream(None)]) for mode in modes)
+    assert held(*drafts) == [2, 1]
+    bench.scheduler.remove_draft("first")
+    assert not one.sessions[0].draft_epochs
+    assert set(two.sessions[0].draft_epochs) == {"second"}
+    assert not drafts[1].closed
+    for generation in (one, two):
+        generation.cancel()
+
+
 async def test_one_of_two_drafts_may_go_or_fall_silent(make_bench, expect_output):
     bench = make_bench(drafts_per_session=2)
     bench.add_target(step_s=0.001)
