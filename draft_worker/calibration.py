@@ -188,9 +188,10 @@ class AcceptanceCalibration:
                 found.append(
                     Reliability(
                         rule=rule,
-                        children=self._children[span],
-                        predicted=self._predicted[span],
+                        # In the reverse of the order in which `observe` counts: no share of these exceeds 1.
                         hits=self._came_true[span],
+                        predicted=self._predicted[span],
+                        children=self._children[span],
                     )
                 )
         return found
