@@ -15,7 +15,7 @@ from outrider.coordinator.cost_model import StepCost
 from outrider.coordinator.firing import MissRates
 from outrider.coordinator.links import TargetLink
 from outrider.coordinator.messages import SessionOpening, SpeculationMode, TreeSubmission, VerifyResult
-from outrider.coordinator.selection import choose_counts
+from outrider.coordinator.selection import Ints, choose_counts
 from outrider.coordinator.session import Session, Submission
 from outrider.coordinator.trials import Trials
 from outrider.v1 import registry_pb2
@@ -26,6 +26,8 @@ _EARLY_SHARE = 0.1
 _TRIED_SHARE = 1.1
 # What a step of half the rows is hoped to take, by one of all of them, before one was seen.
 _HOPED_HALF = 0.75
+# So often half of the nodes may go, where steps of that size have not been seen lately.
+_PROBE_ROUNDS = 48
 # The price of a row is read over so many, which is more than a rung of a small step.
 _PRICE_ROWS = 32
 
@@ -204,15 +206,23 @@ class TargetLane:
     def choose(self, sessions: Sequence[Session]) -> list[Tree]:
         """The trees of all sessions together that promise the highest rate."""
         found = self.candidates(sessions)
+        counts = self._best_counts(found, max_rows=self.limits.max_step_tokens)
+        rows = len(sessions) + int(counts.sum()) // 2
+        if self.steps % _PROBE_ROUNDS == 0 and not self.cost.is_known(rows):
+            # If smaller steps cost much less than the line through larger ones says, only a smaller one can show it.
+            counts = self._best_counts(found, max_rows=rows)
+        return found.trees(self._with_fixed_trees(sessions, np.diff(found.starts).tolist(), counts.tolist()))
+
+    def _best_counts(self, found: Candidates, *, max_rows: int) -> Ints:
         choice = choose_counts(
             found.values,
             found.places,
-            sessions=len(sessions),
+            sessions=len(found.mirrors),
             cost_ns=lambda rows: self.cost.predict_many_ns(rows) + self.pace.overhead_ns,
-            max_rows=self.limits.max_step_tokens,
+            max_rows=max_rows,
             fair_slowdown=self._fair_slowdown,
         )
-        return found.trees(self._with_fixed_trees(sessions, np.diff(found.starts).tolist(), choice.counts.tolist()))
+        return choice.counts
 
     def _with_fixed_trees(
         self, sessions: Sequence[Session], offered: Sequence[int], counts: Sequence[int]

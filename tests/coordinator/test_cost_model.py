@@ -1,5 +1,6 @@
 import random
 
+import numpy as np
 import pytest
 
 from outrider.coordinator.cost_model import StepCost
@@ -63,3 +64,49 @@ def test_bad_luck_with_one_size_is_forgotten():
         for rows in (1, 8, 24):
             cost.observe(rows, 4e6 + 5e4 * rows)
     assert cost.predict_ns(4) == pytest.approx(4.2e6, rel=0.1)
+
+
+def test_one_size_alone_lets_larger_ones_hope():
+    """A step that read all weights once costs hardly more for some rows more: fear would never be corrected."""
+    cost = StepCost()
+    for _ in range(50):
+        cost.observe(128, 9e6)
+    assert 9e6 <= cost.predict_ns(256) < 1.4 * 9e6
+    for _ in range(3):
+        cost.observe(256, 18e6)
+    assert cost.predict_ns(256) > 15e6
+
+
+def test_it_learns_stairs_and_fills_them():
+    cost, chance = StepCost(), random.Random(2)
+
+    def stairs_ns(rows: int) -> float:
+        return 4e6 + 1e6 * -(-rows // 32)
+
+    for _ in range(3000):
+        rows = chance.randrange(1, 129)
+        cost.observe(rows, stairs_ns(rows) * chance.uniform(0.98, 1.02))
+    for rows in (3, 30, 40, 60, 70, 90, 100, 126):
+        assert cost.predict_ns(rows) == pytest.approx(stairs_ns(rows), rel=0.06)
+    # Within a stair a row is nearly free, the step up is not.
+    within, across = cost.predict_ns(63) - cost.predict_ns(50), cost.predict_ns(70) - cost.predict_ns(63)
+    assert across > 3 * within
+
+
+def test_one_row_or_many_at_once():
+    cost = StepCost()
+    for rows in (1, 8, 64, 200):
+        cost.observe(rows, 4e6 + 2e4 * rows)
+    rows = np.array([1, 5, 64, 300, 10_000])
+    assert cost.predict_many_ns(rows).tolist() == [cost.predict_ns(count) for count in rows.tolist()]
+
+
+def test_what_was_not_measured_lately_is_unknown():
+    cost = StepCost()
+    cost.observe(8, 1e6)
+    assert cost.is_known(7)
+    assert not cost.is_known(100)
+    for _ in range(200):
+        cost.observe(100, 2e6)
+    assert not cost.is_known(7)
+    assert cost.is_known(100)

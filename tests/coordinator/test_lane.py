@@ -1,0 +1,169 @@
+"""What a lane learns of its target, and what it makes of it."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from outrider.coordinator import clock
+from outrider.coordinator.firing import MissRates
+from outrider.coordinator.forest import Forest
+from outrider.coordinator.lane import Flight, RoundPace, TargetLane, Way
+from outrider.coordinator.messages import GenerationRequest, Growth, GrowthBatch, VerifyResult
+from outrider.coordinator.mirror import graft
+from outrider.coordinator.session import Generation, Session
+from outrider.coordinator.text_stream import TextStream
+from outrider.sampling import SamplingSpec
+from outrider.v1 import registry_pb2
+
+MS = 1_000_000
+
+
+class Time:
+    """A clock that a test moves."""
+
+    now_ns = 0
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
+@pytest.fixture
+def time():
+    time = Time()
+    with clock.replaced_by(time):
+        yield time
+
+
+class Link:
+    """Takes batches, and answers when the test says so."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+
+    def submit(self, trees: Any, *, openings: Any = ()) -> "asyncio.Future[VerifyResult]":
+        self.batches.append([tree.session_id for tree in trees])
+        return asyncio.get_running_loop().create_future()
+
+
+def make_lane() -> TargetLane:
+    limits = registry_pb2.WorkerLimits(max_sessions=8, max_tree_nodes=16, max_step_tokens=64)
+    return TargetLane("target", Link(), limits)  # pyright: ignore[reportArgumentType]
+
+
+def result_of(flight: Flight, *, step_ms: float) -> VerifyResult:
+    step_ns = round(step_ms * MS)
+    return VerifyResult(step=1, verdicts=[], step_ns=step_ns, forward_ns=step_ns, step_tokens=flight.rows)
+
+
+def alone(*, rows: int, submitted_ns: int, is_alone: bool = True, sessions: int = 2) -> Flight:
+    held: list[Any] = [None] * sessions
+    future: Any = None
+    return Flight(sessions=held, rows=rows, submitted_ns=submitted_ns, is_alone=is_alone, result=future)
+
+
+def test_the_pace_tells_steps_overheads_and_gaps_apart(time):
+    """Steps of 4 ms, results 1 ms later than that, and batches that leave 2 ms after the result before."""
+    pace = RoundPace()
+    for _ in range(200):
+        submitted_ns = time.now_ns + 2 * MS
+        time.now_ns = submitted_ns + 5 * MS
+        pace.observe(alone(rows=10, submitted_ns=submitted_ns), 4 * MS, tokens=6)
+    assert pace.overhead_ns == pytest.approx(1 * MS)
+    assert pace.gap_ns == pytest.approx(3 * MS, rel=0.01)
+    assert pace.rows == pytest.approx(10)
+    assert pace.rate(2) == pytest.approx(6 / (7 * MS), rel=0.01)
+    assert pace.rate(4) == pytest.approx(2 * pace.rate(2))
+
+
+def test_a_batch_behind_another_says_nothing_of_the_way_to_the_target(time):
+    pace = RoundPace()
+    time.now_ns = 5 * MS
+    pace.observe(alone(rows=10, submitted_ns=0), 4 * MS, tokens=4)
+    overhead_ns = pace.overhead_ns
+    time.now_ns = 9 * MS
+    assert pace.observe(alone(rows=10, submitted_ns=1 * MS, is_alone=False), 4 * MS, tokens=4) == 4 * MS
+    assert pace.overhead_ns == overhead_ns
+
+
+def test_after_a_pause_a_round_is_not_as_long_as_the_pause(time):
+    pace = RoundPace()
+    time.now_ns = 5 * MS
+    pace.observe(alone(rows=4, submitted_ns=0), 4 * MS, tokens=4)
+    time.now_ns = 1000 * MS
+    assert pace.observe(alone(rows=4, submitted_ns=995 * MS), 4 * MS, tokens=4) == 9 * MS
+
+
+async def test_the_second_group_leaves_shortly_before_the_first_ones_step_ends(time):
+    lane = make_lane()
+    lane.way.current = Way.TWO_GROUPS
+    for _ in range(100):
+        time.now_ns += 10 * MS
+        flight = lane.submit([], [], waited_ns=0)
+        time.now_ns += 5 * MS
+        lane.flights.clear()
+        lane.learn(flight, result_of(alone(rows=8, submitted_ns=0), step_ms=4), emitted=2)
+    assert lane.pace.overhead_ns == pytest.approx(1 * MS)
+    assert lane.lead_ns(time.now_ns) == 0
+    lane.flights.append(alone(rows=8, submitted_ns=time.now_ns))
+    assert not lane.is_full
+    # Of a step of 4 ms a tenth is left to spare.
+    assert lane.lead_ns(time.now_ns) == pytest.approx(3.6 * MS, rel=0.01)
+    assert lane.lead_ns(time.now_ns + 4 * MS) < 0
+    lane.flights.append(alone(rows=8, submitted_ns=time.now_ns))
+    assert lane.is_full
+
+
+def grown_lane(values: list[list[float]]) -> tuple[TargetLane, list[Session]]:
+    """A lane of sessions, each with a chain of nodes of these estimates."""
+    lane, forest, sessions = make_lane(), Forest(), []
+    for number, own in enumerate(values, start=1):
+        request = GenerationRequest(
+            request_id=str(number), prompt_token_ids=(number, 2), sampling=SamplingSpec(max_new_tokens=50), max_nodes=3
+        )
+        generation = Generation(request, max_buffered_events=10, release=lambda generation: None)
+        session = Session(number, generation, 0, TextStream(None), forest)
+        if own:
+            growth = GrowthBatch.of([_chain(number, own)])
+            graft("draft", growth, [session.mirror])
+        sessions.append(session)
+    return lane, sessions
+
+
+def _chain(session_id: int, values: list[float]) -> Growth:
+    ids = list(range(1, len(values) + 1))
+    return Growth(
+        session_id=session_id, epoch=1, as_of=2, node_ids=ids, parents=[0, *ids[:-1]], tokens=ids, acceptance=values
+    )
+
+
+def test_leaves_are_worth_their_path_less_what_they_displace():
+    lane, sessions = grown_lane([[], [0.9, 0.5], [0.9, 0.8, 0.7]])
+    leaves = lane.leaf_values(sessions, widths=[4.0, 4.0, 4.0])
+    assert list(leaves.has_tree) == [False, True, True]
+    # A bare root is reached for sure; nothing is paid for rows before a rate is known.
+    assert leaves.values[0] == pytest.approx(1.0)
+    assert leaves.values[1] == pytest.approx(0.45)
+    # Three nodes are all that it may send: the next level takes the place of the last, and is worth less than that.
+    assert leaves.values[2] == 0.0
+    narrow = lane.leaf_values(sessions, widths=[0.0, 0.5, 0.0])
+    assert narrow.values[1] == pytest.approx(0.45 / 2)
+
+
+def test_smaller_steps_are_tried_where_none_were_seen():
+    """Rows cost more than the first steps let hope, and every step has been of one size."""
+    lane, sessions = grown_lane([[0.9, 0.8, 0.7]])
+    for _ in range(100):
+        lane.cost.observe(4, 4 * MS)
+    lane.steps = 1
+    assert [len(tree.tokens) for tree in lane.choose(sessions)] == [3]
+    lane.steps = 48
+    assert [len(tree.tokens) for tree in lane.choose(sessions)] == [1]
+    lane.cost.observe(2, 3.9 * MS)
+    assert [len(tree.tokens) for tree in lane.choose(sessions)] == [3]
+
+
+def test_misses_begin_with_what_a_good_pair_shows():
+    misses = MissRates()
+    assert 2 < misses.tokens_per_round < 4
+    assert 0.7 < misses.hit < 0.95
