@@ -136,7 +136,7 @@ def _read_config(folder: Path) -> PretrainedConfig:
         has = f" (it has {', '.join(parts)})" if parts else ""
         raise CheckpointError(f"{folder}: model type {document.get('model_type')!r} is not served{has}; these are: "
                               f"{', '.join(SERVED_MODEL_TYPES)}")  # fmt: skip
-    if "quantization_config" in document:
+    if document.get("quantization_config") is not None:
         check_quantization(folder, document["quantization_config"])
     if document.get("use_bidirectional_attention"):
         raise CheckpointError(f"{folder}: bidirectional attention is not served: it is no causal language model")

@@ -267,6 +267,14 @@ def test_other_quantised_checkpoints_are_told_what_works(whole: Path, tmp_path: 
         read_checkpoint(EngineConfig(model_path=folder))
 
 
+def test_a_configuration_that_is_null_is_none(whole: Path, tmp_path: Path) -> None:
+    folder = write(tmp_path / "model", load_file(whole / "model.safetensors"))
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": None}))
+    for decoder in (False, True):
+        torch.testing.assert_close(logits(folder, decoder=decoder), expected_logits(whole), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("name", "given", "message"),
     [
