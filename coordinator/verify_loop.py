@@ -8,6 +8,7 @@ docs/scheduling.md explains what is decided here, and has the formulas.
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
@@ -25,6 +26,8 @@ from outrider.errors import WorkerUnavailable
 
 # A target that computed nothing has no room; asking again at once would only spin.
 _DEFERRED_PAUSE_NS = 5_000_000
+# Sessions whose clients hear before the event loop looks for results and growth again: some 40 us each.
+_DELIVERED_AT_ONCE = 16
 # A draft that has answered none of a session's last commits is waited for at every so many of them only.
 _RETRY_COMMITS = 8
 
@@ -71,7 +74,7 @@ class VerifyLoop:
         self._drafts = drafts
         self._owner = owner
         self._free_since_ns: int | None = None
-        self._undelivered: list[Session] = []
+        self._undelivered: deque[Session] = deque()
 
     async def run(self) -> None:
         """Rounds for ever, until the target is lost."""
@@ -86,13 +89,15 @@ class VerifyLoop:
                 hold_s = self._hold_s(sessions)
                 if hold_s:
                     # Growth, a result, a session that comes or rests no more: all of them end the wait.
-                    self._deliver()
-                    await lane.change(timeout_s=hold_s)
+                    if self._undelivered:
+                        await self._deliver()
+                    else:
+                        await lane.change(timeout_s=hold_s)
                     continue
                 self._fire(sessions)
                 # The batch is written to its stream before clients hear of the last one.
                 await asyncio.sleep(0)
-                self._deliver()
+                await self._deliver()
         except WorkerUnavailable as error:
             self._owner.remove_target(lane.worker_id, str(error))
 
@@ -256,8 +261,12 @@ class VerifyLoop:
             for session in finished:
                 self._owner.finish_session(session)
 
-    def _deliver(self) -> None:
-        """Lets the clients have what was committed since the last time."""
-        sessions, self._undelivered = self._undelivered, []
-        for session in sessions:
-            session.deliver()
+    async def _deliver(self) -> None:
+        """Lets the clients have what was committed since the last time: a few at a time, behind results and growth."""
+        waiting, flights = self._undelivered, self.lane.flights
+        while waiting:
+            for _ in range(min(len(waiting), _DELIVERED_AT_ONCE)):
+                waiting.popleft().deliver()
+            await asyncio.sleep(0)
+            if flights and flights[0].result.done():
+                break
