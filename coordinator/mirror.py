@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from outrider.coordinator.chain_mirror import ChainMirror
 from outrider.coordinator.forest import Floats, Forest, Ints
 from outrider.coordinator.messages import GrowthBatch
+
+_NOT_WANTED = -1
 
 
 @dataclass(slots=True)
@@ -50,8 +53,10 @@ class TreeMirror:
     def hear(self, worker_id: str, as_of: int, *, complete: bool) -> int:
         """Growth has come: the view its ids are of, or -1 for growth from the future."""
         if as_of > self.length:
-            return -1
+            return _NOT_WANTED
         worker = self._workers.get(worker_id)
+        if worker is not None and as_of == worker.as_of and not complete:
+            return worker.view
         if worker is None:
             worker = self._workers[worker_id] = _Worker(self.forest.add_view())
             self._note_as_of()
@@ -131,19 +136,25 @@ def graft(worker_id: str, growth: GrowthBatch, mirrors: Sequence[Mirror | None])
         [S] how many of each session's nodes stand in its tree now, or are committed tokens, and did not before under
         the same id.
     """
-    grafted = [0] * len(mirrors)
-    views = [-1] * len(mirrors)
-    for place, mirror in enumerate(mirrors):
+    views, rows, lengths = [], [], []
+    chains: list[tuple[int, ChainMirror]] = []
+    for place, (mirror, as_of, complete) in enumerate(zip(mirrors, growth.as_of, growth.complete, strict=True)):
         if isinstance(mirror, TreeMirror):
-            views[place] = mirror.hear(worker_id, growth.as_of[place], complete=growth.complete[place])
-        elif mirror is not None:
-            grafted[place] = mirror.graft(worker_id, growth.of_session(place))
-    trees = [(place, mirror) for place, mirror in enumerate(mirrors) if views[place] >= 0]
-    if trees:
-        forest = trees[0][1].forest  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
-        counts = _graft_trees(forest, _nodes(growth, views), mirrors)
-        for place, _ in trees:
-            grafted[place] = int(counts[place])
+            views.append(mirror.hear(worker_id, as_of, complete=complete))
+            rows.append(mirror.row)
+            lengths.append(mirror.length)
+            continue
+        if mirror is not None:
+            chains.append((place, mirror))
+        views.append(_NOT_WANTED)
+        rows.append(0)
+        lengths.append(0)
+    forest = next((mirror.forest for mirror in mirrors if isinstance(mirror, TreeMirror)), None)
+    grafted = [0] * len(mirrors)
+    if forest is not None:
+        grafted = _graft_trees(forest, _nodes(growth, views), mirrors, np.array(rows), np.array(lengths)).tolist()
+    for place, chain in chains:
+        grafted[place] = chain.graft(worker_id, growth.of_session(place))
     return grafted
 
 
@@ -162,9 +173,9 @@ def _nodes(growth: GrowthBatch, views: Sequence[int]) -> _Nodes:
     return nodes if min(views) >= 0 else nodes.only(view >= 0)
 
 
-def _graft_trees(forest: Forest, nodes: _Nodes, mirrors: Sequence[Mirror | None]) -> Ints:
-    rows = np.array([getattr(mirror, "row", 0) for mirror in mirrors])
-    lengths = np.array([0 if mirror is None else mirror.length for mirror in mirrors])
+def _graft_trees(
+    forest: Forest, nodes: _Nodes, mirrors: Sequence[Mirror | None], rows: Ints, lengths: Ints
+) -> npt.NDArray[np.integer]:
     counts = np.zeros(len(mirrors), dtype=np.int64)
     # What comes a second time is dropped.
     if (known := forest.find(nodes.view, nodes.node_id) >= 0).any():
@@ -177,19 +188,24 @@ def _graft_trees(forest: Forest, nodes: _Nodes, mirrors: Sequence[Mirror | None]
         at = np.where(nodes.parent == 0, nodes.as_of, np.where(slots >= 0, forest.length[slots], 0))
         slots = np.where(at == length, forest.root[rows[nodes.place]], slots)
         alive = (slots >= 0) & ((at == 0) | (at == length))
-        passed = (at > 0) & (at < length)
-        if alive.any():
-            grown = nodes if alive.all() else nodes.only(alive)
-            made = forest.add(slots[alive], grown.token, grown.acceptance)
+        if alive.all():
+            grown, rest = nodes, None
+        else:
+            grown, rest = nodes.only(alive), ~alive
+            slots = slots[alive]
+        if len(slots):
+            made = forest.add(slots, grown.token, grown.acceptance)
             forest.name(grown.view, grown.node_id, made)
             counts += np.bincount(grown.place, minlength=len(counts))
-            if len(grown.place) == len(nodes.place):
-                break
+        if rest is None:
+            break
+        passed = (at > 0) & (at < length)
         if passed.any():
             _pass_by(forest, nodes.only(passed), at[passed], mirrors, counts)
-        elif not alive.any():
+            rest &= ~passed
+        elif not len(slots):
             break
-        nodes = nodes.only(~(alive | passed))
+        nodes = nodes.only(rest)
     return counts
 
 
