@@ -59,9 +59,8 @@ class Forest:
         columns = np.repeat(record, self.counts)
         roots = np.array([tree.session.root_index for tree in self._trees], dtype=np.int32)
         first_child, next_sibling = link(self._above, self.number)
-        candidates = self._padded(np.where(self.number > 0, self.tokens, -1))
         tree_rows = self._padded(np.arange(len(self.number)))
-        leave_decided(decided_ends(self._trees), candidates, tree_rows)
+        leave_decided(decided_ends(self._trees), tree_rows)
         return TreeChoices(
             seeds=columns["seeds"],
             positions=(np.repeat(roots + 1, self.counts) + self.depths).astype(np.int32),
@@ -70,7 +69,7 @@ class Forest:
             min_p=columns["min_p"],
             top_k=columns["top_k"],
             choice_index=columns["choice_index"],
-            candidates=candidates,
+            candidates=self._padded(np.where(self.number > 0, self.tokens, -1)),
             tree_rows=tree_rows,
             first_child=self._padded(first_child),
             next_sibling=self._padded(next_sibling),

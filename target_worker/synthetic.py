@@ -7,9 +7,9 @@ there: never which token was drafted, nor what either model says of it. So conte
 equal acceptance, and a request with a seed accepts the same where its trees are as deep.
 
 Everything else is a real step: the same rows are computed, a choice is made at every one of them, and the walk kernel
-searches every list of children, but for candidates that no choice equals. What it brings back is the choice at the last
-accepted node, which is the final token. Where a coin has rejected a child with that very token, its neighbour is
-emitted in its place: a rejected draft is lost to the draft worker too, as it would be in earnest.
+walks. It begins with the choice at the last accepted node, and of what it brings back that one alone is used: the
+final token. Where a coin has rejected a child with that very token, its neighbour is emitted in its place: a rejected
+draft is lost to the draft worker too, as it would be in earnest.
 """
 
 from __future__ import annotations

@@ -96,26 +96,23 @@ def stage_trees(
     arrays["tree_rows"].reshape(-1)[place] = np.arange(total)
     arrays["candidates"].reshape(-1)[place] = arrays["token_ids"][:total]
     arrays["candidates"][:bs, 0] = -1
-    leave_decided(trees.decided, arrays["candidates"], arrays["tree_rows"])
+    leave_decided(trees.decided, arrays["tree_rows"])
     arrays["first_child"].reshape(-1)[place] = first_child
     arrays["next_sibling"].reshape(-1)[place] = next_sibling
     more = pack_changes(rows, slots, arrays)
     return StagedStep(bucket=bucket, data=data, more_updates=more, logit_rows=total, trees=bs, buffer=buffer)
 
 
-def leave_decided(ends: Sequence[tuple[int, int]], candidates: np.ndarray, tree_rows: np.ndarray) -> None:
-    """Lets the walks of some trees bring back the choice at a given node and accept nothing, at a walk's full cost.
+def leave_decided(ends: Sequence[tuple[int, int]], tree_rows: np.ndarray) -> None:
+    """Lets the walks of some trees begin with the choice at a given node in place of the root's.
 
-    Their nodes stay where they are and are searched, as tokens that nothing equals, and the walk begins in the wanted
-    node's row.
+    A walk's first token is then that choice, and the rest of it means nothing; it takes as long as any other.
 
     Args:
         ends: (tree, node number).
-        candidates: [bs, n], changed.
         tree_rows: [bs, n], changed; a tree's rows follow one another.
     """
     for tree, node in ends:
-        candidates[tree] = -1
         tree_rows[tree, 0] += node
 
 
