@@ -35,6 +35,7 @@ _OPTIONS: Sequence[tuple[str, Callable[[str], object], str]] = (
     ("spread", float, "half of the positions have a first rate higher by this, half a lower one"),
     ("tokens", int, "of each session, instead of a duration"),
     ("seed", int, "of what is emitted and of which children are right"),
+    ("drafts_per_session", int, "drafts that grow one session's tree"),
     ("max_nodes", int, "most nodes of a session in a step"),
     ("max_depth", int, "deepest node"),
     ("max_live_nodes", int, "most nodes that a draft holds for a session"),

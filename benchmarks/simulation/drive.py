@@ -113,6 +113,7 @@ class Simulation:
                 max_queue=settings.sessions,
                 max_nodes=settings.max_nodes,
                 max_depth=settings.max_depth,
+                drafts_per_session=settings.drafts_per_session,
                 max_live_nodes=max(settings.max_live_nodes, settings.max_nodes),
                 verify_wait_cap_ms=settings.wait_cap_ms,
             )

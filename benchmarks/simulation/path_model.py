@@ -2,7 +2,8 @@
 
 The token at position p of session s is h(seed, s, p) mod V, for a hash h. The same hash says at which rank a draft has
 that token below the true path: rank r with the rate of r, none with what is left. So a draft's estimates are exactly
-calibrated, and every worker, in whatever order it is asked, says the same.
+calibrated, and every worker, in whatever order it is asked, says the same. Drafts that are not quite the same model
+have luck of their own at some positions: other ranks, and other tokens where they are wrong.
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ from itertools import accumulate
 
 VOCAB_SIZE = 32_000
 _MASK = (1 << 64) - 1
+# Further words of a position's hash: which luck a draft has there, and each draft's luck.
+_KINSHIP, _LUCKS = 1 << 32, 1 << 33
 
 
 def mix(state: int, value: int) -> int:
@@ -19,6 +22,11 @@ def mix(state: int, value: int) -> int:
     word = ((word ^ word >> 30) * 0xBF58476D1CE4E5B9) & _MASK
     word = ((word ^ word >> 27) * 0x94D049BB133111EB) & _MASK
     return word ^ word >> 31
+
+
+def _share(word: int) -> float:
+    """A 64-bit word as a number in [0, 1)."""
+    return (word >> 11) * 2.0**-53
 
 
 @dataclass(frozen=True)
@@ -36,10 +44,15 @@ class PathModel:
     Args:
         rank_rates: [k] chance of each rank, as in `Settings`.
         spread: as in `Settings`.
+        draft: number of the draft that guesses.
+        kinship: share of the positions at which it has the luck of draft 0.
     """
 
-    def __init__(self, *, seed: int, rank_rates: Sequence[float], spread: float) -> None:
+    def __init__(
+        self, *, seed: int, rank_rates: Sequence[float], spread: float, draft: int = 0, kinship: float = 1.0
+    ) -> None:
         self._seed = mix(seed, 0)
+        self._draft, self._kinship = draft, kinship
         first = rank_rates[0]
         self._rates: list[list[float]] = []
         for moved in (first - spread, first + spread):
@@ -54,10 +67,16 @@ class PathModel:
         """What the target emits there."""
         return self._hash(session, position) % VOCAB_SIZE
 
+    def _luck_of(self, path_hash: int) -> int:
+        """The draft whose luck is this one's at the position."""
+        if not self._draft or self._kinship >= 1 or _share(mix(path_hash, _KINSHIP)) < self._kinship:
+            return 0
+        return self._draft
+
     def rank(self, session: int, position: int) -> int | None:
         """The draft's rank of that token, from 0; None: it does not propose it."""
         path_hash = self._hash(session, position)
-        luck = (mix(path_hash, 1) >> 11) * 2.0**-53
+        luck = _share(mix(path_hash, 1 + _LUCKS * self._luck_of(path_hash)))
         for rank, bound in enumerate(self._cumulative[path_hash >> 63]):
             if luck < bound:
                 return rank
@@ -75,13 +94,15 @@ class PathModel:
         else:
             true_hash = right = None
             base, rates = path_hash % VOCAB_SIZE, self._rates[path_hash >> 63]
+        # Drafts with different luck are wrong with different tokens.
+        first = 1 + len(rates) * self._luck_of(path_hash or true_hash or 0)
         guesses = []
         for rank, rate in enumerate(rates):
             if rank == right:
                 guesses.append(Guess(base, rate, None))
             else:
-                token = (base + 1 + rank) % VOCAB_SIZE
-                guesses.append(Guess(token, rate, mix(path_hash or true_hash or 0, 2 + rank)))
+                token = (base + first + rank) % VOCAB_SIZE
+                guesses.append(Guess(token, rate, mix(path_hash or true_hash or 0, 1 + first + rank)))
         return guesses
 
     def walk(

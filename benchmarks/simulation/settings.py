@@ -32,6 +32,9 @@ class Settings:
         duration_s: of the measurement; without effect where `tokens` is given.
         warmup_s: before it, not measured.
         tokens: of each session, after which it ends; 0 is no limit.
+        drafts_per_session: drafts that grow one session's tree.
+        draft_kinship: share of the positions at which all drafts guess alike; at the others each has luck of its own.
+            1 is one model, 0 are models that err independently of each other (in virtual time only).
         seed: of what is emitted and of which children are right.
         max_nodes: most nodes of a session in one step.
         max_depth: deepest node.
@@ -63,6 +66,8 @@ class Settings:
     duration_s: float = 5.0
     warmup_s: float = 1.0
     tokens: int = 0
+    drafts_per_session: int = 1
+    draft_kinship: float = 1.0
     seed: int = 0
     max_nodes: int = 24
     max_depth: int = 8
@@ -75,7 +80,15 @@ class Settings:
         for name, most in (("sessions", MAX_SESSIONS), ("workers", MAX_WORKERS), ("targets", MAX_WORKERS)):
             if not 1 <= getattr(self, name) <= most:
                 raise ValueError(f"{name}: {getattr(self, name)} given, 1 to {most} needed")
-        for name in ("target_stair_rows", "draft_width", "max_nodes", "max_depth", "max_live_nodes", "max_step_rows"):
+        for name in (
+            "target_stair_rows",
+            "draft_width",
+            "drafts_per_session",
+            "max_nodes",
+            "max_depth",
+            "max_live_nodes",
+            "max_step_rows",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} given, at least 1 needed")
         for name in ("target_step_ms", "draft_step_ms", "duration_s"):
@@ -84,6 +97,8 @@ class Settings:
         for name in _NOT_NEGATIVE:
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}: {getattr(self, name)} given, 0 or more needed")
+        if not 0 <= self.draft_kinship <= 1:
+            raise ValueError(f"draft_kinship: {self.draft_kinship} given, 0 to 1 needed")
         if self.collector not in COLLECTORS:
             raise ValueError(f"collector: {self.collector!r} given, one of {', '.join(COLLECTORS)} needed")
         if not self.rank_rates or min(self.rank_rates) < 0 or sum(self.rank_rates) > 1 + 1e-9:

@@ -54,13 +54,14 @@ class VirtualSimulation:
 
     def __init__(self, settings: Settings, loop_type: type[VerifyLoop] = VerifyLoop) -> None:
         self.settings = settings
-        self.model = PathModel(seed=settings.seed, rank_rates=settings.rank_rates, spread=settings.spread)
+        self.model = _model(settings, draft=0)
         self.scheduler = Scheduler(
             CoordinatorConfig(
                 max_running_sessions=settings.sessions,
                 max_queue=settings.sessions,
                 max_nodes=settings.max_nodes,
                 max_depth=settings.max_depth,
+                drafts_per_session=settings.drafts_per_session,
                 max_live_nodes=max(settings.max_live_nodes, settings.max_nodes),
                 verify_wait_cap_ms=settings.wait_cap_ms,
             ),
@@ -75,14 +76,16 @@ class VirtualSimulation:
         self.drafts: list[VirtualDraft] = []
         if settings.mode is not SpeculationMode.OFF:
             for number in range(settings.workers):
-                self._add_draft(f"draft-{number}", limits)
+                self._add_draft(number, limits)
         self.received: dict[int, list[int]] = {}
 
-    def _add_draft(self, worker_id: str, limits: registry_pb2.WorkerLimits) -> None:
+    def _add_draft(self, number: int, limits: registry_pb2.WorkerLimits) -> None:
+        worker_id = f"draft-{number}"
+
         def take_growth(growth: GrowthBatch) -> None:
             self.scheduler.take_growth(worker_id, growth)
 
-        draft = VirtualDraft(self.settings, self.model, on_growth=take_growth)
+        draft = VirtualDraft(self.settings, _model(self.settings, draft=number), on_growth=take_growth)
         self.drafts.append(draft)
         self.scheduler.add_draft(worker_id, draft, limits)  # pyright: ignore[reportArgumentType]
 
@@ -148,6 +151,16 @@ class VirtualSimulation:
     def _wrong_tokens(self, key: int) -> int:
         # Behind the two tokens of the prompt.
         return sum(token != self.model.token(key, at) for at, token in enumerate(self.received[key], start=2))
+
+
+def _model(settings: Settings, *, draft: int) -> PathModel:
+    return PathModel(
+        seed=settings.seed,
+        rank_rates=settings.rank_rates,
+        spread=settings.spread,
+        draft=draft,
+        kinship=settings.draft_kinship,
+    )
 
 
 def simulate(settings: Settings, loop_type: type[VerifyLoop] = VerifyLoop) -> VirtualFigures:
