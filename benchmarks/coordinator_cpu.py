@@ -44,11 +44,14 @@ from benchmarks.simulation.path_model import PathModel
 from benchmarks.simulation.tree_grower import GrownRows, TreeGrower
 
 from outrider.coordinator.config import CoordinatorConfig
+from outrider.coordinator.lane import TargetLane
 from outrider.coordinator.links import DraftLink, TargetLink
 from outrider.coordinator.messages import GenerationRequest
 from outrider.coordinator.scheduler import Scheduler
 from outrider.coordinator.session import Generation
 from outrider.coordinator.text_stream import TextStream
+from outrider.coordinator.trials import Trials
+from outrider.coordinator.verify_loop import VerifyLoop
 from outrider.errors import WorkerUnavailable
 from outrider.sampling import SamplingSpec
 from outrider.v1 import draft_pb2, registry_pb2, target_pb2
@@ -108,6 +111,14 @@ class WiredDraftLink(DraftLink):
         super()._start(self.wire)  # pyright: ignore[reportArgumentType]
 
 
+class OneGroupLoop(VerifyLoop):
+    """Weighs every round whether to wait, and has all sessions in one batch: nothing is tried that costs less."""
+
+    def __init__(self, lane: TargetLane, *others: Any) -> None:
+        super().__init__(lane, *others)
+        lane.way = Trials(1)
+
+
 class Bench:
     """A scheduler, a target, a draft, and clients."""
 
@@ -120,7 +131,8 @@ class Bench:
         self._batches: deque[bytes] = deque()
         # Nothing is waited for: what is measured is work.
         self._scheduler = Scheduler(
-            CoordinatorConfig(max_running_sessions=sessions, max_queue=sessions, verify_wait_cap_ms=0)
+            CoordinatorConfig(max_running_sessions=sessions, max_queue=sessions, verify_wait_cap_ms=0),
+            loop_type=OneGroupLoop,
         )
         self._target = WiredTargetLink("127.0.0.1:1", incarnation=1, on_lost=_fail)
         self._draft = WiredDraftLink(

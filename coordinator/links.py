@@ -31,7 +31,7 @@ from outrider.coordinator.messages import (
 from outrider.draft_distribution import DraftDistribution, pack_distributions, unpack_distributions
 from outrider.errors import WorkerUnavailable
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
-from outrider.wire import floats_from_bytes, split_by_counts, tokens_to_bytes
+from outrider.wire import floats_from_bytes, tokens_to_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -166,13 +166,14 @@ class TargetLink(_Link):
         if self.is_lost:
             future.set_exception(WorkerUnavailable("the target worker's stream is lost"))
             return future
+        session_ids, epochs, lengths, tokens, parents, _ = zip(*trees, strict=True)
         batch = target_pb2.TreeBatch(
-            session_ids=[tree.session_id for tree in trees],
-            epochs=[tree.epoch for tree in trees],
-            lengths=[tree.length for tree in trees],
-            node_counts=[len(tree.tokens) for tree in trees],
-            tokens=list(itertools.chain.from_iterable(tree.tokens for tree in trees)),
-            parents=list(itertools.chain.from_iterable(tree.parents for tree in trees)),
+            session_ids=session_ids,
+            epochs=epochs,
+            lengths=lengths,
+            node_counts=list(map(len, tokens)),
+            tokens=list(itertools.chain.from_iterable(tokens)),
+            parents=list(itertools.chain.from_iterable(parents)),
             distributions=_packed_distributions(trees),
         )
         opens = [opening_to_proto(opening) for opening in openings]
@@ -221,14 +222,17 @@ def _verify_result(response: target_pb2.VerifyResponse) -> VerifyResult:
         response.session_ids,
         response.epochs,
         response.outcomes,
-        split_by_counts(response.accepted_counts),
-        split_by_counts(response.token_counts),
+        response.accepted_counts,
+        response.token_counts,
         response.cached_tokens or itertools.repeat(0, len(response.session_ids)),
         strict=True,
     )
     accepted_nodes, tokens = list(response.accepted_nodes), list(response.tokens)
+    nodes_before = tokens_before = 0
     for row, (session_id, epoch, outcome, accepted, emitted, cached_tokens) in enumerate(columns):
-        token_ids = tokens[emitted]
+        token_ids = tokens[tokens_before : tokens_before + emitted]
+        tokens_before += emitted
+        nodes_before += accepted
         deferred, fault = False, None
         if outcome == target_pb2.OUTCOME_ACCEPTED:
             if not token_ids:
@@ -243,7 +247,7 @@ def _verify_result(response: target_pb2.VerifyResponse) -> VerifyResult:
                 epoch,
                 deferred,
                 fault,
-                accepted_nodes[accepted],
+                accepted_nodes[nodes_before - accepted : nodes_before],
                 token_ids,
                 logprobs.get(row) if logprobs else None,
                 cached_tokens,

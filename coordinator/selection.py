@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.floating]
 Ints = npt.NDArray[np.int64]
+_ONE = int(np.float32(1.0).view(np.int32))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ def choose_counts(
         max_rows: most rows of a step, roots included.
         fair_slowdown: a session may not be served slower than by this factor than if nobody speculated.
     """
-    order = np.argsort(-values, kind="stable")[: max(0, max_rows - sessions)]
+    order = _falling(values)[: max(0, max_rows - sessions)]
     tokens = sessions + np.concatenate(([0.0], np.cumsum(values[order])))
     costs = cost_ns(sessions + np.arange(len(order) + 1))
     count = int(np.argmax(tokens / costs))
@@ -58,6 +59,16 @@ def choose_counts(
         count = _fair_count(count, values[order], places[order], costs / costs[0] / fair_slowdown, sessions)
     counts = np.bincount(places[order[:count]], minlength=sessions)
     return Choice(counts=counts, emitted=float(tokens[count]))
+
+
+def _falling(values: Floats) -> Ints:
+    """The places of path values, the highest first, equal ones as they come: parents before their children."""
+    # The bits of a float of 0 to 1 are in its order, and one whole number each is sorted far sooner than by a stable
+    # sort; what float32 cannot tell apart is equal.
+    worth = values.astype(np.float32).view(np.int32).astype(np.int64)
+    keys = (_ONE - worth) << 32 | np.arange(len(values))
+    keys.sort()
+    return keys & 0xFFFFFFFF
 
 
 def _fair_count(count: int, values: Floats, places: Ints, needed: Floats, sessions: int) -> int:
