@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from outrider.coordinator.cost_model import StepCost
 from outrider.coordinator.firing import MissRates
 from outrider.coordinator.links import TargetLink
 from outrider.coordinator.messages import SessionOpening, SpeculationMode, TreeSubmission, VerifyResult
+from outrider.coordinator.mirror import TreeMirror
 from outrider.coordinator.selection import Ints, choose_counts
 from outrider.coordinator.session import Session, Submission
 from outrider.coordinator.trials import Trials
@@ -71,6 +73,15 @@ class Leaves:
     has_tree: Sequence[bool]
 
 
+class _Offer(NamedTuple):
+    """The candidates of a list of sessions, as their forest was then; `most`: nodes that each may send."""
+
+    sessions: Sequence[Session]
+    version: int | None
+    most: Sequence[int]
+    found: Candidates
+
+
 class TargetLane:
     """A target's sessions and the state of its verify loop."""
 
@@ -88,6 +99,8 @@ class TargetLane:
         self.way = Trials(len(Way))
         self.steps = 0
         self._fair_slowdown = fair_slowdown
+        self._offer: _Offer | None = None
+        self._row_ns = 0.0
         self._changed = asyncio.Event()
         self._found: tuple[Sequence[Session], Candidates] | None = None
 
@@ -158,21 +171,18 @@ class TargetLane:
                 timer.cancel()
 
     def candidates(self, sessions: Sequence[Session]) -> Candidates:
-        """The best nodes of each session, as far as its request and this target go.
-
-        Asked for the same list again before anything else could happen, it says the same.
-        """
-        if self._found is not None and self._found[0] is sessions:
-            return self._found[1]
-        most = self.limits.max_tree_nodes
-        reaches = [session.reach(most) for session in sessions]
-        found = candidates(
-            [session.mirror for session in sessions],
-            most=[most for most, _ in reaches],
-            deepest=[deepest for _, deepest in reaches],
-        )
-        self._found = sessions, found
-        return found
+        """The best nodes of each session, as far as its request and this target go."""
+        version = next((own.mirror.forest.version for own in sessions if isinstance(own.mirror, TreeMirror)), None)
+        offer = self._offer
+        # Whether to wait and what to send are asked of the same list, with nothing in between.
+        if offer is None or version is None or offer.sessions is not sessions or offer.version != version:
+            reaches = [session.reach(self.limits.max_tree_nodes) for session in sessions]
+            most = [most for most, _ in reaches]
+            found = candidates(
+                [session.mirror for session in sessions], most=most, deepest=[deepest for _, deepest in reaches]
+            )
+            offer = self._offer = _Offer(sessions, version, most, found)
+        return offer.found
 
     def leaf_values(self, sessions: Sequence[Session], *, widths: Sequence[float]) -> Leaves:
         """The leaves that the next level of each session will hang from.
@@ -182,9 +192,9 @@ class TargetLane:
         """
         found = self.candidates(sessions)
         counts = np.diff(found.starts)
-        hit, price = self.misses.hit, self._row_price(len(sessions), len(found.values))
+        hit, price = self.misses.hit, self.pace.rate(len(sessions)) * self._row_ns
         # A session that has all the nodes that it may send pays with the last of them, any other with the row.
-        most = np.array([session.reach(self.limits.max_tree_nodes)[0] for session in sessions])
+        most = self._most(sessions)
         displaced = np.full(len(sessions), price)
         full = np.flatnonzero((counts >= most) & (counts > 0))
         displaced[full] = np.maximum(found.values[found.starts[full + 1] - 1], price)
@@ -198,10 +208,11 @@ class TargetLane:
         sums[(counts == 0) & (most > 0)] = max(1.0 - price / hit, 0.0)
         return Leaves(values=sums.tolist(), has_tree=(counts > 0).tolist())
 
-    def _row_price(self, sessions: int, nodes: int) -> float:
-        """Tokens that one row more costs, at about so many nodes."""
-        low_ns, high_ns = self.cost.predict_many_ns(sessions + nodes + np.array([0, _PRICE_ROWS])).tolist()
-        return self.pace.rate(sessions) * (high_ns - low_ns) / _PRICE_ROWS
+    def _most(self, sessions: Sequence[Session]) -> Ints:
+        """[S] nodes that a session may send; those of the last candidates."""
+        assert self._offer is not None
+        assert self._offer.sessions is sessions
+        return np.array(self._offer.most)
 
     def choose(self, sessions: Sequence[Session]) -> list[Tree]:
         """The trees of all sessions together that promise the highest rate."""
@@ -268,11 +279,14 @@ class TargetLane:
         session.target_id, session.target_epoch = self.worker_id, opening.epoch
         return opening
 
-    def learn(self, flight: Flight, result: VerifyResult, *, emitted: int) -> None:
-        """Takes a round's times into the cost model and the rate."""
+    def learn(self, flight: Flight, result: VerifyResult, *, emitted: int, result_ns: int) -> None:
+        """Takes a round's times into the cost model, the rate and the trials; `result_ns`: when its result came."""
         self.steps += 1
         self.cost.observe(result.step_tokens, result.step_ns)
-        round_ns = self.pace.observe(flight, result.step_ns, tokens=emitted)
+        # The price of a row, where steps are now.
+        low_ns, high_ns = self.cost.predict_many_ns(flight.rows + np.array([0, _PRICE_ROWS])).tolist()
+        self._row_ns = (high_ns - low_ns) / _PRICE_ROWS
+        round_ns = self.pace.observe(flight, result.step_ns, tokens=emitted, result_ns=result_ns)
         sessions = len(self.sessions)
         self.way.observe(
             sessions=sessions,
@@ -300,20 +314,19 @@ class RoundPace:
         self.last_result_ns = 0
         self._round_ns = self._emitted = self._sessions = 0.0
 
-    def observe(self, flight: Flight, step_ns: int, *, tokens: int) -> int:
-        """One round that ends now; returns how long it was."""
-        now_ns = clock.now_ns()
+    def observe(self, flight: Flight, step_ns: int, *, tokens: int, result_ns: int) -> int:
+        """One round, whose result came then; returns how long it was."""
         # After a pause the round began when it was submitted, not at the result before.
-        round_ns = now_ns - max(self.last_result_ns, flight.submitted_ns - step_ns)
+        round_ns = result_ns - max(self.last_result_ns, flight.submitted_ns - step_ns)
         share = self._SHARE if self._round_ns else 1.0
         if flight.is_alone:
-            self.overhead_ns += share * (max(0, now_ns - flight.submitted_ns - step_ns) - self.overhead_ns)
+            self.overhead_ns += share * (max(0, result_ns - flight.submitted_ns - step_ns) - self.overhead_ns)
             self.gap_ns += share * (max(0, round_ns - step_ns) - self.gap_ns)
             self.rows += share * (flight.rows - self.rows)
         self._round_ns += share * (round_ns - self._round_ns)
         self._emitted += share * (tokens - self._emitted)
         self._sessions += share * (len(flight.sessions) - self._sessions)
-        self.last_result_ns = now_ns
+        self.last_result_ns = result_ns
         return round_ns
 
     def rate(self, sessions: int) -> float:

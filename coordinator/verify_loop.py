@@ -18,7 +18,7 @@ from outrider.coordinator.candidates import Tree
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.draft_peer import DraftPeer
 from outrider.coordinator.firing import GrowthForecast, Outlook, patience_ns
-from outrider.coordinator.lane import TargetLane, Way
+from outrider.coordinator.lane import Flight, TargetLane, Way
 from outrider.coordinator.messages import Commit, SessionFault, SpeculationMode, VerifyResult
 from outrider.coordinator.mirror import Commitment
 from outrider.coordinator.session import Session
@@ -75,6 +75,7 @@ class VerifyLoop:
         self._owner = owner
         self._free_since_ns: int | None = None
         self._undelivered: deque[Session] = deque()
+        self._unlearned: list[tuple[Flight, VerifyResult, int, int]] = []
 
     async def run(self) -> None:
         """Rounds for ever, until the target is lost."""
@@ -95,8 +96,9 @@ class VerifyLoop:
                         await lane.change(timeout_s=hold_s)
                     continue
                 self._fire(sessions)
-                # The batch is written to its stream before clients hear of the last one.
+                # The batch is written to its stream before anything is learned, or told to clients, of the last one.
                 await asyncio.sleep(0)
+                self._learn()
                 await self._deliver()
         except WorkerUnavailable as error:
             self._owner.remove_target(lane.worker_id, str(error))
@@ -217,7 +219,7 @@ class VerifyLoop:
                 committed.append((session, session.commit(verdict, result, now_ns)))
         self._commit(committed, with_trees)
         emitted = sum(len(commitment.token_ids) for _, commitment in committed)
-        self.lane.learn(flight, result, emitted=emitted)
+        self._unlearned.append((flight, result, emitted, now_ns))
         totals = self._owner.totals
         totals.verify_steps += len(committed)
         totals.drafted_tokens += drafted
@@ -260,6 +262,11 @@ class VerifyLoop:
                 session.deliver()
             for session in finished:
                 self._owner.finish_session(session)
+
+    def _learn(self) -> None:
+        rounds, self._unlearned = self._unlearned, []
+        for flight, result, emitted, result_ns in rounds:
+            self.lane.learn(flight, result, emitted=emitted, result_ns=result_ns)
 
     async def _deliver(self) -> None:
         """Lets the clients have what was committed since the last time: a few at a time, behind results and growth."""

@@ -68,7 +68,7 @@ def test_the_pace_tells_steps_overheads_and_gaps_apart(time):
     for _ in range(200):
         submitted_ns = time.now_ns + 2 * MS
         time.now_ns = submitted_ns + 5 * MS
-        pace.observe(alone(rows=10, submitted_ns=submitted_ns), 4 * MS, tokens=6)
+        pace.observe(alone(rows=10, submitted_ns=submitted_ns), 4 * MS, tokens=6, result_ns=time.now_ns)
     assert pace.overhead_ns == pytest.approx(1 * MS)
     assert pace.gap_ns == pytest.approx(3 * MS, rel=0.01)
     assert pace.rows == pytest.approx(10)
@@ -79,19 +79,22 @@ def test_the_pace_tells_steps_overheads_and_gaps_apart(time):
 def test_a_batch_behind_another_says_nothing_of_the_way_to_the_target(time):
     pace = RoundPace()
     time.now_ns = 5 * MS
-    pace.observe(alone(rows=10, submitted_ns=0), 4 * MS, tokens=4)
+    pace.observe(alone(rows=10, submitted_ns=0), 4 * MS, tokens=4, result_ns=time.now_ns)
     overhead_ns = pace.overhead_ns
     time.now_ns = 9 * MS
-    assert pace.observe(alone(rows=10, submitted_ns=1 * MS, is_alone=False), 4 * MS, tokens=4) == 4 * MS
+    assert (
+        pace.observe(alone(rows=10, submitted_ns=1 * MS, is_alone=False), 4 * MS, tokens=4, result_ns=time.now_ns)
+        == 4 * MS
+    )
     assert pace.overhead_ns == overhead_ns
 
 
 def test_after_a_pause_a_round_is_not_as_long_as_the_pause(time):
     pace = RoundPace()
     time.now_ns = 5 * MS
-    pace.observe(alone(rows=4, submitted_ns=0), 4 * MS, tokens=4)
+    pace.observe(alone(rows=4, submitted_ns=0), 4 * MS, tokens=4, result_ns=time.now_ns)
     time.now_ns = 1000 * MS
-    assert pace.observe(alone(rows=4, submitted_ns=995 * MS), 4 * MS, tokens=4) == 9 * MS
+    assert pace.observe(alone(rows=4, submitted_ns=995 * MS), 4 * MS, tokens=4, result_ns=time.now_ns) == 9 * MS
 
 
 async def test_the_second_group_leaves_shortly_before_the_first_ones_step_ends(time):
@@ -102,7 +105,7 @@ async def test_the_second_group_leaves_shortly_before_the_first_ones_step_ends(t
         flight = lane.submit([], [], waited_ns=0)
         time.now_ns += 5 * MS
         lane.flights.clear()
-        lane.learn(flight, result_of(alone(rows=8, submitted_ns=0), step_ms=4), emitted=2)
+        lane.learn(flight, result_of(alone(rows=8, submitted_ns=0), step_ms=4), emitted=2, result_ns=time.now_ns)
     assert lane.pace.overhead_ns == pytest.approx(1 * MS)
     assert lane.lead_ns(time.now_ns) == 0
     lane.flights.append(alone(rows=8, submitted_ns=time.now_ns))
