@@ -219,7 +219,7 @@ class TargetLane:
         found = self.candidates(sessions)
         counts = self._best_counts(found, max_rows=self.limits.max_step_tokens)
         rows = len(sessions) + int(counts.sum()) // 2
-        if self.steps % _PROBE_ROUNDS == 0 and not self.cost.is_known(rows):
+        if self.steps % _PROBE_ROUNDS == _PROBE_ROUNDS - 1 and not self.cost.is_known(rows):
             # If smaller steps cost much less than the line through larger ones says, only a smaller one can show it.
             counts = self._best_counts(found, max_rows=rows)
         return found.trees(self._with_fixed_trees(sessions, np.diff(found.starts).tolist(), counts.tolist()))

@@ -160,7 +160,7 @@ def test_smaller_steps_are_tried_where_none_were_seen():
         lane.cost.observe(4, 4 * MS)
     lane.steps = 1
     assert [len(tree.tokens) for tree in lane.choose(sessions)] == [3]
-    lane.steps = 48
+    lane.steps = 47
     assert [len(tree.tokens) for tree in lane.choose(sessions)] == [1]
     lane.cost.observe(2, 3.9 * MS)
     assert [len(tree.tokens) for tree in lane.choose(sessions)] == [3]
