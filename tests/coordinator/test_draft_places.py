@@ -17,6 +17,10 @@ def make_request(number: int = 1, **changes) -> GenerationRequest:
     return GenerationRequest(**settings | changes)
 
 
+def room_for(count: int) -> registry_pb2.WorkerLimits:
+    return registry_pb2.WorkerLimits(max_sessions=count, max_tree_nodes=64, max_step_tokens=256)
+
+
 def held(*drafts) -> list[int]:
     return [len(draft.sessions) for draft in drafts]
 
@@ -83,7 +87,7 @@ async def test_fixed_trees_and_chains_have_one_draft(make_bench, changes, drafts
 async def test_a_session_without_a_draft_takes_a_second_place_of_another(make_bench):
     bench = make_bench(drafts_per_session=2)
     bench.add_target(step_s=0.01)
-    bench.limits = registry_pb2.WorkerLimits(max_sessions=2, max_tree_nodes=64, max_step_tokens=256)
+    bench.limits = room_for(2)
     drafts = [bench.add_draft(name, delay_s=1000.0) for name in ("first", "second")]
     generations = [bench.scheduler.submit(make_request(number), [TextStream(None)]) for number in (1, 2)]
     assert held(*drafts) == [2, 2]
@@ -102,12 +106,59 @@ async def test_a_session_without_a_draft_takes_a_second_place_of_another(make_be
         generation.cancel()
 
 
+async def test_a_new_draft_goes_to_who_has_none(make_bench):
+    bench = make_bench(drafts_per_session=2)
+    bench.add_target(step_s=0.01)
+    bench.limits = room_for(1)
+    first = bench.add_draft("first", delay_s=1000.0)
+    one, two = (bench.scheduler.submit(make_request(number), [TextStream(None)]) for number in (1, 2))
+    second = bench.add_draft("second", delay_s=1000.0)
+    assert [set(generation.sessions[0].draft_epochs) for generation in (one, two)] == [{"first"}, {"second"}]
+    assert not first.closed and not second.closed
+    for generation in (one, two):
+        generation.cancel()
+
+
+async def test_a_draft_that_comes_back_to_a_session_begins_anew(make_bench):
+    bench = make_bench(drafts_per_session=2)
+    bench.add_target(step_s=0.01)
+    bench.limits = room_for(1)
+    for name in ("first", "second"):
+        bench.add_draft(name, delay_s=1000.0)
+    generation = bench.scheduler.submit(make_request(), [TextStream(None)])
+    session = generation.sessions[0]
+
+    def grow(name: str, node_id: int, parent: int) -> int:
+        """The nodes that were dropped."""
+        before = bench.scheduler.totals.dropped_nodes
+        growth = Growth(
+            session_id=session.session_id,
+            epoch=session.draft_epochs[name],
+            as_of=3,
+            node_ids=(node_id,),
+            parents=(parent,),
+            tokens=(node_id,),
+            acceptance=(0.5,),
+        )
+        bench.scheduler.take_growth(name, GrowthBatch.of([growth]))
+        return bench.scheduler.totals.dropped_nodes - before
+
+    assert all(grow(name, 7, 0) == 0 for name in ("first", "second"))
+    other = bench.scheduler.submit(make_request(2), [TextStream(None)])
+    ((lost, _),) = other.sessions[0].draft_epochs.items()
+    other.cancel()
+    assert set(session.draft_epochs) == {"first", "second"}
+    # Its old ids mean nothing any more.
+    assert (grow(lost, 8, 7), grow(lost, 7, 0), grow(lost, 8, 7)) == (1, 0, 0)
+    generation.cancel()
+
+
 async def test_who_loses_one_of_two_drafts_keeps_the_other(make_bench):
     bench = make_bench(drafts_per_session=2)
     bench.add_target(step_s=0.01)
     drafts = []
     for name, room in (("first", 2), ("second", 1)):
-        bench.limits = registry_pb2.WorkerLimits(max_sessions=room, max_tree_nodes=64, max_step_tokens=256)
+        bench.limits = room_for(room)
         drafts.append(bench.add_draft(name, delay_s=1000.0))
         if name == "first":
             modes = (SpeculationMode.SYNC, SpeculationMode.ASYNC)

@@ -257,6 +257,18 @@ async def test_tokens_travel_from_the_target_to_the_client(coordinator, model_fo
         await until(lambda: all(status.load.sessions == 3 for status in coordinator.registry.statuses()))
 
 
+async def test_without_the_option_nothing_is_accepted_at_given_rates(coordinator):
+    async with open_channel(coordinator.address) as channel:
+        speculation = generation_pb2.SpeculationParams(
+            verification=common_pb2.VERIFICATION_RULE_SYNTHETIC, synthetic_rates=[0.5]
+        )
+        request = generation_pb2.GenerateRequest(text="abc", speculation=speculation)
+        call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(request)
+        with pytest.raises(grpc.aio.AioRpcError, match="--allow-synthetic") as caught:
+            await anext(aiter(call))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 def give_distributions(growth: draft_pb2.DraftGrowth, *, weight: int, ahead: int) -> None:
     """Every node's q is one token, `ahead` of the node's own."""
     growth.distributions.counts.extend([1] * len(growth.tokens))
