@@ -141,6 +141,8 @@ class Forest:
         return taken
 
     def _release(self, slots: Ints) -> None:
+        if not len(slots):
+            return
         self.row[slots] = 0
         self.depth[slots] = 0
         self.length[slots] = 0
@@ -292,11 +294,11 @@ class Forest:
         scale, shift = np.ones(len(self.root)), np.zeros(len(self.root), dtype=np.int32)
         scale[rows[kept]] = 1.0 / self.value[slots[kept]]
         shift[rows[kept]] = self.depth[slots[kept]]
-        new = slots.copy()
+        new = slots
         if not kept.all():
+            new = slots.copy()
             new[~kept] = self._plant(rows[~kept], tokens[~kept], lengths[~kept])
-        self._stand_alone(passed, passed_lengths)
-        self._stand_alone(slots[kept], lengths[kept])
+        self._stand_alone(np.concatenate((passed, new)), np.concatenate((passed_lengths, lengths)))
         self.root[rows] = new
         self._drop_dead(rows, lengths)
         below = self.depth > 0
@@ -311,8 +313,7 @@ class Forest:
             top = top[top]
         root = self.root[self.row]
         forgotten = np.zeros(len(self.root), dtype=np.int32)
-        forgotten[rows] = np.maximum(np.minimum(self._as_of[rows], lengths), lengths - _MOST_PASSED)
+        forgotten[rows] = np.maximum(np.minimum(self._as_of[rows], lengths - 1), lengths - _MOST_PASSED)
         off_path = (self.depth > 0) & (top != root)
         left_behind = (self.length > 0) & (self.length <= forgotten[self.row])
-        slots = np.arange(len(self.row))
-        self._release(np.flatnonzero(off_path | (left_behind & (slots != root))))
+        self._release(np.flatnonzero(off_path | left_behind))
