@@ -5,7 +5,6 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +16,7 @@ from outrider.coordinator.firing import MissRates
 from outrider.coordinator.links import TargetLink
 from outrider.coordinator.messages import SessionOpening, SpeculationMode, TreeSubmission, VerifyResult
 from outrider.coordinator.mirror import TreeMirror
+from outrider.coordinator.rounds import Flight, RoundPace, Way
 from outrider.coordinator.selection import Ints, choose_counts
 from outrider.coordinator.session import Session, Submission
 from outrider.coordinator.trials import Trials
@@ -32,32 +32,6 @@ _HOPED_HALF = 0.75
 _PROBE_ROUNDS = 48
 # The price of a row is read over so many, which is more than a rung of a small step.
 _PRICE_ROWS = 32
-
-
-class Way(IntEnum):
-    """How rounds are timed; which one pays is tried."""
-
-    WAIT = 0
-    """All sessions in one batch, held while growth that is due seems worth it."""
-    NEVER_WAIT = 1
-    """All sessions in one batch, at once."""
-    TWO_GROUPS = 2
-    """One half is verified while the other half's trees grow and its batch travels."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Flight:
-    """A batch that the target has not answered yet.
-
-    Attributes:
-        is_alone: no other was on its way when it was sent.
-    """
-
-    sessions: Sequence[Session]
-    rows: int
-    submitted_ns: int
-    is_alone: bool
-    result: "asyncio.Future[VerifyResult]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +70,7 @@ class TargetLane:
         self.cost = StepCost()
         self.pace = RoundPace()
         self.misses = MissRates()
-        self.way = Trials(len(Way))
+        self.way = Trials(tuple(Way))
         self.steps = 0
         self._fair_slowdown = fair_slowdown
         self._offer: _Offer | None = None
@@ -295,42 +269,3 @@ class TargetLane:
             round_ns=round_ns,
             hopeless=self._hopeless_ways(sessions),
         )
-
-
-class RoundPace:
-    """How fast a target's sessions go on: averages over rounds, waiting included, that forget.
-
-    Attributes:
-        overhead_ns: from the submission of a batch to its result, beyond the step itself.
-        gap_ns: from the result of one batch to the next one's, beyond the step itself.
-        rows: of all sessions together, in their last batches.
-        last_result_ns: when it came.
-    """
-
-    _SHARE = 0.1
-
-    def __init__(self) -> None:
-        self.overhead_ns = self.gap_ns = self.rows = 0.0
-        self.last_result_ns = 0
-        self._round_ns = self._emitted = self._sessions = 0.0
-
-    def observe(self, flight: Flight, step_ns: int, *, tokens: int, result_ns: int) -> int:
-        """One round, whose result came then; returns how long it was."""
-        # After a pause the round began when it was submitted, not at the result before.
-        round_ns = result_ns - max(self.last_result_ns, flight.submitted_ns - step_ns)
-        share = self._SHARE if self._round_ns else 1.0
-        if flight.is_alone:
-            self.overhead_ns += share * (max(0, result_ns - flight.submitted_ns - step_ns) - self.overhead_ns)
-            self.gap_ns += share * (max(0, round_ns - step_ns) - self.gap_ns)
-            self.rows += share * (flight.rows - self.rows)
-        self._round_ns += share * (round_ns - self._round_ns)
-        self._emitted += share * (tokens - self._emitted)
-        self._sessions += share * (len(flight.sessions) - self._sessions)
-        self.last_result_ns = result_ns
-        return round_ns
-
-    def rate(self, sessions: int) -> float:
-        """Tokens per nanosecond that so many sessions emit; 0 before the first round."""
-        if not self._round_ns or not self._sessions:
-            return 0.0
-        return self._emitted / self._round_ns * sessions / self._sessions

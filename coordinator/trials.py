@@ -9,8 +9,8 @@ sessions a mean rate is kept that forgets; the next block is played by the way w
 so that a way that was tried little, or long ago, is tried again, the more rarely the clearer its defeat was.
 """
 
-from collections.abc import Set
-from dataclasses import dataclass, field
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
 from math import sqrt
 
 # A block has so many verifications of single sessions, and so many rounds, at least.
@@ -41,15 +41,22 @@ class _Block:
     session_ns: float = 0.0
 
 
-@dataclass
 class Trials:
-    """Which of `ways` ways to decide by: `current`, 0 to begin with."""
+    """Which of some ways to decide by.
 
-    ways: int
-    current: int = 0
-    _records: dict[int, list[_Record]] = field(default_factory=dict)
-    _block: _Block = field(default_factory=_Block)
-    _bucket: int = 0
+    Args:
+        ways: numbers of the ways, the one to begin with first.
+
+    Attributes:
+        current: the way to decide by now.
+    """
+
+    def __init__(self, ways: Sequence[int]) -> None:
+        self.ways = ways
+        self.current = ways[0]
+        self._records: dict[int, dict[int, _Record]] = {}
+        self._block = _Block()
+        self._bucket = 0
 
     def observe(self, *, sessions: int, verified: int, tokens: float, round_ns: float, hopeless: Set[int]) -> None:
         """One round by `current`.
@@ -77,7 +84,7 @@ class Trials:
             self._close(block, hopeless)
 
     def _close(self, block: _Block, hopeless: Set[int]) -> None:
-        for record in self._of_bucket():
+        for record in self._of_bucket().values():
             record.weight *= _FORGET
         record = self._of_bucket()[self.current]
         record.weight += block.sessions
@@ -87,12 +94,12 @@ class Trials:
         if self.current == before:
             self._block.rounds = _SETTLING_ROUNDS
 
-    def _of_bucket(self) -> list[_Record]:
-        return self._records.setdefault(self._bucket, [_Record() for _ in range(self.ways)])
+    def _of_bucket(self) -> dict[int, _Record]:
+        return self._records.setdefault(self._bucket, {way: _Record() for way in self.ways})
 
     def _choose(self, hopeless: Set[int]) -> None:
         records = self._of_bucket()
-        ways = [way for way in range(self.ways) if way not in hopeless]
+        ways = [way for way in self.ways if way not in hopeless] or [self.current]
         self.current = max(ways, key=lambda way: self._hope(records[way]))
 
     @staticmethod

@@ -18,9 +18,10 @@ from outrider.coordinator.candidates import Tree
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.draft_peer import DraftPeer
 from outrider.coordinator.firing import GrowthForecast, Outlook, patience_ns
-from outrider.coordinator.lane import Flight, TargetLane, Way
+from outrider.coordinator.lane import TargetLane
 from outrider.coordinator.messages import Commit, SessionFault, SpeculationMode, VerifyResult
 from outrider.coordinator.mirror import Commitment
+from outrider.coordinator.rounds import Flight, Way
 from outrider.coordinator.session import Session
 from outrider.errors import WorkerUnavailable
 

@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
 
-from benchmarks.simulation.fixed_policies import fixed_tree
+from benchmarks.simulation.fixed_policies import fixed_tree, fixed_way
 from benchmarks.simulation.settings import Settings
 from benchmarks.simulation.virtual_run import VirtualFigures, simulate
 from rich.console import Console
 from rich.table import Table
 
 from outrider.coordinator.messages import SpeculationMode
+from outrider.coordinator.rounds import Way
 from outrider.coordinator.verify_loop import VerifyLoop
 
 # What a pair of an 8B shape and its 160M draft takes on two GPUs of one host, by order of magnitude; a draft that is
@@ -29,7 +30,11 @@ SETTINGS: Mapping[str, Mapping[str, object]] = {
         "rank_rates": (0.5, 0.15, 0.08, 0.05),
     },
     "dear": {"target_step_ms": 3.0, "target_row_us": 60.0, "draft_step_ms": 1.2},
+    # Not among the twelve: the target itself is far away.
+    "distant": {"target_step_ms": 4.0, "target_row_us": 10.0, "target_stair_rows": 16, "target_rtt_ms": 3.0},
+    "distant-dear": {"target_step_ms": 3.0, "target_row_us": 60.0, "draft_step_ms": 1.2, "target_rtt_ms": 6.0},
 }
+COMPARED = ("near", "far", "dear")
 SESSIONS = (1, 4, 16, 64)
 _COMMON = {"target_rtt_ms": 0.3, "draft_rtt_ms": 0.3, "target_jitter": 0.03}
 # Sessions to seconds of warm-up, in which the policy learns, and of measurement.
@@ -37,6 +42,8 @@ _SECONDS = {1: (3.0, 5.0), 4: (2.0, 3.0), 16: (1.0, 1.2), 64: (0.6, 0.6)}
 LEARNED, OFF = "learned", "off"
 # Nodes of every session, sent at once, or when that many are there.
 _SIZES = (1, 2, 4, 8, 16, 24)
+# The learned policy with its rounds timed in one way, whatever trials would say.
+WAYS = {"waits": Way.WAIT, "never waits": Way.NEVER_WAIT, "two groups": Way.TWO_GROUPS}
 FIXED = (OFF, *(f"{size} at once" for size in _SIZES), *(f"{size} waits" for size in _SIZES))
 # What the learned policy promises: this share of the best fixed tree.
 _PROMISED = 0.95
@@ -72,6 +79,8 @@ class Case:
         """Who decides."""
         if self.policy in (LEARNED, OFF):
             return VerifyLoop
+        if self.policy in WAYS:
+            return fixed_way(WAYS[self.policy])
         size, _, kind = self.policy.partition(" ")
         return fixed_tree(int(size), waits=kind == "waits")
 
@@ -197,10 +206,16 @@ def run(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="benchmarks/policies.py", description="The learned policy beside fixed trees."
     )
-    parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS), help="default all")
+    parser.add_argument(
+        "--settings", nargs="+", choices=list(SETTINGS), default=list(COMPARED), help="default those of the twelve"
+    )
     parser.add_argument("--sessions", nargs="+", type=int, default=list(SESSIONS), help="default 1 4 16 64")
     parser.add_argument(
-        "--policies", nargs="+", choices=FIXED, default=list(FIXED), help="to compare with (default all)"
+        "--policies",
+        nargs="+",
+        choices=(*FIXED, *WAYS),
+        default=list(FIXED),
+        help="to compare with (default fixed trees)",
     )
     parser.add_argument("--seconds-scale", type=float, default=1.0, help="of warm-up and measurement (default 1)")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")

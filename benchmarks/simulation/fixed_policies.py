@@ -7,6 +7,7 @@ import numpy as np
 
 from outrider.coordinator.candidates import Tree
 from outrider.coordinator.lane import TargetLane
+from outrider.coordinator.rounds import Way
 from outrider.coordinator.selection import choose_each
 from outrider.coordinator.session import Session
 from outrider.coordinator.trials import Trials
@@ -25,7 +26,7 @@ def fixed_tree(count: int, *, waits: bool) -> type[VerifyLoop]:
 
         def __init__(self, lane: TargetLane, *others: Any) -> None:
             super().__init__(lane, *others)
-            lane.way = Trials(1)
+            lane.way = Trials((Way.WAIT,))
 
         def choose(self, sessions: Sequence[Session]) -> list[Tree]:
             found = self.lane.candidates(sessions)
@@ -37,3 +38,16 @@ def fixed_tree(count: int, *, waits: bool) -> type[VerifyLoop]:
             return max(0.0, self._config.verify_wait_cap_ms * 1e6 - waited_ns)
 
     return FixedTreeLoop
+
+
+def fixed_way(way: Way) -> type[VerifyLoop]:
+    """The learned policy, but for how it times its rounds."""
+
+    class FixedWayLoop(VerifyLoop):
+        """As its maker says."""
+
+        def __init__(self, lane: TargetLane, *others: Any) -> None:
+            super().__init__(lane, *others)
+            lane.way = Trials((way,))
+
+    return FixedWayLoop

@@ -11,8 +11,8 @@ from benchmarks.simulation.settings import Settings
 from benchmarks.simulation.virtual_run import VirtualFigures, VirtualSimulation, simulate
 
 from outrider.coordinator import clock
-from outrider.coordinator.lane import Way
 from outrider.coordinator.messages import SpeculationMode
+from outrider.coordinator.rounds import Way
 from outrider.coordinator.verify_loop import VerifyLoop
 
 NEAR: dict[str, Any] = {

@@ -8,9 +8,10 @@ import pytest
 from outrider.coordinator import clock
 from outrider.coordinator.firing import MissRates
 from outrider.coordinator.forest import Forest
-from outrider.coordinator.lane import Flight, RoundPace, TargetLane, Way
+from outrider.coordinator.lane import TargetLane
 from outrider.coordinator.messages import GenerationRequest, Growth, GrowthBatch, VerifyResult
 from outrider.coordinator.mirror import graft
+from outrider.coordinator.rounds import Flight, RoundPace, Way
 from outrider.coordinator.session import Generation, Session
 from outrider.coordinator.text_stream import TextStream
 from outrider.sampling import SamplingSpec

@@ -22,21 +22,21 @@ def play(trials: Trials, rates: list[float], rounds: int, *, sessions: int = 8, 
 def test_the_better_way_is_used_most(best):
     rates = [1.0, 1.0, 1.0]
     rates[best] = 1.15
-    used = play(Trials(3), rates, 4000)
+    used = play(Trials(range(3)), rates, 4000)
     assert used[best] > 0.85 * 4000
     # The others are never forgotten for good.
     assert min(used) > 20
 
 
 def test_a_way_that_has_become_better_is_found():
-    trials = Trials(2)
+    trials = Trials(range(2))
     play(trials, [1.2, 1.0], 2000)
     used = play(trials, [1.0, 1.2], 3000)
     assert used[1] > 0.7 * 3000
 
 
 def test_every_number_of_sessions_has_records_of_its_own():
-    trials = Trials(2)
+    trials = Trials(range(2))
     play(trials, [1.0, 1.3], 2000, sessions=8)
     assert trials.current == 1
     play(trials, [1.3, 1.0], 600, sessions=64)
@@ -45,7 +45,7 @@ def test_every_number_of_sessions_has_records_of_its_own():
 
 
 def test_a_hopeless_way_is_left_at_once_and_not_tried():
-    trials = Trials(2)
+    trials = Trials(range(2))
     assert play(trials, [1.0, 5.0], 500, hopeless=frozenset({1}))[1] == 0
     play(trials, [1.0, 5.0], 200)
     assert trials.current == 1
