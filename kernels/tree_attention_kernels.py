@@ -21,30 +21,7 @@ from __future__ import annotations
 
 from outrider.kernels.backend import jit, tl
 
-__all__ = ["UNSPECIALISED", "attend_kernel", "merge_kernel"]
-
-# Sizes of a batch, of which no kernel should be compiled anew while a server runs.
-UNSPECIALISED = (
-    "sessions",
-    "rows",
-    "num_slots",
-    "max_key_len",
-    "words",
-    "units_wanted",
-    "split_keys",
-    "least_keys",
-    "early_keys",
-)
-_UNSPECIALISED_OF_MERGE = (
-    "sessions",
-    "rows",
-    "max_key_len",
-    "units_wanted",
-    "split_keys",
-    "least_keys",
-    "units",
-    "chunks",
-)
+__all__ = ["attend_kernel", "merge_kernel"]
 
 # Keys looked at together for their positions; a multiple of every block of keys.
 _SCAN_KEYS = tl.constexpr(512)
@@ -143,7 +120,7 @@ def _soften(scores, score_scale, best, mass, mixed):
     return new_best, mass * rescale + tl.sum(weights, axis=1), mixed * rescale[:, None], weights
 
 
-@jit(do_not_specialize=UNSPECIALISED)
+@jit
 def attend_kernel(
     query_ptr,  # [T, H, D]
     key_ptr,  # [num_slots, Hkv, D]
@@ -178,7 +155,6 @@ def attend_kernel(
     units_wanted,
     split_keys,
     least_keys,
-    early_keys,
     score_scale,
     cap_scale,
     value_scale,
@@ -199,6 +175,8 @@ def attend_kernel(
     TAIL_STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     head_kv = tl.program_id(0) % HEADS_KV
     unit = tl.program_id(0) // HEADS_KV
     begins, row_ends, keys, tiles, splits, ends = _plan(
@@ -247,9 +225,6 @@ def attend_kernel(
     step = split_keys
     if split_keys <= 0:
         step = ((key_len + splits - 1) // splits + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-    # Else at the program's end: over many keys the next launch may only take places away.
-    if EARLY and step <= early_keys:
-        tl.extra.cuda.gdc_launch_dependents()
     first = split * step
     last = tl.minimum(key_len, first + step)
     lane = tl.arange(0, BLOCK_N)
@@ -367,7 +342,7 @@ def _part(partial_ptr, log_mass_ptr, source, stride, split, split_count, row_ok,
     return log_mass, tl.load(partial_ptr + place, mask=here[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
 
 
-@jit(do_not_specialize=_UNSPECIALISED_OF_MERGE)
+@jit
 def merge_kernel(
     partial_ptr,  # [units, Hkv, BLOCK_M, D] float32
     log_mass_ptr,  # [units, Hkv, BLOCK_M] float32
