@@ -118,7 +118,7 @@ def measure(run: Run, console: Console) -> None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.scratch)))
             target, draft = widen_pair(arguments.shapes, folder)
             say("the pair is written")
-        options = service_options(arguments, target, draft)
+        options = service_options(arguments, target, draft, most_s=run.left_s)
         services = stack.enter_context(Services(options, setups_of(cells), say, log_folder=arguments.output))
         bench = Bench(
             services=services,

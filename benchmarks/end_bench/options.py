@@ -31,8 +31,10 @@ def prompts_of(length: int | None, target: Path | None) -> list[list[int]]:
     return joined
 
 
-def service_options(arguments: argparse.Namespace, target: Path | None, draft: Path | None) -> ServiceOptions:
-    """How the roles are started."""
+def service_options(
+    arguments: argparse.Namespace, target: Path | None, draft: Path | None, *, most_s: float
+) -> ServiceOptions:
+    """How the roles are started, which may take no longer than `most_s`."""
     most = max(*arguments.sessions, *arguments.rtt_sessions)
     worker_args = ["--max-num-seqs", str(most)]
     if arguments.dtype is not None:
@@ -51,7 +53,7 @@ def service_options(arguments: argparse.Namespace, target: Path | None, draft: P
             *(["--allow-synthetic"] if arguments.synthetic else []),
             *arguments.coordinator_args.split(),
         ],
-        start_timeout_s=arguments.start_timeout,
+        start_timeout_s=min(arguments.start_timeout, most_s),
     )
 
 

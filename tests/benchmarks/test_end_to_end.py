@@ -1,20 +1,24 @@
 """The end-to-end benchmark: its cells, what its figures are made of, its relay, and a tiny run of it all."""
 
+from __future__ import annotations
+
 import json
 import socket
 import statistics
 import threading
 import time
 from argparse import Namespace
+from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from benchmarks.end_bench import command
+from benchmarks.end_bench import command, driving
 from benchmarks.end_bench.cells import Cell, Plan, Setup, cells_of
 from benchmarks.end_bench.driving import Driven, Load, Round
 from benchmarks.end_bench.figures import CellFigures, RoundFigures, as_dicts
-from benchmarks.end_bench.options import parse, plan_of, prompts_of
+from benchmarks.end_bench.options import parse, plan_of, prompts_of, service_options
 from benchmarks.end_bench.plots import draw
 from benchmarks.end_bench.relay import Relay
 from benchmarks.end_bench.services import PLACES
@@ -59,6 +63,9 @@ def test_the_command_line_fills_in_what_a_device_can_do():
     on_gpu = parse(["--device", "cuda", "--temperatures", "0", "1"])
     assert plan_of(on_gpu).setups == [Setup.APART, Setup.SHARED, Setup.REPLICAS]
     assert plan_of(on_gpu).baselines_at == [0, 1]
+    options = service_options(parse(["--sessions", "1", "8", "--dtype", "float32"]), None, None, most_s=7)
+    assert options.start_timeout_s == 7
+    assert options.worker_args == ["--max-num-seqs", "8", "--dtype", "float32"]
     with pytest.raises(SystemExit):
         parse(["--target", "somewhere"])
 
@@ -151,7 +158,7 @@ def echo(server: socket.socket) -> None:
             connection.sendall(data)
 
 
-@pytest.mark.parametrize("rtt_s", [0.0, 0.02])
+@pytest.mark.parametrize("rtt_s", [0.0, 0.15])
 def test_a_relay_adds_its_round_trip_and_passes_every_byte_on(rtt_s: float):
     with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as probe:
         listen = probe.getsockname()
@@ -160,7 +167,7 @@ def test_a_relay_adds_its_round_trip_and_passes_every_byte_on(rtt_s: float):
         with Relay(listen, server.getsockname()) as relay, socket.create_connection(listen, timeout=20) as client:
             relay.rtt_s = rtt_s
             took = []
-            for number in range(7):
+            for number in range(5):
                 began = time.monotonic()
                 client.sendall(bytes([number] * 50))
                 data = b""
@@ -204,6 +211,43 @@ def test_what_was_measured_is_kept_whatever_happens_after_and_time_is_kept_too(t
     run.began_s -= 4
     command._measure_all(run, bench, cells, lines.append)  # pyright: ignore[reportArgumentType]
     assert run.left_out == [cell.name for cell in cells]
+
+
+class FakeStream:
+    """A request whose tokens come at given times, and the clock that says so."""
+
+    def __init__(self) -> None:
+        self.now_s, self.rounds = 0.0, []
+        self.result = SimpleNamespace(timings=SimpleNamespace(tpot_ms=2.0, ttft_ms=3.0))
+
+    def stream(self, *_: Any, **__: Any) -> FakeStream:
+        return self
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    async def __aenter__(self) -> FakeStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Nothing is held."""
+
+    async def __aiter__(self) -> AsyncIterator[Any]:
+        for wait_s, tokens in ((0.5, 1), (0.6, 2), (0.1, 4)):
+            self.now_s += wait_s
+            yield SimpleNamespace(token_ids=[7] * tokens)
+
+
+async def test_what_comes_before_the_begin_or_after_the_end_does_not_count(monkeypatch: pytest.MonkeyPatch):
+    client, driven = FakeStream(), Driven()
+    monkeypatch.setattr(driving, "time", client)
+    load = Load(
+        endpoint="", prompts=["a"], first=0, sessions=1, traced=0, mode="off", temperature=0.0, rule="coupled",
+        synthetic=(), max_new_tokens=8, begin_s=1.0, end_s=2.4,
+    )  # fmt: skip
+    await driving._session(client, load, 0, driven)  # pyright: ignore[reportArgumentType]
+    # At 0.5, 1.1 and 1.2 s, where the first request ends, and at 1.7 and 2.3 s; at 2.4 s it is over.
+    assert driven == Driven(tokens=2 + 4 + 1 + 2, tpot_ms=[2.0], ttft_ms=[3.0])
 
 
 def test_requests_of_a_session_differ_and_repeat_in_another_run():
