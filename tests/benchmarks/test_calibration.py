@@ -63,9 +63,15 @@ def test_speculation_in_this_process_gives_the_plain_tokens(pair: Pair):
         assert [sum(run.rounds) for run in drafted] == [8, 8]
         assert sum(len(run.rounds) for run in drafted) < 12
         assert all(run.rounds == [1] * 8 for run in plain)
-    single = runs_of([texts[0].ids], [0], SamplingSpec(max_new_tokens=64))
-    pair.speculate(single, most_rounds=1)
-    assert len(single[0].rounds) == 1
+
+
+def test_a_first_round_has_its_whole_tree_though_prompts_are_prefilled(pair: Pair):
+    texts = load_texts(fit=False, limit=22)
+    assert sum(len(text.ids) for text in texts) > 2048  # rows of a step, beyond which trees would be cut
+    runs = runs_of([text.ids for text in texts], list(range(22)), SamplingSpec(max_new_tokens=64))
+    pair.speculate(runs, most_rounds=1)
+    assert all(len(run.rounds) == 1 for run in runs)
+    assert sum(run.rounds[0] for run in runs) / len(runs) > 3
 
 
 def test_the_fit_finds_the_curves_that_made_the_counts(monkeypatch: pytest.MonkeyPatch):
