@@ -10,7 +10,8 @@ and the partial sums are left to whoever reads them, so that no kernel stands be
 
 A weight of 8 bits (`outrider.kernels.scaled_weight`) takes half as long to be read. Few rows keep their 16 bits: the
 weight is widened on its way into the matrix units, so the result is that of the dequantised weight. Many bfloat16
-rows are rounded to 8 bits as well (`outrider.kernels.scaled_rows`), unless `fixed` asks for one way for all.
+rows are rounded to 8 bits as well (`outrider.kernels.scaled_rows`), unless `fixed` asks for one way for all. Where
+neither can be (another device than Hopper, many rows of another dtype), the weight is written out in the rows' dtype.
 
 Launches may overlap: a product asks for its first weights while the kernel before it still runs (see
 `outrider.kernels.skinny_linear_hopper`), and waits for it before it reads rows.
@@ -32,7 +33,7 @@ from outrider.kernels.gated_activation import (
 )
 from outrider.kernels.scaled_rows import can_scale_rows, scaled_product
 from outrider.kernels.scaled_weight import ScaledWeight
-from outrider.kernels.skinny_linear_launch import ProductCall, Weight, can_stream, launch
+from outrider.kernels.skinny_linear_launch import ProductCall, Weight, can_stream, can_widen, launch
 
 __all__ = ["Weight", "gated_linear", "gated_linear_reference", "linear", "linear_parts", "linear_reference"]
 
@@ -104,13 +105,13 @@ def _is_ours(call: ProductCall) -> bool:
     """Whether our kernels run it; products of float32 and of many rows are torch's, where any order of sums will do."""
     if call.fixed or not call.rows.is_cuda:
         return True
-    return call.rows.shape[0] <= MOST_ROWS and can_stream(call)
+    return call.rows.shape[0] <= MOST_ROWS and (can_stream(call) or can_widen(call))
 
 
 def _of_many(rows: torch.Tensor, weight: Weight) -> torch.Tensor:
     """The product by torch."""
     if isinstance(weight, ScaledWeight):
-        if can_scale_rows(rows, weight):
+        if rows.shape[0] > MOST_ROWS and can_scale_rows(rows, weight):
             return scaled_product(rows, weight)
         weight = weight.dequantised(rows.dtype)
     return torch.nn.functional.linear(rows, weight)

@@ -15,7 +15,7 @@ from outrider.kernels.early_launch import early_options
 from outrider.kernels.scaled_weight import ScaledWeight, is_interleaved
 from outrider.kernels.skinny_linear_kernels import skinny_linear_kernel
 
-__all__ = ["ProductCall", "Weight", "can_stream", "launch", "row_blocks"]
+__all__ = ["ProductCall", "Weight", "can_stream", "can_widen", "launch", "row_blocks"]
 
 Weight = torch.Tensor | ScaledWeight
 
@@ -97,6 +97,11 @@ def can_stream(call: ProductCall) -> bool:
         tensor.stride(1) == 1 and tensor.stride(0) * tensor.element_size() % 16 == 0 and tensor.data_ptr() % 16 == 0
         for tensor in (call.rows, call.numbers)
     )
+
+
+def can_widen(call: ProductCall) -> bool:
+    """Whether a weight of 8 bits that cannot stream is widened by the plain kernel: torch would write it out first."""
+    return isinstance(call.weight, ScaledWeight) and call.rows.element_size() == 2 and _has_stream(call.rows.device)
 
 
 def choose_tiles(call: ProductCall) -> Tiles:
@@ -223,6 +228,12 @@ def _has_stream(device: torch.device) -> bool:
     from outrider.kernels.skinny_linear_hopper import HAS_GLUON
 
     return HAS_GLUON
+
+
+@functools.cache
+def can_widen(device: torch.device) -> bool:
+    """Whether Triton converts float8_e4m3 there."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @functools.cache
