@@ -11,7 +11,7 @@ and the partial sums are left to whoever reads them, so that no kernel stands be
 A weight of 8 bits (`outrider.kernels.scaled_weight`) takes half as long to be read. Few rows keep their 16 bits: the
 weight is widened on its way into the matrix units, so the result is that of the dequantised weight. Many bfloat16
 rows are rounded to 8 bits as well (`outrider.kernels.scaled_rows`), unless `fixed` asks for one way for all. Where
-neither can be (another device than Hopper, many rows of another dtype), the weight is written out in the rows' dtype.
+neither can be (an older device, float32, many rows of float16), the weight is written out in the rows' dtype.
 
 Launches may overlap: a product asks for its first weights while the kernel before it still runs (see
 `outrider.kernels.skinny_linear_hopper`), and waits for it before it reads rows.

@@ -101,7 +101,7 @@ def can_stream(call: ProductCall) -> bool:
 
 def can_widen(call: ProductCall) -> bool:
     """Whether a weight of 8 bits that cannot stream is widened by the plain kernel: torch would write it out first."""
-    return isinstance(call.weight, ScaledWeight) and call.rows.element_size() == 2 and _has_stream(call.rows.device)
+    return isinstance(call.weight, ScaledWeight) and call.rows.element_size() == 2 and _converts(call.rows.device)
 
 
 def choose_tiles(call: ProductCall) -> Tiles:
@@ -231,7 +231,7 @@ def _has_stream(device: torch.device) -> bool:
 
 
 @functools.cache
-def can_widen(device: torch.device) -> bool:
+def _converts(device: torch.device) -> bool:
     """Whether Triton converts float8_e4m3 there."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
 

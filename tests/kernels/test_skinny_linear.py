@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from outrider.kernels import skinny_linear
 from outrider.kernels.gated_activation import Activation
 from outrider.kernels.scaled_weight import quantised, scaled_weight
 from outrider.kernels.skinny_linear import (
@@ -223,11 +224,11 @@ def test_every_number_of_8_bits_is_widened_exactly(dtype: torch.dtype) -> None:
 
 
 # Shapes of every kind of tile: rows in one and two blocks, K split and not, ends that are no whole block, few and many
-# units, wide tiles; and an inner size that is stored in the usual order.
+# units, wide tiles; and inner sizes that are stored in the usual order.
 SCALED = [
     (1, 4096, 4096), (8, 1000, 832), (9, 6144, 512), (33, 768, 2112), (64, 4096, 14336), (64, 768, 64),
     (3, 40000, 192), (64, 40000, 192), (24, 6144, 576), (40, 4096, 512), (72, 4096, 4096), (70, 40000, 192),
-    (16, 96, 1088), (5, 80, 776),
+    (16, 96, 1088), (5, 80, 776), (5, 96, 80),
 ]  # fmt: skip
 
 
@@ -258,6 +259,16 @@ def test_fixed_bits_of_8_bits_depend_on_the_row_alone(columns: int, inner: int) 
         some = left[begin:end]
         assert torch.equal(linear(some, weight, fixed=True), all_rows[0, begin:end])
         assert torch.equal(gated_linear(some, weight, activation="silu", fixed=True), gated[begin:end])
+
+
+def test_rows_are_rounded_only_where_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(skinny_linear, "can_scale_rows", lambda *_: True)
+    monkeypatch.setattr(skinny_linear, "scaled_product", lambda *_: "rounded")
+    left, whole = _matrices(skinny_linear.MOST_ROWS + 1, 16, 80, torch.device("cpu"), torch.bfloat16)
+    weight = quantised(whole)
+    assert skinny_linear._of_many(left, weight) == "rounded"
+    few = left[1:]
+    assert torch.equal(skinny_linear._of_many(few, weight), few @ weight.dequantised(torch.bfloat16).T)
 
 
 @pytest.mark.gpu
