@@ -9,12 +9,20 @@ import pytest
 import torch
 from benchmarks.calibration_bench import command, prior_fit
 from benchmarks.calibration_bench.acceptance import repeated_share
-from benchmarks.calibration_bench.estimates import area_under_curve, calibration_error, compare, log_loss
+from benchmarks.calibration_bench.estimates import (
+    area_under_curve,
+    buckets_of,
+    calibration_error,
+    compare,
+    log_loss,
+    online_estimates,
+)
 from benchmarks.calibration_bench.positions import CHILDREN, Asker, Positions, Rule
 from benchmarks.calibration_bench.texts import load_texts
 from benchmarks.calibration_bench.workers import Pair, Run, runs_of
 
 from outrider.draft_worker import acceptance_prior
+from outrider.draft_worker.calibration import AcceptanceCalibration
 from outrider.sampling import SamplingSpec
 
 
@@ -34,6 +42,19 @@ def test_measures_of_known_cases():
     # Two bins of two children: |0.25 - 0| twice, |0.75 - 1| twice.
     assert calibration_error(np.array([0.25, 0.75, 0.25, 0.75]), accepted) == pytest.approx(0.25)
     assert log_loss(np.array([0.5, 0.5, 0.5, 0.5]), accepted) == pytest.approx(np.log(2))
+
+
+def test_online_says_what_it_thinks_before_it_is_told():
+    calibration = AcceptanceCalibration(branching=CHILDREN)
+    log_q = np.log(np.full((2, CHILDREN), 0.1, dtype=np.float32))
+    asked = Positions(
+        rule=Rule.GREEDY, temperature=0.0, log_q=log_q, scores=log_q, hit=np.array([0, 0]), is_own=np.array([False] * 2)
+    )
+    buckets = buckets_of(calibration, asked)
+    prior = calibration.estimate(buckets, learned=False)
+    said = online_estimates(calibration, asked, buckets)
+    assert said[0].tolist() == prior[0].tolist()
+    assert said[1, 0] > said[0, 0]
 
 
 def test_the_prior_is_fitted_on_other_prompts_than_figures_are_reported_on():
