@@ -1,7 +1,8 @@
 """How long a draft's growth step takes, in a growth thread that serves sessions: the period from step to step.
 
-    python benchmarks/draft_step.py [--shape 160m 1b] [--only host device] [--json FILE]
+    python benchmarks/draft_step.py [--shape 160m 1b] [--only parts host device] [--json FILE]
 
+parts   where the host's time goes; needs no GPU
 host    what the host takes where the device answers at once; needs no GPU
 device  the period on this GPU, through the graphs that serve (*graph*) and with logits that are looked at eagerly, as
         rules and processors need it (*logits*); random weights, contexts of about 1,000 tokens

@@ -32,7 +32,8 @@ _COLLECT_AFTER = 200_000
 _AT_ONCE = 2
 # So long before a forward's expected end the thread no longer sleeps for commands: it might wake up late.
 _WAKE_UP_NS = 150_000
-# And so long at most it sleeps without a look at the device.
+# What is not worth a sleep, and how long it sleeps at most without a look at the device.
+_SHORTEST_SLEEP_NS = 100_000
 _LONGEST_SLEEP_NS = 1_000_000
 
 
@@ -217,10 +218,13 @@ class GrowthThread:
                 command = self._backlog.popleft()
                 assert command is not None
                 _apply(growth, command)
-            elif not self._receive(timeout_ns=min(end - time.perf_counter_ns(), _LONGEST_SLEEP_NS)) and (
-                time.perf_counter_ns() >= end
-            ):
-                return
+            else:
+                left = min(end - time.perf_counter_ns(), _LONGEST_SLEEP_NS)
+                if (
+                    not self._receive(timeout_ns=left if left > _SHORTEST_SLEEP_NS else 0)
+                    and left <= _SHORTEST_SLEEP_NS
+                ):
+                    return
 
     def _receive(self, *, block: bool = False, timeout_ns: int = 0) -> bool:
         """Moves what waits in the queue to the backlog; whether there was anything.

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from benchmarks.draft_bench.drive import Measured, Point, measure
 from benchmarks.draft_bench.models import growth_config, idle_growth, shape_growth
+from benchmarks.draft_bench.parts import host_parts
 from rich.console import Console
 from rich.table import Table
 
@@ -19,6 +20,7 @@ from outrider.draft_worker.growth import TreeGrowth
 from outrider.engine.model_runner import ModelRunner
 
 _POINTS = [Point(sessions=sessions, width=width) for sessions in (1, 16) for width in (8, 16, 64) if width >= sessions]
+_PARTS = ("parts", "host", "device")
 _WAYS = ("graph", "logits")
 # Milliseconds of a period, for up to 64 nodes.
 _TARGETS = {"160m": 0.75, "1b": 1.5}
@@ -27,14 +29,14 @@ _TARGETS = {"160m": 0.75, "1b": 1.5}
 def run(arguments: list[str]) -> int:
     """Measures what was asked for and prints the table."""
     parser = argparse.ArgumentParser(prog="draft_step.py")
-    parser.add_argument("--only", nargs="+", choices=("host", "device"), help="default: all that this machine can do")
+    parser.add_argument("--only", nargs="+", choices=_PARTS, help="default: all that this machine can do")
     parser.add_argument("--shape", nargs="+", choices=tuple(_TARGETS), default=list(_TARGETS))
     parser.add_argument("--points", nargs="+", type=_point, default=_POINTS, help="SESSIONSxWIDTH")
     parser.add_argument("--ways", nargs="+", choices=_WAYS, default=list(_WAYS))
     parser.add_argument("--steps", type=int, default=300, help="steps of each measurement")
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args(arguments)
-    parts = options.only or (["host", "device"] if torch.cuda.is_available() else ["host"])
+    parts = options.only or [part for part in _PARTS if part != "device" or torch.cuda.is_available()]
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     if "host" in parts:
@@ -46,10 +48,25 @@ def run(arguments: list[str]) -> int:
             with shape_growth(shape, options.points) as runner:
                 rows += _device_rows(shape, runner, options.points, options.ways, options.steps)
             torch.cuda.empty_cache()
-    Console(width=140).print(_table(rows))
+    if rows:
+        Console(width=140).print(_table(rows))
+    if "parts" in parts:
+        Console(width=140).print(_parts_table(options.points, options.steps))
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     return 0
+
+
+def _parts_table(points: list[Point], steps: int) -> Table:
+    table = Table(title="host, microseconds of processor time: lowest tenths")
+    for point in points:
+        with idle_growth(point) as growth:
+            found = host_parts(growth, point, steps=steps)
+        if not table.columns:
+            for name in ("sessions", "width", *found):
+                table.add_column(name, justify="right")
+        table.add_row(str(point.sessions), str(point.width), *(f"{value:.0f}" for value in found.values()))
+    return table
 
 
 def _device_rows(

@@ -53,7 +53,7 @@ class Point:
     @property
     def credit(self) -> int:
         """Live nodes of each session: some steps' worth."""
-        return max(1024 // self.sessions, 256)
+        return max(1024 // self.sessions, 512)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +98,8 @@ class Owner:
         self._chance = np.random.default_rng(point.sessions * 100 + point.width)
         self._vocab_size = vocab_size
         self._since = [0] * point.sessions
+        # The length that each session has once its last commit is applied.
+        self._lengths = [0] * point.sessions
         self._wanted = 0
         self.reached = threading.Event()
         self.failures: list[SessionFailure] = []
@@ -106,6 +108,7 @@ class Owner:
 
     def open(self) -> None:
         """Opens the sessions."""
+        self._wanted = 1 << 60
         limits = GrowthLimits(max_live_nodes=self._point.credit, max_depth=10_000)
         commands = []
         for number in range(self._point.sessions):
@@ -141,7 +144,7 @@ class Owner:
 
     def _commit(self, number: int) -> CommitCommand | None:
         session = self._growth.session((1, number))
-        if session is None or not session.tree.size:
+        if session is None or not session.tree.size or session.length < self._lengths[number]:
             return None
         self._since[number] += 1
         spare = self._point.credit - session.tree.size - 4 * self._growth.config.max_step_nodes // self._point.sessions
@@ -150,6 +153,7 @@ class Owner:
             return None
         self._since[number] = 0
         tokens = _best_path(session)
+        self._lengths[number] = session.length + len(tokens)
         return CommitCommand(self, (1, number), 1, session.length, tokens) if tokens else None
 
 
