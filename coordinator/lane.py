@@ -67,6 +67,8 @@ class TargetLane:
         self.limits = limits
         self.sessions: dict[int, Session] = {}
         self.flights: deque[Flight] = deque()
+        self.latest_result_ns = 0
+        """When it came: `learn` hears of it later."""
         self.cost = StepCost()
         self.pace = RoundPace()
         self.misses = MissRates()
@@ -76,7 +78,6 @@ class TargetLane:
         self._offer: _Offer | None = None
         self._row_ns = 0.0
         self._changed = asyncio.Event()
-        self._found: tuple[Sequence[Session], Candidates] | None = None
 
     @property
     def is_full(self) -> bool:
@@ -98,7 +99,7 @@ class TargetLane:
             return 0.0
         flight, overhead_ns = self.flights[-1], self.pace.overhead_ns
         step_ns = self.cost.predict_ns(flight.rows)
-        result_ns = max(flight.submitted_ns + overhead_ns, self.pace.last_result_ns) + step_ns
+        result_ns = max(flight.submitted_ns + overhead_ns, self.latest_result_ns) + step_ns
         return result_ns - overhead_ns - _EARLY_SHARE * step_ns - now_ns
 
     def _hopeless_ways(self, sessions: int) -> set[int]:
@@ -134,7 +135,6 @@ class TargetLane:
     async def change(self, *, timeout_s: float) -> None:
         """Waits for the next `notify`, not longer than so many seconds (or for ever: inf)."""
         self._changed.clear()
-        self._found = None
         timer = None
         if timeout_s != math.inf:
             timer = asyncio.get_running_loop().call_later(timeout_s, self._changed.set)
@@ -245,7 +245,6 @@ class TargetLane:
         is_alone = not self.flights
         flight = Flight(sessions=list(sessions), rows=rows, submitted_ns=now_ns, is_alone=is_alone, result=result)
         self.flights.append(flight)
-        self._found = None
         return flight
 
     def _opening(self, session: Session) -> SessionOpening:
