@@ -47,6 +47,7 @@ from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.lane import TargetLane
 from outrider.coordinator.links import DraftLink, TargetLink
 from outrider.coordinator.messages import GenerationRequest
+from outrider.coordinator.rounds import Way
 from outrider.coordinator.scheduler import Scheduler
 from outrider.coordinator.session import Generation
 from outrider.coordinator.text_stream import TextStream
@@ -116,7 +117,7 @@ class OneGroupLoop(VerifyLoop):
 
     def __init__(self, lane: TargetLane, *others: Any) -> None:
         super().__init__(lane, *others)
-        lane.way = Trials(1)
+        lane.way = Trials((Way.WAIT,))
 
 
 class Bench:
