@@ -40,6 +40,8 @@ class RecordingLoop(VerifyLoop):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.batches: list[tuple[int, int, list[int]]] = []
+        self.ages: list[int] = []
+        """Of the latest result, as each batch leaves."""
         type(self).made.append(self)
 
     def choose(self, sessions):
@@ -47,6 +49,7 @@ class RecordingLoop(VerifyLoop):
         ids = [session.session_id for session in sessions]
         in_flight = {session.session_id for flight in self.lane.flights for session in flight.sessions}
         assert in_flight.isdisjoint(ids)
+        self.ages.append(now_ns - self.lane.latest_result_ns)
         self.batches.append((now_ns, now_ns - (self._free_since_ns or now_ns), ids))
         return super().choose(sessions)
 
@@ -171,6 +174,10 @@ def test_two_groups_keep_a_distant_target_busy_and_share_it_evenly():
     assert alone.target_busy < 0.7
     assert together.wrong_tokens == 0
     (loop,) = two.made
+    # A batch arrives a tenth of a step before the one that runs is over, and not sooner: it would lack growth. A result
+    # has travelled for 1.5 ms, as has the step that runs, and the batch will for as long: of 4 ms 0.6 to 1 are left.
+    ages = sorted(loop.ages[10:])
+    assert 0.4e6 < ages[len(ages) // 4] <= ages[-1] < 1.6e6
     batches = [set(ids) for _, _, ids in loop.batches[4:-1]]
     for before, after in pairwise(batches):
         assert len(after) == 3
