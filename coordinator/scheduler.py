@@ -224,7 +224,10 @@ class Scheduler:
         if loop is not asyncio.current_task():
             loop.cancel()
         for session in reversed(lane.sessions.values()):
-            session.submission, session.target_id = None, None
+            # Its loop tells clients no more, and whom it had no room for has not asked another target yet.
+            session.deliver()
+            session.submission, session.target_id, session.rests_until_ns = None, None, 0
+            self._without_room_since.pop(session.session_id, None)
             self._waiting.appendleft(session)
         logger.warning("target %s is gone: %s", worker_id, reason)
         self._admit()

@@ -340,8 +340,10 @@ class Generation:
         )
 
     def abort(self, error: OutriderError) -> None:
-        """Ends the stream with an error; what was delivered stays valid."""
+        """Ends the stream with an error, behind all that was committed; what was delivered stays valid."""
         if self._error is None and not self.is_closed:
+            for session in self.sessions:
+                session.deliver()
             self._error = error
             self._wake.set()
             self.cancel()

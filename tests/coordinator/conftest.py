@@ -54,6 +54,7 @@ class FakeTarget:
         self.sessions: dict[int, tuple[int, list[int], int, SamplingSpec]] = {}
         self.closed: list[tuple[int, int]] = []
         self.batches: list[Sequence[TreeSubmission]] = []
+        self.defer_always = False
         self.fail_sessions: set[int] = set()
         self.fault_kind = FaultKind.LOST
         self.is_lost = False
@@ -71,9 +72,9 @@ class FakeTarget:
         await asyncio.sleep(self.step_s)
         if self.is_lost:
             raise WorkerUnavailable("the fake target was lost")
-        deferred, self.defer_first = self.defer_first, False
+        deferred, self.defer_first = self.defer_first or self.defer_always, False
         verdicts = [self._verdict(tree, deferred=deferred) for tree in trees]
-        rows = sum(1 + len(tree.tokens) for tree in trees)
+        rows = 0 if self.defer_always else sum(1 + len(tree.tokens) for tree in trees)
         return VerifyResult(step=len(self.batches), verdicts=verdicts, step_ns=1000, forward_ns=900, step_tokens=rows)
 
     def _verdict(self, tree: TreeSubmission, *, deferred: bool) -> SessionVerdict:

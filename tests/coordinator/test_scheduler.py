@@ -3,6 +3,7 @@ import random
 
 import pytest
 
+from outrider.coordinator import clock
 from outrider.coordinator.messages import (
     FaultKind,
     FinishReason,
@@ -11,6 +12,7 @@ from outrider.coordinator.messages import (
     Growth,
     GrowthBatch,
     SpeculationMode,
+    TokenDelta,
 )
 from outrider.coordinator.text_stream import TextStream
 from outrider.errors import InvalidRequest, Overloaded, Superseded, WorkerUnavailable
@@ -174,6 +176,48 @@ async def test_a_lost_target_hands_its_sessions_to_another(bench, expect_output)
     assert outputs == [expect_output(request.prompt_token_ids, request.sampling)]
     assert second.closed
     assert_idle(bench)
+
+
+@pytest.mark.parametrize("is_deferred", [True, False])
+async def test_a_session_that_rests_when_its_target_is_lost_asks_another_at_once(bench, expect_output, is_deferred):
+    """Nobody else would wake the other target's loop."""
+    first = bench.add_target("first")
+    first.defer_always, first.fault_kind = is_deferred, FaultKind.NO_ROOM
+    first.fail_sessions = set() if is_deferred else Everything()
+    request = make_request()
+    generation = bench.scheduler.submit(request, [TextStream(None)])
+    bench.add_target("second")
+    while generation.sessions[0].rests_until_ns < clock.now_ns():
+        await asyncio.sleep(0)
+    bench.scheduler.remove_target("first", "its lease is over")
+    async with asyncio.timeout(10):
+        events = [event async for event in generation]
+    tokens = [token for event in events if isinstance(event, TokenDelta) for token in event.token_ids]
+    assert tokens == expect_output(request.prompt_token_ids, request.sampling)
+
+
+@pytest.mark.parametrize("target_wait_s", [0.0, 10.0])
+async def test_what_a_lost_target_has_committed_is_delivered(make_bench, expect_output, target_wait_s):
+    """The target is lost when the next batch has been sent, and clients have not heard of the last one."""
+    bench = make_bench(target_wait_s=target_wait_s)
+    target = bench.add_target()
+    submit = target.submit
+
+    def submit_and_go(trees, **options):
+        if len(target.batches) == 1:
+            asyncio.get_running_loop().call_soon(bench.scheduler.remove_target, "target", "its lease is over")
+        return submit(trees, **options)
+
+    target.submit = submit_and_go
+    request = make_request()
+    reader = aiter(bench.scheduler.submit(request, [TextStream(None)]))
+    async with asyncio.timeout(5):
+        delta = await anext(reader)
+    assert delta.token_ids == expect_output(request.prompt_token_ids, request.sampling)[:1]
+    if not target_wait_s:
+        with pytest.raises(WorkerUnavailable, match="last target"):
+            await anext(reader)
+    await bench.scheduler.stop(WorkerUnavailable("the test is over"))
 
 
 async def test_the_last_target_lost_ends_requests_with_a_reason(bench):
