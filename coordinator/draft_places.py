@@ -45,6 +45,9 @@ class DraftPlaces:
         """The same for many; those without any draft come first."""
         for session in sorted(sessions, key=lambda session: len(session.draft_epochs)):
             self.assign(session)
+            if not session.draft_epochs and not session.refused_by and self._wanted(session):
+                # There is no place anywhere: to look through all sessions once is enough.
+                return
 
     def _wanted(self, session: Session) -> int:
         if session.mode is SpeculationMode.OFF:

@@ -119,6 +119,21 @@ async def test_a_new_draft_goes_to_who_has_none(make_bench):
         generation.cancel()
 
 
+async def test_who_wants_no_draft_or_was_refused_keeps_nobody_from_one(make_bench):
+    bench = make_bench()
+    bench.add_target(step_s=0.01)
+    bench.limits = room_for(2)
+    bench.add_draft("first", delay_s=1000.0)
+    requests = [make_request(1, mode=SpeculationMode.OFF), *(make_request(number) for number in (2, 3, 4, 5))]
+    off, refused, second, *others = (bench.scheduler.submit(request, [TextStream(None)]) for request in requests)
+    session = refused.sessions[0]
+    bench.scheduler.take_draft_error("first", session.session_id, session.draft_epochs["first"], "no")
+    second.cancel()
+    assert [len(generation.sessions[0].draft_epochs) for generation in (off, refused, *others)] == [0, 0, 1, 1]
+    for generation in (off, refused, *others):
+        generation.cancel()
+
+
 async def test_a_draft_that_comes_back_to_a_session_begins_anew(make_bench):
     bench = make_bench(drafts_per_session=2)
     bench.add_target(step_s=0.01)
