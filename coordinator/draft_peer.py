@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from outrider.coordinator.firing import GrowthForecast, Latency
+from outrider.coordinator.firing import Latency
 from outrider.coordinator.links import DraftLink
 from outrider.coordinator.messages import GrowthBatch
 from outrider.v1 import registry_pb2
@@ -32,16 +32,6 @@ class DraftPeer:
     def has_room(self) -> bool:
         """Whether one more session may be placed here."""
         return len(self.sessions) < self.limits.max_sessions
-
-    @property
-    def next_step(self) -> GrowthForecast:
-        """When the step that the draft is in will be told."""
-        step = self.link.step_latency
-        return GrowthForecast(since_ns=self.last_growth_ns, latency=step, step=step)
-
-    def answer_to(self, committed_ns: int) -> GrowthForecast:
-        """When a commit of that time will have grown the first level below its root."""
-        return GrowthForecast(since_ns=committed_ns, latency=self.response, step=self.link.step_latency)
 
     def note_width(self, growth: GrowthBatch) -> None:
         """What a step of this draft has grown."""

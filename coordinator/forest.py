@@ -92,14 +92,9 @@ class Forest:
     def remove_session(self, row: int) -> None:
         """Frees all of a row's slots."""
         self._release(np.flatnonzero(self.row == row))
+        self.version += 1
         self.root[row] = _NOWHERE
         self._free_rows.append(row)
-
-    def clear(self, row: int) -> None:
-        """Drops the nodes of a session's tree."""
-        self._release(np.flatnonzero((self.row == row) & (self.depth > 0)))
-        self.has_children[self.root[row]] = False
-        self.version += 1
 
     def add_view(self) -> int:
         """A view without ids."""
