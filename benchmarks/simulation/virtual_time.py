@@ -52,6 +52,10 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     """Runs it from time 0 on, and gives what it returns."""
     loop = VirtualTimeLoop()
     # Trees are many objects that die young: Python's collector would look through them again and again.
+    thresholds = gc.get_threshold()
     gc.set_threshold(300_000)
-    with clock.replaced_by(loop.time_ns), asyncio.Runner(loop_factory=lambda: loop) as runner:
-        return runner.run(main)
+    try:
+        with clock.replaced_by(loop.time_ns), asyncio.Runner(loop_factory=lambda: loop) as runner:
+            return runner.run(main)
+    finally:
+        gc.set_threshold(*thresholds)
