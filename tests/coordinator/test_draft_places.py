@@ -200,7 +200,7 @@ async def test_one_of_two_drafts_may_go_or_fall_silent(make_bench, expect_output
     outputs, result = await task
     assert outputs == [expect_output(request.prompt_token_ids, request.sampling)]
     # The one that speaks is heard, whoever else was asked.
-    assert not good.closed or result.speculation.acceptance_length > 1.5
+    assert result.speculation.acceptance_length > 1.5
 
 
 async def test_commits_are_counted_once_however_many_drafts_hear_of_them(make_bench):

@@ -10,7 +10,7 @@ as several graphs, short ones first: the device computes the first layers while 
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import torch
@@ -181,22 +181,20 @@ class StepGraphs:
         torch.cuda.synchronize(self._program.device)
         torch.cuda.empty_cache()
         graphs: list[torch.cuda.CUDAGraph] = []
+        with torch.cuda.stream(self._stream), ExitStack() as capture:
 
-        def begin() -> None:
-            graphs.append(torch.cuda.CUDAGraph())
-            graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            def begin() -> None:
+                graphs.append(torch.cuda.CUDAGraph())
+                graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                capture.callback(graphs[-1].capture_end)
 
-        def after_layer(count: int) -> None:
-            if count in _CUTS:
-                graphs[-1].capture_end()
-                begin()
+            def after_layer(count: int) -> None:
+                if count in _CUTS:
+                    capture.close()
+                    begin()
 
-        with torch.cuda.stream(self._stream):
             begin()
-            try:
-                output = self._program.run(bucket, data, after_layer)
-            finally:
-                graphs[-1].capture_end()
+            output = self._program.run(bucket, data, after_layer)
         if bucket.nodes or bucket.children:
             # The logits' memory may go to other graphs: who wants logits has buckets without walks.
             output = StepOutput(logits=None, answer=output.answer)

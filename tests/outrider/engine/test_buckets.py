@@ -79,7 +79,7 @@ def test_past_the_largest_graph_a_prompt_and_mixtures_are_all_there_is_to_compil
 
 
 def kind(bucket: Bucket) -> Bucket:
-    """What is left of a large bucket where any number of rows and keys is served by the same kernels."""
+    """What is left of a large bucket beside its rows and keys, which kernels take as they come."""
     return replace(bucket, tokens=0, keys=0, query_len=0)
 
 

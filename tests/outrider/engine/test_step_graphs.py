@@ -1,6 +1,7 @@
 """Which graph a step runs in, and which are captured; what they compute is for the GPU's tests."""
 
 import logging
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,7 +11,7 @@ import torch
 
 from outrider.engine.buckets import Bucket
 from outrider.engine.step_graphs import StepGraphs
-from outrider.engine.step_program import StepProgram
+from outrider.engine.step_program import StepOutput, StepProgram
 
 SMALL = Bucket(tokens=4, sessions=1, keys=90, query_len=4, logit_rows=4, nodes=4, words=1)
 LARGE = replace(SMALL, tokens=8, sessions=4, query_len=8, logit_rows=8, nodes=8)
@@ -100,3 +101,50 @@ def test_without_memory_a_bucket_stays_without_a_graph(caplog: pytest.LogCapture
     assert graphs.missing is None and len(graphs) == 0
     with pytest.raises(torch.OutOfMemoryError):
         NotedGraphs(most_rows=8, strict=True).capture(LARGEST)
+
+
+def test_a_step_is_captured_as_several_graphs_and_an_error_ends_the_one_it_came_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[str] = []
+
+    class NotedGraph:
+        def __init__(self) -> None:
+            self.number = sum(word.startswith("begin") for word in told)
+
+        def capture_begin(self, **_options: object) -> None:
+            told.append(f"begin {self.number}")
+
+        def capture_end(self) -> None:
+            told.append(f"end {self.number}")
+
+        def replay(self) -> None:
+            told.append(f"replay {self.number}")
+
+    def run(_bucket: Bucket, _data: torch.Tensor, after_layer: Any = None) -> StepOutput:
+        for layer in range(layers if after_layer else 0):
+            if layer == failing:
+                raise torch.OutOfMemoryError("no memory")
+            told.append("layer")
+            after_layer(layer + 1)
+        return StepOutput(logits=None, answer=torch.zeros(0, dtype=torch.int32))
+
+    for name in ("synchronize", "empty_cache", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_given: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", NotedGraph)
+    program = cast(StepProgram, SimpleNamespace(device=torch.device("cpu"), run=run))
+    graphs = StepGraphs(program, max_tokens=16, enabled=True)
+    graphs._enabled, graphs._stream = True, cast(Any, SimpleNamespace(wait_stream=lambda _other: None))
+    layers, failing = 9, None
+    graphs.capture(SMALL)
+    two, six, one = (["layer"] * count for count in (2, 6, 1))
+    assert told == ["begin 0", *two, "end 0", "begin 1", *six, "end 1", "begin 2", *one, "end 2"]
+    told.clear()
+    graphs.run(SMALL, graphs._nothing(SMALL))
+    assert told == ["replay 0", "replay 1", "replay 2"]
+    told.clear()
+    failing = 3
+    graphs.capture(LARGE)
+    assert told == ["begin 0", *two, "end 0", "begin 1", "layer", "end 1"]
+    assert len(graphs) == 1
