@@ -142,12 +142,9 @@ class ChildChooser:
     def _choose_most_likely(self, rows: Rows, logits: torch.Tensor) -> list[Children]:
         probs, ids = _probs(_SamplingColumns(rows, logits.device), logits).topk(self._branching)
         mass = probs.cpu().numpy()
+        tokens = np.where(mass > 0, ids.cpu().numpy(), -1)
         with np.errstate(divide="ignore"):
             buckets = self._calibration.independent_buckets(np.log(mass))
-        return self._estimated(rows, np.where(mass > 0, ids.cpu().numpy(), -1), buckets)
-
-    def _estimated(self, rows: Rows, tokens: npt.NDArray[np.int64], buckets: npt.NDArray[np.int64]) -> list[Children]:
-        tokens, buckets = tokens[:, : self._branching], buckets[:, : self._branching]
         learned = np.array([not session.is_sync for session, _ in rows])
         acceptance = self._calibration.estimate(buckets, learned)
         return [Children(*columns) for columns in zip(tokens.tolist(), acceptance.tolist(), buckets, strict=True)]

@@ -220,10 +220,8 @@ class GrowthThread:
                 _apply(growth, command)
             else:
                 left = min(end - time.perf_counter_ns(), _LONGEST_SLEEP_NS)
-                if (
-                    not self._receive(timeout_ns=left if left > _SHORTEST_SLEEP_NS else 0)
-                    and left <= _SHORTEST_SLEEP_NS
-                ):
+                sleeps = left > _SHORTEST_SLEEP_NS
+                if not self._receive(timeout_ns=left if sleeps else 0) and not sleeps:
                     return
 
     def _receive(self, *, block: bool = False, timeout_ns: int = 0) -> bool:

@@ -91,8 +91,6 @@ class DraftSession:
         self.tokens = [*start.prompt, *start.output]
         self.prompt_len = len(start.prompt)
         self.kv_len = 0
-        self.is_open = True
-        """False once it is closed; a step that it is in may still run."""
         self.is_sync = start.limits.mode is GrowthMode.SYNC
         """Whether it grows one tree a round."""
         self.is_ranked = not replace(start.sampling, logprobs=None).reads_logits
@@ -178,8 +176,7 @@ class DraftSession:
         self.starved = True
 
     def close(self) -> None:
-        """Gives the row and its slots back."""
-        self.is_open = False
+        """Gives the row and its slots back; a step that it is in may still run, and gives it nothing."""
         self.tree.clear()
         self._slots.release_row(self.row)
 
