@@ -114,8 +114,7 @@ class StepPlanner:
         """Pending tokens, the shortest chain first: a final token must not wait for somebody's prompt."""
         waiting = []
         for session in sessions:
-            if session.starved and self._slots.free >= session.length + _RESTART_MARGIN:
-                session.starved = False
+            session.starved = session.starved and not self._may_restart(session)
             if session.is_sync and session.level == 0 and (session.starved or not session.root_is_open):
                 plan.stuck.append(session)
             if session.kv_len < session.length and session.wants_prefill:
@@ -128,6 +127,11 @@ class StepPlanner:
             if count > 0 and not session.starved and self._reserve(session, count, plan):
                 budget -= count
                 plan.add_chain(session, count)
+
+    def _may_restart(self, session: DraftSession) -> bool:
+        """Whether a session that lost its slots has room again: with a margin, or all slots to itself."""
+        free = self._slots.free
+        return free >= session.length and free >= min(session.length + _RESTART_MARGIN, self._slots.num_slots)
 
     def _reserve(self, session: DraftSession, count: int, plan: StepPlan) -> bool:
         """Takes slots for pending tokens; the youngest session loses its own first, this one in its turn."""

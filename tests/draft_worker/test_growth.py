@@ -463,6 +463,20 @@ def test_out_of_slots_the_youngest_waits_and_starts_again(make_growth: Make, mak
     assert (runner.slots.used, runner.slots.free_rows, growth.num_sessions) == (0, 4, 0)
 
 
+def test_a_session_too_long_for_the_margin_starts_again_once_it_is_alone(make_growth: Make, make_start: Make):
+    growth, runner = make_growth(runner={"num_slots": 100, "max_rows": 4, "max_row_len": 300})
+    growth.open(make_start(1, prompt=[1] * 60))
+    growth.open(make_start(2, prompt=[2] * 60))
+    finish(growth)
+    assert open_session(growth, (7, 2)).starved
+    growth.close((7, 1), 1)
+    assert growths_of(finish(growth), 2)
+    # What has become longer than all slots waits for ever, and costs nothing.
+    growth.commit((7, 2), 1, 60, [3] * 41)
+    assert not growths_of(finish(growth), 2)
+    assert runner.slots.used == 0
+
+
 def test_sessions_that_cannot_be_opened(make_growth: Make, make_start: Make):
     growth, runner = make_growth(runner={"num_slots": 40, "max_rows": 1, "max_row_len": 300}, max_model_len=50)
     for changes, message in (
