@@ -154,7 +154,7 @@ class GrowthLauncher:
         return FoundChildren(tokens, acceptance, list(buckets), [None] * len(tokens))
 
     def _forward(self, plan: StepPlan, begun: int) -> GrowthFlight:
-        logits = self._runner.forward(plan.rows.batch())
+        logits = self._runner.forward(plan.rows.batch(1 if self._steps is None else self._words))
 
         def collect() -> FoundChildren:
             if not plan.nodes:
@@ -167,4 +167,13 @@ class GrowthLauncher:
                 [child.distribution for child in children],
             )
 
-        return GrowthFlight(plan, lambda: True, collect, begun)
+        return GrowthFlight(plan, _when_computed(logits), collect, begun)
+
+
+def _when_computed(found: torch.Tensor) -> Callable[[], bool]:
+    """What tells whether a tensor whose computation was launched last is there."""
+    if not found.is_cuda:
+        return lambda: True
+    event = torch.cuda.Event()
+    event.record()
+    return event.query

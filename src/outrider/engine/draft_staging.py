@@ -116,10 +116,12 @@ class GrowthRows:
         self.wanted += range(begin, begin + count)
         self.records += [record] * count
 
-    def batch(self) -> ForwardBatch:
-        """The rows as a forward whose logits are wanted where children are."""
+    def batch(self, words: int = 1) -> ForwardBatch:
+        """The rows as a forward whose logits are wanted where children are; masks have `words` words, or as many as it
+        takes.
+        """
         count = self.num_rows
-        words = max((max(self.masks).bit_length() + 63) // 64, 1)
+        words = max((max(self.masks).bit_length() + 63) // 64, words)
         rows, tree_starts, key_lens = np.array([self.rows, self.tree_starts, self.key_lens], dtype=np.int32)
         positions, write_index, prefix_len = np.array(
             [self.positions, self.write_index, self.prefix_lens], dtype=np.int32
