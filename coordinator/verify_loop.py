@@ -8,7 +8,7 @@ docs/scheduling.md explains what is decided here, and has the formulas.
 
 import asyncio
 import math
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
@@ -75,7 +75,7 @@ class VerifyLoop:
         self._drafts = drafts
         self._owner = owner
         self._free_since_ns: int | None = None
-        self._undelivered: deque[Session] = deque()
+        self._undelivered: OrderedDict[int, Session] = OrderedDict()
         self._unlearned: list[tuple[Flight, VerifyResult, int, int]] = []
 
     async def run(self) -> None:
@@ -125,8 +125,14 @@ class VerifyLoop:
     def _fire(self, sessions: Sequence[Session]) -> None:
         waited_ns = clock.now_ns() - (self._free_since_ns or clock.now_ns())
         flight = self.lane.submit(sessions, self.choose(sessions), waited_ns=waited_ns)
-        flight.result.add_done_callback(lambda _: self.lane.notify())
+        flight.result.add_done_callback(self._note_result)
         self._free_since_ns = None
+
+    def _note_result(self, result: "asyncio.Future[VerifyResult]") -> None:
+        if not result.cancelled():
+            # Of two batches that are lost together one is waited for; asyncio would complain of the other.
+            result.exception()
+        self.lane.notify()
 
     def choose(self, sessions: Sequence[Session]) -> list[Tree]:
         """Each session's tree."""
@@ -239,7 +245,7 @@ class VerifyLoop:
         mirror.commit([commitment for session, commitment in going_on if session.mode is not SpeculationMode.OFF])
         rounds = tokens = misses = tree_rounds = tree_misses = 0
         for session, (_, token_ids, _, _) in going_on:
-            self._undelivered.append(session)
+            self._undelivered[session.session_id] = session
             self._owner.note_progress(session)
             if not session.draft_epochs:
                 continue
@@ -275,7 +281,8 @@ class VerifyLoop:
         waiting, flights = self._undelivered, self.lane.flights
         while waiting:
             for _ in range(min(len(waiting), _DELIVERED_AT_ONCE)):
-                waiting.popleft().deliver()
+                _, session = waiting.popitem(last=False)
+                session.deliver()
             await asyncio.sleep(0)
             if flights and flights[0].result.done():
                 break

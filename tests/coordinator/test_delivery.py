@@ -1,17 +1,21 @@
 """When clients hear: after the next batch has been written to its stream, and while growth is waited for."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import gc
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
 
+from outrider.coordinator.candidates import Tree
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.links import TargetLink
 from outrider.coordinator.messages import GenerationEvent, GenerationRequest, SpeculationMode, TokenDelta
+from outrider.coordinator.rounds import Way
 from outrider.coordinator.scheduler import Scheduler
-from outrider.coordinator.session import Generation
+from outrider.coordinator.session import Generation, Session
 from outrider.coordinator.text_stream import TextStream
+from outrider.coordinator.verify_loop import VerifyLoop
 from outrider.errors import WorkerUnavailable
 from outrider.sampling import SamplingSpec
 from outrider.v1 import registry_pb2, target_pb2
@@ -98,3 +102,49 @@ async def test_the_end_of_a_choice_waits_for_no_batch(monkeypatch):
     """Two choices end in one step: both are delivered whole before the result that ends the request."""
     happened = await rounds(monkeypatch, tokens=2, mode=SpeculationMode.OFF, n=2)
     assert happened == ["batch 1", "batch 2", "delta 1", "delta 1", "delta 2", "delta 2"]
+
+
+async def test_who_has_not_heard_yet_is_remembered_once(bench):
+    """Steps so short that a result is always in before all clients have heard of the last one."""
+    waiting: list[int] = []
+
+    class Noting(VerifyLoop):
+        def choose(self, sessions: Sequence[Session]) -> list[Tree]:
+            waiting.append(len(self._undelivered))
+            return super().choose(sessions)
+
+    scheduler = Scheduler(CoordinatorConfig(port=0), loop_type=Noting)
+    bench.scheduler, bench.limits = scheduler, registry_pb2.WorkerLimits(max_sessions=50, max_step_tokens=64)
+    bench.add_target()
+    request = GenerationRequest(
+        request_id="a",
+        prompt_token_ids=(1, 2),
+        sampling=SamplingSpec(max_new_tokens=20),
+        mode=SpeculationMode.OFF,
+        n=50,
+    )
+    outputs, _ = await bench.generate(request)
+    assert [len(output) for output in outputs] == [20] * 50
+    assert 16 < max(waiting) <= 50
+
+
+async def test_of_two_batches_lost_together_nobody_complains(bench):
+    complaints: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+    target = bench.add_target(step_s=0.01)
+    lane = bench.scheduler._lanes["target"]
+    lane.way.current = Way.TWO_GROUPS
+    request = GenerationRequest(
+        request_id="a", prompt_token_ids=(1, 2), sampling=SamplingSpec(max_new_tokens=20), mode=SpeculationMode.OFF, n=2
+    )
+    generation = asyncio.create_task(bench.generate(request))
+    while len(lane.flights) < 2:
+        await asyncio.sleep(0.001)
+    target.is_lost = True
+    with pytest.raises(WorkerUnavailable):
+        await generation
+    await asyncio.sleep(0.02)
+    lane.flights.clear()
+    del lane
+    gc.collect()
+    assert not complaints
