@@ -26,6 +26,7 @@ _NOWHERE = -1
 _RING = 2048
 # A path value may get small, but it is divided by: no estimate below this counts as such.
 _LEAST_ACCEPTANCE = 1e-6
+_LEAST_VALUE = 1e-300
 # Committed tokens whose nodes growth may still name.
 _MOST_PASSED = 256
 _COLUMNS = {
@@ -287,7 +288,8 @@ class Forest:
         """
         kept = slots >= 0
         scale, shift = np.ones(len(self.root)), np.zeros(len(self.root), dtype=np.int32)
-        scale[rows[kept]] = 1.0 / self.value[slots[kept]]
+        # Where a path was too unlikely for a float, its nodes stay at next to nothing.
+        scale[rows[kept]] = 1.0 / np.maximum(self.value[slots[kept]], _LEAST_VALUE)
         shift[rows[kept]] = self.depth[slots[kept]]
         new = slots
         if not kept.all():

@@ -50,11 +50,13 @@ class Bench:
 
     def values(self) -> dict[Path, float]:
         """Of every node, by its path from the root."""
-        (tree,) = self.best().trees([len(self.best().values)])
+        best = self.best()
+        (tree,) = best.trees([len(best.values)])
         paths: list[Path] = [()]
         for token, parent in zip(tree.tokens, tree.parents, strict=True):
             paths.append((*paths[parent], token))
         assert len(set(paths)) == len(paths)
+        assert best.depths.tolist() == [len(path) for path in paths[1:]]
         return dict(zip(paths[1:], tree.values, strict=True))
 
     def paths(self) -> set[Path]:
@@ -152,6 +154,30 @@ def test_what_a_session_held_is_free_for_others():
     assert third.graft("a", make_growth(2, [(1, 0, 4)])) == 1
     assert third.paths() == {(4,)}
     assert second.paths() == {(5,), (5, 6)}
+
+
+@pytest.mark.parametrize(("is_silent", "most"), [(False, 3), (True, 256)])
+def test_a_long_session_needs_no_more_slots_than_a_short_one(is_silent, most):
+    """Committed nodes are kept as long as growth may name them, and not for ever where the draft has fallen silent."""
+    bench = Bench([0])
+    for length in range(1, 500):
+        if not is_silent or length == 1:
+            bench.graft("a", make_growth(length, [(2 * length, 0, 5), (2 * length + 1, 2 * length, 6)]))
+        bench.commit([5])
+    assert 0 < np.count_nonzero(bench.forest.row) <= most
+
+
+def test_paths_too_unlikely_for_a_float_do_no_harm():
+    bench = Bench([9])
+    nodes = [(node, node - 1, node) for node in range(1, 70)]
+    bench.graft("a", make_growth(1, nodes, acceptance=0.0))
+    bench.graft("a", make_growth(1, [(70, 0, 4)]))
+    bench.commit(list(range(1, 61)))
+    bench.graft("a", make_growth(61, [(71, 0, 5)]))
+    values = bench.values()
+    assert len(values) == 10
+    assert values.pop((5,)) == 0.5
+    assert all(0 <= value <= 1e-6 for value in values.values())
 
 
 def test_estimates_out_of_range_do_no_harm():
