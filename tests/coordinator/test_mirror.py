@@ -80,6 +80,8 @@ def test_a_node_keeps_the_highest_estimate_and_hands_it_down():
     bench.graft("b", make_growth(1, [(1, 0, 5), (2, 0, 4)], acceptance=0.8))
     bench.graft("b", make_growth(1, [(3, 1, 6)], acceptance=0.1))
     assert bench.values() == pytest.approx({(5,): 0.8, (4,): 0.8, (5, 6): 0.4, (5, 6, 7): 0.2})
+    bench.graft("a", replace(make_growth(1, [(4, 0, 4), (5, 0, 4)]), acceptance=[0.9, 0.1]))
+    assert bench.values()[(4,)] == pytest.approx(0.9)
 
 
 def test_the_same_growth_twice_changes_nothing():
@@ -156,6 +158,18 @@ def test_what_a_session_held_is_free_for_others():
     assert second.paths() == {(5,), (5, 6)}
 
 
+def test_many_sessions_one_after_the_other_need_no_more_than_one():
+    forest = Forest()
+    for _ in range(50):
+        bench = Bench([9], forest=forest)
+        for worker_id in ("a", "b"):
+            bench.graft(worker_id, make_growth(1, [(1, 0, 5), (2, 1, 6)]))
+        bench.commit([5])
+        bench.mirror.close()
+    assert not forest.row.any()
+    assert (len(forest.root), len(forest.row), len(forest._ring_slot)) == (2, 65, 4)
+
+
 @pytest.mark.parametrize(("is_silent", "most"), [(False, 3), (True, 256)])
 def test_a_long_session_needs_no_more_slots_than_a_short_one(is_silent, most):
     """Committed nodes are kept as long as growth may name them, and not for ever where the draft has fallen silent."""
@@ -221,11 +235,17 @@ def test_candidates_are_the_best_of_each_session_with_their_parents():
 
 @pytest.mark.parametrize("seed", range(10))
 def test_mirrors_equal_their_drafts_whatever_the_delay(seed):
-    """Drafts apply commits late, their growth is delayed, doubled and shared with others': what agrees is there."""
+    """Drafts apply commits late, their growth is delayed, doubled and shared with others': what agrees is there.
+
+    Sessions end and others take their place; drafts begin anew, and use the same ids again.
+    """
     chance = random.Random(seed)
     forest = Forest()
     sessions = [_Delayed(chance, forest) for _ in range(3)]
     for _ in range(250):
+        if chance.random() < 0.02:
+            sessions.pop(0).bench.mirror.close()
+            sessions.append(_Delayed(chance, forest))
         for session in sessions:
             session.act()
         if chance.random() < 0.5:
@@ -235,9 +255,13 @@ def test_mirrors_equal_their_drafts_whatever_the_delay(seed):
         for session in sessions:
             root = tuple(session.bench.token_ids)
             wanted = {
-                path[len(root) :] for path in session.delivered if path[: len(root)] == root and len(path) > len(root)
+                path[len(root) :]: estimate
+                for path, estimate in session.delivered.items()
+                if path[: len(root)] == root and len(path) > len(root)
             }
-            assert session.bench.paths() == wanted
+            for path in sorted(wanted, key=len):
+                wanted[path] *= wanted.get(path[:-1], 1.0)
+            assert session.bench.values() == pytest.approx(wanted)
 
 
 class _Delayed:
@@ -246,11 +270,16 @@ class _Delayed:
     def __init__(self, chance: random.Random, forest: Forest) -> None:
         self.chance = chance
         self.bench = Bench([0], forest=forest)
-        self.drafts = {name: _Draft() for name in ("a", "b")}
-        self.delivered: set[Path] = set()
+        self.drafts = {name: _Draft([0]) for name in ("a", "b")}
+        self.delivered: dict[Path, float] = {}
+        """The highest estimate of each node."""
 
     def act(self) -> None:
-        draft = self.drafts[self.chance.choice("ab")]
+        name = self.chance.choice("ab")
+        if self.chance.random() < 0.02:
+            self.bench.mirror.forget_worker(name)
+            self.drafts[name] = _Draft(self.bench.token_ids)
+        draft = self.drafts[name]
         if self.chance.random() < 0.6:
             draft.grow(self.chance)
         elif draft.untold:
@@ -275,8 +304,8 @@ class _Delayed:
 
 
 class _Draft:
-    def __init__(self) -> None:
-        self.token_ids = [0]
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self.token_ids = list(token_ids)
         self.untold: list[list[int]] = []
         self.grown: dict[int, Path] = {}
         self.in_flight: list[tuple[Growth, Path]] = []
@@ -290,7 +319,9 @@ class _Draft:
         if path not in self.grown.values():
             number = len(self.grown) + 1
             self.grown[number] = path
-            self.in_flight.append((make_growth(len(root), [(number, parent, path[-1])]), path))
+            estimate = chance.choice([1.0, 0.1 + 0.9 * chance.random()])
+            growth = make_growth(len(root), [(number, parent, path[-1])], acceptance=estimate)
+            self.in_flight.append((growth, path))
 
 
 def _deliver(chance: random.Random, sessions: Sequence[_Delayed]) -> None:
@@ -301,7 +332,7 @@ def _deliver(chance: random.Random, sessions: Sequence[_Delayed]) -> None:
         draft = session.drafts[worker_id]
         if draft.in_flight:
             growth, path = draft.in_flight.pop(0)
-            session.delivered.add(path)
+            session.delivered[path] = max(growth.acceptance[0], session.delivered.get(path, 0.0))
             growths.append(growth)
             mirrors.append(session.bench.mirror)
             if chance.random() < 0.2:
