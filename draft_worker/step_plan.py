@@ -115,8 +115,6 @@ class StepPlanner:
         waiting = []
         for session in sessions:
             session.starved = session.starved and not self._may_restart(session)
-            if session.is_sync and session.level == 0 and (session.starved or not session.root_is_open):
-                plan.stuck.append(session)
             if session.kv_len < session.length and session.wants_prefill:
                 waiting.append(session)
         waiting.sort(key=lambda session: session.length - session.kv_len)
@@ -153,6 +151,9 @@ class StepPlanner:
     def _plan_trees(self, plan: StepPlan, sessions: Collection[DraftSession]) -> None:
         growing, least = [], self._config.min_path_value
         for session in sessions:
+            # It may have lost its slots just now, and there may be no other step that would say so.
+            if session.is_sync and session.level == 0 and (session.starved or not session.root_is_open):
+                plan.stuck.append(session)
             # A chain that is in this forward has its KV counted, but its root no children yet.
             if session.kv_len < session.length or session.tree.root.child_tokens is None:
                 continue
