@@ -1,3 +1,5 @@
+import gc
+
 import numpy as np
 import pytest
 
@@ -96,6 +98,23 @@ def test_values_do_not_vanish_over_many_commits():
         assert (tree.size, tree.best_value) == (2, 0.5)
     assert 0 < tree.root.value <= 1
     assert [node.path_value for node in tree.nodes()] == [0.25, 0.5]
+
+
+def test_dead_trees_wait_for_no_collector():
+    tree = make_tree()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            for node in (tree.root, *take(tree, 3)):
+                if node.child_tokens is None:
+                    grow(tree, node, t1=0.6, t2=0.3)
+            tree.reroot([1])
+        tree.clear()
+        del node
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 def test_dead_entries_do_not_pile_up():

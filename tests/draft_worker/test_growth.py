@@ -190,6 +190,37 @@ def test_sessions_come_and_go_while_a_step_runs(make_growth: Make, make_start: M
     assert runner.slots.used == 0
 
 
+def test_growth_that_leaves_late_is_that_of_its_step(make_growth: Make, make_start: Make):
+    growth, _ = make_growth()
+    growth.open(make_start())
+    growth.step()
+    session = open_session(growth)
+    assert growth.begin()
+    parent = next(iter(session.tree.root.taken.values()))
+    step = growth.finish()
+    children = [(child.node_id, child.token) for child in parent.children.values()]
+    growth.commit(KEY, 1, 3, [parent.token])
+    growth.close(KEY, 1)
+    (record,) = step.growths
+    assert (record.as_of, record.epoch, record.parents[0]) == (3, 1, parent.node_id)
+    assert list(zip(record.node_ids, record.tokens, strict=True))[:4] == children
+
+
+def test_a_session_that_is_left_out_has_no_part_in_a_step(make_growth: Make, make_start: Make):
+    growth, runner = make_growth()
+    growth.open(make_start(1))
+    growth.open(make_start(2))
+    for _ in range(2):
+        assert growth.begin({(7, 1)})
+        assert runner.batches[-1].rows.tolist() == [open_session(growth, (7, 2)).row]
+        assert {record.session_id for record in growth.finish().growths} == {2}
+    assert growth.begin()
+    assert len(runner.batches[-1].rows) == 2
+    growth.finish()
+    growth.close((7, 2), 1)
+    assert not growth.begin({(7, 1)})
+
+
 def test_a_sync_round_that_a_commit_ends_in_flight_starts_afresh(make_growth: Make, make_start: Make):
     limits = GrowthLimits(mode=GrowthMode.SYNC, sync_nodes=6, max_depth=3)
     plain, _ = make_growth()
@@ -536,6 +567,19 @@ def test_unlikely_nodes_are_neither_made_nor_expanded(make_growth: Make, make_st
     for node in open_session(growth).tree.nodes():
         assert node.acceptance >= 0.1
         assert (node.child_tokens is not None) == (node.path_value >= 0.2)
+
+
+def test_every_parent_on_a_committed_path_is_a_trial(make_growth: Make, make_start: Make):
+    growth, _ = make_growth()
+    growth.open(make_start())
+    finish(growth)
+    first = next(node for node in open_session(growth).tree.root.taken.values() if node.taken)
+    second = next(node for node in first.taken.values() if node.child_tokens)
+    assert second.child_tokens is not None
+    missed = next(token for token in range(24) if token not in second.child_tokens)
+    growth.commit(KEY, 1, 3, [first.token, second.token, missed, 7])
+    (reliability,) = growth.calibration.reliability()
+    assert (sum(reliability.children), sum(reliability.hits)) == (12, 2)
 
 
 def test_commits_teach_the_calibration(make_growth: Make, make_start: Make):

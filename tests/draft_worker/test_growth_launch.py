@@ -45,7 +45,10 @@ def run_side_by_side(
     for number, spec in enumerate(specs):
         prompt = rng.integers(0, vocab_size, 30 + 7 * number).tolist()
         mode = GrowthMode.SYNC if sync and number % 2 else GrowthMode.ASYNC
-        limits = GrowthLimits(max_live_nodes=80, mode=mode)
+        # Few enough nodes for a round to be whole before its commit.
+        limits = GrowthLimits(
+            max_live_nodes=80, mode=mode, sync_nodes=6, max_depth=4 if mode is GrowthMode.SYNC else 16
+        )
         for growth in growths:
             growth.open(make_start(number, prompt=prompt, sampling=spec, limits=limits))
     for _ in range(rounds):

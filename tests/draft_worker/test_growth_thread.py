@@ -61,6 +61,13 @@ def test_commits_are_applied_while_a_step_runs_and_growth_leaves_behind_the_next
         device.done.set()
 
     monkeypatch.setattr(growth, "commit", commit_and_let_go)
+    deliver, next_runs = owner.deliver, list[bool]()
+
+    def deliver_and_note(*args: Any) -> None:
+        next_runs.append(growth._flight is not None)
+        deliver(*args)
+
+    monkeypatch.setattr(owner, "deliver", deliver_and_note)
     thread = GrowthThread(lambda: growth)
     thread.start()
     thread.ready.result(10)
@@ -72,6 +79,7 @@ def test_commits_are_applied_while_a_step_runs_and_growth_leaves_behind_the_next
     assert owner.grown.wait(10)
     assert in_flight == [True]
     assert {record.as_of for record in owner.growths} == {4}
+    assert next_runs[0]
     thread.stop()
     thread.stopped.result(10)
     assert not owner.failures
@@ -98,12 +106,20 @@ def test_a_forward_leaves_out_sessions_whose_commits_still_wait(
     growth, runner = make_growth()
     device, owner = SlowDevice(growth, monkeypatch), Owner()
     numbers = range(1, 7)
+    begin, left_out = growth.begin, list[set[tuple[int, int]]]()
+
+    def begin_and_note(keys: set[tuple[int, int]]) -> bool:
+        left_out.append(keys)
+        return begin(keys)
+
+    monkeypatch.setattr(growth, "begin", begin_and_note)
     thread = GrowthThread(lambda: growth)
     thread.start()
     thread.submit([OpenCommand(owner, make_start(number, owner=owner)) for number in numbers])
     assert device.launched.acquire(timeout=10)
     # The first two were opened before it, the others while it runs.
     assert [len(batch.rows) for batch in runner.batches] == [2]
+    assert left_out[0] == {(7, number) for number in (3, 4, 5, 6)}
     device.done.set()
     assert device.launched.acquire(timeout=10)
     deadline = time.monotonic() + 10

@@ -42,7 +42,7 @@ def make_rows() -> GrowthRows:
     return rows
 
 
-def staged(words: int = 2) -> tuple[StagedStep, dict[str, np.ndarray]]:
+def staged(words: int = 2, least: int | None = None) -> tuple[StagedStep, dict[str, np.ndarray]]:
     buckets: list[Bucket] = []
 
     def choose(need: Bucket) -> Bucket:
@@ -52,7 +52,7 @@ def staged(words: int = 2) -> tuple[StagedStep, dict[str, np.ndarray]]:
         )
 
     buffer = StepBuffer(torch.device("cpu"))
-    step = stage_growth(make_rows(), children=3, words=words, slots=make_slots(), choose=choose, buffer=buffer)
+    step = stage_growth(make_rows(), children=3, words=least or words, slots=make_slots(), choose=choose, buffer=buffer)
     assert buckets == [
         Bucket(tokens=8, sessions=3, keys=82, query_len=3, logit_rows=3, nodes=0, words=words, children=3)
     ]
@@ -93,6 +93,10 @@ def test_masks_take_the_words_that_every_step_has():
     _, arrays = staged(words=4)
     np.testing.assert_array_equal(arrays["tree_mask"][:, 2:], 0)
     assert arrays["tree_mask"][4].tolist() == [5, 1 << 3 | 1 << 4, 0, 0]
+    # A tree that is larger all the same, as that of a sync round may be, takes more.
+    _, arrays = staged(words=2, least=1)
+    assert arrays["tree_mask"][4].tolist() == [5, 1 << 3 | 1 << 4]
+    assert [make_rows().batch(words).tree_mask.shape for words in (1, 4)] == [(8, 2), (8, 4)]
     assert [mask_words(nodes) for nodes in (1, 64, 65, 128, 129, 256)] == [1, 1, 2, 2, 4, 4]
 
 
