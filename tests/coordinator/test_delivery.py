@@ -148,3 +148,17 @@ async def test_of_two_batches_lost_together_nobody_complains(bench):
     del lane
     gc.collect()
     assert not complaints
+
+
+async def test_clients_hear_while_growth_is_waited_for(make_bench):
+    bench = make_bench(sync_wait_cap_ms=50.0)
+    target = bench.add_target()
+    bench.add_draft(delay_s=1000.0)
+    request = GenerationRequest(
+        request_id="a", prompt_token_ids=(1, 2), sampling=SamplingSpec(max_new_tokens=9), mode=SpeculationMode.SYNC
+    )
+    generation = bench.scheduler.submit(request, [TextStream(None)])
+    async with asyncio.timeout(10):
+        await anext(aiter(generation))
+    assert len(target.batches) == 1
+    generation.cancel()

@@ -1,5 +1,6 @@
 import asyncio
 import random
+import time
 
 import pytest
 
@@ -423,6 +424,21 @@ async def test_a_draining_scheduler_takes_nothing_new(bench):
     bench.scheduler.drain()
     with pytest.raises(WorkerUnavailable, match="shutting down"):
         bench.scheduler.submit(make_request(), [TextStream(None)])
+
+
+async def test_a_target_that_computed_nothing_is_asked_again_after_a_moment(bench, expect_output):
+    target = bench.add_target()
+    target.defer_always = True
+    request, began_s = make_request(), time.monotonic()
+    generation = asyncio.create_task(bench.generate(request))
+    async with asyncio.timeout(10):
+        while len(target.batches) < 4:
+            await asyncio.sleep(0.001)
+        # Three pauses of 5 ms, less what clocks differ by.
+        assert time.monotonic() - began_s > 0.014
+        target.defer_always = False
+        outputs, _ = await generation
+    assert outputs == [expect_output(request.prompt_token_ids, request.sampling)]
 
 
 async def test_deferred_sessions_are_submitted_again(bench, expect_output):
