@@ -76,7 +76,7 @@ def check_children(session: DraftSession, node: DraftNode, logits_after: Make) -
 
 
 class World:
-    """Some coordinators' worth of commands, and what they know of the trees."""
+    """Commands as coordinators send them, and what they know of the trees."""
 
     def __init__(self, seed: int, make_growth: Make, make_start: Make, logits_after: Make) -> None:
         self.chance = random.Random(seed)
@@ -111,7 +111,9 @@ class World:
                 self._commit(self.chance.choice(sessions))
 
     def _open(self, number: int) -> None:
-        pick, epoch = self.chance.choice, self._epochs.get(number, 0) + self.chance.choice([0, 1, 1])
+        pick, epoch = self.chance.choice, self._epochs.get(number, 0) + 1
+        if self.growth.session((7, number)) is not None and self.chance.random() < 0.3:
+            epoch -= 1
         self._epochs[number] = epoch
         changes = {"temperature": pick([0.0, 0.7, 1.0]), "seed": self.chance.getrandbits(64)} | pick(CHANGES)
         start = self._make_start(
