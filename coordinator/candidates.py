@@ -15,8 +15,8 @@ from outrider.coordinator.forest import Floats, Forest, Ints
 from outrider.coordinator.mirror import Mirror, TreeMirror
 from outrider.draft_distribution import DraftDistribution
 
-_MOST_DEPTH = 63
 _DEPTH_BITS = 6
+_MOST_DEPTH = (1 << _DEPTH_BITS) - 1
 _ONE = int(np.float32(1.0).view(np.int32))
 
 
@@ -94,7 +94,7 @@ def candidates(mirrors: Sequence[Mirror | None], *, most: Sequence[int], deepest
     Args:
         mirrors: [S] None has none.
         most: [S] how many of each.
-        deepest: [S] nodes below that are left out.
+        deepest: [S] nodes below that are left out; of a tree, those below depth 63 as well.
     """
     forest = _forest_of(mirrors)
     places, slots, values, depths, is_leaf = (
@@ -128,7 +128,7 @@ def _best_slots(
     place_of = np.zeros(len(forest.root), dtype=np.int64)
     limit = np.zeros(len(forest.root), dtype=np.int32)
     place_of[rows] = np.arange(len(rows))
-    limit[rows] = deepest
+    limit[rows] = np.minimum(deepest, _MOST_DEPTH)
     limit[0] = 0
     slots = np.flatnonzero((forest.depth > 0) & (forest.depth <= limit[forest.row]))
     ordered = _in_order(forest, slots, place_of[forest.row[slots]], len(rows))
@@ -150,7 +150,7 @@ def _in_order(forest: Forest, slots: Ints, places: Ints, sessions: int) -> Ints:
     worth = forest.value[slots].astype(np.float32).view(np.int32)
     falling = (_ONE - worth).astype(np.int64) >> (30 - value_bits)
     keys = places << value_bits | falling
-    keys = keys << _DEPTH_BITS | np.minimum(forest.depth[slots], _MOST_DEPTH)
+    keys = keys << _DEPTH_BITS | forest.depth[slots]
     keys = keys << own_bits | np.arange(len(slots))
     keys.sort()
     return slots[keys & ((1 << own_bits) - 1)]

@@ -233,6 +233,19 @@ def test_candidates_are_the_best_of_each_session_with_their_parents():
     assert heads[1].parents == trees[1].parents[:3]
 
 
+def test_of_a_very_deep_tree_the_head_is_sent_with_parents_before_children():
+    bench = Bench([9])
+    # Slots that are used again come in no order.
+    for node in range(1, 40):
+        bench.graft("a", make_growth(1, [(node, 0, node)]))
+    bench.commit([49])
+    for node in range(100, 200):
+        bench.graft("a", make_growth(2, [(node, node - 1 if node > 100 else 0, 7)], acceptance=1.0))
+    best = bench.best()
+    (tree,) = best.trees([len(best.values)])
+    assert list(tree.parents) == list(range(63))
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_mirrors_equal_their_drafts_whatever_the_delay(seed):
     """Drafts apply commits late, their growth is delayed, doubled and shared with others': what agrees is there.
