@@ -65,7 +65,7 @@ class Measured:
         high: the same, 90th percentile.
         mean: the same of all steps, commits included.
         forward: from a step's launch until its children were there, median.
-        device: of that the device's own time, median; 0 where there is none.
+        device: of that the device's own time, as the launcher averages it; 0 where there is none.
         commit: one commit, microseconds, median.
         steps: that were counted.
     """
