@@ -62,6 +62,11 @@ class GrowthConfig:
                 raise ValueError(f"{name}: {getattr(self, name)} given, at least 0 and below 1 needed")
         if not 0 < self.rejection_acceptance <= 1:
             raise ValueError(f"rejection_acceptance: {self.rejection_acceptance} given, above 0 and at most 1 needed")
+        if self.rejection_acceptance < self.min_acceptance:
+            raise ValueError(
+                f"rejection_acceptance: {self.rejection_acceptance} given, at least min_acceptance "
+                f"({self.min_acceptance}) needed: no chain would grow"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -598,6 +598,11 @@ def test_commits_teach_the_calibration(make_growth: Make, make_start: Make):
     assert after[3] > after[0]
 
 
+def test_a_config_under_which_no_chain_would_grow_is_refused():
+    with pytest.raises(ValueError, match="at least min_acceptance"):
+        GrowthConfig(rejection_acceptance=0.1, min_acceptance=0.2)
+
+
 @pytest.mark.parametrize("field", ["branching", "max_step_nodes", "max_step_tokens", "min_path_value"])
 def test_config_out_of_range_is_refused(field: str):
     with pytest.raises(ValueError, match=field):
