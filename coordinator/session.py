@@ -50,6 +50,7 @@ class _Undelivered(NamedTuple):
     verdict: SessionVerdict
     result: VerifyResult
     result_ns: int
+    growth: Sequence[GrowthArrival]
 
 
 class Session:
@@ -168,6 +169,7 @@ class Session:
         if self._undelivered is not None:
             self.deliver()
         submission, self.submission = self.submission, None
+        growth, self.arrivals = self.arrivals, []
         assert submission is not None
         self.committed_ns = committed_ns
         before = len(self.token_ids)
@@ -177,7 +179,7 @@ class Session:
         if kept < len(token_ids):
             token_ids = token_ids[:kept]
         self._undelivered = _Undelivered(
-            token_ids, before - self.prompt_length, text, submission, verdict, result, committed_ns
+            token_ids, before - self.prompt_length, text, submission, verdict, result, committed_ns, growth
         )
         if self.cached_tokens is None:
             self.cached_tokens = cached_tokens
@@ -256,7 +258,6 @@ class Session:
         return self.text_stream.push(visible).text + self.text_stream.flush()
 
     def _round_record(self, news: _Undelivered) -> RoundRecord:
-        arrivals, self.arrivals = self.arrivals, []
         submission, kept = news.submission, len(news.token_ids)
         return RoundRecord(
             index=self.index,
@@ -272,7 +273,7 @@ class Session:
             node_values=submission.tree.values,
             accepted_nodes=news.verdict.accepted_nodes[:kept],
             emitted_token_ids=news.token_ids,
-            growth=arrivals,
+            growth=news.growth,
         )
 
 

@@ -513,6 +513,28 @@ async def test_a_resumed_request_goes_on_after_what_was_received(bench, expect_o
     assert result.choices[0].finish_reason is FinishReason.LENGTH
 
 
+async def test_trace_counts_growth_behind_a_result_to_the_next_round(bench):
+    """It comes when the next batch has left, and before the client hears of the last one."""
+    target = bench.add_target()
+    bench.add_draft(delay_s=1000.0)
+    request = make_request(trace=True, sampling=SamplingSpec(max_new_tokens=3))
+    generation = bench.scheduler.submit(request, [TextStream(None)])
+    (epoch,), submit = generation.sessions[0].draft_epochs.values(), target.submit
+    length = len(request.prompt_token_ids)
+    growth = Growth(
+        session_id=1, epoch=epoch, as_of=length, node_ids=[1], parents=[0], tokens=[5], acceptance=[0.5], complete=True
+    )
+
+    def submit_and_grow(trees, **options):
+        if len(target.batches) == 1:
+            asyncio.get_running_loop().call_soon(bench.scheduler.take_growth, "draft", GrowthBatch.of([growth]))
+        return submit(trees, **options)
+
+    target.submit = submit_and_grow
+    rounds = [event async for event in generation if hasattr(event, "submitted_ns")]
+    assert [len(record.growth) for record in rounds] == [0, 1, 0]
+
+
 async def test_trace_shows_growth_arriving_while_the_target_verifies(bench):
     bench.add_target(step_s=0.005)
     bench.add_draft(accuracy=0.5, delay_s=0.004)
