@@ -84,9 +84,9 @@ class TargetLane:
         """Whether no further batch may be sent before a result is in."""
         return len(self.flights) >= (2 if self.way.current == Way.TWO_GROUPS else 1)
 
-    def next_group(self) -> list[Session]:
+    def next_group(self, now_ns: int) -> list[Session]:
         """The sessions of the next batch: all that may run, or that half of them that has waited longest."""
-        sessions = self.runnable()
+        sessions = self.runnable(now_ns)
         if self.way.current != Way.TWO_GROUPS:
             return sessions
         in_flight = sum(len(flight.sessions) for flight in self.flights)
@@ -116,9 +116,8 @@ class TargetLane:
         """Whether one more session may be placed here."""
         return len(self.sessions) < self.limits.max_sessions
 
-    def runnable(self) -> list[Session]:
+    def runnable(self, now_ns: int) -> list[Session]:
         """Sessions that may be verified now, oldest first; those in flight and those whose reader stalls are not."""
-        now_ns = clock.now_ns()
         return [
             session
             for session in self.sessions.values()
@@ -127,6 +126,13 @@ class TargetLane:
             and not session.generation.is_stalled
             and session.rests_until_ns <= now_ns
         ]
+
+    def rest_left_ns(self, now_ns: int) -> float:
+        """Until the next of those that `runnable` left out because they rest; inf where none rests."""
+        return min(
+            (until - now_ns for own in self.sessions.values() if (until := own.rests_until_ns) > now_ns),
+            default=math.inf,
+        )
 
     def notify(self) -> None:
         """Something has changed that the loop may be waiting for: growth, a new session, a reader that reads on."""

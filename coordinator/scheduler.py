@@ -182,10 +182,6 @@ class Scheduler:
             session.generation.abort(Overloaded(reason, retry_after_s=self._config.retry_after_s))
             return
         session.rests_until_ns = now_ns + _NO_ROOM_PAUSE_NS
-        loop = asyncio.get_running_loop()
-        for lane in self._lanes.values():
-            if session.session_id in lane.sessions:
-                loop.call_later(_NO_ROOM_PAUSE_NS / 1e9, lane.notify)
 
     # --------------------------------------------------------------------------------------------------------- workers
 

@@ -7,7 +7,6 @@ docs/scheduling.md explains what is decided here, and has the formulas.
 """
 
 import asyncio
-import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -87,8 +86,9 @@ class VerifyLoop:
                     result = await lane.flights[0].result
                     self._apply(result)
                     continue
-                sessions = self._ready()
-                hold_s = self._hold_s(sessions)
+                now_ns = clock.now_ns()
+                sessions = self._ready(now_ns)
+                hold_s = self._hold_s(sessions, now_ns)
                 if hold_s:
                     # Growth, a result, a session that comes or rests no more: all of them end the wait.
                     if self._undelivered:
@@ -106,21 +106,22 @@ class VerifyLoop:
 
     # ------------------------------------------------------------------------------------------------ when, who, what
 
-    def _ready(self) -> list[Session]:
+    def _ready(self, now_ns: int) -> list[Session]:
         """The next batch's sessions: while others can run, those whose fixed tree is still growing stay out of it."""
-        sessions = self.lane.next_group()
+        sessions = self.lane.next_group(now_ns)
         return [session for session in sessions if self._sync_wait_left_ns(session) <= 0] or sessions
 
-    def _hold_s(self, sessions: Sequence[Session]) -> float:
+    def _hold_s(self, sessions: Sequence[Session], now_ns: int) -> float:
         """How long the batch is held before the question is asked again: 0 is to fire."""
+        # Asked anew after every wait: an event loop's timers may be a millisecond early, and then it goes on resting.
+        rest_left_ns = self.lane.rest_left_ns(now_ns)
         if not sessions:
             self._free_since_ns = None
-            return math.inf
-        now_ns = clock.now_ns()
+            return rest_left_ns / 1e9
         if self._free_since_ns is None:
             self._free_since_ns = now_ns
         patience_ns = self.patience_ns(sessions, waited_ns=now_ns - self._free_since_ns)
-        return max(self.lane.lead_ns(now_ns), patience_ns, 0.0) / 1e9
+        return min(max(self.lane.lead_ns(now_ns), patience_ns, 0.0), rest_left_ns) / 1e9
 
     def _fire(self, sessions: Sequence[Session]) -> None:
         waited_ns = clock.now_ns() - (self._free_since_ns or clock.now_ns())
@@ -216,7 +217,7 @@ class VerifyLoop:
             elif verdict.deferred:
                 session.submission = None
                 if not result.step_tokens:
-                    self._rest(session)
+                    session.rests_until_ns = now_ns + _DEFERRED_PAUSE_NS
             else:
                 assert session.submission is not None
                 drafted += len(session.submission.tree.tokens)
@@ -234,10 +235,6 @@ class VerifyLoop:
         totals.accepted_tokens += accepted
         totals.emitted_tokens += emitted
         totals.steps += 1
-
-    def _rest(self, session: Session) -> None:
-        session.rests_until_ns = clock.now_ns() + _DEFERRED_PAUSE_NS
-        asyncio.get_running_loop().call_later(_DEFERRED_PAUSE_NS / 1e9, self.lane.notify)
 
     def _commit(self, committed: Sequence[tuple[Session, Commitment]], with_trees: Set[int]) -> None:
         """Tells mirrors and drafts; sessions that have ended go."""
