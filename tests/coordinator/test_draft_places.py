@@ -190,7 +190,7 @@ async def test_who_loses_one_of_two_drafts_keeps_the_other(make_bench):
 async def test_one_of_two_drafts_may_go_or_fall_silent(make_bench, expect_output):
     bench = make_bench(drafts_per_session=2)
     bench.add_target(step_s=0.001)
-    good = bench.add_draft("good", accuracy=1.0, delay_s=0.0)
+    bench.add_draft("good", accuracy=1.0, delay_s=0.0)
     bench.add_draft("silent", delay_s=1000.0)
     bench.add_draft("lost", accuracy=0.9)
     request = make_request(sampling=SamplingSpec(max_new_tokens=200))
