@@ -8,7 +8,7 @@ from outrider.sampling import VerificationRule
 from outrider.target_worker.sessions import Code, SessionFault, TreeRequest
 from outrider.target_worker.tree_checks import check_tree
 
-COUPLED, TARGET_ONLY, REJECTION = VerificationRule
+COUPLED, TARGET_ONLY, REJECTION, _ = VerificationRule
 
 
 def q_of(**weights: int) -> DraftDistribution:
