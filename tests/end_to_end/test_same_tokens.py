@@ -9,7 +9,7 @@ import pytest
 from outrider.client import AsyncClient
 from outrider.sampling import SamplingSpec
 
-NEW_TOKENS = 24
+NEW_TOKENS = 18
 SAMPLED = {"temperature": 1.0, "seed": 2**63 + 11}
 
 
