@@ -54,7 +54,7 @@ class CoordinatorConfig:
     max_depth: int = 8
     max_live_nodes: int = 128
     drafts_per_session: int = 1
-    verify_wait_cap_ms: float = 20.0
+    verify_wait_cap_ms: float = 3.0
     sync_wait_cap_ms: float = 1000.0
     fair_slowdown: float = 1.5
     heartbeat_interval_ms: int = 500
