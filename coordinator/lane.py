@@ -67,8 +67,8 @@ class TargetLane:
         self.limits = limits
         self.sessions: dict[int, Session] = {}
         self.flights: deque[Flight] = deque()
-        self.latest_result_ns = 0
-        """When it came: `learn` hears of it later."""
+        self.applied_result_ns = 0
+        """When the last result was applied; `learn` hears of it later."""
         self.cost = StepCost()
         self.pace = RoundPace()
         self.misses = MissRates()
@@ -99,7 +99,7 @@ class TargetLane:
             return 0.0
         flight, overhead_ns = self.flights[-1], self.pace.overhead_ns
         step_ns = self.cost.predict_ns(flight.rows)
-        result_ns = max(flight.submitted_ns + overhead_ns, self.latest_result_ns) + step_ns
+        result_ns = max(flight.submitted_ns + overhead_ns, self.applied_result_ns) + step_ns
         return result_ns - overhead_ns - _EARLY_SHARE * step_ns - now_ns
 
     def _hopeless_ways(self, sessions: int) -> set[int]:

@@ -218,8 +218,7 @@ def _pass_by(forest: Forest, nodes: _Nodes, at: Ints, mirrors: Sequence[Mirror |
         assert isinstance(mirror, TreeMirror)
         if mirror.token_ids[length] != token:
             continue
-        is_root = length + 1 == mirror.length
-        slot = forest.root[mirror.row] if is_root else forest.pass_by(mirror.row, token, length + 1)
+        slot = forest.pass_by(mirror.row, token, length + 1)
         forest.name(nodes.view[number : number + 1], nodes.node_id[number : number + 1], np.array([slot]))
         counts[place] += 1
 

@@ -228,7 +228,7 @@ class VerifyLoop:
         self._commit(committed, with_trees)
         emitted = sum(len(commitment.token_ids) for _, commitment in committed)
         self._unlearned.append((flight, result, emitted, now_ns))
-        self.lane.latest_result_ns = now_ns
+        self.lane.applied_result_ns = now_ns
         totals = self._owner.totals
         totals.verify_steps += len(committed)
         totals.drafted_tokens += drafted

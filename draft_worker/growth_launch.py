@@ -20,7 +20,7 @@ from outrider.draft_distribution import DraftDistribution
 from outrider.draft_worker.choice import ChildChooser
 from outrider.draft_worker.step_plan import StepPlan
 from outrider.engine.batch import ForwardBatch
-from outrider.engine.draft_buckets import growth_buckets, mask_words
+from outrider.engine.draft_buckets import growth_buckets, words_per_mask
 from outrider.engine.kv_slots import SlotTable
 from outrider.engine.step_runner import LaunchedStep, StepRunner
 from outrider.engine.step_trees import RECORD
@@ -99,7 +99,7 @@ class GrowthLauncher:
 
     def __init__(self, runner: Runner, chooser: ChildChooser, *, max_nodes: int) -> None:
         self._runner, self._chooser = runner, chooser
-        self._words = mask_words(max_nodes)
+        self._words = words_per_mask(max_nodes)
         steps: Any = getattr(runner, "steps", None)
         self._steps: StepRunner | None = steps if steps is not None and steps.takes_trees else None
         device: Any = getattr(runner, "device", None)

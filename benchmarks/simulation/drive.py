@@ -13,7 +13,6 @@ from benchmarks.simulation.path_model import PathModel
 from benchmarks.simulation.settings import Settings
 from benchmarks.simulation.worker_process import WorkerProcess
 
-from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.links import DraftLink, TargetLink
 from outrider.coordinator.messages import GenerationRequest, GrowthBatch, RoundRecord, SpeculationMode, TokenDelta
 from outrider.coordinator.scheduler import Scheduler
@@ -21,7 +20,6 @@ from outrider.coordinator.session import Generation
 from outrider.coordinator.text_stream import TextStream
 from outrider.errors import OutriderError, WorkerUnavailable
 from outrider.sampling import SamplingSpec
-from outrider.v1 import registry_pb2
 
 _CONNECT_S = 10.0
 # No run is long enough to reach it.
@@ -107,20 +105,8 @@ class Simulation:
 
     def __init__(self, settings: Settings, *, targets: WorkerProcess, drafts: WorkerProcess) -> None:
         self._settings, self._targets, self._drafts = settings, targets, drafts
-        self._scheduler = Scheduler(
-            CoordinatorConfig(
-                max_running_sessions=settings.sessions,
-                max_queue=settings.sessions,
-                max_nodes=settings.max_nodes,
-                max_depth=settings.max_depth,
-                drafts_per_session=settings.drafts_per_session,
-                max_live_nodes=max(settings.max_live_nodes, settings.max_nodes),
-                verify_wait_cap_ms=settings.wait_cap_ms,
-            )
-        )
-        self._limits = registry_pb2.WorkerLimits(
-            max_sessions=settings.sessions, max_tree_nodes=settings.max_nodes, max_step_tokens=settings.max_step_rows
-        )
+        self._scheduler = Scheduler(settings.coordinator_config())
+        self._limits = settings.worker_limits()
         self._links: list[TargetLink | DraftLink] = []
         self._failure: asyncio.Future[None]
 

@@ -3,7 +3,9 @@
 import math
 from dataclasses import dataclass
 
+from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.messages import SpeculationMode
+from outrider.v1 import registry_pb2
 
 MAX_SESSIONS, MAX_WORKERS = 1000, 64
 COLLECTORS = ("on", "frozen", "off")
@@ -113,6 +115,24 @@ class Settings:
         stairs = math.ceil(rows / self.target_stair_rows) * self.target_stair_rows
         return round(
             self.target_step_ms * 1e6 + (self.target_row_us * stairs + self.target_session_us * sessions) * 1e3
+        )
+
+    def coordinator_config(self) -> CoordinatorConfig:
+        """How the coordinator is set up."""
+        return CoordinatorConfig(
+            max_running_sessions=self.sessions,
+            max_queue=self.sessions,
+            max_nodes=self.max_nodes,
+            max_depth=self.max_depth,
+            drafts_per_session=self.drafts_per_session,
+            max_live_nodes=max(self.max_live_nodes, self.max_nodes),
+            verify_wait_cap_ms=self.wait_cap_ms,
+        )
+
+    def worker_limits(self) -> registry_pb2.WorkerLimits:
+        """What each worker says that it takes."""
+        return registry_pb2.WorkerLimits(
+            max_sessions=self.sessions, max_tree_nodes=self.max_nodes, max_step_tokens=self.max_step_rows
         )
 
 

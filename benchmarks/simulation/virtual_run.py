@@ -9,7 +9,6 @@ from benchmarks.simulation.path_model import PathModel
 from benchmarks.simulation.settings import Settings
 from benchmarks.simulation.virtual_workers import VirtualDraft, VirtualTarget
 
-from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.messages import GenerationRequest, GrowthBatch, SpeculationMode, TokenDelta
 from outrider.coordinator.scheduler import Scheduler
 from outrider.coordinator.session import Generation
@@ -55,21 +54,8 @@ class VirtualSimulation:
     def __init__(self, settings: Settings, loop_type: type[VerifyLoop] = VerifyLoop) -> None:
         self.settings = settings
         self.model = _model(settings, draft=0)
-        self.scheduler = Scheduler(
-            CoordinatorConfig(
-                max_running_sessions=settings.sessions,
-                max_queue=settings.sessions,
-                max_nodes=settings.max_nodes,
-                max_depth=settings.max_depth,
-                drafts_per_session=settings.drafts_per_session,
-                max_live_nodes=max(settings.max_live_nodes, settings.max_nodes),
-                verify_wait_cap_ms=settings.wait_cap_ms,
-            ),
-            loop_type=loop_type,
-        )
-        limits = registry_pb2.WorkerLimits(
-            max_sessions=settings.sessions, max_tree_nodes=settings.max_nodes, max_step_tokens=settings.max_step_rows
-        )
+        self.scheduler = Scheduler(settings.coordinator_config(), loop_type=loop_type)
+        limits = settings.worker_limits()
         self.targets = [VirtualTarget(settings, self.model) for _ in range(settings.targets)]
         for number, target in enumerate(self.targets):
             self.scheduler.add_target(f"target-{number}", target, limits)  # pyright: ignore[reportArgumentType]

@@ -49,7 +49,7 @@ class RecordingLoop(VerifyLoop):
         ids = [session.session_id for session in sessions]
         in_flight = {session.session_id for flight in self.lane.flights for session in flight.sessions}
         assert in_flight.isdisjoint(ids)
-        self.ages.append(now_ns - self.lane.latest_result_ns)
+        self.ages.append(now_ns - self.lane.applied_result_ns)
         self.batches.append((now_ns, now_ns - (self._free_since_ns or now_ns), ids))
         return super().choose(sessions)
 

@@ -13,7 +13,7 @@ from outrider.draft_worker.growth import TreeGrowth
 from outrider.draft_worker.growth_step import GrowthConfig, SessionGrowth
 from outrider.draft_worker.session import GrowthLimits, GrowthMode
 from outrider.engine.buckets import Bucket
-from outrider.engine.draft_buckets import growth_buckets, mask_words
+from outrider.engine.draft_buckets import growth_buckets, words_per_mask
 from outrider.engine.model_runner import EngineConfig, ModelRunner
 from outrider.models import embedded_draft_path
 from outrider.sampling import SamplingSpec, VerificationRule
@@ -109,7 +109,7 @@ def test_graphs_give_the_tree_of_the_eager_model(make_start: Make):
     assert runners[1].steps is None
     # One that holds whatever comes with children ranked, and one where logits are looked at.
     mixture = Bucket(
-        tokens=72, sessions=5, keys=1, query_len=72, logit_rows=72, nodes=0, words=mask_words(64), children=4
+        tokens=72, sessions=5, keys=1, query_len=72, logit_rows=72, nodes=0, words=words_per_mask(64), children=4
     )
     steps.warm_up([steps.ladder.bucket(dataclasses.replace(mixture, children=count)) for count in (4, 0)])
     assert steps.graphs == 2
@@ -121,7 +121,7 @@ def test_growth_begins_with_a_bucket_for_every_width(checkpoint: Path):
     config = EngineConfig(model_path=checkpoint, num_slots=900, max_num_seqs=16, max_model_len=250, torch_threads=1)
     steps = ModelRunner(config, decoder=True).steps
     assert steps is not None
-    words = mask_words(200)
+    words = words_per_mask(200)
     found = growth_buckets(steps.ladder, step_nodes=64, step_tokens=256, sessions=16, children=4, words=words)
     assert words == 4
     assert len(found) == len(set(found)) < 60

@@ -10,7 +10,7 @@ from dataclasses import replace
 from outrider.engine.buckets import Bucket, BucketLadder
 
 
-def mask_words(max_nodes: int) -> int:
+def words_per_mask(max_nodes: int) -> int:
     """Words of every mask where a tree has at most `max_nodes` nodes with KV, rounded up to a power of two."""
     return 1 << ((max_nodes + 63) // 64 - 1).bit_length()
 

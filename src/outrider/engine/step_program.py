@@ -24,6 +24,8 @@ from outrider.kernels.verify_coupled import verify_coupled
 _FIXED_SPLIT_KEYS = 1024
 # Where the shape of a tile follows from the most rows of a session, at least these make it the largest.
 _FIXED_QUERY_LEN = 64
+# The arrays of a step that say how each row chooses, in the operators' order.
+_SAMPLING = ("seeds", "choice_positions", "temperature", "top_k", "top_p", "min_p")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -149,17 +151,9 @@ def answer_len(bucket: Bucket) -> int:
 
 
 def _rank_children(bucket: Bucket, logits: torch.Tensor, arrays: dict[str, torch.Tensor]) -> torch.Tensor:
-    tokens, log_q, scores = coupled_topk_scored(
-        logits,
-        arrays["seeds"],
-        arrays["choice_positions"],
-        arrays["temperature"],
-        arrays["top_k"],
-        arrays["top_p"],
-        arrays["min_p"],
-        choice_index=arrays["choice_index"],
-        k=bucket.children,
-    )
+    sampling = [arrays[name] for name in _SAMPLING]
+    choice_index = arrays["choice_index"]
+    tokens, log_q, scores = coupled_topk_scored(logits, *sampling, choice_index=choice_index, k=bucket.children)
     return torch.stack((tokens.to(torch.int32), log_q.view(torch.int32), scores.view(torch.int32))).view(-1)
 
 
@@ -169,12 +163,7 @@ def _verify(bucket: Bucket, logits: torch.Tensor, arrays: dict[str, torch.Tensor
     )  # fmt: skip
     verify_coupled(
         logits,
-        arrays["seeds"],
-        arrays["choice_positions"],
-        arrays["temperature"],
-        arrays["top_k"],
-        arrays["top_p"],
-        arrays["min_p"],
+        *(arrays[name] for name in _SAMPLING),
         choice_index=arrays["choice_index"],
         candidates=arrays["candidates"],
         retrive_index=arrays["tree_rows"],

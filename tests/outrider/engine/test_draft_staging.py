@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from outrider.engine.buckets import Bucket
-from outrider.engine.draft_buckets import mask_words
+from outrider.engine.draft_buckets import words_per_mask
 from outrider.engine.draft_staging import GrowthRows, RankedChildren, stage_growth
 from outrider.engine.kv_slots import SlotTable
 from outrider.engine.step_buffers import StagedStep, StepBuffer, StepLayout
@@ -97,7 +97,7 @@ def test_masks_take_the_words_that_every_step_has():
     _, arrays = staged(words=2, least=1)
     assert arrays["tree_mask"][4].tolist() == [5, 1 << 3 | 1 << 4]
     assert [make_rows().batch(words).tree_mask.shape for words in (1, 4)] == [(8, 2), (8, 4)]
-    assert [mask_words(nodes) for nodes in (1, 64, 65, 128, 129, 256)] == [1, 1, 2, 2, 4, 4]
+    assert [words_per_mask(nodes) for nodes in (1, 64, 65, 128, 129, 256)] == [1, 1, 2, 2, 4, 4]
 
 
 def test_an_answer_is_read_back_by_row():
