@@ -147,7 +147,7 @@ class StepReport(_message.Message):
     def __init__(self, step_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ..., tokens: _Optional[int] = ..., sessions: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("sessions", "slots_used", "slots_total", "steps", "busy", "slots_cached", "calibration")
+    __slots__ = ("sessions", "slots_used", "slots_total", "steps", "busy", "slots_cached", "calibration", "step_age_ms", "preparing")
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_USED_FIELD_NUMBER: _ClassVar[int]
     SLOTS_TOTAL_FIELD_NUMBER: _ClassVar[int]
@@ -155,6 +155,8 @@ class WorkerLoad(_message.Message):
     BUSY_FIELD_NUMBER: _ClassVar[int]
     SLOTS_CACHED_FIELD_NUMBER: _ClassVar[int]
     CALIBRATION_FIELD_NUMBER: _ClassVar[int]
+    STEP_AGE_MS_FIELD_NUMBER: _ClassVar[int]
+    PREPARING_FIELD_NUMBER: _ClassVar[int]
     sessions: int
     slots_used: int
     slots_total: int
@@ -162,7 +164,9 @@ class WorkerLoad(_message.Message):
     busy: float
     slots_cached: int
     calibration: CalibrationReport
-    def __init__(self, sessions: _Optional[int] = ..., slots_used: _Optional[int] = ..., slots_total: _Optional[int] = ..., steps: _Optional[int] = ..., busy: _Optional[float] = ..., slots_cached: _Optional[int] = ..., calibration: _Optional[_Union[CalibrationReport, _Mapping]] = ...) -> None: ...
+    step_age_ms: int
+    preparing: bool
+    def __init__(self, sessions: _Optional[int] = ..., slots_used: _Optional[int] = ..., slots_total: _Optional[int] = ..., steps: _Optional[int] = ..., busy: _Optional[float] = ..., slots_cached: _Optional[int] = ..., calibration: _Optional[_Union[CalibrationReport, _Mapping]] = ..., step_age_ms: _Optional[int] = ..., preparing: bool = ...) -> None: ...
 
 class CalibrationReport(_message.Message):
     __slots__ = ("edges", "rules")

@@ -17,28 +17,32 @@ WORKER_ROLE_DRAFT: WorkerRole
 WORKER_ROLE_TARGET: WorkerRole
 
 class WorkerReport(_message.Message):
-    __slots__ = ("introduction", "load")
+    __slots__ = ("introduction", "load", "draining")
     INTRODUCTION_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     introduction: WorkerIntroduction
     load: _common_pb2.WorkerLoad
-    def __init__(self, introduction: _Optional[_Union[WorkerIntroduction, _Mapping]] = ..., load: _Optional[_Union[_common_pb2.WorkerLoad, _Mapping]] = ...) -> None: ...
+    draining: bool
+    def __init__(self, introduction: _Optional[_Union[WorkerIntroduction, _Mapping]] = ..., load: _Optional[_Union[_common_pb2.WorkerLoad, _Mapping]] = ..., draining: bool = ...) -> None: ...
 
 class WorkerIntroduction(_message.Message):
-    __slots__ = ("worker_id", "role", "address", "model", "limits", "version")
+    __slots__ = ("worker_id", "role", "address", "model", "limits", "version", "name")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: WorkerRole
     address: str
     model: _common_pb2.ModelInfo
     limits: WorkerLimits
     version: str
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., limits: _Optional[_Union[WorkerLimits, _Mapping]] = ..., version: _Optional[str] = ...) -> None: ...
+    name: str
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., limits: _Optional[_Union[WorkerLimits, _Mapping]] = ..., version: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
 
 class WorkerLimits(_message.Message):
     __slots__ = ("max_sessions", "max_tree_nodes", "max_step_tokens")
@@ -51,11 +55,23 @@ class WorkerLimits(_message.Message):
     def __init__(self, max_sessions: _Optional[int] = ..., max_tree_nodes: _Optional[int] = ..., max_step_tokens: _Optional[int] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("incarnation", "heartbeat_interval_ms", "lease_ms")
+    __slots__ = ("incarnation", "heartbeat_interval_ms", "lease_ms", "drain")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     heartbeat_interval_ms: int
     lease_ms: int
-    def __init__(self, incarnation: _Optional[int] = ..., heartbeat_interval_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ...) -> None: ...
+    drain: bool
+    def __init__(self, incarnation: _Optional[int] = ..., heartbeat_interval_ms: _Optional[int] = ..., lease_ms: _Optional[int] = ..., drain: bool = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("worker_id",)
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    def __init__(self, worker_id: _Optional[str] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
