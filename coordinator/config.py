@@ -19,7 +19,9 @@ class CoordinatorConfig:
         max_model_len: most tokens of a session (prompt and output); default the model's own limit.
         default_max_new_tokens: output limit of a request that names none.
         max_running_sessions: choices that are generated at a time; further requests wait.
-        max_queue: choices that may wait; a request that does not fit is refused with RESOURCE_EXHAUSTED.
+        max_queue: choices that may wait; a request that does not fit is refused with RESOURCE_EXHAUSTED. By default as
+            many as may run: then a request waits about as long as it runs, at most.
+        max_queue_wait_s: longest that a request may expect to wait, else it is refused at once; default no such bound.
         max_buffered_events: events that a slow reader may leave unread before its request rests until it reads on.
         max_nodes: most nodes verified for a choice in one step, and the default of a request.
         max_depth: deepest node of a tree, and the default of a request.
@@ -33,7 +35,7 @@ class CoordinatorConfig:
         target_wait_s: longest that a request waits for a lost target worker to be replaced.
         room_wait_s: longest that a choice waits for KV memory at a target that nobody else here uses.
         connect_timeout_s: longest to dial a worker that has registered.
-        retry_after_s: what an overloaded server tells clients to wait.
+        retry_after_s: least that an overloaded server tells clients to wait; more where its queue takes longer.
         drain_s: time that running requests get when the process is told to stop.
         allow_synthetic: take requests whose drafts are accepted at given rates, whatever they are: for benchmarks.
 
@@ -48,7 +50,8 @@ class CoordinatorConfig:
     max_model_len: int | None = None
     default_max_new_tokens: int = 128
     max_running_sessions: int = 64
-    max_queue: int = 256
+    max_queue: int | None = None
+    max_queue_wait_s: float | None = None
     max_buffered_events: int = 1024
     max_nodes: int = 24
     max_depth: int = 8
@@ -75,8 +78,9 @@ class CoordinatorConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}: {value} given, at least 1 needed")
-        for name in ("max_queue", "verify_wait_cap_ms", "target_wait_s", "room_wait_s", "drain_s"):
-            if not 0 <= getattr(self, name) < math.inf:
+        for name in _NOT_NEGATIVE:
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < math.inf:
                 raise ValueError(f"{name}: {getattr(self, name)} given, 0 or more needed")
         for name in ("sync_wait_cap_ms", "connect_timeout_s", "retry_after_s"):
             if not 0 < getattr(self, name) < math.inf:
@@ -119,3 +123,4 @@ _AT_LEAST_ONE = (
     "drafts_per_session",
     "heartbeat_interval_ms",
 )
+_NOT_NEGATIVE = ("max_queue", "max_queue_wait_s", "verify_wait_cap_ms", "target_wait_s", "room_wait_s", "drain_s")

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from outrider.coordinator import clock
+from outrider.coordinator.admission import Admission, Occupancy
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.draft_peer import DraftPeer
 from outrider.coordinator.draft_places import DraftPlaces
@@ -56,6 +57,9 @@ class Scheduler:
         self._forest = Forest()
         self._reopenings: dict[int, int] = {}
         self._without_room_since: dict[int, int] = {}
+        self._admission = Admission(
+            max_queue=config.max_queue, max_wait_s=config.max_queue_wait_s, retry_after_s=config.retry_after_s
+        )
         self._is_draining = False
         self._target_deadline: asyncio.TimerHandle | None = None
         self.totals = Totals()
@@ -66,16 +70,14 @@ class Scheduler:
         """Starts a request; `text_streams` has one entry a choice.
 
         Raises:
-            Overloaded: the queue is full.
+            Overloaded: the queue is full, or the wait too long.
             WorkerUnavailable: there is no target worker.
         """
         if self._is_draining:
             raise WorkerUnavailable("the coordinator is shutting down; try another one")
         if not self._lanes and not self._config.target_wait_s:
             raise WorkerUnavailable("no target worker is registered; start one, then try again")
-        if len(self._waiting) + request.n > self._config.max_queue + self._room():
-            message = f"the queue of {self._config.max_queue} requests is full; try again later"
-            raise Overloaded(message, retry_after_s=self._config.retry_after_s)
+        self.check_room(request.n)
         generation = Generation(request, max_buffered_events=self._config.max_buffered_events, release=self._release)
         for index, text_stream in enumerate(text_streams):
             session = Session(next(self._session_ids), generation, index, text_stream, self._forest)
@@ -91,9 +93,21 @@ class Scheduler:
         generation.finish_if_done()
         return generation
 
-    def _room(self) -> int:
-        at_targets = sum(max(0, lane.limits.max_sessions - len(lane.sessions)) for lane in self._lanes.values())
-        return min(at_targets, self._config.max_running_sessions - self.running_sessions)
+    def check_room(self, choices: int = 1) -> None:
+        """Whether there is room for a request of so many choices; asking costs microseconds, and nothing is kept.
+
+        Raises:
+            Overloaded: the queue is full, or the wait too long.
+        """
+        most = self._config.max_running_sessions
+        at_targets = sum(lane.limits.max_sessions for lane in self._lanes.values())
+        free = sum(max(0, lane.limits.max_sessions - len(lane.sessions)) for lane in self._lanes.values())
+        occupancy = Occupancy(
+            places=min(at_targets, most) if self._lanes else most,
+            free=min(free, most - self.running_sessions),
+            waiting=len(self._waiting),
+        )
+        self._admission.check(choices, occupancy)
 
     def _admit(self) -> None:
         """Places waiting sessions at the least loaded target, and at a draft."""
@@ -104,6 +118,7 @@ class Scheduler:
             lane = min(lanes, key=lambda lane: len(lane.sessions))
             session = self._waiting.popleft()
             session.generation.note_admitted()
+            self._admission.note_start(session.session_id)
             session.generation.on_resume = self._notify_all
             session.committed_ns = clock.now_ns()
             lane.sessions[session.session_id] = session
@@ -139,6 +154,7 @@ class Scheduler:
         """Frees what a session holds, here and at the workers."""
         if self._sessions.pop(session.session_id, None) is None:
             return
+        self._admission.note_end(session.session_id)
         self._reopenings.pop(session.session_id, None)
         self._without_room_since.pop(session.session_id, None)
         if session in self._waiting:

@@ -42,6 +42,13 @@ class RunningGeneration(Protocol):
 class Submitter(Protocol):
     """What the service needs of the scheduler."""
 
+    def check_room(self, choices: int = 1) -> None:
+        """Whether a request of so many choices would find room.
+
+        Raises:
+            Overloaded: it would not.
+        """
+
     def submit(self, request: GenerationRequest, text_streams: Sequence[TextStream]) -> RunningGeneration:
         """Starts a request, one text stream a choice.
 
@@ -95,6 +102,8 @@ class GenerationServicer:
         """Started, then deltas and rounds, then exactly one Finished."""
         request_id = request.request_id or uuid.uuid4().hex
         try:
+            # First of all: under overload, time spent on the tokens of prompts is taken from those that run.
+            self._scheduler.check_room()
             checked, text_streams = await self._check(request, request_id)
             generation = self._scheduler.submit(checked, text_streams)
             # Only now: a request that cannot be taken over is better off with its old stream.

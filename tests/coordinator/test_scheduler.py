@@ -489,6 +489,23 @@ async def test_a_full_queue_refuses_at_once(make_bench):
     assert_idle(bench)
 
 
+@pytest.mark.parametrize(("max_queue_wait_s", "most"), [(None, (24, 24)), (0.2, (10, 12))])
+async def test_the_queue_is_bounded_by_the_places_and_by_the_wait(make_bench, max_queue_wait_s, most):
+    """Behind the target's 8 places 16 may wait; where runs take 8 steps, 0.4 s, four of them wait 0.2 s."""
+    bench = make_bench(max_queue_wait_s=max_queue_wait_s)
+    bench.add_target(step_s=0.05)
+    sampling = SamplingSpec(max_new_tokens=8)
+    await bench.generate(make_request(sampling=sampling))
+    generations = []
+    with pytest.raises(Overloaded):
+        for number in range(100):
+            generations.append(bench.scheduler.submit(make_request(number, sampling=sampling), [TextStream(None)]))
+    assert most[0] <= len(generations) <= most[1]
+    for generation in generations:
+        generation.cancel()
+    assert_idle(bench)
+
+
 async def test_a_stalled_reader_rests_and_goes_on(make_bench, expect_output):
     bench = make_bench(max_buffered_events=4)
     target = bench.add_target()

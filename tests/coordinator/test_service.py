@@ -86,6 +86,11 @@ class ScriptedScheduler:
         self.requests: list[GenerationRequest] = []
         self.generations: list[ScriptedGeneration] = []
         self.error: OutriderError | None = None
+        self.is_full = False
+
+    def check_room(self, choices: int = 1) -> None:
+        if self.is_full:
+            raise Overloaded("full", retry_after_s=2.5)
 
     def submit(self, request: GenerationRequest, text_streams: Sequence[TextStream]) -> ScriptedGeneration:
         if self.error is not None:
@@ -238,6 +243,18 @@ async def test_errors_of_the_scheduler_get_their_status(
         caught = await failure(stub.Generate(request(), timeout=10))
     assert (caught.code(), caught.details()) == (code, str(error))
     assert all(generation.is_cancelled.is_set() for generation in scheduler.generations)
+
+
+async def test_a_full_coordinator_refuses_before_it_looks_at_the_prompt() -> None:
+    scheduler = ScriptedScheduler(lambda _: [])
+    scheduler.is_full = True
+    async with serving(scheduler) as (stub, _):
+        caught = await failure(stub.Generate(request(text=""), timeout=10))
+    assert caught.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    retry_info, status = error_details_pb2.RetryInfo(), rpc_status.from_call(caught)  # type: ignore[arg-type]
+    assert status is not None
+    assert status.details[0].Unpack(retry_info)
+    assert retry_info.retry_delay.ToMilliseconds() == 2500
 
 
 @pytest.mark.parametrize("leave", ["cancel", "disconnect"])
