@@ -194,12 +194,13 @@ def test_cost_of_a_token_does_not_grow_with_the_text() -> None:
     broken = BYTE_LEVEL.encode("🙂")[:1] * 20_000
 
     def seconds(stream: TextStream, count: int) -> float:
-        start = time.perf_counter()
+        # Of this thread: what else runs on the machine does not count.
+        start = time.thread_time()
         for token_id in broken[:count]:
             stream.push([token_id])
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
     stream = TextStream(BYTE_LEVEL, stop=["never comes"])
     first = min(seconds(TextStream(BYTE_LEVEL, stop=["never comes"]), 2_000) for _ in range(3))
-    seconds(stream, 18_000)
-    assert seconds(stream, 2_000) < 10 * first
+    seconds(stream, 14_000)
+    assert min(seconds(stream, 2_000) for _ in range(3)) < 10 * first

@@ -168,8 +168,8 @@ def test_long_prompts_are_taken_in_whole_arrays() -> None:
     memory.table.release_row(row)
     other = prompt.copy()
     other[length // 2] += 1
-    began = time.perf_counter()
+    began = time.thread_time()
     assert memory.cache.take(memory.table.acquire_row(), prompt) == length
     assert memory.cache.take(memory.table.acquire_row(), other) == length // 2
     # Half a millisecond; a loop over the tokens takes a hundred.
-    assert time.perf_counter() - began < 0.05
+    assert time.thread_time() - began < 0.05
