@@ -51,6 +51,7 @@ def build_app() -> typer.Typer:
     from outrider.deploy.commands import demo, up
     from outrider.draft_worker.config import DraftWorkerConfig
     from outrider.models.commands import widen
+    from outrider.security.commands import certs
     from outrider.target_worker.config import TargetWorkerConfig
 
     app = typer.Typer(
@@ -65,6 +66,7 @@ def build_app() -> typer.Typer:
     app.command("generate")(commands.generate_command(local_endpoint))
     app.command("status")(commands.status)
     app.command("widen")(widen)
+    app.command("certs")(certs)
     app.command("coordinator")(_role(CoordinatorConfig, _coordinator))
     app.command("target-worker")(_role(TargetWorkerConfig, _target_worker))
     app.command("draft-worker")(_role(DraftWorkerConfig, _draft_worker))

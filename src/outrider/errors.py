@@ -6,8 +6,13 @@
     ├── WorkerUnavailable    no target worker can serve this now                      UNAVAILABLE
     ├── WorkerRefused        a worker does not fit this service                       FAILED_PRECONDITION
     ├── Superseded           another stream took the request over, or it was aborted  ABORTED
+    ├── InternalError        a defect of the service ended this request               INTERNAL
+    │   └── PoisonRequest    it crashed two target workers and is not tried again     INTERNAL
     ├── OutOfSlots           the KV cache has no room (inside a worker)               RESOURCE_EXHAUSTED
-    └── CheckpointError      a checkpoint folder cannot be served                     FAILED_PRECONDITION
+    ├── CheckpointError      a checkpoint folder cannot be served                     FAILED_PRECONDITION
+    ├── CertificateError     own certificate or key cannot be used                    FAILED_PRECONDITION
+    ├── Unauthenticated      no token or certificate, or one that is not known        UNAUTHENTICATED
+    └── Forbidden            the caller is known, and this is not for it              PERMISSION_DENIED
 
 `rpc.py` maps them to gRPC codes in one place.
 """
@@ -56,9 +61,29 @@ class Superseded(OutriderError):
     """The request was taken over by another stream or aborted."""
 
 
+class InternalError(OutriderError):
+    """A defect of the service ended this request, and no other."""
+
+
+class PoisonRequest(InternalError):
+    """Two target workers crashed while they verified this request alone; a third is not risked."""
+
+
 class OutOfSlots(OutriderError):
     """The KV cache has fewer free slots than were asked for."""
 
 
 class CheckpointError(OutriderError):
     """A checkpoint folder is missing files, unsafe or of an architecture that is not served."""
+
+
+class CertificateError(OutriderError):
+    """A certificate or key file is missing, damaged, out of date or of another role."""
+
+
+class Unauthenticated(OutriderError):
+    """The caller has not shown who it is."""
+
+
+class Forbidden(OutriderError):
+    """The caller is known, but may not do this."""

@@ -14,6 +14,9 @@ from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
 from outrider import errors
+from outrider.security.callers import RoleInterceptor
+from outrider.security.roles import Role
+from outrider.security.tls import TlsConfig
 
 logger = logging.getLogger(__name__)
 
@@ -47,12 +50,28 @@ CODES: dict[type[errors.OutriderError], grpc.StatusCode] = {
     errors.WorkerRefused: grpc.StatusCode.FAILED_PRECONDITION,
     errors.CheckpointError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.Superseded: grpc.StatusCode.ABORTED,
+    errors.InternalError: grpc.StatusCode.INTERNAL,
+    errors.CertificateError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    errors.Forbidden: grpc.StatusCode.PERMISSION_DENIED,
 }
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """An insecure channel to `host:port` with this project's options."""
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+def open_channel(address: str, *, tls: TlsConfig | None = None, peer: Role | None = None) -> grpc.aio.Channel:
+    """A channel to `host:port` with this project's options.
+
+    Args:
+        address: host:port.
+        tls: own proof and whom to believe; None talks in the clear.
+        peer: with TLS, the role that has to answer, whatever its address; None needs the host among its names.
+
+    Raises:
+        CertificateError: a file of `tls` cannot be read.
+    """
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    role = [] if peer is None else [("grpc.ssl_target_name_override", peer.dns_name)]
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=[*CHANNEL_OPTIONS, *role])
 
 
 def status_of(error: errors.OutriderError) -> status_pb2.Status:
@@ -87,35 +106,64 @@ class RoleServer:
     Args:
         services: full names ("outrider.v1.TargetService"), for health and reflection.
         add_services: adds the servicers to the server.
-        address: host:port to bind; port 0 takes a free one.
+        address: host:port to bind; port 0 takes a free one. With TLS, who dials it needs a certificate, and each
+            service takes the roles that it is for.
+        public_address: a second one, where nobody needs a certificate; what is for certain roles is refused there.
+        tls: None serves in the clear.
+        interceptors: of calls, before the check of roles.
+
+    Raises:
+        OSError: an address cannot be bound.
+        CertificateError: a file of `tls` cannot be used.
     """
 
     def __init__(
-        self, *, services: Sequence[str], add_services: Callable[[grpc.aio.Server], None], address: str
+        self,
+        *,
+        services: Sequence[str],
+        add_services: Callable[[grpc.aio.Server], None],
+        address: str,
+        public_address: str | None = None,
+        tls: TlsConfig | None = None,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
         self._services = list(services)
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        roles = [] if tls is None else [RoleInterceptor(abort_with)]
+        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[*interceptors, *roles])
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = [*services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME]
         reflection.enable_server_reflection(names, self._server)
         add_services(self._server)
-        self._host = address.rpartition(":")[0]
-        try:
-            self.port = self._server.add_insecure_port(address)
-        except RuntimeError as error:
-            raise OSError(f"cannot listen on {address}: is the port taken? Choose another one") from error
+        self.address = self._listen(address, tls, client_certificates=True)
+        """host:port with the port that was bound."""
+        self.public_address = self.address
+        """Of the second door, where there is one."""
+        if public_address is not None:
+            self.public_address = self._listen(public_address, tls, client_certificates=False)
 
     @property
-    def address(self) -> str:
-        """host:port with the port that was bound."""
-        return f"{self._host}:{self.port}"
+    def port(self) -> int:
+        """Of `address`."""
+        return int(self.address.rpartition(":")[2])
+
+    def _listen(self, address: str, tls: TlsConfig | None, *, client_certificates: bool) -> str:
+        try:
+            if tls is None:
+                port = self._server.add_insecure_port(address)
+            else:
+                credentials = tls.server_credentials(client_certificates=client_certificates)
+                port = self._server.add_secure_port(address, credentials)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {address}: is the port taken? Choose another one") from error
+        return f"{address.rpartition(':')[0]}:{port}"
 
     async def start(self) -> None:
         """Starts to serve, health SERVING."""
         await self._server.start()
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
-        logger.info("serving %s on %s", ", ".join(self._services), self.address)
+        addresses = dict.fromkeys((self.address, self.public_address))
+        logger.info("serving %s on %s", ", ".join(self._services), " and ".join(addresses))
 
     async def stop(self, *, grace_s: float = 1.0, drain: Callable[[], Awaitable[None]] | None = None) -> None:
         """Health NOT_SERVING, then the drain, then the listener closes; calls still open get `grace_s`."""

@@ -1,0 +1,49 @@
+"""Where a server may listen: beyond loopback only with TLS, the public door only with tokens as well."""
+
+import ipaddress
+import logging
+
+logger = logging.getLogger(__name__)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens on `host`."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def missing_protection(host: str, protections: dict[str, object | None]) -> list[str]:
+    """The options among `protections` (option: its value) that listening on `host` lacks."""
+    return [] if is_loopback(host) else [option for option, value in protections.items() if value is None]
+
+
+def check_bind(host: str, *, insecure: bool, **protections: object | None) -> None:
+    """Refuses to listen without protection where others than this machine reach it.
+
+    Args:
+        host: to listen on.
+        insecure: do it all the same.
+        protections: what is needed beyond loopback, by name; None where it is missing.
+
+    Raises:
+        ValueError: it is refused.
+    """
+    missing = missing_protection(host, protections)
+    if missing and not insecure:
+        raise ValueError(
+            f"host: {host} given, which other machines may reach: give {' and '.join(missing)} as well, or listen on "
+            "127.0.0.1 (insecure serves whoever comes, unencrypted)"
+        )
+
+
+def warn_of_bind(host: str, **protections: object | None) -> None:
+    """Says loudly what `insecure` has let through."""
+    missing = missing_protection(host, protections)
+    if missing:
+        logger.warning(
+            "INSECURE: listening on %s without %s: whoever reaches this port may use it", host, " and ".join(missing)
+        )
