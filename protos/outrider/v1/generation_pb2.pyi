@@ -297,7 +297,7 @@ class WatchRequest(_message.Message):
     def __init__(self, interval_ms: _Optional[int] = ...) -> None: ...
 
 class ServerInfo(_message.Message):
-    __slots__ = ("incarnation", "version", "uptime_s", "running_sessions", "waiting_requests", "workers", "requests_total", "emitted_tokens_total", "speculation", "dropped_nodes_total", "steps_total")
+    __slots__ = ("incarnation", "version", "uptime_s", "running_sessions", "waiting_requests", "workers", "requests_total", "emitted_tokens_total", "speculation", "dropped_nodes_total", "steps_total", "draft_demand")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -309,6 +309,7 @@ class ServerInfo(_message.Message):
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     DROPPED_NODES_TOTAL_FIELD_NUMBER: _ClassVar[int]
     STEPS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_DEMAND_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     version: str
     uptime_s: float
@@ -320,7 +321,38 @@ class ServerInfo(_message.Message):
     speculation: SpeculationStats
     dropped_nodes_total: int
     steps_total: int
-    def __init__(self, incarnation: _Optional[int] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., running_sessions: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., requests_total: _Optional[int] = ..., emitted_tokens_total: _Optional[int] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ..., dropped_nodes_total: _Optional[int] = ..., steps_total: _Optional[int] = ...) -> None: ...
+    draft_demand: DraftDemand
+    def __init__(self, incarnation: _Optional[int] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., running_sessions: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., requests_total: _Optional[int] = ..., emitted_tokens_total: _Optional[int] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ..., dropped_nodes_total: _Optional[int] = ..., steps_total: _Optional[int] = ..., draft_demand: _Optional[_Union[DraftDemand, _Mapping]] = ...) -> None: ...
+
+class DraftDemand(_message.Message):
+    __slots__ = ("sessions", "undrafted_sessions", "rounds_total", "tokens_total", "missed_rounds_total", "starved_rounds_total", "bare_rounds_total", "target_ns_total", "plain_ns_total", "draft_steps_total", "draft_ns_total", "grown_sessions_total", "expanded_nodes_total")
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    UNDRAFTED_SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    MISSED_ROUNDS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    STARVED_ROUNDS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    BARE_ROUNDS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    TARGET_NS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_NS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_STEPS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_NS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    GROWN_SESSIONS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    EXPANDED_NODES_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    sessions: int
+    undrafted_sessions: int
+    rounds_total: int
+    tokens_total: int
+    missed_rounds_total: int
+    starved_rounds_total: int
+    bare_rounds_total: int
+    target_ns_total: int
+    plain_ns_total: int
+    draft_steps_total: int
+    draft_ns_total: int
+    grown_sessions_total: int
+    expanded_nodes_total: int
+    def __init__(self, sessions: _Optional[int] = ..., undrafted_sessions: _Optional[int] = ..., rounds_total: _Optional[int] = ..., tokens_total: _Optional[int] = ..., missed_rounds_total: _Optional[int] = ..., starved_rounds_total: _Optional[int] = ..., bare_rounds_total: _Optional[int] = ..., target_ns_total: _Optional[int] = ..., plain_ns_total: _Optional[int] = ..., draft_steps_total: _Optional[int] = ..., draft_ns_total: _Optional[int] = ..., grown_sessions_total: _Optional[int] = ..., expanded_nodes_total: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("introduction", "load", "state", "lease_age_ms")
