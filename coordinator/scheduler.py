@@ -61,6 +61,7 @@ class Scheduler:
             max_queue=config.max_queue, max_wait_s=config.max_queue_wait_s, retry_after_s=config.retry_after_s
         )
         self._is_draining = False
+        self._places_nobody = False
         self._target_deadline: asyncio.TimerHandle | None = None
         self.totals = Totals()
 
@@ -171,6 +172,8 @@ class Scheduler:
                 if session.target_id == lane.worker_id:
                     lane.link.close_session(session.session_id, session.target_epoch)
                 lane.notify()
+        if self._places_nobody:
+            return
         if had_draft:
             self._assign_drafts()
         self._admit()
@@ -254,9 +257,17 @@ class Scheduler:
     def _give_up_on_targets(self) -> None:
         self._target_deadline = None
         if not self._lanes:
-            error = WorkerUnavailable("the last target worker is gone; the tokens delivered stay valid")
-            for session in list(self._waiting):
+            self._end_all(WorkerUnavailable("the last target worker is gone; the tokens delivered stay valid"))
+
+    def _end_all(self, error: OutriderError) -> None:
+        """Ends every request. Nobody takes over what it frees: looking for takers at each would cost their square."""
+        self._waiting.clear()
+        self._places_nobody = True
+        try:
+            for session in list(self._sessions.values()):
                 session.generation.abort(error)
+        finally:
+            self._places_nobody = False
 
     def add_draft(self, worker_id: str, link: DraftLink, limits: registry_pb2.WorkerLimits) -> None:
         """A draft worker is ready; sessions without one are given to it."""
@@ -345,8 +356,7 @@ class Scheduler:
         self.drain()
         if self._target_deadline is not None:
             self._target_deadline.cancel()
-        for session in list(self._sessions.values()):
-            session.generation.abort(error)
+        self._end_all(error)
         for loop in self._loops.values():
             loop.cancel()
         await asyncio.gather(*self._loops.values(), return_exceptions=True)

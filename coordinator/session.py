@@ -1,6 +1,7 @@
 """One choice of one request while it is generated, and the stream of events of the whole request."""
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
@@ -26,9 +27,11 @@ from outrider.coordinator.messages import (
     VerifyResult,
 )
 from outrider.coordinator.mirror import Commitment, Mirror, TreeMirror
-from outrider.coordinator.text_stream import TextStream
-from outrider.errors import OutriderError
+from outrider.coordinator.text_stream import StreamedText, TextStream
+from outrider.errors import InternalError, OutriderError
 from outrider.sampling import VerificationRule
+
+logger = logging.getLogger(__name__)
 
 
 class Submission(NamedTuple):
@@ -174,7 +177,11 @@ class Session:
         self.committed_ns = committed_ns
         before = len(self.token_ids)
         _, _, _, _, accepted_nodes, token_ids, _, cached_tokens = verdict
-        text = self._extend(token_ids)
+        try:
+            text = self._extend(token_ids)
+        except InternalError as error:
+            text = ""
+            self.generation.abort(error)
         kept = len(self.token_ids) - before
         if kept < len(token_ids):
             token_ids = token_ids[:kept]
@@ -198,7 +205,11 @@ class Session:
         news, self._undelivered = self._undelivered, None
         if news is None:
             return
-        text = self._text_of(news.token_ids) if news.text is None else news.text
+        try:
+            text = self._text_of(news.token_ids) if news.text is None else news.text
+        except InternalError as error:
+            self.generation.abort(error)
+            return
         logprobs = news.verdict.logprobs
         self.generation.emit(
             TokenDelta(
@@ -225,7 +236,7 @@ class Session:
         kept = token_ids
         if self.request.stop:
             # The stop token itself is counted, but has no text.
-            streamed = self.text_stream.push(token_ids[:-1] if ends_with_stop_id else token_ids)
+            streamed = self._push(token_ids[:-1] if ends_with_stop_id else token_ids)
             text, stop_string = streamed.text, streamed.stop_string
             kept = token_ids if stop_string is None else token_ids[: streamed.consumed]
         self.token_ids.extend(kept)
@@ -236,7 +247,7 @@ class Session:
         elif len(self.token_ids) - self.prompt_length >= sampling.max_new_tokens:
             self._finish(FinishReason.LENGTH)
         if text is not None and self.result is not None and stop_string is None:
-            text += self.text_stream.flush()
+            text += self._flush()
         return text
 
     def _finish(
@@ -253,9 +264,29 @@ class Session:
     def _text_of(self, token_ids: Sequence[int]) -> str:
         """The text of the last tokens, to the end of the choice if that is reached."""
         if self.result is None:
-            return self.text_stream.push(token_ids).text
+            return self._push(token_ids).text
         visible = token_ids if self.result.stop_token_id is None else token_ids[:-1]
-        return self.text_stream.push(visible).text + self.text_stream.flush()
+        return self._push(visible).text + self._flush()
+
+    def _push(self, token_ids: Sequence[int]) -> StreamedText:
+        """What the text stream makes of tokens. Its defects end this request, not the loop that serves all."""
+        try:
+            return self.text_stream.push(token_ids)
+        except Exception as error:
+            raise self._without_text(error) from error
+
+    def _flush(self) -> str:
+        try:
+            return self.text_stream.flush()
+        except Exception as error:
+            raise self._without_text(error) from error
+
+    def _without_text(self, error: Exception) -> InternalError:
+        request_id = self.request.request_id
+        logger.exception("request %s: its tokens cannot be turned into text", request_id)
+        return InternalError(
+            f"the tokens of request {request_id} cannot be turned into text: {type(error).__name__}: {error}"
+        )
 
     def _round_record(self, news: _Undelivered) -> RoundRecord:
         submission, kept = news.submission, len(news.token_ids)

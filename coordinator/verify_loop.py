@@ -8,7 +8,7 @@ docs/scheduling.md explains what is decided here, and has the formulas.
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,7 +18,7 @@ from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.draft_peer import DraftPeer
 from outrider.coordinator.firing import GrowthForecast, Outlook, patience_ns
 from outrider.coordinator.lane import TargetLane
-from outrider.coordinator.messages import Commit, SessionFault, SpeculationMode, VerifyResult
+from outrider.coordinator.messages import Commit, FaultKind, SessionFault, SpeculationMode, VerifyResult
 from outrider.coordinator.mirror import Commitment
 from outrider.coordinator.rounds import Flight, Way
 from outrider.coordinator.session import Session
@@ -30,6 +30,7 @@ _DEFERRED_PAUSE_NS = 5_000_000
 _DELIVERED_AT_ONCE = 16
 # A draft that has answered none of a session's last commits is waited for at every so many of them only.
 _RETRY_COMMITS = 8
+_UNANSWERED = SessionFault(kind=FaultKind.LOST, message="the target left it out of its answer")
 
 
 @dataclass(kw_only=True)
@@ -211,6 +212,7 @@ class VerifyLoop:
             session = in_flight.get(verdict.session_id)
             if session is None or session.is_finished or verdict.epoch != session.target_epoch:
                 continue
+            del in_flight[verdict.session_id]
             if verdict.fault is not None:
                 session.submission, session.target_id = None, None
                 self._owner.take_fault(session, verdict.fault)
@@ -225,6 +227,8 @@ class VerifyLoop:
                     with_trees.add(session.session_id)
                 accepted += min(len(verdict.accepted_nodes), len(verdict.token_ids))
                 committed.append((session, session.commit(verdict, result, now_ns)))
+        if in_flight:
+            self._take_unanswered(in_flight.values())
         self._commit(committed, with_trees)
         emitted = sum(len(commitment.token_ids) for _, commitment in committed)
         self._unlearned.append((flight, result, emitted, now_ns))
@@ -235,6 +239,13 @@ class VerifyLoop:
         totals.accepted_tokens += accepted
         totals.emitted_tokens += emitted
         totals.steps += 1
+
+    def _take_unanswered(self, sessions: Iterable[Session]) -> None:
+        """An answer has to name every session it was asked for, under its epoch: the others are lost there."""
+        for session in sessions:
+            if not session.is_finished:
+                session.submission, session.target_id = None, None
+                self._owner.take_fault(session, _UNANSWERED)
 
     def _commit(self, committed: Sequence[tuple[Session, Commitment]], with_trees: Set[int]) -> None:
         """Tells mirrors and drafts; sessions that have ended go."""

@@ -95,6 +95,7 @@ class TreeGrowth:
             CommitMismatch: the tokens do not continue the session; it is closed.
             InvalidRequest: a token that this model does not have (the target's vocabulary may be padded wider); the
                 session is closed.
+            OutOfSlots: it has become longer than can ever have KV here; it is closed, for it would stay silent.
         """
         session = self._sessions.get(key)
         if session is None or session.epoch != epoch:
@@ -109,6 +110,9 @@ class TreeGrowth:
         except CommitMismatch:
             self._remove(session)
             raise
+        if session.length > self.slots.num_slots:
+            self._remove(session)
+            raise self._too_long(session.length)
 
     def close(self, key: tuple[int, int], epoch: int) -> None:
         """Closes the session if it is open under this epoch or an older one."""
@@ -209,7 +213,10 @@ class TreeGrowth:
         if violations:
             raise InvalidRequest(violations)
         if length > self.slots.num_slots:
-            raise OutOfSlots(f"{length} tokens given, {self.slots.num_slots} fit the draft's KV cache")
+            raise self._too_long(length)
+
+    def _too_long(self, length: int) -> OutOfSlots:
+        return OutOfSlots(f"{length} tokens given, {self.slots.num_slots} fit the draft's KV cache")
 
     def _remove(self, session: DraftSession) -> None:
         session.close()

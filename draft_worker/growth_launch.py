@@ -8,6 +8,7 @@ Shapes: R rows whose children are wanted, k children.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -106,7 +107,7 @@ class GrowthLauncher:
         self.overlaps = device is not None and device.type == "cuda"
         # By rows of the bucket: how long the device takes, averaged over the last steps.
         self._device_ns: dict[int, float] = {}
-        self._collected = 0
+        self._seen: Counter[int] = Counter()
 
     def warm_up(self, *, step_nodes: int, step_tokens: int, sessions: int) -> None:
         """Compiles and captures what growth begins with."""
@@ -140,10 +141,7 @@ class GrowthLauncher:
             launched.wait()
             return _NOTHING
         found = launched.children()
-        self._collected += 1
-        if rows not in self._device_ns or self._collected % _TIMED_EVERY == 0:
-            taken = launched.device_ns()
-            self._device_ns[rows] = taken + 0.75 * (self._device_ns.get(rows, taken) - taken)
+        self._note_time(rows, launched)
         temperature = np.frombuffer(b"".join(plan.rows.records), dtype=RECORD)["temperature"]
         learned: npt.NDArray[np.bool_] | bool = True
         if any(session.is_sync for session, _ in plan.spans):
@@ -152,6 +150,16 @@ class GrowthLauncher:
             found.tokens, found.log_q, found.scores, temperature, learned
         )
         return FoundChildren(tokens, acceptance, list(buckets), [None] * len(tokens))
+
+    def _note_time(self, rows: int, launched: LaunchedStep) -> None:
+        """Averages the device's times, of the first two steps of a size and of some later ones."""
+        self._seen[rows] += 1
+        if self._seen[rows] > 2 and self._seen[rows] % _TIMED_EVERY:
+            return
+        taken = launched.device_ns()
+        known = self._device_ns.get(rows, taken)
+        # The first may have compiled something between its launches, and is soon forgotten.
+        self._device_ns[rows] = min(taken + 0.75 * (known - taken), 2 * taken)
 
     def _forward(self, plan: StepPlan, begun: int) -> GrowthFlight:
         logits = self._runner.forward(plan.rows.batch(1 if self._steps is None else self._words))

@@ -11,6 +11,7 @@ _KINDS: dict[grpc.StatusCode, type[errors.OutriderError]] = {
     grpc.StatusCode.UNAVAILABLE: errors.WorkerUnavailable,
     grpc.StatusCode.FAILED_PRECONDITION: errors.WorkerRefused,
     grpc.StatusCode.ABORTED: errors.Superseded,
+    grpc.StatusCode.INTERNAL: errors.InternalError,
 }
 
 

@@ -78,6 +78,8 @@ class FakeTarget:
         return VerifyResult(step=len(self.batches), verdicts=verdicts, step_ns=1000, forward_ns=900, step_tokens=rows)
 
     def _verdict(self, tree: TreeSubmission, *, deferred: bool) -> SessionVerdict:
+        if (tree.session_id, tree.epoch) in self.closed:
+            return SessionVerdict(session_id=tree.session_id, epoch=tree.epoch, deferred=True)
         epoch, tokens, prompt_length, sampling = self.sessions[tree.session_id]
         assert (epoch, len(tokens)) == (tree.epoch, tree.length)
         if tree.session_id in self.fail_sessions:

@@ -1,4 +1,5 @@
 import asyncio
+import dataclasses
 import random
 import time
 
@@ -16,7 +17,7 @@ from outrider.coordinator.messages import (
     TokenDelta,
 )
 from outrider.coordinator.text_stream import TextStream
-from outrider.errors import InvalidRequest, Overloaded, Superseded, WorkerUnavailable
+from outrider.errors import InternalError, InvalidRequest, Overloaded, Superseded, WorkerUnavailable
 from outrider.sampling import SamplingSpec
 
 
@@ -275,6 +276,78 @@ async def failing_always(target, generation):
 class Everything(set):
     def __contains__(self, item) -> bool:
         return True
+
+
+@pytest.mark.parametrize("wrong", ["left out", "another epoch", "twice"])
+async def test_an_answer_that_does_not_name_what_was_asked_for(bench, expect_output, monkeypatch, wrong):
+    """The session that it leaves out is opened anew; the others, and those named twice, go on."""
+    target = bench.add_target()
+    step = target._step
+
+    async def spoilt_once(trees):
+        result = await step(trees)
+        if len(target.batches) == 5:
+            verdicts = {
+                "left out": result.verdicts[1:],
+                "another epoch": [result.verdicts[0]._replace(epoch=99), *result.verdicts[1:]],
+                "twice": [result.verdicts[0], *result.verdicts],
+            }
+            result = dataclasses.replace(result, verdicts=verdicts[wrong])
+        return result
+
+    monkeypatch.setattr(target, "_step", spoilt_once)
+    requests = [make_request(number, mode=SpeculationMode.OFF) for number in (1, 2)]
+    async with asyncio.timeout(10):
+        results = await asyncio.gather(*(bench.generate(request) for request in requests))
+    for request, (outputs, _) in zip(requests, results, strict=True):
+        assert outputs == [expect_output(request.prompt_token_ids, request.sampling)]
+    assert_idle(bench)
+
+
+class BrokenText(TextStream):
+    """A tokenizer with a defect that shows at the fifth push."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.pushes = 0
+
+    def push(self, token_ids):
+        self.pushes += 1
+        if self.pushes >= 5:
+            raise KeyError("no such piece")
+        return super().push(token_ids)
+
+
+@pytest.mark.parametrize("stop", [(), ("x",)])
+async def test_text_that_cannot_be_made_ends_its_own_request_alone(bench, expect_output, stop):
+    bench.add_target()
+    bench.add_draft()
+    broken = bench.scheduler.submit(make_request(1, stop=stop), [BrokenText()])
+    other = asyncio.create_task(bench.generate(make_request(2)))
+    tokens = []
+    with pytest.raises(InternalError, match="request-1 cannot be turned into text: KeyError: 'no such piece'"):
+        async for event in broken:
+            tokens += event.token_ids
+    assert tokens == expect_output((1, 2, 3), make_request().sampling)[: len(tokens)]
+    outputs, _ = await other
+    assert outputs == [expect_output((2, 2, 3), make_request().sampling)]
+    assert_idle(bench)
+
+
+async def test_stopping_looks_for_no_one_to_take_the_places_over(make_bench, monkeypatch):
+    bench = make_bench(max_running_sessions=100, max_queue=100)
+    bench.limits.max_sessions = 100
+    bench.add_target(step_s=10)
+    bench.add_draft()
+    generations = [bench.scheduler.submit(make_request(number), [TextStream(None)]) for number in range(1, 41)]
+    searches = []
+    monkeypatch.setattr(bench.scheduler, "_assign_drafts", lambda: searches.append(1))
+    await bench.scheduler.stop(WorkerUnavailable("stopping"))
+    assert not searches
+    for generation in generations:
+        with pytest.raises(WorkerUnavailable, match="stopping"):
+            await anext(aiter(generation))
+    assert_idle(bench)
 
 
 async def test_losses_far_apart_are_not_added_up(bench, expect_output):

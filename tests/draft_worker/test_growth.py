@@ -502,10 +502,12 @@ def test_a_session_too_long_for_the_margin_starts_again_once_it_is_alone(make_gr
     assert open_session(growth, (7, 2)).starved
     growth.close((7, 1), 1)
     assert growths_of(finish(growth), 2)
-    # What has become longer than all slots waits for ever, and costs nothing.
-    growth.commit((7, 2), 1, 60, [3] * 41)
-    assert not growths_of(finish(growth), 2)
-    assert runner.slots.used == 0
+    # What has become longer than all slots would wait for ever: whoever counts on it is told.
+    with pytest.raises(OutOfSlots, match="101 tokens"):
+        growth.commit((7, 2), 1, 60, [3] * 41)
+    assert growth.session((7, 2)) is None
+    assert not finish(growth)
+    assert (runner.slots.used, runner.slots.free_rows) == (0, 4)
 
 
 def test_sessions_that_cannot_be_opened(make_growth: Make, make_start: Make):

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from outrider.draft_worker.growth import TreeGrowth
+from outrider.draft_worker.growth_launch import GrowthLauncher
 from outrider.draft_worker.growth_step import GrowthConfig, SessionGrowth
 from outrider.draft_worker.session import GrowthLimits, GrowthMode
 from outrider.engine.buckets import Bucket
@@ -135,3 +137,41 @@ def test_growth_begins_with_a_bucket_for_every_width(checkpoint: Path):
                     )
                 )  # fmt: skip
                 assert need in found, (sessions, rows, query_len)
+
+
+class TimedSteps:
+    """Staged steps without a model, which take as long as they are told."""
+
+    takes_trees, due, is_done = True, None, True
+
+    def __init__(self) -> None:
+        self.taken_ns = 0
+        self.bucket = SimpleNamespace(tokens=4)
+
+    def stage_growth(self, rows: Any, **options: Any) -> "TimedSteps":
+        return self
+
+    def launch(self, staged: Any) -> "TimedSteps":
+        return self
+
+    def device_ns(self) -> int:
+        return self.taken_ns
+
+    def children(self) -> SimpleNamespace:
+        return SimpleNamespace(tokens=None, log_q=None, scores=None)
+
+
+def test_a_first_step_that_compiled_is_soon_forgotten():
+    steps, chooser = TimedSteps(), SimpleNamespace(scored=4, ranked=lambda *found: ([], [], []))
+    launcher = GrowthLauncher(SimpleNamespace(steps=steps), chooser, max_nodes=64)  # type: ignore[arg-type]
+    plan = SimpleNamespace(is_ranked=True, nodes=[1], rows=SimpleNamespace(records=[]), spans=[])
+
+    def expected_ns(taken_ns: int) -> float:
+        steps.taken_ns = taken_ns
+        flight = launcher.launch(plan)  # type: ignore[arg-type]
+        flight.collect()
+        return flight.expected_end_ns - flight.begun_ns
+
+    expected_ns(30_000_000_000)
+    expected_ns(1_000_000)
+    assert expected_ns(1_000_000) < 1_000_000_000
