@@ -108,6 +108,7 @@ class ChainMirror:
         for view in self._views.values():
             view.committed |= {node: self.length + place for node, place in view.places.items() if place <= along}
         self.root_was_drafted = along == count
+        self.root_was_missed = along < min(count, len(self.tokens))
         self.length += count
         assert self.length == len(self._token_ids)
         if not (self.root_was_drafted and keeps_chain):

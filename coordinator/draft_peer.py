@@ -33,11 +33,13 @@ class DraftPeer:
         """Whether one more session may be placed here."""
         return len(self.sessions) < self.limits.max_sessions
 
-    def note_width(self, growth: GrowthBatch) -> None:
-        """What a step of this draft has grown."""
-        if len(growth.parents):
-            places = np.repeat(np.arange(len(growth.node_counts)), growth.node_counts)
-            # Children of one node stand together.
-            others = (growth.parents[1:] != growth.parents[:-1]) | (places[1:] != places[:-1])
-            expanded = (1 + np.count_nonzero(others)) / len(growth.session_ids)
-            self.width += 0.05 * (expanded - self.width)
+    def note_width(self, growth: GrowthBatch) -> int:
+        """What a step of this draft has grown; returns how many nodes it has expanded."""
+        if not len(growth.parents):
+            return 0
+        places = np.repeat(np.arange(len(growth.node_counts)), growth.node_counts)
+        # Children of one node stand together.
+        others = (growth.parents[1:] != growth.parents[:-1]) | (places[1:] != places[:-1])
+        expanded = 1 + int(np.count_nonzero(others))
+        self.width += 0.05 * (expanded / len(growth.session_ids) - self.width)
+        return expanded

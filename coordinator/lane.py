@@ -12,6 +12,7 @@ import numpy as np
 from outrider.coordinator import clock
 from outrider.coordinator.candidates import Candidates, Tree, candidates
 from outrider.coordinator.cost_model import StepCost
+from outrider.coordinator.draft_demand import DraftDemand
 from outrider.coordinator.firing import MissRates
 from outrider.coordinator.links import TargetLink
 from outrider.coordinator.messages import SessionOpening, SpeculationMode, TreeSubmission, VerifyResult
@@ -249,7 +250,14 @@ class TargetLane:
         rows = len(sessions) + sum(len(tree.tokens) for tree in chosen)
         result = self.link.submit(trees, openings=openings)
         is_alone = not self.flights
-        flight = Flight(sessions=list(sessions), rows=rows, submitted_ns=now_ns, is_alone=is_alone, result=result)
+        flight = Flight(
+            sessions=list(sessions),
+            rows=rows,
+            submitted_ns=now_ns,
+            is_alone=is_alone,
+            result=result,
+            waited_ns=waited_ns,
+        )
         self.flights.append(flight)
         return flight
 
@@ -258,14 +266,24 @@ class TargetLane:
         session.target_id, session.target_epoch = self.worker_id, opening.epoch
         return opening
 
-    def learn(self, flight: Flight, result: VerifyResult, *, emitted: int, result_ns: int) -> None:
+    def learn(
+        self, flight: Flight, result: VerifyResult, *, emitted: int, result_ns: int, demand: DraftDemand | None = None
+    ) -> None:
         """Takes a round's times into the cost model, the rate and the trials; `result_ns`: when its result came."""
         self.steps += 1
         self.cost.observe(result.step_tokens, result.step_ns)
-        # The price of a row, where steps are now.
-        low_ns, high_ns = self.cost.predict_many_ns(flight.rows + np.array([0, _PRICE_ROWS])).tolist()
+        # The price of a row, where steps are now; and this step with its nodes and without.
+        rows, nodes = flight.rows, flight.rows - len(flight.sessions)
+        whole = max(result.step_tokens, rows)
+        asked = np.array([rows, rows + _PRICE_ROWS, whole, whole - nodes])
+        low_ns, high_ns, whole_ns, bare_ns = self.cost.predict_many_ns(asked).tolist()
         self._row_ns = (high_ns - low_ns) / _PRICE_ROWS
         round_ns = self.pace.observe(flight, result.step_ns, tokens=emitted, result_ns=result_ns)
+        if demand is not None:
+            between_ns = max(0, round_ns - result.step_ns - flight.waited_ns)
+            demand.note_target_round(
+                round_ns=round_ns, plain_ns=result.step_ns * bare_ns / whole_ns + between_ns
+            )
         sessions = len(self.sessions)
         self.way.observe(
             sessions=sessions,

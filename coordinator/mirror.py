@@ -47,6 +47,8 @@ class TreeMirror:
         self.row = forest.add_session(token_ids[-1], self.length)
         self.root_was_drafted = False
         """Whether the root was a node of the tree before it was committed: a draft may be expanding it by now."""
+        self.root_was_missed = False
+        """Whether its parent had been expanded, and it was none of the children."""
         self._workers: dict[str, _Worker] = {}
         self._complete_at = -1
 
@@ -260,6 +262,7 @@ def _move_roots(moves: Sequence[_Move], passed: list[int], passed_lengths: list[
     forest = mirrors[0].forest
     rows, slots = np.array(rows_), np.array(slots_)
     slots = np.where(slots == _ROOT, forest.root[rows], slots)
+    reached = slots.copy()
     # The token behind the accepted ones may have a node too, which was not submitted or has come meanwhile.
     for depth in range(max(map(len, tails))):
         going = [
@@ -271,10 +274,12 @@ def _move_roots(moves: Sequence[_Move], passed: list[int], passed_lengths: list[
         slots[going] = found
         for n, slot in zip(going, found.tolist(), strict=True):
             if slot >= 0:
+                reached[n] = slot
                 passed.append(slot)
                 passed_lengths.append(lengths[n] - len(tails[n]) + depth + 1)
-    for mirror, slot in zip(mirrors, slots.tolist(), strict=True):
-        mirror.root_was_drafted = slot >= 0
+    for mirror, slot, was_expanded in zip(mirrors, slots.tolist(), forest.has_children[reached].tolist(), strict=True):
+        mirror.root_was_drafted = was_drafted = slot >= 0
+        mirror.root_was_missed = was_expanded and not was_drafted
     if not all(keep_trees):
         slots[np.logical_not(keep_trees)] = -1
     forest.move_roots(

@@ -26,12 +26,14 @@ class Flight:
 
     Attributes:
         is_alone: no other was on its way when it was sent.
+        waited_ns: how long the free target was held for growth before.
     """
 
     sessions: Sequence[Session]
     rows: int
     submitted_ns: int
     is_alone: bool
+    waited_ns: int = 0
     result: "asyncio.Future[VerifyResult]"
 
 

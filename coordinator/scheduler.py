@@ -294,7 +294,11 @@ class Scheduler:
             self.totals.dropped_nodes += nodes
             return
         peer.last_growth_ns = clock.now_ns()
-        peer.note_width(growth)
+        self.totals.demand.note_growth(
+            sessions=len(growth.session_ids),
+            expanded=peer.note_width(growth),
+            step_ns=peer.link.step_latency.mean_ns,
+        )
         sessions = [
             session
             if (session := self._sessions.get(session_id)) is not None and session.draft_epochs.get(worker_id) == epoch
@@ -336,6 +340,16 @@ class Scheduler:
     def running_sessions(self) -> int:
         """Sessions placed at a target."""
         return sum(len(lane.sessions) for lane in self._lanes.values())
+
+    def speculating_sessions(self) -> tuple[int, int]:
+        """Sessions at a target that would speculate, and those of them that no draft grows."""
+        speculating = [
+            bool(session.draft_epochs)
+            for lane in self._lanes.values()
+            for session in lane.sessions.values()
+            if session.may_speculate
+        ]
+        return len(speculating), speculating.count(False)
 
     @property
     def waiting_requests(self) -> int:

@@ -68,6 +68,7 @@ class CoordinatorServer:
         """The state of the server now."""
         totals = self.scheduler.totals
         steps = totals.verify_steps
+        speculating, undrafted = self.scheduler.speculating_sessions()
         return generation_pb2.ServerInfo(
             incarnation=self._incarnation,
             version=__version__,
@@ -85,6 +86,7 @@ class CoordinatorServer:
             ),
             dropped_nodes_total=totals.dropped_nodes,
             steps_total=totals.steps,
+            draft_demand=totals.demand.message(sessions=speculating, undrafted_sessions=undrafted),
         )
 
     async def start(self) -> None:

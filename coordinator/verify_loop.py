@@ -9,12 +9,13 @@ docs/scheduling.md explains what is decided here, and has the formulas.
 import asyncio
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from outrider.coordinator import clock, mirror
 from outrider.coordinator.candidates import Tree
 from outrider.coordinator.config import CoordinatorConfig
+from outrider.coordinator.draft_demand import DraftDemand
 from outrider.coordinator.draft_peer import DraftPeer
 from outrider.coordinator.firing import GrowthForecast, Outlook, patience_ns
 from outrider.coordinator.lane import TargetLane
@@ -44,6 +45,7 @@ class Totals:
     accepted_tokens: int = 0
     dropped_nodes: int = 0
     steps: int = 0
+    demand: DraftDemand = field(default_factory=DraftDemand)
 
 
 class SessionOwner(Protocol):
@@ -251,7 +253,7 @@ class VerifyLoop:
         """Tells mirrors and drafts; sessions that have ended go."""
         going_on = [(session, commitment) for session, commitment in committed if not session.is_finished]
         mirror.commit([commitment for session, commitment in going_on if session.mode is not SpeculationMode.OFF])
-        rounds = tokens = misses = tree_rounds = tree_misses = 0
+        rounds = tokens = misses = wrong = tree_rounds = tree_misses = 0
         for session, (_, token_ids, _, _) in going_on:
             self._undelivered[session.session_id] = session
             self._owner.note_progress(session)
@@ -262,6 +264,7 @@ class VerifyLoop:
                 tokens += len(token_ids)
                 missed = not session.mirror.root_was_drafted
                 misses += missed
+                wrong += session.mirror.root_was_missed
                 if session.session_id in with_trees:
                     tree_rounds += 1
                     tree_misses += missed
@@ -269,6 +272,13 @@ class VerifyLoop:
             for worker_id, epoch in session.draft_epochs.items():
                 self._drafts[worker_id].link.commit(Commit(session.session_id, epoch, position, token_ids))
             session.unanswered_commits += 1
+        if rounds:
+            demand = self._owner.totals.demand
+            demand.rounds += rounds
+            demand.tokens += tokens
+            demand.missed_rounds += wrong
+            demand.starved_rounds += misses - wrong
+            demand.bare_rounds += rounds - tree_rounds
         self.lane.misses.observe_many(
             rounds, tokens=tokens, misses=misses, tree_rounds=tree_rounds, tree_misses=tree_misses
         )
@@ -282,7 +292,8 @@ class VerifyLoop:
     def _learn(self) -> None:
         rounds, self._unlearned = self._unlearned, []
         for flight, result, emitted, result_ns in rounds:
-            self.lane.learn(flight, result, emitted=emitted, result_ns=result_ns)
+            demand = self._owner.totals.demand
+            self.lane.learn(flight, result, emitted=emitted, result_ns=result_ns, demand=demand)
 
     async def _deliver(self) -> None:
         """Lets the clients have what was committed since the last time: a few at a time, behind results and growth."""
