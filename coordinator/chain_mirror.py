@@ -40,7 +40,7 @@ class ChainMirror:
         self.tokens: list[int] = []
         self.acceptance: list[float] = []
         self.distributions: list[DraftDistribution] = []
-        self.root_was_drafted = False
+        self.root_was_drafted = self.root_was_missed = False
         self._views: dict[str, _WorkerView] = {}
         self._complete_at = -1
 

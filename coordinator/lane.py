@@ -281,9 +281,7 @@ class TargetLane:
         round_ns = self.pace.observe(flight, result.step_ns, tokens=emitted, result_ns=result_ns)
         if demand is not None:
             between_ns = max(0, round_ns - result.step_ns - flight.waited_ns)
-            demand.note_target_round(
-                round_ns=round_ns, plain_ns=result.step_ns * bare_ns / whole_ns + between_ns
-            )
+            demand.note_target_round(round_ns=round_ns, plain_ns=result.step_ns * bare_ns / whole_ns + between_ns)
         sessions = len(self.sessions)
         self.way.observe(
             sessions=sessions,
