@@ -50,6 +50,7 @@ def build_app() -> typer.Typer:
     from outrider.coordinator.config import CoordinatorConfig
     from outrider.deploy.commands import demo, up
     from outrider.draft_worker.config import DraftWorkerConfig
+    from outrider.health_command import health
     from outrider.models.commands import widen
     from outrider.security.commands import certs
     from outrider.target_worker.config import TargetWorkerConfig
@@ -67,6 +68,7 @@ def build_app() -> typer.Typer:
     app.command("status")(commands.status)
     app.command("widen")(widen)
     app.command("certs")(certs)
+    app.command("health")(health)
     app.command("coordinator")(_role(CoordinatorConfig, _coordinator))
     app.command("target-worker")(_role(TargetWorkerConfig, _target_worker))
     app.command("draft-worker")(_role(DraftWorkerConfig, _draft_worker))
