@@ -21,10 +21,11 @@ class Relay:
     """Listens at one address and passes on what comes to another, both ways.
 
     Args:
-        listen: (host, port) it is reached at.
+        listen: (host, port) it is reached at; port 0 for a free one.
         upstream: (host, port) it passes on to.
 
     Attributes:
+        address: (host, port) it is reached at.
         rtt_s: round trip that it adds, half of it each way; may be changed at any time.
     """
 
@@ -33,6 +34,7 @@ class Relay:
         self._upstream = upstream
         self._sockets: list[socket.socket] = []
         self._listener = socket.create_server(listen, backlog=_BACKLOG)
+        self.address: tuple[str, int] = self._listener.getsockname()
         threading.Thread(target=self._accept, name="relay", daemon=True).start()
 
     def close(self) -> None:

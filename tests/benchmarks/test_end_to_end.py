@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import statistics
 import threading
 import time
 from argparse import Namespace
@@ -160,14 +159,14 @@ def echo(server: socket.socket) -> None:
 
 @pytest.mark.parametrize("rtt_s", [0.0, 0.15])
 def test_a_relay_adds_its_round_trip_and_passes_every_byte_on(rtt_s: float):
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as probe:
-        listen = probe.getsockname()
-        probe.close()
+    with socket.create_server(("127.0.0.1", 0)) as server, Relay(("127.0.0.1", 0), server.getsockname()) as relay:
         threading.Thread(target=echo, args=(server,), daemon=True).start()
-        with Relay(listen, server.getsockname()) as relay, socket.create_connection(listen, timeout=20) as client:
+        with socket.create_connection(relay.address, timeout=20) as client:
             relay.rtt_s = rtt_s
             took = []
-            for number in range(5):
+            # On a busy machine some are late, but none is early, and one in so many is on time.
+            while len(took) < 5 or (min(took) >= rtt_s + 0.1 and len(took) < 50):
+                number = len(took)
                 began = time.monotonic()
                 client.sendall(bytes([number] * 50))
                 data = b""
@@ -175,9 +174,7 @@ def test_a_relay_adds_its_round_trip_and_passes_every_byte_on(rtt_s: float):
                     data += client.recv(50)
                 took.append(time.monotonic() - began)
                 assert data == bytes([number] * 50)
-    assert min(took) >= rtt_s
-    # On a busy machine some are late.
-    assert statistics.median(took) < rtt_s + 0.1
+    assert rtt_s <= min(took) < rtt_s + 0.1
 
 
 class Measured:

@@ -362,12 +362,12 @@ def test_early_exit_cancels_at_the_server() -> None:
     with serving(forever) as (servicer, endpoint), Client(endpoint) as client:
         with client.stream("x") as stream:
             next(iter(stream))
-        assert servicer.ended.wait(5)
+        assert servicer.ended.wait(30)
         servicer.ended.clear()
         # Without a `with`, dropping the stream is enough.
         for _ in client.stream("x"):
             break
-        assert servicer.ended.wait(5)
+        assert servicer.ended.wait(30)
 
 
 async def test_early_exit_of_an_async_stream_cancels_at_the_server() -> None:
@@ -375,7 +375,7 @@ async def test_early_exit_of_an_async_stream_cancels_at_the_server() -> None:
         async with AsyncClient(endpoint) as client:
             async with client.stream("x") as stream:
                 await anext(aiter(stream))
-            assert await asyncio.to_thread(servicer.ended.wait, 5)
+            assert await asyncio.to_thread(servicer.ended.wait, 30)
 
 
 def test_options_that_no_request_can_hold() -> None:

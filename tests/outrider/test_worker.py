@@ -22,6 +22,7 @@ class FakeRegistry(registry_pb2_grpc.RegistryServiceServicer):
 
     refusal: str = ""
     end_after: int = 1 << 30
+    refused: int = 0
     introductions: list[registry_pb2.WorkerIntroduction] = field(default_factory=list)
     loads: list[common_pb2.WorkerLoad] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -32,6 +33,8 @@ class FakeRegistry(registry_pb2_grpc.RegistryServiceServicer):
         heard = 0
         async for report in request_iterator:
             if self.refusal:
+                self.refused += 1
+                self.changed.set()
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.refusal)
             if report.WhichOneof("report") == "introduction":
                 self.introductions.append(report.introduction)
@@ -44,7 +47,7 @@ class FakeRegistry(registry_pb2_grpc.RegistryServiceServicer):
                 return
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while not condition():
                 self.changed.clear()
                 await self.changed.wait()
@@ -116,7 +119,7 @@ async def test_comes_back_when_a_lease_ends_and_when_the_coordinator_restarts() 
     await registry.until(lambda: len(registry.loads) >= 1)
     # A refusal after a lease was held is waited out: the coordinator may still hold the former lease.
     registry.refusal = "registered already"
-    await asyncio.sleep(0.3)
+    await registry.until(lambda: registry.refused >= 2)
     registry.refusal = ""
     count = len(registry.introductions)
     await registry.until(lambda: len(registry.introductions) > count)

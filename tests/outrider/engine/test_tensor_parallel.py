@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.engine import step_runner
+from outrider.engine import step_runner, tensor_parallel_leader
 from outrider.engine.batch import BatchBuilder
 from outrider.engine.buckets import Bucket
 from outrider.engine.config import DtypeName
@@ -26,7 +26,7 @@ from outrider.errors import CheckpointError, WorkerUnavailable
 
 _PROMPT = [17, 300, 5, 42, 911, 7, 8, 1020]
 # Between a death and its being told, on a busy machine; else it is a few milliseconds.
-_SOON_S = 5.0
+_SOON_S = 30.0
 BUCKET = Bucket(tokens=1, sessions=1, keys=1, query_len=1, logit_rows=1, nodes=1, words=1)
 
 
@@ -147,9 +147,8 @@ def test_two_ranks_choose_what_one_chooses_until_one_is_killed(pair: ModelRunner
 
     # Stopped, it takes a step's bytes and never computes; then it is gone.
     _signal_follower(pair, signal.SIGSTOP)
-    killer = threading.Timer(0.5, _signal_follower, (pair, signal.SIGKILL))
-    killer.start()
     began = time.monotonic()
+    threading.Timer(0.5, _signal_follower, (pair, signal.SIGKILL)).start()
     for _ in range(2):
         with pytest.raises(WorkerUnavailable, match="rank 1 was killed by signal 9"):
             _forest(pair)
@@ -191,11 +190,14 @@ def test_a_rank_that_cannot_load_says_why(checkpoint: Path) -> None:
         ModelRunner(_config(checkpoint, 2), source=_GoneForOthers(checkpoint))
 
 
-def test_sizes_that_do_not_divide_are_refused_before_anything_starts(checkpoint: Path) -> None:
-    began = time.monotonic()
+def test_sizes_that_do_not_divide_are_refused_before_anything_starts(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[object] = []
+    monkeypatch.setattr(tensor_parallel_leader, "_Process", started.append)
     with pytest.raises(CheckpointError, match=r"--tensor-parallel-size 7 given.*this model takes 1, 2, 4"):
         ModelRunner(_config(checkpoint, 7))
-    assert time.monotonic() - began < 1.0
+    assert not started
 
 
 def test_followers_end_with_a_leader_that_is_killed(other_leader: "subprocess.Popen[bytes]") -> None:
@@ -256,8 +258,8 @@ def test_two_gpus_choose_what_one_chooses_until_one_is_lost(tmp_path: Path) -> N
     batch = builder.build()
     _signal_follower(runner, signal.SIGSTOP)
     launched = runner.steps.launch(runner.steps.stage(batch))
-    threading.Timer(0.5, _signal_follower, (runner, signal.SIGKILL)).start()
     began = time.monotonic()
+    threading.Timer(0.5, _signal_follower, (runner, signal.SIGKILL)).start()
     with pytest.raises(WorkerUnavailable, match="rank 1 was killed by signal 9"):
         launched.wait()
     assert 0.4 <= time.monotonic() - began < 2.5
