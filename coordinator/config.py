@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.models import embedded_target_path
+from outrider.security.binding import check_bind
+from outrider.security.tls import TlsConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,14 @@ class CoordinatorConfig:
         retry_after_s: least that an overloaded server tells clients to wait; more where its queue takes longer.
         drain_s: time that running requests get when the process is told to stop.
         allow_synthetic: take requests whose drafts are accepted at given rates, whatever they are: for benchmarks.
+        tls_ca: certificates (PEM) of the authorities whose certificates are believed; with the next two, everything is
+            encrypted and proven on both sides.
+        tls_certificate: own certificate (PEM), of the role coordinator (`outrider certs` makes one).
+        tls_key: its private key (PEM).
+        token_file: hashes of the tokens that clients must have (`outrider token new` adds one); default: none needed.
+        worker_port: port on which workers register; default `port`, or with TLS the next one (port 0: a free one), as
+            workers there prove who they are, which clients need not.
+        insecure: listen beyond loopback without protection: whoever reaches the port may use it.
 
     Raises:
         ValueError: a value out of range, with the value.
@@ -68,12 +78,21 @@ class CoordinatorConfig:
     retry_after_s: float = 1.0
     drain_s: float = 5.0
     allow_synthetic: bool = False
+    tls_ca: Path | None = None
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    token_file: Path | None = None
+    worker_port: int | None = None
+    insecure: bool = False
 
     def __post_init__(self) -> None:
         if not self.host:
             raise ValueError("host: empty, an address such as 127.0.0.1 needed")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port: {self.port} given, 0 to 65535 needed")
+        if self.worker_port is not None and not 0 <= self.worker_port <= 65535:
+            raise ValueError(f"worker_port: {self.worker_port} given, 0 to 65535 needed")
+        check_bind(self.host, insecure=self.insecure, tls_ca=self.tls, token_file=self.token_file)
         for name in _AT_LEAST_ONE:
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -101,6 +120,19 @@ class CoordinatorConfig:
     def address(self) -> str:
         """host:port."""
         return f"{self.host}:{self.port}"
+
+    @property
+    def worker_address(self) -> str | None:
+        """host:port at which workers register, where it is not `address`."""
+        port = self.worker_port
+        if port is None and self.tls is not None:
+            port = self.port + 1 if self.port else 0
+        return None if port is None else f"{self.host}:{port}"
+
+    @property
+    def tls(self) -> TlsConfig | None:
+        """None talks in the clear."""
+        return TlsConfig.of_options(self.tls_ca, self.tls_certificate, self.tls_key)
 
     @property
     def model_folder(self) -> Path:

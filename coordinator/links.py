@@ -30,6 +30,8 @@ from outrider.coordinator.messages import (
 )
 from outrider.draft_distribution import DraftDistribution, pack_distributions, unpack_distributions
 from outrider.errors import WorkerUnavailable
+from outrider.security.roles import Role
+from outrider.security.tls import TlsConfig
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from outrider.wire import floats_from_bytes, tokens_to_bytes
 
@@ -69,9 +71,10 @@ def opening_to_proto(opening: SessionOpening) -> common_pb2.SessionOpen:
 class _Link:
     """What both links share: the channel, the two tasks, and one notice when the stream is lost."""
 
-    def __init__(self, address: str, *, on_lost: Callable[[str], None]) -> None:
+    def __init__(self, address: str, *, tls: TlsConfig | None, role: Role, on_lost: Callable[[str], None]) -> None:
         self.address = address
-        self._channel = rpc.open_channel(address)
+        # Whatever answers at the address that a worker named has to prove that it is one.
+        self._channel = rpc.open_channel(address, tls=tls, peer=role)
         self._on_lost = on_lost
         self._tasks: list[asyncio.Task[None]] = []
         self._outgoing_ready = asyncio.Event()
@@ -148,8 +151,10 @@ class _Link:
 class TargetLink(_Link):
     """The stream to one target worker."""
 
-    def __init__(self, address: str, *, incarnation: int, on_lost: Callable[[str], None]) -> None:
-        super().__init__(address, on_lost=on_lost)
+    def __init__(
+        self, address: str, *, incarnation: int, on_lost: Callable[[str], None], tls: TlsConfig | None = None
+    ) -> None:
+        super().__init__(address, tls=tls, role=Role.TARGET, on_lost=on_lost)
         self._incarnation = incarnation
         self._step = 0
         self._waiting: dict[int, asyncio.Future[VerifyResult]] = {}
@@ -294,8 +299,9 @@ class DraftLink(_Link):
         on_growth: Callable[[GrowthBatch], None],
         on_error: Callable[[int, int, str], None],
         on_lost: Callable[[str], None],
+        tls: TlsConfig | None = None,
     ) -> None:
-        super().__init__(address, on_lost=on_lost)
+        super().__init__(address, tls=tls, role=Role.DRAFT, on_lost=on_lost)
         self._incarnation = incarnation
         self._vocab_size = vocab_size
         self._on_growth = on_growth

@@ -14,9 +14,13 @@ from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.links import DraftLink, TargetLink
 from outrider.coordinator.scheduler import Scheduler
 from outrider.errors import OutriderError, WorkerRefused, WorkerUnavailable
+from outrider.security.callers import check_registration
+from outrider.security.roles import Role
 from outrider.v1 import common_pb2, generation_pb2, registry_pb2, registry_pb2_grpc
 
 logger = logging.getLogger(__name__)
+
+_SECURITY_ROLES = {registry_pb2.WORKER_ROLE_DRAFT: Role.DRAFT, registry_pb2.WORKER_ROLE_TARGET: Role.TARGET}
 
 
 @dataclass(kw_only=True)
@@ -79,13 +83,15 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     ) -> None:
         """The worker's lease; see registry.proto."""
         try:
-            worker = await self._introduce(request_iterator)
+            worker = await self._introduce(request_iterator, context)
             if worker is not None:
                 await self._hold(worker, request_iterator, context)
         except OutriderError as error:
             await rpc.abort_with(context, error)
 
-    async def _introduce(self, reports: AsyncIterator[registry_pb2.WorkerReport]) -> RegisteredWorker | None:
+    async def _introduce(
+        self, reports: AsyncIterator[registry_pb2.WorkerReport], context: ServicerContext[Any, Any]
+    ) -> RegisteredWorker | None:
         report = await anext(reports, None)
         if report is None:
             return None
@@ -93,6 +99,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             raise WorkerRefused("the first message of a worker has to be its introduction")
         introduction = report.introduction
         self._check(introduction)
+        check_registration(context, _SECURITY_ROLES[introduction.role])
         if introduction.worker_id in self.workers:
             raise WorkerRefused(f"worker_id {introduction.worker_id} is registered already")
         return RegisteredWorker(introduction=introduction, reported_ns=time.monotonic_ns())
@@ -171,7 +178,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         address = worker.introduction.address
         link: TargetLink | DraftLink
         if worker.is_target:
-            link = TargetLink(address, incarnation=self._incarnation, on_lost=worker.lose)
+            link = TargetLink(address, incarnation=self._incarnation, on_lost=worker.lose, tls=self._config.tls)
         else:
             link = DraftLink(
                 address,
@@ -180,6 +187,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 on_growth=_bind_first(self._scheduler.take_growth, worker.worker_id),
                 on_error=_bind_first(self._scheduler.take_draft_error, worker.worker_id),
                 on_lost=worker.lose,
+                tls=self._config.tls,
             )
         worker.link = link
         await link.ready(timeout_s=self._config.connect_timeout_s)

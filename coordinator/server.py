@@ -18,6 +18,8 @@ from outrider.coordinator.tokenizer import TextTokenizer, read_model_info
 from outrider.coordinator.validation import RequestLimits
 from outrider.errors import WorkerUnavailable
 from outrider.rpc import RoleServer
+from outrider.security.binding import warn_of_bind
+from outrider.security.roles import Role
 from outrider.v1 import generation_pb2, registry_pb2_grpc
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,7 @@ class CoordinatorServer:
     Raises:
         CheckpointError: the model folder lacks what a coordinator needs.
         OSError: the address cannot be bound.
+        CertificateError: the TLS files cannot be used.
     """
 
     def __init__(self, config: CoordinatorConfig) -> None:
@@ -57,11 +60,25 @@ class CoordinatorServer:
             generation.add_to(server)
             registry_pb2_grpc.add_RegistryServiceServicer_to_server(self.registry, server)
 
-        self._server = RoleServer(services=SERVICES, add_services=add_services, address=config.address)
+        if config.tls is not None:
+            config.tls.check(Role.COORDINATOR)
+        warn_of_bind(config.host, tls_ca=config.tls, token_file=config.token_file)
+        self._server = RoleServer(
+            services=SERVICES,
+            add_services=add_services,
+            address=config.worker_address or config.address,
+            public_address=None if config.worker_address is None else config.address,
+            tls=config.tls,
+        )
 
     @property
     def address(self) -> str:
-        """host:port that is bound."""
+        """host:port that is bound, of the public door."""
+        return self._server.public_address
+
+    @property
+    def worker_address(self) -> str:
+        """host:port at which workers register; the same where nothing sets them apart."""
         return self._server.address
 
     def info(self) -> generation_pb2.ServerInfo:

@@ -6,6 +6,8 @@ from pathlib import Path
 from outrider.draft_worker.growth_step import GrowthConfig
 from outrider.engine.config import AttentionBackend, DtypeName, EngineConfig, Quantization
 from outrider.models import embedded_draft_path
+from outrider.security.binding import check_bind
+from outrider.security.tls import TlsConfig
 
 # On a CPU every row costs time that the next step waits for; on a GPU some tens of rows cost no more than one.
 _CPU_STEP_NODES, _CPU_MIN_PATH_VALUE = 8, 0.03
@@ -43,6 +45,11 @@ class DraftWorkerConfig:
         attention_backend: what runs the attention: triton (default on a GPU), flashinfer (on a GPU, with the extra of
             that name) or reference (plain torch; default on a CPU).
         enforce_eager: one operator after the other, without CUDA graphs: slow, for finding errors.
+        tls_ca: certificates (PEM) of the authorities whose certificates are believed; with the next two, everything is
+            encrypted and proven on both sides.
+        tls_certificate: own certificate (PEM), of the role draft (`outrider certs` makes one).
+        tls_key: its private key (PEM).
+        insecure: listen beyond loopback without protection: whoever reaches the port may use it.
 
     Raises:
         ValueError: a value out of range, with the value.
@@ -72,6 +79,10 @@ class DraftWorkerConfig:
     kv_cache_memory_fraction: float = 0.9
     attention_backend: AttentionBackend | None = None
     enforce_eager: bool = False
+    tls_ca: Path | None = None
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    insecure: bool = False
 
     def __post_init__(self) -> None:
         if not self.host:
@@ -81,6 +92,7 @@ class DraftWorkerConfig:
         for address in self.coordinators:
             if not address.rpartition(":")[2].isdigit():
                 raise ValueError(f"coordinators: {address!r} given, host:port needed")
+        check_bind(self.host, insecure=self.insecure, tls_ca=self.tls)
         self.engine()
         self.growth(max_model_len=self.max_model_len or 1)
 
@@ -88,6 +100,11 @@ class DraftWorkerConfig:
     def address(self) -> str:
         """host:port to listen on."""
         return f"{self.host}:{self.port}"
+
+    @property
+    def tls(self) -> TlsConfig | None:
+        """None talks in the clear."""
+        return TlsConfig.of_options(self.tls_ca, self.tls_certificate, self.tls_key)
 
     def engine(self) -> EngineConfig:
         """The model's part."""

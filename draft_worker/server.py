@@ -11,6 +11,8 @@ from outrider.draft_worker.growth_thread import GrowthThread, spare_collector
 from outrider.draft_worker.service import DraftServicer, pack_load
 from outrider.engine.model_runner import ModelRunner
 from outrider.rpc import RoleServer
+from outrider.security.binding import warn_of_bind
+from outrider.security.roles import Role
 from outrider.v1 import common_pb2, draft_pb2_grpc, registry_pb2
 from outrider.worker import introduce, keep_registered_everywhere, model_info
 
@@ -32,6 +34,7 @@ async def serve(
     Raises:
         CheckpointError: the model folder cannot be served.
         OSError: the address is taken.
+        CertificateError: the TLS files cannot be used.
         WorkerRefused: a coordinator does not take this worker.
         RuntimeError: the model failed while it ran.
     """
@@ -45,10 +48,14 @@ async def serve(
 
     thread = GrowthThread(make_growth)
     servicer = DraftServicer(thread)
+    if config.tls is not None:
+        config.tls.check(Role.DRAFT)
+    warn_of_bind(config.host, tls_ca=config.tls)
     server = RoleServer(
         services=["outrider.v1.DraftService"],
         add_services=lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, server),
         address=config.address,
+        tls=config.tls,
     )
     thread.start()
     try:
@@ -71,7 +78,7 @@ async def serve(
             load.calibration.CopyFrom(pack_calibration(growth.calibration))
             return load
 
-        registration = keep_registered_everywhere(config.coordinators, introduction, heartbeat)
+        registration = keep_registered_everywhere(config.coordinators, introduction, heartbeat, tls=config.tls)
         if ready is not None:
             ready(server.address)
         await _until_any((stop or asyncio.Event()).wait(), registration, asyncio.wrap_future(thread.stopped))

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from outrider.engine.config import AttentionBackend, DtypeName, EngineConfig, KvCacheDtype, Quantization
 from outrider.models import embedded_target_path
+from outrider.security.binding import check_bind
+from outrider.security.tls import TlsConfig
 
 _CPU_PREFILL_PART, _GPU_PREFILL_TOKENS = 4, 4096
 
@@ -43,6 +45,11 @@ class TargetWorkerConfig:
         enforce_eager: one operator after the other, without CUDA graphs: slow, for finding errors.
         deterministic: on a GPU, the bits of a token's logits do not depend on what else is in its step.
         tensor_parallel_size: GPUs that share the model.
+        tls_ca: certificates (PEM) of the authorities whose certificates are believed; with the next two, everything is
+            encrypted and proven on both sides.
+        tls_certificate: own certificate (PEM), of the role target (`outrider certs` makes one).
+        tls_key: its private key (PEM).
+        insecure: listen beyond loopback without protection: whoever reaches the port may use it.
 
     Raises:
         ValueError: a value out of range, with the value.
@@ -72,6 +79,10 @@ class TargetWorkerConfig:
     enforce_eager: bool = False
     deterministic: bool = False
     tensor_parallel_size: int = 1
+    tls_ca: Path | None = None
+    tls_certificate: Path | None = None
+    tls_key: Path | None = None
+    insecure: bool = False
 
     def __post_init__(self) -> None:
         if not self.host:
@@ -92,6 +103,7 @@ class TargetWorkerConfig:
         for address in self.coordinators:
             if not address.rpartition(":")[2].isdigit():
                 raise ValueError(f"coordinators: {address!r} given, host:port needed")
+        check_bind(self.host, insecure=self.insecure, tls_ca=self.tls)
         self.engine()
 
     @property
@@ -105,6 +117,11 @@ class TargetWorkerConfig:
         if self.max_prefill_tokens is not None:
             return self.max_prefill_tokens
         return -(-self.max_step_tokens // _CPU_PREFILL_PART) if self.device == "cpu" else _GPU_PREFILL_TOKENS
+
+    @property
+    def tls(self) -> TlsConfig | None:
+        """None talks in the clear."""
+        return TlsConfig.of_options(self.tls_ca, self.tls_certificate, self.tls_key)
 
     def engine(self) -> EngineConfig:
         """The model's part."""

@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Callable
 
 from outrider.engine.model_runner import ModelRunner
 from outrider.rpc import RoleServer
+from outrider.security.binding import warn_of_bind
+from outrider.security.roles import Role
 from outrider.target_worker.config import TargetWorkerConfig
 from outrider.target_worker.service import TargetServicer, pack_load
 from outrider.target_worker.step_thread import StepThread
@@ -31,6 +33,7 @@ async def serve(
     Raises:
         CheckpointError: the model folder cannot be served.
         OSError: the address is taken.
+        CertificateError: the TLS files cannot be used.
         WorkerRefused: a coordinator does not take this worker.
         RuntimeError: the model failed while it ran.
         WorkerUnavailable: a process that shares the model was lost.
@@ -48,10 +51,14 @@ async def serve(
         )
 
     steps = StepThread(make_verifier)
+    if config.tls is not None:
+        config.tls.check(Role.TARGET)
+    warn_of_bind(config.host, tls_ca=config.tls)
     server = RoleServer(
         services=["outrider.v1.TargetService"],
         add_services=lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(TargetServicer(steps), server),
         address=config.address,
+        tls=config.tls,
     )
     steps.start()
     try:
@@ -67,7 +74,9 @@ async def serve(
                 max_step_tokens=config.max_step_tokens,
             ),
         )
-        registration = keep_registered_everywhere(config.coordinators, introduction, lambda: pack_load(steps.report()))
+        registration = keep_registered_everywhere(
+            config.coordinators, introduction, lambda: pack_load(steps.report()), tls=config.tls
+        )
         if ready is not None:
             ready(server.address)
         await _until_any(

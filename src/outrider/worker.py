@@ -15,6 +15,8 @@ import grpc.aio
 
 from outrider import __version__, rpc
 from outrider.errors import WorkerRefused
+from outrider.security.roles import Role
+from outrider.security.tls import TlsConfig
 from outrider.v1 import common_pb2, registry_pb2, registry_pb2_grpc
 
 if TYPE_CHECKING:
@@ -27,6 +29,11 @@ Load = Callable[[], common_pb2.WorkerLoad]
 
 _SWITCH_INTERVAL_S = 0.0005
 _FIRST_LEASE_S = 10.0
+_REFUSALS = (
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNAUTHENTICATED,
+)
 _MIN_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 2.0
 
@@ -78,7 +85,13 @@ def introduce(
     )
 
 
-async def keep_registered(coordinator_address: str, introduction: registry_pb2.WorkerIntroduction, load: Load) -> None:
+async def keep_registered(
+    coordinator_address: str,
+    introduction: registry_pb2.WorkerIntroduction,
+    load: Load,
+    *,
+    tls: TlsConfig | None = None,
+) -> None:
     """Holds a lease with one coordinator until cancelled: introduces the worker, then reports its load.
 
     A coordinator that cannot be reached or goes away is dialled again, with growing pauses up to 2 s. Once it has
@@ -88,11 +101,12 @@ async def keep_registered(coordinator_address: str, introduction: registry_pb2.W
         coordinator_address: host:port.
         introduction: sent at each registration.
         load: called for each heartbeat.
+        tls: own proof, of the introduction's role; the coordinator has to prove its own. None talks in the clear.
 
     Raises:
         WorkerRefused: the coordinator does not take this worker, with its reason.
     """
-    registration = _Registration(coordinator_address, introduction, load)
+    registration = _Registration(coordinator_address, introduction, load, tls)
     pause_s = _MIN_BACKOFF_S
     while True:
         held_before = registration.leases
@@ -112,7 +126,11 @@ async def keep_registered(coordinator_address: str, introduction: registry_pb2.W
 
 
 async def keep_registered_everywhere(
-    coordinator_addresses: Sequence[str], introduction: registry_pb2.WorkerIntroduction, load: Load
+    coordinator_addresses: Sequence[str],
+    introduction: registry_pb2.WorkerIntroduction,
+    load: Load,
+    *,
+    tls: TlsConfig | None = None,
 ) -> None:
     """`keep_registered` with several coordinators at once, until cancelled or one refuses.
 
@@ -120,7 +138,7 @@ async def keep_registered_everywhere(
         WorkerRefused: see `keep_registered`.
     """
     tasks = [
-        asyncio.create_task(keep_registered(address, introduction, load), name=f"registration at {address}")
+        asyncio.create_task(keep_registered(address, introduction, load, tls=tls), name=f"registration at {address}")
         for address in coordinator_addresses
     ]
     try:
@@ -136,16 +154,19 @@ async def keep_registered_everywhere(
 class _Registration:
     """One coordinator's leases, one after the other."""
 
-    def __init__(self, address: str, introduction: registry_pb2.WorkerIntroduction, load: Load) -> None:
+    def __init__(
+        self, address: str, introduction: registry_pb2.WorkerIntroduction, load: Load, tls: TlsConfig | None
+    ) -> None:
         self._address = address
         self._introduction = introduction
         self._load = load
+        self._tls = tls
         self.leases = 0
 
     async def hold(self) -> None:
         """One stream, from introduction to its end."""
         lease: asyncio.Future[registry_pb2.Lease] = asyncio.get_running_loop().create_future()
-        async with rpc.open_channel(self._address) as channel:
+        async with rpc.open_channel(self._address, tls=self._tls, peer=Role.COORDINATOR) as channel:
             call = registry_pb2_grpc.RegistryServiceStub(channel).Register(self._reports(lease))
             try:
                 async with asyncio.timeout(_FIRST_LEASE_S) as first_answer:
@@ -156,7 +177,7 @@ class _Registration:
                             self.leases += 1
                             logger.info("registered at %s as %s", self._address, self._introduction.worker_id)
             except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                if error.code() in _REFUSALS:
                     logger.error("%s refuses this worker: %s", self._address, error.details())
                     raise WorkerRefused(f"{self._address}: {error.details()}") from error
                 raise
