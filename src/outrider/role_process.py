@@ -26,6 +26,7 @@ class RoleProcess:
         command: of the command line, such as target-worker.
         arguments: its options.
         environment: what the child has beside this process's variables.
+        stderr: descriptor that it writes its log to; default a file, which `stderr()` reads.
 
     Attributes:
         name: as given.
@@ -33,7 +34,13 @@ class RoleProcess:
     """
 
     def __init__(
-        self, name: str, command: str, arguments: Sequence[str], *, environment: Mapping[str, str] | None = None
+        self,
+        name: str,
+        command: str,
+        arguments: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        stderr: int | None = None,
     ) -> None:
         self.name = name
         self._address: str | None = None
@@ -42,7 +49,7 @@ class RoleProcess:
             [sys.executable, "-m", "outrider.cli", command, "--stop-with-stdin", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._log,
+            stderr=self._log if stderr is None else stderr,
             env=_inherited() | dict(environment or {}),
             # Ctrl-C at the terminal reaches this process alone, which then ends the children in order.
             start_new_session=True,

@@ -1,0 +1,116 @@
+"""What benchmarks/chaos.py does: the requests without faults, then under faults, then the comparison."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import secrets
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks.faults.gauges import memory_growth, settled_gauges, until_equal
+from benchmarks.faults.history import check_all
+from benchmarks.faults.load import Load, make_scripts, without_faults
+from benchmarks.faults.processes import Cluster, ClusterOptions
+from benchmarks.faults.report import Report
+from benchmarks.faults.running import FaultRun
+from benchmarks.faults.schedule import make_schedule
+from rich.console import Console
+
+_BROKEN, _NOT_RUN = 1, 2
+# Of a calm: until connections that nobody told of their end are given up, which keepalive takes 12 s for.
+_QUIET_TIMEOUT_S = 45.0
+
+
+def parse(given: Sequence[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--faults", type=int, default=60)
+    parser.add_argument("--seed", type=int, help="of scripts, load and faults; default a new one, which is printed")
+    parser.add_argument("--targets", type=int, default=2)
+    parser.add_argument("--drafts", type=int, default=2)
+    parser.add_argument("--coordinators", type=int, default=2)
+    parser.add_argument("--clients", type=int, default=4, help="at a time")
+    parser.add_argument("--scripts", type=int, default=24, help="different requests")
+    parser.add_argument("--longest", type=int, default=160, help="most tokens of a request")
+    parser.add_argument("--at-once", type=int, default=3, help="faults at a time, never two of one role")
+    parser.add_argument("--gap-s", type=float, nargs=2, default=(0.3, 2.5), help="between faults, least and most")
+    parser.add_argument("--calm-s", type=float, default=15.0, help="of load without faults, before and after them")
+    parser.add_argument("--folder", type=Path, help="for the roles' logs; default a new one under the system's")
+    parser.add_argument("--output-json", type=Path)
+    arguments = parser.parse_args(given)
+    if arguments.seed is None:
+        arguments.seed = secrets.randbelow(10**6)
+    return arguments
+
+
+def main(given: Sequence[str]) -> int:
+    """Table on standard output, progress on standard error; returns the exit code."""
+    arguments = parse(given)
+    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="faults-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    progress, began_s = Console(stderr=True, highlight=False), time.monotonic()
+
+    def say(line: str) -> None:
+        progress.print(f"{time.monotonic() - began_s:7.1f} s  {line}", markup=False, soft_wrap=True)
+
+    say(f"seed {arguments.seed}, logs in {folder}")
+    report = asyncio.run(run(arguments, folder, say))
+    report.print_to(Console())
+    if arguments.output_json is not None:
+        arguments.output_json.write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
+    return _BROKEN if report.troubles else 0
+
+
+async def run(arguments: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> Report:
+    """One run."""
+    seed = arguments.seed
+    options = ClusterOptions(
+        folder=folder,
+        targets=arguments.targets,
+        drafts=arguments.drafts,
+        coordinators=arguments.coordinators,
+        seed=seed,
+    )
+    scripts = make_scripts(arguments.scripts, seed=seed, longest=arguments.longest)
+    command = f"make chaos FAULTS={arguments.faults} SEED={seed}"
+    async with Cluster(options) as cluster:
+        say(f"{len(cluster.roles)} roles serve")
+        report = Report(seed=seed, command=command)
+        wanted = await without_faults(cluster.endpoints[0], scripts)
+        say(f"{len(scripts)} requests without faults have {_tokens(wanted)} tokens")
+
+        async def calm(number: int) -> list:
+            load = Load(cluster.endpoints, scripts, clients=arguments.clients, seed=seed + number)
+            await asyncio.sleep(arguments.calm_s)
+            await load.stop()
+            return load.histories
+
+        histories = await calm(1)
+        before = await settled_gauges(cluster, timeout_s=_QUIET_TIMEOUT_S)
+        say(f"{len(histories)} requests in calm; {sum(len(gauges.counts) for gauges in before.values())} gauges read")
+
+        load = Load(cluster.endpoints, scripts, clients=arguments.clients, seed=seed)
+        schedule = make_schedule(arguments.faults, list(cluster.roles), seed=seed, gap_s=tuple(arguments.gap_s))
+        faults = FaultRun(cluster, schedule, at_once=arguments.at_once, say=say)
+        began_s = time.monotonic()
+        await faults.run()
+        await load.stop()
+        report.seconds = time.monotonic() - began_s
+        histories += load.histories
+        say(f"{len(load.histories)} requests under {len(faults.outcomes)} faults in {report.seconds:.0f} s")
+
+        report.gauges = await until_equal(cluster, before, timeout_s=_QUIET_TIMEOUT_S)
+        # Memory is compared at the same age, in load, of processes that have been restarted.
+        histories += await calm(2)
+        report.memory = memory_growth(before, await settled_gauges(cluster, timeout_s=_QUIET_TIMEOUT_S))
+    report.outcomes, report.crashes, report.histories = faults.outcomes, faults.crashes, histories
+    report.violations = check_all(histories, wanted)
+    return report
+
+
+def _tokens(wanted: dict) -> int:
+    return sum(len(choice.token_ids) for choices in wanted.values() for choice in choices)

@@ -1,0 +1,55 @@
+"""Runs in every role of a fault run before anything else: this folder leads its PYTHONPATH.
+
+It does two things that nothing outside a process can do: it tells what the process holds (tasks and objects, asked for
+over a Unix socket), and it makes the disk slow, by a pause at every opening of a file of a model's folder.
+"""
+
+import asyncio
+import collections
+import gc
+import json
+import os
+import socket
+import sys
+import threading
+import time
+
+_MODEL_FILES = (".json", ".safetensors", ".model", ".jinja")
+
+
+def _slow_opens(pause_s: float) -> None:
+    def hook(event: str, arguments: tuple) -> None:
+        if event == "open" and isinstance(arguments[0], str | os.PathLike) and "/models/" in str(arguments[0]):
+            time.sleep(pause_s if str(arguments[0]).endswith(_MODEL_FILES) else 0.0)
+
+    sys.addaudithook(hook)
+
+
+def _gauges() -> dict[str, object]:
+    gc.collect()
+    ours: collections.Counter[str] = collections.Counter()
+    tasks: collections.Counter[str] = collections.Counter()
+    for held in gc.get_objects():
+        kind = type(held)
+        if issubclass(kind, asyncio.Task):
+            if not held.done():
+                tasks[getattr(held.get_coro(), "__qualname__", "unknown")] += 1
+        elif str(kind.__module__).startswith("outrider."):
+            ours[kind.__qualname__] += 1
+    return {"tasks": tasks, "objects": ours, "threads": threading.active_count()}
+
+
+def _answer(listener: socket.socket) -> None:
+    while True:
+        asker, _ = listener.accept()
+        with asker:
+            asker.sendall(json.dumps(_gauges()).encode())
+
+
+if _pause_s := float(os.environ.get("OUTRIDER_FAULTS_OPEN_PAUSE_S", "0")):
+    _slow_opens(_pause_s)
+if _path := os.environ.get("OUTRIDER_FAULTS_SOCKET"):
+    _listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    _listener.bind(_path)
+    _listener.listen()
+    threading.Thread(target=_answer, args=(_listener,), name="gauges", daemon=True).start()
