@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import grpc.aio
 
-from outrider.coordinator import request_decoding
+from outrider import request_decoding
 from outrider.coordinator.messages import GenerationEvent, GenerationRequest
 from outrider.coordinator.packing import response, started
 from outrider.coordinator.text_stream import TextStream

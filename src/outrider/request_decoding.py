@@ -5,13 +5,14 @@ gRPC ends a call with UNKNOWN when a deserializer raises. Ours returns the error
 
 import contextlib
 import functools
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
 import grpc
 import grpc.aio
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
-from google.protobuf.descriptor import Descriptor, FileDescriptor, ServiceDescriptor
+from google.protobuf.descriptor import Descriptor, FileDescriptor, MethodDescriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 
 from outrider.errors import FieldViolation, InvalidRequest
@@ -19,25 +20,33 @@ from outrider.rpc import abort_with
 
 
 def add_service(servicer: object, service: ServiceDescriptor, server: grpc.aio.Server) -> None:
-    """Adds the servicer's methods, all unary in the request, to the server.
+    """Adds the servicer's methods to the server.
 
     It does what the generated `add_..._to_server` does, but bytes that are not the request's message are answered with
-    INVALID_ARGUMENT and a reason.
+    INVALID_ARGUMENT and a reason. A method that reads a stream meets them as an InvalidRequest of its iterator.
     """
     handlers = {}
     for method in service.methods:
-        assert not method.client_streaming
         behaviour = getattr(servicer, method.name)
-        if method.server_streaming:
-            make, guarded = grpc.unary_stream_rpc_method_handler, _guard_stream(behaviour)
-        else:
-            make, guarded = grpc.unary_unary_rpc_method_handler, _guard_unary(behaviour)
+        make, guarded = _handler(method, behaviour)
         handlers[method.name] = make(
             guarded,
             request_deserializer=functools.partial(decode, method.input_type),
             response_serializer=message_factory.GetMessageClass(method.output_type).SerializeToString,
         )
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
+
+
+def _handler(method: MethodDescriptor, behaviour: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """How the method is offered, and what answers it."""
+    if method.client_streaming:
+        # All of ours write to their context: such a method is one coroutine, not a generator.
+        assert method.server_streaming
+        assert inspect.iscoroutinefunction(behaviour)
+        return grpc.stream_stream_rpc_method_handler, _guard_stream_of_requests(behaviour)
+    if method.server_streaming:
+        return grpc.unary_stream_rpc_method_handler, _guard_stream(behaviour)
+    return grpc.unary_unary_rpc_method_handler, _guard_unary(behaviour)
 
 
 def decode(message_type: Descriptor, data: bytes) -> Message | InvalidRequest:
@@ -57,6 +66,20 @@ def _guard_stream(behaviour: Callable[..., Any]) -> Callable[..., AsyncIterator[
                 yield response
 
     return stream
+
+
+def _guard_stream_of_requests(behaviour: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+    async def answer(requests: AsyncIterator[Message | InvalidRequest], context: Any) -> None:
+        await behaviour(_readable(requests), context)
+
+    return answer
+
+
+async def _readable(requests: AsyncIterator[Message | InvalidRequest]) -> AsyncIterator[Message]:
+    async for request in requests:
+        if isinstance(request, InvalidRequest):
+            raise request
+        yield request
 
 
 def _guard_unary(behaviour: Callable[..., Awaitable[Message]]) -> Callable[..., Awaitable[Message]]:
