@@ -25,6 +25,8 @@ import grpc.aio
 from outrider.client_errors import error_of
 from outrider.client_progress import ChoiceOutput, Delta, GenerateOptions, GenerationOutput, Progress
 from outrider.rpc import CHANNEL_OPTIONS
+from outrider.security.bearer import authorized, check_transport
+from outrider.security.tls import TlsConfig
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 
 __all__ = [
@@ -102,13 +104,32 @@ class AsyncClient:
     Args:
         endpoint: host:port.
         max_resumes: attempts in a row, without a new token between them, to resume a stream that broke.
+        tls: whom to believe; the coordinator's certificate has to name the endpoint's host. None talks in the clear.
+        token: who this client is, where the service asks for it.
+        insecure: send the token even where others may read it.
+
+    Raises:
+        ValueError: a token without TLS, to another machine.
+        CertificateError: a file of `tls` cannot be read.
     """
 
-    def __init__(self, endpoint: str, *, max_resumes: int = 8) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        max_resumes: int = 8,
+        tls: TlsConfig | None = None,
+        token: str | None = None,
+        insecure: bool = False,
+    ) -> None:
+        check_transport(endpoint, tls=tls, token=token, insecure=insecure)
         self.endpoint = endpoint
         self._max_resumes = max_resumes
-        self._channel = grpc.aio.insecure_channel(endpoint, options=_OPTIONS)
-        self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
+        if tls is None:
+            self._channel = grpc.aio.insecure_channel(endpoint, options=_OPTIONS)
+        else:
+            self._channel = grpc.aio.secure_channel(endpoint, tls.channel_credentials(), options=_OPTIONS)
+        self._stub = authorized(generation_pb2_grpc.GenerationServiceStub(self._channel), token)
 
     def stream(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> AsyncStream:
         """Starts a generation at the first iteration over the returned stream.
@@ -214,11 +235,23 @@ class Stream:
 class Client:
     """A connection to one coordinator, for code without an event loop; see `AsyncClient`."""
 
-    def __init__(self, endpoint: str, *, max_resumes: int = 8) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        max_resumes: int = 8,
+        tls: TlsConfig | None = None,
+        token: str | None = None,
+        insecure: bool = False,
+    ) -> None:
+        check_transport(endpoint, tls=tls, token=token, insecure=insecure)
         self.endpoint = endpoint
         self._max_resumes = max_resumes
-        self._channel = grpc.insecure_channel(endpoint, options=_OPTIONS)
-        self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
+        if tls is None:
+            self._channel = grpc.insecure_channel(endpoint, options=_OPTIONS)
+        else:
+            self._channel = grpc.secure_channel(endpoint, tls.channel_credentials(), options=_OPTIONS)
+        self._stub = authorized(generation_pb2_grpc.GenerationServiceStub(self._channel), token)
 
     def stream(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> Stream:
         """Starts a generation at the first iteration over the returned stream.

@@ -12,6 +12,8 @@ _KINDS: dict[grpc.StatusCode, type[errors.OutriderError]] = {
     grpc.StatusCode.FAILED_PRECONDITION: errors.WorkerRefused,
     grpc.StatusCode.ABORTED: errors.Superseded,
     grpc.StatusCode.INTERNAL: errors.InternalError,
+    grpc.StatusCode.UNAUTHENTICATED: errors.Unauthenticated,
+    grpc.StatusCode.PERMISSION_DENIED: errors.Forbidden,
 }
 
 

@@ -1,0 +1,33 @@
+"""The client's half of bearer tokens: every call carries `authorization: Bearer TOKEN`."""
+
+import functools
+from typing import TypeVar
+
+from outrider.security.binding import is_loopback
+from outrider.security.tls import TlsConfig
+
+HEADER = "authorization"
+SCHEME = "Bearer "
+
+_Stub = TypeVar("_Stub")
+
+
+def authorized(stub: _Stub, token: str | None) -> _Stub:
+    """The stub, each of whose methods sends the token from now on."""
+    if token is not None:
+        metadata = ((HEADER, f"{SCHEME}{token}"),)
+        for name, method in list(vars(stub).items()):
+            setattr(stub, name, functools.partial(method, metadata=metadata))
+    return stub
+
+
+def check_transport(endpoint: str, *, tls: TlsConfig | None, token: str | None, insecure: bool) -> None:
+    """Refuses to send a token where others may read it.
+
+    Raises:
+        ValueError: without TLS, and the endpoint is not on this machine.
+    """
+    if token is not None and tls is None and not insecure and not is_loopback(endpoint.rpartition(":")[0]):
+        raise ValueError(f"token: it would cross the network to {endpoint} unencrypted: give tls (--tls-ca) as well")
+    if token is not None and not (token.isascii() and token.isprintable() and token):
+        raise ValueError("token: printable ASCII characters needed")
