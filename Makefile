@@ -17,7 +17,7 @@ BUF := npx --yes --loglevel=error @bufbuild/buf@1.75.0
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --constraint constraints.txt
 
-.PHONY: help setup demo test check format protos bench pair clean
+.PHONY: help setup demo test chaos check format protos bench pair clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -39,6 +39,12 @@ demo: setup ## start the service on a local Ray, stream one completion, stop it
 
 test: setup ## run the tests
 	@$(BIN)/python -m pytest -q
+
+FAULTS ?= 60
+SEED ?=
+
+chaos: setup ## faults in a running service: FAULTS=60, SEED=... for the same ones again
+	@$(BIN)/python benchmarks/chaos.py --faults $(FAULTS) $(if $(SEED),--seed $(SEED))
 
 check: setup ## formatting, lint, types, generated code
 	@$(BIN)/ruff format --check .

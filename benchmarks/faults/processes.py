@@ -116,6 +116,7 @@ class Role:
         process: the one there is; None before the first and after a kill.
         starts: processes so far.
         is_frozen: stopped by SIGSTOP.
+        is_starting: its process has not said yet that it serves.
     """
 
     name: str
@@ -130,6 +131,7 @@ class Role:
     process: RoleProcess | None = None
     starts: int = 0
     is_frozen: bool = False
+    is_starting: bool = False
 
     @property
     def kind(self) -> str:
@@ -255,7 +257,11 @@ class Cluster:
         }
         role.process = RoleProcess(name, role.command, role.arguments, environment=environment, stderr=role.log.writing)
         role.starts += 1
-        await asyncio.to_thread(role.process.await_ready, time.monotonic() + self.options.ready_timeout_s)
+        role.is_starting = True
+        try:
+            await asyncio.to_thread(role.process.await_ready, time.monotonic() + self.options.ready_timeout_s)
+        finally:
+            role.is_starting = False
 
     async def kill(self, name: str, number: int = signal.SIGKILL) -> int:
         """Ends a role's process; returns its exit code."""

@@ -131,10 +131,13 @@ class FaultRun:
             await asyncio.sleep(_LOOK_S)
             for role in self._cluster.roles.values():
                 process = role.process
-                if process is None or process.is_running:
+                if process is None or process.is_running or role.is_starting:
                     continue
                 last = role.log_path.read_bytes()[-_SHOWN_LOG_BYTES:].decode("utf-8", errors="replace")
                 self.crashes.append(f"{role.name} ended by itself with code {process.process.returncode}: {last}")
                 self._say(f"{role.name} ended by itself")
                 await self._cluster.kill(role.name)
-                await self._cluster.launch(role.name)
+                try:
+                    await self._cluster.launch(role.name)
+                except OutriderError as error:
+                    self._say(f"{role.name} cannot be started: {error}")
