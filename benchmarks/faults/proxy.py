@@ -193,11 +193,13 @@ class _Connection:
         except (OSError, ExceptionGroup):
             # Nobody listens behind it, or an end is gone: the other one hears of it, unless nothing reaches it.
             pass
+        except asyncio.CancelledError:
+            self.reset()
+            raise
+        try:
+            await self._outlive()
         finally:
-            try:
-                await self._outlive()
-            finally:
-                self.reset()
+            self.reset()
 
     async def _outlive(self) -> None:
         """Whom nothing reaches goes on believing in the other end until it gives the connection up itself."""
