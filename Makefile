@@ -37,8 +37,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: setup ## start the service on a local Ray, stream one completion, stop it
 	@$(BIN)/outrider demo
 
-test: setup ## run the tests
-	@$(BIN)/python -m pytest -q
+# Two processes, each with one thread: small tensors gain nothing from more, and the tests' services need cores too.
+test: setup ## run the tests, two side by side
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses 2
 
 FAULTS ?= 60
 SEED ?=

@@ -27,7 +27,7 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 # Where Ray had to be started twice, it forgets the processes of its first attempt until the end.
 pytestmark = pytest.mark.filterwarnings(r"ignore:subprocess \d+ is still running:ResourceWarning")
 
-CONFIG = DeployConfig(port=0, ping_interval_s=0.1, hang_timeout_s=1.0, start_timeout_s=60.0, stop_timeout_s=5.0)
+CONFIG = DeployConfig(port=0, ping_interval_s=0.1, hang_timeout_s=4.0, start_timeout_s=60.0, stop_timeout_s=5.0)
 
 
 class Registry(generation_pb2_grpc.GenerationServiceServicer):

@@ -1,0 +1,44 @@
+"""How tests are shared out where several processes run them (`make test`): files stay whole, and long ones begin."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# The benchmarks are scripts of the repository, not part of the package: found from its root.
+_ROOT = Path(__file__).resolve().parents[1]
+if str(_ROOT) not in sys.path:
+    sys.path.append(str(_ROOT))
+
+# One process runs all files of these, one after the other: they share services, or each start a Ray.
+_TOGETHER = ("tests/end_to_end/", "tests/deploy/")
+# What takes longest begins, so that no process is left alone with it in the end.
+_FIRST = ("tests/end_to_end/", "tests/kernels/test_interpreter.py", "tests/deploy/")
+
+
+def _part(nodeid: str) -> str:
+    """The folder or the file that a test belongs to."""
+    file = nodeid.partition("::")[0]
+    return next((folder for folder in _TOGETHER if file.startswith(folder)), file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Shares out what belongs together as one."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _part(nodeid)
+
+    # In the order of the tests, not by how many there are of a part.
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # One process alone runs them in the order of the folders.
+    if hasattr(config, "workerinput"):
+        ranks = {part: rank for rank, part in enumerate(_FIRST)}
+        items.sort(key=lambda item: ranks.get(_part(item.nodeid), len(ranks)))
