@@ -10,6 +10,7 @@ from collections.abc import Callable
 import grpc.aio
 
 from outrider import __version__
+from outrider.coordinator.access import Access, TokenInterceptor
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.registry import RegistryServicer
 from outrider.coordinator.scheduler import Scheduler
@@ -17,10 +18,11 @@ from outrider.coordinator.service import GenerationServicer
 from outrider.coordinator.tokenizer import TextTokenizer, read_model_info
 from outrider.coordinator.validation import RequestLimits
 from outrider.errors import WorkerUnavailable
+from outrider.request_decoding import add_service
 from outrider.rpc import RoleServer
 from outrider.security.binding import warn_of_bind
 from outrider.security.roles import Role
-from outrider.v1 import generation_pb2, registry_pb2_grpc
+from outrider.v1 import generation_pb2, registry_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ class CoordinatorServer:
         CheckpointError: the model folder lacks what a coordinator needs.
         OSError: the address cannot be bound.
         CertificateError: the TLS files cannot be used.
+        TokenFileError: the token file cannot be used.
     """
 
     def __init__(self, config: CoordinatorConfig) -> None:
@@ -43,6 +46,7 @@ class CoordinatorServer:
         model = read_model_info(config.model_folder, max_model_len=config.max_model_len)
         self.scheduler = Scheduler(config)
         self.registry = RegistryServicer(self.scheduler, config=config, model=model, incarnation=self._incarnation)
+        access = Access(config.token_file)
         generation = GenerationServicer(
             self.scheduler,
             model=model,
@@ -54,11 +58,12 @@ class CoordinatorServer:
                 allow_synthetic=config.allow_synthetic,
             ),
             server_info=self.info,
+            access=access,
         )
 
         def add_services(server: grpc.aio.Server) -> None:
             generation.add_to(server)
-            registry_pb2_grpc.add_RegistryServiceServicer_to_server(self.registry, server)
+            add_service(self.registry, registry_pb2.DESCRIPTOR.services_by_name["RegistryService"], server)
 
         if config.tls is not None:
             config.tls.check(Role.COORDINATOR)
@@ -69,6 +74,7 @@ class CoordinatorServer:
             address=config.worker_address or config.address,
             public_address=None if config.worker_address is None else config.address,
             tls=config.tls,
+            interceptors=[] if config.token_file is None else [TokenInterceptor(access)],
         )
 
     @property

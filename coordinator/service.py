@@ -1,21 +1,23 @@
 """The public door on the wire: unpack, call the scheduler, pack."""
 
 import asyncio
+import contextlib
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import grpc.aio
 
 from outrider import request_decoding
-from outrider.coordinator.messages import GenerationEvent, GenerationRequest
+from outrider.coordinator.access import Access, Caller
+from outrider.coordinator.messages import GenerationEvent, GenerationRequest, TokenDelta
 from outrider.coordinator.packing import response, started
 from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.tokenizer import TextTokenizer
 from outrider.coordinator.validation import RequestLimits, RequestValidator, check_known_fields
-from outrider.errors import FieldViolation, InvalidRequest, OutriderError, Superseded
+from outrider.errors import FieldViolation, InvalidRequest, OutriderError, Superseded, Unauthenticated
 from outrider.rpc import abort_with
 from outrider.v1 import common_pb2, generation_pb2
 
@@ -74,6 +76,8 @@ class GenerationServicer:
         tokenizer: None where the model has none.
         limits: bounds and defaults of requests.
         server_info: the state of the server now.
+        access: who may call, and how much; by default everybody. Calls without a token end before they come here
+            (`TokenInterceptor`).
     """
 
     def __init__(
@@ -84,13 +88,15 @@ class GenerationServicer:
         tokenizer: TextTokenizer | None,
         limits: RequestLimits,
         server_info: Callable[[], generation_pb2.ServerInfo],
+        access: Access | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._model = model
         self._limits = limits
         self._validator = RequestValidator(model, tokenizer, limits)
         self._server_info = server_info
-        self._live: dict[str, _Live] = {}
+        self._access = access or Access()
+        self._live: dict[tuple[str, str], _Live] = {}
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Adds the service to a server."""
@@ -102,37 +108,54 @@ class GenerationServicer:
         """Started, then deltas and rounds, then exactly one Finished."""
         request_id = request.request_id or uuid.uuid4().hex
         try:
+            caller = self._access.caller(context)
             # First of all: under overload, time spent on the tokens of prompts is taken from those that run.
             self._scheduler.check_room()
-            checked, text_streams = await self._check(request, request_id)
-            generation = self._scheduler.submit(checked, text_streams)
-            # Only now: a request that cannot be taken over is better off with its old stream.
-            self._end_live(request_id, "another stream took it over")
+            with caller.admitted(request_id, choices=request.sampling_params.n or 1):
+                async with contextlib.aclosing(self._generate(request, request_id, caller)) as responses:
+                    async for each in responses:
+                        yield each
         except OutriderError as error:
             await abort_with(context, error)
-        live = self._live[request_id] = _Live(generation, checked.sampling.seed)
+
+    async def _generate(
+        self, request: generation_pb2.GenerateRequest, request_id: str, caller: Caller
+    ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
+        # By caller: nobody learns of another's requests, or ends them, by guessing their ids.
+        key = (caller.name, request_id)
+        checked, text_streams = await self._check(request, key)
+        generation = self._scheduler.submit(checked, text_streams)
+        # Only now: a request that cannot be taken over is better off with its old stream.
+        self._end_live(key, "another stream took it over")
+        live = self._live[key] = _Live(generation, checked.sampling.seed)
         try:
             yield started(checked)
             async for event in generation:
+                if isinstance(event, TokenDelta):
+                    caller.note_output(len(event.token_ids))
                 yield response(event, checked)
         except OutriderError as error:
             logger.info("request %s ends with %s: %s", request_id, type(error).__name__, error)
-            await abort_with(context, error)
+            raise
         finally:
             # Reached also when the client cancels or disconnects: the handler is then cancelled or closed.
             generation.cancel()
-            if self._live.get(request_id) is live:
-                del self._live[request_id]
+            if self._live.get(key) is live:
+                del self._live[key]
 
     async def Abort(  # noqa: N802
         self, request: generation_pb2.AbortRequest, context: Any
     ) -> generation_pb2.AbortResponse:
         """Ends live requests; ids that are not live are left out of the answer."""
         await _check_known_fields(request, context)
+        try:
+            name = self._access.caller(context).name
+        except Unauthenticated as error:
+            await abort_with(context, error)
         aborted = [
             request_id
             for request_id in dict.fromkeys(request.request_ids)
-            if self._end_live(request_id, "it was aborted")
+            if self._end_live((name, request_id), "it was aborted")
         ]
         return generation_pb2.AbortResponse(aborted_request_ids=aborted)
 
@@ -167,18 +190,18 @@ class GenerationServicer:
             await asyncio.sleep(interval_ms / 1e3)
 
     async def _check(
-        self, request: generation_pb2.GenerateRequest, request_id: str
+        self, request: generation_pb2.GenerateRequest, key: tuple[str, str]
     ) -> tuple[GenerationRequest, list[TextStream]]:
-        live = self._live.get(request_id)
+        request_id, live = key[1], self._live.get(key)
         seed = live.seed if live is not None else None
         if request.ByteSize() < _LARGE_REQUEST_BYTES:
             return self._validator.check(request, request_id=request_id, known_seed=seed)
         return await asyncio.to_thread(self._validator.check, request, request_id=request_id, known_seed=seed)
 
-    def _end_live(self, request_id: str, reason: str) -> bool:
-        live = self._live.pop(request_id, None)
+    def _end_live(self, key: tuple[str, str], reason: str) -> bool:
+        live = self._live.pop(key, None)
         if live is not None:
-            live.generation.abort(Superseded(f"request {request_id} ended: {reason}"))
+            live.generation.abort(Superseded(f"request {key[1]} ended: {reason}"))
         return live is not None
 
 

@@ -4,6 +4,7 @@
     ├── InvalidRequest       the request is wrong; `violations` names every field     INVALID_ARGUMENT
     ├── Overloaded           the queue is full; retry after `retry_after_s`           RESOURCE_EXHAUSTED
     ├── WorkerUnavailable    no target worker can serve this now                      UNAVAILABLE
+    │   └── WorkerHung       a step of a worker does not come back: its process has to end  UNAVAILABLE
     ├── WorkerRefused        a worker does not fit this service                       FAILED_PRECONDITION
     ├── Superseded           another stream took the request over, or it was aborted  ABORTED
     ├── InternalError        a defect of the service ended this request               INTERNAL
@@ -11,6 +12,7 @@
     ├── OutOfSlots           the KV cache has no room (inside a worker)               RESOURCE_EXHAUSTED
     ├── CheckpointError      a checkpoint folder cannot be served                     FAILED_PRECONDITION
     ├── CertificateError     own certificate or key cannot be used                    FAILED_PRECONDITION
+    ├── TokenFileError       the coordinator's file of tokens cannot be used           FAILED_PRECONDITION
     ├── Unauthenticated      no token or certificate, or one that is not known        UNAUTHENTICATED
     └── Forbidden            the caller is known, and this is not for it              PERMISSION_DENIED
 
@@ -53,6 +55,10 @@ class WorkerUnavailable(OutriderError):
     """No worker of the needed role is there, or the last one was lost."""
 
 
+class WorkerHung(WorkerUnavailable):
+    """A step does not come back. The thread that runs it cannot be ended, its process can."""
+
+
 class WorkerRefused(OutriderError):
     """A worker's model, tokenizer or limits do not fit."""
 
@@ -79,6 +85,10 @@ class CheckpointError(OutriderError):
 
 class CertificateError(OutriderError):
     """A certificate or key file is missing, damaged, out of date or of another role."""
+
+
+class TokenFileError(OutriderError):
+    """A token file is not one."""
 
 
 class Unauthenticated(OutriderError):

@@ -52,6 +52,7 @@ CODES: dict[type[errors.OutriderError], grpc.StatusCode] = {
     errors.Superseded: grpc.StatusCode.ABORTED,
     errors.InternalError: grpc.StatusCode.INTERNAL,
     errors.CertificateError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.TokenFileError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
     errors.Forbidden: grpc.StatusCode.PERMISSION_DENIED,
 }

@@ -30,12 +30,8 @@ _OPEN = frozenset(
         "grpc.reflection.v1alpha.ServerReflection",
     }
 )
-_MAKERS = {
-    "unary_unary": grpc.unary_unary_rpc_method_handler,
-    "unary_stream": grpc.unary_stream_rpc_method_handler,
-    "stream_unary": grpc.stream_unary_rpc_method_handler,
-    "stream_stream": grpc.stream_stream_rpc_method_handler,
-}
+KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+_MAKERS = {kind: getattr(grpc, f"{kind}_rpc_method_handler") for kind in KINDS}
 
 Abort = Callable[[Any, OutriderError], Awaitable[Any]]
 
@@ -67,6 +63,11 @@ class RoleInterceptor(grpc.aio.ServerInterceptor):
                 await self._abort(context, error)
 
         return _guarded(handler, check)
+
+
+def needs_role(method: str) -> bool:
+    """Whether `package.Service/Method` is for certain roles."""
+    return method in _CALLERS or method.rpartition("/")[0] in _CALLERS
 
 
 def peer_roles(context: Any) -> frozenset[Role] | None:
@@ -104,7 +105,7 @@ def check_registration(context: Any, role: Role) -> None:
 
 
 def _guarded(handler: Any, check: Callable[[Any], Awaitable[None]]) -> Any:
-    kind = next(name for name in _MAKERS if getattr(handler, name) is not None)
+    kind = next(name for name in KINDS if getattr(handler, name) is not None)
     behaviour = getattr(handler, kind)
 
     async def stream(request: Any, context: Any) -> AsyncIterator[Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import ipaddress
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from outrider.security.files import replace_file, write_private
 from outrider.security.roles import Role
 
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
@@ -127,20 +127,7 @@ def write_development_set(folder: Path, *, hosts: Sequence[str] = (), days: floa
             role = Role(name)
             issued = issue(authority, role, hosts=hosts if role is Role.COORDINATOR else (), days=days)
         write_private(folder / f"{name}.key", issued.key_pem)
-        _replace(folder / f"{name}.pem", issued.certificate_pem, mode=0o644)
-
-
-def write_private(path: Path, data: bytes) -> None:
-    """Writes a file that its owner alone can read, whatever was there before."""
-    _replace(path, data, mode=0o600)
-
-
-def _replace(path: Path, data: bytes, *, mode: int) -> None:
-    # Never open for others, not even for a moment, and never half written.
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    with os.fdopen(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-        file.write(data)
-    unfinished.replace(path)
+        replace_file(folder / f"{name}.pem", issued.certificate_pem, mode=0o644)
 
 
 def _begun(
