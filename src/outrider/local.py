@@ -7,6 +7,7 @@ The children end with the service, and with this process however it ends.
 """
 
 import os
+import socket
 import subprocess
 import time
 from collections.abc import Sequence
@@ -17,6 +18,8 @@ from typing import Self
 from outrider.client import Client
 from outrider.errors import WorkerUnavailable
 from outrider.role_process import RoleProcess, stop_all
+from outrider.security.roles import Role
+from outrider.security.tls import TlsConfig
 
 _POLL_S = 0.05
 
@@ -34,10 +37,15 @@ class LocalService:
         coordinator_args: further options of `outrider coordinator`, as on the command line.
         target_args: of `outrider target-worker`.
         draft_args: of `outrider draft-worker`.
+        certificates: folder that `outrider certs` has made: everything talks TLS then.
+        token_file: of tokens that the coordinator asks for.
+        token: a good one, for this object's own look at the workers.
         start_timeout_s: until every worker is registered.
 
     Attributes:
         endpoint: host:port of the coordinator, once started.
+        worker_endpoint: its other door, where workers register; empty where there is none.
+        certificates: as given.
     """
 
     def __init__(
@@ -52,6 +60,9 @@ class LocalService:
         coordinator_args: Sequence[str] = (),
         target_args: Sequence[str] = (),
         draft_args: Sequence[str] = (),
+        certificates: Path | None = None,
+        token_file: Path | None = None,
+        token: str | None = None,
         start_timeout_s: float = 120.0,
     ) -> None:
         self.endpoint = ""
@@ -62,6 +73,8 @@ class LocalService:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._threads = {"target": target_threads or max(1, cores - 1), "draft": draft_threads}
         self._more = {"coordinator": coordinator_args, "target": target_args, "draft": draft_args}
+        self.certificates, self._token_file, self._token = certificates, token_file, token
+        self.worker_endpoint = ""
         self._start_timeout_s = start_timeout_s
 
     @property
@@ -78,7 +91,13 @@ class LocalService:
         deadline = time.monotonic() + self._start_timeout_s
         try:
             model_args = _option("--model-path", self._models["target"])
-            arguments = ["--port", "0", *model_args, *self._more["coordinator"]]
+            doors = ["--port", "0"]
+            if self.certificates is not None:
+                # Its workers' port is not part of what the coordinator says when it is ready.
+                self.worker_endpoint = f"127.0.0.1:{free_port()}"
+                doors += ["--worker-port", self.worker_endpoint.rpartition(":")[2], *self._tls_args(Role.COORDINATOR)]
+            doors += _option("--token-file", self._token_file)
+            arguments = [*doors, *model_args, *self._more["coordinator"]]
             self.endpoint = self._spawn("coordinator", "coordinator", arguments).await_ready(deadline)
             for role, count in self._counts.items():
                 for number in range(count):
@@ -94,7 +113,8 @@ class LocalService:
         if role not in self._counts:
             raise ValueError(f"{name!r} given, target-N or draft-N needed")
         arguments = [
-            *("--coordinators", self.endpoint),
+            *("--coordinators", self.worker_endpoint or self.endpoint),
+            *self._tls_args(Role(role)),
             *("--threads", str(self._threads[role])),
             *_option("--model-path", self._models[role]),
             *self._more[role],
@@ -110,7 +130,7 @@ class LocalService:
         deadline = time.monotonic() + timeout_s
         roles = [role for role in self._roles.values() if role.is_running]
         addresses = {role.await_ready(deadline) for role in roles if role.name != "coordinator"}
-        with Client(self.endpoint) as client:
+        with self.client() as client:
             while True:
                 for role in roles:
                     role.check_alive()
@@ -121,6 +141,18 @@ class LocalService:
                 if time.monotonic() > deadline:
                     raise WorkerUnavailable(f"{len(missing)} of {len(addresses)} workers are not registered in time")
                 time.sleep(_POLL_S)
+
+    def client(self) -> Client:
+        """A new one, which shows what this service asks for."""
+        tls = None if self.certificates is None else TlsConfig(ca=self.certificates / "ca.pem")
+        return Client(self.endpoint, tls=tls, token=self._token)
+
+    def _tls_args(self, role: Role) -> list[str]:
+        if self.certificates is None:
+            return []
+        tls = TlsConfig.of_folder(self.certificates, role)
+        paths = {"--tls-ca": tls.ca, "--tls-certificate": tls.certificate, "--tls-key": tls.key}
+        return [word for name, path in paths.items() for word in (name, str(path))]
 
     def stderr(self, name: str) -> str:
         """What a process has written to stderr so far."""
@@ -149,6 +181,13 @@ class LocalService:
             previous.release()
         role = self._roles[name] = RoleProcess(name, command, arguments)
         return role
+
+
+def free_port() -> int:
+    """A port of loopback that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def _option(name: str, value: str | Path | None) -> list[str]:
