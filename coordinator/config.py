@@ -34,6 +34,11 @@ class CoordinatorConfig:
         fair_slowdown: how many times slower a choice may expect to go on than if nobody's trees were verified.
         heartbeat_interval_ms: how often a worker reports.
         lease_ms: silence after which a worker counts as lost.
+        step_timeout_s: least time after which a target counts as lost whose step does not come back; otherwise 10 times
+            what the step is expected to take.
+        quarantine_losses: a worker that is lost so often within quarantine_window_s is left alone for a while.
+        quarantine_window_s: see there.
+        quarantine_s: for how long at first; every further loss doubles it, to a minute at most.
         target_wait_s: longest that a request waits for a lost target worker to be replaced.
         room_wait_s: longest that a choice waits for KV memory at a target that nobody else here uses.
         connect_timeout_s: longest to dial a worker that has registered.
@@ -72,6 +77,10 @@ class CoordinatorConfig:
     fair_slowdown: float = 1.5
     heartbeat_interval_ms: int = 500
     lease_ms: int = 2000
+    step_timeout_s: float = 5.0
+    quarantine_losses: int = 3
+    quarantine_window_s: float = 60.0
+    quarantine_s: float = 5.0
     target_wait_s: float = 0.0
     room_wait_s: float = 5.0
     connect_timeout_s: float = 5.0
@@ -101,7 +110,10 @@ class CoordinatorConfig:
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise ValueError(f"{name}: {getattr(self, name)} given, 0 or more needed")
-        for name in ("sync_wait_cap_ms", "connect_timeout_s", "retry_after_s"):
+        for name in (
+            "sync_wait_cap_ms", "connect_timeout_s", "retry_after_s", "step_timeout_s", "quarantine_window_s",
+            "quarantine_s",
+        ):  # fmt: skip
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}: {getattr(self, name)} given, more than 0 needed")
         if not 1 <= self.fair_slowdown < math.inf:
@@ -154,5 +166,6 @@ _AT_LEAST_ONE = (
     "max_depth",
     "drafts_per_session",
     "heartbeat_interval_ms",
+    "quarantine_losses",
 )
 _NOT_NEGATIVE = ("max_queue", "max_queue_wait_s", "verify_wait_cap_ms", "target_wait_s", "room_wait_s", "drain_s")

@@ -18,6 +18,7 @@ class DraftPeer:
         last_growth_ns: when it last sent growth, of whatever session.
         response: from a commit to the first growth that knows of it.
         width: nodes of one session that a step of it expands, an average that forgets.
+        is_draining: it takes no new sessions.
     """
 
     worker_id: str
@@ -27,11 +28,12 @@ class DraftPeer:
     last_growth_ns: int = 0
     response: Latency = field(default_factory=Latency)
     width: float = 8.0
+    is_draining: bool = False
 
     @property
     def has_room(self) -> bool:
         """Whether one more session may be placed here."""
-        return len(self.sessions) < self.limits.max_sessions
+        return not self.is_draining and len(self.sessions) < self.limits.max_sessions
 
     def note_width(self, growth: GrowthBatch) -> int:
         """What a step of this draft has grown; returns how many nodes it has expanded."""

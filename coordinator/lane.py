@@ -75,6 +75,10 @@ class TargetLane:
         self.misses = MissRates()
         self.way = Trials(tuple(Way))
         self.steps = 0
+        self.is_draining = False
+        """It takes no new sessions."""
+        self.is_preparing = False
+        """Its last heartbeat said that what it runs may be compiling."""
         self._fair_slowdown = fair_slowdown
         self._offer: _Offer | None = None
         self._row_ns = 0.0
@@ -115,7 +119,12 @@ class TargetLane:
     @property
     def has_room(self) -> bool:
         """Whether one more session may be placed here."""
-        return len(self.sessions) < self.limits.max_sessions
+        return self.room > 0
+
+    @property
+    def room(self) -> int:
+        """Sessions that may still be placed here."""
+        return 0 if self.is_draining else max(0, self.limits.max_sessions - len(self.sessions))
 
     def runnable(self, now_ns: int) -> list[Session]:
         """Sessions that may be verified now, oldest first; those in flight and those whose reader stalls are not."""

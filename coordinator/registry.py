@@ -4,59 +4,31 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 from grpc.aio import ServicerContext
 
 from outrider import rpc
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.links import DraftLink, TargetLink
+from outrider.coordinator.quarantine import Quarantine
+from outrider.coordinator.registered_worker import RegisteredWorker
 from outrider.coordinator.scheduler import Scheduler
 from outrider.errors import OutriderError, WorkerRefused, WorkerUnavailable
 from outrider.security.callers import check_registration
 from outrider.security.roles import Role
+from outrider.step_watch import Stopwatch
 from outrider.v1 import common_pb2, generation_pb2, registry_pb2, registry_pb2_grpc
+from outrider.worker import until_any
 
 logger = logging.getLogger(__name__)
 
+# A quarantined target that nobody can replace is tried again this often.
+_LAST_RESORT_S = 0.5
+# So often within a lease it is looked whether the worker is still heard.
+_LOOKS = 8
 _SECURITY_ROLES = {registry_pb2.WORKER_ROLE_DRAFT: Role.DRAFT, registry_pb2.WORKER_ROLE_TARGET: Role.TARGET}
-
-
-@dataclass(kw_only=True)
-class RegisteredWorker:
-    """A worker while its lease lasts."""
-
-    introduction: registry_pb2.WorkerIntroduction
-    load: common_pb2.WorkerLoad = field(default_factory=common_pb2.WorkerLoad)
-    reported_ns: int = 0
-    link: TargetLink | DraftLink | None = None
-    is_serving: bool = False
-    lost: asyncio.Event = field(default_factory=asyncio.Event)
-    lost_reason: str = ""
-
-    @property
-    def worker_id(self) -> str:
-        """Unique per process start."""
-        return self.introduction.worker_id
-
-    @property
-    def is_target(self) -> bool:
-        """Whether it verifies; otherwise it drafts."""
-        return self.introduction.role == registry_pb2.WORKER_ROLE_TARGET
-
-    @property
-    def state(self) -> str:
-        """As `WorkerStatus.state`."""
-        if self.lost.is_set():
-            return "lost"
-        return "serving" if self.is_serving else "connecting"
-
-    def lose(self, reason: str) -> None:
-        """Its data stream or its lease has ended."""
-        if not self.lost.is_set():
-            self.lost_reason = reason
-            self.lost.set()
 
 
 class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
@@ -74,7 +46,20 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         self._config = config
         self._model = model
         self._incarnation = incarnation
+        self._quarantine = Quarantine(
+            losses=config.quarantine_losses, window_s=config.quarantine_window_s, pause_s=config.quarantine_s
+        )
         self.workers: dict[str, RegisteredWorker] = {}
+
+    async def Drain(  # noqa: N802
+        self, request: registry_pb2.DrainRequest, context: ServicerContext[Any, Any]
+    ) -> registry_pb2.DrainResponse:
+        """Asks a worker to drain and end; see registry.proto."""
+        worker = self.workers.get(request.worker_id)
+        if worker is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no worker {request.worker_id!r} is registered here")
+        worker.ask_to_drain()
+        return registry_pb2.DrainResponse()
 
     async def Register(  # noqa: N802 - the name is the protocol's
         self,
@@ -102,7 +87,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         check_registration(context, _SECURITY_ROLES[introduction.role])
         if introduction.worker_id in self.workers:
             raise WorkerRefused(f"worker_id {introduction.worker_id} is registered already")
-        return RegisteredWorker(introduction=introduction, reported_ns=time.monotonic_ns())
+        return RegisteredWorker(introduction=introduction)
 
     def _check(self, introduction: registry_pb2.WorkerIntroduction) -> None:
         model, own = introduction.model, self._model
@@ -143,36 +128,83 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         heartbeats = asyncio.create_task(self._watch_heartbeats(worker, reports))
         try:
             await context.write(lease)
+            await self._sit_out_quarantine(worker)
             await self._connect(worker)
             logger.info("worker %s at %s is serving", worker.worker_id, worker.introduction.address)
-            await worker.lost.wait()
-            logger.warning("worker %s is lost: %s", worker.worker_id, worker.lost_reason)
+            await self._serve(worker, context, lease)
+        except OutriderError as error:
+            worker.lose(str(error))
         finally:
             heartbeats.cancel()
             del self.workers[worker.worker_id]
+            self._note_end(worker)
             await self._disconnect(worker)
-        raise WorkerUnavailable(f"the lease has ended: {worker.lost_reason}")
+        if not worker.has_left:
+            raise WorkerUnavailable(f"the lease has ended: {worker.lost_reason}")
+
+    async def _serve(
+        self, worker: RegisteredWorker, context: ServicerContext[Any, Any], lease: registry_pb2.Lease
+    ) -> None:
+        """Until the worker is lost or has left: carries out what it, or somebody else, wants of its lease."""
+        is_told = is_emptied = False
+        while not worker.is_lost:
+            if worker.drain_asked and not is_told:
+                is_told, lease.drain = True, True
+                await context.write(lease)
+            if worker.is_draining and not is_emptied:
+                is_emptied = True
+                logger.info("worker %s drains", worker.worker_id)
+                self._scheduler.drain_worker(worker.worker_id, on_empty=worker.leave)
+            await worker.until_news()
+
+    async def _sit_out_quarantine(self, worker: RegisteredWorker) -> None:
+        """Nothing is asked of a worker that was lost too often, unless there is no other target."""
+        left_s = self._quarantine.left_s(worker.identity)
+        if not left_s:
+            return
+        logger.warning("worker %s is left alone for %.1f s: it was lost too often", worker.worker_id, left_s)
+        worker.is_quarantined = True
+        while left_s and not worker.is_lost and not worker.is_draining:
+            await worker.until_news(timeout_s=min(left_s, _LAST_RESORT_S))
+            if worker.is_target and not self._scheduler.has_target:
+                break
+            left_s = self._quarantine.left_s(worker.identity)
+        worker.is_quarantined = False
+
+    def _note_end(self, worker: RegisteredWorker) -> None:
+        if worker.has_left:
+            logger.info("worker %s has left: %s", worker.worker_id, worker.lost_reason)
+        elif worker.is_draining:
+            logger.warning("worker %s left before it was empty", worker.worker_id)
+        else:
+            pause_s = self._quarantine.note_loss(worker.identity)
+            then = f"; it is left alone for {pause_s:.0f} s" if pause_s else ""
+            logger.warning("worker %s is lost: %s%s", worker.worker_id, worker.lost_reason, then)
 
     async def _watch_heartbeats(
         self, worker: RegisteredWorker, reports: AsyncIterator[registry_pb2.WorkerReport]
     ) -> None:
         lease_s = self._config.lease_ms / 1e3
+        silence = asyncio.create_task(self._watch_silence(worker, lease_s))
         try:
-            while True:
-                async with asyncio.timeout(lease_s):
-                    report = await anext(reports, None)
-                if report is None:
-                    worker.lose("it took its leave")
-                    return
-                worker.reported_ns = time.monotonic_ns()
-                if report.WhichOneof("report") == "load":
-                    worker.load = report.load
-        except TimeoutError:
-            worker.lose(f"no heartbeat for {lease_s:g} s")
+            async for report in reports:
+                worker.hear(report)
+                self._scheduler.note_load(worker.worker_id, worker.load)
+            worker.lose("it took its leave")
         except Exception as error:
             # A lease that nobody watches would never end.
             logger.exception("the heartbeats of %s cannot be read", worker.worker_id)
             worker.lose(f"its heartbeats cannot be read: {error}")
+        finally:
+            silence.cancel()
+
+    async def _watch_silence(self, worker: RegisteredWorker, lease_s: float) -> None:
+        stopwatch = Stopwatch(lease_s / _LOOKS)
+        while not worker.is_lost:
+            await asyncio.sleep(lease_s / _LOOKS)
+            if stopwatch.look(worker.reported_ns) > lease_s:
+                worker.is_silent = True
+                worker.lose(f"no heartbeat for {lease_s:g} s")
 
     async def _connect(self, worker: RegisteredWorker) -> None:
         address = worker.introduction.address
@@ -190,12 +222,14 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 tls=self._config.tls,
             )
         worker.link = link
-        await link.ready(timeout_s=self._config.connect_timeout_s)
+        await until_any(link.ready(timeout_s=self._config.connect_timeout_s), _lost(worker))
         if isinstance(link, TargetLink):
             self._scheduler.add_target(worker.worker_id, link, worker.introduction.limits, on_failure=worker.lose)
         else:
             self._scheduler.add_draft(worker.worker_id, link, worker.introduction.limits)
         worker.is_serving = True
+        # What came meanwhile has not been acted upon.
+        worker.news.set()
 
     async def _disconnect(self, worker: RegisteredWorker) -> None:
         if worker.is_target:
@@ -217,6 +251,12 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             )
             for worker in self.workers.values()
         ]
+
+
+async def _lost(worker: RegisteredWorker) -> None:
+    while not worker.is_lost:
+        await worker.until_news()
+    raise WorkerUnavailable(worker.lost_reason)
 
 
 def _bind_first(function: Callable[..., None], worker_id: str) -> Callable[..., None]:

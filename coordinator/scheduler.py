@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from outrider.coordinator import clock
+from outrider.coordinator import clock, draining
 from outrider.coordinator.admission import Admission, Occupancy
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.draft_peer import DraftPeer
@@ -24,8 +24,9 @@ from outrider.coordinator.mirror import graft
 from outrider.coordinator.session import Generation, Session
 from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.verify_loop import Totals, VerifyLoop
+from outrider.coordinator.watchdog import watch_steps
 from outrider.errors import FieldViolation, InvalidRequest, OutriderError, Overloaded, WorkerUnavailable
-from outrider.v1 import registry_pb2
+from outrider.v1 import common_pb2, registry_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class Scheduler:
         self._waiting: deque[Session] = deque()
         self._lanes: dict[str, TargetLane] = {}
         self._loops: dict[str, asyncio.Task[None]] = {}
+        self._watches: dict[str, asyncio.Task[None]] = {}
         self._drafts: dict[str, DraftPeer] = {}
         self._draft_places = DraftPlaces(config, self._drafts, self._sessions)
         self._forest = Forest()
@@ -60,6 +62,7 @@ class Scheduler:
         self._admission = Admission(
             max_queue=config.max_queue, max_wait_s=config.max_queue_wait_s, retry_after_s=config.retry_after_s
         )
+        self._drains: set[asyncio.Task[None]] = set()
         self._is_draining = False
         self._places_nobody = False
         self._target_deadline: asyncio.TimerHandle | None = None
@@ -76,7 +79,7 @@ class Scheduler:
         """
         if self._is_draining:
             raise WorkerUnavailable("the coordinator is shutting down; try another one")
-        if not self._lanes and not self._config.target_wait_s:
+        if not self.has_target and not self._config.target_wait_s:
             raise WorkerUnavailable("no target worker is registered; start one, then try again")
         self.check_room(request.n)
         generation = Generation(request, max_buffered_events=self._config.max_buffered_events, release=self._release)
@@ -101,8 +104,8 @@ class Scheduler:
             Overloaded: the queue is full, or the wait too long.
         """
         most = self._config.max_running_sessions
-        at_targets = sum(lane.limits.max_sessions for lane in self._lanes.values())
-        free = sum(max(0, lane.limits.max_sessions - len(lane.sessions)) for lane in self._lanes.values())
+        at_targets = sum(lane.room + len(lane.sessions) for lane in self._lanes.values())
+        free = sum(lane.room for lane in self._lanes.values())
         occupancy = Occupancy(
             places=min(at_targets, most) if self._lanes else most,
             free=min(free, most - self.running_sessions),
@@ -221,6 +224,8 @@ class Scheduler:
         verify = self._loop_type(lane, self._config, self._drafts, self)
         loop = self._loops[worker_id] = asyncio.create_task(verify.run(), name=f"verify {worker_id}")
         loop.add_done_callback(functools.partial(self._on_loop_done, worker_id, on_failure))
+        watch = watch_steps(lane, least_s=self._config.step_timeout_s, on_hang=on_failure)
+        self._watches[worker_id] = asyncio.create_task(watch, name=f"watch {worker_id}")
         self._admit()
 
     def _on_loop_done(self, worker_id: str, on_failure: Callable[[str], None], loop: "asyncio.Task[None]") -> None:
@@ -238,15 +243,50 @@ class Scheduler:
         loop = self._loops.pop(worker_id)
         if loop is not asyncio.current_task():
             loop.cancel()
-        for session in reversed(lane.sessions.values()):
+        self._watches.pop(worker_id).cancel()
+        self._requeue(list(lane.sessions.values()))
+        logger.warning("target %s is gone: %s", worker_id, reason)
+        self._admit()
+        self._expect_target()
+
+    def _requeue(self, sessions: Sequence[Session]) -> None:
+        """Sessions whose target is gone, or not theirs any more, come first in the queue, as old as they are."""
+        for session in reversed(sessions):
             # Its loop tells clients no more, and whom it had no room for has not asked another target yet.
             session.deliver()
             session.submission, session.target_id, session.rests_until_ns = None, None, 0
             self._without_room_since.pop(session.session_id, None)
-            self._waiting.appendleft(session)
-        logger.warning("target %s is gone: %s", worker_id, reason)
+            if not session.is_finished:
+                self._waiting.appendleft(session)
+
+    def drain_worker(self, worker_id: str, *, on_empty: Callable[[], None]) -> None:
+        """A worker wants to go: it gets no new sessions, and `on_empty` is called once none of its own is left."""
+        if (peer := self._drafts.get(worker_id)) is not None:
+            peer.is_draining = True
+            sessions = [self._sessions[session_id] for session_id in peer.sessions]
+            for session in sessions:
+                peer.link.close_session(session.session_id, session.draft_epochs[worker_id])
+            self._take_from_draft(peer, sessions)
+            on_empty()
+        elif (lane := self._lanes.get(worker_id)) is not None:
+            lane.is_draining = True
+            task = asyncio.create_task(draining.empty(lane, self._lanes, move=self._move), name=f"drain {worker_id}")
+            self._drains.add(task)
+            task.add_done_callback(self._drains.discard)
+            task.add_done_callback(lambda done: None if done.cancelled() else on_empty())
+
+    def _move(self, lane: TargetLane, sessions: Sequence[Session]) -> None:
+        for session in sessions:
+            del lane.sessions[session.session_id]
+            if session.target_id == lane.worker_id:
+                lane.link.close_session(session.session_id, session.target_epoch)
+        self._requeue(sessions)
         self._admit()
-        self._expect_target()
+
+    def note_load(self, worker_id: str, load: common_pb2.WorkerLoad) -> None:
+        """A worker's heartbeat."""
+        if (lane := self._lanes.get(worker_id)) is not None:
+            lane.is_preparing = load.preparing
 
     def _expect_target(self) -> None:
         """While there is no target: requests wait as long as is configured for a new one, then end."""
@@ -279,10 +319,13 @@ class Scheduler:
         peer = self._drafts.pop(worker_id, None)
         if peer is None:
             return
-        sessions = [self._sessions[session_id] for session_id in peer.sessions]
+        self._take_from_draft(peer, [self._sessions[session_id] for session_id in peer.sessions])
+
+    def _take_from_draft(self, peer: DraftPeer, sessions: Sequence[Session]) -> None:
         for session in sessions:
-            session.draft_epochs.pop(worker_id, None)
-            session.mirror.forget_worker(worker_id)
+            session.draft_epochs.pop(peer.worker_id, None)
+            session.mirror.forget_worker(peer.worker_id)
+        peer.sessions.clear()
         self._draft_places.assign_all(sessions)
         self._notify_all()
 
@@ -359,7 +402,7 @@ class Scheduler:
     @property
     def has_target(self) -> bool:
         """Whether a request can be served."""
-        return bool(self._lanes)
+        return any(not lane.is_draining for lane in self._lanes.values())
 
     def drain(self) -> None:
         """From now on new requests are refused; those that run go on."""
@@ -371,6 +414,7 @@ class Scheduler:
         if self._target_deadline is not None:
             self._target_deadline.cancel()
         self._end_all(error)
-        for loop in self._loops.values():
-            loop.cancel()
-        await asyncio.gather(*self._loops.values(), return_exceptions=True)
+        tasks = [*self._loops.values(), *self._watches.values(), *self._drains]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,8 +1,10 @@
 """How a draft worker is set up (torch-free, so that command lines may build it)."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from outrider.addresses import check_address
 from outrider.draft_worker.growth_step import GrowthConfig
 from outrider.engine.config import AttentionBackend, DtypeName, EngineConfig, Quantization
 from outrider.models import embedded_draft_path
@@ -23,7 +25,11 @@ class DraftWorkerConfig:
         host: address to listen on.
         port: to listen on; 0 takes a free one.
         advertised_host: host under which coordinators dial this worker; default `host`.
-        coordinators: host:port of every coordinator to register at; none serves whoever dials.
+        coordinators: to register at; none serves whoever dials. host:port, or lists that may change while this runs:
+            file:PATH (one address a line), dns:NAME:PORT (every address of the name).
+        name: the same after a restart, such as a place or a number: what coordinators know a worker by that is lost
+            again and again.
+        drain_s: longest that coordinators get to move their sessions away, or end them, when this is told to stop.
         device: "cpu", "cuda" or "cuda:N".
         dtype: of weights and KV; default float32 on a CPU, bfloat16 on a GPU.
         quantization: fp8 rounds the layers' matrices to 8 bits while they are loaded; a checkpoint that has them so
@@ -60,6 +66,8 @@ class DraftWorkerConfig:
     port: int = 0
     advertised_host: str | None = None
     coordinators: tuple[str, ...] = ()
+    name: str = ""
+    drain_s: float = 5.0
     device: str = "cpu"
     dtype: DtypeName | None = None
     quantization: Quantization | None = None
@@ -90,8 +98,12 @@ class DraftWorkerConfig:
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port: {self.port} given, 0 to 65535 needed")
         for address in self.coordinators:
-            if not address.rpartition(":")[2].isdigit():
-                raise ValueError(f"coordinators: {address!r} given, host:port needed")
+            try:
+                check_address(address)
+            except ValueError as error:
+                raise ValueError(f"coordinators: {error}") from error
+        if not 0 <= self.drain_s < math.inf:
+            raise ValueError(f"drain_s: {self.drain_s} given, 0 or more needed")
         check_bind(self.host, insecure=self.insecure, tls_ca=self.tls)
         self.engine()
         self.growth(max_model_len=self.max_model_len or 1)

@@ -163,6 +163,11 @@ class TreeGrowth:
         return self._launcher.overlaps
 
     @property
+    def step_tokens(self) -> int:
+        """Rows of the forward that was begun; 0 where none was."""
+        return 0 if self._flight is None else self._step.tokens
+
+    @property
     def expected_end_ns(self) -> int:
         """When the forward that was begun should end, by `time.perf_counter_ns`."""
         return 0 if self._flight is None else self._flight.expected_end_ns

@@ -21,6 +21,7 @@ from outrider.draft_worker.growth import TreeGrowth
 from outrider.draft_worker.growth_step import GrowthStep, SessionGrowth
 from outrider.draft_worker.session import CommitMismatch, SessionStart
 from outrider.errors import OutriderError
+from outrider.step_watch import StepWatch
 from outrider.worker import share_interpreter
 
 logger = logging.getLogger(__name__)
@@ -121,6 +122,7 @@ class GrowthThread:
     Attributes:
         ready: done when the model is loaded; its exception says why it could not be.
         stopped: done when the thread ends; its exception is what ended it.
+        watch: whether it still gets on.
     """
 
     def __init__(self, make_growth: Callable[[], TreeGrowth]) -> None:
@@ -136,6 +138,9 @@ class GrowthThread:
         self._backlog: deque[Command | None] = deque()
         self._thread = threading.Thread(target=self._run, name="draft-growth", daemon=True)
         self._busy_ns = 0
+        self.watch = StepWatch()
+        # By rows: about how long a step took last.
+        self._usual_s: dict[int, float] = {}
         # When the window of `busy` began, and the time in steps until then.
         self._window = (time.perf_counter_ns(), 0)
 
@@ -177,8 +182,10 @@ class GrowthThread:
         step: GrowthStep | None = None
         idle = True
         while self._apply_some(growth, block=idle):
+            self.watch.begins(None)
             begun = growth.begin({command.key for command in self._backlog if _is_keyed(command)})
             idle = not begun
+            self.watch.begins(self._usual_s.get(growth.step_tokens.bit_length()))
             if step is not None:
                 # Only now: the device has work by this time.
                 self._hand_out(step)
@@ -190,6 +197,8 @@ class GrowthThread:
                 if not growth.overlaps or None in self._backlog:
                     self._hand_out(step)
                     step = None
+            if idle:
+                self.watch.rests()
 
     def _apply_some(self, growth: TreeGrowth, *, block: bool) -> bool:
         """Applies commands that wait: a few, or all where nothing runs beside them. False once the thread is to end.
@@ -248,6 +257,7 @@ class GrowthThread:
         if now - self._window[0] > _BUSY_WINDOW_NS:
             self._window = (now - step.step_ns, self._busy_ns)
         self._busy_ns += step.step_ns
+        self._usual_s[step.tokens.bit_length()] = step.step_ns / 1e9
 
     def _hand_out(self, step: GrowthStep) -> None:
         by_owner: dict[int, list[SessionGrowth]] = {}

@@ -2,40 +2,52 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
+from outrider.addresses import Resolve, resolver
 from outrider.draft_worker.calibration_report import pack_calibration
 from outrider.draft_worker.config import DraftWorkerConfig
 from outrider.draft_worker.growth import TreeGrowth
 from outrider.draft_worker.growth_thread import GrowthThread, spare_collector
 from outrider.draft_worker.service import DraftServicer, pack_load
 from outrider.engine.model_runner import ModelRunner
+from outrider.errors import WorkerHung
+from outrider.registration import Registrar
+from outrider.request_decoding import add_service
 from outrider.rpc import RoleServer
 from outrider.security.binding import warn_of_bind
 from outrider.security.roles import Role
-from outrider.v1 import common_pb2, draft_pb2_grpc, registry_pb2
-from outrider.worker import introduce, keep_registered_everywhere, model_info
+from outrider.v1 import common_pb2, draft_pb2, registry_pb2
+from outrider.worker import introduce, model_info, until_any
 
 __all__ = ["DraftWorkerConfig", "serve"]
 
 logger = logging.getLogger(__name__)
 
+SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"]
+
 
 async def serve(
-    config: DraftWorkerConfig, *, ready: Callable[[str], None] | None = None, stop: asyncio.Event | None = None
+    config: DraftWorkerConfig,
+    *,
+    ready: Callable[[str], None] | None = None,
+    stop: asyncio.Event | None = None,
+    resolve: Resolve | None = None,
 ) -> None:
-    """Serves a draft until `stop` is set.
+    """Serves a draft until `stop` is set or a coordinator asks it to end; then it drains.
 
     Args:
         config: the worker.
         ready: called once with the host:port that is bound, when the model is loaded and the port answers.
         stop: set by whoever wants it to end.
+        resolve: gives the coordinators to register at; default those of `config`.
 
     Raises:
         CheckpointError: the model folder cannot be served.
         OSError: the address is taken.
         CertificateError: the TLS files cannot be used.
         WorkerRefused: a coordinator does not take this worker.
+        WorkerHung: a step does not come back; its thread runs on, and the process has to end.
         RuntimeError: the model failed while it ran.
     """
 
@@ -53,11 +65,13 @@ async def serve(
     warn_of_bind(config.host, tls_ca=config.tls)
     server = RoleServer(
         services=["outrider.v1.DraftService"],
-        add_services=lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(servicer, server),
+        add_services=lambda server: add_service(servicer, SERVICE, server),
         address=config.address,
         tls=config.tls,
     )
     thread.start()
+    registrar: Registrar | None = None
+    in_order = is_hung = False
     try:
         growth = await asyncio.wrap_future(thread.ready)
         assert isinstance(growth.runner, ModelRunner)
@@ -71,33 +85,47 @@ async def serve(
                 max_tree_nodes=config.max_live_nodes,
                 max_step_tokens=growth.config.max_step_nodes + growth.config.max_step_tokens,
             ),
+            name=config.name,
         )
 
         def heartbeat() -> common_pb2.WorkerLoad:
             load = pack_load(thread.load())
             load.calibration.CopyFrom(pack_calibration(growth.calibration))
+            load.step_age_ms, load.preparing = int(1e3 * thread.watch.age_s), thread.watch.is_preparing
             return load
 
-        registration = keep_registered_everywhere(config.coordinators, introduction, heartbeat, tls=config.tls)
+        registrar = Registrar(
+            resolve or resolver(config.coordinators),
+            introduction,
+            heartbeat,
+            drain_s=config.drain_s,
+            tls=config.tls,
+        )
+        registrar.start()
         if ready is not None:
             ready(server.address)
-        await _until_any((stop or asyncio.Event()).wait(), registration, asyncio.wrap_future(thread.stopped))
+        await until_any(
+            (stop or asyncio.Event()).wait(),
+            registrar.drain_asked.wait(),
+            registrar.failed,
+            thread.watch.watch(),
+            asyncio.wrap_future(thread.stopped),
+        )
+        in_order = True
+    except WorkerHung:
+        # Neither waited for nor closed: that would hang as well.
+        is_hung = True
+        raise
     finally:
-        await server.stop(drain=servicer.end_streams)
-        thread.stop()
-        # What ended the thread, if anything did, has been raised above.
-        await asyncio.gather(asyncio.wrap_future(thread.stopped), return_exceptions=True)
+        await server.stop(drain=lambda: _leave(registrar, servicer, in_order=in_order))
+        if not is_hung:
+            thread.stop()
+            # What ended the thread, if anything did, has been raised above.
+            await asyncio.gather(asyncio.wrap_future(thread.stopped), return_exceptions=True)
     logger.info("stopped")
 
 
-async def _until_any(*awaitables: Awaitable[object]) -> None:
-    """Waits for the first to end, cancels the rest, and raises what the first raised."""
-    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    for task in done:
-        task.result()
+async def _leave(registrar: Registrar | None, servicer: DraftServicer, *, in_order: bool) -> None:
+    if registrar is not None:
+        await registrar.close(in_order=in_order)
+    await servicer.end_streams()

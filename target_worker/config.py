@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from outrider.addresses import check_address
 from outrider.engine.config import AttentionBackend, DtypeName, EngineConfig, KvCacheDtype, Quantization
 from outrider.models import embedded_target_path
 from outrider.security.binding import check_bind
@@ -21,7 +22,11 @@ class TargetWorkerConfig:
         host: address to listen on.
         port: to listen on; 0 takes a free one.
         advertised_host: host under which coordinators dial this worker; default `host`.
-        coordinators: host:port of every coordinator to register at; none serves whoever dials.
+        coordinators: to register at; none serves whoever dials. host:port, or lists that may change while this runs:
+            file:PATH (one address a line), dns:NAME:PORT (every address of the name).
+        name: the same after a restart, such as a place or a number: what coordinators know a worker by that is lost
+            again and again.
+        drain_s: longest that coordinators get to move their sessions away, or end them, when this is told to stop.
         device: "cpu", "cuda" or "cuda:N".
         dtype: of weights and KV; default float32 on a CPU, bfloat16 on a GPU.
         quantization: fp8 rounds the layers' matrices to 8 bits while they are loaded; a checkpoint that has them so
@@ -60,6 +65,8 @@ class TargetWorkerConfig:
     port: int = 0
     advertised_host: str | None = None
     coordinators: tuple[str, ...] = ()
+    name: str = ""
+    drain_s: float = 5.0
     device: str = "cpu"
     dtype: DtypeName | None = None
     quantization: Quantization | None = None
@@ -101,8 +108,12 @@ class TargetWorkerConfig:
         if not 0 <= self.prefill_slowdown < math.inf:
             raise ValueError(f"prefill_slowdown: {self.prefill_slowdown} given, 0 or more needed")
         for address in self.coordinators:
-            if not address.rpartition(":")[2].isdigit():
-                raise ValueError(f"coordinators: {address!r} given, host:port needed")
+            try:
+                check_address(address)
+            except ValueError as error:
+                raise ValueError(f"coordinators: {error}") from error
+        if not 0 <= self.drain_s < math.inf:
+            raise ValueError(f"drain_s: {self.drain_s} given, 0 or more needed")
         check_bind(self.host, insecure=self.insecure, tls_ca=self.tls)
         self.engine()
 

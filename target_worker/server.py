@@ -2,9 +2,13 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
+from outrider.addresses import Resolve, resolver
 from outrider.engine.model_runner import ModelRunner
+from outrider.errors import WorkerHung
+from outrider.registration import Registrar
+from outrider.request_decoding import add_service
 from outrider.rpc import RoleServer
 from outrider.security.binding import warn_of_bind
 from outrider.security.roles import Role
@@ -12,29 +16,37 @@ from outrider.target_worker.config import TargetWorkerConfig
 from outrider.target_worker.service import TargetServicer, pack_load
 from outrider.target_worker.step_thread import StepThread
 from outrider.target_worker.verifier import Verifier
-from outrider.v1 import registry_pb2, target_pb2_grpc
-from outrider.worker import introduce, keep_registered_everywhere, model_info
+from outrider.v1 import registry_pb2, target_pb2
+from outrider.worker import introduce, model_info, until_any
 
 __all__ = ["TargetWorkerConfig", "serve"]
 
 logger = logging.getLogger(__name__)
 
+SERVICE = target_pb2.DESCRIPTOR.services_by_name["TargetService"]
+
 
 async def serve(
-    config: TargetWorkerConfig, *, ready: Callable[[str], None] | None = None, stop: asyncio.Event | None = None
+    config: TargetWorkerConfig,
+    *,
+    ready: Callable[[str], None] | None = None,
+    stop: asyncio.Event | None = None,
+    resolve: Resolve | None = None,
 ) -> None:
-    """Serves a target until `stop` is set.
+    """Serves a target until `stop` is set or a coordinator asks it to end; then it drains.
 
     Args:
         config: the worker.
         ready: called once with the host:port that is bound, when the model is loaded and the port answers.
         stop: set by whoever wants it to end.
+        resolve: gives the coordinators to register at; default those of `config`.
 
     Raises:
         CheckpointError: the model folder cannot be served.
         OSError: the address is taken.
         CertificateError: the TLS files cannot be used.
         WorkerRefused: a coordinator does not take this worker.
+        WorkerHung: a step does not come back; its thread runs on, and the process has to end.
         RuntimeError: the model failed while it ran.
         WorkerUnavailable: a process that shares the model was lost.
     """
@@ -56,11 +68,13 @@ async def serve(
     warn_of_bind(config.host, tls_ca=config.tls)
     server = RoleServer(
         services=["outrider.v1.TargetService"],
-        add_services=lambda server: target_pb2_grpc.add_TargetServiceServicer_to_server(TargetServicer(steps), server),
+        add_services=lambda server: add_service(TargetServicer(steps), SERVICE, server),
         address=config.address,
         tls=config.tls,
     )
     steps.start()
+    registrar: Registrar | None = None
+    in_order = is_hung = False
     try:
         verifier = await asyncio.wrap_future(steps.ready)
         await server.start()
@@ -73,36 +87,42 @@ async def serve(
                 max_tree_nodes=config.max_tree_nodes,
                 max_step_tokens=config.max_step_tokens,
             ),
+            name=config.name,
         )
-        registration = keep_registered_everywhere(
-            config.coordinators, introduction, lambda: pack_load(steps.report()), tls=config.tls
+        registrar = Registrar(
+            resolve or resolver(config.coordinators),
+            introduction,
+            lambda: pack_load(steps.report()),
+            drain_s=config.drain_s,
+            tls=config.tls,
         )
+        registrar.start()
         if ready is not None:
             ready(server.address)
-        await _until_any(
+        await until_any(
             (stop or asyncio.Event()).wait(),
-            registration,
+            registrar.drain_asked.wait(),
+            registrar.failed,
+            steps.watch.watch(),
             asyncio.wrap_future(steps.stopped),
             asyncio.wrap_future(runners[0].ranks.failed),
         )
+        in_order = True
+    except WorkerHung:
+        # Neither waited for nor closed: that would hang as well.
+        is_hung = True
+        raise
     finally:
-        await server.stop()
-        steps.stop()
-        # What ended the thread, if anything did, has been raised above.
-        await asyncio.gather(asyncio.wrap_future(steps.stopped), return_exceptions=True)
-        for runner in runners:
-            runner.close()
+        await server.stop(drain=lambda: _leave(registrar, in_order=in_order))
+        if not is_hung:
+            steps.stop()
+            # What ended the thread, if anything did, has been raised above.
+            await asyncio.gather(asyncio.wrap_future(steps.stopped), return_exceptions=True)
+            for runner in runners:
+                runner.close()
     logger.info("stopped")
 
 
-async def _until_any(*awaitables: Awaitable[object]) -> None:
-    """Waits for the first to end, cancels the rest, and raises what the first raised."""
-    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    for task in done:
-        task.result()
+async def _leave(registrar: Registrar | None, *, in_order: bool) -> None:
+    if registrar is not None:
+        await registrar.close(in_order=in_order)

@@ -91,7 +91,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             stream.last_step = max(stream.last_step, request.step)
             batch, unreadable = unpack(request)
             for opening in batch.opens:
-                stream.open_epochs[opening.key] = opening.epoch
+                # Of several opens of a session the highest epoch counts: the others are refused.
+                stream.open_epochs[opening.key] = max(opening.epoch, stream.open_epochs.get(opening.key, 0))
             for key, epoch in batch.closes:
                 if stream.open_epochs.get(key, epoch + 1) <= epoch:
                     del stream.open_epochs[key]
@@ -229,6 +230,8 @@ def pack_load(load: Load) -> common_pb2.WorkerLoad:
         slots_total=load.slots_total,
         steps=load.steps,
         busy=load.busy,
+        step_age_ms=int(1e3 * load.step_age_s),
+        preparing=load.is_preparing,
     )
 
 

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from outrider.errors import WorkerUnavailable
+from outrider.step_watch import StepWatch
 from outrider.target_worker.sessions import (
     OpenRequest,
     Outcome,
@@ -69,7 +70,10 @@ class BatchResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """How full the target is; `busy` is the share of the time since the last report that steps took."""
+    """How full the target is; `busy` is the share of the time since the last report that steps took.
+
+    Reports alone say how long the step that runs has been running, and whether it may be compiling.
+    """
 
     sessions: int = 0
     slots_used: int = 0
@@ -77,6 +81,8 @@ class Load:
     slots_total: int = 0
     steps: int = 0
     busy: float = 0.0
+    step_age_s: float = 0.0
+    is_preparing: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -134,6 +140,8 @@ class StepThread:
         self._reported = (time.perf_counter_ns(), 0)
         self._gauges = Load()
         self._busy = 0.0
+        self.watch = StepWatch()
+        """Whether it still gets on."""
         self.ready: Future[Verifier] = Future()
         """Done when the model is loaded; its exception says why it could not be."""
         self.stopped: Future[None] = Future()
@@ -176,7 +184,7 @@ class StepThread:
         then, busy_then = self._reported
         self._reported = (now, busy)
         self._busy = min((busy - busy_then) / max(now - then, 1), 1.0)
-        return self.load
+        return replace(self.load, step_age_s=self.watch.age_s, is_preparing=self.watch.is_preparing)
 
     def _run(self) -> None:
         share_interpreter()
@@ -218,9 +226,12 @@ class StepThread:
             elif stopping:
                 return
             elif verifier.wants_capture:
+                self.watch.begins(None)
                 verifier.capture()
             else:
                 self._prefill(verifier)
+            if not self._flights:
+                self.watch.rests()
             now = time.perf_counter_ns()
             self._busy_ns += now - busy_from
             busy_from = now
@@ -299,20 +310,28 @@ class StepThread:
                 self._close(verifier, key, epoch)
             else:
                 holder.late.append((key, epoch))
-        flight.faults = [self._open(verifier, batch.opens) for batch in batches]
         trees = [tree for batch in batches for tree in batch.trees]
+        rows = sum(1 + len(tree.tokens) for tree in trees)
+        # What is to be prefilled comes on top, and its size is not known yet.
+        has_prefill = verifier.has_pending_prefill or any(batch.opens for batch in batches)
+        self.watch.begins(None if has_prefill else self._usual_s.get(rows.bit_length()))
+        flight.faults = [self._open(verifier, batch.opens) for batch in batches]
         if trees:
             flight.pending = verifier.begin(trees)
+            self.watch.begins(self._usual_s.get(_size(flight)))
         self._may_prefill = True
 
     def _prefill(self, verifier: Verifier) -> None:
         flight = _Flight()
         self._flights.append(flight)
+        self.watch.begins(None)
         flight.pending = verifier.begin_prefill()
+        self.watch.begins(self._usual_s.get(_size(flight)))
 
     def _finish(self, verifier: Verifier) -> None:
         """Finishes the oldest step and answers its jobs."""
         flight = self._flights[0]
+        self.watch.begins(self._usual_s.get(_size(flight)))
         step = None if flight.pending is None else verifier.finish(flight.pending)
         trees = [tree for job in flight.jobs for tree in job.batch.trees]
         if step is not None:

@@ -154,6 +154,7 @@ class Worker:
         self.code: grpc.StatusCode | None = None
         self.details = ""
         self.registered = asyncio.Event()
+        self.drains = False
 
     async def __aenter__(self):
         add = {
@@ -180,6 +181,8 @@ class Worker:
             async for lease in call:
                 self.lease = lease
                 self.registered.set()
+                self.drains = self.drains or lease.drain
+            self.code = await call.code()
         except grpc.aio.AioRpcError as error:
             self.code, self.details = error.code(), error.details() or ""
             self.registered.set()
@@ -198,7 +201,7 @@ class Worker:
         # A load that is written while the coordinator refuses would end the call with INTERNAL on this side.
         await self.registered.wait()
         while self.beat:
-            yield registry_pb2.WorkerReport(load=common_pb2.WorkerLoad(sessions=3))
+            yield registry_pb2.WorkerReport(load=common_pb2.WorkerLoad(sessions=3), draining=self.drains)
             await asyncio.sleep(0.05)
         await asyncio.Event().wait()
 
@@ -296,6 +299,59 @@ async def test_growth_that_no_target_would_take_costs_the_draft_and_no_request(
         await until(lambda: draft.code is not None)
         assert draft.code is grpc.StatusCode.UNAVAILABLE
         assert reason in draft.details
+
+
+async def test_a_draft_that_sends_nonsense_again_and_again_is_left_alone(coordinator, model_folder):
+    draft = Worker(
+        SpoiltDraft(lambda growth: growth.tokens.append(1)),
+        registry_pb2.WORKER_ROLE_DRAFT,
+        coordinator.address,
+        model_folder,
+    )
+    states = lambda: [status.state for status in coordinator.registry.statuses()]  # noqa: E731
+    async with target_worker(coordinator, model_folder), draft:
+        for _ in range(3):
+            await until(lambda: states() == ["serving"] * 2)
+            assert tokens_of(await generate(coordinator)) == [next_token(length) for length in range(3, 23)]
+            await until(lambda: draft.code is grpc.StatusCode.UNAVAILABLE)
+            draft.code = None
+            draft.task = asyncio.create_task(draft._register())
+        await until(lambda: states() == ["serving", "quarantined"])
+        commands = len(draft.servicer.commands)
+        assert tokens_of(await generate(coordinator)) == [next_token(length) for length in range(3, 23)]
+        assert len(draft.servicer.commands) == commands
+        assert states() == ["serving", "quarantined"]
+
+
+async def test_a_target_is_used_in_spite_of_quarantine_where_there_is_no_other(coordinator, model_folder):
+    async with target_worker(coordinator, model_folder) as target:
+        for _ in range(4):
+            await until(lambda: coordinator.scheduler.has_target)
+            target.task.cancel()
+            await until(lambda: not coordinator.registry.workers)
+            target.registered.clear()
+            target.task = asyncio.create_task(target._register())
+        await until(lambda: coordinator.scheduler.has_target)
+        assert len(tokens_of(await generate(coordinator))) == 20
+
+
+async def test_a_worker_is_asked_to_drain_and_its_lease_ends_in_order(coordinator, model_folder):
+    async with (
+        target_worker(coordinator, model_folder),
+        draft_worker(coordinator, model_folder) as draft,
+        open_channel(coordinator.address) as channel,
+    ):
+        await until(lambda: [status.state for status in coordinator.registry.statuses()] == ["serving"] * 2)
+        registry = registry_pb2_grpc.RegistryServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError, match="'nobody'") as caught:
+            await registry.Drain(registry_pb2.DrainRequest(worker_id="nobody"))
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        await registry.Drain(registry_pb2.DrainRequest(worker_id=f"worker-{registry_pb2.WORKER_ROLE_DRAFT}"))
+        await until(lambda: draft.code is not None)
+        assert draft.code is grpc.StatusCode.OK
+        assert [status.introduction.role for status in coordinator.registry.statuses()] == [
+            registry_pb2.WORKER_ROLE_TARGET
+        ]
 
 
 async def test_a_stranger_is_refused_with_the_reason(coordinator, model_folder):

@@ -130,3 +130,26 @@ def test_a_forward_leaves_out_sessions_whose_commits_still_wait(
     assert all(session is not None and session.tree.size for session in sessions)
     thread.stop()
     thread.stopped.result(10)
+
+
+def test_it_says_how_long_its_step_has_run_and_whether_it_may_be_compiling(
+    make_growth: Make, make_start: Make, monkeypatch: pytest.MonkeyPatch
+):
+    growth, _ = make_growth()
+    device, owner = SlowDevice(growth, monkeypatch), Owner()
+    thread = GrowthThread(lambda: growth)
+    thread.start()
+    thread.ready.result(10)
+    assert (thread.watch.age_s, thread.watch.is_preparing) == (0, False)
+    thread.submit([OpenCommand(owner, make_start(owner=owner))])
+    assert device.launched.acquire(timeout=10)
+    time.sleep(0.02)
+    assert thread.watch.age_s >= 0.01
+    assert thread.watch.is_preparing
+    device.done.set()
+    deadline = time.monotonic() + 10
+    while thread.watch.age_s and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert (thread.watch.age_s, thread.watch.is_preparing) == (0, False)
+    thread.stop()
+    thread.stopped.result(10)

@@ -30,6 +30,8 @@ class Registry(registry_pb2_grpc.RegistryServiceServicer):
         self, request_iterator: AsyncIterator[registry_pb2.WorkerReport], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[registry_pb2.Lease]:
         async for report in request_iterator:
+            if report.draining:
+                return
             if self._refusal:
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self._refusal)
             if report.WhichOneof("report") == "introduction":

@@ -32,6 +32,8 @@ class OneLease(registry_pb2_grpc.RegistryServiceServicer):
         self, request_iterator: AsyncIterator[registry_pb2.WorkerReport], _context: grpc.aio.ServicerContext
     ) -> AsyncIterator[registry_pb2.Lease]:
         async for report in request_iterator:
+            if report.draining:
+                return
             if report.WhichOneof("report") == "introduction":
                 self.introduced.set_result(report.introduction)
                 yield registry_pb2.Lease(incarnation=1, heartbeat_interval_ms=10, lease_ms=1000)

@@ -363,3 +363,30 @@ def test_graphs_are_captured_while_nothing_is_in_flight(steps: StepThread, devic
     device.go_on.set()
     second.result(10)
     assert device.log == [("begin", [1]), ("finish", [1]), ("capture", None), ("begin", [2]), ("finish", [2])]
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_it_says_how_long_its_step_has_run_and_whether_it_may_be_compiling(fake, overlaps):
+    fake.overlaps = overlaps
+    thread = StepThread(lambda: cast("Verifier", fake))
+    thread.start()
+    thread.ready.result(10)
+    reports = []
+    for _ in range(2):
+        fake.entered.clear()
+        fake.go_on.clear()
+        done = thread.submit(Batch(trees=[tree(1), tree(2)]))
+        assert fake.entered.wait(10)
+        time.sleep(0.02)
+        reports.append(thread.report())
+        fake.go_on.set()
+        done.result(10)
+    deadline = time.monotonic() + 10
+    while thread.report().step_age_s and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert [report.is_preparing for report in reports] == [True, False]
+    assert all(report.step_age_s >= 0.01 for report in reports)
+    assert thread.report().step_age_s == 0
+    assert not thread.load.is_preparing
+    thread.stop()
+    thread.stopped.result(10)

@@ -1,0 +1,95 @@
+"""A worker while its lease lasts."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from outrider.coordinator.links import DraftLink, TargetLink
+from outrider.v1 import common_pb2, registry_pb2
+
+
+@dataclass(kw_only=True, eq=False)
+class RegisteredWorker:
+    """What the registry knows of a worker.
+
+    Attributes:
+        news: set whenever something below has changed that whoever holds the lease acts upon.
+        is_draining: it has said so.
+        drain_asked: it is to be told to drain.
+        has_left: it drained, and nothing of this coordinator's is left there: its end is no loss.
+        is_silent: it was lost for saying nothing, which a network may be to blame for.
+    """
+
+    introduction: registry_pb2.WorkerIntroduction
+    load: common_pb2.WorkerLoad = field(default_factory=common_pb2.WorkerLoad)
+    reported_ns: int = field(default_factory=time.monotonic_ns)
+    link: TargetLink | DraftLink | None = None
+    is_serving: bool = False
+    is_quarantined: bool = False
+    is_draining: bool = False
+    drain_asked: bool = False
+    has_left: bool = False
+    is_lost: bool = False
+    is_silent: bool = False
+    lost_reason: str = "its lease ended without a word"
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def worker_id(self) -> str:
+        """Unique per process start."""
+        return self.introduction.worker_id
+
+    @property
+    def identity(self) -> str:
+        """What outlives its process, as far as it is known."""
+        return f"{self.introduction.role} {self.introduction.name or self.introduction.address}"
+
+    @property
+    def is_target(self) -> bool:
+        """Whether it verifies; otherwise it drafts."""
+        return self.introduction.role == registry_pb2.WORKER_ROLE_TARGET
+
+    @property
+    def state(self) -> str:
+        """As `WorkerStatus.state`."""
+        if self.is_lost:
+            return "lost"
+        if self.is_draining:
+            return "draining"
+        if self.is_quarantined:
+            return "quarantined"
+        return "serving" if self.is_serving else "connecting"
+
+    def lose(self, reason: str) -> None:
+        """Its data stream or its lease has ended, or a step of it does not come back."""
+        if not self.is_lost:
+            self.is_lost, self.lost_reason = True, reason
+            self.news.set()
+
+    def leave(self) -> None:
+        """It has drained."""
+        self.has_left = True
+        self.lose("it has drained")
+
+    def hear(self, report: registry_pb2.WorkerReport) -> None:
+        """Takes a report after the introduction."""
+        self.reported_ns = time.monotonic_ns()
+        if report.WhichOneof("report") == "load":
+            self.load = report.load
+        if report.draining and not self.is_draining:
+            self.is_draining = True
+            self.news.set()
+
+    def ask_to_drain(self) -> None:
+        """Has it told to drain, and to end."""
+        self.drain_asked = True
+        self.news.set()
+
+    async def until_news(self, *, timeout_s: float | None = None) -> None:
+        """Waits for the next change, or for so long."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.news.wait()
+        except TimeoutError:
+            return
+        self.news.clear()

@@ -1,0 +1,103 @@
+"""Where coordinators are: lists of addresses that may change while a worker runs (torch-free).
+
+host:port        one address
+file:PATH        one address a line (# begins a comment), read again whenever the file has changed
+dns:NAME:PORT    every address that the name has, asked again every few seconds
+"""
+
+import asyncio
+import socket
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+Resolve = Callable[[], Awaitable[Sequence[str]]]
+"""Gives the list as it is now: host:port each. Raises OSError where it cannot be told, and then the last one holds."""
+
+_DNS_PAUSE_S = 5.0
+
+
+def check_address(entry: str) -> None:
+    """Whether an entry of a list can be meant.
+
+    Raises:
+        ValueError: it cannot, with what would do.
+    """
+    kind, _, rest = entry.partition(":")
+    if kind == "file":
+        if not rest:
+            raise ValueError(f"{entry!r} given, file:PATH needed")
+        return
+    host, _, port = (rest if kind == "dns" else entry).rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"{entry!r} given, host:port, file:PATH or dns:NAME:PORT needed")
+
+
+def resolver(entries: Sequence[str]) -> Resolve:
+    """What gives the addresses of all entries, each once, in their order.
+
+    Raises:
+        ValueError: an entry that cannot be meant.
+    """
+    for entry in entries:
+        check_address(entry)
+    sources = [_source(entry) for entry in entries]
+
+    async def resolve() -> Sequence[str]:
+        return list(dict.fromkeys([address for source in sources for address in await source()]))
+
+    return resolve
+
+
+def _source(entry: str) -> Resolve:
+    kind, _, rest = entry.partition(":")
+    if kind == "file":
+        return _FileList(Path(rest))
+    if kind == "dns":
+        return _Name(rest)
+    return _Fixed(entry)
+
+
+class _Fixed:
+    def __init__(self, address: str) -> None:
+        self._addresses = [address]
+
+    async def __call__(self) -> Sequence[str]:
+        return self._addresses
+
+
+class _FileList:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen: tuple[int, int, int] | None = None
+        self._addresses: Sequence[str] = ()
+
+    async def __call__(self) -> Sequence[str]:
+        status = self._path.stat()
+        seen = status.st_mtime_ns, status.st_size, status.st_ino
+        if seen != self._seen:
+            lines = [line.partition("#")[0].strip() for line in self._path.read_text("utf-8").splitlines()]
+            addresses = [line for line in lines if line]
+            for address in addresses:
+                if not address.rpartition(":")[2].isdigit():
+                    # Half a file perhaps: whoever writes it is not done.
+                    raise OSError(f"{self._path}: {address!r} found, host:port needed")
+            self._addresses, self._seen = addresses, seen
+        return self._addresses
+
+
+class _Name:
+    def __init__(self, endpoint: str) -> None:
+        self._host, _, self._port = endpoint.rpartition(":")
+        self._addresses: Sequence[str] = ()
+        self._asked_s = -_DNS_PAUSE_S
+
+    async def __call__(self) -> Sequence[str]:
+        now_s = time.monotonic()
+        if now_s - self._asked_s >= _DNS_PAUSE_S:
+            loop = asyncio.get_running_loop()
+            found = await loop.getaddrinfo(self._host, int(self._port), type=socket.SOCK_STREAM)
+            hosts = sorted({str(sockaddr[0]) for *_, sockaddr in found})
+            self._addresses = [f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}" for host in hosts]
+            self._asked_s = now_s
+        return self._addresses

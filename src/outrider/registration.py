@@ -1,0 +1,246 @@
+"""A worker's leases: one with every coordinator of a list that may change, and how it leaves them (torch-free)."""
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+import grpc.aio
+
+from outrider import rpc
+from outrider.addresses import Resolve
+from outrider.errors import WorkerRefused
+from outrider.security.roles import Role
+from outrider.security.tls import TlsConfig
+from outrider.v1 import common_pb2, registry_pb2, registry_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+Load = Callable[[], common_pb2.WorkerLoad]
+"""What the worker is doing now; called once a heartbeat."""
+
+_FIRST_LEASE_S = 10.0
+_REFUSALS = (
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNAUTHENTICATED,
+)
+_MIN_BACKOFF_S = 0.1
+# A coordinator that restarts has its workers back within this time of its own start.
+_MAX_BACKOFF_S = 1.0
+_RESOLVE_PAUSE_S = 1.0
+_RESOLVE_TIMEOUT_S = 5.0
+
+
+class Registration:
+    """One coordinator's leases, one after the other.
+
+    A coordinator that cannot be reached or goes away is dialled again, with growing pauses. Once it has given a lease,
+    a refusal is retried as well: it may not have noticed yet that the former lease is over.
+
+    Args:
+        address: host:port.
+        introduction: sent at each registration.
+        load: called for each heartbeat.
+        tls: own proof, of the introduction's role; the coordinator has to prove its own. None talks in the clear.
+        on_drain_asked: called when the coordinator asks the worker to drain.
+
+    Attributes:
+        leases: that it has given so far.
+        holds_lease: whether one is held now.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        introduction: registry_pb2.WorkerIntroduction,
+        load: Load,
+        *,
+        tls: TlsConfig | None = None,
+        on_drain_asked: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.address = address
+        self._tls = tls
+        self._introduction = introduction
+        self._load = load
+        self._on_drain_asked = on_drain_asked
+        self._leaving = asyncio.Event()
+        self.leases = 0
+        self.holds_lease = False
+
+    def leave(self) -> None:
+        """Says at once that the worker drains; `keep` returns when the coordinator has ended the lease."""
+        self._leaving.set()
+
+    async def keep(self) -> None:
+        """Holds a lease until cancelled, or left.
+
+        Raises:
+            WorkerRefused: the coordinator does not take this worker, with its reason.
+        """
+        pause_s = _MIN_BACKOFF_S
+        while True:
+            held_before = self.leases
+            try:
+                await self._hold()
+                reason = "the coordinator ended the lease"
+            except WorkerRefused as error:
+                if not self.leases:
+                    raise
+                reason = str(error)
+            except grpc.aio.AioRpcError as error:
+                reason = error.details() or error.code().name
+            except TimeoutError:
+                reason = "no answer"
+            if self._leaving.is_set():
+                return
+            pause_s = _MIN_BACKOFF_S if self.leases > held_before else min(pause_s * 2, _MAX_BACKOFF_S)
+            logger.warning("not registered at %s: %s; trying again", self.address, reason)
+            # Jitter: the workers of a restarted coordinator should not come back as one.
+            if await self._leaves_within(pause_s * random.uniform(0.7, 1.3)):
+                return
+
+    async def _hold(self) -> None:
+        """One stream, from introduction to its end."""
+        lease: asyncio.Future[registry_pb2.Lease] = asyncio.get_running_loop().create_future()
+        async with rpc.open_channel(self.address, tls=self._tls, peer=Role.COORDINATOR) as channel:
+            call = registry_pb2_grpc.RegistryServiceStub(channel).Register(self._reports(lease))
+            try:
+                async with asyncio.timeout(_FIRST_LEASE_S) as first_answer:
+                    async for answer in call:
+                        first_answer.reschedule(None)
+                        if not lease.done():
+                            lease.set_result(answer)
+                            self.leases += 1
+                            self.holds_lease = True
+                            logger.info("registered at %s as %s", self.address, self._introduction.worker_id)
+                        if answer.drain:
+                            logger.info("%s asks this worker to drain", self.address)
+                            self._on_drain_asked()
+            except grpc.aio.AioRpcError as error:
+                if error.code() in _REFUSALS:
+                    logger.error("%s refuses this worker: %s", self.address, error.details())
+                    raise WorkerRefused(f"{self.address}: {error.details()}") from error
+                raise
+            finally:
+                self.holds_lease = False
+                call.cancel()
+                lease.cancel()
+
+    async def _reports(self, lease: asyncio.Future[registry_pb2.Lease]) -> AsyncIterator[registry_pb2.WorkerReport]:
+        yield registry_pb2.WorkerReport(introduction=self._introduction)
+        interval_s = (await lease).heartbeat_interval_ms / 1e3
+        while True:
+            is_leaving = self._leaving.is_set()
+            yield registry_pb2.WorkerReport(load=self._load(), draining=is_leaving)
+            if is_leaving:
+                await asyncio.sleep(interval_s)
+            else:
+                await self._leaves_within(interval_s)
+
+    async def _leaves_within(self, seconds: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._leaving.wait()
+        return self._leaving.is_set()
+
+
+class Registrar:
+    """Keeps a worker registered with every coordinator of a list; those that leave the list are left in order.
+
+    Args:
+        resolve: gives the list; asked every second, and at once when a lease is lost.
+        introduction: of the worker.
+        load: called for each heartbeat.
+        tls: see `Registration`.
+        drain_s: longest that a coordinator gets to end its sessions here, or move them, when it is left.
+
+    Attributes:
+        drain_asked: set when a coordinator asks the worker to drain and end.
+        failed: done with WorkerRefused when a coordinator does not take this worker.
+    """
+
+    def __init__(
+        self,
+        resolve: Resolve,
+        introduction: registry_pb2.WorkerIntroduction,
+        load: Load,
+        *,
+        drain_s: float,
+        tls: TlsConfig | None = None,
+    ) -> None:
+        self._resolve = resolve
+        self._introduction = introduction
+        self._load = load
+        self._tls = tls
+        self._drain_s = drain_s
+        self._held: dict[str, tuple[Registration, asyncio.Task[None]]] = {}
+        self._leaving: set[asyncio.Task[None]] = set()
+        self._following: asyncio.Task[None] | None = None
+        self._unresolved = ""
+        self.drain_asked = asyncio.Event()
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def start(self) -> None:
+        """Begins to register."""
+        self._following = asyncio.create_task(self._follow(), name="registrar")
+
+    async def close(self, *, in_order: bool = True) -> None:
+        """Leaves every coordinator.
+
+        Args:
+            in_order: tells them first and lets them move their sessions away, within `drain_s`.
+        """
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
+        held, self._held = self._held, {}
+        leaving = [self._leave(registration, task, in_order=in_order) for registration, task in held.values()]
+        await asyncio.gather(*leaving, *self._leaving)
+        self.failed.cancel()
+
+    async def _follow(self) -> None:
+        while True:
+            wanted = await self._addresses()
+            for address in wanted:
+                if address not in self._held:
+                    self._join(address)
+            for address in self._held.keys() - set(wanted):
+                logger.info("%s is no coordinator of the list any more", address)
+                left = asyncio.create_task(self._leave(*self._held.pop(address), in_order=True))
+                self._leaving.add(left)
+                left.add_done_callback(self._leaving.discard)
+            await asyncio.sleep(_RESOLVE_PAUSE_S)
+
+    async def _addresses(self) -> list[str]:
+        """The list, or what it was if it cannot be told."""
+        try:
+            async with asyncio.timeout(_RESOLVE_TIMEOUT_S):
+                wanted, trouble = list(await self._resolve()), ""
+        except Exception as error:  # noqa: BLE001 - whatever an injected resolver raises, what is held stays
+            wanted, trouble = list(self._held), f"{type(error).__name__}: {error}"
+        if trouble and trouble != self._unresolved:
+            logger.warning("the list of coordinators cannot be read, the last one holds: %s", trouble)
+        self._unresolved = trouble
+        return wanted
+
+    def _join(self, address: str) -> None:
+        registration = Registration(
+            address, self._introduction, self._load, tls=self._tls, on_drain_asked=self.drain_asked.set
+        )
+        task = asyncio.create_task(registration.keep(), name=f"registration at {address}")
+        self._held[address] = registration, task
+        task.add_done_callback(self._note_end)
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None and not self.failed.done():
+            self.failed.set_exception(error)
+
+    async def _leave(self, registration: Registration, task: asyncio.Task[None], *, in_order: bool) -> None:
+        registration.leave()
+        if in_order and registration.holds_lease:
+            await asyncio.wait([task], timeout=self._drain_s)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

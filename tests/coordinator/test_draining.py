@@ -1,0 +1,109 @@
+"""Workers that are to go: their sessions move, or end where they are, and nothing new comes."""
+
+import asyncio
+
+import pytest
+
+from outrider.coordinator.messages import GenerationRequest
+from outrider.coordinator.text_stream import TextStream
+from outrider.errors import WorkerUnavailable
+from outrider.sampling import SamplingSpec
+
+
+def make_request(number: int) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=f"request-{number}", prompt_token_ids=(number, 2, 3), sampling=SamplingSpec(max_new_tokens=60)
+    )
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def generate_many(bench, count: int) -> list[asyncio.Task]:
+    tasks = [asyncio.create_task(bench.generate(make_request(number))) for number in range(1, count + 1)]
+    await until(lambda: bench.scheduler.totals.emitted_tokens > 10 * count)
+    return tasks
+
+
+async def assert_outputs(tasks, expect_output) -> None:
+    for number, (outputs, _) in enumerate(await asyncio.gather(*tasks), start=1):
+        request = make_request(number)
+        assert outputs == [expect_output(request.prompt_token_ids, request.sampling)]
+
+
+async def test_a_targets_sessions_move_to_another_one(bench, expect_output):
+    first = bench.add_target("first", step_s=0.004)
+    bench.add_draft()
+    tasks = await generate_many(bench, 6)
+    second = bench.add_target("second", step_s=0.001)
+    empty = asyncio.Event()
+    bench.scheduler.drain_worker("first", on_empty=empty.set)
+    async with asyncio.timeout(5):
+        await empty.wait()
+    assert not first.sessions
+    assert len(second.sessions) == 6
+    batches = len(first.batches)
+    assert not any(task.done() for task in tasks)
+    await assert_outputs(tasks, expect_output)
+    assert len(first.batches) == batches
+    assert bench.scheduler.running_sessions == bench.scheduler.waiting_requests == 0
+
+
+async def test_as_many_move_as_there_is_room_for_and_the_others_end_where_they_are(bench, expect_output):
+    first = bench.add_target("first", step_s=0.002)
+    tasks = await generate_many(bench, 6)
+    bench.limits.max_sessions = 2
+    second = bench.add_target("second", step_s=0.002)
+    empty = asyncio.Event()
+    bench.scheduler.drain_worker("first", on_empty=empty.set)
+    await until(lambda: len(second.sessions) == 2)
+    assert len(first.sessions) == 4
+    await assert_outputs(tasks, expect_output)
+    await empty.wait()
+    # Everything is done by one that drained with sessions of its own and one that had room for two.
+    assert max(len(batch) for batch in second.batches) == 2
+
+
+async def test_the_last_target_ends_its_sessions_and_gets_no_new_ones(bench, expect_output):
+    target = bench.add_target(step_s=0.002)
+    tasks = await generate_many(bench, 2)
+    empty = asyncio.Event()
+    bench.scheduler.drain_worker("target", on_empty=empty.set)
+    assert not bench.scheduler.has_target
+    with pytest.raises(WorkerUnavailable, match="no target worker"):
+        bench.scheduler.submit(make_request(9), [TextStream(None)])
+    assert not empty.is_set()
+    await assert_outputs(tasks, expect_output)
+    await until(empty.is_set)
+    assert not target.sessions
+
+
+async def test_a_target_that_is_lost_while_it_drains_is_no_longer_waited_for(bench):
+    bench.add_target(step_s=10)
+    bench.scheduler.submit(make_request(1), [TextStream(None)])
+    await asyncio.sleep(0.01)
+    empty = asyncio.Event()
+    bench.scheduler.drain_worker("target", on_empty=empty.set)
+    await asyncio.sleep(0.02)
+    assert not empty.is_set()
+    bench.scheduler.remove_target("target", "killed")
+    await until(empty.is_set)
+
+
+async def test_a_drafts_sessions_move_at_once(bench, expect_output):
+    bench.add_target(step_s=0.002)
+    first = bench.add_draft("first")
+    tasks = await generate_many(bench, 3)
+    second = bench.add_draft("second")
+    empty = asyncio.Event()
+    bench.scheduler.drain_worker("first", on_empty=empty.set)
+    assert empty.is_set()
+    assert not first.sessions
+    assert len(second.sessions) == 3
+    late = asyncio.create_task(bench.generate(make_request(4)))
+    await assert_outputs([*tasks, late], expect_output)
+    assert not first.sessions
+    bench.scheduler.remove_draft("first")
