@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from outrider.errors import InvalidRequest, OutriderError
+from outrider.errors import InvalidRequest, OutriderError, WorkerHung
 
 BAD_ARGUMENTS, FAILED, INTERRUPTED = 2, 1, 130
 # typer brings click along in itself or as a package, by its version: this is the root of its errors in either.
@@ -89,6 +89,10 @@ def run(arguments: Sequence[str]) -> int:
         return _fail(_one_line(getattr(error, "format_message")()), getattr(error, "exit_code"))  # noqa: B009
     except InvalidRequest as error:
         return _fail(_one_line(str(error)), BAD_ARGUMENTS)
+    except WorkerHung as error:
+        # The thread that hangs would hold up an orderly end.
+        _fail(_one_line(str(error)), FAILED)
+        os._exit(FAILED)
     except BrokenPipeError:
         # The reader of our stdout has gone; Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
