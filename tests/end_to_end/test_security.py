@@ -49,7 +49,7 @@ async def test_the_same_tokens_and_nobody_else(service: LocalService, reference:
         assert got.speculation.accepted_tokens > 0
         async with asyncio.timeout(10):
             # Loads come with heartbeats: until one says that the session has gone.
-            while any(load[2] for load in loads(before := client.server_info())):
+            while any(worker.load.sessions for worker in (before := client.server_info()).workers):
                 await asyncio.sleep(0.1)
 
         tls = TlsConfig(ca=folder / "ca.pem")
