@@ -1,0 +1,195 @@
+"""What a number of draft workers would bring, by what the coordinators count. Pure; docs/autoscaling.md derives it.
+
+1 / a(M) = m + f + g * k(M0) / k(M)        tokens of a session in a round, with M workers
+k(M)     ~ 1 - (1 - 1/s)^N                 levels that a session grows in a round, s = S / M
+speed(M) = min(1, M * P / S) * a(M) + rest by the length of a round;  speed(0) = 1 by that of a plain one
+
+m   rounds a token that end in a miss: how good the draft is, whatever there is of it
+g   rounds a token that end for want of growth, as far as one level a token explains them
+f   the others, which more workers do not change
+N   nodes that a worker's step expands, S sessions, P sessions that a worker takes, M0 workers now
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Self
+
+from outrider.v1 import generation_pb2, registry_pb2
+
+# Rounds that end in the only token of a bare root say nothing of what a draft knows: no session is asked for more.
+_LEAST_TOKENS = 1.0
+# A token takes a level, and a level a draft's step, however few sessions share the draft: of these steps so much is
+# not to be gained. With 0 the worth of a second worker is overestimated in simulations, with 1 underestimated.
+_LAW_SHARE = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemandWindow:
+    """What one coordinator, or all together, have seen in some seconds.
+
+    Attributes:
+        seconds: that it covers.
+        drafts: workers that served all the while.
+        targets: likewise.
+        draft_places: sessions that these drafts may take.
+        sessions: at targets, that would speculate; mean.
+        undrafted: of these, those that no draft grows; mean.
+        waiting: requests in the queue; mean.
+        expanded_per_step: N.
+        rounds: as in DraftDemand, like all that follows.
+    """
+
+    seconds: float
+    drafts: int
+    targets: int
+    draft_places: int
+    sessions: float
+    undrafted: float
+    waiting: float
+    expanded_per_step: float
+    rounds: int
+    tokens: int
+    missed_rounds: int
+    starved_rounds: int
+    bare_rounds: int
+    target_ns: int
+    plain_ns: int
+    target_rounds: int
+    draft_steps: int
+    draft_ns: int
+    grown_sessions: int
+
+    @property
+    def tokens_per_round(self) -> float:
+        """a, of the sessions that have a draft."""
+        return max(self.tokens / self.rounds, _LEAST_TOKENS) if self.rounds else 1.0
+
+    @property
+    def levels_per_round(self) -> float:
+        """k: growth messages that named a session, by its rounds."""
+        return self.grown_sessions / self.rounds if self.rounds else 0.0
+
+    @property
+    def draft_steps_per_round(self) -> float:
+        """Steps that a draft does while a target does a round: no session can emit more tokens in one."""
+        if not self.draft_ns or not self.target_rounds:
+            return 0.0
+        return (self.target_ns / self.target_rounds) / (self.draft_ns / self.draft_steps)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the coordinators said at one moment: counters of each, and who serves.
+
+    Attributes:
+        counters: by incarnation, a coordinator's counters.
+        gauges: sessions, undrafted sessions and waiting requests, over all coordinators.
+        drafts: ids of serving draft workers, with their places.
+        targets: ids of serving target workers.
+    """
+
+    at_s: float
+    counters: Mapping[int, Mapping[str, int]]
+    gauges: tuple[int, int, int]
+    drafts: Mapping[str, int]
+    targets: frozenset[str]
+
+    @property
+    def sessions(self) -> int:
+        """That would speculate."""
+        return self.gauges[0]
+
+    def compares_with(self, later: "Sample") -> bool:
+        """Whether the time between the two is one window: the same coordinators and workers all the while."""
+        return (self.counters.keys(), self.drafts.keys(), self.targets) == (
+            later.counters.keys(),
+            later.drafts.keys(),
+            later.targets,
+        )
+
+    @classmethod
+    def of(cls, infos: Iterable[generation_pb2.ServerInfo], at_s: float) -> Self:
+        """The coordinators' answers as one sample."""
+        counters: dict[int, dict[str, int]] = {}
+        sessions = undrafted = waiting = 0
+        drafts: dict[str, int] = {}
+        targets: set[str] = set()
+        for info in infos:
+            demand = info.draft_demand
+            counters[info.incarnation] = {name: getattr(demand, f"{name}_total") for name in COUNTERS}
+            counters[info.incarnation]["target_rounds"] = info.steps_total
+            sessions += demand.sessions
+            undrafted += demand.undrafted_sessions
+            waiting += info.waiting_requests
+            for worker in info.workers:
+                if worker.state != "serving":
+                    continue
+                who = worker.introduction
+                if who.role == registry_pb2.WORKER_ROLE_DRAFT:
+                    drafts[who.worker_id] = who.limits.max_sessions
+                else:
+                    targets.add(who.worker_id)
+        return cls(at_s, counters, (sessions, undrafted, waiting), drafts, frozenset(targets))
+
+
+COUNTERS = tuple(
+    field.name.removesuffix("_total")
+    for field in generation_pb2.DraftDemand.DESCRIPTOR.fields
+    if field.name.endswith("_total")
+)
+
+
+def window_of(samples: "list[Sample]") -> DemandWindow:
+    """What happened from the first to the last of at least two samples, which have the same coordinators and drafts."""
+    first, last = samples[0], samples[-1]
+    sums = dict.fromkeys((*COUNTERS, "target_rounds"), 0)
+    expanded_per_step = 0.0
+    for incarnation, counters in last.counters.items():
+        own = {name: value - first.counters[incarnation][name] for name, value in counters.items()}
+        sums = {name: sums[name] + value for name, value in own.items()}
+        # A step that serves two coordinators' sessions tells each of its own part.
+        expanded_per_step += own["expanded_nodes"] / own["draft_steps"] if own["draft_steps"] else 0.0
+    del sums["expanded_nodes"]
+    sessions, undrafted, waiting = (
+        sum(column) / len(samples) for column in zip(*(s.gauges for s in samples), strict=True)
+    )
+    return DemandWindow(
+        seconds=last.at_s - first.at_s,
+        drafts=len(last.drafts),
+        targets=len(last.targets),
+        draft_places=sum(last.drafts.values()),
+        sessions=sessions,
+        undrafted=undrafted,
+        waiting=waiting,
+        expanded_per_step=expanded_per_step,
+        **sums,
+    )
+
+
+def speeds(window: DemandWindow, most: int) -> list[float]:
+    """[most + 1] tokens a second with so many draft workers, by those of plain decoding; needs rounds with a draft."""
+    assert window.rounds
+    assert window.drafts
+    sessions = max(window.sessions, 1.0)
+    longer = window.plain_ns / window.target_ns if window.target_ns else 1.0
+    now_tokens, levels = window.tokens_per_round, window.levels_per_round
+    missed = window.missed_rounds / window.tokens
+    behind = max(0.0, 1 / now_tokens - missed)
+    for_growth = min(behind, 1 / levels) if levels else behind
+    if steps := window.draft_steps_per_round:
+        for_growth = max(0.0, for_growth - _LAW_SHARE / steps)
+    places = window.draft_places / window.drafts
+    reach_now = _reach(window, window.drafts)
+    found = [1.0]
+    for drafts in range(1, most + 1):
+        relief = reach_now / _reach(window, drafts)
+        tokens = max(1.0, 1 / (missed + behind - for_growth + for_growth * relief))
+        drafted = min(1.0, drafts * places / sessions)
+        found.append((drafted * tokens + 1 - drafted) * longer)
+    return found
+
+
+def _reach(window: DemandWindow, drafts: int) -> float:
+    """Chance that a step of a worker serves one of its sessions: N nodes over s sessions, as they fall."""
+    sessions_each = max(1.0, (window.sessions - window.undrafted) / drafts)
+    return 1 - (1 - 1 / sessions_each) ** max(1.0, window.expanded_per_step)
