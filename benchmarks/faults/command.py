@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import secrets
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +21,8 @@ from benchmarks.faults.running import FaultRun
 from benchmarks.faults.schedule import make_schedule
 from rich.console import Console
 
-_BROKEN, _NOT_RUN = 1, 2
+_BROKEN = 1
+_TABLE_WIDTH = 120
 # Of a calm: until connections that nobody told of their end are given up, which keepalive takes 12 s for.
 _QUIET_TIMEOUT_S = 45.0
 
@@ -59,10 +61,15 @@ def main(given: Sequence[str]) -> int:
 
     say(f"seed {arguments.seed}, logs in {folder}")
     report = asyncio.run(run(arguments, folder, say))
-    report.print_to(Console())
+    report.print_to(console())
     if arguments.output_json is not None:
         arguments.output_json.write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
     return _BROKEN if report.troubles else 0
+
+
+def console() -> Console:
+    """Of standard output; as wide as the table where it is no terminal."""
+    return Console() if sys.stdout.isatty() else Console(width=_TABLE_WIDTH)
 
 
 async def run(arguments: argparse.Namespace, folder: Path, say: Callable[[str], None]) -> Report:

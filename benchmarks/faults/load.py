@@ -227,7 +227,7 @@ class _Asked:
     async def _through_wire(self) -> None:
         request = build_request(self.script.prompt, _without_timeout(_options(self.script, self.mode)))
         # A name of its own: what another coordinator still holds under it is of this request.
-        request.request_id = f"{self.history.name} {self.choices.getrandbits(64):x}"
+        request.request_id = f"{self.history.name.replace(' ', '-')}-{self.choices.getrandbits(64):x}"
         received = [_Received() for _ in range(self.script.choices)]
         turning_point = self.choices.randint(1, 40) if self.habit is not Habit.WIRE else None
         for endpoint in itertools.cycle(self.endpoints):

@@ -121,7 +121,7 @@ class Report:
 
     def print_to(self, console: Console) -> None:
         """The table and, if there is any, the trouble."""
-        columns = ("faults", "requests touched", "resumed", "silence, median / most", "back, median / most", "lifted")
+        columns = ("count", "touched", "resumed", "silence s", "most", "back s", "most", "lifted s")
         table = Table("fault", "of", *columns, title=f"{len(self.outcomes)} faults, seed {self.seed}")
         for (kind, role), figures in self._by_kind().items():
             table.add_row(
@@ -130,9 +130,11 @@ class Report:
                 str(figures["count"]),
                 str(figures["requests touched"]),
                 str(figures["resumed"]),
-                f"{figures['silence s, median']} / {figures['silence s, most']} s",
-                f"{figures['back s, median']} / {figures['back s, most']} s",
-                f"+{figures['back after its end s, median']} s",
+                str(figures["silence s, median"]),
+                str(figures["silence s, most"]),
+                str(figures["back s, median"]),
+                str(figures["back s, most"]),
+                f"+{figures['back after its end s, median']}",
             )
         console.print(table)
         console.print(", ".join(f"{count} {name}" for name, count in self.totals().items()), highlight=False)
