@@ -6,7 +6,6 @@ This is the one place besides deploy/ that knows every role; each is imported wh
 import asyncio
 import contextlib
 import inspect
-import logging
 import os
 import signal
 import sys
@@ -18,6 +17,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from outrider.errors import InvalidRequest, OutriderError, WorkerHung
+from outrider.log_output import log_to_stderr
 
 BAD_ARGUMENTS, FAILED, INTERRUPTED = 2, 1, 130
 # typer brings click along in itself or as a package, by its version: this is the root of its errors in either.
@@ -129,9 +129,7 @@ def _role(config_type: type, serve: Callable[..., Awaitable[None]]) -> Callable[
     from outrider.command_options import config_command
 
     def run_role(config: Any, *, log_level: LogLevel, stop_with_stdin: bool) -> None:
-        logging.basicConfig(
-            level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-        )
+        log_to_stderr(log_level)
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(_serve_until_stopped(serve, config, stop_with_stdin=stop_with_stdin))
 
