@@ -13,6 +13,7 @@ from rich.table import Table
 
 from outrider.client import Client, GenerateOptions, GenerationOutput, Stream
 from outrider.coordinator.calibration_status import calibration_dict, calibration_tables
+from outrider.security.commands import TlsCa, TokenPath, client_options
 from outrider.v1 import generation_pb2, registry_pb2
 from outrider.wire import floats_from_bytes
 
@@ -79,6 +80,8 @@ def generate_command(open_local: Callable[[int], AbstractContextManager[str]]) -
         timeout_s: Annotated[float, typer.Option(min=0.001, help="Give up after this time.")] = 600.0,
         json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
         trace: Annotated[Path | None, typer.Option(help="Write one JSON line a verification to this file.")] = None,
+        tls_ca: TlsCa = None,
+        token: TokenPath = None,
     ) -> None:
         """Continue PROMPT: text streams to stdout, one line of statistics to stderr."""
         options: GenerateOptions = {
@@ -109,7 +112,7 @@ def generate_command(open_local: Callable[[int], AbstractContextManager[str]]) -
         with (
             trace.open("w", encoding="utf-8") if trace is not None else nullcontext() as trace_file,
             open_local(drafts) if local else nullcontext(endpoint) as address,
-            Client(address) as client,
+            Client(address, **({} if local else client_options(tls_ca, token))) as client,
             client.stream(text, **options) as stream,
         ):
             try:
@@ -208,15 +211,16 @@ def round_dict(record: generation_pb2.Round) -> dict[str, Any]:
     }
 
 
-def status(
-    endpoint: Endpoint = DEFAULT_ENDPOINT,
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
-    calibration: Annotated[
-        bool, typer.Option("--calibration", help="Show how the drafts' acceptance estimates came true instead.")
-    ] = False,
-) -> None:
-    """Show the server, its workers and its totals."""
-    with Client(endpoint) as client:
+def server_status(endpoint: str, *, json_output: bool, calibration: bool, **options: Any) -> None:
+    """What `status` shows of one server, its workers and its totals.
+
+    Args:
+        endpoint: of the server.
+        json_output: as one JSON object.
+        calibration: how the drafts' acceptance estimates came true instead.
+        options: of the client, how to get in there, as `client_options` has it.
+    """
+    with Client(endpoint, **options) as client:
         info = client.server_info()
     if json_output:
         typer.echo(json.dumps(status_dict(info)))

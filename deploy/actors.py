@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import grpc.aio
+import ray
 import ray.util
 
 from outrider import rpc
-from outrider.v1 import generation_pb2, generation_pb2_grpc, registry_pb2
+from outrider.security.roles import Role
+from outrider.security.tls import TlsConfig
+from outrider.v1 import generation_pb2, generation_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
@@ -35,22 +38,16 @@ class RoleReport:
     Attributes:
         pid: of its process, new after every restart.
         node: name of its machine.
+        node_id: Ray's, of its machine.
         address: host:port of its server; None while it loads.
         failure: why its server ended by itself; None while it has not.
     """
 
     pid: int
     node: str
+    node_id: str
     address: str | None
     failure: str | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServingWorkers:
-    """Workers that a coordinator can use now, by role."""
-
-    targets: int
-    drafts: int
 
 
 class RoleActor:
@@ -69,11 +66,18 @@ class RoleActor:
         self._failure: str | None = None
         self._serve = serve
         self._host = host if host is not None else ray.util.get_node_ip_address()
+        self._node_id = ray.get_runtime_context().get_node_id()
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def report(self) -> RoleReport:
         """Its process, its address and how it is."""
-        return RoleReport(pid=os.getpid(), node=socket.gethostname(), address=self._address, failure=self._failure)
+        return RoleReport(
+            pid=os.getpid(),
+            node=socket.gethostname(),
+            node_id=self._node_id,
+            address=self._address,
+            failure=self._failure,
+        )
 
     async def stop(self) -> None:
         """Asks the role to finish, and returns when it has."""
@@ -96,20 +100,30 @@ class RoleActor:
 
 
 class CoordinatorActor(RoleActor):
-    """A role that can also say which workers have registered with it, wherever its caller is."""
+    """A role that can also say what goes on there, wherever its caller is.
 
-    async def serving_workers(self) -> ServingWorkers:
-        """Counts the workers in use; none while it does not listen yet."""
+    Args:
+        info_address: host:port where it takes workers in, and answers whoever has a certificate of its own.
+        tls: its certificate; None without TLS.
+    """
+
+    def __init__(
+        self, serve: Serve, *, name: str, host: str | None, info_address: str, tls: TlsConfig | None = None
+    ) -> None:
+        super().__init__(serve, name=name, host=host)
+        self._info_address = info_address
+        self._tls = tls
+
+    async def server_info(self) -> bytes | None:
+        """A serialised `ServerInfo`; None while it does not listen or does not answer."""
         if self._address is None:
-            return ServingWorkers(targets=0, drafts=0)
-        async with rpc.open_channel(self._address) as channel:
+            return None
+        peer = Role.COORDINATOR if self._tls is not None else None
+        async with rpc.open_channel(self._info_address, tls=self._tls, peer=peer) as channel:
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
             try:
                 info = await stub.GetServerInfo(generation_pb2.GetServerInfoRequest(), timeout=SERVER_INFO_TIMEOUT_S)
             except grpc.aio.AioRpcError as error:
                 logger.warning("the coordinator did not answer: %s", error.details())
-                return ServingWorkers(targets=0, drafts=0)
-        roles = [worker.introduction.role for worker in info.workers if worker.state == "serving"]
-        return ServingWorkers(
-            targets=roles.count(registry_pb2.WORKER_ROLE_TARGET), drafts=roles.count(registry_pb2.WORKER_ROLE_DRAFT)
-        )
+                return None
+        return info.SerializeToString()

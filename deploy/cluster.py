@@ -1,47 +1,53 @@
-"""A deployment on Ray: a coordinator, target and draft workers as actors, placed, watched and restarted."""
+"""A deployment as the process sees it that brings it up: a controller on Ray that owns every role, and its lease."""
 
 import asyncio
-import functools
 import logging
-import socket
 from typing import Any
 
 import ray
 import ray.exceptions
-import ray.util
-from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from outrider.deploy.actors import CoordinatorActor, RoleActor, Serve, ServingWorkers
-from outrider.deploy.config import Bind, DeployConfig, amounts, asked_target_gpus, shared_gpus
+from outrider.deploy.config import DeployConfig
 from outrider.deploy.connection import NAMESPACE, connect
-from outrider.deploy.health import RoleHandle, watch
+from outrider.deploy.controller import Controller, Started
+from outrider.deploy.local_note import forget_local, remember_local
 from outrider.deploy.roles import Roles
 from outrider.errors import WorkerUnavailable
 
 logger = logging.getLogger(__name__)
 
-START_POLL_INTERVAL_S = 0.1
-LOOPBACK = "127.0.0.1"
+KEEP_INTERVAL_S = 1.0
+CONTROLLER = "controller"
+# Beyond what the roles get to stop, the coordinators first, then the workers.
+_STOP_SLACK_S = 5.0
 
 
 class Deployment:
-    """Starts the roles as actors, keeps them alive, and stops them.
+    """Brings a deployment up, keeps it while this process lives, and ends it.
 
-    The actors belong to this process: they end with it, whatever becomes of it.
+    Args:
+        config: of the deployment.
+        roles: what the actors run.
+        detach: leave it running when this process ends; one of this name that runs already is taken for it.
 
     Raises (from `start`):
-        WorkerUnavailable: a role failed, or took longer than `start_timeout_s`; nothing is left running.
-        ConnectionError: no Ray cluster at `ray_address`.
+        WorkerUnavailable: a role failed, took longer than `start_timeout_s`, or (unless `detach`) a deployment of this
+            name runs already; nothing that was started is left running.
+        ConnectionError: no Ray cluster at `address`.
     """
 
-    def __init__(self, config: DeployConfig, *, roles: Roles | None = None) -> None:
+    def __init__(self, config: DeployConfig, *, roles: Roles | None = None, detach: bool = False) -> None:
         self._config = config
         self._roles = roles or Roles()
+        self._detach = detach
         self._owns_ray = False
-        self._handles: list[RoleHandle] = []
-        self._groups: list[PlacementGroup] = []
-        self._watches: list[asyncio.Task[None]] = []
+        self._controller: Any = None
+        self._keeping: asyncio.Task[None] | None = None
+        self.endpoints: list[str] = []
+        """host:port of every coordinator."""
+        self.was_running = False
+        """Whether `start` found it instead of bringing it up."""
 
     async def __aenter__(self) -> "Deployment":
         await self.start()
@@ -52,186 +58,98 @@ class Deployment:
 
     @property
     def endpoint(self) -> str:
-        """host:port of the coordinator."""
-        return self._endpoint
+        """host:port of the coordinators, as a client takes them: separated by commas."""
+        return ",".join(self.endpoints)
 
-    async def start(self) -> str:
-        """Returns the coordinator's host:port once every worker serves through it."""
+    @property
+    def controller(self) -> Any:
+        """Ray's handle of the controller; see `Controller` for what it can be asked."""
+        return self._controller
+
+    async def start(self) -> list[str]:
+        """Returns the coordinators' addresses once every worker serves through each."""
         try:
             self._owns_ray = connect(self._config)
-            async with asyncio.timeout(self._config.start_timeout_s):
-                await self._bring_up()
-        except TimeoutError as error:
-            waiting = await self._waiting_for()
+            if self._owns_ray and self._config.address == "local":
+                remember_local(self._config.name, ray.get_runtime_context().gcs_address)
+            await self._find_or_create()
+            started: Started = await self._controller.started.remote()
+        except ray.exceptions.RayError as error:
             await self.stop()
-            raise WorkerUnavailable(f"not ready after {self._config.start_timeout_s:g} s: {waiting}") from error
+            raise WorkerUnavailable(f"the controller could not be started: {error}") from error
         except BaseException:
             await self.stop()
             raise
-        return self.endpoint
+        if started.failure is not None:
+            await self.stop()
+            raise WorkerUnavailable(started.failure)
+        self.endpoints = started.endpoints
+        return self.endpoints
 
-    @property
-    def handles(self) -> list[RoleHandle]:
-        """Every actor with its latest report: the coordinator, the targets, the drafts."""
-        return list(self._handles)
+    async def status(self) -> dict[str, Any]:
+        """What `outrider status --json` prints."""
+        return await self._controller.status.remote()
 
     async def stop(self) -> None:
-        """Lets the coordinator drain, then the workers; shuts Ray down if `start` started it."""
-        for task in self._watches:
-            task.cancel()
-        await asyncio.gather(*self._watches, return_exceptions=True)
-        self._watches.clear()
-        coordinator, workers = self._handles[:1], self._handles[1:]
-        self._handles = []
-        for group in (coordinator, workers):
-            await asyncio.gather(*(self._stop_actor(handle) for handle in group))
-        for placed in self._groups:
-            ray.util.remove_placement_group(placed)
-        self._groups.clear()
+        """Ends the deployment, the coordinators draining first; shuts Ray down if `start` started it.
+
+        One that was brought up detached, or that was there before, is left alone once it serves.
+        """
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+            self._keeping = None
+        controller, self._controller = self._controller, None
+        if controller is not None and not self.was_running and not (self._detach and self.endpoints):
+            await end(controller, timeout_s=2 * self._config.stop_timeout_s + _STOP_SLACK_S)
         if self._owns_ray:
+            forget_local(self._config.name)
             ray.shutdown()
             self._owns_ray = False
 
-    async def _bring_up(self) -> None:
-        config, loopback = self._config, self._config.bind is Bind.LOOPBACK
-        home = _home_node(config)
-        host = LOOPBACK if loopback else home["NodeManagerAddress"]
-        port = config.port or _free_port()
-        self._endpoint = f"{host}:{port}"
-        # A coordinator that Ray moved would come back where nobody looks for it.
-        at_home = NodeAffinitySchedulingStrategy(node_id=home["NodeID"], soft=False)
-        serve = functools.partial(self._roles.coordinator, config, port=port)
-        needs = {"resources": amounts(config.coordinator_resources), "scheduling_strategy": at_home}
-        self._add(CoordinatorActor, "coordinator", serve, host=host, needs=needs)
-
-        # Loopback reaches no other node; elsewhere each worker takes its own node's address.
-        placed = {"scheduling_strategy": at_home if loopback else "DEFAULT"}
-        worker_host = LOOPBACK if loopback else None
-        target_gpus, draft_gpus = _gpus(config)
-        workers = {
-            "target": (self._roles.target, config.targets, target_gpus, config.target_resources),
-            "draft": (self._roles.draft, config.drafts, draft_gpus, config.draft_resources),
-        }
-        for role, (serve_worker, count, gpus, resources) in workers.items():
-            device = "cuda" if gpus else "cpu"
-            serve = functools.partial(serve_worker, config, coordinator=self._endpoint, device=device)
-            needs = {"num_gpus": gpus, "resources": amounts(resources), **placed}
-            for index in range(count):
-                own = self._several_gpus(home if loopback else None, needs) if gpus > 1 else {}
-                self._add(RoleActor, f"{role}-{index}", serve, host=worker_host, needs=needs | own)
-
-        await asyncio.gather(*(_serving(handle) for handle in self._handles))
-        await self._registered()
-        self._watches = [asyncio.create_task(watch(handle, config)) for handle in self._handles]
-
-    def _several_gpus(self, home: dict[str, Any] | None, needs: dict[str, Any]) -> dict[str, Any]:
-        """GPUs of one node, kept for a worker over its restarts: a placement group of one bundle.
-
-        Args:
-            home: the node that it must be; None for any.
-            needs: of the worker.
-
-        Raises:
-            WorkerUnavailable: no node has so many.
-        """
-        gpus = needs["num_gpus"]
-        nodes = [node for node in ray.nodes() if node["Alive"] and (home is None or node["NodeID"] == home["NodeID"])]
-        most = max((node["Resources"].get("GPU", 0.0) for node in nodes), default=0.0)
-        if most < gpus:
-            where = "no node has" if home is None else "this node does not have"
-            raise WorkerUnavailable(f"{gpus:g} GPUs of one node asked for, {where} so many: at most {most:g}")
-        bundle = {"GPU": gpus, **needs["resources"]}
-        if home is not None:
-            # Every node has a resource of its own name, which pins the bundle there.
-            bundle[f"node:{home['NodeManagerAddress']}"] = 0.001
-        placed = ray.util.placement_group([bundle], strategy="STRICT_PACK")
-        self._groups.append(placed)
-        return {"scheduling_strategy": PlacementGroupSchedulingStrategy(placed, placement_group_bundle_index=0)}
-
-    def _add(self, kind: type[RoleActor], role: str, serve: Serve, *, host: str | None, needs: dict[str, Any]) -> None:
-        name = f"{self._config.name}/{role}"
-        # num_cpus=0: the roles set their own thread counts, and a small machine must be able to place them all.
-        placed = ray.remote(kind).options(
-            name=name, namespace=NAMESPACE, num_cpus=0, max_restarts=-1, max_task_retries=0, **needs
-        )
-        self._handles.append(RoleHandle(name=name, actor=placed.remote(serve, name=name, host=host)))
-
-    async def _registered(self) -> None:
-        """Waits until the coordinator can use every worker."""
-        wanted = ServingWorkers(targets=self._config.targets, drafts=self._config.drafts)
-        coordinator = self._handles[0].actor
-        while await coordinator.serving_workers.remote() != wanted:
-            await asyncio.sleep(START_POLL_INTERVAL_S)
-            # One that listened may still be refused by the coordinator, and then says why.
-            await asyncio.gather(*(_refresh(handle) for handle in self._handles))
-
-    async def _waiting_for(self) -> str:
-        late = [handle.name for handle in self._handles if handle.report is None or handle.report.address is None]
-        return ", ".join(late) + " not serving" if late else "a worker has not registered with the coordinator"
-
-    async def _stop_actor(self, handle: RoleHandle) -> None:
+    async def _find_or_create(self) -> None:
+        name = f"{self._config.name}/{CONTROLLER}"
         try:
-            async with asyncio.timeout(self._config.stop_timeout_s):
-                await handle.actor.stop.remote()
-        except (ray.exceptions.RayError, TimeoutError) as error:
-            logger.info("%s did not stop by itself: %s", handle.name, type(error).__name__)
-        ray.kill(handle.actor, no_restart=True)
+            found = ray.get_actor(name, namespace=NAMESPACE)
+        except ValueError:
+            found = None
+        if found is not None:
+            if not self._detach:
+                raise WorkerUnavailable(
+                    f"a deployment called {self._config.name} runs here already: end it with `outrider down`, or give "
+                    "this one another --name"
+                )
+            self._controller, self.was_running = found, True
+            return
+        home = ray.get_runtime_context().get_node_id()
+        placed = ray.remote(Controller).options(
+            name=name,
+            namespace=NAMESPACE,
+            lifetime="detached",
+            num_cpus=0,
+            max_restarts=-1,
+            max_task_retries=-1,
+            # Near whoever started it, and elsewhere if that machine dies.
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=home, soft=True),
+        )
+        self._controller = placed.remote(self._config, self._roles, home=home, owned=not self._detach)
+        if not self._detach:
+            self._keeping = asyncio.create_task(self._keep())
+
+    async def _keep(self) -> None:
+        while True:
+            try:
+                await self._controller.keep.remote()
+            except ray.exceptions.RayError as error:
+                logger.warning("the controller is gone (%s); Ray starts it anew", type(error).__name__)
+            await asyncio.sleep(KEEP_INTERVAL_S)
 
 
-async def _serving(handle: RoleHandle) -> None:
-    """Waits until an actor's server listens; raises as `_refresh` does."""
-    while handle.report is None or handle.report.address is None:
-        await _refresh(handle)
-        await asyncio.sleep(START_POLL_INTERVAL_S)
-
-
-async def _refresh(handle: RoleHandle) -> None:
-    """Asks an actor how it is.
-
-    Raises:
-        WorkerUnavailable: it failed, with its reason.
-    """
+async def end(controller: Any, *, timeout_s: float) -> None:
+    """Ends a deployment by its controller, and the controller."""
     try:
-        handle.report = await handle.actor.report.remote()
-    except ray.exceptions.RayError as error:
-        raise WorkerUnavailable(f"{handle.name} could not be started: {error}") from error
-    assert handle.report is not None
-    if handle.report.failure is not None:
-        raise WorkerUnavailable(f"{handle.name} could not serve: {handle.report.failure}")
-
-
-def _home_node(config: DeployConfig) -> dict[str, Any]:
-    """The coordinator's node: this process's own where it has the resources asked for, else any that has."""
-    needed = amounts(config.coordinator_resources)
-    own = ray.get_runtime_context().get_node_id()
-    nodes = [
-        node
-        for node in ray.nodes()
-        if node["Alive"] and all(node["Resources"].get(name, 0) >= amount for name, amount in needed.items())
-    ]
-    if not nodes:
-        raise WorkerUnavailable(f"no node has the coordinator's resources {needed}")
-    return min(nodes, key=lambda node: (node["NodeID"] != own, node["NodeID"]))
-
-
-def _gpus(config: DeployConfig) -> tuple[float, float]:
-    """GPUs per target and per draft worker."""
-    available = ray.cluster_resources().get("GPU", 0.0)
-    sharing = 0
-    asked = asked_target_gpus(config)
-    for named, count in ((asked, config.targets), (config.draft_gpus, config.drafts)):
-        if named is None:
-            sharing += count
-        else:
-            available -= named * count
-    even = shared_gpus(max(available, 0.0), sharing)
-    target = even if asked is None else asked
-    draft = even if config.draft_gpus is None else config.draft_gpus
-    return target, draft
-
-
-def _free_port() -> int:
-    """A port that is free on this machine; another process may still be quicker, and then the coordinator says so."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
+        async with asyncio.timeout(timeout_s):
+            await controller.down.remote()
+    except (ray.exceptions.RayError, TimeoutError) as error:
+        logger.warning("the controller did not end everything: %s", type(error).__name__)
+    ray.kill(controller, no_restart=True)

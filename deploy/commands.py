@@ -1,6 +1,7 @@
 """`outrider up` and `outrider demo`. Ray is imported when one of them runs: the other commands start quickly."""
 
 import asyncio
+import inspect
 import logging
 import signal
 from collections.abc import Coroutine
@@ -11,14 +12,28 @@ from rich.console import Console
 
 from outrider.command_options import config_command
 from outrider.deploy.config import DeployConfig
+from outrider.deploy.config_file import read_fields
+from outrider.deploy.ray_token import prefer_token
+
+_DETACH = inspect.Parameter(
+    "detach",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[
+        bool, typer.Option("--detach", help="Leave the service running on the cluster; `outrider down` ends it.")
+    ],
+)
 
 
-def _up(config: DeployConfig) -> None:
+def _up(config: DeployConfig, *, detach: bool) -> None:
     """Start the service on Ray and keep it running until Ctrl-C or SIGTERM; prints `ready HOST:PORT`."""
-    _run(_serve_until_stopped(config))
+    if detach and config.address == "local":
+        raise typer.BadParameter("--detach needs a running cluster (--address): a Ray started here ends with `up`")
+    prefer_token(config.address)
+    _run(_bring_up_detached(config) if detach else _serve_until_stopped(config))
 
 
-up = config_command(DeployConfig, _up)
+up = config_command(DeployConfig, _up, more=[_DETACH], read_file=read_fields)
 
 
 def demo(
@@ -28,6 +43,7 @@ def demo(
 ) -> None:
     """Start the service on a local Ray, stream one completion with live counters, and stop it."""
     config = DeployConfig(port=0, name="outrider-demo", drafts=drafts, role_logs=role_logs)
+    prefer_token(config.address)
     if not _run(_show(config, max_new_tokens=max_new_tokens)):
         raise typer.Abort
 
@@ -40,6 +56,15 @@ async def _serve_until_stopped(config: DeployConfig) -> None:
         await asyncio.Event().wait()
 
 
+async def _bring_up_detached(config: DeployConfig) -> None:
+    from outrider.deploy.cluster import Deployment
+
+    async with Deployment(config, detach=True) as deployment:
+        if deployment.was_running:
+            typer.echo(f"a deployment called {config.name} runs already, and is left as it is", err=True)
+        typer.echo(f"ready {deployment.endpoint}")
+
+
 async def _show(config: DeployConfig, *, max_new_tokens: int) -> None:
     from outrider.deploy.cluster import Deployment
     from outrider.deploy.demo import stream_completion, summary
@@ -49,9 +74,8 @@ async def _show(config: DeployConfig, *, max_new_tokens: int) -> None:
         deployment = Deployment(config)
         await deployment.start()
     try:
-        for handle in deployment.handles:
-            if handle.report is not None:
-                console.print(f"{handle.name:24} pid {handle.report.pid:<8} {handle.report.address}", style="dim")
+        for worker in (await deployment.status())["workers"]:
+            console.print(f"{worker['name']:16} pid {worker['pid']:<8} {worker['address']}", style="dim")
         console.print()
         result = await stream_completion(deployment.endpoint, max_new_tokens=max_new_tokens, console=console)
         # The completion may end in the middle of a line.

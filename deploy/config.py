@@ -6,14 +6,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from outrider.deploy.autoscaler_config import AutoscalerConfig
 from outrider.engine.config import EngineConfig, KvCacheDtype, Quantization
 
 
 class Bind(StrEnum):
     """Where the servers listen.
 
-    LOOPBACK: 127.0.0.1, every role on one node. NODE: each on its own node's address, spread by Ray. Traffic is not
-    encrypted and callers are not authenticated: NODE is for a network that is closed by other means.
+    LOOPBACK: 127.0.0.1, every role on one machine. NODE: each on its own node's address, spread by Ray; only with
+    certificates and tokens, unless `insecure` says otherwise.
     """
 
     LOOPBACK = "loopback"
@@ -22,19 +23,30 @@ class Bind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class DeployConfig:
-    """One deployment: a coordinator, target workers and draft workers as Ray actors.
+    """One deployment: coordinators, target workers and draft workers as Ray actors, and the controller that owns them.
 
     Attributes:
-        ray_address: "local" starts a Ray of its own; "auto" joins the cluster of this machine; "host:port" or
+        address: "local" starts a Ray of its own; "auto" joins the cluster of this machine; "host:port" or
             "ray://host:port" joins the cluster there.
-        name: of the deployment; its actors are called NAME/coordinator, NAME/target-0, NAME/draft-0.
+        name: of the deployment; its actors are called NAME/controller, NAME/coordinator-0, NAME/target-0, NAME/draft-0.
         target_model: checkpoint folder, on every node that may hold a target; default the embedded target.
         draft_model: checkpoint folder, on every node that may hold a draft; default the embedded draft.
         targets: number of target workers.
-        drafts: number of draft workers; 0 decodes without speculation.
+        drafts: number of draft workers at the start; 0 decodes without speculation.
+        min_drafts: fewest draft workers that the deployment scales itself to; with `max_drafts`.
+        max_drafts: most draft workers that the deployment scales itself to, by demand; by default it keeps `drafts`.
         drafts_per_session: draft workers that grow one choice's tree, where there are so many.
-        port: of the coordinator; 0 takes one that is free when the deployment starts, and keeps it over restarts.
+        coordinators: number of coordinators; clients and workers know them by one list of addresses.
+        port: of a coordinator; the second on the same machine takes the next one, and so on. 0 takes ones that are
+            free when the deployment starts. A coordinator keeps its port over restarts.
+        target_port: of every target worker; for machines that hold one each. By default each takes a free one.
+        draft_port: of every draft worker; likewise.
         bind: where the servers listen.
+        certs: folder with every role's certificate, as `outrider certs` writes it, at the same path on every machine.
+            With it all traffic is encrypted, each role checks the other's certificate, and workers register one port
+            above the coordinator's `port`.
+        token_file: hashed bearer tokens of the clients that are served, at the same path on every machine.
+        insecure: listen beyond loopback without certificates and tokens, on a network that is closed by other means.
         tensor_parallel_size: GPUs that share each target's model, all of one node.
         target_gpus: GPUs per target worker; default `tensor_parallel_size` where that is more than one, else what the
             cluster has, shared evenly, at most one each. 0 runs targets on CPUs.
@@ -49,14 +61,22 @@ class DeployConfig:
         prefill_slowdown: how much longer than its verification alone a target's step may take for the sake of prefill.
         enforce_eager: targets run one operator after the other, without CUDA graphs: slow, for finding errors.
         deterministic: on a GPU, the bits of a token's logits do not depend on what else is in its target's step.
-        coordinator_resources: custom Ray resources that the coordinator's machine must have, as NAME=AMOUNT.
+        coordinator_resources: custom Ray resources per coordinator, as NAME=AMOUNT.
         target_resources: custom Ray resources per target worker, as NAME=AMOUNT.
         draft_resources: custom Ray resources per draft worker, as NAME=AMOUNT.
+        drafts_beside_target: so many drafts have a place kept for them on each target's own machine, in one placement
+            group with the target; further drafts go where there is room.
+        autoscale_draft_cost: what a draft worker costs, as a share of a target worker: one more has to bring as much.
+        autoscale_up_s: how long more drafts have to look worth having before they are started.
+        autoscale_down_s: how long fewer drafts have to suffice before one is ended.
+        autoscale_probe_s: without any draft: how often one is started to see whether it would pay.
         target_threads: CPU threads per target worker; default the cores that the drafts leave, shared evenly.
         draft_threads: CPU threads per draft worker.
         start_timeout_s: longest that a role may take to serve, loading its model included.
         ping_interval_s: time between two looks at an actor's health.
         hang_timeout_s: silence of a serving actor after which it is killed and started anew.
+        node_timeout_s: silence of a machine after which what ran there is started on others; Ray takes some 15 s.
+        owner_timeout_s: silence of the `up` process after which a deployment that is not detached ends.
         stop_timeout_s: time that a role gets to finish its requests when the deployment stops.
         object_store_bytes: of a local Ray; the data path does not use it.
         role_logs: print what the roles log; otherwise it is only in Ray's session folder.
@@ -65,15 +85,23 @@ class DeployConfig:
         ValueError: a value out of range, with the value.
     """
 
-    ray_address: str = "local"
+    address: str = "local"
     name: str = "outrider"
     target_model: Path | None = None
     draft_model: Path | None = None
     targets: int = 1
     drafts: int = 1
+    min_drafts: int = 0
+    max_drafts: int | None = None
     drafts_per_session: int = 1
+    coordinators: int = 1
     port: int = 50051
+    target_port: int = 0
+    draft_port: int = 0
     bind: Bind = Bind.LOOPBACK
+    certs: Path | None = None
+    token_file: Path | None = None
+    insecure: bool = False
     tensor_parallel_size: int = 1
     target_gpus: float | None = None
     draft_gpus: float | None = None
@@ -90,11 +118,18 @@ class DeployConfig:
     coordinator_resources: tuple[str, ...] = ()
     target_resources: tuple[str, ...] = ()
     draft_resources: tuple[str, ...] = ()
+    drafts_beside_target: int = 0
+    autoscale_draft_cost: float = 0.05
+    autoscale_up_s: float = 2.0
+    autoscale_down_s: float = 30.0
+    autoscale_probe_s: float = 120.0
     target_threads: int | None = None
     draft_threads: int = 1
     start_timeout_s: float = 300.0
     ping_interval_s: float = 1.0
     hang_timeout_s: float = 10.0
+    node_timeout_s: float = 4.0
+    owner_timeout_s: float = 30.0
     stop_timeout_s: float = 10.0
     object_store_bytes: int = 200_000_000
     role_logs: bool = False
@@ -102,14 +137,10 @@ class DeployConfig:
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name:
             raise ValueError(f"name: {self.name!r} given, a name without '/' needed")
-        if self.targets < 1:
-            raise ValueError(f"targets: {self.targets} given, at least 1 needed")
-        if self.drafts < 0:
-            raise ValueError(f"drafts: {self.drafts} given, 0 or more needed")
-        if self.drafts_per_session < 1:
-            raise ValueError(f"drafts_per_session: {self.drafts_per_session} given, at least 1 needed")
-        if not 0 <= self.port <= 65535:
-            raise ValueError(f"port: {self.port} given, 0 to 65535 needed")
+        self._check_counts()
+        for name in ("port", "target_port", "draft_port"):
+            if not 0 <= getattr(self, name) <= 65535:
+                raise ValueError(f"{name}: {getattr(self, name)} given, 0 to 65535 needed")
         for name in ("target_threads", "draft_threads"):
             if (threads := getattr(self, name)) is not None and threads < 1:
                 raise ValueError(f"{name}: {threads} given, at least 1 needed")
@@ -118,9 +149,10 @@ class DeployConfig:
                 amounts(getattr(self, name))
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
+        self._check_security()
         self._check_gpus()
         self._check_workers()
-        for name in ("start_timeout_s", "ping_interval_s", "hang_timeout_s", "stop_timeout_s"):
+        for name in _DURATIONS:
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}: {getattr(self, name)} given, more than 0 needed")
 
@@ -140,6 +172,31 @@ class DeployConfig:
         if not 0 <= self.prefill_slowdown < math.inf:
             raise ValueError(f"prefill_slowdown: {self.prefill_slowdown} given, 0 or more needed")
 
+    def _check_counts(self) -> None:
+        for name in ("targets", "coordinators", "drafts_per_session"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} given, at least 1 needed")
+        for name in ("drafts", "min_drafts", "drafts_beside_target"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: {getattr(self, name)} given, 0 or more needed")
+        if self.max_drafts is not None and not self.min_drafts <= self.drafts <= self.max_drafts:
+            raise ValueError(
+                f"max_drafts: {self.max_drafts} given, with drafts {self.drafts} between min_drafts {self.min_drafts} "
+                "and max_drafts needed"
+            )
+        if self.max_drafts is not None:
+            AutoscalerConfig.of(self)
+        if self.max_drafts is None and self.min_drafts:
+            raise ValueError(f"min_drafts: {self.min_drafts} given, with max_drafts needed")
+
+    def _check_security(self) -> None:
+        missing = [name for name in ("certs", "token_file") if getattr(self, name) is None]
+        if self.bind is Bind.NODE and missing and not self.insecure:
+            raise ValueError(
+                f"bind: {self.bind} given, which other machines may reach: give {' and '.join(missing)} as well, or "
+                "insecure, which serves whoever comes, unencrypted"
+            )
+
     def _check_gpus(self) -> None:
         for name in ("target_gpus", "draft_gpus"):
             if (gpus := getattr(self, name)) is not None and not 0 <= gpus < math.inf:
@@ -151,6 +208,21 @@ class DeployConfig:
                 f"target_gpus: {self.target_gpus} given, with tensor_parallel_size {self.tensor_parallel_size} "
                 "as many (or 0, for CPUs) needed"
             )
+
+
+_DURATIONS = (
+    "start_timeout_s",
+    "ping_interval_s",
+    "hang_timeout_s",
+    "node_timeout_s",
+    "owner_timeout_s",
+    "stop_timeout_s",
+)
+
+
+def most_drafts(config: DeployConfig) -> int:
+    """Draft workers that there may be at a time: what GPUs and cores are shared out for."""
+    return config.drafts if config.max_drafts is None else config.max_drafts
 
 
 def asked_target_gpus(config: DeployConfig) -> float | None:
@@ -187,7 +259,7 @@ def target_threads(config: DeployConfig, cores: int) -> int:
         return config.target_threads
     if config.bind is Bind.NODE:
         return max(1, cores - 1)
-    return max(1, (cores - config.drafts * config.draft_threads) // config.targets)
+    return max(1, (cores - most_drafts(config) * config.draft_threads) // config.targets)
 
 
 def shared_gpus(available: float, workers: int) -> float:

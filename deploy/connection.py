@@ -1,4 +1,4 @@
-"""Joining a Ray cluster, or starting one on this machine."""
+"""Joining a Ray cluster, or starting one on this machine, where other terminals of the same user find it by name."""
 
 import logging
 import os
@@ -9,42 +9,75 @@ from typing import Any
 
 import ray
 
-from outrider.deploy.config import DeployConfig
+from outrider.deploy.config import Bind, DeployConfig
+from outrider.deploy.local_note import local_address
 
 logger = logging.getLogger(__name__)
 
 NAMESPACE = "outrider"
 CONNECT_TIMEOUT_S = 5.0
+# What Ray says when its node or its control store took longer than it waits.
+_SLOW_START = ("timed out during startup", "Timed out waiting for file")
 
 
 def connect(config: DeployConfig) -> bool:
-    """Joins the Ray that this process is in already, else the one at `ray_address`, else starts one.
+    """Joins the Ray that this process is in already, else the one at `address`, else starts one.
 
     Returns:
-        True if a Ray was started here, which is then ours to shut down.
+        True if a Ray was started or joined here, which is then ours to shut down or to leave.
+
+    Raises:
+        ConnectionError: there is no cluster, or it takes whoever comes while the deployment is to be protected.
     """
     if ray.is_initialized():
         return False
+    options: dict[str, Any] = {}
+    if config.address == "local":
+        # Ray turns its token on by itself for a cluster of its own: whoever reaches its ports may run code.
+        options = {"include_dashboard": False, "object_store_memory": config.object_store_bytes}
+    _join(config.address, log_to_driver=config.role_logs, **options)
+    if config.bind is Bind.NODE and not config.insecure and os.environ.get("RAY_AUTH_MODE") != "token":
+        ray.shutdown()
+        raise ConnectionError(
+            "this Ray cluster runs code of whoever reaches it: start it with RAY_AUTH_MODE=token and a token "
+            "(ray get-auth-token --generate) on every machine, or give --insecure"
+        )
+    return True
+
+
+def attach(address: str, name: str) -> Any:
+    """The controller of a deployment that runs, joining its cluster.
+
+    Args:
+        address: "auto" is the Ray that `outrider up` has started on this machine for this name, else the cluster that
+            this machine is part of; or host:port, or ray://host:port.
+        name: of the deployment.
+
+    Raises:
+        ConnectionError: there is no such cluster, or no such deployment on it.
+    """
+    own = local_address(name) if address in ("auto", "local") else None
+    if own is None and address == "local":
+        raise ConnectionError(f"no `outrider up` of the name {name} runs on this machine")
+    if not ray.is_initialized():
+        _join(own or address, log_to_driver=False)
+    try:
+        return ray.get_actor(f"{name}/controller", namespace=NAMESPACE)
+    except ValueError:
+        raise ConnectionError(f"no deployment called {name} runs on the Ray cluster at {own or address}") from None
+
+
+def _join(address: str, **options: Any) -> None:
     # Both are read by Ray when it starts; what the user has set counts.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
-    _check_reachable(config.ray_address)
-    options: dict[str, Any] = {}
-    if config.ray_address == "local":
-        options = {"include_dashboard": False, "object_store_memory": config.object_store_bytes}
+    _check_reachable(address)
     on_main_thread = threading.current_thread() is threading.main_thread()
     sigterm = signal.getsignal(signal.SIGTERM) if on_main_thread else None
-    _init(
-        address=config.ray_address,
-        namespace=NAMESPACE,
-        log_to_driver=config.role_logs,
-        logging_level=logging.ERROR,
-        **options,
-    )
+    _init(address=address, namespace=NAMESPACE, logging_level=logging.ERROR, **options)
     # Ray takes SIGTERM for itself and would exit without stopping the roles.
     if on_main_thread and sigterm is not None:
         signal.signal(signal.SIGTERM, sigterm)
-    return True
 
 
 def _init(**options: Any) -> None:
@@ -62,7 +95,7 @@ def _init(**options: Any) -> None:
         # Ray raises nothing more specific.
         except Exception as error:
             ray.shutdown()
-            if last_attempt or "timed out during startup" not in str(error):
+            if last_attempt or not any(words in str(error) for words in _SLOW_START):
                 raise ConnectionError(f"Ray could not be started: {error}") from error
             logger.warning("Ray did not start within its 30 s; trying once more")
 

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -11,6 +12,7 @@ import ray.exceptions
 
 from outrider.deploy.actors import RoleReport
 from outrider.deploy.config import DeployConfig
+from outrider.security.roles import Role
 
 logger = logging.getLogger(__name__)
 
@@ -22,16 +24,43 @@ class RoleHandle:
     """One actor as the deployment sees it.
 
     Attributes:
-        name: as Ray lists it.
+        name: as status shows it, `draft-3`; never given to another one.
+        role: what it is for.
         actor: Ray's handle.
-        report: its latest one; None before the first.
-        restarts: how often the deployment has killed it for being hung or broken.
+        endpoint: host:port where a coordinator serves clients, which it keeps; None of a worker.
+        worker_endpoint: host:port where it takes workers in: another one with TLS, which asks who they are.
+        placed_on: node id that a coordinator is bound to.
+        model: checkpoint folder of a worker where it is not the configured one.
+        report: its latest one; None before the first, and while it is being restarted.
+        node_id: of the latest report, kept while there is none.
+        pid: likewise.
+        failure: why it was last started anew, if its server has not served since.
+        restarts: how often its process was started anew, by Ray or by the deployment.
+        is_draining: it finishes what it does, and is not to come back.
     """
 
     name: str
-    actor: Any
+    role: Role
+    actor: Any = None
+    endpoint: str | None = None
+    worker_endpoint: str | None = None
+    placed_on: str | None = None
+    model: Path | None = None
     report: RoleReport | None = None
+    node_id: str | None = None
+    pid: int | None = None
+    failure: str | None = None
     restarts: int = 0
+    is_draining: bool = False
+
+    def note(self, report: RoleReport) -> None:
+        """Takes a report; another pid than before is a restart."""
+        if self.pid is not None and report.pid != self.pid:
+            self.restarts += 1
+            logger.warning("%s runs again, pid %d", self.name, report.pid)
+        self.report, self.pid, self.node_id = report, report.pid, report.node_id
+        if report.address is not None:
+            self.failure = None
 
 
 def patience_s(report: RoleReport | None, config: DeployConfig) -> float:
@@ -45,20 +74,23 @@ async def watch(handle: RoleHandle, config: DeployConfig) -> None:
     backoff_s = config.ping_interval_s
     well_since: float | None = None
     while True:
+        actor = handle.actor
         try:
             patience = patience_s(handle.report, config)
             # Not wait_for: in Python 3.11 it loses a cancellation that coincides with an answer.
             async with asyncio.timeout(patience):
-                report = await handle.actor.report.remote()
+                report = await actor.report.remote()
         except TimeoutError:
-            _restart(handle, f"silent for {patience:g} s")
+            if actor is handle.actor:
+                _restart(handle, f"silent for {patience:g} s")
         except ray.exceptions.RayError as error:
-            logger.warning("%s is gone (%s); Ray starts it anew", handle.name, type(error).__name__)
-            handle.report = None
+            if actor is handle.actor:
+                logger.warning("%s is gone (%s); Ray starts it anew", handle.name, type(error).__name__)
+                handle.report = None
         else:
-            if handle.report is not None and report.pid != handle.report.pid:
-                logger.warning("%s runs again, pid %d", handle.name, report.pid)
-            handle.report = report
+            if actor is not handle.actor:
+                continue  # it was moved meanwhile
+            handle.note(report)
             if report.failure is None:
                 # Only one that has served for a while is well: one that fails while it loads is silent until it does.
                 well_since = (well_since or time.monotonic()) if report.address is not None else None
@@ -73,6 +105,6 @@ async def watch(handle: RoleHandle, config: DeployConfig) -> None:
 
 def _restart(handle: RoleHandle, reason: str) -> None:
     logger.warning("starting %s anew: %s", handle.name, reason)
-    handle.restarts += 1
+    handle.failure = reason
     handle.report = None
     ray.kill(handle.actor, no_restart=False)

@@ -7,34 +7,62 @@ has to answer, and the deployment itself needs none of it.
 import asyncio
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 from outrider.deploy.config import DeployConfig, target_threads
 from outrider.draft_worker.config import DraftWorkerConfig
+from outrider.security.roles import Role
+from outrider.security.tls import TlsConfig
 from outrider.target_worker.config import TargetWorkerConfig
 
 
+@dataclass(frozen=True, kw_only=True)
+class WorkerSetting:
+    """What one worker is given beside the deployment's configuration.
+
+    Attributes:
+        name: that it keeps over restarts.
+        coordinators: host:port of each as it starts.
+        resolve: gives the list as it is later.
+        device: "cpu" or "cuda".
+        model: checkpoint folder; default the configured one.
+    """
+
+    name: str
+    coordinators: tuple[str, ...]
+    resolve: Callable[[], Awaitable[Sequence[str]]] | None = None
+    device: str = "cpu"
+    model: Path | None = None
+
+
 class ServeCoordinator(Protocol):
-    """Serves the coordinator on `host:port` until `stop`."""
+    """Serves a coordinator on `host`, clients on `port`, workers on `worker_port`, until `stop`."""
 
     async def __call__(
-        self, config: DeployConfig, *, port: int, host: str, ready: Callable[[str], None], stop: asyncio.Event
+        self,
+        config: DeployConfig,
+        *,
+        port: int,
+        worker_port: int,
+        host: str,
+        ready: Callable[[str], None],
+        stop: asyncio.Event,
     ) -> None:
         """Runs the server."""
         ...
 
 
 class ServeWorker(Protocol):
-    """Serves a worker on a free port of `host`, registered with `coordinator`, until `stop`."""
+    """Serves a worker on `host`, registered with every coordinator, until `stop`."""
 
     async def __call__(
         self,
         config: DeployConfig,
+        setting: WorkerSetting,
         *,
-        coordinator: str,
-        device: str,
         host: str,
         ready: Callable[[str], None],
         stop: asyncio.Event,
@@ -44,7 +72,13 @@ class ServeWorker(Protocol):
 
 
 async def serve_coordinator(
-    config: DeployConfig, *, port: int, host: str, ready: Callable[[str], None], stop: asyncio.Event
+    config: DeployConfig,
+    *,
+    port: int,
+    worker_port: int,
+    host: str,
+    ready: Callable[[str], None],
+    stop: asyncio.Event,
 ) -> None:
     """The coordinator of `config`."""
     await asyncio.to_thread(importlib.import_module, "outrider.coordinator.server")
@@ -52,16 +86,21 @@ async def serve_coordinator(
     from outrider.coordinator.config import CoordinatorConfig
 
     role = CoordinatorConfig(
-        host=host, port=port, model_path=config.target_model, drafts_per_session=config.drafts_per_session
+        host=host,
+        port=port,
+        worker_port=worker_port if config.certs is not None else None,
+        model_path=config.target_model,
+        drafts_per_session=config.drafts_per_session,
+        token_file=config.token_file,
+        **security(config, Role.COORDINATOR),
     )
     await server.serve(role, ready=ready, stop=stop)
 
 
 async def serve_target(
     config: DeployConfig,
+    setting: WorkerSetting,
     *,
-    coordinator: str,
-    device: str,
     host: str,
     ready: Callable[[str], None],
     stop: asyncio.Event,
@@ -70,14 +109,14 @@ async def serve_target(
     await asyncio.to_thread(importlib.import_module, "outrider.target_worker.server")
     from outrider.target_worker import server
 
-    await server.serve(target_config(config, coordinator=coordinator, device=device, host=host), ready=ready, stop=stop)
+    own = target_config(config, setting, host=host)
+    await server.serve(own, ready=ready, stop=stop, resolve=setting.resolve)
 
 
 async def serve_draft(
     config: DeployConfig,
+    setting: WorkerSetting,
     *,
-    coordinator: str,
-    device: str,
     host: str,
     ready: Callable[[str], None],
     stop: asyncio.Event,
@@ -86,17 +125,20 @@ async def serve_draft(
     await asyncio.to_thread(importlib.import_module, "outrider.draft_worker.server")
     from outrider.draft_worker import server
 
-    await server.serve(draft_config(config, coordinator=coordinator, device=device, host=host), ready=ready, stop=stop)
+    own = draft_config(config, setting, host=host)
+    await server.serve(own, ready=ready, stop=stop, resolve=setting.resolve)
 
 
-def target_config(config: DeployConfig, *, coordinator: str, device: str, host: str) -> TargetWorkerConfig:
+def target_config(config: DeployConfig, setting: WorkerSetting, *, host: str) -> TargetWorkerConfig:
     """A target worker's own configuration."""
     return TargetWorkerConfig(
-        model_path=config.target_model,
+        model_path=setting.model or config.target_model,
         quantization=config.quantization,
+        name=setting.name,
         host=host,
-        coordinators=(coordinator,),
-        device=device,
+        port=config.target_port,
+        coordinators=setting.coordinators,
+        device=setting.device,
         threads=target_threads(config, _cores()),
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
@@ -109,21 +151,37 @@ def target_config(config: DeployConfig, *, coordinator: str, device: str, host: 
         enforce_eager=config.enforce_eager,
         deterministic=config.deterministic,
         tensor_parallel_size=config.tensor_parallel_size,
+        **security(config, Role.TARGET),
     )
 
 
-def draft_config(config: DeployConfig, *, coordinator: str, device: str, host: str) -> DraftWorkerConfig:
+def draft_config(config: DeployConfig, setting: WorkerSetting, *, host: str) -> DraftWorkerConfig:
     """A draft worker's own configuration."""
     return DraftWorkerConfig(
-        model_path=config.draft_model,
+        model_path=setting.model or config.draft_model,
+        name=setting.name,
         host=host,
-        coordinators=(coordinator,),
-        device=device,
+        port=config.draft_port,
+        coordinators=setting.coordinators,
+        device=setting.device,
         threads=config.draft_threads,
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
         kv_cache_memory_fraction=config.kv_cache_memory_fraction,
+        **security(config, Role.DRAFT),
     )
+
+
+def tls_of(config: DeployConfig, role: Role) -> TlsConfig | None:
+    """A role's certificate, from the deployment's folder; None without TLS."""
+    return None if config.certs is None else TlsConfig.of_folder(config.certs, role)
+
+
+def security(config: DeployConfig, role: Role) -> dict[str, Any]:
+    """What each role's own configuration has of it."""
+    tls = tls_of(config, role)
+    files = {} if tls is None else {"tls_ca": tls.ca, "tls_certificate": tls.certificate, "tls_key": tls.key}
+    return {"insecure": config.insecure, **files}
 
 
 def _cores() -> int:

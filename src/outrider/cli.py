@@ -48,11 +48,12 @@ def build_app() -> typer.Typer:
     """All commands; importing their configurations is quick, importing what they run is left to them."""
     from outrider.coordinator import commands
     from outrider.coordinator.config import CoordinatorConfig
+    from outrider.deploy import cluster_commands
     from outrider.deploy.commands import demo, up
     from outrider.draft_worker.config import DraftWorkerConfig
     from outrider.health_command import health
     from outrider.models.commands import widen
-    from outrider.security.commands import certs
+    from outrider.security.commands import certs, token_commands
     from outrider.target_worker.config import TargetWorkerConfig
 
     app = typer.Typer(
@@ -65,9 +66,14 @@ def build_app() -> typer.Typer:
     app.command("up")(up)
     app.command("demo")(demo)
     app.command("generate")(commands.generate_command(local_endpoint))
-    app.command("status")(commands.status)
+    app.command("status")(cluster_commands.status)
+    app.command("scale")(cluster_commands.scale)
+    app.command("drain")(cluster_commands.drain)
+    app.command("replace")(cluster_commands.replace)
+    app.command("down")(cluster_commands.down)
     app.command("widen")(widen)
     app.command("certs")(certs)
+    app.add_typer(token_commands(), name="token")
     app.command("health")(health)
     app.command("coordinator")(_role(CoordinatorConfig, _coordinator))
     app.command("target-worker")(_role(TargetWorkerConfig, _target_worker))

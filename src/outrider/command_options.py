@@ -15,7 +15,11 @@ Config = TypeVar("Config")
 
 
 def config_command(
-    config_type: type[Config], run: Callable[..., None], *, more: Sequence[inspect.Parameter] = ()
+    config_type: type[Config],
+    run: Callable[..., None],
+    *,
+    more: Sequence[inspect.Parameter] = (),
+    read_file: Callable[[Path], dict[str, Any]] | None = None,
 ) -> Callable[..., None]:
     """A function for typer that takes every field of `config_type` as an option and hands `run` the configuration.
 
@@ -23,15 +27,21 @@ def config_command(
         config_type: a dataclass whose every field has a default; it checks its values and raises ValueError.
         run: called as `run(config, **values of more)`; its docstring is the command's help.
         more: options that are not fields, as keyword-only parameters annotated for typer.
+        read_file: fields that a file sets; the command then takes a FILE, and options that are given go before it.
     """
     hints, texts = get_type_hints(config_type), attribute_help(config_type)
     fields = dataclasses.fields(config_type)  # pyright: ignore[reportArgumentType]
     parameters = [*(_parameter(field, hints[field.name], texts) for field in fields), *more]
 
-    def command(**values: Any) -> None:
+    if read_file is not None:
+        parameters = [_CONTEXT, _FILE, *parameters]
+
+    def command(*, ctx: typer.Context | None = None, file: Path | None = None, **values: Any) -> None:
         others = {parameter.name: values.pop(parameter.name) for parameter in more}
         given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
         try:
+            if read_file is not None and ctx is not None and file is not None:
+                given |= {name: value for name, value in read_file(file).items() if not _is_typed(ctx, name)}
             config = config_type(**given)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from error
@@ -63,6 +73,24 @@ def _parameter(field: dataclasses.Field[Any], hint: Any, texts: dict[str, str]) 
     default = list(field.default) if isinstance(field.default, tuple) else field.default
     annotation = Annotated[_option_type(hint), typer.Option(help=texts[field.name])]
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+_CONTEXT = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+_FILE = inspect.Parameter(
+    "file",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[
+        typing.Optional[Path],  # noqa: UP045 a type at run time
+        typer.Argument(exists=True, dir_okay=False, help="What to run, in YAML; options go before what it says."),
+    ],
+)
+
+
+def _is_typed(ctx: typer.Context, name: str) -> bool:
+    """Whether an option was given, on the command line or by an environment variable."""
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name in {"COMMANDLINE", "ENVIRONMENT"}
 
 
 def _option_type(hint: Any) -> Any:

@@ -1,53 +1,101 @@
-"""Placing, watching and stopping actors, with small servers in place of the roles."""
+"""A deployment on a three-node Ray cluster of one machine, with small servers in place of the roles.
+
+One cluster and, for most tests, one deployment: two coordinators, two targets, four drafts. The tests go on from where
+the one before left it, and ask for nothing that only holds at its start.
+"""
 
 import asyncio
+import json
+import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import pytest_asyncio
 import ray
 import ray.cloudpickle
+import ray.cluster_utils
+import ray.exceptions
 
-from outrider import rpc
+from outrider import cli, rpc
+from outrider.deploy import placement
 from outrider.deploy.actors import RoleReport
 from outrider.deploy.cluster import Deployment
 from outrider.deploy.config import DeployConfig
-from outrider.deploy.connection import NAMESPACE, connect
+from outrider.deploy.connection import NAMESPACE
 from outrider.deploy.health import LONGEST_BACKOFF_S, RoleHandle, patience_s, watch
-from outrider.deploy.roles import Roles
+from outrider.deploy.roles import Roles, WorkerSetting
 from outrider.errors import WorkerRefused, WorkerUnavailable
+from outrider.security.roles import Role
 from outrider.v1 import generation_pb2, generation_pb2_grpc, registry_pb2
 
 # The actors cannot import this file: it travels to them by value.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 # Where Ray had to be started twice, it forgets the processes of its first attempt until the end.
-pytestmark = pytest.mark.filterwarnings(r"ignore:subprocess \d+ is still running:ResourceWarning")
+pytestmark = [
+    pytest.mark.filterwarnings(r"ignore:subprocess \d+ is still running:ResourceWarning"),
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
-CONFIG = DeployConfig(port=0, ping_interval_s=0.1, hang_timeout_s=4.0, start_timeout_s=60.0, stop_timeout_s=5.0)
+CONFIG = DeployConfig(port=0, ping_interval_s=0.2, hang_timeout_s=4.0, start_timeout_s=60.0, stop_timeout_s=5.0)
+SEVERAL = DeployConfig(
+    name="several",
+    port=0,
+    coordinators=2,
+    targets=2,
+    drafts=4,
+    target_resources=("big=1",),
+    draft_resources=("cheap=1",),
+    ping_interval_s=0.2,
+    hang_timeout_s=4.0,
+    node_timeout_s=2.0,
+    start_timeout_s=60.0,
+    stop_timeout_s=5.0,
+)
+# Workers note here that they serve: what a registry would know of them.
+SERVING = Path(tempfile.mkdtemp(prefix="outrider-serving-"))
+
+
+# ------------------------------------------------------------------------------------------------------------ the roles
 
 
 class Registry(generation_pb2_grpc.GenerationServiceServicer):
-    """A coordinator that claims the workers it is told of."""
+    """A coordinator that knows the workers that have noted themselves and still run."""
+
+    def __init__(self, deployment: str) -> None:
+        self._deployment = deployment
 
     async def GetServerInfo(self, request, context):  # noqa: N802 (the protocol's name)
-        workers = [
-            generation_pb2.WorkerStatus(introduction=registry_pb2.WorkerIntroduction(role=role), state="serving")
-            for role in (registry_pb2.WORKER_ROLE_TARGET, registry_pb2.WORKER_ROLE_DRAFT)
-        ]
-        return generation_pb2.ServerInfo(workers=workers)
+        info = generation_pb2.ServerInfo(running_sessions=3)
+        for note in SERVING.glob(f"{self._deployment}.*"):
+            worker = json.loads(note.read_text())
+            if Path(f"/proc/{worker['pid']}").exists():
+                introduction = registry_pb2.WorkerIntroduction(address=worker["address"])
+                introduction.model.name = worker["model"]
+                info.workers.append(generation_pb2.WorkerStatus(introduction=introduction, state="serving"))
+        return info
 
 
 async def serve_registry(
-    config: DeployConfig, *, port: int, host: str, ready: Callable[[str], None], stop: asyncio.Event
+    config: DeployConfig,
+    *,
+    port: int,
+    worker_port: int,
+    host: str,
+    ready: Callable[[str], None],
+    stop: asyncio.Event,
 ) -> None:
+    assert worker_port == port
     server = rpc.RoleServer(
         services=["outrider.v1.GenerationService"],
         add_services=lambda grpc_server: generation_pb2_grpc.add_GenerationServiceServicer_to_server(
-            Registry(), grpc_server
+            Registry(config.name), grpc_server
         ),
         address=f"{host}:{port}",
     )
@@ -59,135 +107,331 @@ async def serve_registry(
 
 async def serve_worker(
     config: DeployConfig,
+    setting: WorkerSetting,
     *,
-    coordinator: str,
-    device: str,
     host: str,
     ready: Callable[[str], None],
     stop: asyncio.Event,
 ) -> None:
-    assert device == "cpu"
+    assert setting.device == "cpu"
+    assert setting.resolve is not None
+    assert sorted(await setting.resolve()) == sorted(setting.coordinators)
+    if setting.model == Path("broken"):
+        raise OSError("no such checkpoint")
     server = rpc.RoleServer(services=[], add_services=lambda _: None, address=f"{host}:0")
     await server.start()
+    note = SERVING / setting.name.replace("/", ".")
+    whole = note.with_name(f"new-{note.name}")
+    whole.write_text(json.dumps({"address": server.address, "pid": os.getpid(), "model": str(setting.model)}))
+    whole.rename(note)
     ready(server.address)
     await stop.wait()
+    note.unlink()
     await server.stop(grace_s=0)
 
 
-async def fail_to_serve(config: DeployConfig, **_: object) -> None:
+async def serve_unnoticed(
+    config: DeployConfig, setting: WorkerSetting, *, ready: Callable[[str], None], stop: asyncio.Event, **_: object
+) -> None:
+    ready("127.0.0.1:1")
+    await stop.wait()
+
+
+async def fail_to_serve(config: DeployConfig, setting: WorkerSetting, **_: object) -> None:
     raise OSError("no such checkpoint")
 
 
-FAKES = Roles(coordinator=serve_registry, target=serve_worker, draft=serve_worker)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def local_ray():
-    """One Ray for all tests here; deployments that find one do not shut it down."""
-    assert connect(CONFIG)
-    yield
-    ray.shutdown()
-
-
-@pytest.fixture
-async def deployment() -> AsyncIterator[Deployment]:
-    async with Deployment(CONFIG, roles=FAKES) as started:
-        yield started
-
-
-def handle_of(deployment: Deployment, role: str) -> RoleHandle:
-    (handle,) = (handle for handle in deployment.handles if handle.name.endswith(role))
-    return handle
-
-
-async def until_restarted(handle: RoleHandle, pid: int) -> RoleReport:
-    async with asyncio.timeout(30):
-        while handle.report is None or handle.report.pid == pid or handle.report.address is None:
-            await asyncio.sleep(0.05)
-    return handle.report
-
-
-async def test_each_role_serves_in_a_process_of_its_own(deployment: Deployment):
-    reports = {handle.name: handle.report for handle in deployment.handles if handle.report}
-    assert list(reports) == ["outrider/coordinator", "outrider/target-0", "outrider/draft-0"]
-    assert len({report.pid for report in reports.values()} | {os.getpid()}) == 4
-    assert deployment.endpoint == reports["outrider/coordinator"].address
-    assert deployment.endpoint.startswith("127.0.0.1:")
-
-
-async def test_a_killed_actor_comes_back_and_the_coordinator_on_its_port(deployment: Deployment):
-    for role in ("coordinator", "draft-0"):
-        handle = handle_of(deployment, role)
-        assert handle.report
-        os.kill(handle.report.pid, signal.SIGKILL)
-        report = await until_restarted(handle, handle.report.pid)
-        assert role == "draft-0" or report.address == deployment.endpoint
-
-
-async def test_a_frozen_actor_is_replaced(deployment: Deployment):
-    handle = handle_of(deployment, "target-0")
-    assert handle.report
-    os.kill(handle.report.pid, signal.SIGSTOP)
-    await until_restarted(handle, handle.report.pid)
-    assert handle.restarts == 1
-
-
-async def test_stop_ends_the_actors_and_leaves_a_joined_ray_alone():
-    deployment = Deployment(CONFIG, roles=FAKES)
-    await deployment.start()
-    pids = [handle.report.pid for handle in deployment.handles if handle.report]
-    await deployment.stop()
-    assert ray.is_initialized()
-    async with asyncio.timeout(10):
-        while any(Path(f"/proc/{pid}").exists() for pid in pids):
-            await asyncio.sleep(0.05)
-    with pytest.raises(ValueError, match="actor"):
-        ray.get_actor("outrider/draft-0", namespace=NAMESPACE)
-
-
-async def test_a_role_that_fails_at_the_start_is_named_and_nothing_stays():
-    deployment = Deployment(CONFIG, roles=Roles(coordinator=serve_registry, target=fail_to_serve, draft=serve_worker))
-    with pytest.raises(WorkerUnavailable, match="outrider/target-0 could not serve: OSError: no such checkpoint"):
-        await deployment.start()
-    assert deployment.handles == []
-
-
-async def test_a_worker_that_never_registers_is_a_timeout():
-    config = DeployConfig(port=0, drafts=2, start_timeout_s=10.0)
-    with pytest.raises(WorkerUnavailable, match="not ready after 10 s: a worker has not registered"):
-        await Deployment(config, roles=FAKES).start()
-
-
-async def test_resources_that_no_node_has_are_named():
-    config = DeployConfig(port=0, coordinator_resources=("moon=1",))
-    with pytest.raises(WorkerUnavailable, match="moon"):
-        await Deployment(config, roles=FAKES).start()
-
-
-async def test_more_gpus_than_a_node_has_are_refused():
-    config = DeployConfig(port=0, tensor_parallel_size=64)
-    with pytest.raises(WorkerUnavailable, match="64 GPUs of one node asked for, this node does not have so many"):
-        await Deployment(config, roles=FAKES).start()
-
-
-def test_an_actor_that_loads_may_be_silent_for_longer():
-    serving = RoleReport(pid=1, node="n", address="h:1", failure=None)
-    loading = RoleReport(pid=1, node="n", address=None, failure=None)
-    assert patience_s(serving, CONFIG) == CONFIG.hang_timeout_s
-    assert patience_s(loading, CONFIG) == patience_s(None, CONFIG) == CONFIG.start_timeout_s
-
-
-async def refused_later(config: DeployConfig, *, ready: Callable[[str], None], **_: object) -> None:
+async def refused_later(
+    config: DeployConfig, setting: WorkerSetting, *, ready: Callable[[str], None], **_: object
+) -> None:
     ready("127.0.0.1:1")
     await asyncio.sleep(1.0)
     raise WorkerRefused("use a draft and a target with the same tokenizer")
 
 
-async def test_a_worker_that_the_coordinator_refuses_is_named_with_the_reason():
-    config = DeployConfig(port=0, drafts=2)
-    roles = Roles(coordinator=serve_registry, target=serve_worker, draft=refused_later)
-    with pytest.raises(WorkerUnavailable, match="could not serve: WorkerRefused: use a draft"):
+FAKES = Roles(coordinator=serve_registry, target=serve_worker, draft=serve_worker)
+
+
+# ---------------------------------------------------------------------------------------------------------- the cluster
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[ray.cluster_utils.Cluster]:
+    """The head, and two machines with places for workers: one of them would hold all."""
+    started = ray.cluster_utils.Cluster()
+    options = {"num_cpus": 1, "object_store_memory": 100_000_000, "include_dashboard": False, "wait": False}
+    started.add_node(**options)
+    for _ in range(2):
+        started.add_node(resources={"big": 4, "cheap": 8}, **options)
+    started.wait_for_nodes()
+    ray.init(address=started.address, namespace=NAMESPACE, logging_level=logging.ERROR, log_to_driver=False)
+    yield started
+    ray.shutdown()
+    started.shutdown()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def deployment(cluster: ray.cluster_utils.Cluster) -> AsyncIterator[Deployment]:
+    async with Deployment(SEVERAL, roles=FAKES) as started:
+        yield started
+
+
+async def workers_of(deployment: Deployment) -> dict[str, dict[str, Any]]:
+    return {worker["name"]: worker for worker in (await deployment.status())["workers"]}
+
+
+async def until(deployment: Deployment, holds: Callable[[dict[str, dict[str, Any]]], bool]) -> dict[str, Any]:
+    """Waits for the workers to be as asked for."""
+    async with asyncio.timeout(40):
+        while not holds(workers := await workers_of(deployment)):
+            await asyncio.sleep(0.1)
+    return workers
+
+
+def all_serve(workers: dict[str, dict[str, Any]]) -> bool:
+    return all(worker["state"] == "serving" for worker in workers.values())
+
+
+async def command(*arguments: str, name: str = SEVERAL.name) -> int:
+    """A command of another terminal; it finds this process on the cluster already."""
+    return await asyncio.to_thread(cli.run, [*arguments, "--name", name, "--address", "auto"])
+
+
+# ------------------------------------------------------------------------------------------------------- one deployment
+
+
+async def test_each_role_serves_in_a_process_of_its_own(deployment: Deployment):
+    workers = await workers_of(deployment)
+    roles = ["coordinator"] * 2 + ["target"] * 2 + ["draft"] * 4
+    assert [worker["role"] for worker in workers.values()] == roles
+    assert len({worker["pid"] for worker in workers.values()} | {os.getpid()}) == 9
+    addresses = [workers[f"coordinator-{index}"]["address"] for index in range(2)]
+    assert deployment.endpoints == addresses
+    assert deployment.endpoint == ",".join(addresses)
+    assert all(address.startswith("127.0.0.1:") for address in addresses)
+
+
+async def test_status_tells_of_every_worker(
+    deployment: Deployment, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    assert await command("status", "--json") == 0
+    status = json.loads(capsys.readouterr().out)
+    assert (status["state"], status["wanted"]) == ("serving", {"coordinator": 2, "target": 2, "draft": 4})
+    assert status["endpoints"] == deployment.endpoints
+    assert status["autoscaler"] == {
+        "enabled": False,
+        "min_drafts": 0,
+        "max_drafts": None,
+        "latest": None,
+        "decisions": [],
+    }
+    draft = status["workers"][-1]
+    keys = "address busy model name node node_id pid reason restarts role sessions state"
+    assert " ".join(sorted(draft)) == keys
+    assert (draft["name"], draft["state"], draft["restarts"]) == ("draft-3", "serving", 0)
+    assert [own["running_sessions"] for own in status["coordinators"]] == [3, 3]
+    monkeypatch.setenv("COLUMNS", "160")
+    assert await command("status") == 0
+    table = capsys.readouterr().out
+    assert all(name in table for name in ("deployment several", "target-1", "draft-3", "6 running"))
+
+
+async def test_drafts_are_scaled_and_drained_by_command(deployment: Deployment, capsys: pytest.CaptureFixture[str]):
+    assert await command("scale", "draft=2", "target=1") == 0
+    assert list(await workers_of(deployment)) == ["coordinator-0", "coordinator-1", "target-0", "draft-0", "draft-1"]
+    assert await command("scale", "draft=3") == 0
+    workers = await workers_of(deployment)
+    assert workers["draft-4"]["state"] == "serving"
+    assert await command("drain", "draft-1") == 0
+    status = await deployment.status()
+    assert "draft-1" not in {worker["name"] for worker in status["workers"]}
+    assert status["wanted"]["draft"] == 2
+    assert capsys.readouterr().err == ""
+    for wrong, words in [
+        (["drain", "draft-1"], "no worker is called draft-1"),
+        (["drain", "target-0"], "target: 0 asked for, at least 1 needed"),
+        (["scale", "cat=1"], "cat: no role of a deployment"),
+        (["scale", "draft"], "ROLE=COUNT such as draft=4 needed"),
+        (["replace", "coordinator"], "coordinator: draft"),
+        (["replace", "target", "--model", "x"], "target: draft"),
+    ]:
+        assert await command(*wrong) == 2
+        assert words in capsys.readouterr().err
+    assert await command("status", name="nobody") == 1
+    assert "no deployment called nobody" in capsys.readouterr().err
+
+
+async def test_drafts_and_their_model_are_replaced_one_after_the_other(
+    deployment: Deployment, capsys: pytest.CaptureFixture[str]
+):
+    old = {name for name in await workers_of(deployment) if name.startswith("draft")}
+    fewest = [len(old)]
+    replacing = asyncio.create_task(command("replace", "draft", "--model", "better"))
+    while not replacing.done():
+        workers = await workers_of(deployment)
+        fewest.append(sum(own["role"] == "draft" and own["state"] == "serving" for own in workers.values()))
+    assert await replacing == 0
+    assert min(fewest) == len(old), "a draft went before its successor served"
+    workers = await workers_of(deployment)
+    fresh = {name for name in workers if name.startswith("draft")}
+    assert not fresh & old
+    assert capsys.readouterr().out.split() == sorted(fresh)
+    assert {workers[name]["model"] for name in fresh} == {"better"}
+    # What is added later has the new model too, and one that does not serve is taken back.
+    assert await command("scale", "draft=3") == 0
+    assert await command("replace", "draft", "--model", "broken") == 1
+    assert "was not replaced: several/draft-" in capsys.readouterr().err
+    workers = await workers_of(deployment)
+    assert {own["model"] for own in workers.values() if own["role"] == "draft"} == {"better"}
+    assert all_serve(workers)
+
+
+async def test_killed_and_frozen_roles_come_back_and_the_coordinator_on_its_port(deployment: Deployment):
+    before = await until(deployment, all_serve)
+    draft = next(name for name in before if name.startswith("draft"))
+    sent = {"coordinator-1": signal.SIGKILL, draft: signal.SIGKILL, "target-0": signal.SIGSTOP}
+    for name, number in sent.items():
+        os.kill(before[name]["pid"], number)
+    after = await until(
+        deployment,
+        lambda workers: all_serve(workers) and all(workers[name]["pid"] != before[name]["pid"] for name in sent),
+    )
+    assert {name for name, worker in after.items() if worker["restarts"]} == set(sent)
+    assert after["coordinator-1"]["address"] == before["coordinator-1"]["address"]
+
+
+async def test_a_controller_that_dies_finds_everything_again(deployment: Deployment):
+    before = await until(deployment, all_serve)
+    controller = await deployment.controller.pid.remote()
+    os.kill(controller, signal.SIGKILL)
+    async with asyncio.timeout(40):
+        while True:
+            try:
+                if await deployment.controller.pid.remote() != controller:
+                    break
+            except ray.exceptions.RayError:
+                await asyncio.sleep(0.1)
+    after = await until(deployment, lambda workers: set(workers) == set(before) and all_serve(workers))
+    assert {name: own["pid"] for name, own in after.items()} == {name: own["pid"] for name, own in before.items()}
+    assert {name: own["restarts"] for name, own in after.items()} == {
+        name: own["restarts"] for name, own in before.items()
+    }
+    assert await command("scale", "draft=4") == 0
+    assert all_serve(await workers_of(deployment))
+
+
+async def test_what_ran_on_a_machine_that_dies_is_started_on_another(
+    deployment: Deployment, cluster: ray.cluster_utils.Cluster
+):
+    before = await until(deployment, all_serve)
+    killed = before["target-0"]["node_id"]
+    (node,) = [node for node in cluster.list_all_nodes() if node.node_id == killed]
+    assert node is not cluster.head_node
+    cluster.remove_node(node, allow_graceful=False)
+    lost = {name for name, own in before.items() if own["node_id"] == killed}
+    began = asyncio.get_running_loop().time()
+    after = await until(
+        deployment, lambda workers: all_serve(workers) and all(own["node_id"] != killed for own in workers.values())
+    )
+    assert set(after) == set(before)
+    assert {name for name in after if after[name]["pid"] != before[name]["pid"]} == lost
+    # Ray alone notices after 15 s; the bound leaves a busy machine its time.
+    assert asyncio.get_running_loop().time() - began < 20
+
+
+async def test_a_deployment_can_be_left_running_found_again_and_ended(
+    cluster: ray.cluster_utils.Cluster, capsys: pytest.CaptureFixture[str]
+):
+    config = DeployConfig(name="left", port=0, stop_timeout_s=5.0)
+    async with Deployment(config, roles=FAKES, detach=True) as first:
+        endpoints = first.endpoints
+    async with Deployment(config, roles=FAKES, detach=True) as again:
+        assert again.was_running
+        assert again.endpoints == endpoints
+        pids = [worker["pid"] for worker in (await again.status())["workers"]]
+    with pytest.raises(WorkerUnavailable, match="a deployment called left runs here already"):
+        await Deployment(config, roles=FAKES).start()
+    assert await command("down", name="left") == 0
+    async with asyncio.timeout(30):
+        while any(Path(f"/proc/{pid}").exists() for pid in pids):
+            await asyncio.sleep(0.05)
+    with pytest.raises(ValueError, match="actor"):
+        ray.get_actor("left/draft-0", namespace=NAMESPACE)
+    assert ray.is_initialized(), "a Ray that was joined is left alone"
+    assert await command("status", name="left") == 1
+
+
+async def test_a_deployment_ends_when_the_process_that_it_belongs_to_is_silent(cluster: ray.cluster_utils.Cluster):
+    config = DeployConfig(name="orphan", port=0, drafts=0, owner_timeout_s=4.0, stop_timeout_s=5.0)
+    owner = Deployment(config, roles=FAKES)
+    await owner.start()
+    pids = [worker["pid"] for worker in (await owner.status())["workers"]]
+    assert owner._keeping is not None
+    owner._keeping.cancel()
+    async with asyncio.timeout(30):
+        while any(Path(f"/proc/{pid}").exists() for pid in pids):
+            await asyncio.sleep(0.05)
+
+
+# -------------------------------------------------------------------------------------------------- what does not start
+
+
+@pytest.mark.parametrize(
+    ("config", "roles", "words"),
+    [
+        (
+            CONFIG,
+            Roles(coordinator=serve_registry, target=fail_to_serve, draft=serve_worker),
+            "outrider/target-0 could not serve: OSError: no such checkpoint",
+        ),
+        (
+            DeployConfig(port=0, start_timeout_s=6.0),
+            Roles(coordinator=serve_registry, target=serve_worker, draft=serve_unnoticed),
+            "not ready after 6 s: (a worker has not registered|.* not serving)",
+        ),
+        (
+            CONFIG,
+            Roles(coordinator=serve_registry, target=serve_worker, draft=refused_later),
+            "could not serve: WorkerRefused: use a draft",
+        ),
+        (DeployConfig(port=0, coordinator_resources=("moon=1",)), FAKES, "moon"),
+        (DeployConfig(port=0, tensor_parallel_size=64), FAKES, "64 GPUs of one node asked for, no node has so many"),
+    ],
+    ids=["fails", "never registers", "is refused", "has no place", "wants too many GPUs"],
+)
+async def test_what_cannot_serve_is_named_and_nothing_stays(
+    cluster: ray.cluster_utils.Cluster, config: DeployConfig, roles: Roles, words: str
+):
+    with pytest.raises(WorkerUnavailable, match=words):
         await Deployment(config, roles=roles).start()
+    assert not [name for name in ray.util.list_named_actors() if name.startswith("outrider/")]
+
+
+# ---------------------------------------------------------------------------------------------------------- without Ray
+
+
+async def test_places_kept_together_are_freed_with_their_target(monkeypatch: pytest.MonkeyPatch):
+    asked = []
+    monkeypatch.setattr(placement.ray.util, "placement_group", lambda bundles, **options: asked.append(bundles))
+    node = placement.Node(node_id="a", address="h", port=1, resources={"GPU": 4.0})
+    kept = placement.keep_places([{"GPU": 2.0}, {"GPU": 0.5}, {}], name="d/target-0", nodes=[node])
+    assert kept.takers == [None, None, None]
+    assert asked == [[{"GPU": 2.0}, {"GPU": 0.5}, {"CPU": 0.001}]]
+    with pytest.raises(WorkerUnavailable, match="5 GPUs of one node asked for, no node has so many: at most 4"):
+        placement.keep_places([{"GPU": 5.0}], name="d/target-0", nodes=[node])
+
+
+async def test_nodes_are_chosen_and_avoided_by_their_ids():
+    assert placement.selector(among=None, avoided=()) == {}
+    assert placement.selector(among=None, avoided={"b", "a"}) == {"ray.io/node-id": "!in(a,b)"}
+    assert placement.selector(among=["c", "a", "b"], avoided={"b"}) == {"ray.io/node-id": "in(a,c)"}
+
+
+async def test_an_actor_that_loads_may_be_silent_for_longer():
+    serving = RoleReport(pid=1, node="n", node_id="i", address="h:1", failure=None)
+    loading = RoleReport(pid=1, node="n", node_id="i", address=None, failure=None)
+    assert patience_s(serving, CONFIG) == CONFIG.hang_timeout_s
+    assert patience_s(loading, CONFIG) == patience_s(None, CONFIG) == CONFIG.start_timeout_s
 
 
 class FailingActor:
@@ -200,12 +444,12 @@ class FailingActor:
     async def remote(self) -> RoleReport:
         self._asked += 1
         failure = "OSError: no such checkpoint" if self._asked % 2 == 0 else None
-        return RoleReport(pid=self._asked // 2, node="n", address=None, failure=failure)
+        return RoleReport(pid=self._asked // 2, node="n", node_id="i", address=None, failure=failure)
 
 
-async def test_a_role_that_fails_again_and_again_gets_longer_pauses(monkeypatch):
+async def test_a_role_that_fails_again_and_again_gets_longer_pauses(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("outrider.deploy.health.ray.kill", lambda *_, **__: None)
-    handle = RoleHandle(name="target-0", actor=FailingActor())
+    handle = RoleHandle(name="target-0", role=Role.TARGET, actor=FailingActor())
     pauses: list[float] = []
     real_sleep = asyncio.sleep
 
@@ -220,5 +464,5 @@ async def test_a_role_that_fails_again_and_again_gets_longer_pauses(monkeypatch)
         await real_sleep(0)
     watching.cancel()
     await asyncio.gather(watching, return_exceptions=True)
-    assert pauses[:4] == pytest.approx([0.2, 0.4, 0.8, 1.6])
+    assert pauses[:4] == pytest.approx([0.4, 0.8, 1.6, 3.2])
     assert pauses[-1] == LONGEST_BACKOFF_S

@@ -3,7 +3,7 @@
 import pytest
 
 from outrider.deploy.config import Bind, DeployConfig, amounts, asked_target_gpus, shared_gpus, target_threads
-from outrider.deploy.roles import draft_config, target_config
+from outrider.deploy.roles import WorkerSetting, draft_config, target_config
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_targets_get_the_cores_that_drafts_leave():
     assert target_threads(DeployConfig(drafts=2, targets=2), cores=16) == 7
     assert target_threads(DeployConfig(drafts=4), cores=2) == 1
     assert target_threads(DeployConfig(target_threads=3), cores=2) == 3
-    assert target_threads(DeployConfig(bind=Bind.NODE, targets=4), cores=16) == 15
+    assert target_threads(DeployConfig(bind=Bind.NODE, insecure=True, targets=4), cores=16) == 15
 
 
 def test_a_target_on_several_gpus_asks_for_as_many():
@@ -85,12 +85,14 @@ def test_workers_get_the_options_of_their_own():
         deterministic=True,
         tensor_parallel_size=2,
     )
-    target = target_config(config, coordinator="h:1", device="cuda", host="h")
+    setting = WorkerSetting(name="d/target-0", coordinators=("h:1",), device="cuda")
+    target = target_config(config, setting, host="127.0.0.1")
     shared = ("max_model_len", "max_num_seqs", "kv_cache_memory_fraction")
     own = ("kv_cache_dtype", "enable_prefix_caching", "max_prefill_tokens", "prefill_slowdown", "enforce_eager")
     for name in (*shared, *own, "quantization", "deterministic", "tensor_parallel_size"):
         assert getattr(target, name) == getattr(config, name), name
     assert target.max_step_tokens == 600
-    draft = draft_config(config, coordinator="h:1", device="cuda", host="h")
+    draft = draft_config(config, setting, host="127.0.0.1")
     assert all(getattr(draft.engine(), name) == getattr(config, name) for name in shared)
-    assert target_config(DeployConfig(), coordinator="h:1", device="cpu", host="h").max_step_tokens == 512
+    on_cpu = WorkerSetting(name="d/target-0", coordinators=("h:1",))
+    assert target_config(DeployConfig(), on_cpu, host="127.0.0.1").max_step_tokens == 512

@@ -51,9 +51,8 @@ async def test_a_completion_streams_through_ray_placed_processes(deployment: Dep
 
 @on_one_loop
 async def test_a_draft_killed_in_the_middle_changes_no_token(deployment: Deployment):
-    (draft,) = (handle for handle in deployment.handles if handle.name.endswith("draft-0"))
-    assert draft.report is not None
-    alive = draft.report.pid
+    (draft,) = (worker for worker in (await deployment.status())["workers"] if worker["name"] == "draft-0")
+    alive = draft["pid"]
     async with AsyncClient(deployment.endpoint) as client:
         whole = await client.generate(held_out_prompts()[0], **OPTIONS)
         async with client.stream(held_out_prompts()[0], **OPTIONS) as stream:

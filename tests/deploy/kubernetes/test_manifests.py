@@ -453,3 +453,22 @@ def test_every_secret_is_used_and_every_volume_mounted(manifests: list[Manifest]
     else:
         used.add("outrider-ray-token")
     assert used == SECRETS.keys()
+
+
+# ---------------------------------------------------------------------------------------------------------------- docs
+
+
+def test_the_steps_in_the_docs_make_what_the_manifests_need():
+    text = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    shell = "\n".join(re.findall(r"```sh\n(.*?)```", text, re.DOTALL)).replace("\\\n", " ")
+    for name, keys in SECRETS.items():
+        written = re.sub("coordinator|target|draft", "$role", name)  # in a loop
+        (line,) = [line for line in shell.splitlines() if f"secret generic {written} " in line]
+        sources = re.findall(r"--from-(?:file|literal)=([\w.]+)", line)
+        assert set(sources) == keys
+    lines = re.findall(r"^\s*(?:-- )?(outrider .*?)(?: > .*)?$", shell.replace(" -- ", "\n-- "), re.MULTILINE)
+    assert {line.split()[1] for line in lines} == {"certs", "token", "generate", "status"}
+    for line in lines:
+        parse(shlex.split(line)[1:])
+    for overlay in OVERLAYS:
+        assert f"| `{overlay}` |" in text

@@ -1,0 +1,308 @@
+"""The actors of a deployment: who there is, how one is started, moved to another machine, or ended."""
+
+import asyncio
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.exceptions
+import ray.util
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from outrider.deploy import placement
+from outrider.deploy.actors import CoordinatorActor, RoleActor, Serve
+from outrider.deploy.config import Bind, DeployConfig
+from outrider.deploy.connection import NAMESPACE
+from outrider.deploy.health import RoleHandle
+from outrider.deploy.placement import KeptPlaces, Node
+from outrider.deploy.roles import Roles, WorkerSetting, tls_of
+from outrider.errors import WorkerUnavailable
+from outrider.security.roles import Role
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+# The name of an actor that was killed is free at once, or after a moment.
+_NAME_TIMEOUT_S = 5.0
+_ASK_TIMEOUT_S = 2.0
+
+
+class Crew:
+    """Starts and ends a deployment's actors; knows nothing of when that is called for.
+
+    Args:
+        config: of the deployment.
+        roles: what the actors run.
+        home: id of the node that the deployment was started on.
+        controller: Ray's handle of the actor that this runs in; workers ask it for the coordinators' addresses.
+    """
+
+    def __init__(self, config: DeployConfig, roles: Roles, *, home: str, controller: Any) -> None:
+        self._config = config
+        self._roles = roles
+        self._controller = controller
+        self._home_id = home
+        self._home_address = next(node.address for node in placement.living_nodes() if node.node_id == home)
+        self._gpus: dict[Role, float] = dict(zip((Role.TARGET, Role.DRAFT), placement.worker_gpus(config), strict=True))
+        self._numbers = dict.fromkeys(Role, 0)
+        self._handles: dict[str, RoleHandle] = {}
+        self._places: dict[str, KeptPlaces] = {}
+        self.silent_nodes: set[str] = set()
+        """Ids of nodes that do not answer, whatever Ray says of them."""
+
+    def __iter__(self) -> Iterator[RoleHandle]:
+        return iter(list(self._handles.values()))
+
+    def of(self, role: Role) -> list[RoleHandle]:
+        """The actors of a role that are to stay, the oldest first."""
+        return [handle for handle in self._handles.values() if handle.role is role and not handle.is_draining]
+
+    def named(self, name: str) -> RoleHandle | None:
+        """The actor that status shows by this name."""
+        return self._handles.get(name)
+
+    @property
+    def endpoints(self) -> list[str]:
+        """host:port of every coordinator that is to stay, as clients know it."""
+        return [handle.endpoint for handle in self.of(Role.COORDINATOR) if handle.endpoint is not None]
+
+    @property
+    def worker_endpoints(self) -> list[str]:
+        """The same, as workers know it."""
+        return [own.worker_endpoint for own in self.of(Role.COORDINATOR) if own.worker_endpoint is not None]
+
+    def add(self, role: Role, *, model: Path | None = None) -> RoleHandle:
+        """Starts one more of a role; it serves some time later.
+
+        Args:
+            role: of the actor.
+            model: the checkpoint folder of a worker; default the configured one.
+
+        Raises:
+            WorkerUnavailable: no node has what it needs.
+        """
+        handle = RoleHandle(name=f"{role}-{self._numbers[role]}", role=role, model=model)
+        self._numbers[role] += 1
+        self._start(handle)
+        self._handles[handle.name] = handle
+        return handle
+
+    def has_room(self, role: Role) -> bool:
+        """Whether the cluster has what one more of a role takes, over all its machines."""
+        free = ray.available_resources()
+        resources = self._config.target_resources if role is Role.TARGET else self._config.draft_resources
+        needed = placement.bundle(self._gpus[role], resources)
+        return all(free.get(name, 0.0) >= amount for name, amount in needed.items())
+
+    def move(self, handle: RoleHandle) -> None:
+        """Starts an actor anew, by the same name, on a machine that answers.
+
+        Raises:
+            WorkerUnavailable: no such machine has what it needs.
+        """
+        ray.kill(handle.actor, no_restart=True)
+        self._free_place(handle)
+        handle.report, handle.node_id = None, None
+        self._start(handle)
+
+    async def end(self, handle: RoleHandle, *, timeout_s: float) -> None:
+        """Lets an actor finish what it does, within the time, and ends it."""
+        handle.is_draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await handle.actor.stop.remote()
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            logger.info("%s did not stop by itself: %s", handle.name, type(error).__name__)
+        ray.kill(handle.actor, no_restart=True)
+        self._handles.pop(handle.name, None)
+        self._free_place(handle)
+
+    # ------------------------------------------------------------------------------------------------ over a restart
+
+    def state(self) -> dict[str, Any]:
+        """What `recover` needs, of plain values."""
+        return {
+            "numbers": {str(role): number for role, number in self._numbers.items()},
+            "gpus": {str(role): gpus for role, gpus in self._gpus.items()},
+            "home_address": self._home_address,
+            "members": [
+                {name: getattr(own, name) for name in _KEPT} | {"model": own.model and str(own.model)}
+                for own in self._handles.values()
+            ],
+            "places": {name: places.takers for name, places in self._places.items()},
+        }
+
+    def recover(self, state: dict[str, Any]) -> None:
+        """Takes over the actors of a controller that has died; those that are gone are started anew."""
+        self._numbers = {Role(role): number for role, number in state["numbers"].items()}
+        self._gpus = {Role(role): gpus for role, gpus in state["gpus"].items()}
+        self._home_address = state["home_address"]
+        for name, takers in state["places"].items():
+            group = ray.util.get_placement_group(self._full(name))
+            self._places[name] = KeptPlaces(group=group, takers=takers)
+        for member in state["members"]:
+            model = member["model"] and Path(member["model"])
+            handle = RoleHandle(**member | {"role": Role(member["role"]), "model": model})
+            try:
+                handle.actor = ray.get_actor(self._full(handle.name), namespace=NAMESPACE)
+            except ValueError:
+                self._start(handle)
+            self._handles[handle.name] = handle
+
+    # --------------------------------------------------------------------------------------------------------- placing
+
+    def _full(self, name: str) -> str:
+        return f"{self._config.name}/{name}"
+
+    def _nodes(self) -> list[Node]:
+        """The nodes that may be used: loopback reaches no other machine."""
+        nodes = [node for node in placement.living_nodes() if node.node_id not in self.silent_nodes]
+        if self._config.bind is Bind.LOOPBACK:
+            nodes = [node for node in nodes if node.address == self._home_address]
+        if not nodes:
+            raise WorkerUnavailable("no node of the cluster answers")
+        return nodes
+
+    def _start(self, handle: RoleHandle) -> None:
+        if handle.role is Role.COORDINATOR:
+            self._start_coordinator(handle)
+        else:
+            self._start_worker(handle)
+
+    def _start_coordinator(self, handle: RoleHandle) -> None:
+        config, needs = self._config, placement.actor_needs(0, self._config.coordinator_resources)
+        fitting = [node for node in self._nodes() if node.has(needs["resources"])]
+        if not fitting:
+            raise WorkerUnavailable(f"no node has the coordinator's resources {needs['resources']}")
+        others = [own for own in self._handles.values() if own.role is Role.COORDINATOR and own is not handle]
+        taken = [own.placed_on for own in others]
+        node = min(fitting, key=lambda node: (taken.count(node.node_id), node.node_id != self._home_id, node.node_id))
+        host = LOOPBACK if config.bind is Bind.LOOPBACK else node.address
+        port = int(handle.endpoint.rpartition(":")[2]) if handle.endpoint else config.port or placement.free_port()
+        # With TLS workers come in by a door of their own, one port further.
+        doors = 1 if config.certs is None else 2
+        used = {own.endpoint for own in others} | {own.worker_endpoint for own in others}
+        while any(f"{host}:{port + door}" in used for door in range(doors)):
+            port = port + 1 if config.port else placement.free_port()
+        handle.endpoint, handle.worker_endpoint = f"{host}:{port}", f"{host}:{port + doors - 1}"
+        handle.placed_on = node.node_id
+        # A coordinator that Ray moved by itself would come back where nobody looks for it.
+        needs["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=node.node_id, soft=False)
+        serve = functools.partial(self._roles.coordinator, config, port=port, worker_port=port + doors - 1)
+        handle.actor = self._create(
+            CoordinatorActor,
+            handle,
+            serve,
+            host=host,
+            needs=needs,
+            info_address=handle.worker_endpoint,
+            tls=tls_of(config, Role.COORDINATOR),
+        )
+
+    def _start_worker(self, handle: RoleHandle) -> None:
+        config, role, gpus = self._config, handle.role, self._gpus[handle.role]
+        resources = config.target_resources if role is Role.TARGET else config.draft_resources
+        needs = placement.actor_needs(gpus, resources)
+        if (place := self._take_place(handle)) is not None:
+            needs["scheduling_strategy"] = place
+        else:
+            among = None
+            if config.bind is Bind.LOOPBACK:
+                among = [node.node_id for node in self._nodes()]
+            needs["label_selector"] = placement.selector(among=among, avoided=self.silent_nodes)
+        setting = WorkerSetting(
+            name=self._full(handle.name),
+            coordinators=tuple(self.worker_endpoints),
+            resolve=CoordinatorList(self._controller),
+            device="cuda" if gpus else "cpu",
+            model=handle.model,
+        )
+        serve_role = self._roles.target if role is Role.TARGET else self._roles.draft
+        # Loopback reaches no other node; elsewhere each worker takes its own node's address.
+        host = LOOPBACK if config.bind is Bind.LOOPBACK else None
+        serve = functools.partial(serve_role, config, setting)
+        handle.actor = self._create(RoleActor, handle, serve, host=host, needs=needs)
+
+    def _take_place(self, handle: RoleHandle) -> PlacementGroupSchedulingStrategy | None:
+        """A place kept for this worker: a target makes its own, a draft takes one beside a target."""
+        config = self._config
+        if handle.role is Role.TARGET and (self._gpus[Role.TARGET] > 1 or config.drafts_beside_target):
+            target = placement.bundle(self._gpus[Role.TARGET], config.target_resources)
+            draft = placement.bundle(self._gpus[Role.DRAFT], config.draft_resources)
+            needs = [target] + [draft] * config.drafts_beside_target
+            self._places[handle.name] = placement.keep_places(needs, name=self._full(handle.name), nodes=self._nodes())
+        for owner, places in self._places.items():
+            # The first place of a group is the target's own.
+            mine = [0] if owner == handle.name else range(1, len(places.takers)) if handle.role is Role.DRAFT else []
+            for index in mine:
+                if places.takers[index] is None:
+                    places.takers[index] = handle.name
+                    return PlacementGroupSchedulingStrategy(places.group, placement_group_bundle_index=index)
+        return None
+
+    def _free_place(self, handle: RoleHandle) -> None:
+        own = self._places.pop(handle.name, None)
+        if own is not None:
+            # Ray ends whoever has a place of a group that is removed: the drafts beside this target go elsewhere.
+            ray.util.remove_placement_group(own.group)
+            for name in own.takers[1:]:
+                beside = self._handles.get(name or "")
+                if beside is not None and not beside.is_draining:
+                    self.move(beside)
+        for places in self._places.values():
+            places.takers = [None if taker == handle.name else taker for taker in places.takers]
+
+    def _create(
+        self,
+        kind: type[RoleActor],
+        handle: RoleHandle,
+        serve: Serve,
+        *,
+        host: str | None,
+        needs: dict[str, Any],
+        **more: Any,
+    ) -> Any:
+        """The actor. Detached: it outlives this controller's process, whose successor finds it by its name."""
+        placed = ray.remote(kind).options(
+            name=self._full(handle.name),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            max_restarts=-1,
+            max_task_retries=0,
+            **needs,
+        )
+        deadline = time.monotonic() + _NAME_TIMEOUT_S
+        while True:
+            try:
+                return placed.remote(serve, name=self._full(handle.name), host=host, **more)
+            except ValueError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+
+
+_KEPT = ("name", "role", "endpoint", "worker_endpoint", "placed_on", "node_id", "pid", "restarts", "is_draining")
+
+
+@dataclasses.dataclass(frozen=True)
+class CoordinatorList:
+    """Asks a deployment's controller for the coordinators' addresses as they are now: a worker's resolver."""
+
+    controller: Any
+
+    async def __call__(self) -> Sequence[str]:
+        """host:port of each.
+
+        Raises:
+            OSError: the controller does not answer; what it said last still holds.
+        """
+        try:
+            async with asyncio.timeout(_ASK_TIMEOUT_S):
+                return await self.controller.worker_endpoints.remote()
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            raise OSError(f"the controller does not answer: {type(error).__name__}") from error

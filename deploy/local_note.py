@@ -1,0 +1,54 @@
+"""Where the Ray of an `outrider up` is, so that other terminals of the same user find it by the deployment's name."""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def remember_local(name: str, address: str) -> None:
+    """Writes down where the Ray of this process is, for as long as the process lives."""
+    path = _note_of(name)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    note = {"address": address, "pid": os.getpid()}
+    path.write_text(json.dumps(note), encoding="utf-8")
+
+
+def forget_local(name: str) -> None:
+    """Takes the note away, if it is this process's own."""
+    if _read_note(name).get("pid") == os.getpid():
+        _note_of(name).unlink(missing_ok=True)
+
+
+def local_address(name: str) -> str | None:
+    """Where the Ray of a running `outrider up` of this name is; None where none runs on this machine."""
+    note = _read_note(name)
+    if not note or not _is_running(note["pid"]):
+        return None
+    return note["address"]
+
+
+def _note_of(name: str) -> Path:
+    return Path(tempfile.gettempdir()) / f"outrider-{os.getuid()}" / f"{name}.json"
+
+
+def _read_note(name: str) -> dict[str, Any]:
+    path = _note_of(name)
+    try:
+        # In a folder that everybody may write to: a note of somebody else would lead us to their cluster.
+        if path.parent.stat().st_uid != os.getuid() or path.stat().st_uid != os.getuid():
+            return {}
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

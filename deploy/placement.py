@@ -1,0 +1,146 @@
+"""Which machines may hold what: living nodes, those that have fallen silent, GPUs shared out, places kept together."""
+
+import asyncio
+import socket
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+import ray.util
+from ray.util.placement_group import PlacementGroup
+
+from outrider.deploy.config import DeployConfig, amounts, asked_target_gpus, most_drafts, shared_gpus
+from outrider.errors import WorkerUnavailable
+
+PROBE_TIMEOUT_S = 1.0
+# What a place without needs of its own holds of a CPU: Ray keeps no empty ones.
+_EMPTY_PLACE_CPUS = 0.001
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """A machine of the cluster (Ray's node).
+
+    Attributes:
+        node_id: Ray's.
+        address: of the machine.
+        port: of Ray's own process there.
+        resources: all that it has.
+    """
+
+    node_id: str
+    address: str
+    port: int
+    resources: Mapping[str, float]
+
+    def has(self, needed: Mapping[str, float]) -> bool:
+        """Whether it has so much in all, used or not."""
+        return all(self.resources.get(name, 0.0) >= amount for name, amount in needed.items())
+
+
+def living_nodes() -> list[Node]:
+    """The nodes that Ray takes for alive; it notices the end of one only after some 15 seconds."""
+    return [
+        Node(
+            node_id=node["NodeID"],
+            address=node["NodeManagerAddress"],
+            port=node["NodeManagerPort"],
+            resources=node["Resources"],
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+async def answers(node: Node) -> bool:
+    """Whether Ray's own process on a node takes connections: one that has died refuses them at once."""
+    try:
+        async with asyncio.timeout(PROBE_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(node.address, node.port)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
+
+
+def selector(*, among: Collection[str] | None, avoided: Collection[str]) -> dict[str, str]:
+    """Ray's label selector for nodes by their ids.
+
+    Args:
+        among: ids of the only nodes that will do; None for all.
+        avoided: ids of nodes that will not.
+    """
+    if among is not None:
+        return {"ray.io/node-id": f"in({','.join(sorted(set(among) - set(avoided)))})"}
+    return {"ray.io/node-id": f"!in({','.join(sorted(avoided))})"} if avoided else {}
+
+
+def worker_gpus(config: DeployConfig) -> tuple[float, float]:
+    """GPUs per target and per draft worker: as configured, else what the cluster has, shared evenly."""
+    available = ray.cluster_resources().get("GPU", 0.0)
+    sharing, asked = 0, asked_target_gpus(config)
+    for named, count in ((asked, config.targets), (config.draft_gpus, most_drafts(config))):
+        if named is None:
+            sharing += count
+        else:
+            available -= named * count
+    even = shared_gpus(max(available, 0.0), sharing)
+    return even if asked is None else asked, even if config.draft_gpus is None else config.draft_gpus
+
+
+@dataclass(kw_only=True)
+class KeptPlaces:
+    """Places of one machine that are kept together over restarts: a target's, then those of drafts beside it.
+
+    Attributes:
+        group: Ray's placement group.
+        takers: [places] names of the workers that have them.
+    """
+
+    group: PlacementGroup
+    takers: list[str | None] = field(default_factory=list)
+
+
+def keep_places(needs: Sequence[Mapping[str, float]], *, name: str, nodes: list[Node]) -> KeptPlaces:
+    """Places on one machine, one a need.
+
+    Args:
+        needs: what each place holds; GPUs as "GPU".
+        name: of the group, by which it is found again.
+        nodes: the machines that will do.
+
+    Raises:
+        WorkerUnavailable: no node has so many GPUs.
+    """
+    gpus = sum(need.get("GPU", 0.0) for need in needs)
+    most = max((node.resources.get("GPU", 0.0) for node in nodes), default=0.0)
+    if most < gpus:
+        raise WorkerUnavailable(f"{gpus:g} GPUs of one node asked for, no node has so many: at most {most:g}")
+    bundles = [{**need} if any(need.values()) else {"CPU": _EMPTY_PLACE_CPUS} for need in needs]
+    where = selector(among=[node.node_id for node in nodes], avoided=())
+    group = ray.util.placement_group(
+        bundles,
+        strategy="STRICT_PACK",
+        name=name,
+        lifetime="detached",
+        bundle_label_selector=[where] * len(bundles),
+    )
+    return KeptPlaces(group=group, takers=[None] * len(needs))
+
+
+def bundle(gpus: float, resources: tuple[str, ...]) -> dict[str, float]:
+    """What a worker takes, as a placement group counts it."""
+    return {name: amount for name, amount in {"GPU": gpus, **amounts(resources)}.items() if amount}
+
+
+def actor_needs(gpus: float, resources: tuple[str, ...]) -> dict[str, Any]:
+    """The same as options of an actor. num_cpus=0: roles set their own threads, and a small machine must hold all."""
+    return {"num_cpus": 0, "num_gpus": gpus, "resources": amounts(resources)}
+
+
+def free_port() -> int:
+    """A port that is free on this machine; another process may still be quicker, and then the coordinator says so."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,149 @@
+"""A deployment's state as plain values, and as the tables that `outrider status` shows."""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.table import Column, Table
+
+from outrider.deploy.health import RoleHandle
+from outrider.security.roles import Role
+from outrider.v1 import generation_pb2
+
+SHOWN_DECISIONS = 5
+
+
+class ServedBy:
+    """What the coordinators say of the workers.
+
+    Args:
+        infos: endpoint -> what its coordinator says; those that did not answer are missing.
+        endpoints: of all coordinators.
+    """
+
+    def __init__(self, infos: Mapping[str, generation_pb2.ServerInfo], endpoints: Sequence[str]) -> None:
+        self._infos = infos
+        self._endpoints = endpoints
+        self._found = [{own.introduction.address: own for own in info.workers} for info in infos.values()]
+
+    def answers(self, endpoint: str | None) -> bool:
+        """Whether a coordinator answered."""
+        return endpoint in self._infos
+
+    def of(self, address: str | None) -> list[generation_pb2.WorkerStatus]:
+        """One entry a coordinator that knows the worker of this address."""
+        return [found[address] for found in self._found if address in found]
+
+    def is_everywhere(self, address: str | None) -> bool:
+        """Whether every coordinator uses the worker of this address."""
+        serving = [status for status in self.of(address) if status.state == "serving"]
+        return bool(self._endpoints) and len(serving) == len(self._endpoints)
+
+    def sessions(self, handle: RoleHandle) -> int:
+        """Sessions that run at a worker, or of a coordinator."""
+        if handle.role is Role.COORDINATOR:
+            info = self._infos.get(handle.endpoint or "")
+            return info.running_sessions if info is not None else 0
+        address = handle.report and handle.report.address
+        return max((status.load.sessions for status in self.of(address)), default=0)
+
+    def totals(self) -> list[dict[str, Any]]:
+        """Of each coordinator that answered, what it has done."""
+        return [
+            {
+                "endpoint": endpoint,
+                "version": info.version,
+                "uptime_s": info.uptime_s,
+                "running_sessions": info.running_sessions,
+                "waiting_requests": info.waiting_requests,
+                "requests_total": info.requests_total,
+                "emitted_tokens_total": info.emitted_tokens_total,
+                "acceptance_length": info.speculation.acceptance_length,
+            }
+            for endpoint, info in self._infos.items()
+        ]
+
+
+def worker_status(handle: RoleHandle, served: ServedBy) -> dict[str, Any]:
+    """One actor of a deployment, as `outrider status --json` has it; the keys stay.
+
+    States: starting (loading, or being started anew), connecting (it listens, not every coordinator uses it yet),
+    serving, draining, and whatever else a coordinator says of it (quarantined, lost).
+    """
+    report = handle.report
+    address = None if report is None else report.address
+    known = served.of(address)
+    return {
+        "name": handle.name,
+        "role": str(handle.role),
+        "node": None if report is None else report.node,
+        "node_id": handle.node_id,
+        "pid": None if report is None else report.pid,
+        "address": address,
+        "state": _state(handle, served),
+        "reason": handle.failure,
+        "model": known[0].introduction.model.name if known else None,
+        "sessions": served.sessions(handle),
+        "busy": max((status.load.busy for status in known), default=0.0),
+        "restarts": handle.restarts,
+    }
+
+
+def _state(handle: RoleHandle, served: ServedBy) -> str:
+    if handle.is_draining:
+        return "draining"
+    if handle.report is None or handle.report.address is None:
+        return "starting"
+    if handle.role is Role.COORDINATOR:
+        return "serving" if served.answers(handle.endpoint) else "connecting"
+    address = handle.report.address
+    if served.is_everywhere(address):
+        return "serving"
+    others = [status.state for status in served.of(address) if status.state != "serving"]
+    return others[0] if others else "connecting"
+
+
+def status_tables(status: Mapping[str, Any]) -> Iterable[Table]:
+    """The tables that `outrider status` prints."""
+    yield _summary(status)
+    yield _workers(status["workers"])
+    if status["autoscaler"]["decisions"]:
+        yield _decisions(status["autoscaler"]["decisions"][-SHOWN_DECISIONS:])
+
+
+def _summary(status: Mapping[str, Any]) -> Table:
+    table = Table(title=f"deployment {status['name']}", title_justify="left", show_header=False)
+    scaler, coordinators = status["autoscaler"], status["coordinators"]
+    drafts = f"{scaler['min_drafts']} to {scaler['max_drafts']} by demand" if scaler["enabled"] else "as asked for"
+    running, waiting, tokens = (
+        sum(own[key] for own in coordinators)
+        for key in ("running_sessions", "waiting_requests", "emitted_tokens_total")
+    )
+    table.add_row("state", f"{status['state']}, up for {status['uptime_s']:.0f} s")
+    table.add_row("coordinators", ",".join(status["endpoints"]))
+    table.add_row("wanted", ", ".join(f"{count} {role}" for role, count in status["wanted"].items()))
+    table.add_row("drafts", drafts if scaler["latest"] is None else f"{drafts}: {scaler['latest']['reason']}")
+    table.add_row("sessions", f"{running} running, {waiting} waiting")
+    table.add_row("tokens", str(tokens))
+    return table
+
+
+def _workers(workers: Iterable[Mapping[str, Any]]) -> Table:
+    # What commands are given has to be readable on a narrow terminal too.
+    whole = [Column(name, no_wrap=True, overflow="fold") for name in ("worker", "state")]
+    table = Table(*whole, "machine", "pid", "address", "model", "sessions", "busy", "restarts")
+    for own in workers:
+        state = own["state"] if own["reason"] is None else f"{own['state']}: {own['reason']}"
+        cells = (own["name"], state, own["node"], own["pid"], own["address"], own["model"], own["sessions"])
+        table.add_row(
+            *("" if cell is None else str(cell) for cell in cells), f"{own['busy']:.0%}", str(own["restarts"])
+        )
+    return table
+
+
+def _decisions(decisions: Iterable[Mapping[str, Any]]) -> Table:
+    table = Table("at", "drafts", "because", title="scaled by itself", title_justify="left")
+    for own in decisions:
+        at = time.strftime("%H:%M:%S", time.localtime(own["at_s"]))
+        table.add_row(at, f"{own['before']} to {own['drafts']}", own["reason"])
+    return table
