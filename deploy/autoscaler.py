@@ -65,9 +65,9 @@ class Decision:
 
 @dataclass(frozen=True)
 class _Advice:
-    """A count for the moment, before time has its say."""
+    """A count for the moment, before time has its say; `drafts` is None where nothing is known better than now's."""
 
-    drafts: int
+    drafts: int | None
     reason: str
     speedup: float | None = None
     gain_of_next: float | None = None
@@ -117,13 +117,13 @@ class Autoscaler:
         if silence is not None:
             self._samples.clear()
             self._steady.forget()
-            advice = _Advice(drafts, silence)
+            advice = _Advice(None, silence)
         else:
             self._remember(sample)
             advice = self._advice(drafts, now_s)
         least, most = self._config.min_drafts, self._config.max_drafts
-        wanted = min(max(advice.drafts, least), most)
-        if silence is None and not advice.at_once:
+        wanted = drafts if advice.drafts is None else min(max(advice.drafts, least), most)
+        if advice.drafts is not None and not advice.at_once:
             wanted = self._steady.count(wanted, drafts, now_s)
         wanted = min(max(wanted, least), most)
         self._note(wanted, drafts, advice, now_s)
@@ -165,7 +165,7 @@ class Autoscaler:
             if self._samples[-1].at_s - self._samples[first].at_s < least_s:
                 continue
             window = window_of(self._samples[first:])
-            if window.rounds >= _LEAST_ROUNDS or first == 0:
+            if window.rounds >= _LEAST_ROUNDS or not window.drafts or first == 0:
                 return window
         return None
 
@@ -175,15 +175,15 @@ class Autoscaler:
         sample = self._samples[-1]
         window = self._window(_TRIAL_S if self._is_trying else self._config.up_s)
         if window is None:
-            return _Advice(drafts, "looking since the last change")
-        if not window.sessions and not window.waiting:
+            return _Advice(None, "looking since the last change")
+        if not any(own.gauges[0] or own.gauges[2] for own in self._samples if now_s - own.at_s <= self._config.up_s):
             return _Advice(self._config.min_drafts, "no session speculates")
         if not sample.drafts and not drafts:
             return self._without_drafts(window, now_s)
         if not sample.drafts or not window.targets:
-            return _Advice(drafts, "drafts or targets are still starting")
+            return _Advice(None, "drafts or targets are still starting")
         if window.rounds < _LEAST_ROUNDS:
-            return _Advice(drafts, f"only {window.rounds} rounds with a draft in {window.seconds:.0f} s")
+            return _Advice(None, f"only {window.rounds} rounds with a draft in {window.seconds:.0f} s")
         return self._best(window, drafts)
 
     def _without_drafts(self, window: DemandWindow, now_s: float) -> _Advice:
