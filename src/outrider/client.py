@@ -7,23 +7,26 @@
                 print(delta.text, end="")
         print(stream.result.usage)
 
-`AsyncClient` is the same with `async`. A stream that breaks (UNAVAILABLE) is resumed with the same request id, the
-same seed and the tokens received so far: the continuation is the one that would have come. Errors are those of
+`AsyncClient` is the same with `async`. Given several coordinators ("a:50051,b:50051" or a list), requests are spread
+over them. A stream that breaks (UNAVAILABLE) is resumed, at another one where there is one, with the same request id,
+the same seed and the tokens received so far: the continuation is the one that would have come. Errors are those of
 `outrider.errors`; a deadline that passes raises TimeoutError.
 """
 
 import asyncio
-import contextlib
+import functools
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
 from types import TracebackType
-from typing import Self, TypeVar, Unpack
+from typing import Any, Self, TypeVar, Unpack
 
 import grpc
 import grpc.aio
 
+from outrider.client_endpoints import Endpoints, endpoint_list
 from outrider.client_errors import error_of
 from outrider.client_progress import ChoiceOutput, Delta, GenerateOptions, GenerationOutput, Progress
+from outrider.errors import WorkerUnavailable
 from outrider.rpc import CHANNEL_OPTIONS
 from outrider.security.bearer import authorized, check_transport
 from outrider.security.tls import TlsConfig
@@ -59,9 +62,9 @@ class AsyncStream:
     Close it (or use it as an `async with` block) to stop before the end; the server then stops within a step.
     """
 
-    def __init__(self, stub: generation_pb2_grpc.GenerationServiceStub, progress: Progress) -> None:
+    def __init__(self, endpoints: Endpoints[Any], progress: Progress) -> None:
         self._progress = progress
-        self._deltas = _run_async(stub, progress)
+        self._deltas = _run_async(endpoints, progress)
 
     @property
     def result(self) -> GenerationOutput:
@@ -99,11 +102,11 @@ class AsyncStream:
 
 
 class AsyncClient:
-    """A connection to one coordinator.
+    """A connection to a coordinator, or to several that serve the same.
 
     Args:
-        endpoint: host:port.
-        max_resumes: attempts in a row, without a new token between them, to resume a stream that broke.
+        endpoint: host:port, or several: with commas between them, or as a sequence.
+        max_resumes: attempts in a row at each, without a new token between them, to resume a stream that broke.
         tls: whom to believe; the coordinator's certificate has to name the endpoint's host. None talks in the clear.
         token: who this client is, where the service asks for it.
         insecure: send the token even where others may read it.
@@ -115,21 +118,28 @@ class AsyncClient:
 
     def __init__(
         self,
-        endpoint: str,
+        endpoint: str | Sequence[str],
         *,
         max_resumes: int = 8,
         tls: TlsConfig | None = None,
         token: str | None = None,
         insecure: bool = False,
     ) -> None:
-        check_transport(endpoint, tls=tls, token=token, insecure=insecure)
-        self.endpoint = endpoint
+        self.endpoints = endpoint_list(endpoint)
+        for address in self.endpoints:
+            check_transport(address, tls=tls, token=token, insecure=insecure)
+        self.endpoint = self.endpoints[0]
         self._max_resumes = max_resumes
         if tls is None:
-            self._channel = grpc.aio.insecure_channel(endpoint, options=_OPTIONS)
+            connect = functools.partial(grpc.aio.insecure_channel, options=_OPTIONS)
         else:
-            self._channel = grpc.aio.secure_channel(endpoint, tls.channel_credentials(), options=_OPTIONS)
-        self._stub = authorized(generation_pb2_grpc.GenerationServiceStub(self._channel), token)
+            credentials = tls.channel_credentials()
+            connect = functools.partial(grpc.aio.secure_channel, credentials=credentials, options=_OPTIONS)
+        self._endpoints = Endpoints(
+            self.endpoints,
+            connect,
+            lambda channel: authorized(generation_pb2_grpc.GenerationServiceStub(channel), token),
+        )
 
     def stream(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> AsyncStream:
         """Starts a generation at the first iteration over the returned stream.
@@ -137,7 +147,7 @@ class AsyncClient:
         Raises:
             InvalidRequest: an option cannot be put into a request; the server checks the rest.
         """
-        return AsyncStream(self._stub, Progress(prompt, options, max_resumes=self._max_resumes))
+        return AsyncStream(self._endpoints, self._progress(prompt, options))
 
     async def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> GenerationOutput:
         """A whole generation.
@@ -152,23 +162,27 @@ class AsyncClient:
         return stream.result
 
     async def abort(self, *request_ids: str) -> list[str]:
-        """Ends live requests; returns the ids that were live."""
-        answer = await _answer(
-            self._stub.Abort(generation_pb2.AbortRequest(request_ids=request_ids), timeout=_CALL_TIMEOUT_S)
+        """Ends live requests, wherever they are; returns the ids that were live."""
+        request = generation_pb2.AbortRequest(request_ids=request_ids)
+        answers = await asyncio.gather(
+            *(_answer(endpoint.stub.Abort(request, timeout=_CALL_TIMEOUT_S)) for endpoint in self._endpoints),
+            return_exceptions=True,
         )
-        return list(answer.aborted_request_ids)
+        return _aborted(answers)
 
     async def model_info(self) -> generation_pb2.GetModelInfoResponse:
         """The model that is served."""
-        return await _answer(self._stub.GetModelInfo(generation_pb2.GetModelInfoRequest(), timeout=_CALL_TIMEOUT_S))
+        request = generation_pb2.GetModelInfoRequest()
+        return await self._ask(lambda stub: stub.GetModelInfo(request, timeout=_CALL_TIMEOUT_S))
 
     async def server_info(self) -> generation_pb2.ServerInfo:
-        """The server's state: load, workers, totals."""
-        return await _answer(self._stub.GetServerInfo(generation_pb2.GetServerInfoRequest(), timeout=_CALL_TIMEOUT_S))
+        """The state of the first server that answers: load, workers, totals."""
+        request = generation_pb2.GetServerInfoRequest()
+        return await self._ask(lambda stub: stub.GetServerInfo(request, timeout=_CALL_TIMEOUT_S))
 
     async def watch(self, *, interval_ms: int = 1000) -> AsyncGenerator[generation_pb2.ServerInfo, None]:
-        """The server's state at once, then at every interval, until the iteration is closed."""
-        call = self._stub.Watch(generation_pb2.WatchRequest(interval_ms=interval_ms))
+        """The state of one server at once, then at every interval, until the iteration is closed."""
+        call = self._endpoints.in_order()[0].stub.Watch(generation_pb2.WatchRequest(interval_ms=interval_ms))
         try:
             async for info in call:
                 yield info
@@ -179,7 +193,21 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Ends all calls and the connection."""
-        await self._channel.close()
+        for endpoint in self._endpoints:
+            await endpoint.channel.close()
+
+    async def _ask(self, call: Callable[[Any], Awaitable[_Answer]]) -> _Answer:
+        """The answer of the first that is there."""
+        for endpoint in self._endpoints.in_order():
+            try:
+                return await _answer(call(endpoint.stub))
+            except WorkerUnavailable as error:
+                endpoint.note_failure()
+                reason = error
+        raise reason
+
+    def _progress(self, prompt: str | Sequence[int], options: GenerateOptions) -> Progress:
+        return Progress(prompt, options, max_resumes=self._max_resumes, endpoints=len(self._endpoints))
 
     async def __aenter__(self) -> Self:
         return self
@@ -193,9 +221,9 @@ class AsyncClient:
 class Stream:
     """One generation as it comes: iterate over its deltas, then read `result`; see `AsyncStream`."""
 
-    def __init__(self, stub: generation_pb2_grpc.GenerationServiceStub, progress: Progress) -> None:
+    def __init__(self, endpoints: Endpoints[Any], progress: Progress) -> None:
         self._progress = progress
-        self._deltas = _run(stub, progress)
+        self._deltas = _run(endpoints, progress)
 
     @property
     def result(self) -> GenerationOutput:
@@ -233,25 +261,32 @@ class Stream:
 
 
 class Client:
-    """A connection to one coordinator, for code without an event loop; see `AsyncClient`."""
+    """A connection to one or several coordinators, for code without an event loop; see `AsyncClient`."""
 
     def __init__(
         self,
-        endpoint: str,
+        endpoint: str | Sequence[str],
         *,
         max_resumes: int = 8,
         tls: TlsConfig | None = None,
         token: str | None = None,
         insecure: bool = False,
     ) -> None:
-        check_transport(endpoint, tls=tls, token=token, insecure=insecure)
-        self.endpoint = endpoint
+        self.endpoints = endpoint_list(endpoint)
+        for address in self.endpoints:
+            check_transport(address, tls=tls, token=token, insecure=insecure)
+        self.endpoint = self.endpoints[0]
         self._max_resumes = max_resumes
         if tls is None:
-            self._channel = grpc.insecure_channel(endpoint, options=_OPTIONS)
+            connect = functools.partial(grpc.insecure_channel, options=_OPTIONS)
         else:
-            self._channel = grpc.secure_channel(endpoint, tls.channel_credentials(), options=_OPTIONS)
-        self._stub = authorized(generation_pb2_grpc.GenerationServiceStub(self._channel), token)
+            credentials = tls.channel_credentials()
+            connect = functools.partial(grpc.secure_channel, credentials=credentials, options=_OPTIONS)
+        self._endpoints = Endpoints(
+            self.endpoints,
+            connect,
+            lambda channel: authorized(generation_pb2_grpc.GenerationServiceStub(channel), token),
+        )
 
     def stream(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> Stream:
         """Starts a generation at the first iteration over the returned stream.
@@ -259,7 +294,7 @@ class Client:
         Raises:
             InvalidRequest: an option cannot be put into a request; the server checks the rest.
         """
-        return Stream(self._stub, Progress(prompt, options, max_resumes=self._max_resumes))
+        return Stream(self._endpoints, self._progress(prompt, options))
 
     def generate(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> GenerationOutput:
         """A whole generation.
@@ -274,24 +309,46 @@ class Client:
         return stream.result
 
     def abort(self, *request_ids: str) -> list[str]:
-        """Ends live requests; returns the ids that were live."""
-        with _errors_turned():
-            request = generation_pb2.AbortRequest(request_ids=request_ids)
-            return list(self._stub.Abort(request, timeout=_CALL_TIMEOUT_S).aborted_request_ids)
+        """Ends live requests, wherever they are; returns the ids that were live."""
+        request = generation_pb2.AbortRequest(request_ids=request_ids)
+        answers: list[Any] = []
+        for endpoint in self._endpoints:
+            try:
+                answers.append(endpoint.stub.Abort(request, timeout=_CALL_TIMEOUT_S))
+            except grpc.RpcError as error:
+                answers.append(error_of(error))
+        return _aborted(answers)
 
     def model_info(self) -> generation_pb2.GetModelInfoResponse:
         """The model that is served."""
-        with _errors_turned():
-            return self._stub.GetModelInfo(generation_pb2.GetModelInfoRequest(), timeout=_CALL_TIMEOUT_S)
+        request = generation_pb2.GetModelInfoRequest()
+        return self._ask(lambda stub: stub.GetModelInfo(request, timeout=_CALL_TIMEOUT_S))
 
     def server_info(self) -> generation_pb2.ServerInfo:
-        """The server's state: load, workers, totals."""
-        with _errors_turned():
-            return self._stub.GetServerInfo(generation_pb2.GetServerInfoRequest(), timeout=_CALL_TIMEOUT_S)
+        """The state of the first server that answers: load, workers, totals."""
+        request = generation_pb2.GetServerInfoRequest()
+        return self._ask(lambda stub: stub.GetServerInfo(request, timeout=_CALL_TIMEOUT_S))
 
     def close(self) -> None:
         """Ends all calls and the connection."""
-        self._channel.close()
+        for endpoint in self._endpoints:
+            endpoint.channel.close()
+
+    def _ask(self, call: Callable[[Any], _Answer]) -> _Answer:
+        """The answer of the first that is there."""
+        for endpoint in self._endpoints.in_order():
+            try:
+                return call(endpoint.stub)
+            except grpc.RpcError as failure:
+                error = error_of(failure)
+                if not isinstance(error, WorkerUnavailable):
+                    raise error from failure
+                endpoint.note_failure()
+                reason = error
+        raise reason
+
+    def _progress(self, prompt: str | Sequence[int], options: GenerateOptions) -> Progress:
+        return Progress(prompt, options, max_resumes=self._max_resumes, endpoints=len(self._endpoints))
 
     def __enter__(self) -> Self:
         return self
@@ -309,20 +366,20 @@ async def _answer(call: Awaitable[_Answer]) -> _Answer:
         raise error_of(error) from error
 
 
-@contextlib.contextmanager
-def _errors_turned() -> Iterator[None]:
-    try:
-        yield
-    except grpc.RpcError as error:
-        raise error_of(error) from error
+def _aborted(answers: Sequence[Any]) -> list[str]:
+    """What was aborted anywhere; raises where nobody has answered."""
+    answered = [answer for answer in answers if isinstance(answer, generation_pb2.AbortResponse)]
+    if not answered:
+        raise answers[0]
+    return sorted({request_id for answer in answered for request_id in answer.aborted_request_ids})
 
 
 # The streams' loops hold no stream, so that one which is dropped unread ends at once.
-async def _run_async(
-    stub: generation_pb2_grpc.GenerationServiceStub, progress: Progress
-) -> AsyncGenerator[Delta, None]:
+async def _run_async(endpoints: Endpoints[Any], progress: Progress) -> AsyncGenerator[Delta, None]:
+    route = endpoints.route()
     while not progress.is_finished:
-        call = stub.Generate(progress.request(), timeout=progress.remaining_s())
+        endpoint = next(route)
+        call: Any = endpoint.stub.Generate(progress.request(), timeout=progress.remaining_s())
         try:
             async for response in call:
                 for delta in progress.take(response):
@@ -330,6 +387,7 @@ async def _run_async(
             break
         except grpc.RpcError as error:
             pause_s = progress.pause_before_resuming_s(error_of(error))
+            endpoint.note_failure()
         finally:
             # Leaving the loop does not end the call by itself.
             call.cancel()
@@ -337,15 +395,18 @@ async def _run_async(
     progress.check_complete()
 
 
-def _run(stub: generation_pb2_grpc.GenerationServiceStub, progress: Progress) -> Generator[Delta, None, None]:
+def _run(endpoints: Endpoints[Any], progress: Progress) -> Generator[Delta, None, None]:
+    route = endpoints.route()
     while not progress.is_finished:
-        call = stub.Generate(progress.request(), timeout=progress.remaining_s())
+        endpoint = next(route)
+        call: Any = endpoint.stub.Generate(progress.request(), timeout=progress.remaining_s())
         try:
             for response in call:
                 yield from progress.take(response)
             break
         except grpc.RpcError as error:
             pause_s = progress.pause_before_resuming_s(error_of(error))
+            endpoint.note_failure()
         finally:
             call.cancel()
         time.sleep(pause_s)

@@ -210,18 +210,21 @@ class Progress:
     Args:
         prompt: text or token ids.
         options: see `GenerateOptions`.
-        max_resumes: attempts in a row without a new token between them.
+        max_resumes: attempts in a row at each endpoint without a new token between them.
+        endpoints: how many there are to turn to in turn.
 
     Raises:
         InvalidRequest: an option cannot be put into a request.
         TypeError: an option that does not exist.
     """
 
-    def __init__(self, prompt: str | Sequence[int], options: GenerateOptions, *, max_resumes: int) -> None:
+    def __init__(
+        self, prompt: str | Sequence[int], options: GenerateOptions, *, max_resumes: int, endpoints: int = 1
+    ) -> None:
         options = cast("GenerateOptions", dict(options))
         timeout_s = options.pop("timeout_s", DEFAULT_TIMEOUT_S)
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        self._max_resumes = max_resumes
+        self._max_resumes, self._endpoints = max_resumes, endpoints
         self._request = build_request(prompt, options)
         self._choices = [_Received() for _ in range(self._request.sampling_params.n or 1)]
         self._with_logprobs = self._request.sampling_params.HasField("logprobs")
@@ -278,18 +281,27 @@ class Progress:
             self._request.sampling_params.seed = started.seed
 
     def pause_before_resuming_s(self, error: OutriderError | TimeoutError) -> float:
-        """How long to wait before the request is sent again; raises the error if it is not to be sent again."""
-        resumable = self._started is not None and isinstance(error, WorkerUnavailable | Overloaded)
-        if not resumable or self._breaks_in_a_row >= self._max_resumes:
+        """How long to wait before the request is sent again; raises the error if it is not to be sent again.
+
+        What has not started anywhere is tried at every endpoint once. There is no wait before another endpoint: only
+        when all have been tried in vain, and the longer the more often.
+        """
+        if not isinstance(error, WorkerUnavailable | Overloaded):
             raise error
-        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**self._breaks_in_a_row) * random.uniform(0.8, 1.2)
-        if isinstance(error, Overloaded):
-            pause_s = max(pause_s, error.retry_after_s)
+        tried = self._breaks_in_a_row + 1
+        most = self._endpoints - 1 if self._started is None else self._max_resumes * self._endpoints
+        if tried > most:
+            raise error
+        pause_s, rounds = 0.0, tried // self._endpoints
+        if tried % self._endpoints == 0:
+            pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (rounds - 1)) * random.uniform(0.8, 1.2)
+            if isinstance(error, Overloaded):
+                pause_s = max(pause_s, error.retry_after_s)
         remaining_s = self.remaining_s()
         if remaining_s is not None and pause_s >= remaining_s:
             raise error
-        self._breaks_in_a_row += 1
-        self._resumes += 1
+        self._breaks_in_a_row = tried
+        self._resumes += self._started is not None
         return pause_s
 
     def check_complete(self) -> None:

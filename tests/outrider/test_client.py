@@ -270,6 +270,42 @@ async def test_async_stream_is_resumed() -> None:
     assert len(servicer.requests) == 4
 
 
+async def broken_early(request: Request, _: int) -> AsyncIterator[Response]:
+    yield started(request)
+    yield delta(0, count=5)
+    raise WorkerUnavailable("the coordinator is shutting down")
+
+
+async def the_rest(request: Request, _: int) -> AsyncIterator[Response]:
+    yield started(request)
+    position = len(request.received[0].token_ids) if request.received else 0
+    yield delta(position, count=len(TEXT) - position)
+    yield finished()
+
+
+async def full(request: Request, _: int) -> AsyncIterator[Response]:
+    raise Overloaded("the queue is full", retry_after_s=30)
+    yield
+
+
+@pytest.mark.parametrize("first", [broken_early, full, None])
+async def test_a_request_goes_on_at_another_coordinator(first: Script | None) -> None:
+    with serving(first or whole) as (broken, serving_first), serving(the_rest) as (_, second):
+        endpoints = [serving_first if first else "127.0.0.1:9", second]
+        with Client(endpoints) as client:
+            assert [client.generate("hey").text for _ in range(3)] == [TEXT] * 3
+            assert client.model_info().max_new_tokens_default == 128
+            assert client.abort("live") == ["live"]
+        async with AsyncClient(",".join(endpoints)) as async_client:
+            results = [await async_client.generate("hey") for _ in range(3)]
+            assert [result.text for result in results] == [TEXT] * 3
+            assert [result.token_ids for result in results] == [tuple(range(len(TEXT)))] * 3
+            assert (await async_client.model_info()).max_new_tokens_default == 128
+            assert await async_client.abort("live") == ["live"]
+        # Each client was there first once, or second, and then stayed away for a while.
+        assert len(broken.requests) <= 2 if first else not broken.requests
+
+
 def test_resumes_are_bounded_and_what_came_stays_readable() -> None:
     with serving(breaking_at(*[4] * 50)) as (servicer, endpoint), Client(endpoint, max_resumes=2) as client:
         stream = client.stream("x")
