@@ -17,7 +17,14 @@ BUF := npx --yes --loglevel=error @bufbuild/buf@1.75.0
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check \
 	$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --constraint constraints.txt
 
-.PHONY: help setup demo test chaos check format protos bench pair clean
+# Not among the dev tools: it brings thirty packages. It gets an environment of its own, the first time it can be used.
+AUDIT_VENV := .audit-venv
+PIP_AUDIT := $(AUDIT_VENV)/bin/pip-audit
+# Whether advisories can be had: a version that is known to have one says so.
+AUDIT_PROBE := $(BIN)/python -c 'import json, sys, urllib.request as web; \
+	sys.exit(not json.load(web.urlopen("https://pypi.org/pypi/jinja2/3.1.2/json", timeout=5))["vulnerabilities"])'
+
+.PHONY: help setup demo test chaos check audit format protos bench pair clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -47,13 +54,28 @@ SEED ?=
 chaos: setup ## faults in a running service: FAULTS=60, SEED=... for the same ones again
 	@$(BIN)/python benchmarks/chaos.py --faults $(FAULTS) $(if $(SEED),--seed $(SEED))
 
-check: setup ## formatting, lint, types, generated code
+check: setup ## formatting, lint, types, generated code, known vulnerabilities
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/pyright
 	@PYTHON=$(BIN)/python sh protos/generate.sh --check
 	@if $(BUF) --version >/dev/null 2>&1; then cd protos && $(BUF) lint; \
 		else echo "left out the lint of protos: no buf (npx, from npm) on this machine"; fi
+	@$(MAKE) --no-print-directory audit
+
+# An advisory that does not matter here: make audit AUDIT_IGNORE="ID ID", or better, name it in this line with its reason.
+AUDIT_IGNORE :=
+audit: setup ## known vulnerabilities of the pinned packages
+	@left_out() { echo "left out the audit of dependencies: $$1"; exit 0; }; \
+	$(AUDIT_PROBE) 2>/dev/null || left_out "PyPI's advisories cannot be had on this machine"; \
+	test -x $(PIP_AUDIT) || { $(BIN)/python -m venv $(AUDIT_VENV) && \
+		$(AUDIT_VENV)/bin/python -m pip install --quiet --disable-pip-version-check pip-audit==2.10.1; } || \
+		left_out "pip-audit cannot be installed"; \
+	rm -f $(AUDIT_VENV)/found; \
+	$(PIP_AUDIT) --requirement constraints.txt --disable-pip --no-deps --progress-spinner off --timeout 10 \
+		$(AUDIT_IGNORE:%=--ignore-vuln %) --output $(AUDIT_VENV)/found 2>$(AUDIT_VENV)/log && exit 0; \
+	test -s $(AUDIT_VENV)/found || left_out "$$(tail -n 1 $(AUDIT_VENV)/log)"; \
+	cat $(AUDIT_VENV)/found; echo "raise these in constraints.txt" >&2; exit 1
 
 format: setup ## format the code and mend what the linter can
 	@$(BIN)/ruff format .
@@ -69,5 +91,5 @@ pair: setup ## train the embedded pair anew (hours on a CPU, minutes on a GPU)
 	@$(BIN)/python recipes/embedded_pair/train.py
 
 clean: ## remove the environments and everything built
-	rm -rf $(VENV) .protos-venv build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .protos-venv $(AUDIT_VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
