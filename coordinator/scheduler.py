@@ -21,6 +21,7 @@ from outrider.coordinator.lane import TargetLane
 from outrider.coordinator.links import DraftLink, TargetLink
 from outrider.coordinator.messages import FaultKind, GenerationRequest, GrowthBatch, SessionFault
 from outrider.coordinator.mirror import graft
+from outrider.coordinator.routing import PrefixRouter
 from outrider.coordinator.session import Generation, Session
 from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.verify_loop import Totals, VerifyLoop
@@ -57,6 +58,7 @@ class Scheduler:
         self._drafts: dict[str, DraftPeer] = {}
         self._draft_places = DraftPlaces(config, self._drafts, self._sessions)
         self._forest = Forest()
+        self._router = PrefixRouter()
         self._reopenings: dict[int, int] = {}
         self._without_room_since: dict[int, int] = {}
         self._admission = Admission(
@@ -114,13 +116,13 @@ class Scheduler:
         self._admission.check(choices, occupancy)
 
     def _admit(self) -> None:
-        """Places waiting sessions at the least loaded target, and at a draft."""
+        """Places waiting sessions at targets that know how they begin or have least to do, and at drafts."""
         while self._waiting and self.running_sessions < self._config.max_running_sessions:
             lanes = [lane for lane in self._lanes.values() if lane.has_room]
             if not lanes:
                 return
-            lane = min(lanes, key=lambda lane: len(lane.sessions))
             session = self._waiting.popleft()
+            lane = self._router.choose(session.token_ids, lanes)
             session.generation.note_admitted()
             self._admission.note_start(session.session_id)
             session.generation.on_resume = self._notify_all
