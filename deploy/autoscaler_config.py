@@ -8,12 +8,18 @@ from typing import Protocol, Self
 class AutoscaleFields(Protocol):
     """The part of a deployment's configuration that is about this."""
 
-    min_drafts: int
-    max_drafts: int | None
-    autoscale_draft_cost: float
-    autoscale_up_s: float
-    autoscale_down_s: float
-    autoscale_probe_s: float
+    @property
+    def min_drafts(self) -> int: ...
+    @property
+    def max_drafts(self) -> int | None: ...
+    @property
+    def autoscale_draft_cost(self) -> float: ...
+    @property
+    def autoscale_up_s(self) -> float: ...
+    @property
+    def autoscale_down_s(self) -> float: ...
+    @property
+    def autoscale_probe_s(self) -> float: ...
 
 
 @dataclass(frozen=True, kw_only=True)
