@@ -198,6 +198,7 @@ class AsyncClient:
 
     async def _ask(self, call: Callable[[Any], Awaitable[_Answer]]) -> _Answer:
         """The answer of the first that is there."""
+        reason = WorkerUnavailable("no endpoint is known")
         for endpoint in self._endpoints.in_order():
             try:
                 return await _answer(call(endpoint.stub))
@@ -336,6 +337,7 @@ class Client:
 
     def _ask(self, call: Callable[[Any], _Answer]) -> _Answer:
         """The answer of the first that is there."""
+        reason = WorkerUnavailable("no endpoint is known")
         for endpoint in self._endpoints.in_order():
             try:
                 return call(endpoint.stub)
@@ -382,12 +384,13 @@ async def _run_async(endpoints: Endpoints[Any], progress: Progress) -> AsyncGene
         call: Any = endpoint.stub.Generate(progress.request(), timeout=progress.remaining_s())
         try:
             async for response in call:
+                endpoint.has_answered = True
                 for delta in progress.take(response):
                     yield delta
             break
         except grpc.RpcError as error:
-            pause_s = progress.pause_before_resuming_s(error_of(error))
             endpoint.note_failure()
+            pause_s = progress.pause_before_resuming_s(error_of(error), is_new=endpoints.is_new(error))
         finally:
             # Leaving the loop does not end the call by itself.
             call.cancel()
@@ -402,11 +405,12 @@ def _run(endpoints: Endpoints[Any], progress: Progress) -> Generator[Delta, None
         call: Any = endpoint.stub.Generate(progress.request(), timeout=progress.remaining_s())
         try:
             for response in call:
+                endpoint.has_answered = True
                 yield from progress.take(response)
             break
         except grpc.RpcError as error:
-            pause_s = progress.pause_before_resuming_s(error_of(error))
             endpoint.note_failure()
+            pause_s = progress.pause_before_resuming_s(error_of(error), is_new=endpoints.is_new(error))
         finally:
             call.cancel()
         time.sleep(pause_s)

@@ -9,6 +9,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
+import grpc
+
+from outrider.client_errors import was_answered, was_never_sent
 from outrider.v1 import generation_pb2_grpc
 
 _Channel = TypeVar("_Channel")
@@ -30,10 +33,15 @@ def endpoint_list(endpoint: str | Sequence[str]) -> tuple[str, ...]:
 
 
 class Endpoint(Generic[_Channel]):
-    """One coordinator, and since when it is avoided."""
+    """One coordinator, and since when it is avoided.
+
+    Attributes:
+        has_answered: whether it has ever served this client.
+    """
 
     def __init__(self, address: str, channel: _Channel, stub: generation_pb2_grpc.GenerationServiceStub) -> None:
         self.address, self.channel, self.stub = address, channel, stub
+        self.has_answered = False
         self._failed_s = -_AVOIDED_S
 
     def note_failure(self) -> None:
@@ -73,6 +81,15 @@ class Endpoints(Generic[_Channel]):
 
     def __iter__(self) -> Iterator[Endpoint[_Channel]]:
         return iter(self._all)
+
+    def is_new(self, error: grpc.RpcError) -> bool:
+        """Whether a call's failure may mean that there is no such service: none of them has ever served this client.
+
+        One that broke without a word, after it was sent, has found somebody.
+        """
+        if any(endpoint.has_answered for endpoint in self._all):
+            return False
+        return was_answered(error) or was_never_sent(error)
 
     def in_order(self) -> list[Endpoint[_Channel]]:
         """As given, those that have failed lately last."""

@@ -28,12 +28,24 @@ def error_of(error: grpc.RpcError) -> errors.OutriderError | TimeoutError:
         retry_after_s = _retry_after_s(error)
         if retry_after_s is not None:
             return errors.Overloaded(message, retry_after_s=retry_after_s)
-    if message.startswith("failed to connect to all addresses"):
+    if was_never_sent(error):
         message = f"cannot connect to the service, is it running? {message.rpartition('last error: ')[2]}"
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return TimeoutError(f"no end within the timeout: {message}")
     kind = _KINDS.get(code)
     return kind(message) if kind is not None else errors.OutriderError(f"{code.name}: {message}")
+
+
+def was_answered(error: grpc.RpcError) -> bool:
+    """Whether the service itself has said so; otherwise the stream broke, or never was one."""
+    metadata = getattr(error, "trailing_metadata", lambda: None)() or ()
+    return any(key == _DETAILS_KEY for key, _ in metadata)
+
+
+def was_never_sent(error: grpc.RpcError) -> bool:
+    """Whether nobody could be connected to."""
+    details: str | None = getattr(error, "details", lambda: None)()
+    return (details or "").startswith("failed to connect to all addresses")
 
 
 def _violations(error: grpc.RpcError) -> list[errors.FieldViolation]:

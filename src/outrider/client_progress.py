@@ -2,6 +2,7 @@
 
 import random
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict, cast
@@ -226,6 +227,8 @@ class Progress:
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
         self._max_resumes, self._endpoints = max_resumes, endpoints
         self._request = build_request(prompt, options)
+        # Ours from the first moment on: what breaks before it has started can be sent again, and is taken over.
+        self._request.request_id = self._request.request_id or uuid.uuid4().hex
         self._choices = [_Received() for _ in range(self._request.sampling_params.n or 1)]
         self._with_logprobs = self._request.sampling_params.HasField("logprobs")
         self._started: generation_pb2.Started | None = None
@@ -280,16 +283,21 @@ class Progress:
             self._request.request_id = started.request_id
             self._request.sampling_params.seed = started.seed
 
-    def pause_before_resuming_s(self, error: OutriderError | TimeoutError) -> float:
+    def pause_before_resuming_s(self, error: OutriderError | TimeoutError, *, is_new: bool) -> float:
         """How long to wait before the request is sent again; raises the error if it is not to be sent again.
 
-        What has not started anywhere is tried at every endpoint once. There is no wait before another endpoint: only
-        when all have been tried in vain, and the longer the more often.
+        There is no wait before another endpoint: only when all have been tried in vain, and the longer the more often.
+
+        Args:
+            error: what ended the last attempt.
+            is_new: there may be no such service. Then what has not started is tried at every endpoint once, and so is
+                what all are too busy for.
         """
         if not isinstance(error, WorkerUnavailable | Overloaded):
             raise error
         tried = self._breaks_in_a_row + 1
-        most = self._endpoints - 1 if self._started is None else self._max_resumes * self._endpoints
+        once = self._started is None and (is_new or isinstance(error, Overloaded))
+        most = self._endpoints - 1 if once else self._max_resumes * self._endpoints
         if tried > most:
             raise error
         pause_s, rounds = 0.0, tried // self._endpoints
@@ -301,7 +309,7 @@ class Progress:
         if remaining_s is not None and pause_s >= remaining_s:
             raise error
         self._breaks_in_a_row = tried
-        self._resumes += self._started is not None
+        self._resumes += 1
         return pause_s
 
     def check_complete(self) -> None:

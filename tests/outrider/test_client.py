@@ -90,6 +90,9 @@ class ScriptedServicer:
                 yield response
         except OutriderError as error:
             await abort_with(context, error)
+        except ConnectionError:
+            # As gRPC tells of a connection that is gone: without the details that every error of ours has.
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
         finally:
             self.ended.set()
 
@@ -143,7 +146,7 @@ def test_result() -> None:
     with serving(whole) as (servicer, endpoint), Client(endpoint) as client:
         result = client.generate("hey", logprobs=2, trace=True)
     assert (result.text, result.token_ids, result.finish_reason) == (TEXT, tuple(range(len(TEXT))), "stop")
-    assert (result.request_id, result.seed, result.resumes) == ("made", 99, 0)
+    assert (result.request_id, result.seed, result.resumes) == (servicer.requests[0].request_id, 99, 0)
     usage = result.usage
     assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (4, len(TEXT), 3)
     speculation = result.speculation
@@ -258,9 +261,32 @@ def test_broken_stream_is_resumed_and_duplicates_are_dropped(overlap: int) -> No
     assert result.logprobs is not None
     assert result.logprobs.token_logprobs == tuple(-float(position) for position in range(len(TEXT)))
     first, second, third = servicer.requests
-    assert (first.request_id, first.sampling_params.HasField("seed")) == ("", False)
-    assert (second.request_id, second.sampling_params.seed) == ("made", 99)
+    assert len(first.request_id) == 32
+    assert not first.sampling_params.HasField("seed")
+    assert (second.request_id, second.sampling_params.seed) == (first.request_id, 99)
     assert list(third.received[0].token_ids) == list(range(9))
+
+
+@pytest.mark.parametrize("served_before", [False, True])
+def test_what_broke_before_it_started_is_sent_again(served_before: bool) -> None:
+    """A stream that breaks without a word, and once the client was served, also one that is refused."""
+
+    async def script(request: Request, attempt: int) -> AsyncIterator[Response]:
+        if attempt == 1:
+            if served_before:
+                raise WorkerUnavailable("no target worker is registered")
+            raise ConnectionError
+        async for response in whole(request, attempt):
+            yield response
+
+    with serving(script) as (servicer, endpoint), Client(endpoint) as client:
+        if served_before:
+            client.generate("x")
+        else:
+            servicer.requests.append(Request())
+        result = client.generate("y")
+    assert (result.text, result.resumes) == (TEXT, 1)
+    assert servicer.requests[1].request_id == servicer.requests[2].request_id
 
 
 async def test_async_stream_is_resumed() -> None:

@@ -49,28 +49,35 @@ def test_one_that_has_failed_comes_last_for_a_while(monkeypatch: pytest.MonkeyPa
     assert addresses(endpoints.route(), 3) == "abc"
 
 
-def test_what_has_not_started_is_tried_everywhere_once_and_at_once() -> None:
+def test_what_nobody_may_be_there_for_is_tried_everywhere_once_and_at_once() -> None:
     progress = Progress("x", {}, max_resumes=8, endpoints=3)
     gone = WorkerUnavailable("nobody there")
-    assert [progress.pause_before_resuming_s(gone) for _ in range(2)] == [0, 0]
+    assert [progress.pause_before_resuming_s(gone, is_new=True) for _ in range(2)] == [0, 0]
     with pytest.raises(WorkerUnavailable):
-        progress.pause_before_resuming_s(gone)
+        progress.pause_before_resuming_s(gone, is_new=True)
     full = Progress("x", {}, max_resumes=8, endpoints=2)
-    assert full.pause_before_resuming_s(Overloaded("full", retry_after_s=3)) == 0
+    assert full.pause_before_resuming_s(Overloaded("full", retry_after_s=3), is_new=False) == 0
     with pytest.raises(Overloaded):
-        full.pause_before_resuming_s(Overloaded("full", retry_after_s=3))
+        full.pause_before_resuming_s(Overloaded("full", retry_after_s=3), is_new=False)
     with pytest.raises(InternalError):
-        Progress("x", {}, max_resumes=8, endpoints=2).pause_before_resuming_s(InternalError("a defect"))
+        Progress("x", {}, max_resumes=8, endpoints=2).pause_before_resuming_s(InternalError("a defect"), is_new=False)
 
 
 def test_what_has_started_waits_only_when_all_have_been_tried() -> None:
     progress = Progress("x", {}, max_resumes=3, endpoints=2)
     progress._started = object()  # type: ignore[assignment]
-    pauses = [progress.pause_before_resuming_s(WorkerUnavailable("gone")) for _ in range(6)]
+    pauses = [progress.pause_before_resuming_s(WorkerUnavailable("gone"), is_new=True) for _ in range(6)]
     assert pauses[0::2] == [0, 0, 0]
     assert 0 < pauses[1] < pauses[3] < pauses[5]
     with pytest.raises(WorkerUnavailable):
-        progress.pause_before_resuming_s(WorkerUnavailable("gone"))
+        progress.pause_before_resuming_s(WorkerUnavailable("gone"), is_new=True)
+
+
+def test_what_has_not_started_goes_on_as_if_it_had_where_somebody_was_there() -> None:
+    progress = Progress("x", {}, max_resumes=2, endpoints=1)
+    assert all(progress.pause_before_resuming_s(WorkerUnavailable("gone"), is_new=False) > 0 for _ in range(2))
+    with pytest.raises(WorkerUnavailable):
+        progress.pause_before_resuming_s(WorkerUnavailable("gone"), is_new=False)
 
 
 def nobody() -> str:
