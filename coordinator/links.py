@@ -8,13 +8,15 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 
 import grpc
 import grpc.aio
 import numpy as np
+from google.protobuf.message import Message
 
 from outrider import rpc
+from outrider.coordinator.answers import check_report, check_verification, usable_acceptance
 from outrider.coordinator.firing import Latency
 from outrider.coordinator.messages import (
     Commit,
@@ -148,16 +150,34 @@ class _Link:
         await self._channel.close(None)
 
 
+def _check_readable(message: Message | None) -> None:
+    # What gRPC gives in place of a message that it could not read.
+    if message is None:
+        raise ValueError("its bytes are none of this protocol's")
+
+
 class TargetLink(_Link):
-    """The stream to one target worker."""
+    """The stream to one target worker.
+
+    Args:
+        vocab_size: tokens of the target's model; None takes any.
+    """
 
     def __init__(
-        self, address: str, *, incarnation: int, on_lost: Callable[[str], None], tls: TlsConfig | None = None
+        self,
+        address: str,
+        *,
+        incarnation: int,
+        on_lost: Callable[[str], None],
+        vocab_size: int | None = None,
+        tls: TlsConfig | None = None,
     ) -> None:
         super().__init__(address, tls=tls, role=Role.TARGET, on_lost=on_lost)
         self._incarnation = incarnation
+        self._vocab_size = vocab_size
         self._step = 0
-        self._waiting: dict[int, asyncio.Future[VerifyResult]] = {}
+        self._waiting: dict[int, tuple[asyncio.Future[VerifyResult], Mapping[int, int]]] = {}
+        """Batches by step, and how many nodes each session sent."""
         self._outgoing: list[target_pb2.VerifyRequest] = []
         self.load = common_pb2.WorkerLoad()
         self._start(target_pb2_grpc.TargetServiceStub(self._channel).Verify())
@@ -172,17 +192,18 @@ class TargetLink(_Link):
             future.set_exception(WorkerUnavailable("the target worker's stream is lost"))
             return future
         session_ids, epochs, lengths, tokens, parents, _ = zip(*trees, strict=True)
+        node_counts = list(map(len, tokens))
         batch = target_pb2.TreeBatch(
             session_ids=session_ids,
             epochs=epochs,
             lengths=lengths,
-            node_counts=list(map(len, tokens)),
+            node_counts=node_counts,
             tokens=list(itertools.chain.from_iterable(tokens)),
             parents=list(itertools.chain.from_iterable(parents)),
             distributions=_packed_distributions(trees),
         )
         opens = [opening_to_proto(opening) for opening in openings]
-        self._waiting[self._step] = future
+        self._waiting[self._step] = future, dict(zip(session_ids, node_counts, strict=True))
         self._send(target_pb2.VerifyRequest(step=self._step, opens=opens, trees=batch))
         return future
 
@@ -201,14 +222,20 @@ class TargetLink(_Link):
 
     async def _read(self) -> None:
         async for response in self._call:
+            _check_readable(response)
             self.load = response.load
-            future = self._waiting.pop(response.step, None)
-            if future is not None and not future.done():
+            if (waiting := self._waiting.get(response.step)) is None:
+                continue
+            future, node_counts = waiting
+            if not future.done():
+                check_verification(response, node_counts, vocab_size=self._vocab_size)
                 future.set_result(_verify_result(response))
+            # Only now: whatever is wrong with an answer, whoever waits for it hears of it as the link ends.
+            del self._waiting[response.step]
 
     def _fail(self, reason: str) -> None:
         waiting, self._waiting = self._waiting, {}
-        for future in waiting.values():
+        for future, _ in waiting.values():
             if not future.done():
                 future.set_exception(WorkerUnavailable(f"the target worker's stream is lost ({reason})"))
 
@@ -343,6 +370,8 @@ class DraftLink(_Link):
 
     async def _read(self) -> None:
         async for message in self._call:
+            _check_readable(message)
+            check_report(message.report)
             self.load = message.load
             if message.report.step_ns:
                 self.step_latency.observe(message.report.step_ns)
@@ -385,7 +414,7 @@ def _growth(message: draft_pb2.DraftGrowth, vocab_size: int) -> GrowthBatch:
         node_ids=node_ids,
         parents=parents,
         tokens=tokens,
-        acceptance=floats_from_bytes(message.acceptance).astype(np.float64),
+        acceptance=usable_acceptance(floats_from_bytes(message.acceptance)),
         distributions=distributions,
     )
     sessions, nodes = len(growth.session_ids), sum(growth.node_counts)

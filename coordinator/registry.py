@@ -15,7 +15,7 @@ from outrider.coordinator.links import DraftLink, TargetLink
 from outrider.coordinator.quarantine import Quarantine
 from outrider.coordinator.registered_worker import RegisteredWorker
 from outrider.coordinator.scheduler import Scheduler
-from outrider.errors import OutriderError, WorkerRefused, WorkerUnavailable
+from outrider.errors import InvalidRequest, OutriderError, WorkerRefused, WorkerUnavailable
 from outrider.security.callers import check_registration
 from outrider.security.roles import Role
 from outrider.step_watch import Stopwatch
@@ -191,6 +191,8 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 worker.hear(report)
                 self._scheduler.note_load(worker.worker_id, worker.load)
             worker.lose("it took its leave")
+        except InvalidRequest as error:
+            worker.lose(f"its heartbeats cannot be read: {error}")
         except Exception as error:
             # A lease that nobody watches would never end.
             logger.exception("the heartbeats of %s cannot be read", worker.worker_id)
@@ -210,7 +212,13 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         address = worker.introduction.address
         link: TargetLink | DraftLink
         if worker.is_target:
-            link = TargetLink(address, incarnation=self._incarnation, on_lost=worker.lose, tls=self._config.tls)
+            link = TargetLink(
+                address,
+                incarnation=self._incarnation,
+                vocab_size=worker.introduction.model.vocab_size,
+                on_lost=worker.lose,
+                tls=self._config.tls,
+            )
         else:
             link = DraftLink(
                 address,

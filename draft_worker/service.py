@@ -173,8 +173,9 @@ def _session_start(opened: common_pb2.SessionOpen, incarnation: int, stream: _St
     except ValueError as error:
         raise InvalidRequest([FieldViolation("prompt", f"whole uint32 tokens needed: {error}")]) from error
     if opened.limits.mode not in _MODES:
-        mode = common_pb2.SpeculationMode.Name(opened.limits.mode)
-        raise InvalidRequest([FieldViolation("limits.mode", f"{mode} given, ASYNC or SYNC needed")])
+        raise InvalidRequest(
+            [FieldViolation("limits.mode", f"{opened.limits.mode} given, 1 (async) or 2 (sync) needed")]
+        )
     try:
         sampling = SamplingSpec.from_proto(opened.sampling)
     except ValueError as error:

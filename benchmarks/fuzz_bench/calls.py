@@ -1,0 +1,144 @@
+"""One fuzzed call: the bytes go over a real channel, and what comes back is judged."""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+from benchmarks.fuzz_bench.messages import MessageFuzzer
+from google.protobuf import message_factory
+from google.protobuf.descriptor import MethodDescriptor
+from google.protobuf.message import DecodeError, Message
+
+Status = grpc.StatusCode
+
+CALL_S = 8.0
+_TRIES = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """How a call ended.
+
+    Attributes:
+        code: its status; OK also where this side hung up on a stream that has no end.
+        responses: as bytes.
+        seconds: until then.
+    """
+
+    code: grpc.StatusCode
+    details: str
+    responses: Sequence[bytes]
+
+
+async def call(
+    channel: grpc.aio.Channel, method: MethodDescriptor, payloads: Sequence[bytes], *, most_responses: int | None = None
+) -> Answer:
+    """Sends the payloads as they are.
+
+    Args:
+        most_responses: of a stream without an end.
+    """
+    for _ in range(_TRIES):
+        answer = await _call(channel, method, payloads, most_responses)
+        # What the client of gRPC says of a call that the server ended while it was still being written.
+        if answer.details != "Internal error from Core":
+            break
+    return answer
+
+
+async def _call(
+    channel: grpc.aio.Channel, method: MethodDescriptor, payloads: Sequence[bytes], most_responses: int | None
+) -> Answer:
+    path = f"/{method.containing_service.full_name}/{method.name}"
+    responses: list[bytes] = []
+    try:
+        if method.client_streaming:
+            stream = channel.stream_stream(path)(timeout=CALL_S)
+            # Who has ended the call takes no more; its status says why.
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                for payload in payloads:
+                    await stream.write(payload)
+                await stream.done_writing()
+        elif method.server_streaming:
+            stream = channel.unary_stream(path)(payloads[0], timeout=CALL_S)
+        else:
+            answer = await channel.unary_unary(path)(payloads[0], timeout=CALL_S)
+            return Answer(code=Status.OK, details="", responses=[answer])
+        async for response in stream:
+            responses.append(response)
+            if most_responses is not None and len(responses) >= most_responses:
+                stream.cancel()
+                return Answer(code=Status.OK, details="", responses=responses)
+        code, details = await stream.code(), await stream.details()
+    except grpc.aio.AioRpcError as error:
+        code, details = error.code(), error.details()
+    return Answer(code=code, details=details or "", responses=responses)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A method under fire.
+
+    Attributes:
+        method: its descriptor.
+        examples: what it would take; where it streams, each is one conversation.
+        codes: that a message it can read may end with.
+        judge: raises AssertionError for responses that are wrong.
+        most_responses: as of `call`.
+    """
+
+    method: MethodDescriptor
+    examples: Callable[[int], Sequence[Sequence[Message]]]
+    codes: frozenset[grpc.StatusCode]
+    judge: Callable[[Sequence[bytes], Answer], None] = lambda payloads, answer: None
+    most_responses: int | None = None
+
+    def conversations(self, seed: int) -> Iterator[list[bytes]]:
+        """What to send, for ever: correct messages with one or two among them that are not."""
+        fuzzer = MessageFuzzer(_class_of(self.method), seed=f"{self.method.full_name} {seed}")
+        for number in itertools.count():
+            given = self.examples(number)
+            example = fuzzer.random.choice(given)
+            everything = [message for conversation in given for message in conversation]
+            payloads = [message.SerializeToString() for message in example]
+            for _ in range(fuzzer.random.choice((1, 1, 2))):
+                payloads[fuzzer.random.randrange(len(payloads))] = fuzzer.message(everything)
+            yield payloads
+
+    def check(self, payloads: Sequence[bytes], answer: Answer) -> None:
+        """Whether the answer is right for these bytes.
+
+        Raises:
+            AssertionError: it is not, with what it is.
+        """
+        said = f"{answer.code.name}: {answer.details}"
+        if all(self._is_readable(payload) for payload in payloads):
+            assert answer.code in self.codes, f"{said}; {', '.join(code.name for code in self.codes)} would be right"
+        else:
+            # Of a stream, what came before the unreadable message may end it first.
+            codes = self.codes if self.method.client_streaming else frozenset()
+            assert answer.code in codes | {Status.INVALID_ARGUMENT}, f"{said}, for bytes that are no message"
+        if answer.code is not Status.OK:
+            assert len(answer.details) > 10, f"{said}: no reason is given"
+        for response in answer.responses:
+            _output_class(self.method).FromString(response)
+        self.judge(payloads, answer)
+
+    def _is_readable(self, payload: bytes) -> bool:
+        try:
+            _class_of(self.method).FromString(payload)
+        except DecodeError:
+            return False
+        return True
+
+
+def _class_of(method: MethodDescriptor) -> type[Message]:
+    return message_factory.GetMessageClass(method.input_type)
+
+
+def _output_class(method: MethodDescriptor) -> type[Message]:
+    return message_factory.GetMessageClass(method.output_type)

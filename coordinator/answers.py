@@ -1,0 +1,87 @@
+"""What a worker's answer must be before anything is done with it: a worker that breaks these rules is lost.
+
+Whoever registers as a worker is trusted with its own part: a target may choose any token, a draft may guess any. It is
+not trusted with the coordinator: ids that stand for nothing, numbers that no clock gives, columns that do not fit.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from outrider.v1 import common_pb2, target_pb2
+
+# No step takes an hour, and no such number is to reach a mean or a counter.
+_LONGEST_STEP_NS = 3_600_000_000_000
+_MOST_ROWS = 1 << 24
+
+
+def check_verification(
+    response: target_pb2.VerifyResponse, node_counts: Mapping[int, int], *, vocab_size: int | None
+) -> None:
+    """A target's answer to a batch.
+
+    Args:
+        node_counts: nodes of the tree that each session of the batch sent.
+        vocab_size: of the model; None where it is not known.
+
+    Raises:
+        ValueError: what is wrong.
+    """
+    check_report(response.report)
+    _check_total("tokens", response.token_counts, len(response.tokens))
+    _check_total("accepted_nodes", response.accepted_counts, len(response.accepted_nodes))
+    if vocab_size is not None and response.tokens and (highest := max(response.tokens)) >= vocab_size:
+        raise ValueError(f"token {highest} emitted, ids below {vocab_size} needed")
+    if len(set(response.session_ids)) < len(response.session_ids):
+        raise ValueError("a session is answered twice in one step")
+    if response.logprobs and max(entry.row for entry in response.logprobs) >= len(response.session_ids):
+        raise ValueError("log probabilities of a row that there is not")
+    if response.accepted_nodes:
+        _check_paths(response, node_counts)
+
+
+def _check_paths(response: target_pb2.VerifyResponse, node_counts: Mapping[int, int]) -> None:
+    nodes, before = list(response.accepted_nodes), 0
+    for session_id, count, emitted in zip(
+        response.session_ids, response.accepted_counts, response.token_counts, strict=True
+    ):
+        path, before = nodes[before : before + count], before + count
+        if not path:
+            continue
+        # Of the sessions that were not asked for nothing is taken.
+        most = node_counts.get(session_id, path[-1])
+        if path[0] < 1 or path[-1] > most or any(low >= high for low, high in itertools.pairwise(path)):
+            raise ValueError(f"nodes {path[:8]} accepted of a tree of {most}; ascending ones from 1 needed")
+        if emitted > count + 1:
+            raise ValueError(f"{emitted} tokens emitted for {count} accepted nodes; one more at most")
+
+
+def _check_total(name: str, counts: Sequence[int], entries: int) -> None:
+    if sum(counts) != entries:
+        raise ValueError(f"{name}: {entries} entries given, {sum(counts)} counted")
+
+
+def check_report(report: common_pb2.StepReport) -> None:
+    """A step's own account.
+
+    Raises:
+        ValueError: a time or a size that no step has.
+    """
+    longest = max(report.step_ns, report.forward_ns)
+    if longest > _LONGEST_STEP_NS:
+        raise ValueError(f"a step of {longest / 1e9:.0f} s is reported")
+    if report.tokens > _MOST_ROWS:
+        raise ValueError(f"a step of {report.tokens} rows is reported")
+
+
+def usable_acceptance(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    """A draft's estimates, within 0 to 1.
+
+    Raises:
+        ValueError: one of them is no number.
+    """
+    if not np.isfinite(values).all():
+        raise ValueError("acceptance: estimates that are no numbers")
+    return np.clip(values.astype(np.float64), 0.0, 1.0)

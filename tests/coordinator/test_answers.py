@@ -1,0 +1,68 @@
+"""Workers' answers that must not be used; each brought a coordinator into trouble before it was refused."""
+
+import numpy as np
+import pytest
+
+from outrider.coordinator.answers import check_report, check_verification, usable_acceptance
+from outrider.v1 import common_pb2, target_pb2
+
+
+def answer(**changes) -> target_pb2.VerifyResponse:
+    """Two sessions: one accepted two nodes of three, the other one emitted a token alone."""
+    columns = {
+        "step": 4,
+        "session_ids": [7, 9],
+        "epochs": [1, 1],
+        "outcomes": [target_pb2.OUTCOME_ACCEPTED] * 2,
+        "accepted_counts": [2, 0],
+        "accepted_nodes": [1, 3],
+        "token_counts": [3, 1],
+        "tokens": [5, 6, 7, 8],
+    }
+    return target_pb2.VerifyResponse(**columns | changes)
+
+
+def check(response: target_pb2.VerifyResponse) -> None:
+    check_verification(response, {7: 3, 9: 0}, vocab_size=100)
+
+
+def test_what_a_target_says_is_taken():
+    check(answer())
+    # A walk that ended at a stop token has no final one.
+    check(answer(token_counts=[2, 1], tokens=[5, 6, 8]))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tokens": [5, 6, 7, 100]},
+        {"tokens": [5, 6, 7]},
+        {"token_counts": [4, 0]},
+        {"accepted_nodes": [1]},
+        {"accepted_nodes": [0, 1]},
+        {"accepted_nodes": [1, 4]},
+        {"accepted_nodes": [3, 1]},
+        {"accepted_nodes": [3, 3]},
+        {"session_ids": [7, 7]},
+        {"logprobs": [target_pb2.Logprobs(row=2)]},
+        # 2^64 - 1 ns in one report, and no one could be told of the server's state any more.
+        {"report": common_pb2.StepReport(step_ns=(1 << 64) - 1)},
+        {"report": common_pb2.StepReport(forward_ns=1 << 63)},
+        {"report": common_pb2.StepReport(tokens=(1 << 32) - 1)},
+    ],
+)
+def test_what_no_target_says_is_refused(changes):
+    with pytest.raises(ValueError, match=r"needed|given|reported|twice|at most|there is not"):
+        check(answer(**changes))
+
+
+def test_a_long_step_and_a_large_one_are_taken():
+    check_report(common_pb2.StepReport(step_ns=10**11, tokens=100_000))
+
+
+def test_estimates_are_numbers_from_0_to_1():
+    values = np.array([0.5, 1.0000001, -0.1], dtype=np.float32)
+    assert usable_acceptance(values).tolist() == [0.5, 1.0, 0.0]
+    for wrong in (np.nan, np.inf, -np.inf):
+        with pytest.raises(ValueError, match="no numbers"):
+            usable_acceptance(np.array([0.5, wrong], dtype=np.float32))
