@@ -73,8 +73,9 @@ class Crew:
 
     @property
     def worker_endpoints(self) -> list[str]:
-        """The same, as workers know it."""
-        return [own.worker_endpoint for own in self.of(Role.COORDINATOR) if own.worker_endpoint is not None]
+        """host:port of every coordinator, as workers know it: one that drains needs them until it has ended."""
+        coordinators = (own for own in self._handles.values() if own.role is Role.COORDINATOR)
+        return [own.worker_endpoint for own in coordinators if own.worker_endpoint is not None]
 
     def add(self, role: Role, *, model: Path | None = None) -> RoleHandle:
         """Starts one more of a role; it serves some time later.

@@ -1,6 +1,7 @@
-"""The real roles on Ray: one completion through actors, one with its draft worker killed, and the command itself."""
+"""The real roles on Ray, behind certificates and tokens: a completion, one with its draft killed, and the command."""
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -14,9 +15,13 @@ import pytest_asyncio
 
 from outrider.client import AsyncClient, GenerateOptions
 from outrider.deploy.cluster import Deployment
-from outrider.deploy.config import DeployConfig
+from outrider.deploy.config import Bind, DeployConfig
 from outrider.deploy.demo import PROMPT
+from outrider.errors import Unauthenticated
 from outrider.models import held_out_prompts
+from outrider.security.certificates import write_development_set
+from outrider.security.tls import TlsConfig
+from outrider.security.tokens import TokenEntry, add_token, hash_of, new_token
 from outrider.v1 import generation_pb2, registry_pb2
 
 # Where Ray had to be started twice, it forgets the processes of its first attempt until the end.
@@ -31,15 +36,32 @@ OUTRIDER = str(Path(sys.executable).parent / "outrider")
 on_one_loop = pytest.mark.asyncio(loop_scope="module")
 
 
+@pytest.fixture(scope="module")
+def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Certificates of every role, and a client's token in clear beside its hash."""
+    folder = tmp_path_factory.mktemp("secrets")
+    write_development_set(folder, days=1)
+    token = new_token()
+    add_token(folder / "tokens.json", TokenEntry(name="test", sha256=hash_of(token)))
+    (folder / "token").write_text(token)
+    return folder
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def deployment() -> AsyncIterator[Deployment]:
-    async with Deployment(DeployConfig(port=0, name="service-test")) as started:
+async def deployment(secrets: Path) -> AsyncIterator[Deployment]:
+    config = DeployConfig(port=0, name="service-test", certs=secrets, token_file=secrets / "tokens.json")
+    async with Deployment(config) as started:
         yield started
 
 
+def client_of(deployment: Deployment, secrets: Path) -> AsyncClient:
+    token = (secrets / "token").read_text()
+    return AsyncClient(deployment.endpoint, tls=TlsConfig(ca=secrets / "ca.pem"), token=token)
+
+
 @on_one_loop
-async def test_a_completion_streams_through_ray_placed_processes(deployment: Deployment):
-    async with AsyncClient(deployment.endpoint) as client:
+async def test_a_completion_streams_through_ray_placed_processes(deployment: Deployment, secrets: Path):
+    async with client_of(deployment, secrets) as client:
         async with client.stream(held_out_prompts()[0], **OPTIONS) as stream:
             deltas = [delta async for delta in stream]
         plain = await client.generate(held_out_prompts()[0], **PLAIN)
@@ -47,13 +69,18 @@ async def test_a_completion_streams_through_ray_placed_processes(deployment: Dep
     assert stream.result.speculation.accepted_tokens > 0
     assert stream.result.token_ids == plain.token_ids
     assert len(plain.token_ids) == 96
+    async with AsyncClient(deployment.endpoint, tls=TlsConfig(ca=secrets / "ca.pem")) as nobody:
+        with pytest.raises(Unauthenticated):
+            await nobody.generate(held_out_prompts()[0], **PLAIN)
+    with pytest.raises(ValueError, match="give certs and token_file as well"):
+        DeployConfig(bind=Bind.NODE)
 
 
 @on_one_loop
-async def test_a_draft_killed_in_the_middle_changes_no_token(deployment: Deployment):
+async def test_a_draft_killed_in_the_middle_changes_no_token(deployment: Deployment, secrets: Path):
     (draft,) = (worker for worker in (await deployment.status())["workers"] if worker["name"] == "draft-0")
     alive = draft["pid"]
-    async with AsyncClient(deployment.endpoint) as client:
+    async with client_of(deployment, secrets) as client:
         whole = await client.generate(held_out_prompts()[0], **OPTIONS)
         async with client.stream(held_out_prompts()[0], **OPTIONS) as stream:
             async for delta in stream:
@@ -90,6 +117,13 @@ def test_up_serves_until_told_to_stop_and_leaves_nothing(send: Callable[[int, in
     ) as up:
         assert up.stdout is not None
         endpoint = re.fullmatch(r"ready (127\.0\.0\.1:\d+)\n", up.stdout.readline())
+        if number == signal.SIGTERM:
+            # Another terminal finds it by its name.
+            status = subprocess.run(
+                [OUTRIDER, "status", "--name", "up-test", "--json"], capture_output=True, text=True, check=False
+            )
+            assert status.returncode == 0, status.stderr
+            assert json.loads(status.stdout)["endpoints"] == [endpoint and endpoint[1]]
         send(up.pid, number)
         rest, errors = up.communicate(timeout=60)
     assert endpoint, errors
