@@ -16,6 +16,8 @@ _POLL_S = 0.5
 _ASK_TIMEOUT_S = 10.0
 # Of a role that has served for a while, how much more memory it may hold in the end: a twentieth.
 MEMORY_GROWTH = 1.05
+# The last request and the last batch of a loop stay referred to until the next one.
+_LAST_ONES = 4
 # Objects that live as long as a request, a stream or a worker does. The others are caches, bounded by other means.
 _LIVING = (
     *("Session", "Generation", "_Live", "Flight", "Submission"),
@@ -31,12 +33,14 @@ class Gauges:
     Attributes:
         counts: sessions, slots, tasks, threads, descriptors, and objects by their type.
         tasks: by the coroutine's name.
+        descriptors: by what they are, sockets by their other end.
         resident_bytes: its memory.
         starts: which of its processes it is.
     """
 
     counts: Mapping[str, int]
     tasks: Mapping[str, int]
+    descriptors: Mapping[str, int]
     resident_bytes: int
     starts: int
 
@@ -55,15 +59,17 @@ async def read_gauges(cluster: Cluster) -> dict[str, Gauges]:
         told = await asyncio.wait_for(_ask(role), _ASK_TIMEOUT_S)
         objects = {f"{kind} objects": told["objects"].get(kind, 0) for kind in _LIVING}
         load = loads.get(role.address if role.kind == "coordinator" else role.advertised, {})
+        descriptors = _descriptors(role.pid)
         gauges[role.name] = Gauges(
             counts={
                 **load,
                 "tasks": sum(told["tasks"].values()),
                 "threads": told["threads"],
-                "descriptors": len(os.listdir(f"/proc/{role.pid}/fd")),  # noqa: PTH208 - a count, not paths
+                "descriptors": sum(descriptors.values()),
                 **{kind: count for kind, count in objects.items() if count},
             },
             tasks=told["tasks"],
+            descriptors=descriptors,
             resident_bytes=_resident_bytes(role.pid),
             starts=role.starts,
         )
@@ -77,11 +83,11 @@ def differences(before: Mapping[str, Gauges], after: Mapping[str, Gauges]) -> li
         end = after[name]
         for gauge in sorted(start.counts.keys() | end.counts.keys()):
             was, is_now = start.counts.get(gauge, 0), end.counts.get(gauge, 0)
-            if was != is_now:
-                words = f"{name}: {gauge} {was} before, {is_now} now"
-                if gauge == "tasks":
-                    words += f" ({_changes(start.tasks, end.tasks)})"
-                found.append(words)
+            if was == is_now or (gauge.endswith("objects") and is_now <= was + _LAST_ONES):
+                continue
+            words = f"{name}: {gauge} {was} before, {is_now} now"
+            details = {"tasks": (start.tasks, end.tasks), "descriptors": (start.descriptors, end.descriptors)}
+            found.append(f"{words} ({_changes(*details[gauge])})" if gauge in details else words)
     return found
 
 
@@ -126,6 +132,34 @@ async def _ask(role: Role) -> dict:
     finally:
         writer.close()
         await writer.wait_closed()
+
+
+def _descriptors(pid: int) -> dict[str, int]:
+    """How many of each kind."""
+    peers = _peers(pid)
+    counts: dict[str, int] = {}
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            target = str(link.readlink())
+        except FileNotFoundError:
+            # Closed meanwhile.
+            continue
+        number = target.removeprefix("socket:[").removesuffix("]")
+        kind = peers.get(number, "another socket") if target.startswith("socket:") else target.partition(":[")[0]
+        counts[kind] = counts.get(kind, 0) + 1
+    return counts
+
+
+def _peers(pid: int) -> dict[str, str]:
+    """Of every TCP socket's inode, which port of ours it belongs to."""
+    peers = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, remote, state, *rest = line.split()
+            near, far = (int(end.rpartition(":")[2], 16) for end in (local, remote))
+            # Of the two ports the lower one is the server's.
+            peers[rest[5]] = f"TCP, port {min(near, far) or near}, state {state}"
+    return peers
 
 
 def _resident_bytes(pid: int) -> int:

@@ -25,7 +25,7 @@ from typing import Self
 from benchmarks.faults.proxy import Conditions, Proxy
 
 from outrider.client import AsyncClient
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, WorkerUnavailable
 from outrider.role_process import RoleProcess, stop_all
 from outrider.v1 import generation_pb2
 
@@ -36,6 +36,7 @@ _PORTS = range(20_000, 32_000)
 _LOG_PIPE_BYTES = 4096
 _FILLER = b"\0"
 _POLL_S = 0.1
+_SHOWN_LOG_BYTES = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +150,10 @@ class Role:
         """Whether it has a process that is neither ended nor frozen."""
         return self.process is not None and self.process.is_running and not self.is_frozen
 
+    def last_words(self) -> str:
+        """The end of its log."""
+        return self.log_path.read_bytes()[-_SHOWN_LOG_BYTES:].decode("utf-8", errors="replace")
+
     def disturb(self, conditions: Conditions, *, links: Sequence[str] = ()) -> list[Proxy]:
         """Sets the conditions of its links, or of those whose names begin so; returns the proxies.
 
@@ -260,6 +265,8 @@ class Cluster:
         role.is_starting = True
         try:
             await asyncio.to_thread(role.process.await_ready, time.monotonic() + self.options.ready_timeout_s)
+        except WorkerUnavailable as error:
+            raise WorkerUnavailable(f"{error} {role.last_words()}") from error
         finally:
             role.is_starting = False
 

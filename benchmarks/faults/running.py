@@ -16,7 +16,6 @@ from outrider.errors import OutriderError
 # From the end of a fault until its role is back everywhere; quarantine and a slow machine included.
 _RECOVERY_TIMEOUT_S = 90.0
 _LOOK_S = 0.2
-_SHOWN_LOG_BYTES = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +132,8 @@ class FaultRun:
                 process = role.process
                 if process is None or process.is_running or role.is_starting:
                     continue
-                last = role.log_path.read_bytes()[-_SHOWN_LOG_BYTES:].decode("utf-8", errors="replace")
-                self.crashes.append(f"{role.name} ended by itself with code {process.process.returncode}: {last}")
+                code = process.process.returncode
+                self.crashes.append(f"{role.name} ended by itself with code {code}: {role.last_words()}")
                 self._say(f"{role.name} ended by itself")
                 await self._cluster.kill(role.name)
                 try:

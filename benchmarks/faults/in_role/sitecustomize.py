@@ -28,15 +28,25 @@ def _slow_opens(pause_s: float) -> None:
 def _gauges() -> dict[str, object]:
     gc.collect()
     ours: collections.Counter[str] = collections.Counter()
-    tasks: collections.Counter[str] = collections.Counter()
-    for held in gc.get_objects():
-        kind = type(held)
-        if issubclass(kind, asyncio.Task):
-            if not held.done():
-                tasks[getattr(held.get_coro(), "__qualname__", "unknown")] += 1
-        elif str(kind.__module__).startswith("outrider."):
+    # Roles freeze what they begin with: those objects are not among these, which is as well.
+    for kind in map(type, gc.get_objects()):
+        if str(kind.__module__).startswith("outrider."):
             ours[kind.__qualname__] += 1
+    tasks = collections.Counter(
+        getattr(task.get_coro(), "__qualname__", "unknown") for task in _all_tasks() if not task.done()
+    )
     return {"tasks": tasks, "objects": ours, "threads": threading.active_count()}
+
+
+def _all_tasks() -> list[asyncio.Task]:
+    """Of every loop of this process; asyncio.all_tasks wants the loop."""
+    known = getattr(asyncio.tasks, "_scheduled_tasks", None) or asyncio.tasks._all_tasks  # pyright: ignore[reportAttributeAccessIssue]
+    while True:
+        try:
+            return list(known)
+        except RuntimeError:
+            # The loop has made one meanwhile.
+            continue
 
 
 def _answer(listener: socket.socket) -> None:
