@@ -46,12 +46,21 @@ class PathModel:
         spread: as in `Settings`.
         draft: number of the draft that guesses.
         kinship: share of the positions at which it has the luck of draft 0.
+        vocab_size: tokens that there are.
     """
 
     def __init__(
-        self, *, seed: int, rank_rates: Sequence[float], spread: float, draft: int = 0, kinship: float = 1.0
+        self,
+        *,
+        seed: int,
+        rank_rates: Sequence[float],
+        spread: float,
+        draft: int = 0,
+        kinship: float = 1.0,
+        vocab_size: int = VOCAB_SIZE,
     ) -> None:
         self._seed = mix(seed, 0)
+        self._vocab_size = vocab_size
         self._draft, self._kinship = draft, kinship
         first = rank_rates[0]
         self._rates: list[list[float]] = []
@@ -65,7 +74,7 @@ class PathModel:
 
     def token(self, session: int, position: int) -> int:
         """What the target emits there."""
-        return self._hash(session, position) % VOCAB_SIZE
+        return self._hash(session, position) % self._vocab_size
 
     def _luck_of(self, path_hash: int) -> int:
         """The draft whose luck is this one's at the position."""
@@ -90,10 +99,14 @@ class PathModel:
         """
         if path_hash is None:
             true_hash = self._hash(session, position)
-            right, base, rates = self.rank(session, position), true_hash % VOCAB_SIZE, self._rates[true_hash >> 63]
+            right, base, rates = (
+                self.rank(session, position),
+                true_hash % self._vocab_size,
+                self._rates[true_hash >> 63],
+            )
         else:
             true_hash = right = None
-            base, rates = path_hash % VOCAB_SIZE, self._rates[path_hash >> 63]
+            base, rates = path_hash % self._vocab_size, self._rates[path_hash >> 63]
         # Drafts with different luck are wrong with different tokens.
         first = 1 + len(rates) * self._luck_of(path_hash or true_hash or 0)
         guesses = []
@@ -101,7 +114,7 @@ class PathModel:
             if rank == right:
                 guesses.append(Guess(base, rate, None))
             else:
-                token = (base + first + rank) % VOCAB_SIZE
+                token = (base + first + rank) % self._vocab_size
                 guesses.append(Guess(token, rate, mix(path_hash or true_hash or 0, 1 + first + rank)))
         return guesses
 

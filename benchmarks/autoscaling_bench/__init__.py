@@ -1,0 +1,1 @@
+"""The autoscaler at work: parts of benchmarks/autoscaling.py."""
