@@ -16,7 +16,7 @@ from outrider.coordinator.registry import RegistryServicer
 from outrider.coordinator.scheduler import Scheduler
 from outrider.coordinator.service import GenerationServicer
 from outrider.coordinator.tokenizer import TextTokenizer, read_model_info
-from outrider.coordinator.validation import RequestLimits
+from outrider.coordinator.validation import RequestLimits, max_request_bytes
 from outrider.errors import WorkerUnavailable
 from outrider.request_decoding import add_service
 from outrider.rpc import RoleServer
@@ -46,11 +46,11 @@ class CoordinatorServer:
         model = read_model_info(config.model_folder, max_model_len=config.max_model_len)
         self.scheduler = Scheduler(config)
         self.registry = RegistryServicer(self.scheduler, config=config, model=model, incarnation=self._incarnation)
-        access = Access(config.token_file)
+        access, tokenizer = Access(config.token_file), TextTokenizer.load(config.tokenizer_folder)
         generation = GenerationServicer(
             self.scheduler,
             model=model,
-            tokenizer=TextTokenizer.load(config.tokenizer_folder),
+            tokenizer=tokenizer,
             limits=RequestLimits(
                 default_max_new_tokens=config.default_max_new_tokens,
                 max_nodes=config.max_nodes,
@@ -74,6 +74,7 @@ class CoordinatorServer:
             address=config.worker_address or config.address,
             public_address=None if config.worker_address is None else config.address,
             tls=config.tls,
+            max_request_bytes=max_request_bytes(model, tokenizer),
             interceptors=[] if config.token_file is None else [TokenInterceptor(access)],
         )
 

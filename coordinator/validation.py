@@ -1,9 +1,10 @@
 """From GenerateRequest to GenerationRequest: every default filled in, every wrong field named at once."""
 
+import itertools
 import math
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from outrider.coordinator.messages import GenerationRequest, SpeculationMode
 from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.tokenizer import TextTokenizer
 from outrider.errors import FieldViolation, InvalidRequest
+from outrider.rpc import MAX_MESSAGE_BYTES
 from outrider.sampling import SamplingSpec, VerificationRule, rule_from_proto
 from outrider.v1 import common_pb2, generation_pb2
 
@@ -25,10 +27,16 @@ MAX_LOGPROBS = 20
 MAX_SYNTHETIC_RATES = 64
 # Of one list, this many wrong entries are named; the rest are counted.
 _NAMED_ENTRIES = 3
+# In more than this, unknown fields are not looked for one by one, nor in more than so many messages of a list.
+_MAX_UNKNOWN_BYTES = 16 << 10
+_MAX_LOOKED_AT = 100
 # A status travels in the trailing metadata (the text thrice, in part as base64), of which clients take 8 KiB.
 _MAX_VIOLATION_CHARS = 2_100
 # Below this, probabilities other than the best one's underflow in float32: the choice is the greedy one.
 _GREEDY_BELOW = 1e-30
+
+# On the wire: an id, at most; an entry of logit_bias; a token of a tokenizer that does not say.
+_ID_BYTES, _BIAS_BYTES, _UNKNOWN_TOKEN_BYTES = 5, 13, 64
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]+")
 _MODES = {
@@ -56,13 +64,25 @@ class RequestLimits:
     allow_synthetic: bool = False
 
 
+def max_request_bytes(model: common_pb2.ModelInfo, tokenizer: TextTokenizer | None) -> int:
+    """Bytes of the largest request that could be right: a larger one is not even read.
+
+    A prompt and 16 choices received so far as token ids, or a prompt of the longest tokens' text, and lists over the
+    vocabulary; at least 1 MiB, at most what any message may have.
+    """
+    longest, vocab_size = model.max_model_len, model.vocab_size
+    text_bytes = longest * ((tokenizer and tokenizer.longest_token_bytes) or _UNKNOWN_TOKEN_BYTES)
+    ids_bytes = longest * _ID_BYTES * (1 + MAX_CHOICES) + vocab_size * (2 * _ID_BYTES + _BIAS_BYTES)
+    return min(MAX_MESSAGE_BYTES, max(1 << 20, text_bytes + ids_bytes))
+
+
 def check_known_fields(request: Message) -> None:
     """For requests of which nothing else can be wrong.
 
     Raises:
         InvalidRequest: the request holds fields that this protocol does not have.
     """
-    violations = [FieldViolation(path, description) for path, description in _unknown_fields(request, "")]
+    violations = [FieldViolation(path, description) for path, description in _all_unknown_fields(request)]
     if violations:
         raise InvalidRequest(_fitting(violations))
 
@@ -107,7 +127,11 @@ class RequestValidator:
 
 
 class _Check:
-    """One pass over one request, collecting violations."""
+    """One pass over one request, collecting violations.
+
+    A list that is longer than it may be is not looked into: what a request costs is bounded by what it may ask for, and
+    not by how much fits into a message.
+    """
 
     def __init__(
         self,
@@ -126,7 +150,7 @@ class _Check:
     def run(self, request_id: str, known_seed: int | None) -> GenerationRequest:
         """The request, meaningful only if there are no violations."""
         request = self._request
-        unknown = list(_unknown_fields(request, ""))
+        unknown = _all_unknown_fields(request)
         self._wrong_entries("request", unknown, "unknown fields")
         self._check_request_id()
         prompt = self._prompt()
@@ -137,14 +161,14 @@ class _Check:
         mode, max_nodes, max_depth = self._speculation()
         generation = GenerationRequest(
             request_id=request_id,
-            prompt_token_ids=tuple(prompt),
+            prompt_token_ids=tuple(prompt[: self._model.max_model_len]),
             sampling=sampling,
             stop=stop,
             mode=mode,
             max_nodes=max_nodes,
             max_depth=max_depth,
             n=n,
-            received={entry.index: tuple(entry.token_ids) for entry in request.received if entry.token_ids},
+            received=self._received(sampling.max_new_tokens),
             trace=request.trace,
         )
         self._check_received(generation)
@@ -164,7 +188,7 @@ class _Check:
         request_id = self._request.request_id
         if len(request_id) > MAX_REQUEST_ID_CHARS:
             self._wrong("request_id", f"{len(request_id)} characters given, at most {MAX_REQUEST_ID_CHARS} allowed")
-        if request_id and not _REQUEST_ID.fullmatch(request_id):
+        elif request_id and not _REQUEST_ID.fullmatch(request_id):
             self._wrong("request_id", "use only letters, digits and . _ : - or leave it empty for one made here")
 
     def _prompt(self) -> Sequence[int]:
@@ -177,6 +201,9 @@ class _Check:
         token_ids = self._request.token_ids.ids
         if not token_ids:
             self._wrong("token_ids.ids", "empty: give at least one token")
+        if len(token_ids) > self._model.max_model_len:
+            # `_max_new_tokens` says so.
+            return token_ids
         self._check_token_ids("token_ids.ids", token_ids)
         return token_ids
 
@@ -285,8 +312,17 @@ class _Check:
 
     def _token_id_list(self, name: str) -> tuple[int, ...]:
         token_ids = getattr(self._params, name)
+        if self._is_too_long(f"sampling_params.{name}", token_ids, "token ids"):
+            return ()
         self._check_token_ids(f"sampling_params.{name}", token_ids)
         return tuple(dict.fromkeys(token_ids))
+
+    def _is_too_long(self, field: str, entries: Sized, what: str) -> bool:
+        """Whether a list over the vocabulary has more entries than that."""
+        most = self._model.vocab_size
+        if len(entries) > most:
+            self._wrong(field, f"{len(entries)} {what} given, at most {most} allowed: the vocabulary has no more")
+        return len(entries) > most
 
     def _check_token_ids(self, field: str, token_ids: Sequence[int]) -> None:
         vocab_size = self._model.vocab_size
@@ -307,8 +343,10 @@ class _Check:
             self._wrong(field, f"{len(wrong) - _NAMED_ENTRIES} more {what}")
 
     def _logit_bias(self) -> dict[int, float]:
-        bias, highest = dict(self._params.logit_bias), self._model.vocab_size - 1
         field, wrong = "sampling_params.logit_bias", []
+        if self._is_too_long(field, self._params.logit_bias, "entries"):
+            return {}
+        bias, highest = dict(self._params.logit_bias), self._model.vocab_size - 1
         for token_id, value in sorted(bias.items()):
             if token_id > highest:
                 wrong.append((f"{field}[{token_id}]", f"outside the vocabulary: give token ids from 0 to {highest}"))
@@ -322,7 +360,8 @@ class _Check:
             return self._params.seed
         if known_seed is not None:
             return known_seed
-        if any(entry.token_ids for entry in self._request.received) and self._params.temperature > 0:
+        received = itertools.islice(self._request.received, MAX_CHOICES)
+        if any(entry.token_ids for entry in received) and self._params.temperature > 0:
             self._wrong("sampling_params.seed", "missing: to resume, give the seed that Started announced")
         return secrets.randbits(64)
 
@@ -332,6 +371,7 @@ class _Check:
             self._wrong("sampling_params.stop", "this model has no tokenizer: use stop_token_ids")
         if len(stop) > MAX_STOP_STRINGS:
             self._wrong("sampling_params.stop", f"{len(stop)} strings given, at most {MAX_STOP_STRINGS} allowed")
+            return ()
         wrong = []
         for position, string in enumerate(stop):
             size, field = len(string.encode("utf-8")), f"sampling_params.stop[{position}]"
@@ -379,7 +419,7 @@ class _Check:
         return chosen | self._synthetic(rule)
 
     def _synthetic(self, rule: VerificationRule) -> dict[str, Any]:
-        field, rates = "speculation.synthetic_rates", tuple(self._request.speculation.synthetic_rates)
+        field, rates = "speculation.synthetic_rates", self._request.speculation.synthetic_rates
         if rule is not VerificationRule.SYNTHETIC:
             if rates:
                 self._wrong(field, f"only verification 4 (synthetic) has them, not {rule}: leave them out")
@@ -392,15 +432,25 @@ class _Check:
             )
         if not 1 <= len(rates) <= MAX_SYNTHETIC_RATES:
             self._wrong(field, f"{len(rates)} given, 1 to {MAX_SYNTHETIC_RATES} needed")
+            return {}
         wrong = [
             (f"{field}[{place}]", f"{rate:g} given, 0 to 1 needed")
             for place, rate in enumerate(rates)
             if not 0 <= rate <= 1
         ]
         self._wrong_entries(field, wrong, "wrong rates")
-        return {"synthetic_rates": rates}
+        return {"synthetic_rates": tuple(rates)}
+
+    def _received(self, max_new_tokens: int) -> dict[int, tuple[int, ...]]:
+        entries = self._request.received
+        if len(entries) > MAX_CHOICES:
+            return {}
+        return {entry.index: tuple(entry.token_ids) for entry in entries if 0 < len(entry.token_ids) <= max_new_tokens}
 
     def _check_received(self, generation: GenerationRequest) -> None:
+        if len(self._request.received) > MAX_CHOICES:
+            self._wrong("received", f"{len(self._request.received)} entries given, at most {MAX_CHOICES} allowed")
+            return
         seen: set[int] = set()
         for position, entry in enumerate(self._request.received):
             field = f"received[{position}]"
@@ -410,6 +460,13 @@ class _Check:
                 self._wrong(f"{field}.index", f"{entry.index} given twice: one entry a choice")
             seen.add(entry.index)
             before = len(self.violations)
+            if len(entry.token_ids) > generation.sampling.max_new_tokens:
+                self._wrong(
+                    f"{field}.token_ids",
+                    f"{len(entry.token_ids)} tokens given, max_new_tokens is {generation.sampling.max_new_tokens}: "
+                    "resume with the parameters of the first request",
+                )
+                continue
             self._check_token_ids(f"{field}.token_ids", entry.token_ids)
             # Text can be compared only when all it depends on is right.
             if len(self.violations) == before == 0:
@@ -417,13 +474,6 @@ class _Check:
 
     def _check_received_text(self, field: str, entry: generation_pb2.Received, generation: GenerationRequest) -> None:
         token_ids, sampling = list(entry.token_ids), generation.sampling
-        if len(token_ids) > sampling.max_new_tokens:
-            self._wrong(
-                f"{field}.token_ids",
-                f"{len(token_ids)} tokens given, max_new_tokens is {sampling.max_new_tokens}: "
-                "resume with the parameters of the first request",
-            )
-            return
         stop_ids = set(sampling.stop_token_ids)
         end = next((i for i, t in enumerate(token_ids) if t in stop_ids and i >= sampling.min_new_tokens), None)
         stream = TextStream(self._tokenizer, stop=generation.stop, prompt_token_ids=generation.prompt_token_ids)
@@ -459,6 +509,16 @@ def _fitting(violations: Sequence[FieldViolation]) -> list[FieldViolation]:
     return kept
 
 
+def _all_unknown_fields(request: Message) -> list[tuple[str, str]]:
+    known = type(request)()
+    known.CopyFrom(request)
+    known.DiscardUnknownFields()
+    unknown_bytes = request.ByteSize() - known.ByteSize()
+    if unknown_bytes > _MAX_UNKNOWN_BYTES:
+        return [("request", f"{unknown_bytes} bytes of fields that this protocol does not have: remove them")]
+    return list(_unknown_fields(request, "")) if unknown_bytes else []
+
+
 def _unknown_fields(message: Message, path: str) -> Iterator[tuple[str, str]]:
     """Where the message holds fields that this protocol does not have: (field, what to change)."""
     name = message.DESCRIPTOR.full_name
@@ -471,5 +531,5 @@ def _unknown_fields(message: Message, path: str) -> Iterator[tuple[str, str]]:
         if isinstance(value, Message):
             yield from _unknown_fields(value, f"{path}{field.name}.")
         else:
-            for position, entry in enumerate(value):
+            for position, entry in enumerate(itertools.islice(value, _MAX_LOOKED_AT)):
                 yield from _unknown_fields(entry, f"{path}{field.name}[{position}].")

@@ -21,6 +21,8 @@ from outrider.security.tls import TlsConfig
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 << 20
+MAX_CONNECTIONS = 1_024
+MAX_METADATA_BYTES = 8 << 10
 
 _SHARED_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -39,6 +41,17 @@ SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),
     # Below it a peer's pings count as an attack: the default is five minutes, and then an idle stream ends after 40 s.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    # Of one address: each costs a file and some memory before it has shown a certificate or a token.
+    ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
+    # Further calls of a connection wait at their client.
+    ("grpc.max_concurrent_streams", 1_024),
+    # The first is where gRPC begins to refuse at random, the second where it always does.
+    ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+    ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+    # A peer that connects and then says nothing; the default is two minutes.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    # A connection without calls is closed; clients dial anew when they need it.
+    ("grpc.max_connection_idle_ms", 600_000),
 ]
 CHANNEL_OPTIONS = [*_SHARED_OPTIONS, ("grpc.enable_retries", 0)]
 
@@ -111,6 +124,7 @@ class RoleServer:
             service takes the roles that it is for.
         public_address: a second one, where nobody needs a certificate; what is for certain roles is refused there.
         tls: None serves in the clear.
+        max_request_bytes: of one message; a larger one ends its call with RESOURCE_EXHAUSTED, unread.
         interceptors: of calls, before the check of roles.
 
     Raises:
@@ -126,11 +140,14 @@ class RoleServer:
         address: str,
         public_address: str | None = None,
         tls: TlsConfig | None = None,
+        max_request_bytes: int = MAX_MESSAGE_BYTES,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     ) -> None:
         self._services = list(services)
         roles = [] if tls is None else [RoleInterceptor(abort_with)]
-        self._server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[*interceptors, *roles])
+        # Of an option that is given twice, gRPC takes the first.
+        options = dict(SERVER_OPTIONS) | {"grpc.max_receive_message_length": max_request_bytes}
+        self._server = grpc.aio.server(options=list(options.items()), interceptors=[*interceptors, *roles])
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = [*services, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME]

@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Callable
+from typing import Any
 
 import grpc
 import pytest
@@ -10,9 +11,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from outrider.coordinator.messages import SpeculationMode
 from outrider.coordinator.tokenizer import TextTokenizer
-from outrider.coordinator.validation import RequestLimits, RequestValidator
+from outrider.coordinator.validation import RequestLimits, RequestValidator, max_request_bytes
 from outrider.errors import InvalidRequest
-from outrider.rpc import status_of
+from outrider.rpc import MAX_MESSAGE_BYTES, status_of
 from outrider.sampling import VerificationRule
 from outrider.v1 import common_pb2, generation_pb2
 
@@ -290,7 +291,7 @@ def status_size(error: InvalidRequest) -> int:
 def test_endless_violations_are_counted() -> None:
     found = violations(request_with(token_ids=[999] * 50))
     assert found["token_ids.ids"] == "47 more token ids outside the vocabulary"
-    request = request_with(received=[{"index": index, "token_ids": [999] * 5} for index in range(1, 200)])
+    request = request_with(received=[{"index": index, "token_ids": [999] * 5} for index in range(1, 17)])
     with pytest.raises(InvalidRequest) as caught:
         VALIDATOR.check(request)
     assert "more fields are wrong" in caught.value.violations[-1].description
@@ -352,3 +353,50 @@ def test_random_requests_are_taken_or_refused_and_nothing_else() -> None:
             assert generation.sampling.max_new_tokens + len(generation.prompt_token_ids) <= MODEL.max_model_len
             assert all(math.isfinite(value) for value in generation.sampling.logit_bias.values())
     assert 40 < taken < 360
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"token_ids": [999] * 100_000}, "token_ids.ids"),
+        ({"sampling_params": {"allowed_token_ids": [999] * 100_000}}, "sampling_params.allowed_token_ids"),
+        ({"sampling_params": {"stop_token_ids": [999] * 100_000}}, "sampling_params.stop_token_ids"),
+        ({"sampling_params": {"logit_bias": dict.fromkeys(range(100_000), 900.0)}}, "sampling_params.logit_bias"),
+        ({"sampling_params": {"stop": [""] * 100_000}}, "sampling_params.stop"),
+        ({"received": [{"index": 7}] * 100_000}, "received"),
+        (
+            {"speculation": {"verification": common_pb2.VERIFICATION_RULE_SYNTHETIC, "synthetic_rates": [7.0] * 9_999}},
+            "speculation.synthetic_rates",
+        ),
+    ],
+)
+def test_a_list_that_is_too_long_is_not_looked_into(fields: dict[str, Any], named: str) -> None:
+    request = request_with(**fields)
+    with pytest.raises(InvalidRequest) as caught:
+        RequestValidator(MODEL, TOKENIZER, RequestLimits(allow_synthetic=True)).check(request)
+    assert [violation.field for violation in caught.value.violations] == [named]
+    assert "at most" in str(caught.value) or "needed" in str(caught.value) or "shorten" in str(caught.value)
+
+
+def test_many_unknown_fields_are_not_looked_for_one_by_one() -> None:
+    request = request_with()
+    request.MergeFromString(bytes([0xF8, 0x3F, 0x01]) * 100_000)
+    assert violations(request) == {"request": "300000 bytes of fields that this protocol does not have: remove them"}
+
+
+def test_the_largest_request_grows_with_the_model() -> None:
+    small = common_pb2.ModelInfo(vocab_size=1_000, max_model_len=2_048)
+    large = common_pb2.ModelInfo(vocab_size=150_000, max_model_len=131_072)
+    assert max_request_bytes(small, None) == 1 << 20
+    # Whatever one may ask for fits: a whole prompt, sixteen whole outputs, lists over the whole vocabulary.
+    ids = [149_999] * 131_072
+    whole = generation_pb2.GenerateRequest(
+        token_ids={"ids": ids},
+        received=[{"index": index, "token_ids": ids} for index in range(16)],
+        sampling_params={
+            "logit_bias": dict.fromkeys(range(150_000), 1.0),
+            "allowed_token_ids": range(150_000),
+            "stop_token_ids": range(150_000),
+        },
+    )
+    assert whole.ByteSize() <= max_request_bytes(large, None) <= MAX_MESSAGE_BYTES

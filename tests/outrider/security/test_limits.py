@@ -1,0 +1,51 @@
+"""What a server takes of anybody, before it knows who it is."""
+
+import asyncio
+import socket
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from outrider import rpc
+
+
+async def outcome(address: str, *, metadata_bytes: int = 1, message_bytes: int = 0) -> str:
+    async with rpc.open_channel(address) as channel:
+        check: Any = health_pb2_grpc.HealthStub(channel).Check  # pyright: ignore[reportAttributeAccessIssue]
+        request = health_pb2.HealthCheckRequest(service="x" * message_bytes)
+        try:
+            await check(request, metadata=(("key", "x" * metadata_bytes),), timeout=5)
+        except grpc.aio.AioRpcError as error:
+            return error.code().name
+    return "OK"
+
+
+async def test_what_is_too_large_ends_with_a_reason(monkeypatch: pytest.MonkeyPatch):
+    most = 4
+    options = dict(rpc.SERVER_OPTIONS) | {"grpc.max_allowed_incoming_connections": most}
+    assert options.keys() == dict(rpc.SERVER_OPTIONS).keys()
+    monkeypatch.setattr(rpc, "SERVER_OPTIONS", list(options.items()))
+    server = rpc.RoleServer(
+        services=[], add_services=lambda server: None, address="127.0.0.1:0", max_request_bytes=1_000
+    )
+    await server.start()
+    assert await outcome(server.address) == "OK"
+    assert await outcome(server.address, message_bytes=900) == "NOT_FOUND"
+    assert await outcome(server.address, message_bytes=1_100) == "RESOURCE_EXHAUSTED"
+    assert await outcome(server.address, metadata_bytes=rpc.MAX_METADATA_BYTES - 2_000) == "OK"
+    assert await outcome(server.address, metadata_bytes=rpc.MAX_METADATA_BYTES) == "RESOURCE_EXHAUSTED"
+
+    silent = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(most)]
+    async with asyncio.timeout(5):
+        while await outcome(server.address) == "OK":
+            await asyncio.sleep(0.05)
+    assert await outcome(server.address) == "UNAVAILABLE"
+    for connection in silent:
+        connection.close()
+    async with asyncio.timeout(5):
+        while await outcome(server.address) != "OK":
+            await asyncio.sleep(0.05)
+    await server.stop(grace_s=0)
