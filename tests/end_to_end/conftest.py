@@ -53,35 +53,75 @@ class ReferenceOutput:
 
 
 class Reference:
-    """One token at a time through transformers, the choice rule written out plainly in numpy."""
+    """One token at a time through transformers, the choice rule written out plainly in numpy.
+
+    What it has generated once it remembers: no mode and no number of drafts is part of the question.
+    """
 
     def __init__(self) -> None:
         path = embedded_target_path()
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         self.eos = self.model.generation_config.eos_token_id
+        self._known: dict[str, ReferenceOutput] = {}
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    @torch.inference_mode()
     def generate(self, prompt: Sequence[int], spec: SamplingSpec) -> ReferenceOutput:
-        token_ids, cache = list(prompt), DynamicCache()
-        fed, margins, logprobs, finish = 0, [], [], "length"
-        for _ in range(spec.max_new_tokens):
-            new = torch.tensor([token_ids[fed:]])
-            output = self.model(input_ids=new, past_key_values=cache, use_cache=True)
-            fed = len(token_ids)
-            raw = output.logits[0, -1].double().numpy()
-            token, margin = choose(raw, token_ids, len(prompt), spec)
-            token_ids.append(token)
-            margins.append(margin)
-            logprobs.append(float(raw[token] - np.logaddexp.reduce(raw)))
-            if token in spec.stop_token_ids:
-                finish = "stop"
-                break
+        question = repr((list(prompt), spec))
+        if question not in self._known:
+            (self._known[question],) = self.generate_all([prompt], [spec])
+        return self._known[question]
+
+    @torch.inference_mode()
+    def generate_all(self, prompts: Sequence[Sequence[int]], specs: Sequence[SamplingSpec]) -> list[ReferenceOutput]:
+        """Many prompts as rows of one batch, shorter ones padded on the left, where nobody sees it."""
+        most = max(map(len, prompts))
+        new = torch.tensor([[0] * (most - len(prompt)) + list(prompt) for prompt in prompts])
+        seen = torch.tensor([[0] * (most - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        rows, cache = [ReferenceRow(prompt, spec) for prompt, spec in zip(prompts, specs, strict=True)], DynamicCache()
+        while not all(row.finish_reason for row in rows):
+            positions = (seen.cumsum(-1) - 1).clamp(min=0)[:, -new.shape[1] :]
+            output = self.model(
+                input_ids=new, attention_mask=seen, position_ids=positions, past_key_values=cache, use_cache=True
+            )
+            # Rows that have ended stay in the batch, and what comes after their end is no part of them.
+            new = torch.tensor([[row.take(raw)] for row, raw in zip(rows, output.logits[:, -1].double(), strict=True)])
+            seen = torch.cat([seen, torch.ones_like(new)], dim=1)
+        return [row.output for row in rows]
+
+
+class ReferenceRow:
+    """One prompt and what comes after it."""
+
+    def __init__(self, prompt: Sequence[int], spec: SamplingSpec) -> None:
+        self._token_ids, self._prompt_length, self._spec = list(prompt), len(prompt), spec
+        self._margins: list[float] = []
+        self._logprobs: list[float] = []
+        self.finish_reason = ""
+
+    def take(self, logits: torch.Tensor) -> int:
+        """The next token, or the last one again after the end."""
+        if not self.finish_reason:
+            raw = logits.numpy()
+            token, margin = choose(raw, self._token_ids, self._prompt_length, self._spec)
+            self._token_ids.append(token)
+            self._margins.append(margin)
+            self._logprobs.append(float(raw[token] - np.logaddexp.reduce(raw)))
+            if token in self._spec.stop_token_ids:
+                self.finish_reason = "stop"
+            elif len(self._margins) == self._spec.max_new_tokens:
+                self.finish_reason = "length"
+        return self._token_ids[-1]
+
+    @property
+    def output(self) -> ReferenceOutput:
         return ReferenceOutput(
-            token_ids=token_ids[len(prompt) :], margins=margins, logprobs=logprobs, finish_reason=finish
+            token_ids=self._token_ids[self._prompt_length :],
+            margins=self._margins,
+            logprobs=self._logprobs,
+            finish_reason=self.finish_reason,
         )
 
 

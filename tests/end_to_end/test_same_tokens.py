@@ -18,10 +18,8 @@ def expected(reference, prompts):
     """For greedy and sampled: the plain loop's output of every prompt."""
 
     def outputs(spec: SamplingSpec) -> list:
-        return [
-            reference.generate(prompt, replace(spec, seed=(spec.seed + number) % 2**64))
-            for number, prompt in enumerate(prompts)
-        ]
+        specs = [replace(spec, seed=(spec.seed + number) % 2**64) for number in range(len(prompts))]
+        return reference.generate_all(prompts, specs)
 
     stop = (reference.eos,)
     return {
