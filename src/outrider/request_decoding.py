@@ -6,6 +6,7 @@ gRPC ends a call with UNKNOWN when a deserializer raises. Ours returns the error
 import contextlib
 import functools
 import inspect
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,9 @@ from google.protobuf.message import DecodeError, Message
 
 from outrider.errors import FieldViolation, InvalidRequest
 from outrider.rpc import abort_with
+
+# Of what may be megabytes of broken text; a status has to fit into 8 KiB.
+_MAX_REASONS = 16
 
 
 def add_service(servicer: object, service: ServiceDescriptor, server: grpc.aio.Server) -> None:
@@ -54,7 +58,7 @@ def decode(message_type: Descriptor, data: bytes) -> Message | InvalidRequest:
     try:
         return message_factory.GetMessageClass(message_type).FromString(data)
     except DecodeError:
-        return InvalidRequest(list(_reasons(message_type, data)))
+        return InvalidRequest(list(itertools.islice(_reasons(message_type, data), _MAX_REASONS)))
 
 
 def _guard_stream(behaviour: Callable[..., Any]) -> Callable[..., AsyncIterator[Message]]:

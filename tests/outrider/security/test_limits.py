@@ -10,6 +10,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider import rpc
+from outrider.errors import InvalidRequest
+from outrider.request_decoding import decode
+from outrider.v1 import generation_pb2
 
 
 async def outcome(address: str, *, metadata_bytes: int = 1, message_bytes: int = 0) -> str:
@@ -49,3 +52,11 @@ async def test_what_is_too_large_ends_with_a_reason(monkeypatch: pytest.MonkeyPa
         while await outcome(server.address) != "OK":
             await asyncio.sleep(0.05)
     await server.stop(grace_s=0)
+
+
+def test_of_endless_broken_text_some_is_named():
+    good = generation_pb2.GenerateRequest(sampling_params={"stop": ["??"] * 10_000}).SerializeToString()
+    found = decode(generation_pb2.GenerateRequest.DESCRIPTOR, good.replace(b"??", b"\xff\xff"))
+    assert isinstance(found, InvalidRequest)
+    assert len(found.violations) == 16
+    assert len(rpc.status_of(found).SerializeToString()) * 4 // 3 + len(str(found)) < rpc.MAX_METADATA_BYTES
