@@ -161,7 +161,7 @@ def echo(server: socket.socket) -> None:
 def test_a_relay_adds_its_round_trip_and_passes_every_byte_on(rtt_s: float):
     with socket.create_server(("127.0.0.1", 0)) as server, Relay(("127.0.0.1", 0), server.getsockname()) as relay:
         threading.Thread(target=echo, args=(server,), daemon=True).start()
-        with socket.create_connection(relay.address, timeout=20) as client:
+        with socket.create_connection(relay.address, timeout=30) as client:
             relay.rtt_s = rtt_s
             took = []
             # On a busy machine some are late, but none is early, and one in so many is on time.

@@ -96,7 +96,7 @@ class Door:
         request = generation_pb2.GenerateRequest(
             request_id=request_id, token_ids={"ids": [5]}, sampling_params={"seed": 1, **params}
         )
-        call = self.stub(token).Generate(request, timeout=10)
+        call = self.stub(token).Generate(request, timeout=30)
         try:
             started = await call.read()
             assert started.HasField("started")
@@ -169,13 +169,13 @@ async def test_every_method_but_health_needs_a_token(tokens: Path):
         assert calls.keys() == {method.name for method in SERVICE.methods}
         for name, request in calls.items():
             for token in (None, UNKNOWN, "", "alice", ALICE[:-1], ALICE + "x", hash_of(ALICE)):
-                call = getattr(door.stub(token), name)(request, timeout=10)
+                call = getattr(door.stub(token), name)(request, timeout=30)
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await (call.read() if hasattr(call, "read") else call)
                 assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED, (name, token)
                 assert isinstance(error_of(caught.value), Unauthenticated)
         assert door.scheduler.generations == []
-        reflected = door.channel.stream_stream(f"/{reflection.SERVICE_NAME}/ServerReflectionInfo")(timeout=10)
+        reflected = door.channel.stream_stream(f"/{reflection.SERVICE_NAME}/ServerReflectionInfo")(timeout=30)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await reflected.read()
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
@@ -188,7 +188,7 @@ async def test_every_method_but_health_needs_a_token(tokens: Path):
 async def test_a_large_message_without_a_token_is_not_read(tokens: Path):
     async with serving(tokens) as door:
         generate = door.channel.unary_stream("/outrider.v1.GenerationService/Generate")
-        call = generate(bytes(32 << 20), timeout=10)
+        call = generate(bytes(32 << 20), timeout=30)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
         # Were it read, it would be too large, and no message of this protocol.
@@ -252,7 +252,7 @@ async def test_choices_at_a_time(tokens: Path):
         await refusal(door, ALICE)
         for call in (second, third):
             call.cancel()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while door.servicer._live:
                 await asyncio.sleep(0.01)
         await door.start(ALICE, n=2)

@@ -139,10 +139,10 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedServicer]:
         await server.start()
         return server, port
 
-    grpc_server, port = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
+    grpc_server, port = asyncio.run_coroutine_threadsafe(start(), loop).result(30)
     monkeypatch.setenv("OUTRIDER_ENDPOINT", f"127.0.0.1:{port}")
     yield servicer
-    asyncio.run_coroutine_threadsafe(grpc_server.stop(0), loop).result(10)
+    asyncio.run_coroutine_threadsafe(grpc_server.stop(0), loop).result(30)
     loop.call_soon_threadsafe(loop.stop)
     thread.join()
     loop.close()

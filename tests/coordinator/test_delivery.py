@@ -83,7 +83,7 @@ async def rounds(monkeypatch: pytest.MonkeyPatch, *, tokens: int, **options: Any
         request_id="a", prompt_token_ids=(1, 2), sampling=SamplingSpec(max_new_tokens=tokens), **options
     )
     generation = scheduler.submit(request, [TextStream(None) for _ in range(request.n)])
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         [event async for event in generation]
     await scheduler.stop(WorkerUnavailable("the test is over"))
     await link.close()
@@ -158,7 +158,7 @@ async def test_clients_hear_while_growth_is_waited_for(make_bench):
         request_id="a", prompt_token_ids=(1, 2), sampling=SamplingSpec(max_new_tokens=9), mode=SpeculationMode.SYNC
     )
     generation = bench.scheduler.submit(request, [TextStream(None)])
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await anext(aiter(generation))
     assert len(target.batches) == 1
     generation.cancel()

@@ -47,7 +47,7 @@ async def test_the_same_tokens_and_nobody_else(service: LocalService, reference:
         got = client.generate(prompts[0], max_new_tokens=24, ignore_eos=True, temperature=0.0)
         assert differs(got.token_ids, wanted) is None
         assert got.speculation.accepted_tokens > 0
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             # Loads come with heartbeats: until one says that the session has gone.
             while sum(sessions for *_, sessions, _ in loads(client.server_info())):
                 await asyncio.sleep(0.1)
@@ -70,9 +70,9 @@ async def test_the_same_tokens_and_nobody_else(service: LocalService, reference:
                 own = TlsConfig.of_folder(folder, stranger)
                 async with rpc.open_channel(addresses[number], tls=own, peer=role) as channel:
                     if role is Role.TARGET:
-                        call = target_pb2_grpc.TargetServiceStub(channel).Verify(timeout=10)
+                        call = target_pb2_grpc.TargetServiceStub(channel).Verify(timeout=30)
                     else:
-                        call = draft_pb2_grpc.DraftServiceStub(channel).Speculate(timeout=10)
+                        call = draft_pb2_grpc.DraftServiceStub(channel).Speculate(timeout=30)
                     assert await status_of(call) == "PERMISSION_DENIED", (role, stranger)
 
         draft = next(worker.introduction for worker in before.workers if worker.introduction.role == 1)
@@ -101,12 +101,12 @@ async def check_registrations(service: LocalService, folder: Path, draft: regist
 
         own = TlsConfig.of_folder(folder, holder)
         async with rpc.open_channel(service.worker_endpoint, tls=own, peer=Role.COORDINATOR) as channel:
-            call = registry_pb2_grpc.RegistryServiceStub(channel).Register(reports(), timeout=10)
+            call = registry_pb2_grpc.RegistryServiceStub(channel).Register(reports(), timeout=30)
             assert await status_of(call) == "PERMISSION_DENIED", (holder, role)
     # At the clients' door a certificate is not even asked for.
     own = TlsConfig.of_folder(folder, Role.TARGET)
     async with rpc.open_channel(service.endpoint, tls=own, peer=Role.COORDINATOR) as channel:
-        call = registry_pb2_grpc.RegistryServiceStub(channel).Register(timeout=10)
+        call = registry_pb2_grpc.RegistryServiceStub(channel).Register(timeout=30)
         assert await status_of(call) == "UNAUTHENTICATED"
 
 

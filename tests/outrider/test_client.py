@@ -124,11 +124,11 @@ def serving(script: Script) -> Iterator[tuple[ScriptedServicer, str]]:
         await server.start()
         return server, port
 
-    server, port = asyncio.run_coroutine_threadsafe(start(), loop).result(10)
+    server, port = asyncio.run_coroutine_threadsafe(start(), loop).result(30)
     try:
         yield servicer, f"127.0.0.1:{port}"
     finally:
-        asyncio.run_coroutine_threadsafe(server.stop(0), loop).result(10)
+        asyncio.run_coroutine_threadsafe(server.stop(0), loop).result(30)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()

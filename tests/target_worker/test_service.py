@@ -52,7 +52,7 @@ class Service:
         return target_pb2_grpc.TargetServiceStub(self.channel).Verify(timeout=30)
 
     async def until_empty(self) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while self.steps.load.sessions or self.steps.load.slots_used:
                 await asyncio.sleep(0.01)
 
@@ -232,7 +232,7 @@ async def test_the_end_of_a_stream_closes_its_sessions_only(service: Service) ->
     await kept.write(request(1, opens=[opening(2, epoch=2)], trees=target_pb2.TreeBatch()))
     await read(kept)
     lost.cancel()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while service.steps.load.sessions != 1:
             await asyncio.sleep(0.01)
     trees = batch(5, 2)

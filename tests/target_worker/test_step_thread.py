@@ -69,13 +69,13 @@ class NotingVerifier:
         if self.fails_to_begin:
             raise RuntimeError("the device is gone")
         if not self.overlaps:
-            assert self.go_on.wait(10)
+            assert self.go_on.wait(30)
         return self.pending(trees, tokens=len(trees))
 
     def finish(self, pending: Any) -> StepResult:
         trees = pending.trees
         if self.overlaps and trees:
-            assert self.go_on.wait(10)
+            assert self.go_on.wait(30)
             self.log.append(("finish", [tree.key[1] for tree in trees]))
         self.in_flight -= {tree.key for tree in trees}
         if self.fails:
@@ -119,48 +119,48 @@ def steps(fake: NotingVerifier):
     fake.go_on.set()
     thread.stop()
     with pytest.raises(RuntimeError) if fake.fails or fake.fails_to_begin else pytest.MonkeyPatch().context():
-        thread.stopped.result(10)
+        thread.stopped.result(30)
 
 
 def test_what_waits_becomes_one_step_each_with_its_own_results(steps: StepThread, fake: NotingVerifier) -> None:
     first = steps.submit(Batch(trees=[tree(1)]))
-    assert fake.entered.wait(10)
+    assert fake.entered.wait(30)
     waiting = [steps.submit(Batch(opens=[opening(n)], trees=[tree(n), tree(n + 1)])) for n in (2, 4)]
     closing = steps.submit(Batch(closes=[((1, 1), 1), ((1, 2), 1)]))
     fake.go_on.set()
-    assert [list(result.token_ids) for done in waiting for result in done.result(10).results] == [[2], [3], [4], [5]]
-    assert first.result(10).step is not waiting[0].result(10).step
-    assert waiting[0].result(10).step is waiting[1].result(10).step
-    assert closing.result(10).step is None
+    assert [list(result.token_ids) for done in waiting for result in done.result(30).results] == [[2], [3], [4], [5]]
+    assert first.result(30).step is not waiting[0].result(30).step
+    assert waiting[0].result(30).step is waiting[1].result(30).step
+    assert closing.result(30).step is None
     # 1 is not in the step and makes room before it; 2 is, and is closed after it.
     assert fake.log[1:] == [("close", 1), ("open", 2), ("open", 4), ("step", [2, 3, 4, 5]), ("close", 2)]
 
 
 def test_a_session_stands_in_a_step_once(steps: StepThread, fake: NotingVerifier) -> None:
     steps.submit(Batch(trees=[tree(1)]))
-    assert fake.entered.wait(10)
+    assert fake.entered.wait(30)
     waiting = [steps.submit(Batch(trees=[tree(n)])) for n in (2, 3, 2)]
     fake.go_on.set()
     for done in waiting:
-        done.result(10)
+        done.result(30)
     assert [entry for entry in fake.log if entry[0] == "step"] == [("step", [1]), ("step", [2, 3]), ("step", [2])]
 
 
 def test_why_an_open_failed_is_told_with_the_first_tree(steps: StepThread, fake: NotingVerifier) -> None:
     fake.go_on.set()
-    assert steps.submit(Batch(opens=[opening(13)])).result(10).faults[0][2].message == "no room"
-    faults = [steps.submit(Batch(trees=[tree(13)])).result(10).results[0].fault for _ in range(2)]
+    assert steps.submit(Batch(opens=[opening(13)])).result(30).faults[0][2].message == "no room"
+    faults = [steps.submit(Batch(trees=[tree(13)])).result(30).results[0].fault for _ in range(2)]
     assert [fault.message for fault in faults if fault is not None] == ["no room", "not open"]
 
 
 def test_prefills_while_nothing_waits_and_rests_when_it_cannot(steps: StepThread, fake: NotingVerifier) -> None:
     fake.go_on.set()
     fake.pending_rows = [0, 0, 0, 5, 5]
-    steps.submit(Batch(trees=[tree(1)])).result(10)
-    steps.submit(Batch(trees=[tree(2)])).result(10)
+    steps.submit(Batch(trees=[tree(1)])).result(30)
+    steps.submit(Batch(trees=[tree(2)])).result(30)
     # After each batch it goes on until a prefill computes no row.
     steps.stop()
-    steps.stopped.result(10)
+    steps.stopped.result(30)
     assert fake.log.count(("prefill", None)) <= 4
     assert DEFERRED.outcome is Outcome.DEFERRED
 
@@ -168,30 +168,30 @@ def test_prefills_while_nothing_waits_and_rests_when_it_cannot(steps: StepThread
 def test_prefill_waits_for_the_batch_that_is_due(steps: StepThread, fake: NotingVerifier) -> None:
     fake.go_on.set()
     fake.pending_rows, fake.prefill_due_s = [0, 5], 60.0
-    steps.submit(Batch(trees=[tree(1)])).result(10)
-    steps.submit(Batch(trees=[tree(2)])).result(10)
+    steps.submit(Batch(trees=[tree(1)])).result(30)
+    steps.submit(Batch(trees=[tree(2)])).result(30)
     assert ("prefill", None) not in fake.log
     fake.prefill_due_s = 0.0
-    steps.submit(Batch()).result(10)
-    steps.submit(Batch()).result(10)
+    steps.submit(Batch()).result(30)
+    steps.submit(Batch()).result(30)
     steps.stop()
-    steps.stopped.result(10)
+    steps.stopped.result(30)
     assert ("prefill", None) in fake.log
 
 
 def test_a_failure_ends_the_thread_and_everyone_hears_of_it(steps: StepThread, fake: NotingVerifier) -> None:
     fake.fails = True
     first = steps.submit(Batch(trees=[tree(1)]))
-    assert fake.entered.wait(10)
+    assert fake.entered.wait(30)
     second = steps.submit(Batch(trees=[tree(2)]))
     fake.go_on.set()
     for done in (first, second):
         with pytest.raises(WorkerUnavailable, match="the device is gone"):
-            done.result(10)
+            done.result(30)
     with pytest.raises(RuntimeError, match="the device is gone"):
-        steps.stopped.result(10)
+        steps.stopped.result(30)
     with pytest.raises(WorkerUnavailable, match="stopping"):
-        steps.submit(Batch(trees=[tree(3)])).result(10)
+        steps.submit(Batch(trees=[tree(3)])).result(30)
 
 
 def test_a_model_that_cannot_be_loaded_is_told_by_ready() -> None:
@@ -201,11 +201,11 @@ def test_a_model_that_cannot_be_loaded_is_told_by_ready() -> None:
     thread = StepThread(fail)
     thread.start()
     with pytest.raises(ValueError, match="no such model"):
-        thread.ready.result(10)
+        thread.ready.result(30)
 
 
 def test_busy_is_the_share_since_the_last_report(steps: StepThread, fake: NotingVerifier) -> None:
-    steps.ready.result(10)
+    steps.ready.result(30)
     steps.report()
     began_s = time.perf_counter()
     assert steps.report().busy == 0.0
@@ -213,13 +213,13 @@ def test_busy_is_the_share_since_the_last_report(steps: StepThread, fake: Noting
     time.sleep(0.02)
     submitted_s = time.perf_counter()
     done = steps.submit(Batch(trees=[tree(1)]))
-    assert fake.entered.wait(10)
+    assert fake.entered.wait(30)
     entered_s = time.perf_counter()
     time.sleep(0.02)
     held_s = time.perf_counter() - entered_s
     fake.go_on.set()
-    done.result(10)
-    steps.submit(Batch()).result(10)
+    done.result(30)
+    steps.submit(Batch()).result(30)
     busy = steps.report().busy
     # However long this machine takes over all of it: as much as the step was held, and nothing before it was asked for.
     whole_s = time.perf_counter() - began_s
@@ -229,7 +229,7 @@ def test_busy_is_the_share_since_the_last_report(steps: StepThread, fake: Noting
 @pytest.fixture
 def device(fake: NotingVerifier, steps: StepThread) -> NotingVerifier:
     """The verifier as on a device, its first step of session 1 running for long."""
-    steps.ready.result(10)
+    steps.ready.result(30)
     fake.overlaps = True
     steps._usual_s[1] = 60.0
     return fake
@@ -252,7 +252,7 @@ def test_the_next_step_begins_while_one_runs_and_no_third(steps: StepThread, dev
         wait_for(device, ("begin", [2]))
     assert not first.done()
     device.go_on.set()
-    assert [list(done.result(10).results[0].token_ids) for done in (first, *others)] == [[1], [2], [3], [4]]
+    assert [list(done.result(30).results[0].token_ids) for done in (first, *others)] == [[1], [2], [3], [4]]
     assert device.log == [
         ("begin", [1]), ("open", 2), ("begin", [2]), ("finish", [1]), ("open", 3), ("open", 4), ("begin", [3, 4]),
         ("finish", [2]), ("finish", [3, 4]),
@@ -268,7 +268,7 @@ def test_what_is_in_flight_is_not_reopened_stepped_or_closed(steps: StepThread, 
     behind = steps.submit(Batch(trees=[tree(3)]))
     device.go_on.set()
     for done in (first, closing, reopening, behind):
-        done.result(10)
+        done.result(30)
     # 9 makes room at once; 1 is closed when its step is finished, and opened again after that.
     assert device.log == [
         ("begin", [1]), ("close", 9), ("begin", [2]), ("finish", [1]), ("close", 1), ("open", 1), ("begin", [1, 3]),
@@ -286,7 +286,7 @@ def test_what_asks_for_a_session_in_flight_waits_and_so_does_what_came_behind(
     assert not behind.done() and len(device.log) == 1
     device.go_on.set()
     for done in (first, again, behind):
-        done.result(10)
+        done.result(30)
     assert device.log == [("begin", [1]), ("finish", [1]), ("open", 1), ("begin", [1, 2]), ("finish", [1, 2])]
 
 
@@ -300,7 +300,7 @@ def test_an_open_waits_for_the_row_of_a_session_that_is_closed_in_flight(
     closing = steps.submit(Batch(closes=[((1, 9), 1)]))
     device.go_on.set()
     for done in (first, replacing, closing):
-        done.result(10)
+        done.result(30)
     assert device.log[:2] == [("begin", [1]), ("finish", [1])]
     assert device.log.index(("close", 1)) < device.log.index(("open", 2))
 
@@ -311,7 +311,7 @@ def test_a_session_whose_prefill_is_in_flight_waits_for_it(steps: StepThread, de
     device.in_flight.add((1, 7))  # in the same step, though in no batch
     waiting = steps.submit(Batch(trees=[tree(7)]))
     device.go_on.set()
-    waiting.result(10)
+    waiting.result(30)
     assert device.log[-2:] == [("begin", [7]), ("finish", [7])]
 
 
@@ -322,7 +322,7 @@ def test_a_batch_without_trees_is_answered_in_its_turn(steps: StepThread, device
     wait_for(device, ("open", 5))
     assert not opened.done()
     device.go_on.set()
-    assert opened.result(10).step is None
+    assert opened.result(30).step is None
     assert first.done()
 
 
@@ -336,9 +336,9 @@ def test_a_failure_is_told_to_all_that_are_in_flight(steps: StepThread, device: 
     device.go_on.set()
     for done in jobs:
         with pytest.raises(WorkerUnavailable, match="the device is gone"):
-            done.result(10)
+            done.result(30)
     with pytest.raises(RuntimeError, match="the device is gone"):
-        steps.stopped.result(10)
+        steps.stopped.result(30)
 
 
 def test_stopping_finishes_what_is_in_flight(steps: StepThread, device: NotingVerifier) -> None:
@@ -349,10 +349,10 @@ def test_stopping_finishes_what_is_in_flight(steps: StepThread, device: NotingVe
     late = steps.submit(Batch(trees=[tree(3)]))
     steps.stop()
     device.go_on.set()
-    assert [list(done.result(10).results[0].token_ids) for done in jobs] == [[1], [2]]
+    assert [list(done.result(30).results[0].token_ids) for done in jobs] == [[1], [2]]
     with pytest.raises(WorkerUnavailable, match="stopping"):
-        late.result(10)
-    steps.stopped.result(10)
+        late.result(30)
+    steps.stopped.result(30)
 
 
 def test_graphs_are_captured_while_nothing_is_in_flight(steps: StepThread, device: NotingVerifier) -> None:
@@ -361,7 +361,7 @@ def test_graphs_are_captured_while_nothing_is_in_flight(steps: StepThread, devic
     device.wants_capture = True
     second = steps.submit(Batch(trees=[tree(2)]))
     device.go_on.set()
-    second.result(10)
+    second.result(30)
     assert device.log == [("begin", [1]), ("finish", [1]), ("capture", None), ("begin", [2]), ("finish", [2])]
 
 
@@ -370,17 +370,17 @@ def test_it_says_how_long_its_step_has_run_and_whether_it_may_be_compiling(fake,
     fake.overlaps = overlaps
     thread = StepThread(lambda: cast("Verifier", fake))
     thread.start()
-    thread.ready.result(10)
+    thread.ready.result(30)
     reports = []
     for _ in range(2):
         fake.entered.clear()
         fake.go_on.clear()
         done = thread.submit(Batch(trees=[tree(1), tree(2)]))
-        assert fake.entered.wait(10)
+        assert fake.entered.wait(30)
         time.sleep(0.02)
         reports.append(thread.report())
         fake.go_on.set()
-        done.result(10)
+        done.result(30)
     deadline = time.monotonic() + 10
     while thread.report().step_age_s and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -389,4 +389,4 @@ def test_it_says_how_long_its_step_has_run_and_whether_it_may_be_compiling(fake,
     assert thread.report().step_age_s == 0
     assert not thread.load.is_preparing
     thread.stop()
-    thread.stopped.result(10)
+    thread.stopped.result(30)
