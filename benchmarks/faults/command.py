@@ -23,6 +23,7 @@ from rich.console import Console
 
 _BROKEN = 1
 _TABLE_WIDTH = 120
+_LOOK_S = 0.5
 # Of a calm: until connections that nobody told of their end are given up, which keepalive takes 12 s for.
 _QUIET_TIMEOUT_S = 45.0
 
@@ -40,7 +41,7 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--longest", type=int, default=160, help="most tokens of a request")
     parser.add_argument("--at-once", type=int, default=3, help="faults at a time, never two of one role")
     parser.add_argument("--gap-s", type=float, nargs=2, default=(0.3, 2.5), help="between faults, least and most")
-    parser.add_argument("--calm-s", type=float, default=15.0, help="of load without faults, before and after them")
+    parser.add_argument("--calm-requests", type=int, default=120, help="without faults, before and after them")
     parser.add_argument("--folder", type=Path, help="for the roles' logs; default a new one under the system's")
     parser.add_argument("--output-json", type=Path)
     arguments = parser.parse_args(given)
@@ -91,8 +92,9 @@ async def run(arguments: argparse.Namespace, folder: Path, say: Callable[[str], 
         say(f"{len(scripts)} requests without faults have {_tokens(wanted)} tokens")
 
         async def calm(number: int) -> list:
-            load = Load(cluster.endpoints, scripts, clients=arguments.clients, seed=seed + number)
-            await asyncio.sleep(arguments.calm_s)
+            load = Load(cluster.endpoints, scripts, clients=arguments.clients, seed=seed + number, pause_s=0.0)
+            while len(load.histories) < arguments.calm_requests:  # noqa: ASYNC110 - a coarse look is enough
+                await asyncio.sleep(_LOOK_S)
             await load.stop()
             return load.histories
 

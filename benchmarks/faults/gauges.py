@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import time
@@ -47,6 +48,8 @@ class Gauges:
 
 async def read_gauges(cluster: Cluster) -> dict[str, Gauges]:
     """Every role's, by name."""
+    # Calls that were given up keep their connections until they are collected, here as in any client.
+    gc.collect()
     loads: dict[str, dict[str, int]] = {}
     for coordinator in cluster.of_kind("coordinator"):
         info = await cluster.info(coordinator.name)

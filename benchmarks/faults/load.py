@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, cast
@@ -32,7 +32,6 @@ Mode = Literal["off", "sync", "async"]
 _PROMPT_CHARACTERS = 160
 # A request that has not ended by then has lost its end.
 REQUEST_TIMEOUT_S = 120.0
-_MAX_RESUMES = 200
 _RETRY_PAUSE_S = (0.1, 0.5)
 _RETRIED = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED}
 _FINISH_REASONS = {
@@ -331,6 +330,5 @@ async def _call(
 
 
 def library_client(endpoints: Sequence[str]) -> AsyncClient:
-    """The library's, patient enough for any fault of a run."""
-    make: Callable[..., AsyncClient] = AsyncClient
-    return make(endpoints[0], max_resumes=_MAX_RESUMES)
+    """The library's, as anybody would have it."""
+    return AsyncClient(endpoints)
