@@ -83,7 +83,7 @@ def check_checkpoint(folder: Path, source: Path, token_ids: torch.Tensor, *, lay
     Raises:
         CheckpointError: a tensor is missing or of another shape than config.json says.
     """
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     inputs = {"input_ids": token_ids, "position_ids": _positions(token_ids, config.max_position_embeddings)}
     with _no_progress_bar():
         small = _load(source, torch.float32)(**inputs).logits
@@ -118,7 +118,12 @@ def _root_mean_square(values: torch.Tensor) -> float:
 
 def _load(folder: Path, dtype: torch.dtype) -> nn.Module:
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
+        folder,
+        dtype=dtype,
+        use_safetensors=True,
+        trust_remote_code=False,
+        local_files_only=True,
+        output_loading_info=True,
     )
     model, report = loaded
     wrong = [*report["missing_keys"], *report["mismatched_keys"], *report["unexpected_keys"]]

@@ -56,7 +56,8 @@ async def test_what_is_too_large_ends_with_a_reason(monkeypatch: pytest.MonkeyPa
 
 def test_of_endless_broken_text_some_is_named():
     good = generation_pb2.GenerateRequest(sampling_params={"stop": ["??"] * 10_000}).SerializeToString()
-    found = decode(generation_pb2.GenerateRequest.DESCRIPTOR, good.replace(b"??", b"\xff\xff"))
+    message_type: Any = generation_pb2.GenerateRequest.DESCRIPTOR
+    found = decode(message_type, good.replace(b"??", b"\xff\xff"))
     assert isinstance(found, InvalidRequest)
     assert len(found.violations) == 16
     assert len(rpc.status_of(found).SerializeToString()) * 4 // 3 + len(str(found)) < rpc.MAX_METADATA_BYTES
