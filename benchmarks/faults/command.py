@@ -23,6 +23,8 @@ from rich.console import Console
 
 _BROKEN = 1
 _TABLE_WIDTH = 120
+# The longest one lasts a minute.
+_QUARANTINE_TIMEOUT_S = 100.0
 _LOOK_S = 0.5
 # Of a calm: until connections that nobody told of their end are given up, which keepalive takes 12 s for.
 _QUIET_TIMEOUT_S = 45.0
@@ -112,6 +114,8 @@ async def run(arguments: argparse.Namespace, folder: Path, say: Callable[[str], 
         histories += load.histories
         say(f"{len(load.histories)} requests under {len(faults.outcomes)} faults in {report.seconds:.0f} s")
 
+        # A coordinator keeps no link to a worker in quarantine.
+        await cluster.until_whole(timeout_s=_QUARANTINE_TIMEOUT_S, served=("serving",))
         report.gauges = await until_equal(cluster, before, timeout_s=_QUIET_TIMEOUT_S)
         # Memory is compared at the same age, in load, of processes that have been restarted.
         histories += await calm(2)

@@ -19,6 +19,8 @@ _ASK_TIMEOUT_S = 10.0
 MEMORY_GROWTH = 1.05
 # The last request and the last batch of a loop stay referred to until the next one.
 _LAST_ONES = 4
+# Of gRPC: on a stream until the first answer comes, whenever that is.
+_PASSING_TASKS = {"StreamStreamCall._prepare_rpc"}
 # Objects that live as long as a request, a stream or a worker does. The others are caches, bounded by other means.
 _LIVING = (
     *("Session", "Generation", "_Live", "Flight", "Submission"),
@@ -60,18 +62,19 @@ async def read_gauges(cluster: Cluster) -> dict[str, Gauges]:
     gauges = {}
     for role in cluster.roles.values():
         told = await asyncio.wait_for(_ask(role), _ASK_TIMEOUT_S)
+        tasks = {name: count for name, count in told["tasks"].items() if name not in _PASSING_TASKS}
         objects = {f"{kind} objects": told["objects"].get(kind, 0) for kind in _LIVING}
         load = loads.get(role.address if role.kind == "coordinator" else role.advertised, {})
         descriptors = _descriptors(role.pid)
         gauges[role.name] = Gauges(
             counts={
                 **load,
-                "tasks": sum(told["tasks"].values()),
+                "tasks": sum(tasks.values()),
                 "threads": told["threads"],
                 "descriptors": sum(descriptors.values()),
                 **{kind: count for kind, count in objects.items() if count},
             },
-            tasks=told["tasks"],
+            tasks=tasks,
             descriptors=descriptors,
             resident_bytes=_resident_bytes(role.pid),
             starts=role.starts,

@@ -294,8 +294,8 @@ class Cluster:
         """A coordinator's ServerInfo, asked for directly."""
         return await self._direct[coordinator].server_info()
 
-    async def missing(self) -> list[str]:
-        """Which worker lacks at which coordinator; frozen coordinators are not asked."""
+    async def missing(self, served: Collection[str]) -> list[str]:
+        """Which worker is not in such a state at which coordinator; frozen coordinators are not asked."""
         lacking = [role.name for role in self.roles.values() if not role.is_running]
         workers = [role for role in self.roles.values() if role.kind != "coordinator"]
         for coordinator in self.of_kind("coordinator"):
@@ -309,19 +309,24 @@ class Cluster:
             states = {worker.introduction.address: worker.state for worker in info.workers}
             for role in workers:
                 state = states.get(role.advertised, "absent")
-                # One in quarantine is back: it is the coordinator that gives it nothing yet.
-                if state not in {"serving", "quarantined"}:
+                if state not in served:
                     lacking.append(f"{role.name} at {coordinator.name} ({state})")
         return lacking
 
     async def until_whole(
-        self, *, timeout_s: float, about: str | None = None, suffering: Callable[[], Collection[str]] = tuple
+        self,
+        *,
+        timeout_s: float,
+        about: str | None = None,
+        suffering: Callable[[], Collection[str]] = tuple,
+        served: Collection[str] = ("serving", "quarantined"),
     ) -> None:
         """Waits until all workers, or that role alone, are back at all coordinators that run.
 
         Args:
             about: the role.
             suffering: other roles, which may be away for reasons of their own now.
+            served: states of a worker that is back. One in quarantine is: it is the coordinator that leaves it alone.
 
         Raises:
             TimeoutError: they are not, with what lacks.
@@ -332,7 +337,7 @@ class Cluster:
             return (about is None or about in words) and not any(name in words for name in suffering())
 
         deadline = time.monotonic() + timeout_s
-        while lacking := [what for what in await self.missing() if concerns(what)]:
+        while lacking := [what for what in await self.missing(served) if concerns(what)]:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"after {timeout_s:g} s: {'; '.join(lacking)}")
             await asyncio.sleep(_POLL_S)
