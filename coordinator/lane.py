@@ -68,6 +68,9 @@ class TargetLane:
         self.limits = limits
         self.sessions: dict[int, Session] = {}
         self.flights: deque[Flight] = deque()
+        self.suspects: set[int] = set()
+        """Of its sessions, those that are to be verified alone."""
+        self._probed: tuple[Session, int] | None = None
         self.applied_result_ns = 0
         """When the last result was applied; `learn` hears of it later."""
         self.cost = StepCost()
@@ -89,14 +92,49 @@ class TargetLane:
         """Whether no further batch may be sent before a result is in."""
         return len(self.flights) >= (2 if self.way.current == Way.TWO_GROUPS else 1)
 
-    def next_group(self, now_ns: int) -> list[Session]:
+    def next_group(self, now_ns: int) -> Sequence[Session]:
         """The sessions of the next batch: all that may run, or that half of them that has waited longest."""
         sessions = self.runnable(now_ns)
+        if self.suspects:
+            return self._apart(sessions)
         if self.way.current != Way.TWO_GROUPS:
             return sessions
         in_flight = sum(len(flight.sessions) for flight in self.flights)
         half = -(-(len(sessions) + in_flight) // 2)
         return sorted(sessions, key=lambda session: session.committed_ns)[:half]
+
+    def _apart(self, sessions: Sequence[Session]) -> Sequence[Session]:
+        """A suspect alone, in turn with all others together; nothing is in flight beside it.
+
+        What a target computes of a prompt goes on beside whatever comes next, so a suspect keeps its turn until its
+        first result is there.
+        """
+        if self.flights:
+            return []
+        suspects = [session for session in sessions if session.session_id in self.suspects]
+        others = [session for session in sessions if session.session_id not in self.suspects]
+        if self._probed is not None:
+            session, length = self._probed
+            if session in suspects and session.target_id is not None and len(session.token_ids) == length:
+                return [session]
+        if not suspects or (others and self._probed is not None):
+            return others
+        return [min(suspects, key=lambda session: session.committed_ns)]
+
+    def place(self, session: Session) -> None:
+        """Gives a session its place here."""
+        self.sessions[session.session_id] = session
+        if session.probation:
+            self.suspects.add(session.session_id)
+
+    def let_go(self, session: Session) -> bool:
+        """Takes its place away, and closes it at the worker; whether it had one."""
+        self.suspects.discard(session.session_id)
+        if self.sessions.pop(session.session_id, None) is None:
+            return False
+        if session.target_id == self.worker_id:
+            self.link.close_session(session.session_id, session.target_epoch)
+        return True
 
     def lead_ns(self, now_ns: int) -> float:
         """How long a further batch would only wait at the target, for the end of the one that runs."""
@@ -258,6 +296,9 @@ class TargetLane:
             )
         rows = len(sessions) + sum(len(tree.tokens) for tree in chosen)
         result = self.link.submit(trees, openings=openings)
+        if self.suspects:
+            first = sessions[0]
+            self._probed = (first, len(first.token_ids)) if first.session_id in self.suspects else None
         is_alone = not self.flights
         flight = Flight(
             sessions=list(sessions),

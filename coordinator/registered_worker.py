@@ -5,7 +5,11 @@ import time
 from dataclasses import dataclass, field
 
 from outrider.coordinator.links import DraftLink, TargetLink
+from outrider.coordinator.poison import LossKind
 from outrider.v1 import common_pb2, registry_pb2
+
+# Of a step that is overdue, the worker has to have said so much.
+_HUNG_MS = 2000
 
 
 @dataclass(kw_only=True, eq=False)
@@ -17,7 +21,7 @@ class RegisteredWorker:
         is_draining: it has said so.
         drain_asked: it is to be told to drain.
         has_left: it drained, and nothing of this coordinator's is left there: its end is no loss.
-        is_silent: it was lost for saying nothing, which a network may be to blame for.
+        loss: what its loss says of what it was verifying.
     """
 
     introduction: registry_pb2.WorkerIntroduction
@@ -30,7 +34,7 @@ class RegisteredWorker:
     drain_asked: bool = False
     has_left: bool = False
     is_lost: bool = False
-    is_silent: bool = False
+    loss: LossKind = LossKind.BROKEN
     lost_reason: str = "its lease ended without a word"
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -60,16 +64,21 @@ class RegisteredWorker:
             return "quarantined"
         return "serving" if self.is_serving else "connecting"
 
-    def lose(self, reason: str) -> None:
+    def lose(self, reason: str, kind: LossKind = LossKind.BROKEN) -> None:
         """Its data stream or its lease has ended, or a step of it does not come back."""
         if not self.is_lost:
-            self.is_lost, self.lost_reason = True, reason
+            self.is_lost, self.lost_reason, self.loss = True, reason, kind
             self.news.set()
+
+    def hang(self, reason: str) -> None:
+        """A step of it does not come back; it hangs only where it says so too, otherwise its stream does."""
+        hangs = self.load.step_age_ms >= _HUNG_MS
+        self.lose(reason, LossKind.HUNG if hangs else LossKind.SILENT)
 
     def leave(self) -> None:
         """It has drained."""
         self.has_left = True
-        self.lose("it has drained")
+        self.lose("it has drained", LossKind.SILENT)
 
     def hear(self, report: registry_pb2.WorkerReport) -> None:
         """Takes a report after the introduction."""

@@ -12,6 +12,7 @@ from grpc.aio import ServicerContext
 from outrider import rpc
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.links import DraftLink, TargetLink
+from outrider.coordinator.poison import LossKind
 from outrider.coordinator.quarantine import Quarantine
 from outrider.coordinator.registered_worker import RegisteredWorker
 from outrider.coordinator.scheduler import Scheduler
@@ -120,6 +121,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
     ) -> None:
         """Serves a worker from its introduction to the end of its lease."""
         self.workers[worker.worker_id] = worker
+        self._scheduler.note_return(worker.worker_id)
         lease = registry_pb2.Lease(
             incarnation=self._incarnation,
             heartbeat_interval_ms=self._config.heartbeat_interval_ms,
@@ -205,8 +207,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         while not worker.is_lost:
             await asyncio.sleep(lease_s / _LOOKS)
             if stopwatch.look(worker.reported_ns) > lease_s:
-                worker.is_silent = True
-                worker.lose(f"no heartbeat for {lease_s:g} s")
+                worker.lose(f"no heartbeat for {lease_s:g} s", LossKind.SILENT)
 
     async def _connect(self, worker: RegisteredWorker) -> None:
         address = worker.introduction.address
@@ -232,7 +233,9 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         worker.link = link
         await until_any(link.ready(timeout_s=self._config.connect_timeout_s), _lost(worker))
         if isinstance(link, TargetLink):
-            self._scheduler.add_target(worker.worker_id, link, worker.introduction.limits, on_failure=worker.lose)
+            self._scheduler.add_target(
+                worker.worker_id, link, worker.introduction.limits, on_failure=worker.lose, on_hang=worker.hang
+            )
         else:
             self._scheduler.add_draft(worker.worker_id, link, worker.introduction.limits)
         worker.is_serving = True
@@ -241,7 +244,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
 
     async def _disconnect(self, worker: RegisteredWorker) -> None:
         if worker.is_target:
-            self._scheduler.remove_target(worker.worker_id, worker.lost_reason)
+            self._scheduler.remove_target(worker.worker_id, worker.lost_reason, kind=worker.loss)
         else:
             self._scheduler.remove_draft(worker.worker_id)
         if worker.link is not None:

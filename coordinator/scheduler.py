@@ -21,12 +21,13 @@ from outrider.coordinator.lane import TargetLane
 from outrider.coordinator.links import DraftLink, TargetLink
 from outrider.coordinator.messages import FaultKind, GenerationRequest, GrowthBatch, SessionFault
 from outrider.coordinator.mirror import graft
+from outrider.coordinator.poison import DOUBT_S, LossKind, Suspects
 from outrider.coordinator.routing import PrefixRouter
 from outrider.coordinator.session import Generation, Session
 from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.verify_loop import Totals, VerifyLoop
 from outrider.coordinator.watchdog import watch_steps
-from outrider.errors import FieldViolation, InvalidRequest, OutriderError, Overloaded, WorkerUnavailable
+from outrider.errors import FieldViolation, InvalidRequest, OutriderError, Overloaded, PoisonRequest, WorkerUnavailable
 from outrider.v1 import common_pb2, registry_pb2
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class Scheduler:
         self._admission = Admission(
             max_queue=config.max_queue, max_wait_s=config.max_queue_wait_s, retry_after_s=config.retry_after_s
         )
+        self._suspects = Suspects()
         self._drains: set[asyncio.Task[None]] = set()
         self._is_draining = False
         self._places_nobody = False
@@ -78,6 +80,7 @@ class Scheduler:
         Raises:
             Overloaded: the queue is full, or the wait too long.
             WorkerUnavailable: there is no target worker.
+            PoisonRequest: targets have crashed of it.
         """
         if self._is_draining:
             raise WorkerUnavailable("the coordinator is shutting down; try another one")
@@ -87,6 +90,7 @@ class Scheduler:
         generation = Generation(request, max_buffered_events=self._config.max_buffered_events, release=self._release)
         for index, text_stream in enumerate(text_streams):
             session = Session(next(self._session_ids), generation, index, text_stream, self._forest)
+            self._suspects.recall(session)
             generation.sessions.append(session)
             if session.result is None:
                 self._sessions[session.session_id] = session
@@ -127,7 +131,7 @@ class Scheduler:
             self._admission.note_start(session.session_id)
             session.generation.on_resume = self._notify_all
             session.committed_ns = clock.now_ns()
-            lane.sessions[session.session_id] = session
+            lane.place(session)
             self._draft_places.assign(session)
             lane.notify()
 
@@ -148,6 +152,11 @@ class Scheduler:
         """The session has emitted tokens: what went wrong before is no reason to give it up."""
         self._reopenings.pop(session.session_id, None)
         self._without_room_since.pop(session.session_id, None)
+        if session.probation:
+            self._suspects.note_result(session)
+            if not session.probation:
+                for lane in self._lanes.values():
+                    lane.suspects.discard(session.session_id)
 
     def _release(self, generation: Generation) -> None:
         for session in generation.sessions:
@@ -160,6 +169,8 @@ class Scheduler:
         """Frees what a session holds, here and at the workers."""
         if self._sessions.pop(session.session_id, None) is None:
             return
+        if not isinstance(session.generation.error, WorkerUnavailable | PoisonRequest):
+            self._suspects.forget(session)
         self._admission.note_end(session.session_id)
         self._reopenings.pop(session.session_id, None)
         self._without_room_since.pop(session.session_id, None)
@@ -173,9 +184,7 @@ class Scheduler:
         session.draft_epochs.clear()
         session.mirror.close()
         for lane in self._lanes.values():
-            if lane.sessions.pop(session.session_id, None) is not None:
-                if session.target_id == lane.worker_id:
-                    lane.link.close_session(session.session_id, session.target_epoch)
+            if lane.let_go(session):
                 lane.notify()
         if self._places_nobody:
             return
@@ -216,8 +225,17 @@ class Scheduler:
         limits: registry_pb2.WorkerLimits,
         *,
         on_failure: Callable[[str], None] = lambda reason: None,
+        on_hang: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """A target worker is ready; `on_failure` is called with the reason when its loop fails."""
+        """A target worker is ready.
+
+        Args:
+            worker_id: of the worker.
+            link: to it.
+            limits: of it.
+            on_failure: called with the reason when its loop fails.
+            on_hang: called with the reason when a step of it does not come back.
+        """
         if self._target_deadline is not None:
             self._target_deadline.cancel()
             self._target_deadline = None
@@ -226,7 +244,7 @@ class Scheduler:
         verify = self._loop_type(lane, self._config, self._drafts, self)
         loop = self._loops[worker_id] = asyncio.create_task(verify.run(), name=f"verify {worker_id}")
         loop.add_done_callback(functools.partial(self._on_loop_done, worker_id, on_failure))
-        watch = watch_steps(lane, least_s=self._config.step_timeout_s, on_hang=on_failure)
+        watch = watch_steps(lane, least_s=self._config.step_timeout_s, on_hang=on_hang)
         self._watches[worker_id] = asyncio.create_task(watch, name=f"watch {worker_id}")
         self._admit()
 
@@ -234,10 +252,11 @@ class Scheduler:
         if not loop.cancelled() and (error := loop.exception()) is not None:
             logger.error("the verify loop of %s failed", worker_id, exc_info=error)
             reason = f"its verify loop failed: {error}"
-            self.remove_target(worker_id, reason)
+            # The defect is ours.
+            self.remove_target(worker_id, reason, kind=LossKind.SILENT)
             on_failure(reason)
 
-    def remove_target(self, worker_id: str, reason: str) -> None:
+    def remove_target(self, worker_id: str, reason: str, *, kind: LossKind = LossKind.BROKEN) -> None:
         """A target worker is gone: its sessions go on elsewhere, or end when there is no other."""
         lane = self._lanes.pop(worker_id, None)
         if lane is None:
@@ -246,7 +265,13 @@ class Scheduler:
         if loop is not asyncio.current_task():
             loop.cancel()
         self._watches.pop(worker_id).cancel()
-        self._requeue(list(lane.sessions.values()))
+        sessions = list(lane.sessions.values())
+        if not lane.is_draining:
+            self._suspects.note_loss(worker_id, [own for own in sessions if own.submission is not None], kind)
+        self._requeue([session for session in sessions if not self._suspects.condemns(session)])
+        for session in sessions:
+            if self._suspects.condemns(session):
+                self._doubt(session)
         logger.warning("target %s is gone: %s", worker_id, reason)
         self._admit()
         self._expect_target()
@@ -260,6 +285,24 @@ class Scheduler:
             self._without_room_since.pop(session.session_id, None)
             if not session.is_finished:
                 self._waiting.appendleft(session)
+
+    def _doubt(self, session: Session) -> None:
+        """It crashed two targets, as it seems: it is refused unless one of these turns out to be alive."""
+
+        def decide() -> None:
+            if self._suspects.condemns(session):
+                session.generation.abort(self._suspects.refusal(session))
+            elif not session.is_finished:
+                self._requeue([session])
+                self._admit()
+                self._expect_target()
+
+        session.deliver()
+        asyncio.get_running_loop().call_later(DOUBT_S, decide)
+
+    def note_return(self, worker_id: str) -> None:
+        """A worker registers, perhaps not for the first time."""
+        self._suspects.note_return(worker_id)
 
     def drain_worker(self, worker_id: str, *, on_empty: Callable[[], None]) -> None:
         """A worker wants to go: it gets no new sessions, and `on_empty` is called once none of its own is left."""
@@ -279,9 +322,7 @@ class Scheduler:
 
     def _move(self, lane: TargetLane, sessions: Sequence[Session]) -> None:
         for session in sessions:
-            del lane.sessions[session.session_id]
-            if session.target_id == lane.worker_id:
-                lane.link.close_session(session.session_id, session.target_epoch)
+            lane.let_go(session)
         self._requeue(sessions)
         self._admit()
 

@@ -92,6 +92,8 @@ class Session:
         """When tokens were last committed, or the session was placed."""
         self.rests_until_ns = 0
         """A full target turned it away: not to be submitted before."""
+        self.probation = 0
+        """Results for which it is to be verified alone, after a worker crashed with it."""
         self.unanswered_commits = 0
         """Commits since the draft last showed that it knows all."""
         self._undelivered: _Undelivered | None = None
@@ -370,6 +372,11 @@ class Generation:
                 cached_tokens=min((session.cached_tokens or 0 for session in self.sessions), default=0),
             )
         )
+
+    @property
+    def error(self) -> OutriderError | None:
+        """What has ended the request before its end, if anything has."""
+        return self._error
 
     def abort(self, error: OutriderError) -> None:
         """Ends the stream with an error, behind all that was committed; what was delivered stays valid."""

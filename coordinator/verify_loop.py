@@ -109,7 +109,7 @@ class VerifyLoop:
 
     # ------------------------------------------------------------------------------------------------ when, who, what
 
-    def _ready(self, now_ns: int) -> list[Session]:
+    def _ready(self, now_ns: int) -> Sequence[Session]:
         """The next batch's sessions: while others can run, those whose fixed tree is still growing stay out of it."""
         sessions = self.lane.next_group(now_ns)
         return [session for session in sessions if self._sync_wait_left_ns(session) <= 0] or sessions

@@ -13,7 +13,7 @@ from outrider.wire import floats_from_bytes
 
 DEFAULT_TIMEOUT_S = 600.0
 _FIRST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 2.0
+_LONGEST_PAUSE_S = 1.0
 
 _MODES = {
     "async": common_pb2.SPECULATION_MODE_ASYNC,
