@@ -21,6 +21,8 @@ from benchmarks.faults.running import FaultRun
 from benchmarks.faults.schedule import make_schedule
 from rich.console import Console
 
+from outrider.errors import OutriderError
+
 _BROKEN = 1
 _TABLE_WIDTH = 120
 # The longest one lasts a minute.
@@ -44,6 +46,7 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--at-once", type=int, default=3, help="faults at a time, never two of one role")
     parser.add_argument("--gap-s", type=float, nargs=2, default=(0.3, 2.5), help="between faults, least and most")
     parser.add_argument("--calm-requests", type=int, default=120, help="without faults, before and after them")
+    parser.add_argument("--time-limit-s", type=float, default=float("inf"), help="no further faults after that long")
     parser.add_argument("--folder", type=Path, help="for the roles' logs; default a new one under the system's")
     parser.add_argument("--output-json", type=Path)
     arguments = parser.parse_args(given)
@@ -108,18 +111,21 @@ async def run(arguments: argparse.Namespace, folder: Path, say: Callable[[str], 
         schedule = make_schedule(arguments.faults, list(cluster.roles), seed=seed, gap_s=tuple(arguments.gap_s))
         faults = FaultRun(cluster, schedule, at_once=arguments.at_once, say=say)
         began_s = time.monotonic()
-        await faults.run()
+        await faults.run(time_limit_s=arguments.time_limit_s)
         await load.stop()
         report.seconds = time.monotonic() - began_s
         histories += load.histories
         say(f"{len(load.histories)} requests under {len(faults.outcomes)} faults in {report.seconds:.0f} s")
 
-        # A coordinator keeps no link to a worker in quarantine.
-        await cluster.until_whole(timeout_s=_QUARANTINE_TIMEOUT_S, served=("serving",))
-        report.gauges = await until_equal(cluster, before, timeout_s=_QUIET_TIMEOUT_S)
-        # Memory is compared at the same age, in load, of processes that have been restarted.
-        histories += await calm(2)
-        report.memory = memory_growth(before, await settled_gauges(cluster, timeout_s=_QUIET_TIMEOUT_S))
+        try:
+            # A coordinator keeps no link to a worker in quarantine.
+            await cluster.until_whole(timeout_s=_QUARANTINE_TIMEOUT_S, served=("serving",))
+            report.gauges = await until_equal(cluster, before, timeout_s=_QUIET_TIMEOUT_S)
+            # Memory is compared at the same age, in load, of processes that have been restarted.
+            histories += await calm(2)
+            report.memory = memory_growth(before, await settled_gauges(cluster, timeout_s=_QUIET_TIMEOUT_S))
+        except (OutriderError, TimeoutError, OSError) as error:
+            report.gauges = [*report.gauges, f"not all is back, and the gauges cannot be compared: {error}"]
     report.outcomes, report.crashes, report.histories = faults.outcomes, faults.crashes, histories
     report.violations = check_all(histories, wanted)
     return report
