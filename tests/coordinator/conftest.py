@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -235,3 +236,26 @@ def make_bench() -> type[Bench]:
 @pytest.fixture
 def expect_output() -> Callable[[Sequence[int], SamplingSpec], list[int]]:
     return expected_output
+
+
+def request_numbered(number: int = 1, **changes: Any) -> GenerationRequest:
+    settings = {
+        "request_id": f"request-{number}",
+        "prompt_token_ids": (number, 2, 3),
+        "sampling": SamplingSpec(max_new_tokens=40),
+    }
+    return GenerationRequest(**settings | changes)
+
+
+@pytest.fixture
+def make_request() -> Callable[..., GenerationRequest]:
+    return request_numbered
+
+
+@pytest.fixture
+def assert_idle() -> Callable[[Bench], None]:
+    def check(bench: Bench) -> None:
+        assert bench.scheduler.running_sessions == 0
+        assert bench.scheduler.waiting_requests == 0
+
+    return check
