@@ -72,7 +72,7 @@ class MessageFuzzer:
     # --------------------------------------------------------------------------------------------------------- fields
 
     def _fill(self, message: Message, depth: int) -> None:
-        for field in message.DESCRIPTOR.fields:
+        for field in _fields(message):
             if self.random.random() < 0.4:
                 self._set(message, field, depth)
 
@@ -80,10 +80,10 @@ class MessageFuzzer:
         """One field of the message, or of a message within, is not what it was."""
         holders = list(_messages_within(message))
         holder = self.random.choice(holders)
-        if not holder.DESCRIPTOR.fields:
+        if not (everything := _fields(holder)):
             return
-        present = [field for field, _ in holder.ListFields()]
-        field = self.random.choice(present if present and self.random.random() < 0.7 else holder.DESCRIPTOR.fields)
+        present: Sequence[Any] = [field for field, _ in holder.ListFields()]
+        field = self.random.choice(present if present and self.random.random() < 0.7 else everything)
         if self.random.random() < 0.15:
             holder.ClearField(field.name)
         elif field.is_repeated and not _is_map(field) and self.random.random() < 0.7:
@@ -204,6 +204,10 @@ def _varint(number: int) -> bytes:
 
 def _is_map(field: FieldDescriptor) -> bool:
     return field.message_type is not None and field.message_type.GetOptions().map_entry
+
+
+def _fields(message: Message) -> Sequence[FieldDescriptor]:
+    return list(message.DESCRIPTOR.fields)  # pyright: ignore[reportReturnType] the stubs have two of each descriptor
 
 
 def _messages_within(message: Message) -> Iterator[Message]:

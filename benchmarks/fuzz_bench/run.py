@@ -1,6 +1,7 @@
 """A fuzzing run: so many messages at one service, a correct request now and then, and what is left behind."""
 
 import asyncio
+import dataclasses
 import gc
 import time
 from collections import Counter
@@ -19,6 +20,8 @@ from outrider.rpc import CHANNEL_OPTIONS
 from outrider.v1 import generation_pb2
 
 _PROBE_EVERY = 500
+# A worker that cannot be dialled takes a while to be given up.
+_AT_ONCE = 4
 # At the start, what is allocated once and kept: caches, buffers, the allocator's own.
 _WARM_UP_SHARE = 0.2
 # A worker that is lost again and again is what is wanted here; one that says nothing is given up soon.
@@ -50,6 +53,8 @@ class Outcome:
         rss_mb: of this process, after the warm-up and at the end.
         slowest_s: the longest call.
         seconds: of it all.
+        rss_curve_mb: at every correct request between.
+        probes: correct requests that got the same tokens as the first one.
     """
 
     service: str
@@ -65,17 +70,15 @@ class Outcome:
 
 
 async def fuzz(
-    folder: Path, service: str, *, messages: int, seed: int, say: Callable[[str], None] = lambda line: None
+    served: TinyService, service: str, *, messages: int, seed: int, say: Callable[[str], None] = lambda line: None
 ) -> Outcome:
-    """Sends at least so many fuzzed conversations to one service of a whole one.
+    """Sends so many fuzzed conversations to one service of a whole one.
 
     Args:
-        folder: for the checkpoint.
         service: one of `services.SERVICES`.
         say: takes lines of progress.
     """
-    async with tiny_service(folder) as served:
-        return await _Run(served, service, seed, say).run(messages)
+    return await _Run(served, service, seed, say).run(messages)
 
 
 async def fuzz_answers(
@@ -148,29 +151,31 @@ class _Run:
     async def run(self, messages: int) -> Outcome:
         outcome, served = self._outcome, self._served
         wanted = await served.probe()
-        before = await self._settled()
+        before = self._settled()
         began, rss = time.monotonic(), rss_mb()
         targets = targets_of(outcome.service, tokenizer_hash=served.coordinator.registry._model.tokenizer_hash)
         sources = {id(target): target.conversations(self._seed) for target in targets}
         async with grpc.aio.insecure_channel(self._address, options=CHANNEL_OPTIONS) as channel:
-            for number in range(messages):
-                target = targets[number % len(targets)]
-                await self._one(channel, target, next(sources[id(target)]))
-                if number % _PROBE_EVERY == _PROBE_EVERY - 1 or number == messages - 1:
+            for number in range(0, messages, _AT_ONCE):
+                batch = [targets[place % len(targets)] for place in range(number, min(number + _AT_ONCE, messages))]
+                calls = (self._one(channel, target, next(sources[id(target)])) for target in batch)
+                await asyncio.gather(*calls)
+                if number // _PROBE_EVERY > outcome.probes:
                     await self._probe(wanted, number)
-                if number == int(messages * _WARM_UP_SHARE):
+                if number <= messages * _WARM_UP_SHARE:
                     rss = rss_mb()
+            await self._probe(wanted, messages)
         gc.collect()
         outcome.rss_mb = rss, rss_mb()
         outcome.left = exceeded(await served.quiet(before), before)
         outcome.messages, outcome.seconds = messages, time.monotonic() - began
         return outcome
 
-    async def _settled(self) -> Gauges:
-        """The gauges once nothing is left of the first request."""
-        await asyncio.sleep(0.3)
+    def _settled(self) -> Gauges:
+        """The gauges with nothing of a request in them."""
         gc.collect()
-        return self._served.gauges()
+        now = self._served.gauges()
+        return dataclasses.replace(now, sessions=0, at_workers=0)
 
     async def _one(self, channel: grpc.aio.Channel, target: Target, payloads: Sequence[bytes]) -> None:
         outcome, began = self._outcome, time.monotonic()

@@ -16,6 +16,13 @@ _ANSWERED = frozenset({Status.OK, Status.INVALID_ARGUMENT})
 # Of workers that cannot be dialled, or hang up; of those that do not fit.
 _LEASE_CODES = _ANSWERED | {Status.UNAVAILABLE, Status.FAILED_PRECONDITION}
 
+_RULES = (
+    common_pb2.VERIFICATION_RULE_COUPLED,
+    common_pb2.VERIFICATION_RULE_TARGET_ONLY,
+    common_pb2.VERIFICATION_RULE_SYNTHETIC,
+    common_pb2.VERIFICATION_RULE_REJECTION,
+)
+
 SERVICES = ("GenerationService", "RegistryService", "TargetService", "DraftService")
 
 
@@ -77,7 +84,7 @@ def _requests(number: int) -> Sequence[Sequence[Message]]:
         logprobs=3,
     )
     speculation = generation_pb2.SpeculationParams(
-        mode=common_pb2.SPECULATION_MODE_SYNC, max_nodes=4, max_depth=2, verification=(1, 2, 3)[number % 3]
+        mode=common_pb2.SPECULATION_MODE_SYNC, max_nodes=4, max_depth=2, verification=_RULES[number % 2]
     )
     prompt = generation_pb2.TokenIds(ids=PROMPT)
     resumed = generation_pb2.Received(index=0, token_ids=[1, 2], text_bytes=2)
@@ -137,13 +144,6 @@ def _registry(tokenizer_hash: str) -> list[Target]:
 
 
 # ------------------------------------------------------------------------------------------------------------- workers
-
-_RULES = (
-    common_pb2.VERIFICATION_RULE_COUPLED,
-    common_pb2.VERIFICATION_RULE_TARGET_ONLY,
-    common_pb2.VERIFICATION_RULE_SYNTHETIC,
-    common_pb2.VERIFICATION_RULE_REJECTION,
-)
 
 
 def _open(number: int) -> common_pb2.SessionOpen:

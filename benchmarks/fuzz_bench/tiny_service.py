@@ -1,6 +1,7 @@
 """A whole service in this process, of a model so small that a step costs a millisecond: real servers, real streams."""
 
 import asyncio
+import gc
 import json
 import os
 import threading
@@ -194,9 +195,12 @@ async def tiny_service(folder: Path, **settings: Any) -> AsyncIterator[TinyServi
     """A service that serves; `folder` gets the checkpoint unless it is there."""
     if not (folder / "config.json").is_file():
         write_checkpoint(folder)
-    service = TinyService(folder, **settings)
-    await service.start()
+    service, threshold = TinyService(folder, **settings), gc.get_threshold()
     try:
+        await service.start()
         yield service
     finally:
         await service.stop()
+        # A draft takes Python's collector for its own.
+        gc.unfreeze()
+        gc.set_threshold(*threshold)
