@@ -36,6 +36,8 @@ class End(Enum):
     FAILED = "failed"
     CANCELLED = "cancelled"
     """By the client itself."""
+    REFUSED = "refused as poison"
+    """Two targets were killed while they verified this request alone: the service cannot know that it was us."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,9 @@ import grpc.aio
 from benchmarks.faults.history import Broken, ChoiceWanted, End, Ended, History, ToldDelta
 
 from outrider.client import AsyncClient, GenerateOptions
+from outrider.client_errors import error_of
 from outrider.client_progress import build_request
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, PoisonRequest
 from outrider.models import held_out_prompts
 from outrider.rpc import CHANNEL_OPTIONS
 from outrider.v1 import generation_pb2, generation_pb2_grpc
@@ -211,7 +212,9 @@ class _Asked:
                             )
                         )
             except (OutriderError, TimeoutError) as error:
-                self._end(End.FAILED, f"{type(error).__name__}: {error}")
+                self._end(
+                    End.REFUSED if isinstance(error, PoisonRequest) else End.FAILED, f"{type(error).__name__}: {error}"
+                )
                 return
             result = stream.result
             self.history.resumes = result.resumes
@@ -242,7 +245,7 @@ class _Asked:
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name}: {error.details()}"
                 if error.code() not in _RETRIED:
-                    self._end(End.FAILED, reason)
+                    self._end(End.REFUSED if isinstance(error_of(error), PoisonRequest) else End.FAILED, reason)
                     return
                 await asyncio.sleep(self.choices.uniform(*_RETRY_PAUSE_S))
             self.history.add(Broken(reason=reason, at_s=time.monotonic()))

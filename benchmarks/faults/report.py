@@ -74,6 +74,7 @@ class Report:
             "requests": len(self.histories),
             "finished": ends.count(End.FINISHED),
             "cancelled by clients": ends.count(End.CANCELLED),
+            "refused as poison": ends.count(End.REFUSED),
             "failed": ends.count(End.FAILED),
             "without an end": ends.count(None),
             "resumes": sum(history.resumes for history in self.histories),

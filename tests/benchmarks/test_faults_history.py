@@ -38,6 +38,7 @@ def test_a_good_history_passes_with_a_break_in_it_and_cut_off_where_the_client_l
     assert faults(*GOOD) == set()
     assert faults(FIRST, OTHER, Ended(end=End.CANCELLED)) == set()
     assert faults(Ended(end=End.CANCELLED)) == set()
+    assert faults(FIRST, Ended(end=End.REFUSED)) == set()
 
 
 @pytest.mark.parametrize(
