@@ -21,9 +21,8 @@ import grpc.aio
 from benchmarks.faults.history import Broken, ChoiceWanted, End, Ended, History, ToldDelta
 
 from outrider.client import AsyncClient, GenerateOptions
-from outrider.client_errors import error_of
 from outrider.client_progress import build_request
-from outrider.errors import OutriderError, PoisonRequest
+from outrider.errors import OutriderError
 from outrider.models import held_out_prompts
 from outrider.rpc import CHANNEL_OPTIONS
 from outrider.v1 import generation_pb2, generation_pb2_grpc
@@ -212,9 +211,7 @@ class _Asked:
                             )
                         )
             except (OutriderError, TimeoutError) as error:
-                self._end(
-                    End.REFUSED if isinstance(error, PoisonRequest) else End.FAILED, f"{type(error).__name__}: {error}"
-                )
+                self._end(_refused_or_failed(str(error)), f"{type(error).__name__}: {error}")
                 return
             result = stream.result
             self.history.resumes = result.resumes
@@ -245,7 +242,7 @@ class _Asked:
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name}: {error.details()}"
                 if error.code() not in _RETRIED:
-                    self._end(End.REFUSED if isinstance(error_of(error), PoisonRequest) else End.FAILED, reason)
+                    self._end(_refused_or_failed(reason), reason)
                     return
                 await asyncio.sleep(self.choices.uniform(*_RETRY_PAUSE_S))
             self.history.add(Broken(reason=reason, at_s=time.monotonic()))
@@ -295,6 +292,11 @@ class _Asked:
         if not has_ended:
             self._end(End.FAILED, "the stream ended OK without Finished")
         return True
+
+
+def _refused_or_failed(reason: str) -> End:
+    """PoisonRequest says it in these words; its code is that of other errors, too."""
+    return End.REFUSED if "two target workers crashed" in reason else End.FAILED
 
 
 @dataclass
