@@ -39,6 +39,7 @@ class DeployConfig:
         coordinators: number of coordinators; clients and workers know them by one list of addresses.
         port: of a coordinator; the second on the same machine takes the next one, and so on. 0 takes ones that are
             free when the deployment starts. A coordinator keeps its port over restarts.
+        target_wait_s: longest that a request waits at a coordinator that has no target: one is being started anew.
         target_port: of every target worker; for machines that hold one each. By default each takes a free one.
         draft_port: of every draft worker; likewise.
         bind: where the servers listen.
@@ -96,6 +97,7 @@ class DeployConfig:
     drafts_per_session: int = 1
     coordinators: int = 1
     port: int = 50051
+    target_wait_s: float = 30.0
     target_port: int = 0
     draft_port: int = 0
     bind: Bind = Bind.LOOPBACK
@@ -152,6 +154,8 @@ class DeployConfig:
         self._check_security()
         self._check_gpus()
         self._check_workers()
+        if not 0 <= self.target_wait_s < math.inf:
+            raise ValueError(f"target_wait_s: {self.target_wait_s} given, 0 or more needed")
         for name in _DURATIONS:
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}: {getattr(self, name)} given, more than 0 needed")

@@ -24,6 +24,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "port": "port",
         "resources": "coordinator_resources",
         "drafts_per_session": "drafts_per_session",
+        "target_wait_s": "target_wait_s",
     },
     "target": {
         "workers": "targets",

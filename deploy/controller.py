@@ -89,8 +89,9 @@ class Controller:
 
     async def started(self) -> Started:
         """Waits until every worker serves, or until it is clear that one cannot."""
-        await self._up
-        return Started(endpoints=self._crew.endpoints, failure=self._failure)
+        await asyncio.wait({self._up})
+        failure = "it was ended before it served" if self._up.cancelled() else self._failure
+        return Started(endpoints=self._crew.endpoints, failure=failure)
 
     async def pid(self) -> int:
         """Of its process, new after every restart."""
@@ -189,10 +190,10 @@ class Controller:
     async def down(self) -> None:
         """Lets the coordinators drain, then the workers, and forgets the deployment; kill this actor then."""
         self._state = _STOPPING
-        for task in (self._up, *self._tasks):
-            if task is not asyncio.current_task():
-                task.cancel()
-        await asyncio.gather(*(task for task in (self._up, *self._tasks) if task.cancelled()), return_exceptions=True)
+        others = {self._up, *self._tasks} - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
         # In this order: requests that run go on at their workers until their coordinator has drained.
         for roles in ({Role.COORDINATOR}, {Role.TARGET, Role.DRAFT}):
             await asyncio.gather(*(self._end(handle) for handle in self._crew if handle.role in roles))
@@ -221,6 +222,7 @@ class Controller:
         for role, count in self._wanted.items():
             for _ in range(count):
                 self._crew.add(role)
+        self._save()
         await asyncio.gather(*(self._listening(handle) for handle in self._crew))
         await self._all_serve()
         self._serve()
@@ -382,7 +384,7 @@ class Controller:
             gone = handle.node_id is not None and (
                 handle.node_id in self._crew.silent_nodes or (handle.node_id not in known and handle.report is None)
             )
-            if gone and not handle.is_draining and self._state == _SERVING:
+            if (gone or handle.is_homeless) and not handle.is_draining and self._state == _SERVING:
                 self._move(handle)
 
     def _move(self, handle: RoleHandle) -> None:

@@ -1,6 +1,7 @@
 """The actors of a deployment: who there is, how one is started, moved to another machine, or ended."""
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -101,15 +102,17 @@ class Crew:
         return all(free.get(name, 0.0) >= amount for name, amount in needed.items())
 
     def move(self, handle: RoleHandle) -> None:
-        """Starts an actor anew, by the same name, on a machine that answers.
+        """Starts an actor anew, by the same name, on a machine that answers; to be tried again where that fails.
 
         Raises:
             WorkerUnavailable: no such machine has what it needs.
         """
-        ray.kill(handle.actor, no_restart=True)
-        self._free_place(handle)
-        handle.report, handle.node_id = None, None
+        if not handle.is_homeless:
+            ray.kill(handle.actor, no_restart=True)
+            self._free_place(handle)
+        handle.report, handle.node_id, handle.is_homeless = None, None, True
         self._start(handle)
+        handle.is_homeless = False
 
     async def end(self, handle: RoleHandle, *, timeout_s: float) -> None:
         """Lets an actor finish what it does, within the time, and ends it."""
@@ -281,13 +284,27 @@ class Crew:
         while True:
             try:
                 return placed.remote(serve, name=self._full(handle.name), host=host, **more)
-            except ValueError:
+            except ValueError as error:
                 if time.monotonic() > deadline:
-                    raise
+                    raise WorkerUnavailable(f"{self._full(handle.name)}: {error}") from error
+                # Of a controller that died before it had written down whom it had started, too.
+                with contextlib.suppress(ValueError):
+                    ray.kill(ray.get_actor(self._full(handle.name), namespace=NAMESPACE), no_restart=True)
                 time.sleep(0.05)
 
 
-_KEPT = ("name", "role", "endpoint", "worker_endpoint", "placed_on", "node_id", "pid", "restarts", "is_draining")
+_KEPT = (
+    "name",
+    "role",
+    "endpoint",
+    "worker_endpoint",
+    "placed_on",
+    "node_id",
+    "pid",
+    "restarts",
+    "is_homeless",
+    "is_draining",
+)
 
 
 @dataclasses.dataclass(frozen=True)

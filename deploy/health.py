@@ -36,6 +36,7 @@ class RoleHandle:
         pid: likewise.
         failure: why it was last started anew, if its server has not served since.
         restarts: how often its process was started anew, by Ray or by the deployment.
+        is_homeless: its machine has gone, and no other has had what it needs.
         is_draining: it finishes what it does, and is not to come back.
     """
 
@@ -51,6 +52,7 @@ class RoleHandle:
     pid: int | None = None
     failure: str | None = None
     restarts: int = 0
+    is_homeless: bool = False
     is_draining: bool = False
 
     def note(self, report: RoleReport) -> None:
@@ -86,7 +88,7 @@ async def watch(handle: RoleHandle, config: DeployConfig) -> None:
         except ray.exceptions.RayError as error:
             if actor is handle.actor:
                 logger.warning("%s is gone (%s); Ray starts it anew", handle.name, type(error).__name__)
-                handle.report = None
+                handle.report, handle.failure = None, f"its process is gone ({type(error).__name__})"
         else:
             if actor is not handle.actor:
                 continue  # it was moved meanwhile

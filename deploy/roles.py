@@ -91,6 +91,7 @@ async def serve_coordinator(
         worker_port=worker_port if config.certs is not None else None,
         model_path=config.target_model,
         drafts_per_session=config.drafts_per_session,
+        target_wait_s=config.target_wait_s,
         token_file=config.token_file,
         **security(config, Role.COORDINATOR),
     )

@@ -5,9 +5,11 @@ the one before left it, and ask for nothing that only holds at its start.
 """
 
 import asyncio
+import dataclasses
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -52,6 +54,7 @@ SEVERAL = DeployConfig(
     drafts=4,
     target_resources=("big=1",),
     draft_resources=("cheap=1",),
+    drafts_beside_target=1,
     ping_interval_s=0.2,
     hang_timeout_s=4.0,
     node_timeout_s=2.0,
@@ -209,6 +212,8 @@ async def test_each_role_serves_in_a_process_of_its_own(deployment: Deployment):
     assert deployment.endpoints == addresses
     assert deployment.endpoint == ",".join(addresses)
     assert all(address.startswith("127.0.0.1:") for address in addresses)
+    for index in range(2):
+        assert workers[f"draft-{index}"]["node_id"] == workers[f"target-{index}"]["node_id"]
 
 
 async def test_status_tells_of_every_worker(
@@ -329,14 +334,16 @@ async def test_what_ran_on_a_machine_that_dies_is_started_on_another(
     assert node is not cluster.head_node
     cluster.remove_node(node, allow_graceful=False)
     lost = {name for name, own in before.items() if own["node_id"] == killed}
-    began = asyncio.get_running_loop().time()
+    # The controller acts before Ray has noticed, which takes some 15 s.
+    moved = await until(
+        deployment, lambda workers: any(workers[name]["reason"] == "its machine does not answer" for name in lost)
+    )
+    assert {node["NodeID"]: node["Alive"] for node in ray.nodes()}[killed], moved
     after = await until(
         deployment, lambda workers: all_serve(workers) and all(own["node_id"] != killed for own in workers.values())
     )
     assert set(after) == set(before)
     assert {name for name in after if after[name]["pid"] != before[name]["pid"]} == lost
-    # Ray alone notices after 15 s; the bound leaves a busy machine its time.
-    assert asyncio.get_running_loop().time() - began < 20
 
 
 async def test_a_deployment_can_be_left_running_found_again_and_ended(
@@ -376,35 +383,27 @@ async def test_a_deployment_ends_when_the_process_that_it_belongs_to_is_silent(c
 # -------------------------------------------------------------------------------------------------- what does not start
 
 
-@pytest.mark.parametrize(
-    ("config", "roles", "words"),
-    [
-        (
-            CONFIG,
-            Roles(coordinator=serve_registry, target=fail_to_serve, draft=serve_worker),
-            "outrider/target-0 could not serve: OSError: no such checkpoint",
-        ),
-        (
-            DeployConfig(port=0, start_timeout_s=6.0),
-            Roles(coordinator=serve_registry, target=serve_worker, draft=serve_unnoticed),
-            "not ready after 6 s: (a worker has not registered|.* not serving)",
-        ),
-        (
-            CONFIG,
-            Roles(coordinator=serve_registry, target=serve_worker, draft=refused_later),
-            "could not serve: WorkerRefused: use a draft",
-        ),
-        (DeployConfig(port=0, coordinator_resources=("moon=1",)), FAKES, "moon"),
-        (DeployConfig(port=0, tensor_parallel_size=64), FAKES, "64 GPUs of one node asked for, no node has so many"),
-    ],
-    ids=["fails", "never registers", "is refused", "has no place", "wants too many GPUs"],
-)
-async def test_what_cannot_serve_is_named_and_nothing_stays(
-    cluster: ray.cluster_utils.Cluster, config: DeployConfig, roles: Roles, words: str
-):
-    with pytest.raises(WorkerUnavailable, match=words):
-        await Deployment(config, roles=roles).start()
-    assert not [name for name in ray.util.list_named_actors() if name.startswith("outrider/")]
+def refused(name: str, **fields: Any) -> DeployConfig:
+    return dataclasses.replace(CONFIG, name=f"refused-{name}", **fields)
+
+
+UNNOTICED = dataclasses.replace(FAKES, draft=serve_unnoticed)
+NOT_STARTED: list[tuple[DeployConfig, Roles, str]] = [
+    (refused("a"), dataclasses.replace(FAKES, target=fail_to_serve), "refused-a/target-0 could not serve: OSError: no"),
+    (refused("b", start_timeout_s=9.0), UNNOTICED, "not ready after 9 s: (a worker has not registered|.* not serving)"),
+    (refused("c"), dataclasses.replace(FAKES, draft=refused_later), "could not serve: WorkerRefused: use a draft"),
+    (refused("d", coordinator_resources=("moon=1",)), FAKES, "moon"),
+    (refused("e", tensor_parallel_size=64), FAKES, "64 GPUs of one node asked for, no node has so many"),
+]
+
+
+async def test_what_cannot_serve_is_named_and_nothing_stays(cluster: ray.cluster_utils.Cluster):
+    starts = (Deployment(config, roles=roles).start() for config, roles, _ in NOT_STARTED)
+    errors = await asyncio.gather(*starts, return_exceptions=True)
+    for error, (_, _, words) in zip(errors, NOT_STARTED, strict=True):
+        assert isinstance(error, WorkerUnavailable)
+        assert re.search(words, str(error))
+    assert not [name for name in ray.util.list_named_actors() if name.startswith("refused-")]
 
 
 # ---------------------------------------------------------------------------------------------------------- without Ray
