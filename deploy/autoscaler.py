@@ -11,7 +11,6 @@ docs/autoscaling.md explains it. One count is better than another if it gives mo
 A decision never rests on less than all coordinators: while one of them is silent, everything stays as it is.
 """
 
-import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Self
@@ -20,8 +19,6 @@ from outrider.deploy.autoscaler_config import AutoscaleFields, AutoscalerConfig
 from outrider.deploy.autoscaler_model import DemandWindow, Sample, speeds, window_of
 from outrider.deploy.steadiness import Steadiness
 from outrider.v1 import generation_pb2
-
-logger = logging.getLogger(__name__)
 
 # A count has to promise so much more than the one that is there.
 _HYSTERESIS = 0.02
@@ -210,15 +207,15 @@ class Autoscaler:
         if values[best] < (1 + _HYSTERESIS) * values[drafts]:
             best = drafts
         found = (
-            f"{window.sessions:.0f} sessions on {serving} drafts run {speed[serving]:.2f} times as fast as plain "
+            f"{window.sessions:.0f} sessions on {_drafts(serving)} run {speed[serving]:.2f} times as fast as plain "
             f"({window.tokens_per_round:.2f} tokens a round, {window.levels_per_round:.1f} levels); "
         )
         if best == drafts:
-            reason = found + f"{drafts} suffice"
+            reason = found + f"{_drafts(drafts)} will do"
         elif best == 0:
             reason = found + "that does not pay for a draft"
         else:
-            reason = found + f"{best} drafts promise {speed[best]:.2f}"
+            reason = found + f"{_drafts(best)} would make that {speed[best]:.2f}"
         gain = speed[serving + 1] / speed[serving] - 1
         at_once = self._is_trying and best == 0
         return _Advice(best, reason, speedup=speed[serving], gain_of_next=gain, at_once=at_once)
@@ -228,7 +225,6 @@ class Autoscaler:
     def _note(self, wanted: int, drafts: int, advice: _Advice, now_s: float) -> None:
         """Remembers that speculation was given up, or is tried, and that it pays after all."""
         if wanted != drafts:
-            logger.info("%d drafts instead of %d: %s", wanted, drafts, advice.reason)
             self._steady.note_change(wanted - drafts, now_s)
         sessions = self._samples[-1].sessions if self._samples else 0
         if wanted == 0 and drafts and advice.speedup is not None and sessions:
@@ -243,3 +239,7 @@ class Autoscaler:
 
     def _pause_s(self, trial: _Trial) -> float:
         return self._config.probe_s * min(2**trial.failures, _MOST_PATIENCE)
+
+
+def _drafts(count: int) -> str:
+    return "1 draft" if count == 1 else f"{count} drafts"

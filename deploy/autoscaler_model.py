@@ -171,25 +171,24 @@ def speeds(window: DemandWindow, most: int) -> list[float]:
     assert window.rounds
     assert window.drafts
     sessions = max(window.sessions, 1.0)
-    longer = window.plain_ns / window.target_ns if window.target_ns else 1.0
-    now_tokens, levels = window.tokens_per_round, window.levels_per_round
-    missed = window.missed_rounds / window.tokens
-    behind = max(0.0, 1 / now_tokens - missed)
+    plain_share = window.plain_ns / window.target_ns if window.target_ns else 1.0
+    levels, missed = window.levels_per_round, window.missed_rounds / window.tokens
+    behind = max(0.0, 1 / window.tokens_per_round - missed)
     for_growth = min(behind, 1 / levels) if levels else behind
     if steps := window.draft_steps_per_round:
         for_growth = max(0.0, for_growth - _LAW_SHARE / steps)
     places = window.draft_places / window.drafts
-    reach_now = _reach(window, window.drafts)
+    nodes = max(1.0, window.expanded_per_step)
+    reach_now = _reach(nodes, (window.sessions - window.undrafted) / window.drafts)
     found = [1.0]
     for drafts in range(1, most + 1):
-        relief = reach_now / _reach(window, drafts)
+        drafted = min(sessions, drafts * places)
+        relief = reach_now / _reach(nodes, drafted / drafts)
         tokens = max(1.0, 1 / (missed + behind - for_growth + for_growth * relief))
-        drafted = min(1.0, drafts * places / sessions)
-        found.append((drafted * tokens + 1 - drafted) * longer)
+        found.append((drafted / sessions * tokens + 1 - drafted / sessions) * plain_share)
     return found
 
 
-def _reach(window: DemandWindow, drafts: int) -> float:
-    """Chance that a step of a worker serves one of its sessions: N nodes over s sessions, as they fall."""
-    sessions_each = max(1.0, (window.sessions - window.undrafted) / drafts)
-    return 1 - (1 - 1 / sessions_each) ** max(1.0, window.expanded_per_step)
+def _reach(nodes: float, sessions: float) -> float:
+    """Chance that a step of a worker serves one of its sessions: nodes over sessions, as they fall."""
+    return 1 - (1 - 1 / max(1.0, sessions)) ** nodes

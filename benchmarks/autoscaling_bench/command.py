@@ -103,7 +103,7 @@ async def _measure(chosen: argparse.Namespace, plan: Sequence[tuple[int, float]]
 def _title(chosen: argparse.Namespace) -> str:
     return (
         f"{chosen.clients} clients, {chosen.factor} times as many for {chosen.seconds[1]:g} s\n"
-        f"target step {chosen.target_step_ms:g} ms; draft step {chosen.draft_step_ms:g} ms, {chosen.draft_width} nodes, "
+        f"target {chosen.target_step_ms:g} ms, draft step {chosen.draft_step_ms:g} ms of {chosen.draft_width} nodes, "
         f"at most {chosen.places} sessions"
     )
 

@@ -13,7 +13,7 @@ from outrider.v1 import generation_pb2, registry_pb2
 FOUR = AutoscalerConfig(max_drafts=4)
 ANY = AutoscalerConfig(min_drafts=0, max_drafts=4)
 ROUND_S = 0.01
-STEPS_A_ROUND, NODES_A_STEP = 8, 2
+STEPS_A_ROUND = 8
 # A draft this wrong makes rounds longer, and no session faster.
 USELESS = 0.9
 
@@ -22,14 +22,16 @@ USELESS = 0.9
 class Service:
     """Targets, drafts and coordinators by simple laws.
 
-    A round takes 10 ms, or `plain_s` without trees; a draft's step, an eighth of that, grows two of its sessions by a
-    level. A token takes a level; `missed` of the tokens end a round because the draft was wrong.
+    A round takes 10 ms, or `plain_s` without trees; a draft's step, an eighth of that, grows `nodes` of its sessions
+    by a level. A token takes a level; `missed` of the tokens end a round because the draft was wrong.
     """
 
     start_s: int = 3
     missed: float = 0.1
     plain_s: float = 0.0095
     coordinators: int = 1
+    places: int = 64
+    nodes: int = 2
     drafts: int = 1
     starting: list[int] = field(default_factory=list)
     counters: dict[str, float] = field(default_factory=dict)
@@ -50,15 +52,16 @@ class Service:
         self.at_s += 1
         self.drafts += sum(at_s <= self.at_s for at_s in self.starting)
         self.starting = [at_s for at_s in self.starting if at_s > self.at_s]
-        rounds = sessions / ROUND_S if self.drafts else 0.0
+        drafted = min(sessions, self.drafts * self.places)
+        rounds = drafted / ROUND_S
         if rounds:
-            levels = STEPS_A_ROUND * min(1.0, NODES_A_STEP * self.drafts / sessions)
+            levels = STEPS_A_ROUND * min(1.0, self.nodes * self.drafts / drafted)
             tokens = rounds * max(1.0, 1 / (self.missed + 1 / levels))
             self._count(
                 rounds=rounds, tokens=tokens, missed_rounds=self.missed * tokens, grown_sessions=levels * rounds
             )
             steps = STEPS_A_ROUND / ROUND_S * self.drafts
-            self._count(draft_steps=steps, draft_ns=1e9 * self.drafts, expanded_nodes=NODES_A_STEP * steps)
+            self._count(draft_steps=steps, draft_ns=1e9 * self.drafts, expanded_nodes=self.nodes * steps)
         self._count(target_ns=1e9, plain_ns=1e9 * self.plain_s / ROUND_S, steps=1 / ROUND_S)
         return [self._info(number, sessions) for number in range(self.coordinators)]
 
@@ -76,13 +79,14 @@ class Service:
             else:
                 setattr(info.draft_demand, f"{name}_total", part)
         info.draft_demand.sessions = sessions // self.coordinators
-        info.draft_demand.undrafted_sessions = 0 if self.drafts else info.draft_demand.sessions
+        drafted = min(info.draft_demand.sessions, self.drafts * self.places // self.coordinators)
+        info.draft_demand.undrafted_sessions = info.draft_demand.sessions - drafted
         roles = {"target": registry_pb2.WORKER_ROLE_TARGET}
         roles |= {f"draft-{number}": registry_pb2.WORKER_ROLE_DRAFT for number in range(self.drafts)}
         for worker_id, role in roles.items():
             worker = info.workers.add(state="serving")
             worker.introduction.worker_id, worker.introduction.role = worker_id, role
-            worker.introduction.limits.max_sessions = 64
+            worker.introduction.limits.max_sessions = self.places
         return info
 
 
@@ -122,7 +126,7 @@ def test_a_load_that_grows_has_the_most_drafts_within_15_s_and_gives_them_back_s
     assert set(drafts[46 : 100 + 28]) == {4}
     assert drafts[100 + 50] == 1
     assert changes(decisions[100:]) == 3
-    assert "4 drafts promise" in next(own.reason for own in decisions if own.drafts == 4)
+    assert "4 drafts would make that" in next(own.reason for own in decisions if own.drafts == 4)
     assert decisions[60].speedup == pytest.approx(0.95 / (0.1 + 3 / 16), rel=1e-2)
 
 
@@ -193,6 +197,25 @@ def test_signals_that_are_lost_change_nothing(lost):
     assert drafts[15] < 4
     assert drafts[-1] == 4
     assert "coordinator" in decisions[25].reason
+
+
+def test_sessions_that_find_no_place_at_a_draft_are_worth_one():
+    # A draft that keeps up with all of them, if only it takes them.
+    config = AutoscalerConfig(max_drafts=8)
+    assert counts(play(Service(nodes=64, places=64), [12] * 30, config=config))[-1] == 1
+    assert counts(play(Service(nodes=64, places=4), [12] * 30, config=config))[-1] == 3
+
+
+def test_requests_that_wait_make_a_draft_worth_more():
+    def advised(waiting: int) -> int:
+        def heard(second: int, infos: list[generation_pb2.ServerInfo]) -> list[generation_pb2.ServerInfo]:
+            infos[0].waiting_requests = waiting
+            return infos
+
+        config = AutoscalerConfig(max_drafts=8, draft_cost=0.2)
+        return play(Service(), [12] * 20, config=config, heard=heard)[-1].drafts
+
+    assert advised(0) < advised(36)
 
 
 def test_several_coordinators_decide_as_one_does():
