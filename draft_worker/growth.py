@@ -215,6 +215,8 @@ class TreeGrowth:
         highest, vocab_size = max((*start.prompt, *start.output), default=0), self.runner.vocab_size
         if highest >= vocab_size:
             violations.append(FieldViolation("prompt", f"token {highest} given, ids below {vocab_size} needed"))
+        if (fault := start.sampling.fault(None)) is not None:
+            violations.append(FieldViolation("sampling", fault))
         if violations:
             raise InvalidRequest(violations)
         if length > self.slots.num_slots:

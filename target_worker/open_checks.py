@@ -35,11 +35,8 @@ def check_open(request: OpenRequest, ids: npt.NDArray[np.int64], *, model: Model
 
 
 def _check_sampling(sampling: SamplingSpec, vocab_size: int) -> None:
-    named = [*sampling.allowed_token_ids, *sampling.stop_token_ids, *sampling.logit_bias]
-    if named and (max(named) >= vocab_size or min(named) < 0):
-        raise _invalid(f"sampling: token ids from 0 to {vocab_size - 1} needed")
-    if not 0 <= sampling.choice_index < 2**31:
-        raise _invalid(f"choice_index: {sampling.choice_index} given, 0 to {2**31 - 1} needed")
+    if (fault := sampling.fault(vocab_size)) is not None:
+        raise _invalid(f"sampling: {fault}")
     only_stops = set(sampling.allowed_token_ids) <= set(sampling.stop_token_ids)
     if sampling.min_new_tokens and sampling.allowed_token_ids and only_stops:
         raise _invalid("sampling: min_new_tokens leaves no allowed token")

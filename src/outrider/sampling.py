@@ -43,6 +43,18 @@ def rule_from_proto(number: common_pb2.VerificationRule) -> VerificationRule:
     return _RULES[number]
 
 
+_MOST_BIAS = 1e4
+# What float32 bears, with room to spare; what users may ask for is the coordinator's to say. NaN is in no range.
+_RANGES = {
+    "temperature": (0.0, 3.5e38),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-30, 1e6),
+    "presence_penalty": (-1e4, 1e4),
+    "frequency_penalty": (-1e4, 1e4),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingSpec:
     """Sampling parameters with every default filled in; see `SamplingState` in common.proto for the meaning of each.
@@ -105,6 +117,27 @@ class SamplingSpec:
         top_k = min(max(self.top_k, -1), (1 << 31) - 1)
         numbers = (self.seed & (1 << 64) - 1, self.temperature, self.top_p, self.min_p, top_k, self.choice_index)
         return struct.pack("<Qfffii4x", *numbers)
+
+    def fault(self, vocab_size: int | None) -> str | None:
+        """What of this no request could have brought about, for a worker that is asked to choose by it; None: nothing.
+
+        A number that is none would become everyone's who shares the step.
+
+        Args:
+            vocab_size: of the target's model; None does not look at token ids, of which a draft may know fewer.
+        """
+        named = (*self.allowed_token_ids, *self.stop_token_ids, *self.logit_bias)
+        if vocab_size is not None and named and not 0 <= min(named) <= max(named) < vocab_size:
+            return f"token ids from 0 to {vocab_size - 1} needed"
+        if not 0 <= self.choice_index < 1 << 31:
+            return f"choice_index: {self.choice_index} given, 0 to {(1 << 31) - 1} needed"
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if not low <= value <= high:
+                return f"{name}: {value:g} given, {low:g} to {high:g} needed"
+        if not all(abs(value) <= _MOST_BIAS for value in self.logit_bias.values()):
+            return f"logit_bias: {-_MOST_BIAS:g} to {_MOST_BIAS:g} needed"
+        return None
 
     def to_proto(self) -> common_pb2.SamplingState:
         """The message that opens a session at a worker."""
