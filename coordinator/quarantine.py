@@ -14,6 +14,8 @@ from outrider.coordinator import clock
 
 _LONGEST_S = 60.0
 _MOST_RECORDS = 1024
+# More than the longest pause needs; two to the number of losses is no float some day.
+_MOST_DOUBLINGS = 40
 
 
 @dataclass(kw_only=True)
@@ -50,7 +52,7 @@ class Quarantine:
         while record.losses[0] < now_s - self._window_s:
             record.losses.popleft()
         if record.pauses or len(record.losses) >= self._most:
-            record.until_s = now_s + min(_LONGEST_S, self._pause_s * 2**record.pauses)
+            record.until_s = now_s + min(_LONGEST_S, self._pause_s * 2 ** min(record.pauses, _MOST_DOUBLINGS))
             record.pauses += 1
         return self.left_s(identity)
 

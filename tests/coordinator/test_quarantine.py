@@ -55,3 +55,10 @@ def test_what_is_remembered_is_bounded(time: Time) -> None:
         quarantine.note_loss(str(number))
     assert quarantine.left_s("0") == 0
     assert quarantine.left_s("2999") == 50
+
+
+def test_a_worker_may_be_lost_for_ever(time: Time) -> None:
+    quarantine = Quarantine(losses=3, window_s=60, pause_s=5)
+    for _ in range(1100):
+        time.now_s += quarantine.note_loss("worker")
+    assert quarantine.note_loss("worker") == 60
