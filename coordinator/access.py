@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 
 from outrider.coordinator.clock import now_ns
-from outrider.errors import OutriderError, Overloaded, Unauthenticated
+from outrider.errors import FieldViolation, InvalidRequest, OutriderError, Overloaded, Unauthenticated
 from outrider.rpc import abort_with
 from outrider.security.bearer import HEADER, SCHEME
 from outrider.security.callers import KINDS, needs_role, peer_roles
@@ -26,7 +26,8 @@ from outrider.security.tokens import TokenEntry, TokenFile, find
 
 logger = logging.getLogger(__name__)
 
-_HEALTH = "grpc.health.v1.Health/"
+# Without Watch, whose streams would stay.
+_HEALTH_CHECK = "grpc.health.v1.Health/Check"
 # Of the file: often enough for whoever takes a token back, seldom enough for a slow disk.
 _REFRESH_NS = 500_000_000
 _MINUTE_S = 60.0
@@ -69,12 +70,12 @@ class Caller:
         self._requests = _level(entry and entry.requests_per_minute)
         self._tokens = _level(entry and entry.tokens_per_minute)
         self._max_concurrent = entry.max_concurrent if entry is not None else None
-        # By request id; the newest stream of an id has its place.
-        self._places: dict[str, _Place] = {}
+        # By request id, the choices of each of its streams: while one is taken over there are two.
+        self._places: dict[str, list[int]] = {}
 
     @contextlib.contextmanager
     def admitted(self, request_id: str, choices: int) -> Iterator[None]:
-        """Holds the places of a request while it lasts. A request that is taken over hands its places on.
+        """Holds the places of a request while it lasts; one that takes over another of its id shares its places.
 
         Raises:
             Overloaded: a limit is reached; nothing was taken.
@@ -82,11 +83,13 @@ class Caller:
         self._check(request_id, choices)
         if self._requests is not None:
             self._requests.take(1)
-        place = self._places[request_id] = _Place(choices)
+        self._places.setdefault(request_id, []).append(choices)
         try:
             yield
         finally:
-            if self._places.get(request_id) is place:
+            # What it leaves may be the stream that it could not take over.
+            self._places[request_id].remove(choices)
+            if not self._places[request_id]:
                 del self._places[request_id]
 
     def note_output(self, tokens: int) -> None:
@@ -103,7 +106,7 @@ class Caller:
                 )
         if self._max_concurrent is None:
             return
-        held = sum(place.choices for other, place in self._places.items() if other != request_id)
+        held = sum(max(streams) for other, streams in self._places.items() if other != request_id)
         if held + choices > self._max_concurrent:
             raise Overloaded(
                 f"{self.name} has {held} choices running, and asks for {choices} more: at most "
@@ -114,13 +117,6 @@ class Caller:
     def succeeds(self, before: "Caller") -> None:
         """Takes over the requests of the caller with the same name whose limits have changed."""
         self._places = before._places
-
-
-class _Place:
-    """What a running request counts."""
-
-    def __init__(self, choices: int) -> None:
-        self.choices = choices
 
 
 class Access:
@@ -139,8 +135,8 @@ class Access:
         self._refreshed_ns = now_ns()
         self._callers: dict[str, Caller] = {}
         self._everybody = Caller()
-        # Whoever has a coordinator's certificate runs this service.
-        self._operator = Caller(name="coordinator")
+        # Whoever has a coordinator's certificate runs this service. No token has a name like this one.
+        self._operator = Caller(name=":operator")
         if self._file is not None and not self._file.entries:
             logger.warning("%s holds no token: nobody may call (outrider token new makes one)", token_file)
 
@@ -196,7 +192,7 @@ class Access:
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Ends calls without a good token before their message is read; health and what is for roles needs none."""
+    """Ends calls without a good token before their message is read; a health check and what is for roles need none."""
 
     def __init__(self, access: Access) -> None:
         self._access = access
@@ -205,7 +201,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         """The method's handler, or one that refuses."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method.strip("/")
-        if handler is None or method.startswith(_HEALTH) or needs_role(method):
+        if handler is None or method == _HEALTH_CHECK or needs_role(method):
             return handler
         if self._access.knows_token(handler_call_details.invocation_metadata):
             return handler
@@ -219,7 +215,9 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
                 self._access.caller(context)
             except OutriderError as error:
                 await abort_with(context, error)
-            request = requests if handler.request_streaming else await anext(requests)
+            request = requests if handler.request_streaming else await anext(requests, None)
+            if request is None:
+                await abort_with(context, InvalidRequest([FieldViolation("request", "missing: send one message")]))
             behaviour = next(filter(None, (getattr(handler, kind) for kind in KINDS)))
             if not handler.response_streaming:
                 await context.write(await behaviour(request, context))

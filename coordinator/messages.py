@@ -45,6 +45,7 @@ class GenerationRequest:
         max_depth: deepest node.
         received: choice index to the output tokens that the client has already got (a resumed request).
         trace: whether a RoundRecord follows every verification.
+        caller: whose it is: ids are its callers' own, and another's request may have the same.
     """
 
     request_id: str
@@ -57,6 +58,7 @@ class GenerationRequest:
     n: int = 1
     received: Mapping[int, Sequence[int]] = field(default_factory=dict)
     trace: bool = False
+    caller: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

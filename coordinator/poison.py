@@ -10,7 +10,7 @@ withdrawn when the same process registers again, and a request is refused only a
 request that crashes workers at one place of its output does so again at once, for it goes on from there. What crashes
 them only now and then is not found here: to blame whoever is there most often would hit those that run for long.
 
-Strikes are kept by request id, so a client that resumes here does not begin anew. Another coordinator does not know of
+Strikes are kept by caller and request id, so a client that resumes here does not begin anew. Another coordinator does not know of
 them: a poisonous request costs two workers at each coordinator that its client turns to.
 """
 
@@ -28,7 +28,7 @@ DOUBT_S = 3.0
 # A suspect that has had so many results is cleared.
 _RESULTS = 3
 _MOST_RECORDS = 4096
-_Key = tuple[str, int]
+_Key = tuple[str, str, int]
 
 
 class LossKind(Enum):
@@ -113,4 +113,5 @@ class Suspects:
 
 
 def _key(session: Session) -> _Key:
-    return session.request.request_id, session.index
+    request = session.request
+    return request.caller, request.request_id, session.index

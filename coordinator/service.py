@@ -5,7 +5,7 @@ import contextlib
 import logging
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import grpc.aio
@@ -124,6 +124,7 @@ class GenerationServicer:
         # By caller: nobody learns of another's requests, or ends them, by guessing their ids.
         key = (caller.name, request_id)
         checked, text_streams = await self._check(request, key)
+        checked = replace(checked, caller=caller.name)
         generation = self._scheduler.submit(checked, text_streams)
         # Only now: a request that cannot be taken over is better off with its old stream.
         self._end_live(key, "another stream took it over")

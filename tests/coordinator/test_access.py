@@ -28,7 +28,7 @@ from outrider.coordinator.messages import (
 from outrider.coordinator.service import SERVICE, GenerationServicer
 from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.validation import RequestLimits
-from outrider.errors import OutriderError, Overloaded, Unauthenticated
+from outrider.errors import InvalidRequest, OutriderError, Overloaded, Unauthenticated
 from outrider.rpc import RoleServer, open_channel
 from outrider.security.bearer import authorized
 from outrider.security.tokens import TokenEntry, hash_of, new_token
@@ -71,12 +71,14 @@ class Generation:
 class Scheduler:
     def __init__(self) -> None:
         self.generations: list[Generation] = []
+        self.callers: list[str] = []
 
     def check_room(self, choices: int = 1) -> None:
         pass
 
     def submit(self, request: GenerationRequest, text_streams: Sequence[TextStream]) -> Generation:
         self.generations.append(Generation())
+        self.callers.append(request.caller)
         return self.generations[-1]
 
 
@@ -179,6 +181,10 @@ async def test_every_method_but_health_needs_a_token(tokens: Path):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await reflected.read()
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        watch = health_pb2_grpc.HealthStub(door.channel).Watch  # pyright: ignore[reportAttributeAccessIssue]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await watch(health_pb2.HealthCheckRequest(), timeout=10).read()
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
         check = health_pb2_grpc.HealthStub(door.channel).Check  # pyright: ignore[reportAttributeAccessIssue]
         assert (await check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING
         assert (await door.stub(ALICE).GetModelInfo(calls["GetModelInfo"])).model == MODEL
@@ -210,6 +216,7 @@ async def test_another_tokens_requests_are_out_of_reach(tokens: Path):
         with pytest.raises(grpc.aio.AioRpcError, match="another stream took it over"):
             await call.read()
         await door.finish(taken_over)
+        assert door.scheduler.callers == ["alice", "bob", "alice"]
 
 
 async def refusal(door: Door, token: str, request_id: str = "", **params: Any) -> Overloaded:
@@ -244,7 +251,10 @@ async def test_choices_at_a_time(tokens: Path):
         await refusal(door, ALICE, n=2)
         second = await door.start(ALICE)
         assert "at most 2 at a time" in str(await refusal(door, ALICE))
-        # Taking over one's own request needs no place beside it, and the place is given back once.
+        # Taking over one's own request needs no place beside it; where that is refused, the first has its place still.
+        with pytest.raises(InvalidRequest):
+            await door.start(ALICE, "first", top_p=9.0)
+        await refusal(door, ALICE)
         first = await door.start(ALICE, "first")
         await refusal(door, ALICE)
         await door.finish(first)
