@@ -10,8 +10,8 @@ withdrawn when the same process registers again, and a request is refused only a
 request that crashes workers at one place of its output does so again at once, for it goes on from there. What crashes
 them only now and then is not found here: to blame whoever is there most often would hit those that run for long.
 
-Strikes are kept by caller and request id, so a client that resumes here does not begin anew. Another coordinator does not know of
-them: a poisonous request costs two workers at each coordinator that its client turns to.
+Strikes are kept by caller and request id, so a client that resumes here does not begin anew. Another coordinator does
+not know of them: a poisonous request costs two workers at each coordinator that its client turns to.
 """
 
 import logging
