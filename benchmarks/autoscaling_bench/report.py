@@ -84,9 +84,9 @@ def draw(seconds: Sequence[dict[str, float]], path: Path, title: str) -> None:
     drafts.step(at, [own["wanted"] for own in seconds], where="post", color="tab:orange", ls=":", label="drafts wanted")
     drafts.step(at, [own["serving"] for own in seconds], where="post", color="tab:blue", label="drafts serving")
     drafts.set_ylabel("draft workers")
-    drafts.set_ylim(bottom=0)
+    drafts.set_yticks(range(int(max(own["wanted"] for own in seconds)) + 1))
     lines = [*above.get_lines(), *drafts.get_lines()]
-    above.legend(lines, [str(line.get_label()) for line in lines], loc="upper left")
+    figure.legend(lines, [str(line.get_label()) for line in lines], loc="outside lower center", ncols=3, fontsize=9)
     below.plot(at, [own["tpot_ms"] for own in seconds], color="tab:green")
     below.set_ylabel("ms a token, each client")
     below.set_ylim(bottom=0)
