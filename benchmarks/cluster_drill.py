@@ -26,6 +26,7 @@ from typing import Any
 
 import ray
 import ray.cluster_utils
+import ray.exceptions
 from rich.console import Console
 from rich.table import Table
 

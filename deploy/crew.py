@@ -219,6 +219,10 @@ class Crew:
             if config.bind is Bind.LOOPBACK:
                 among = [node.node_id for node in self._nodes()]
             needs["label_selector"] = placement.selector(among=among, avoided=self.silent_nodes)
+            if (node_id := self._quietest(handle)) is not None:
+                needs["scheduling_strategy"] = NodeAffinitySchedulingStrategy(
+                    node_id=node_id, soft=True, _spill_on_unavailable=True
+                )
         setting = WorkerSetting(
             name=self._full(handle.name),
             coordinators=tuple(self.worker_endpoints),
@@ -231,6 +235,24 @@ class Crew:
         host = LOOPBACK if config.bind is Bind.LOOPBACK else None
         serve = functools.partial(serve_role, config, setting)
         handle.actor = self._create(RoleActor, handle, serve, host=host, needs=needs)
+
+    def _quietest(self, handle: RoleHandle) -> str | None:
+        """Id of the node with the fewest workers of a role, where it has room for one more; it is noted as its place.
+
+        Ray fills one node before the next: with it, all targets would go.
+        """
+        role = handle.role
+        resources = self._config.target_resources if role is Role.TARGET else self._config.draft_resources
+        needed = placement.bundle(self._gpus[role], resources)
+        others = [own.placed_on for own in self._handles.values() if own.role is role and own is not handle]
+        fitting = [
+            node
+            for node in self._nodes()
+            if node.has({name: amount * (others.count(node.node_id) + 1) for name, amount in needed.items()})
+        ]
+        fitting.sort(key=lambda node: (others.count(node.node_id), node.node_id != self._home_id, node.node_id))
+        handle.placed_on = fitting[0].node_id if fitting else None
+        return handle.placed_on
 
     def _take_place(self, handle: RoleHandle) -> PlacementGroupSchedulingStrategy | None:
         """A place kept for this worker: a target makes its own, a draft takes one beside a target."""

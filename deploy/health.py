@@ -29,7 +29,7 @@ class RoleHandle:
         actor: Ray's handle.
         endpoint: host:port where a coordinator serves clients, which it keeps; None of a worker.
         worker_endpoint: host:port where it takes workers in: another one with TLS, which asks who they are.
-        placed_on: node id that a coordinator is bound to.
+        placed_on: node id that a coordinator is bound to, and a worker was meant for.
         model: checkpoint folder of a worker where it is not the configured one.
         report: its latest one; None before the first, and while it is being restarted.
         node_id: of the latest report, kept while there is none.

@@ -212,6 +212,7 @@ async def test_each_role_serves_in_a_process_of_its_own(deployment: Deployment):
     assert deployment.endpoints == addresses
     assert deployment.endpoint == ",".join(addresses)
     assert all(address.startswith("127.0.0.1:") for address in addresses)
+    assert workers["target-0"]["node_id"] != workers["target-1"]["node_id"]
     for index in range(2):
         assert workers[f"draft-{index}"]["node_id"] == workers[f"target-{index}"]["node_id"]
 
