@@ -203,7 +203,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             silence.cancel()
 
     async def _watch_silence(self, worker: RegisteredWorker, lease_s: float) -> None:
-        stopwatch = Stopwatch(lease_s / _LOOKS)
+        stopwatch = Stopwatch(lease_s / _LOOKS, asyncio.get_running_loop().time)
         while not worker.is_lost:
             await asyncio.sleep(lease_s / _LOOKS)
             if stopwatch.look(worker.reported_ns) > lease_s:

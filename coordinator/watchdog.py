@@ -22,7 +22,7 @@ async def watch_steps(lane: TargetLane, *, least_s: float, on_hang: Callable[[st
         least_s: no step is overdue before.
         on_hang: called once.
     """
-    stopwatch = Stopwatch(_LOOK_S)
+    stopwatch = Stopwatch(_LOOK_S, asyncio.get_running_loop().time)
     while True:
         await asyncio.sleep(_LOOK_S)
         flight = lane.flights[0] if lane.flights else None

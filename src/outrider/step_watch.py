@@ -7,7 +7,7 @@ coordinators wait. A hung step does not stop heartbeats, and nothing can end it 
 
 import asyncio
 import time
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 from outrider.errors import WorkerHung
@@ -27,17 +27,18 @@ class Stopwatch:
 
     Args:
         look_s: time between looks.
+        now: the clock; the event loop's, where one looks.
     """
 
-    def __init__(self, look_s: float) -> None:
-        self._look_s = look_s
-        self._looked_s = time.monotonic()
+    def __init__(self, look_s: float, now: Callable[[], float]) -> None:
+        self._look_s, self._now = look_s, now
+        self._looked_s = now()
         self._what: Hashable = None
         self._lasted_s = 0.0
 
     def look(self, what: Hashable) -> float:
         """Seconds since `what` was seen first without anything else in between; None lasts no time."""
-        now_s = time.monotonic()
+        now_s = self._now()
         passed_s, self._looked_s = min(now_s - self._looked_s, 2 * self._look_s), now_s
         self._lasted_s = self._lasted_s + passed_s if what is not None and what == self._what else 0.0
         self._what = what
@@ -89,7 +90,7 @@ class StepWatch:
         Raises:
             WorkerHung: what runs has been running for longer than it may.
         """
-        stopwatch = Stopwatch(_LOOK_S)
+        stopwatch = Stopwatch(_LOOK_S, asyncio.get_running_loop().time)
         while True:
             await asyncio.sleep(_LOOK_S)
             running = self._running
