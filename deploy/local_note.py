@@ -39,8 +39,9 @@ def _read_note(name: str) -> dict[str, Any]:
         # In a folder that everybody may write to: a note of somebody else would lead us to their cluster.
         if path.parent.stat().st_uid != os.getuid() or path.stat().st_uid != os.getuid():
             return {}
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        note = json.loads(path.read_text(encoding="utf-8"))
+        return {"address": str(note["address"]), "pid": int(note["pid"])}
+    except (OSError, ValueError, TypeError, KeyError):
         return {}
 
 
