@@ -1,18 +1,24 @@
 """Where the Ray of an `outrider up` is, so that other terminals of the same user find it by the deployment's name."""
 
 import json
+import logging
 import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
+logger = logging.getLogger(__name__)
+
 
 def remember_local(name: str, address: str) -> None:
     """Writes down where the Ray of this process is, for as long as the process lives."""
     path = _note_of(name)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     note = {"address": address, "pid": os.getpid()}
-    path.write_text(json.dumps(note), encoding="utf-8")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.write_text(json.dumps(note), encoding="utf-8")
+    except OSError as error:
+        logger.warning("other terminals need --address %s to find this deployment: %s", address, error)
 
 
 def forget_local(name: str) -> None:
