@@ -111,6 +111,7 @@ async def run(arguments: argparse.Namespace, folder: Path, say: Callable[[str], 
         schedule = make_schedule(arguments.faults, list(cluster.roles), seed=seed, gap_s=tuple(arguments.gap_s))
         faults = FaultRun(cluster, schedule, at_once=arguments.at_once, say=say)
         began_s = time.monotonic()
+        await load.until_begun()
         await faults.run(time_limit_s=arguments.time_limit_s)
         await load.stop()
         report.seconds = time.monotonic() - began_s

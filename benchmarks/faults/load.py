@@ -33,6 +33,7 @@ _PROMPT_CHARACTERS = 160
 # A request that has not ended by then has lost its end.
 REQUEST_TIMEOUT_S = 120.0
 _RETRY_PAUSE_S = (0.1, 0.5)
+_LOOK_S = 0.05
 _RETRIED = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED}
 _FINISH_REASONS = {
     generation_pb2.FINISH_REASON_STOP: "stop",
@@ -143,12 +144,18 @@ class Load:
         self._pause_s = pause_s
         self._numbers = itertools.count()
         self._is_stopping = False
+        self._begun = asyncio.Barrier(clients)
         self._tasks = [asyncio.create_task(self._ask_again(number)) for number in range(clients)]
 
     @property
     def running(self) -> list[History]:
         """Requests that have not ended."""
         return [history for history in self.histories if history.end is None]
+
+    async def until_begun(self) -> None:
+        """Waits until every client has been served once."""
+        while not self.histories and not any(task.done() for task in self._tasks):  # noqa: ASYNC110 - soon over
+            await asyncio.sleep(_LOOK_S)
 
     async def stop(self) -> None:
         """Lets the requests that run come to their end, and begins no more."""
@@ -157,13 +164,21 @@ class Load:
 
     async def _ask_again(self, client: int) -> None:
         choices = random.Random(f"{self._seed} {client}")
+        # A client that lives as long as its program, as most do: one that has never been served is told at once that
+        # there is no service.
+        async with AsyncClient(choices.sample(self._endpoints, len(self._endpoints))) as library:
+            await library.generate("import", max_new_tokens=1)
+            await self._begun.wait()
+            await self._ask_with(library, choices)
+
+    async def _ask_with(self, library: AsyncClient, choices: random.Random) -> None:
         while not self._is_stopping:
             script, habit, mode = choices.choice(self._scripts), choices.choice(_HABITS), choices.choice(_MODES)
             name = f"request {next(self._numbers)}"
             history = History(name=name, script=script.name, client=f"{habit.value}, {mode}")
             self.histories.append(history)
             endpoints = choices.sample(self._endpoints, len(self._endpoints))
-            request = _Asked(script, mode, habit, endpoints, history, random.Random(choices.getrandbits(64)))
+            request = _Asked(script, mode, habit, library, endpoints, history, random.Random(choices.getrandbits(64)))
             try:
                 async with asyncio.timeout(REQUEST_TIMEOUT_S + 10):
                     await request.run()
@@ -181,6 +196,7 @@ class _Asked:
     script: Script
     mode: Mode
     habit: Habit
+    library: AsyncClient
     endpoints: Sequence[str]
     history: History
     choices: random.Random
@@ -195,31 +211,30 @@ class _Asked:
         self.history.add(Ended(end=end, detail=detail, at_s=time.monotonic(), **more))
 
     async def _through_library(self) -> None:
-        async with library_client(self.endpoints) as client:
-            stream = client.stream(self.script.prompt, **_options(self.script, self.mode))
-            try:
-                async with stream:
-                    async for delta in stream:
-                        self.history.add(
-                            ToldDelta(
-                                index=delta.index,
-                                offset=delta.offset,
-                                token_ids=delta.token_ids,
-                                text=delta.text,
-                                text_offset=delta.text_offset,
-                                at_s=time.monotonic(),
-                            )
+        stream = self.library.stream(self.script.prompt, **_options(self.script, self.mode))
+        try:
+            async with stream:
+                async for delta in stream:
+                    self.history.add(
+                        ToldDelta(
+                            index=delta.index,
+                            offset=delta.offset,
+                            token_ids=delta.token_ids,
+                            text=delta.text,
+                            text_offset=delta.text_offset,
+                            at_s=time.monotonic(),
                         )
-            except (OutriderError, TimeoutError) as error:
-                self._end(_refused_or_failed(str(error)), f"{type(error).__name__}: {error}")
-                return
-            result = stream.result
-            self.history.resumes = result.resumes
-            self._end(
-                End.FINISHED,
-                finish_reasons=[choice.finish_reason or "none" for choice in result.choices],
-                token_counts=[len(choice.token_ids) for choice in result.choices],
-            )
+                    )
+        except (OutriderError, TimeoutError) as error:
+            self._end(_refused_or_failed(str(error)), f"{type(error).__name__}: {error}")
+            return
+        result = stream.result
+        self.history.resumes = result.resumes
+        self._end(
+            End.FINISHED,
+            finish_reasons=[choice.finish_reason or "none" for choice in result.choices],
+            token_counts=[len(choice.token_ids) for choice in result.choices],
+        )
 
     # ------------------------------------------------------------------------------------------------ on the bare wire
 
@@ -332,8 +347,3 @@ async def _call(
             yield call
         finally:
             call.cancel()
-
-
-def library_client(endpoints: Sequence[str]) -> AsyncClient:
-    """The library's, as anybody would have it."""
-    return AsyncClient(endpoints)

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.faults.load import library_client
 from benchmarks.faults.processes import Cluster, ClusterOptions
 from benchmarks.faults.proxy import PARTITION, Conditions, Direction
 from rich.console import Console
 from rich.table import Table
 
+from outrider.client import AsyncClient
 from outrider.errors import OutriderError
 from outrider.models import held_out_prompts
 
@@ -51,7 +51,7 @@ class Pulse:
         """Until cancelled."""
         prompt = held_out_prompts()[3][:_PROMPT_CHARACTERS]
         options: dict[str, Any] = {"max_new_tokens": 400, "ignore_eos": True}
-        async with library_client(self.endpoints) as client:
+        async with AsyncClient(self.endpoints) as client:
             while True:
                 try:
                     async with client.stream(prompt, **options) as stream:
