@@ -86,21 +86,36 @@ def test_a_frozen_draft_costs_speed_only(prompts):
         assert tokens == list(wanted.token_ids)
 
 
-def test_a_target_killed_ends_the_stream_with_the_reason_and_tokens_stay_valid(prompts):
-    with LocalService(drafts=1) as service, Client(service.endpoint, max_resumes=0) as client:
-        wanted = client.generate(prompts[2], max_new_tokens=100, speculation="off", ignore_eos=True)
+def test_targets_that_stop_hand_over_and_the_last_one_killed_ends_the_stream(prompts):
+    """Told to stop, a worker drains and exits 0; the tokens delivered stay valid when nobody is left."""
+    with LocalService(drafts=1, targets=2) as service, Client(service.endpoint, max_resumes=0) as client:
+        wanted = client.generate(prompts[2], max_new_tokens=200, speculation="off", ignore_eos=True)
         tokens: list[int] = []
+        going = ("target-0", "draft-0")
+        with client.stream(prompts[2], max_new_tokens=200, ignore_eos=True) as stream:
+            for delta in stream:
+                assert delta.offset == len(tokens)
+                tokens.extend(delta.token_ids)
+                for name in going if len(tokens) > 20 else ():
+                    service.processes[name].terminate()
+                    going = ()
+        assert tokens == list(wanted.token_ids)
+        assert [service.processes[name].wait(timeout=20) for name in ("target-0", "draft-0")] == [0, 0]
+        assert [worker.state for worker in client.server_info().workers] == ["serving"]
+        tokens.clear()
         with (
             pytest.raises(OutriderError, match="target"),
-            # So many that they do not end before a client that hardly runs has killed.
-            client.stream(prompts[2], max_new_tokens=1200, ignore_eos=True) as stream,
+            client.stream(prompts[2], max_new_tokens=200, ignore_eos=True) as stream,
         ):
             for delta in stream:
                 tokens.extend(delta.token_ids)
                 if len(tokens) > 20:
-                    service.processes["target-0"].send_signal(signal.SIGKILL)
-        assert 20 < len(tokens) < 1200
-        assert tokens[:100] == list(wanted.token_ids)[: len(tokens)]
+                    service.processes["target-1"].send_signal(signal.SIGKILL)
+        assert 20 < len(tokens) < 200
+        assert tokens == list(wanted.token_ids)[: len(tokens)]
+        coordinator = service.processes["coordinator"]
+        coordinator.terminate()
+        assert coordinator.wait(timeout=20) == 0
 
 
 def test_leaving_early_frees_everything(one_draft, prompts):
