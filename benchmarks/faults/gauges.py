@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.faults.processes import Cluster, Role
 
 _POLL_S = 0.5
-_ASK_TIMEOUT_S = 10.0
+_ASK_TIMEOUT_S = 60.0
 # Of a role that has served for a while, how much more memory it may hold in the end: a twentieth.
 MEMORY_GROWTH = 1.05
 # The last request and the last batch of a loop stay referred to until the next one.
