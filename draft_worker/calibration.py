@@ -121,7 +121,8 @@ class AcceptanceCalibration:
         if scores.shape[1] > 1:
             gaps[:, 0] = gaps[:, 1]
         # Log probabilities at temperature t are logits over t: in units of the logits one table serves every t.
-        found = np.searchsorted(self.edges[1], gaps * temperature[:, None]) + ranks + self._rule_offset
+        with np.errstate(over="ignore"):  # at a temperature of 3e38 a gap is as wide as they come
+            found = np.searchsorted(self.edges[1], gaps * temperature[:, None]) + ranks + self._rule_offset
         if not coupled.all():
             greedy = np.searchsorted(self.edges[0], -log_q) + ranks
             found = np.where(coupled[:, None], found, greedy)

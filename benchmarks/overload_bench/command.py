@@ -37,7 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--workers", choices=("simulated", "real"), default="simulated", help="fake step times, or the embedded pair")
     add("--places", type=int, default=None, help="sessions that run at a time; default 64, or 8 of the embedded pair")
-    add("--max-new-tokens", type=int, default=None, help="of a request; default 256, or 48 of the embedded pair")
+    add("--max-new-tokens", type=int, default=None, help="of a request; default 64, or 48 of the embedded pair")
     add("--max-queue", type=int, default=None, help="of the coordinator; default its own")
     add("--max-queue-wait-s", type=float, default=None, help="of the coordinator; default none")
     add("--normal", type=float, default=1.0, help="normal load, as a share of capacity")
@@ -71,7 +71,7 @@ async def _run(options: argparse.Namespace) -> tuple[list[Phase], list[str]]:
         )
         service = simulated(settings, arguments)
     async with service as served:
-        tokens = options.max_new_tokens or (48 if is_real else 256)
+        tokens = options.max_new_tokens or (48 if is_real else 64)
         bench = _Bench(served, options, places=places, max_new_tokens=tokens)
         return await bench.run()
 
