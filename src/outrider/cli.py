@@ -171,6 +171,10 @@ async def _serve_until_stopped(serve: Callable[..., Awaitable[None]], config: An
     if stop_with_stdin:
         threading.Thread(target=_watch_stdin, args=(loop, stop), daemon=True).start()
     await serve(config, ready=lambda address: typer.echo(f"ready {address}"), stop=stop)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # What it was told has been done: being told again while the interpreter ends is no reason to die of it.
+        loop.remove_signal_handler(number)
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _watch_stdin(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
