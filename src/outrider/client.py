@@ -112,7 +112,7 @@ class AsyncClient:
         insecure: send the token even where others may read it.
 
     Raises:
-        ValueError: a token without TLS, to another machine.
+        InvalidRequest: a token without TLS, to another machine.
         CertificateError: a file of `tls` cannot be read.
     """
 

@@ -3,6 +3,7 @@
 import functools
 from typing import TypeVar
 
+from outrider.errors import FieldViolation, InvalidRequest
 from outrider.security.binding import is_loopback
 from outrider.security.tls import TlsConfig
 
@@ -25,9 +26,10 @@ def check_transport(endpoint: str, *, tls: TlsConfig | None, token: str | None, 
     """Refuses to send a token where others may read it.
 
     Raises:
-        ValueError: without TLS, and the endpoint is not on this machine.
+        InvalidRequest: without TLS, and the endpoint is not on this machine; or it can be no token.
     """
     if token is not None and tls is None and not insecure and not is_loopback(endpoint.rpartition(":")[0]):
-        raise ValueError(f"token: it would cross the network to {endpoint} unencrypted: give tls (--tls-ca) as well")
+        fault = f"it would cross the network to {endpoint} unencrypted: give tls (--tls-ca) as well"
+        raise InvalidRequest([FieldViolation("token", fault)])
     if token is not None and not (token.isascii() and token.isprintable() and token):
-        raise ValueError("token: printable ASCII characters needed")
+        raise InvalidRequest([FieldViolation("token", "printable ASCII characters needed")])

@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 from outrider import cli
-from outrider.errors import TokenFileError
+from outrider.client import Client
+from outrider.errors import InvalidRequest, TokenFileError
 from outrider.security.tokens import TokenEntry, TokenFile, find, hash_of, new_token, read_tokens
 
 
@@ -75,3 +76,12 @@ def test_a_file_is_read_anew_when_it_changes_and_kept_when_it_is_broken(tmp_path
     # Once is enough for the log.
     assert tokens.refresh() is None
     assert [entry.name for entry in tokens.entries] == ["alice"]
+
+
+def test_a_token_does_not_cross_the_network_in_the_clear():
+    with pytest.raises(InvalidRequest, match="unencrypted"):
+        Client("203.0.113.1:1", token=new_token())
+    Client("203.0.113.1:1", token=new_token(), insecure=True).close()
+    Client("127.0.0.1:1", token=new_token()).close()
+    with pytest.raises(InvalidRequest, match="printable"):
+        Client("127.0.0.1:1", token="broken\n")
