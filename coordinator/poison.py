@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from outrider.coordinator.messages import GenerationRequest
 from outrider.coordinator.session import Session
 from outrider.errors import PoisonRequest
 
@@ -81,26 +82,32 @@ class Suspects:
         if session.probation == 0:
             self.forget(session)
 
-    def recall(self, session: Session) -> None:
-        """A request begins: what is known of it from before.
+    def check(self, request: GenerationRequest) -> None:
+        """Whether a request may come in; asked before anything is kept of it.
 
         Raises:
-            PoisonRequest: it has been refused before.
+            PoisonRequest: one of its choices has been refused before.
         """
+        if any(self._is_condemned(_key_of(request, index)) for index in range(request.n)):
+            raise self.refusal(request)
+
+    def recall(self, session: Session) -> None:
+        """A choice begins: what is known of it from before."""
         record = self._records.get(_key(session))
         if record is not None and record.strikes:
-            if self.condemns(session):
-                raise self.refusal(session)
             session.probation = _RESULTS
 
     def condemns(self, session: Session) -> bool:
         """Whether it is the one: it was alone at the last of at least two crashes."""
-        record = self._records.get(_key(session))
+        return self._is_condemned(_key(session))
+
+    def _is_condemned(self, key: _Key) -> bool:
+        record = self._records.get(key)
         return record is not None and record.was_alone and len(record.strikes) > 1
 
-    def refusal(self, session: Session) -> PoisonRequest:
+    def refusal(self, request: GenerationRequest) -> PoisonRequest:
         """What its client is told."""
-        request_id = session.request.request_id
+        request_id = request.request_id
         logger.error("request %s is refused: targets crash of it", request_id)
         return PoisonRequest(
             f"request {request_id} was being verified, at last alone, when two target workers crashed: it is not tried "
@@ -113,5 +120,8 @@ class Suspects:
 
 
 def _key(session: Session) -> _Key:
-    request = session.request
-    return request.caller, request.request_id, session.index
+    return _key_of(session.request, session.index)
+
+
+def _key_of(request: GenerationRequest, index: int) -> _Key:
+    return request.caller, request.request_id, index

@@ -86,6 +86,7 @@ class Scheduler:
             raise WorkerUnavailable("the coordinator is shutting down; try another one")
         if not self.has_target and not self._config.target_wait_s:
             raise WorkerUnavailable("no target worker is registered; start one, then try again")
+        self._suspects.check(request)
         self.check_room(request.n)
         generation = Generation(request, max_buffered_events=self._config.max_buffered_events, release=self._release)
         for index, text_stream in enumerate(text_streams):
@@ -291,7 +292,7 @@ class Scheduler:
 
         def decide() -> None:
             if self._suspects.condemns(session):
-                session.generation.abort(self._suspects.refusal(session))
+                session.generation.abort(self._suspects.refusal(session.request))
             elif not session.is_finished:
                 self._requeue([session])
                 self._admit()

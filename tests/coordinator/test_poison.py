@@ -1,6 +1,7 @@
 """Requests that crash workers are found and refused at the second crash; their neighbours go on."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -175,3 +176,23 @@ async def test_strikes_outlive_a_request_that_ends_for_want_of_a_target(make_ben
         async with asyncio.timeout(5):
             await bench.generate(make_request(POISON))
     assert cluster.crashes == [[POISON], [POISON]]
+
+
+async def test_of_a_request_that_is_refused_nothing_is_kept(make_bench):
+    """One of its choices has crashed two targets: the others of them must not run for nobody."""
+    bench = make_bench(target_wait_s=0)
+    bench.add_target("first", step_s=0.001)
+    request = replace(make_request(POISON), n=2)
+    generation = bench.scheduler.submit(request, [TextStream(None), TextStream(None)])
+    for worker_id in ("first", "second"):
+        bench.scheduler._suspects.note_loss(worker_id, generation.sessions[1:], LossKind.BROKEN)
+    bench.scheduler.remove_target("first", "gone", kind=LossKind.SILENT)
+    with pytest.raises(WorkerUnavailable):
+        await anext(generation._read())
+    bench.add_target("third", step_s=0.001)
+    free_rows = len(bench.scheduler._forest._free_rows)
+    with pytest.raises(PoisonRequest):
+        bench.scheduler.submit(request, [TextStream(None), TextStream(None)])
+    assert bench.scheduler.running_sessions == bench.scheduler.waiting_requests == 0
+    assert not bench.scheduler._sessions
+    assert len(bench.scheduler._forest._free_rows) == free_rows
