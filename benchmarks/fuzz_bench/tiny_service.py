@@ -201,6 +201,6 @@ async def tiny_service(folder: Path, **settings: Any) -> AsyncIterator[TinyServi
         yield service
     finally:
         await service.stop()
-        # A draft takes Python's collector for its own.
-        gc.unfreeze()
+        # A draft takes Python's collector for its own; what gRPC leaves has to go while its event loop is there.
         gc.set_threshold(*threshold)
+        gc.collect()
