@@ -9,11 +9,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from outrider.draft_worker.draft_tree import DraftNode
 from outrider.draft_worker.growth import TreeGrowth
-from outrider.draft_worker.growth_step import GrowthConfig
-from outrider.draft_worker.session import GrowthLimits, SessionStart
+from outrider.draft_worker.growth_step import GrowthConfig, GrowthStep, SessionGrowth
+from outrider.draft_worker.session import DraftSession, GrowthLimits, SessionStart
 from outrider.engine.batch import ForwardBatch
 from outrider.engine.kv_slots import SlotTable
+from outrider.kernels.noise import gumbel_noise
 from outrider.sampling import SamplingSpec
 
 VOCAB = 24
@@ -113,3 +115,68 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return folder
+
+
+class GrowthTools:
+    """Runs growth to its end, and says what it should have given."""
+
+    @staticmethod
+    def finish(growth: TreeGrowth, steps: int = 200) -> list[GrowthStep]:
+        """Steps until there is nothing to do."""
+        done = []
+        while (step := growth.step()) is not None:
+            done.append(step)
+            assert len(done) < steps, "does not come to rest"
+        return done
+
+    @staticmethod
+    def growths_of(steps: list[GrowthStep], session_id: int = 1) -> list[SessionGrowth]:
+        return [growth for step in steps for growth in step.growths if growth.session_id == session_id]
+
+    @staticmethod
+    def open_session(growth: TreeGrowth, key: tuple[int, int] = (7, 1)) -> DraftSession:
+        session = growth.session(key)
+        assert session is not None
+        return session
+
+    @staticmethod
+    def check_children(
+        session: DraftSession, logits_after: Callable[[Sequence[int]], np.ndarray], least: int = 1
+    ) -> None:
+        """Every expanded node has the children that the model gives for exactly its own path."""
+        expanded = [node for node in (session.tree.root, *session.tree.nodes()) if node.child_tokens is not None]
+        assert len(expanded) >= least
+        for node in expanded:
+            context = session.tokens + GrowthTools.path_tokens(node)
+            assert node.position == len(context) - 1
+            assert node.child_tokens == GrowthTools.expected_children(
+                logits_after(context), session.sampling, len(context)
+            )
+
+    @staticmethod
+    def path_tokens(node: DraftNode) -> list[int]:
+        tokens: list[int] = []
+        walk: Any = node
+        while walk.parent is not None:
+            tokens.insert(0, walk.token)
+            walk = walk.parent
+        return tokens
+
+    @staticmethod
+    def expected_children(logits: np.ndarray, spec: SamplingSpec, position: int, count: int = 4) -> list[int]:
+        values = torch.from_numpy(logits)
+        if spec.temperature > 0:
+            values = torch.log_softmax(values / spec.temperature, dim=0)
+            seeds = torch.from_numpy(np.array([spec.seed], dtype=np.uint64).view(np.int64))
+            positions = torch.tensor([position])
+            values = values + gumbel_noise(seeds, positions, len(values), 0, spec.choice_index)[0]
+        return values.topk(count).indices.tolist()
+
+    @staticmethod
+    def ancestors(node: DraftNode) -> list[DraftNode]:
+        return [] if node.parent is None else [node.parent, *GrowthTools.ancestors(node.parent)]
+
+
+@pytest.fixture
+def tools() -> GrowthTools:
+    return GrowthTools()
