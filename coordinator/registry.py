@@ -87,7 +87,8 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         self._check(introduction)
         check_registration(context, _SECURITY_ROLES[introduction.role])
         if introduction.worker_id in self.workers:
-            raise WorkerRefused(f"worker_id {introduction.worker_id} is registered already")
+            # Not refused: it left and is back sooner than its former lease has ended, or knows this coordinator twice.
+            raise WorkerUnavailable(f"worker_id {introduction.worker_id} is registered already")
         return RegisteredWorker(introduction=introduction)
 
     def _check(self, introduction: registry_pb2.WorkerIntroduction) -> None:

@@ -37,8 +37,8 @@ _RESOLVE_TIMEOUT_S = 5.0
 class Registration:
     """One coordinator's leases, one after the other.
 
-    A coordinator that cannot be reached or goes away is dialled again, with growing pauses. Once it has given a lease,
-    a refusal is retried as well: it may not have noticed yet that the former lease is over.
+    A coordinator that cannot be reached or goes away is dialled again, with growing pauses. So is one that refuses, if
+    it has given a lease before, or the worker serves others.
 
     Args:
         address: host:port.
@@ -46,6 +46,7 @@ class Registration:
         load: called for each heartbeat.
         tls: own proof, of the introduction's role; the coordinator has to prove its own. None talks in the clear.
         on_drain_asked: called when the coordinator asks the worker to drain.
+        serves_others: whether the worker is of use without this coordinator.
 
     Attributes:
         leases: that it has given so far.
@@ -60,12 +61,14 @@ class Registration:
         *,
         tls: TlsConfig | None = None,
         on_drain_asked: Callable[[], None] = lambda: None,
+        serves_others: Callable[[], bool] = lambda: False,
     ) -> None:
         self.address = address
         self._tls = tls
         self._introduction = introduction
         self._load = load
         self._on_drain_asked = on_drain_asked
+        self._serves_others = serves_others
         self._leaving = asyncio.Event()
         self.leases = 0
         self.holds_lease = False
@@ -87,7 +90,7 @@ class Registration:
                 await self._hold()
                 reason = "the coordinator ended the lease"
             except WorkerRefused as error:
-                if not self.leases:
+                if not self.leases and not self._serves_others():
                     raise
                 reason = str(error)
             except grpc.aio.AioRpcError as error:
@@ -151,7 +154,7 @@ class Registrar:
     """Keeps a worker registered with every coordinator of a list; those that leave the list are left in order.
 
     Args:
-        resolve: gives the list; asked every second, and at once when a lease is lost.
+        resolve: gives the list; asked every second.
         introduction: of the worker.
         load: called for each heartbeat.
         tls: see `Registration`.
@@ -159,7 +162,7 @@ class Registrar:
 
     Attributes:
         drain_asked: set when a coordinator asks the worker to drain and end.
-        failed: done with WorkerRefused when a coordinator does not take this worker.
+        failed: done with WorkerRefused when a coordinator does not take this worker, and none has before.
     """
 
     def __init__(
@@ -228,7 +231,12 @@ class Registrar:
 
     def _join(self, address: str) -> None:
         registration = Registration(
-            address, self._introduction, self._load, tls=self._tls, on_drain_asked=self.drain_asked.set
+            address,
+            self._introduction,
+            self._load,
+            tls=self._tls,
+            on_drain_asked=self.drain_asked.set,
+            serves_others=lambda: any(other.leases for other, _ in self._held.values()),
         )
         task = asyncio.create_task(registration.keep(), name=f"registration at {address}")
         self._held[address] = registration, task

@@ -381,6 +381,16 @@ async def test_a_stranger_is_refused_with_the_reason(coordinator, model_folder):
     assert not coordinator.registry.statuses()
 
 
+async def test_a_worker_that_is_back_before_its_lease_has_ended_is_to_try_again(coordinator, model_folder):
+    async with target_worker(coordinator, model_folder):
+        await until(lambda: coordinator.scheduler.has_target)
+        async with target_worker(coordinator, model_folder) as again:
+            await again.registered.wait()
+            assert again.code is grpc.StatusCode.UNAVAILABLE
+            assert "registered already" in again.details
+        assert coordinator.scheduler.has_target
+
+
 @pytest.mark.parametrize("coordinator", [400], indirect=True)
 async def test_silence_ends_the_lease(coordinator, model_folder):
     async with target_worker(coordinator, model_folder) as worker:

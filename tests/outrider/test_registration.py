@@ -120,6 +120,25 @@ async def test_a_refusal_is_raised_with_its_reason() -> None:
     await server.stop(grace_s=0)
 
 
+async def test_a_wrong_coordinator_in_the_list_costs_the_others_nothing(tmp_path: Path) -> None:
+    registries = [FakeRegistry(), FakeRegistry(refusal="another tokenizer")]
+    servers = [await registry.serve() for registry in registries]
+    path = tmp_path / "coordinators"
+    path.write_text(f"{servers[0].address}\n")
+    worker = registrar(f"file:{path}")
+    worker.start()
+    await registries[0].until(lambda: bool(registries[0].loads))
+    path.write_text("".join(f"{server.address}\n" for server in servers))
+    await registries[1].until(lambda: registries[1].refused >= 2)
+    assert not worker.failed.done()
+    count = len(registries[0].loads)
+    await registries[0].until(lambda: len(registries[0].loads) > count)
+    await worker.close()
+    assert [len(registry.introductions) for registry in registries] == [1, 0]
+    for server in servers:
+        await server.stop(grace_s=0)
+
+
 async def test_comes_back_when_a_lease_ends_and_when_the_coordinator_restarts() -> None:
     registry = FakeRegistry(end_after=2)
     server = await registry.serve()
