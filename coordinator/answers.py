@@ -4,7 +4,7 @@ Whoever registers as a worker is trusted with its own part: a target may choose 
 not trusted with the coordinator: ids that stand for nothing, numbers that no clock gives, columns that do not fit.
 """
 
-import itertools
+import operator
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -52,7 +52,7 @@ def _check_paths(response: target_pb2.VerifyResponse, node_counts: Mapping[int, 
             continue
         # Of the sessions that were not asked for nothing is taken.
         most = node_counts.get(session_id, path[-1])
-        if path[0] < 1 or path[-1] > most or any(low >= high for low, high in itertools.pairwise(path)):
+        if path[0] < 1 or path[-1] > most or any(map(operator.ge, path, path[1:])):
             raise ValueError(f"nodes {path[:8]} accepted of a tree of {most}; ascending ones from 1 needed")
         if emitted > count + 1:
             raise ValueError(f"{emitted} tokens emitted for {count} accepted nodes; one more at most")
