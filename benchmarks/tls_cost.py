@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,16 +110,17 @@ def _print(line: str) -> None:
     sys.stdout.flush()
 
 
-def main() -> None:
+def run(options: Sequence[str]) -> int:
     """Prints a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--round-trips", type=int, default=2000, help="of each size and way (default 2000)")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(options)
     if arguments.round_trips < 100:
-        sys.exit("--round-trips: at least 100 needed")
+        parser.error(f"--round-trips: {arguments.round_trips} given, at least 100 needed")
     with tempfile.TemporaryDirectory() as folder:
         uvloop.run(_measure(arguments.round_trips, Path(folder)))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run(sys.argv[1:]))
