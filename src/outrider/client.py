@@ -23,10 +23,10 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 import grpc.aio
 
-from outrider.client_endpoints import Endpoints, endpoint_list
+from outrider.client_endpoints import Endpoint, Endpoints, endpoint_list
 from outrider.client_errors import error_of
 from outrider.client_progress import ChoiceOutput, Delta, GenerateOptions, GenerationOutput, Progress
-from outrider.errors import WorkerUnavailable
+from outrider.errors import Overloaded, WorkerUnavailable
 from outrider.rpc import CHANNEL_OPTIONS
 from outrider.security.bearer import authorized, check_transport
 from outrider.security.tls import TlsConfig
@@ -388,9 +388,8 @@ async def _run_async(endpoints: Endpoints[Any], progress: Progress) -> AsyncGene
                 for delta in progress.take(response):
                     yield delta
             break
-        except grpc.RpcError as error:
-            endpoint.note_failure()
-            pause_s = progress.pause_before_resuming_s(error_of(error), is_new=endpoints.is_new(error))
+        except grpc.RpcError as failure:
+            pause_s = _pause_s(failure, endpoint, endpoints, progress)
         finally:
             # Leaving the loop does not end the call by itself.
             call.cancel()
@@ -408,10 +407,21 @@ def _run(endpoints: Endpoints[Any], progress: Progress) -> Generator[Delta, None
                 endpoint.has_answered = True
                 yield from progress.take(response)
             break
-        except grpc.RpcError as error:
-            endpoint.note_failure()
-            pause_s = progress.pause_before_resuming_s(error_of(error), is_new=endpoints.is_new(error))
+        except grpc.RpcError as failure:
+            pause_s = _pause_s(failure, endpoint, endpoints, progress)
         finally:
             call.cancel()
         time.sleep(pause_s)
     progress.check_complete()
+
+
+def _pause_s(failure: grpc.RpcError, endpoint: Endpoint[Any], endpoints: Endpoints[Any], progress: Progress) -> float:
+    """How long to wait before the next attempt; raises what has failed if there is to be none."""
+    if progress.is_finished:
+        # All has come: how the call ended does not matter.
+        return 0.0
+    error = error_of(failure)
+    # A request that is wrong, or was given too little time, says nothing of who was asked.
+    if isinstance(error, WorkerUnavailable | Overloaded):
+        endpoint.note_failure()
+    return progress.pause_before_resuming_s(error, is_new=endpoints.is_new(failure))

@@ -45,7 +45,7 @@ class Endpoint(Generic[_Channel]):
         self._failed_s = -_AVOIDED_S
 
     def note_failure(self) -> None:
-        """A call has found it out of service."""
+        """A call has found it out of service, or too busy."""
         self._failed_s = time.monotonic()
 
     @property

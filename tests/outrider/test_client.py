@@ -378,8 +378,22 @@ def test_errors_come_back_as_they_were(error: OutriderError) -> None:
         client.generate("x")
     assert str(caught.value) == str(error)
     assert vars(caught.value) == vars(error)
+    (asked,) = client._endpoints
+    assert asked.is_avoided == isinstance(error, WorkerUnavailable | Overloaded)
     # Nothing had come: nothing was resumed.
     assert len(servicer.requests) == 1
+
+
+@pytest.mark.parametrize("ending", [ConnectionError(), Superseded("too late")])
+def test_what_breaks_behind_the_end_does_not_matter(ending: Exception) -> None:
+    async def script(request: Request, attempt: int) -> AsyncIterator[Response]:
+        async for response in whole(request, attempt):
+            yield response
+        raise ending
+
+    with serving(script) as (servicer, endpoint), Client(endpoint, max_resumes=0) as client:
+        assert client.generate("x").text == TEXT
+        assert len(servicer.requests) == 1
 
 
 def test_other_errors() -> None:
