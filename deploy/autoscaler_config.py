@@ -9,17 +9,34 @@ class AutoscaleFields(Protocol):
     """The part of a deployment's configuration that is about this."""
 
     @property
-    def min_drafts(self) -> int: ...
+    def min_drafts(self) -> int:
+        """Fewest draft workers."""
+        ...
+
     @property
-    def max_drafts(self) -> int | None: ...
+    def max_drafts(self) -> int | None:
+        """Most; None keeps the count."""
+        ...
+
     @property
-    def autoscale_draft_cost(self) -> float: ...
+    def autoscale_draft_cost(self) -> float:
+        """As `draft_cost` below."""
+        ...
+
     @property
-    def autoscale_up_s(self) -> float: ...
+    def autoscale_up_s(self) -> float:
+        """As `up_s`."""
+        ...
+
     @property
-    def autoscale_down_s(self) -> float: ...
+    def autoscale_down_s(self) -> float:
+        """As `down_s`."""
+        ...
+
     @property
-    def autoscale_probe_s(self) -> float: ...
+    def autoscale_probe_s(self) -> float:
+        """As `probe_s`."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
