@@ -6,10 +6,13 @@ dns:NAME:PORT    every address that the name has, asked again every few seconds
 """
 
 import asyncio
+import logging
 import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 Resolve = Callable[[], Awaitable[Sequence[str]]]
 """Gives the list as it is now: host:port each. Raises OSError where it cannot be told, and then the last one holds."""
@@ -34,17 +37,30 @@ def check_address(entry: str) -> None:
 
 
 def resolver(entries: Sequence[str]) -> Resolve:
-    """What gives the addresses of all entries, each once, in their order.
+    """What gives the addresses of all entries, each once, in their order; it fails where no entry can be told.
 
     Raises:
         ValueError: an entry that cannot be meant.
     """
     for entry in entries:
         check_address(entry)
-    sources = [_source(entry) for entry in entries]
+    sources = {entry: _source(entry) for entry in entries}
+    known: dict[str, Sequence[str]] = {}
+    troubles: dict[str, OSError] = {}
 
     async def resolve() -> Sequence[str]:
-        return list(dict.fromkeys([address for source in sources for address in await source()]))
+        for entry, source in sources.items():
+            try:
+                known[entry] = await source()
+                troubles.pop(entry, None)
+            except OSError as error:
+                # A name that is gone for a while keeps nobody from those whose addresses are known.
+                if str(error) != str(troubles.get(entry)):
+                    logger.warning("%s cannot be told, what it last was holds: %s", entry, error)
+                troubles[entry] = error
+        if sources and len(troubles) == len(sources):
+            raise next(iter(troubles.values()))
+        return list(dict.fromkeys(address for entry in sources for address in known.get(entry, ())))
 
     return resolve
 

@@ -25,6 +25,16 @@ async def test_entries_are_joined_and_each_address_is_there_once(tmp_path: Path)
     assert await resolver(["a:1", f"file:{path}", "d:4"])() == ["a:1", "b:2", "c:3", "d:4"]
 
 
+async def test_an_entry_that_cannot_be_told_holds_and_keeps_nobody_from_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "list"
+    resolve = resolver([f"file:{path}", "d:4"])
+    assert await resolve() == ["d:4"]
+    path.write_text("a:1\n")
+    assert await resolve() == ["a:1", "d:4"]
+    path.unlink()
+    assert await resolve() == ["a:1", "d:4"]
+
+
 async def test_a_file_is_read_again_when_it_has_changed(tmp_path: Path) -> None:
     path = tmp_path / "list"
     resolve = resolver([f"file:{path}"])
