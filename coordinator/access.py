@@ -31,6 +31,7 @@ _HEALTH_CHECK = "grpc.health.v1.Health/Check"
 # Of the file: often enough for whoever takes a token back, seldom enough for a slow disk.
 _REFRESH_NS = 500_000_000
 _MINUTE_S = 60.0
+MAX_WATCHES = 16
 _PLACE_RETRY_S = 1.0
 
 
@@ -72,6 +73,7 @@ class Caller:
         self._max_concurrent = entry.max_concurrent if entry is not None else None
         # By request id, the choices of each of its streams: while one is taken over there are two.
         self._places: dict[str, list[int]] = {}
+        self._watches = 0
 
     @contextlib.contextmanager
     def admitted(self, request_id: str, choices: int) -> Iterator[None]:
@@ -91,6 +93,21 @@ class Caller:
             self._places[request_id].remove(choices)
             if not self._places[request_id]:
                 del self._places[request_id]
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Counts a stream of server information while it lasts; they cost the server work, and no quota bounds them.
+
+        Raises:
+            Overloaded: this token has as many as it may.
+        """
+        if self.entry is not None and self._watches >= MAX_WATCHES:
+            raise Overloaded(f"{self.name} watches {self._watches} times already", retry_after_s=_PLACE_RETRY_S)
+        self._watches += 1
+        try:
+            yield
+        finally:
+            self._watches -= 1
 
     def note_output(self, tokens: int) -> None:
         """So many output tokens were emitted."""

@@ -186,9 +186,13 @@ class GenerationServicer:
         if not least <= interval_ms <= most:
             wrong = FieldViolation("interval_ms", f"{interval_ms} given, {least} to {most} needed")
             await abort_with(context, InvalidRequest([wrong]))
-        while True:
-            yield self._server_info()
-            await asyncio.sleep(interval_ms / 1e3)
+        try:
+            with self._access.caller(context).watching():
+                while True:
+                    yield self._server_info()
+                    await asyncio.sleep(interval_ms / 1e3)
+        except OutriderError as error:
+            await abort_with(context, error)
 
     async def _check(
         self, request: generation_pb2.GenerateRequest, key: tuple[str, str]

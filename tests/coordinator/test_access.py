@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection
 
 from outrider.client_errors import error_of
 from outrider.coordinator import clock
-from outrider.coordinator.access import Access, TokenInterceptor
+from outrider.coordinator.access import MAX_WATCHES, Access, TokenInterceptor
 from outrider.coordinator.messages import (
     ChoiceResult,
     FinishReason,
@@ -266,6 +266,25 @@ async def test_choices_at_a_time(tokens: Path):
             while door.servicer._live:
                 await asyncio.sleep(0.01)
         await door.start(ALICE, n=2)
+
+
+async def test_watches_at_a_time(tokens: Path):
+    async with serving(tokens) as door:
+        calls = [door.stub(ALICE).Watch(generation_pb2.WatchRequest(), timeout=10) for _ in range(MAX_WATCHES)]
+        for call in calls:
+            await call.read()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await door.stub(ALICE).Watch(generation_pb2.WatchRequest(), timeout=10).read()
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        await door.stub(BOB).Watch(generation_pb2.WatchRequest(), timeout=10).read()
+        calls[0].cancel()
+        async with asyncio.timeout(5):
+            while True:
+                try:
+                    await door.stub(ALICE).Watch(generation_pb2.WatchRequest(), timeout=10).read()
+                    break
+                except grpc.aio.AioRpcError:
+                    await asyncio.sleep(0.01)
 
 
 async def test_output_tokens_a_minute(tokens: Path, seconds: list[float]):
