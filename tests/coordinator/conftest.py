@@ -181,9 +181,11 @@ class Bench:
         self.scheduler = Scheduler(CoordinatorConfig(port=0, **config))  # type: ignore[arg-type]
         self.limits = registry_pb2.WorkerLimits(max_sessions=8, max_tree_nodes=64, max_step_tokens=256)
 
-    def add_target(self, name: str = "target", **options: object) -> FakeTarget:
+    def add_target(
+        self, name: str = "target", *, on_hang: Callable[[str], None] = lambda reason: None, **options: object
+    ) -> FakeTarget:
         target = FakeTarget(**options)  # type: ignore[arg-type]
-        self.scheduler.add_target(name, target, self.limits)  # type: ignore[arg-type]
+        self.scheduler.add_target(name, target, self.limits, on_hang=on_hang)  # type: ignore[arg-type]
         return target
 
     def add_draft(self, name: str = "draft", *, accuracy: float = 0.8, delay_s: float = 0.002) -> FakeDraft:

@@ -15,7 +15,12 @@ REQUEST = GenerationRequest(request_id="r", prompt_token_ids=(1, 2, 3), sampling
 
 def add_hanging_target(bench, reasons: list[str]):
     """A target whose tenth step hangs until `go_on` is set; its loss is told as the registry would."""
-    target = bench.add_target("first")
+
+    def lose(reason: str) -> None:
+        reasons.append(reason)
+        bench.scheduler.remove_target("first", reason)
+
+    target = bench.add_target("first", on_hang=lose)
     go_on, step = asyncio.Event(), target._step
 
     async def hang(trees):
@@ -24,16 +29,6 @@ def add_hanging_target(bench, reasons: list[str]):
         return await step(trees)
 
     target._step = hang
-    bench.scheduler._watches["first"].cancel()
-    lane = bench.scheduler._lanes["first"]
-
-    def lose(reason: str) -> None:
-        reasons.append(reason)
-        bench.scheduler.remove_target("first", reason)
-
-    bench.scheduler._watches["first"] = asyncio.create_task(
-        watchdog.watch_steps(lane, least_s=bench.scheduler._config.step_timeout_s, on_hang=lose)
-    )
     return target, go_on
 
 
