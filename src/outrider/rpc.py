@@ -21,6 +21,8 @@ from outrider.security.tls import TlsConfig
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 64 << 20
+# Clients take 8 KiB of metadata by default.
+_MOST_MESSAGE_BYTES, _BYTES_BEYOND_ASCII = 2_400, 12
 MAX_CONNECTIONS = 1_024
 MAX_METADATA_BYTES = 8 << 10
 
@@ -88,10 +90,20 @@ def open_channel(address: str, *, tls: TlsConfig | None = None, peer: Role | Non
     return grpc.aio.secure_channel(address, tls.channel_credentials(), options=[*CHANNEL_OPTIONS, *role])
 
 
+def _fitting(message: str) -> str:
+    """As much as trailing metadata hold, where it stands twice: what a peer has named may be of any length."""
+    size = 0
+    for place, char in enumerate(message):
+        size += 1 if char.isascii() else _BYTES_BEYOND_ASCII
+        if size > _MOST_MESSAGE_BYTES:
+            return f"{message[:place]} ..."
+    return message
+
+
 def status_of(error: errors.OutriderError) -> status_pb2.Status:
     """The rich status of an error: its code, its message, and details that programs can read."""
     code = next(code for kind, code in CODES.items() if isinstance(error, kind))
-    status = status_pb2.Status(code=code.value[0], message=str(error))
+    status = status_pb2.Status(code=code.value[0], message=_fitting(str(error)))
     detail = any_pb2.Any()
     if isinstance(error, errors.InvalidRequest):
         violations = [

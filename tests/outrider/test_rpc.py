@@ -1,5 +1,6 @@
 import functools
 from pathlib import Path
+from urllib.parse import quote
 
 import grpc
 import grpc.aio
@@ -74,3 +75,12 @@ def test_grpc_knows_every_option(name: str):
 @functools.cache
 def _library() -> bytes:
     return Path(cygrpc.__file__).read_bytes()
+
+
+@pytest.mark.parametrize("name", ["x" * 50_000, "\U0001f600" * 9_000])
+async def test_a_message_of_any_length_fits_the_metadata(name: str):
+    """A worker that named its model at length was told RESOURCE_EXHAUSTED by its own client, and no reason."""
+    message = rpc.status_of(errors.WorkerRefused(f"{name} does not fit")).message
+    assert len(quote(message)) + len(message.encode()) * 4 / 3 < 7_000
+    assert message.endswith(" ...")
+    assert rpc.status_of(errors.WorkerRefused("short")).message == "short"
