@@ -11,6 +11,7 @@ from pathlib import Path
 from benchmarks.overload_bench.figures import Phase, Sample, phase_of, table, verdicts
 from benchmarks.overload_bench.load import Lags, LoadGenerator, Request
 from benchmarks.overload_bench.setups import Service, real, simulated
+from benchmarks.overload_bench.virtual import BoundedSettings, run_virtually
 from benchmarks.simulation.settings import Settings
 from rich.console import Console
 
@@ -23,7 +24,7 @@ _SETTLE_S = 1.0
 def run(arguments: Sequence[str]) -> int:
     """Prints the table; 1 where something asked for was missed."""
     options = _parser().parse_args(arguments)
-    phases, lines = asyncio.run(_run(options))
+    phases, lines = _run_virtually(options) if options.workers == "virtual" else asyncio.run(_run(options))
     if options.json:
         document = {"options": vars(options), "phases": [phase.as_dict() for phase in phases], "verdicts": lines}
         Console().print_json(json.dumps(document, default=str))
@@ -35,7 +36,7 @@ def run(arguments: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="overload.py", description=__doc__)
     add = parser.add_argument
-    add("--workers", choices=("simulated", "real"), default="simulated", help="fake step times, or the embedded pair")
+    add("--workers", choices=("simulated", "real", "virtual"), default="simulated", help="see above")
     add("--places", type=int, default=None, help="sessions that run at a time; default 64, or 8 of the embedded pair")
     add("--max-new-tokens", type=int, default=None, help="of a request; default 64, or 48 of the embedded pair")
     add("--max-queue", type=int, default=None, help="of the coordinator; default its own")
@@ -51,6 +52,29 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=1)
     add("--json", action="store_true")
     return parser
+
+
+def _run_virtually(options: argparse.Namespace) -> tuple[list[Phase], list[str]]:
+    settings = BoundedSettings(
+        sessions=options.places or 64,
+        target_step_ms=options.target_step_ms,
+        target_row_us=options.target_row_us,
+        draft_step_ms=3.0,
+        max_queue=options.max_queue,
+        max_queue_wait_s=options.max_queue_wait_s,
+        wait_cap_ms=3.0,
+    )
+    phases = run_virtually(
+        settings,
+        max_new_tokens=options.max_new_tokens or 64,
+        loads=[
+            ("normal", options.normal, options.normal_s),
+            ("overload", options.overload, options.overload_s),
+            ("after", options.normal, options.normal_s / 2),
+        ],
+        seed=options.seed,
+    )
+    return phases, verdicts(phases[1], phases[2])
 
 
 async def _run(options: argparse.Namespace) -> tuple[list[Phase], list[str]]:
