@@ -132,7 +132,9 @@ async def serving(
     async with open_channel(server.address) as channel:
         yield generation_pb2_grpc.GenerationServiceStub(channel), channel
     await server.stop(grace_s=0)
-    assert not servicer._live
+    async with asyncio.timeout(30):
+        while servicer._live:
+            await asyncio.sleep(0.01)
 
 
 def request(**fields: Any) -> generation_pb2.GenerateRequest:
