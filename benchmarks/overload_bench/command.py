@@ -67,6 +67,7 @@ def _run_virtually(options: argparse.Namespace) -> tuple[list[Phase], list[str]]
     phases = run_virtually(
         settings,
         max_new_tokens=options.max_new_tokens or 64,
+        capacity_s=options.capacity_s,
         loads=[
             ("normal", options.normal, options.normal_s),
             ("overload", options.overload, options.overload_s),

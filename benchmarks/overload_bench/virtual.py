@@ -36,10 +36,15 @@ class BoundedSettings(Settings):
 
 
 def run_virtually(
-    settings: BoundedSettings, *, max_new_tokens: int, loads: Sequence[tuple[str, float, float]], seed: int
+    settings: BoundedSettings,
+    *,
+    max_new_tokens: int,
+    capacity_s: float,
+    loads: Sequence[tuple[str, float, float]],
+    seed: int,
 ) -> list[Phase]:
     """The phases of load, each (name, times the capacity, seconds), behind a closed loop that finds the capacity."""
-    return virtual_time.run(_Run(settings, max_new_tokens, seed).phases(loads))
+    return virtual_time.run(_Run(settings, max_new_tokens, seed).phases(capacity_s, loads))
 
 
 class _Run:
@@ -48,9 +53,9 @@ class _Run:
         self._random = random.Random(seed)
         self._keys = iter(range(1, 1 << 30))
 
-    async def phases(self, loads: Sequence[tuple[str, float, float]]) -> list[Phase]:
+    async def phases(self, capacity_s: float, loads: Sequence[tuple[str, float, float]]) -> list[Phase]:
         self._simulation = VirtualSimulation(self._settings)
-        found = [await self._phase("capacity", 0.0, self._closed_loop(10.0))]
+        found = [await self._phase("capacity", 0.0, self._closed_loop(capacity_s))]
         rate = found[0].accepted / found[0].seconds
         for name, times, seconds in loads:
             found.append(await self._phase(name, times, self._open_loop(times * rate, seconds)))
