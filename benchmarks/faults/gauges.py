@@ -14,6 +14,8 @@ from pathlib import Path
 from benchmarks.faults.processes import Cluster, Role
 
 _POLL_S = 0.5
+# Readings in a row, a second apart.
+_ALIKE = 2
 _ASK_TIMEOUT_S = 60.0
 # Of a role that has served for a while, how much more memory it may hold in the end: a twentieth.
 MEMORY_GROWTH = 1.05
@@ -113,14 +115,15 @@ async def until_equal(cluster: Cluster, before: Mapping[str, Gauges], *, timeout
 
 
 async def settled_gauges(cluster: Cluster, *, timeout_s: float) -> dict[str, Gauges]:
-    """Waits until two readings in a row are alike and no session is left."""
-    deadline = time.monotonic() + timeout_s
+    """Waits until several readings in a row are alike and no session is left."""
+    deadline, alike = time.monotonic() + timeout_s, 0
     last = await read_gauges(cluster)
     while True:
         await asyncio.sleep(2 * _POLL_S)
         now = await read_gauges(cluster)
         is_idle = not any(gauges.counts.get("sessions") or gauges.counts.get("slots") for gauges in now.values())
-        if (is_idle and not differences(last, now)) or time.monotonic() > deadline:
+        alike = alike + 1 if is_idle and not differences(last, now) else 0
+        if alike == _ALIKE or time.monotonic() > deadline:
             return now
         last = now
 

@@ -65,7 +65,7 @@ SHORT = [
 @pytest.mark.timeout(180)
 async def test_faults_lose_double_and_change_nothing(tmp_path):
     said: list[str] = []
-    scripts = make_scripts(6, seed=1, longest=64)
+    scripts = make_scripts(6, seed=1, longest=48)
     options = ClusterOptions(
         folder=tmp_path,
         targets=1,
@@ -77,7 +77,7 @@ async def test_faults_lose_double_and_change_nothing(tmp_path):
     async with Cluster(options) as cluster:
         wanted = await without_faults(cluster.endpoints[1], scripts)
         before = await settled_gauges(cluster, timeout_s=30)
-        load = Load(cluster.endpoints, scripts, clients=4, seed=1, pause_s=0.2)
+        load = Load(cluster.endpoints, scripts, clients=3, seed=1, pause_s=0.5)
         faults = FaultRun(cluster, SHORT, at_once=4, say=said.append)
         await load.until_begun()
         await faults.run()
