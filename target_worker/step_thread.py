@@ -313,12 +313,12 @@ class StepThread:
         trees = [tree for batch in batches for tree in batch.trees]
         rows = sum(1 + len(tree.tokens) for tree in trees)
         # What is to be prefilled comes on top, and its size is not known yet.
-        has_prefill = verifier.has_pending_prefill or any(batch.opens for batch in batches)
-        self.watch.begins(None if has_prefill else self._usual_s.get(rows.bit_length()))
+        is_unknown = verifier.may_compile or verifier.has_pending_prefill or any(batch.opens for batch in batches)
+        self.watch.begins(None if is_unknown else self._usual_s.get(rows.bit_length()))
         flight.faults = [self._open(verifier, batch.opens) for batch in batches]
         if trees:
             flight.pending = verifier.begin(trees)
-            self.watch.begins(self._usual_s.get(_size(flight)))
+            self.watch.begins(self._expected_s(verifier, flight))
         self._may_prefill = True
 
     def _prefill(self, verifier: Verifier) -> None:
@@ -326,12 +326,12 @@ class StepThread:
         self._flights.append(flight)
         self.watch.begins(None)
         flight.pending = verifier.begin_prefill()
-        self.watch.begins(self._usual_s.get(_size(flight)))
+        self.watch.begins(self._expected_s(verifier, flight))
 
     def _finish(self, verifier: Verifier) -> None:
         """Finishes the oldest step and answers its jobs."""
         flight = self._flights[0]
-        self.watch.begins(self._usual_s.get(_size(flight)))
+        self.watch.begins(self._expected_s(verifier, flight))
         step = None if flight.pending is None else verifier.finish(flight.pending)
         trees = [tree for job in flight.jobs for tree in job.batch.trees]
         if step is not None:
@@ -348,6 +348,13 @@ class StepThread:
         for job, faults in zip(flight.jobs, flight.faults, strict=True):
             own = [next(results) for _ in job.batch.trees]
             job.done.set_result(BatchResult(results=own, faults=faults, step=step if own else None))
+
+    def _expected_s(self, verifier: Verifier, flight: _Flight) -> float | None:
+        """How long a step that has begun should take; None where nobody knows."""
+        # What the device does by itself is compiled by now; where the host goes on launching, a kernel may be new.
+        if verifier.may_compile and not _may_overlap(flight):
+            return None
+        return self._usual_s.get(_size(flight))
 
     def _learn(self, flight: _Flight) -> None:
         size, now_s = _size(flight), time.perf_counter()

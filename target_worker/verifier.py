@@ -169,6 +169,11 @@ class Verifier:
         return session is not None and session.in_flight
 
     @property
+    def may_compile(self) -> bool:
+        """Whether a launch may have to wait for its kernel to be compiled, which takes seconds."""
+        return self._runner.device.type == "cuda"
+
+    @property
     def wants_capture(self) -> bool:
         """Whether steps would be faster after a `capture`, which takes about as long as some of them."""
         return self._runner.steps is not None and self._runner.steps.due is not None

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -22,7 +22,7 @@ class NotingVerifier:
     """
 
     overlaps = False
-    wants_capture = False
+    may_compile = wants_capture = False
     prefill_due_s = 0.0
 
     def __init__(self) -> None:
@@ -390,3 +390,58 @@ def test_it_says_how_long_its_step_has_run_and_whether_it_may_be_compiling(fake,
     assert not thread.load.is_preparing
     thread.stop()
     thread.stopped.result(30)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def hold_next(fake: NotingVerifier) -> None:
+    """The next step waits where its work is done."""
+    fake.go_on.clear()
+    fake.entered.clear()
+    fake.log.clear()
+
+
+def test_a_step_of_a_known_size_is_timed_and_any_other_may_be_preparing(
+    steps: StepThread, fake: NotingVerifier
+) -> None:
+    fake.go_on.set()
+    steps.submit(Batch(trees=[tree(1)])).result(30)
+    until(lambda: not steps.watch.age_s)
+    for batch, is_known in ((Batch(trees=[tree(1)]), True), (Batch(opens=[opening(2)], trees=[tree(1)]), False)):
+        hold_next(fake)
+        done = steps.submit(batch)
+        assert fake.entered.wait(30)
+        assert steps.watch.is_preparing is not is_known
+        until(lambda: steps.report().step_age_s > 0.01)
+        fake.go_on.set()
+        done.result(30)
+        until(lambda: not steps.watch.age_s)
+
+
+def test_what_the_device_does_by_itself_is_timed_and_launches_are_not(
+    steps: StepThread, device: NotingVerifier
+) -> None:
+    device.may_compile = True
+    device.go_on.set()
+    steps.submit(Batch(trees=[tree(1)])).result(30)
+    prepared: list[bool] = []
+    begin = device.begin
+
+    def noting(trees: Sequence[TreeRequest]) -> Any:
+        prepared.append(steps.watch.is_preparing)
+        return begin(trees)
+
+    device.begin = noting  # type: ignore[method-assign]
+    hold_next(device)
+    done = steps.submit(Batch(trees=[tree(1)]))
+    wait_for(device, ("begin", [1]))
+    until(lambda: not steps.watch.is_preparing)
+    assert steps.watch.age_s > 0
+    assert prepared == [True]
+    device.go_on.set()
+    done.result(30)
