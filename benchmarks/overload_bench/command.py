@@ -75,7 +75,7 @@ def _run_virtually(options: argparse.Namespace) -> tuple[list[Phase], list[str]]
         ],
         seed=options.seed,
     )
-    return phases, verdicts(phases[1], phases[2])
+    return phases, verdicts(phases[1], phases[2], is_virtual=True)
 
 
 async def _run(options: argparse.Namespace) -> tuple[list[Phase], list[str]]:
