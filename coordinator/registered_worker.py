@@ -54,6 +54,11 @@ class RegisteredWorker:
         return self.introduction.role == registry_pb2.WORKER_ROLE_TARGET
 
     @property
+    def is_to_go(self) -> bool:
+        """Whether it drains, or is to be told to."""
+        return self.is_draining or self.drain_asked
+
+    @property
     def state(self) -> str:
         """As `WorkerStatus.state`."""
         if self.is_lost:

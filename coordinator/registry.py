@@ -132,8 +132,9 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         try:
             await context.write(lease)
             await self._sit_out_quarantine(worker)
-            await self._connect(worker)
-            logger.info("worker %s at %s is serving", worker.worker_id, worker.introduction.address)
+            if not worker.is_to_go:
+                await self._connect(worker)
+                logger.info("worker %s at %s is serving", worker.worker_id, worker.introduction.address)
             await self._serve(worker, context, lease)
         except OutriderError as error:
             worker.lose(str(error))
@@ -167,7 +168,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             return
         logger.warning("worker %s is left alone for %.1f s: it was lost too often", worker.worker_id, left_s)
         worker.is_quarantined = True
-        while left_s and not worker.is_lost and not worker.is_draining:
+        while left_s and not worker.is_lost and not worker.is_to_go:
             await worker.until_news(timeout_s=min(left_s, _LAST_RESORT_S))
             if worker.is_target and not self._scheduler.has_target:
                 break

@@ -320,6 +320,9 @@ class Scheduler:
             self._drains.add(task)
             task.add_done_callback(self._drains.discard)
             task.add_done_callback(lambda done: None if done.cancelled() else on_empty())
+        else:
+            # It was told to go before it was connected.
+            on_empty()
 
     def _move(self, lane: TargetLane, sessions: Sequence[Session]) -> None:
         for session in sessions:

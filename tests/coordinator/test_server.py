@@ -325,6 +325,11 @@ async def test_a_draft_that_sends_nonsense_again_and_again_is_left_alone(coordin
         assert tokens_of(await generate(coordinator)) == [next_token(length) for length in range(3, 23)]
         assert len(draft.servicer.commands) == commands
         assert states() == ["serving", "quarantined"]
+        # Who wants it to end does not wait for that.
+        left_alone = coordinator.registry.workers[f"worker-{registry_pb2.WORKER_ROLE_DRAFT}"]
+        left_alone.ask_to_drain()
+        await until(lambda: draft.code is grpc.StatusCode.OK)
+        assert left_alone.link is None
 
 
 async def test_a_target_is_used_in_spite_of_quarantine_where_there_is_no_other(coordinator, model_folder):
