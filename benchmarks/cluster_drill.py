@@ -67,7 +67,7 @@ class Event:
         pause_s: the longest time without a token, of streams that ran.
         streams: that ran, in part.
         broken: of those, that ended with an error.
-        changed: of those, whose tokens were not those of the undisturbed run.
+        changed: of those, whose tokens, as far as they came, were not those of the undisturbed run.
     """
 
     name: str
@@ -78,6 +78,24 @@ class Event:
     changed: int = 0
 
 
+@dataclass(eq=False)
+class Stream:
+    """A request that runs.
+
+    Attributes:
+        events: that it has lived through.
+        last_s: when its last token came.
+    """
+
+    events: list[Event]
+    last_s: float = field(default_factory=time.monotonic)
+
+    def note_pause(self, event: Event | None) -> None:
+        """It is now without a token for so long."""
+        if event is not None:
+            event.pause_s = max(event.pause_s, time.monotonic() - self.last_s)
+
+
 @dataclass
 class Streams:
     """Requests that run all the while."""
@@ -86,6 +104,7 @@ class Streams:
     options: GenerateOptions
     expected: list[list[int]] = field(default_factory=list)
     event: Event | None = None
+    running: list[Stream] = field(default_factory=list)
 
     async def undisturbed(self) -> None:
         """What each request gives while nothing happens."""
@@ -94,41 +113,50 @@ class Streams:
                 result = await client.generate(held_out_prompts()[index], **self._options(index))
                 self.expected.append(list(result.token_ids))
 
+    def begin(self, event: Event) -> None:
+        """All that runs from now on lives through this event."""
+        self.event = event
+        for stream in self.running:
+            stream.events.append(event)
+
+    def end(self) -> None:
+        """The event is over; those that wait for a token since have waited because of it."""
+        for stream in self.running:
+            stream.note_pause(self.event)
+        self.event = None
+
     async def run(self, lane: int) -> None:
         """One request after the other, until cancelled."""
         async with AsyncClient(self.endpoints) as client:
             index = lane
             while True:
-                await self._one(client, index % PROMPTS)
+                await self.one(client, index % PROMPTS)
                 index += 1
 
-    async def _one(self, client: AsyncClient, index: int) -> None:
-        touched: list[Event] = []
+    async def one(self, client: AsyncClient, index: int) -> None:
+        """One request, held against what it gave undisturbed; as far as it came, where it breaks or is cancelled."""
+        stream = Stream([] if self.event is None else [self.event])
+        self.running.append(stream)
         tokens: list[int] = []
-        last_s = time.monotonic()
-        failed = False
+        is_right, is_broken, wanted = True, False, self.expected[index]
         try:
-            async with client.stream(held_out_prompts()[index], **self._options(index)) as stream:
-                async for delta in stream:
-                    now_s = time.monotonic()
-                    self._touch(touched, pause_s=now_s - last_s)
-                    last_s = now_s
-                    assert delta.offset == len(tokens), "a token was lost or doubled"
+            async with client.stream(held_out_prompts()[index], **self._options(index)) as deltas:
+                async for delta in deltas:
+                    stream.note_pause(self.event)
+                    stream.last_s = time.monotonic()
+                    is_right = is_right and delta.offset == len(tokens)
                     tokens.extend(delta.token_ids)
+            is_right = is_right and len(tokens) == len(wanted)
         except OutriderError as error:
             logger.warning("a stream broke: %s", error)
-            failed = True
-        self._touch(touched, pause_s=time.monotonic() - last_s)
-        for event in touched:
-            event.streams += 1
-            event.broken += failed
-            event.changed += not failed and tokens != self.expected[index]
-
-    def _touch(self, touched: list[Event], *, pause_s: float) -> None:
-        if self.event is not None:
-            self.event.pause_s = max(self.event.pause_s, pause_s)
-            if self.event not in touched:
-                touched.append(self.event)
+            is_broken = True
+        finally:
+            stream.note_pause(self.event)
+            self.running.remove(stream)
+            for event in stream.events:
+                event.streams += 1
+                event.broken += is_broken
+                event.changed += not is_right or tokens != wanted[: len(tokens)]
 
     def _options(self, index: int) -> GenerateOptions:
         return {**self.options, "seed": index}
@@ -151,8 +179,8 @@ class Drill:
             act: given the status before; returns what else has to hold of the status afterwards.
         """
         before = await self._deployment.status()
-        event = self._streams.event = Event(name=name)
-        began_s = time.monotonic()
+        event, began_s = Event(name=name), time.monotonic()
+        self._streams.begin(event)
         holds = await act(before)
         async with asyncio.timeout(SETTLE_TIMEOUT_S):
             status = await self.status()
@@ -162,7 +190,7 @@ class Drill:
         event.serving_s = time.monotonic() - began_s
         # Streams that the event has reached end, and the next ones begin as if nothing had been.
         await asyncio.sleep(2.0)
-        self._streams.event = None
+        self._streams.end()
         await asyncio.sleep(1.0)
         self.events.append(event)
         logger.info("%s", event)
@@ -246,7 +274,10 @@ async def drill(cluster: ray.cluster_utils.Cluster, *, lanes: int, tokens: int) 
         await own.during("machine killed", own.kill_node)
         for task in running:
             task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        for ended in await asyncio.gather(*running, return_exceptions=True):
+            if isinstance(ended, Exception):
+                # A lane that went before its time has compared nothing since.
+                raise ended
         began_s = time.monotonic()
     return [up, *own.events, Event(name="down", serving_s=time.monotonic() - began_s)]
 
