@@ -164,7 +164,10 @@ async def _beside(*works: Awaitable[None]) -> AsyncIterator[None]:
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(ended, Exception):
+                # It has watched nothing since.
+                raise ended
 
 
 def _rss_mb(pid: int) -> float:

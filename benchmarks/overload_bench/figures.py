@@ -149,7 +149,7 @@ def verdicts(normal: Phase, overload: Phase, *, is_virtual: bool = False) -> lis
         return f"{'holds' if holds else 'MISSED'}: {text}"
 
     settled = [sample.rss_mb for sample in overload.samples[len(overload.samples) // 6 :]]
-    growth = settled[-1] / settled[0] - 1 if settled else 0.0
+    growth = settled[-1] / settled[0] - 1 if settled else float("nan")
     measured = [
         line(
             overload.refused > 0 and overload.refusal.p99 <= _REFUSAL_MS,

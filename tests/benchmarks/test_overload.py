@@ -1,0 +1,89 @@
+"""The overload benchmark: its verdicts can fail, and what it sends on virtual time overloads a real scheduler."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from benchmarks.overload_bench.command import run
+from benchmarks.overload_bench.figures import Phase, Sample, Spread, spread_ms, verdicts
+
+MS = Spread(p50=10.0, p99=20.0, most=30.0)
+SLOW = replace(MS, p99=50.0)
+
+
+def sample(rss_mb: float) -> Sample:
+    return Sample(at_s=0.0, rss_mb=rss_mb, waiting=0, running=0, answer_ms=1.0)
+
+
+NORMAL = Phase(
+    name="normal",
+    load=1.0,
+    seconds=1.0,
+    requests=10,
+    accepted=10,
+    refused=0,
+    with_retry_info=0,
+    retry_after_s=(0.0, 0.0),
+    others={},
+    tokens_per_s=100.0,
+    refusal=spread_ms([]),
+    ttft=MS,
+    tpot=MS,
+    latency=MS,
+    nodes_per_step=3.0,
+    acceptance_length=2.0,
+    client_lag=MS,
+)
+OVERLOAD = replace(NORMAL, refused=5, with_retry_info=5, refusal=MS, nodes_per_step=2.0, samples=[sample(100.0)] * 6)
+
+
+def missed(**changes) -> list[str]:
+    return [line for line in verdicts(NORMAL, replace(OVERLOAD, **changes)) if line.startswith("MISSED")]
+
+
+def test_all_holds_where_all_is_well():
+    assert missed() == []
+    assert missed(ttft=replace(MS, p99=40.0)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"refusal": replace(MS, p99=51.0)}, "5 refused"),
+        ({"refused": 0, "with_retry_info": 0, "refusal": spread_ms([])}, "0 refused"),
+        ({"with_retry_info": 4}, "4 of 5 refusals"),
+        ({"others": {"UNAVAILABLE": 1}}, "UNAVAILABLE"),
+        ({"samples": [sample(100.0 + number) for number in range(12)]}, "memory"),
+        ({"samples": []}, "memory"),
+        ({"ttft": SLOW}, "ttft"),
+        ({"tpot": SLOW}, "tpot"),
+        ({"latency": SLOW}, "latency"),
+        ({"latency": spread_ms([])}, "latency"),
+        ({"nodes_per_step": 3.5}, "speculation"),
+    ],
+)
+def test_every_miss_is_told(changes, words):
+    (line,) = missed(**changes)
+    assert words in line
+
+
+def test_four_times_the_capacity_is_refused_in_part_and_in_order(capsys):
+    options = (
+        "--places",
+        "4",
+        "--max-new-tokens",
+        "16",
+        "--capacity-s",
+        "0.5",
+        "--normal-s",
+        "0.5",
+        "--overload-s",
+        "1.5",
+    )
+    run(["--workers", "virtual", "--json", *options])
+    told = json.loads(capsys.readouterr().out)
+    capacity, _, overload, _ = told["phases"]
+    assert overload["requests"] == overload["accepted"] + overload["refused"]
+    assert overload["refused"] == overload["with_retry_info"] > overload["requests"] // 3
+    assert overload["others"] == {}
+    assert overload["accepted"] / overload["seconds"] > 0.5 * capacity["accepted"] / capacity["seconds"]
