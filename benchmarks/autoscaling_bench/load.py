@@ -8,7 +8,6 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from outrider.client import AsyncClient
 from outrider.deploy.cluster import Deployment
@@ -25,13 +24,11 @@ class Record:
         deltas: (time, tokens) of all clients.
         looks: (time, clients, drafts wanted, drafts serving).
         failures: requests that ended otherwise than they should.
-        latest: what the autoscaler last said at each look.
     """
 
     deltas: list[tuple[float, int]] = field(default_factory=list)
     looks: list[tuple[float, int, int, int]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
-    latest: list[Any] = field(default_factory=list)
 
 
 class Load:
@@ -96,5 +93,4 @@ async def _look(deployment: Deployment, load: Load, record: Record, began_s: flo
         status = await deployment.status()
         serving = sum(own["role"] == "draft" and own["state"] == "serving" for own in status["workers"])
         record.looks.append((time.monotonic() - began_s, load.clients, status["wanted"]["draft"], serving))
-        record.latest.append(status["autoscaler"].get("latest"))
         await asyncio.sleep(_LOOK_S)

@@ -112,6 +112,8 @@ class EvilWorker:
         number = next(self._numbers)
         introduction = registry_pb2.WorkerIntroduction(
             worker_id=f"evil-{number}",
+            # One that has not been lost before.
+            name=f"evil-{number}",
             role=registry_pb2.WORKER_ROLE_TARGET if self._is_target else registry_pb2.WORKER_ROLE_DRAFT,
             address=address,
             model=common_pb2.ModelInfo(
@@ -119,9 +121,6 @@ class EvilWorker:
             ),
             limits=registry_pb2.WorkerLimits(max_sessions=8, max_tree_nodes=16, max_step_tokens=64),
         )
-        if "name" in introduction.DESCRIPTOR.fields_by_name:
-            # One that has not been lost before.
-            introduction.name = introduction.worker_id
         return registry_pb2.WorkerReport(introduction=introduction)
 
     async def _answer(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:

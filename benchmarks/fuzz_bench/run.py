@@ -6,7 +6,7 @@ import gc
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc.aio
@@ -15,7 +15,6 @@ from benchmarks.fuzz_bench.evil_workers import EvilKind, EvilWorker, evil_reques
 from benchmarks.fuzz_bench.services import targets_of
 from benchmarks.fuzz_bench.tiny_service import Gauges, TinyService, exceeded, tiny_service
 
-from outrider.coordinator.config import CoordinatorConfig
 from outrider.rpc import CHANNEL_OPTIONS
 from outrider.v1 import generation_pb2
 
@@ -25,11 +24,7 @@ _AT_ONCE = 4
 # At the start, what is allocated once and kept: caches, buffers, the allocator's own.
 _WARM_UP_SHARE = 0.2
 # A worker that is lost again and again is what is wanted here; one that says nothing is given up soon.
-_PATIENT = {
-    name: value
-    for name, value in (("quarantine_losses", 10**9), ("step_timeout_s", 0.5))
-    if name in {field.name for field in fields(CoordinatorConfig)}
-}
+_PATIENT = {"quarantine_losses": 10**9, "step_timeout_s": 0.5}
 _ROLES = {"TargetService": "target", "DraftService": "draft"}
 
 

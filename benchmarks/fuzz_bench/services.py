@@ -135,12 +135,9 @@ def _registry(tokenizer_hash: str) -> list[Target]:
         hello = registry_pb2.WorkerReport(introduction=introduction)
         return [[hello, registry_pb2.WorkerReport(load=load)], [hello]]
 
-    found = [Target(method=methods["Register"], examples=reports, codes=_LEASE_CODES)] * 4
-    if "Drain" in methods:
-        message = registry_pb2.DrainRequest(worker_id="nobody")
-        codes = _ANSWERED | {Status.NOT_FOUND}
-        found.append(Target(method=methods["Drain"], examples=lambda number: [[message]], codes=codes))
-    return found
+    message = registry_pb2.DrainRequest(worker_id="nobody")
+    drain = Target(method=methods["Drain"], examples=lambda number: [[message]], codes=_ANSWERED | {Status.NOT_FOUND})
+    return [*[Target(method=methods["Register"], examples=reports, codes=_LEASE_CODES)] * 4, drain]
 
 
 # ------------------------------------------------------------------------------------------------------------- workers

@@ -60,7 +60,7 @@ async def test_what_a_stream_gave_is_held_against_the_undisturbed_run(client, br
 
 async def test_a_stream_that_hears_nothing_is_of_every_event_meanwhile():
     own, first, second = streams(), Event(name="first"), Event(name="second")
-    waiting = asyncio.create_task(own.one(FakeClient((0, [5]), then=asyncio.Event()), 0))
+    waiting = asyncio.create_task(own.one(FakeClient((0, [5]), then=asyncio.Event()), 0))  # type: ignore[arg-type]
     await asyncio.sleep(0)
     own.begin(first)
     own.running[0].last_s -= 7.0
