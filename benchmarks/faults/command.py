@@ -27,7 +27,6 @@ _BROKEN = 1
 _TABLE_WIDTH = 120
 # The longest one lasts a minute.
 _QUARANTINE_TIMEOUT_S = 100.0
-_LOOK_S = 0.5
 # Of a calm: until connections that nobody told of their end are given up, which keepalive takes 12 s for.
 _QUIET_TIMEOUT_S = 45.0
 
@@ -98,8 +97,7 @@ async def run(arguments: argparse.Namespace, folder: Path, say: Callable[[str], 
 
         async def calm(number: int) -> list:
             load = Load(cluster.endpoints, scripts, clients=arguments.clients, seed=seed + number, pause_s=0.0)
-            while len(load.histories) < arguments.calm_requests:  # noqa: ASYNC110 - a coarse look is enough
-                await asyncio.sleep(_LOOK_S)
+            await load.until_asked(arguments.calm_requests)
             await load.stop()
             return load.histories
 
@@ -111,7 +109,7 @@ async def run(arguments: argparse.Namespace, folder: Path, say: Callable[[str], 
         schedule = make_schedule(arguments.faults, list(cluster.roles), seed=seed, gap_s=tuple(arguments.gap_s))
         faults = FaultRun(cluster, schedule, at_once=arguments.at_once, say=say)
         began_s = time.monotonic()
-        await load.until_begun()
+        await load.until_asked()
         await faults.run(time_limit_s=arguments.time_limit_s)
         await load.stop()
         report.seconds = time.monotonic() - began_s

@@ -17,10 +17,10 @@ _POLL_S = 0.5
 # Readings in a row, a second apart.
 _ALIKE = 2
 _ASK_TIMEOUT_S = 60.0
-# Of a role that has served for a while, how much more memory it may hold in the end: a twentieth.
-MEMORY_GROWTH = 1.05
 # The last request and the last batch of a loop stay referred to until the next one.
 _LAST_ONES = 4
+# What has to be nothing, not merely as before.
+_IDLE_GAUGES = ("sessions", "slots", "waiting")
 # Of gRPC: on a stream until the first answer comes, whenever that is.
 _PASSING_TASKS = {"StreamStreamCall._prepare_rpc"}
 # Objects that live as long as a request, a stream or a worker does. The others are caches, bounded by other means.
@@ -115,14 +115,20 @@ async def until_equal(cluster: Cluster, before: Mapping[str, Gauges], *, timeout
 
 
 async def settled_gauges(cluster: Cluster, *, timeout_s: float) -> dict[str, Gauges]:
-    """Waits until several readings in a row are alike and no session is left."""
+    """Waits until several readings in a row are alike and no session is left; readings that stay unlike will do.
+
+    Raises:
+        TimeoutError: there is still a session, a slot or a request somewhere.
+    """
     deadline, alike = time.monotonic() + timeout_s, 0
     last = await read_gauges(cluster)
     while True:
         await asyncio.sleep(2 * _POLL_S)
         now = await read_gauges(cluster)
-        is_idle = not any(gauges.counts.get("sessions") or gauges.counts.get("slots") for gauges in now.values())
-        alike = alike + 1 if is_idle and not differences(last, now) else 0
+        held = [name for name, gauges in now.items() if any(gauges.counts.get(gauge) for gauge in _IDLE_GAUGES)]
+        alike = alike + 1 if not held and not differences(last, now) else 0
+        if time.monotonic() > deadline and held:
+            raise TimeoutError(f"not idle after {timeout_s:g} s: {', '.join(held)}")
         if alike == _ALIKE or time.monotonic() > deadline:
             return now
         last = now

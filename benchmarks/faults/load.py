@@ -147,14 +147,15 @@ class Load:
         self._begun = asyncio.Barrier(clients)
         self._tasks = [asyncio.create_task(self._ask_again(number)) for number in range(clients)]
 
-    @property
-    def running(self) -> list[History]:
-        """Requests that have not ended."""
-        return [history for history in self.histories if history.end is None]
+    async def until_asked(self, count: int = 1) -> None:
+        """Waits until so many requests have begun; before the first, every client has been served once.
 
-    async def until_begun(self) -> None:
-        """Waits until every client has been served once."""
-        while not self.histories and not any(task.done() for task in self._tasks):  # noqa: ASYNC110 - soon over
+        Raises what a client has failed with, if one has.
+        """
+        while len(self.histories) < count:
+            for task in self._tasks:
+                if task.done():
+                    task.result()
             await asyncio.sleep(_LOOK_S)
 
     async def stop(self) -> None:
@@ -256,6 +257,9 @@ class _Asked:
                 reason = "dropped by the client itself"
             except grpc.aio.AioRpcError as error:
                 reason = f"{error.code().name}: {error.details()}"
+                if self.history.end is not None and error.code() in _RETRIED:
+                    # The connection broke behind the last message: the request is complete all the same.
+                    return
                 if error.code() not in _RETRIED:
                     self._end(_refused_or_failed(reason), reason)
                     return
@@ -276,7 +280,6 @@ class _Asked:
             async for response in responses:
                 if response.HasField("delta"):
                     delta = response.delta
-                    received[delta.index].take(delta)
                     self.history.add(
                         ToldDelta(
                             index=delta.index,
@@ -287,6 +290,10 @@ class _Asked:
                             at_s=time.monotonic(),
                         )
                     )
+                    if delta.index >= len(received):
+                        self._end(End.FAILED, f"choice {delta.index} was not asked for")
+                        return True
+                    received[delta.index].take(delta)
                 elif response.HasField("finished"):
                     has_ended = True
                     self._end(

@@ -9,13 +9,15 @@ from typing import Any
 
 from benchmarks.faults.history import Broken, End, History, ToldDelta, Violation
 from benchmarks.faults.running import Outcome
-from benchmarks.faults.schedule import FaultKind
+from benchmarks.faults.schedule import ENDS_PROCESS, FaultKind
 from rich.console import Console
 from rich.table import Table
 
 # A stream that breaks by a fault may be seen to break so much later: half-open connections need a keepalive's time.
 _SEEN_LATE_S = 15.0
 _MEMORY_LIMIT = 1.05
+# A target's end is noticed so much later, at most: a lease.
+_KILLED_BEFORE_S = 3.0
 _SHOWN = 30
 
 
@@ -52,7 +54,22 @@ class Report:
             for name, growth in self.memory.items()
             if growth > _MEMORY_LIMIT
         ]
-        return [*map(str, self.violations), *self.crashes, *late, *self.gauges, *grown]
+        return [*map(str, self.violations), *self._wrongly_refused(), *self.crashes, *late, *self.gauges, *grown]
+
+    def _wrongly_refused(self) -> list[str]:
+        """Requests that were taken for poison although fewer than two targets had been killed below them."""
+        killed_s = [
+            outcome.began_s
+            for outcome in self.outcomes
+            if outcome.fault.kind in ENDS_PROCESS and outcome.fault.role.startswith("target")
+        ]
+        return [
+            f"{history.name} ({history.client}, {history.script}): taken for poison, though it cannot be"
+            for history in self.histories
+            if history.end is not None
+            and history.end.end is End.REFUSED
+            and sum(history.began_s - _KILLED_BEFORE_S <= at_s <= history.ended_s for at_s in killed_s) < 2
+        ]
 
     def as_dict(self) -> dict[str, Any]:
         """For a file."""
@@ -70,7 +87,8 @@ class Report:
         """Requests and tokens, by how they ended."""
         ends = [history.end.end if history.end else None for history in self.histories]
         return {
-            "faults": len(self.outcomes),
+            "faults": sum(outcome.hit for outcome in self.outcomes),
+            "faults that found nothing to hurt": sum(not outcome.hit for outcome in self.outcomes),
             "requests": len(self.histories),
             "finished": ends.count(End.FINISHED),
             "cancelled by clients": ends.count(End.CANCELLED),
@@ -88,7 +106,7 @@ class Report:
 
     def _by_kind(self) -> dict[tuple[FaultKind, str], dict[str, Any]]:
         groups: dict[tuple[FaultKind, str], list[Outcome]] = {}
-        for outcome in self.outcomes:
+        for outcome in filter(lambda outcome: outcome.hit, self.outcomes):
             groups.setdefault((outcome.fault.kind, outcome.fault.role.rpartition("-")[0]), []).append(outcome)
         order = list(FaultKind)
         return {
@@ -123,7 +141,7 @@ class Report:
     def print_to(self, console: Console) -> None:
         """The table and, if there is any, the trouble."""
         columns = ("count", "touched", "resumed", "silence s", "most", "back s", "most", "lifted s")
-        table = Table("fault", "of", *columns, title=f"{len(self.outcomes)} faults, seed {self.seed}")
+        table = Table("fault", "of", *columns, title=f"{self.totals()['faults']} faults, seed {self.seed}")
         for (kind, role), figures in self._by_kind().items():
             table.add_row(
                 kind.value,

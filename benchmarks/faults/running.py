@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ class Outcome:
         began_s, lifted_s: by the monotonic clock; a kill is lifted when its role's new process serves.
         recovered_s: its role is back at every coordinator; None if that did not happen.
         trouble: what went wrong beside it; empty as a rule.
+        hit: whether there was anything to hurt: a connection to reset, a link that did not suffer already.
     """
 
     fault: PlannedFault
@@ -33,6 +35,7 @@ class Outcome:
     lifted_s: float
     recovered_s: float | None
     trouble: str = ""
+    hit: bool = True
 
 
 class FaultRun:
@@ -70,7 +73,8 @@ class FaultRun:
                     tasks.create_task(self._one(fault))
         finally:
             watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
+            with contextlib.suppress(asyncio.CancelledError):
+                await watch
 
     async def _one(self, fault: PlannedFault) -> None:
         try:
@@ -83,9 +87,9 @@ class FaultRun:
         self._say(f"{fault}; back {back}{f' ({outcome.trouble})' if outcome.trouble else ''}")
 
     async def _inject(self, fault: PlannedFault) -> Outcome:
-        began_s, trouble = time.monotonic(), ""
+        began_s, trouble, hit = time.monotonic(), "", True
         try:
-            await self._disturb(fault)
+            hit = await self._disturb(fault)
         except (OutriderError, ProcessLookupError, AssertionError) as error:
             trouble = f"{type(error).__name__}: {error}"
         lifted_s = time.monotonic()
@@ -97,9 +101,12 @@ class FaultRun:
             recovered_s = time.monotonic()
         except TimeoutError as error:
             trouble = f"{trouble} {error}".strip()
-        return Outcome(fault=fault, began_s=began_s, lifted_s=lifted_s, recovered_s=recovered_s, trouble=trouble)
+        return Outcome(
+            fault=fault, began_s=began_s, lifted_s=lifted_s, recovered_s=recovered_s, trouble=trouble, hit=hit
+        )
 
-    async def _disturb(self, fault: PlannedFault) -> None:
+    async def _disturb(self, fault: PlannedFault) -> bool:
+        """From its beginning to its end; whether there was anything to hurt."""
         cluster, role = self._cluster, self._cluster.roles[fault.role]
         if fault.kind in ENDS_PROCESS:
             await cluster.kill(role.name)
@@ -114,15 +121,17 @@ class FaultRun:
             await asyncio.sleep(fault.duration_s)
             role.log.drain()
         elif fault.kind is FaultKind.RESET:
-            role.reset()
+            resets = role.reset()
             await asyncio.sleep(fault.duration_s)
-            role.reset()
+            return resets + role.reset() > 0
         else:
             assert fault.conditions is not None
             proxies = role.disturb(fault.conditions, links=fault.links)
             await asyncio.sleep(fault.duration_s)
             for proxy in proxies:
                 proxy.conditions = Conditions()
+            return bool(proxies)
+        return True
 
     def _hit_beside(self, role: str) -> list[str]:
         return [name for name, lock in self._hit.items() if lock.locked() and name != role]
@@ -138,8 +147,9 @@ class FaultRun:
                 code = process.process.returncode
                 self.crashes.append(f"{role.name} ended by itself with code {code}: {role.last_words()}")
                 self._say(f"{role.name} ended by itself")
-                await self._cluster.kill(role.name)
                 try:
+                    await self._cluster.kill(role.name)
                     await self._cluster.launch(role.name)
-                except OutriderError as error:
+                except (OutriderError, AssertionError) as error:
+                    # Another attempt of whoever wanted it down, or the next look.
                     self._say(f"{role.name} cannot be started: {error}")

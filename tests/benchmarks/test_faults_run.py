@@ -79,7 +79,7 @@ async def test_faults_lose_double_and_change_nothing(tmp_path):
         before = await settled_gauges(cluster, timeout_s=30)
         load = Load(cluster.endpoints, scripts, clients=3, seed=1, pause_s=0.5)
         faults = FaultRun(cluster, SHORT, at_once=4, say=said.append)
-        await load.until_begun()
+        await load.until_asked()
         await faults.run()
         await load.stop()
         left = await until_equal(cluster, before, timeout_s=30)
