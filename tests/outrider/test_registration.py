@@ -194,8 +194,9 @@ async def test_leaving_waits_for_the_coordinator_but_not_for_ever() -> None:
         await worker.drain_asked.wait()
     await registries[0].until(lambda: bool(registries[0].loads))
     began = time.monotonic()
-    await worker.close()
-    assert 0.4 < time.monotonic() - began < 5
+    async with asyncio.timeout(30):
+        await worker.close()
+    assert time.monotonic() - began > 0.4
     assert [registry.is_left for registry in registries] == [True, True]
     for server in servers:
         await server.stop(grace_s=0)

@@ -21,7 +21,7 @@ async def outcome(address: str, *, metadata_bytes: int = 1, message_bytes: int =
         check: Any = health_pb2_grpc.HealthStub(channel).Check  # pyright: ignore[reportAttributeAccessIssue]
         request = health_pb2.HealthCheckRequest(service="x" * message_bytes)
         try:
-            await check(request, metadata=(("key", "x" * metadata_bytes),), timeout=5)
+            await check(request, metadata=(("key", "x" * metadata_bytes),), timeout=30)
         except grpc.aio.AioRpcError as error:
             return error.code().name
     return "OK"

@@ -64,12 +64,12 @@ async def outcome(address: str, tls: TlsConfig | None, method: str, peer: Role |
         try:
             if method == "Check":
                 check = health_pb2_grpc.HealthStub(channel).Check  # pyright: ignore[reportAttributeAccessIssue]
-                await check(health_pb2.HealthCheckRequest(), timeout=5)
+                await check(health_pb2.HealthCheckRequest(), timeout=30)
             elif method == "Verify":
-                call = target_pb2_grpc.TargetServiceStub(channel).Verify(timeout=5)
+                call = target_pb2_grpc.TargetServiceStub(channel).Verify(timeout=30)
                 assert (await call.read()).step == 7
             else:
-                call = registry_pb2_grpc.RegistryServiceStub(channel).Register(timeout=5)
+                call = registry_pb2_grpc.RegistryServiceStub(channel).Register(timeout=30)
                 assert (await call.read()).incarnation == 7
         except grpc.aio.AioRpcError as error:
             return error.code().name
