@@ -31,6 +31,7 @@ def test_sync_acceptance_length(client, prompts, temperature, wanted, record_pro
     assert length > wanted
 
 
+@pytest.mark.quiet
 def test_growth_arrives_while_the_target_verifies(client, prompts):
     shares = []
     for prompt in prompts[:6]:

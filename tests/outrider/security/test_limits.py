@@ -17,7 +17,9 @@ from outrider.v1 import generation_pb2
 
 
 async def outcome(address: str, *, metadata_bytes: int = 1, message_bytes: int = 0) -> str:
-    async with rpc.open_channel(address) as channel:
+    # A connection of its own: gRPC would share one that an earlier channel has left behind.
+    options = [*rpc.CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1)]
+    async with grpc.aio.insecure_channel(address, options=options) as channel:
         check: Any = health_pb2_grpc.HealthStub(channel).Check  # pyright: ignore[reportAttributeAccessIssue]
         request = health_pb2.HealthCheckRequest(service="x" * message_bytes)
         try:
