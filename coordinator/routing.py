@@ -67,19 +67,15 @@ class PrefixRouter:
             token_ids: [tokens] its prompt and what it has put out.
             targets: those with room, at least one.
         """
-        if len(targets) == 1:
-            # Remembered all the same: a second target may come.
-            chosen, keys = targets[0], block_keys(token_ids)
-        else:
-            keys = block_keys(token_ids)
-            shared = self._shared_blocks(keys, {target.worker_id for target in targets})
-            least = min(_load(target) for target in targets)
-            fitting = [
-                target
-                for target in targets
-                if _load(target) <= least + SLACK * shared[target.worker_id] / max(1, len(keys))
-            ]
-            chosen = max(fitting, key=lambda target: (shared[target.worker_id], -_load(target)))
+        keys = block_keys(token_ids)
+        shared = self._shared_blocks(keys, {target.worker_id for target in targets})
+        least = min(_load(target) for target in targets)
+        fitting = [
+            target
+            for target in targets
+            if _load(target) <= least + SLACK * shared[target.worker_id] / max(1, len(keys))
+        ]
+        chosen = max(fitting, key=lambda target: (shared[target.worker_id], -_load(target)))
         self._remember(keys, chosen.worker_id)
         return chosen
 
