@@ -81,14 +81,22 @@ class Deployment:
             await self.stop()
             raise
         if started.failure is not None:
+            # What somebody else has started, and has not ended although it failed, is theirs to look at.
+            hint = ": end it with `outrider down` first" if self.was_running else ""
             await self.stop()
-            raise WorkerUnavailable(started.failure)
+            raise WorkerUnavailable(started.failure + hint)
         self.endpoints = started.endpoints
         return self.endpoints
 
     async def status(self) -> dict[str, Any]:
         """What `outrider status --json` prints."""
         return await self._controller.status.remote()
+
+    async def ended(self) -> None:
+        """Returns when somebody else has ended what belongs to this process."""
+        assert self._keeping is not None, "a detached deployment belongs to nobody"
+        await self._keeping
+        self._controller = None
 
     async def stop(self) -> None:
         """Ends the deployment, the coordinators draining first; shuts Ray down if `start` started it.
@@ -108,22 +116,40 @@ class Deployment:
             self._owns_ray = False
 
     async def _find_or_create(self) -> None:
-        name = f"{self._config.name}/{CONTROLLER}"
-        try:
-            found = ray.get_actor(name, namespace=NAMESPACE)
-        except ValueError:
-            found = None
-        if found is not None:
-            if not self._detach:
-                raise WorkerUnavailable(
-                    f"a deployment called {self._config.name} runs here already: end it with `outrider down`, or give "
-                    "this one another --name"
-                )
-            self._controller, self.was_running = found, True
+        if self._find():
             return
+        try:
+            self._create()
+        except ValueError:
+            # Another `up` of this name was quicker.
+            if not self._find():
+                raise
+            return
+        if not self._detach:
+            self._keeping = asyncio.create_task(self._keep())
+
+    def _find(self) -> bool:
+        """Whether a deployment of this name runs, which is then taken for this one."""
+        if (found := self._running()) is None:
+            return False
+        if not self._detach:
+            raise WorkerUnavailable(
+                f"a deployment called {self._config.name} runs here already: end it with `outrider down`, or give "
+                "this one another --name"
+            )
+        self._controller, self.was_running = found, True
+        return True
+
+    def _running(self) -> Any:
+        try:
+            return ray.get_actor(f"{self._config.name}/{CONTROLLER}", namespace=NAMESPACE)
+        except ValueError:
+            return None
+
+    def _create(self) -> None:
         home = ray.get_runtime_context().get_node_id()
         placed = ray.remote(Controller).options(
-            name=name,
+            name=f"{self._config.name}/{CONTROLLER}",
             namespace=NAMESPACE,
             lifetime="detached",
             num_cpus=0,
@@ -133,14 +159,15 @@ class Deployment:
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=home, soft=True),
         )
         self._controller = placed.remote(self._config, self._roles, home=home, owned=not self._detach)
-        if not self._detach:
-            self._keeping = asyncio.create_task(self._keep())
 
     async def _keep(self) -> None:
+        """Renews the deployment's lease until it has ended."""
         while True:
             try:
                 await self._controller.keep.remote()
             except ray.exceptions.RayError as error:
+                if isinstance(error, ray.exceptions.ActorDiedError) and self._running() is None:
+                    return
                 logger.warning("the controller is gone (%s); Ray starts it anew", type(error).__name__)
             await asyncio.sleep(KEEP_INTERVAL_S)
 

@@ -155,7 +155,7 @@ def _await_serving(controller: Any, timeout_s: float) -> None:
 
 def _count(entry: str) -> tuple[str, int]:
     role, _, count = entry.partition("=")
-    if not role or not count.isdigit():
+    if not role or not count.isdecimal():
         raise typer.BadParameter(f"{entry!r} given, ROLE=COUNT such as draft=4 needed")
     return role, int(count)
 

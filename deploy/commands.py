@@ -12,7 +12,7 @@ from rich.console import Console
 
 from outrider.command_options import config_command
 from outrider.deploy.config import DeployConfig
-from outrider.deploy.config_file import read_fields
+from outrider.deploy.config_file import as_in_file, read_fields
 from outrider.deploy.ray_token import prefer_token
 
 _DETACH = inspect.Parameter(
@@ -33,7 +33,7 @@ def _up(config: DeployConfig, *, detach: bool) -> None:
     _run(_bring_up_detached(config) if detach else _serve_until_stopped(config))
 
 
-up = config_command(DeployConfig, _up, more=[_DETACH], read_file=read_fields)
+up = config_command(DeployConfig, _up, more=[_DETACH], read_file=read_fields, as_in_file=as_in_file)
 
 
 def demo(
@@ -53,7 +53,8 @@ async def _serve_until_stopped(config: DeployConfig) -> None:
 
     async with Deployment(config) as deployment:
         typer.echo(f"ready {deployment.endpoint}")
-        await asyncio.Event().wait()
+        await deployment.ended()
+        typer.echo("the deployment was ended by another command", err=True)
 
 
 async def _bring_up_detached(config: DeployConfig) -> None:

@@ -188,10 +188,9 @@ class DeployConfig:
                 f"max_drafts: {self.max_drafts} given, with drafts {self.drafts} between min_drafts {self.min_drafts} "
                 "and max_drafts needed"
             )
-        if self.max_drafts is not None:
-            AutoscalerConfig.of(self)
         if self.max_drafts is None and self.min_drafts:
             raise ValueError(f"min_drafts: {self.min_drafts} given, with max_drafts needed")
+        AutoscalerConfig.of(self)
 
     def _check_security(self) -> None:
         missing = [name for name in ("certs", "token_file") if getattr(self, name) is None]

@@ -109,8 +109,13 @@ def build_config(fields: Mapping[str, Any], path: Path) -> DeployConfig:
     try:
         return DeployConfig(**fields)
     except ValueError as error:
-        field, colon, rest = str(error).partition(":")
-        raise ValueError(f"{path}: {KEYS.get(field, field)}{colon}{rest}") from error
+        raise ValueError(as_in_file(str(error), path)) from error
+
+
+def as_in_file(message: str, path: Path) -> str:
+    """What `DeployConfig` says of a field, as it is called in the file that set it."""
+    field, colon, rest = message.partition(":")
+    return f"{path}: {KEYS.get(field, field)}{colon}{rest}"
 
 
 def _fields(content: object) -> dict[str, Any]:
@@ -179,6 +184,8 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise ValueError(f"a key that is no text, in line {key_node.start_mark.line + 1}")
             key = self.construct_object(key_node, deep=deep)
             if key in seen:
                 raise ValueError(f"{key}: given twice, the second time in line {key_node.start_mark.line + 1}")

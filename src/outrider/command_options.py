@@ -20,6 +20,7 @@ def config_command(
     *,
     more: Sequence[inspect.Parameter] = (),
     read_file: Callable[[Path], dict[str, Any]] | None = None,
+    as_in_file: Callable[[str, Path], str] | None = None,
 ) -> Callable[..., None]:
     """A function for typer that takes every field of `config_type` as an option and hands `run` the configuration.
 
@@ -28,6 +29,7 @@ def config_command(
         run: called as `run(config, **values of more)`; its docstring is the command's help.
         more: options that are not fields, as keyword-only parameters annotated for typer.
         read_file: fields that a file sets; the command then takes a FILE, and options that are given go before it.
+        as_in_file: an error of a field that the file has set, in the file's own words.
     """
     hints, texts = get_type_hints(config_type), attribute_help(config_type)
     fields = dataclasses.fields(config_type)  # pyright: ignore[reportArgumentType]
@@ -39,12 +41,16 @@ def config_command(
     def command(*, ctx: typer.Context | None = None, file: Path | None = None, **values: Any) -> None:
         others = {parameter.name: values.pop(parameter.name) for parameter in more}
         given = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+        from_file: dict[str, Any] = {}
         try:
             if read_file is not None and ctx is not None and file is not None:
-                given |= {name: value for name, value in read_file(file).items() if not _is_typed(ctx, name)}
-            config = config_type(**given)
+                from_file = {name: value for name, value in read_file(file).items() if not _is_typed(ctx, name)}
+            config = config_type(**given | from_file)
         except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
+            message = str(error)
+            if as_in_file is not None and file is not None and message.partition(":")[0] in from_file:
+                message = as_in_file(message, file)
+            raise typer.BadParameter(message) from error
         run(config, **others)
 
     command.__doc__ = run.__doc__

@@ -258,6 +258,7 @@ async def test_drafts_are_scaled_and_drained_by_command(deployment: Deployment, 
         (["drain", "target-0"], "target: 0 asked for, at least 1 needed"),
         (["scale", "cat=1"], "cat: no role of a deployment"),
         (["scale", "draft"], "ROLE=COUNT such as draft=4 needed"),
+        (["scale", "draft=²"], "ROLE=COUNT such as draft=4 needed"),
         (["replace", "coordinator"], "coordinator: draft"),
         (["replace", "target", "--model", "x"], "target: draft"),
     ]:
@@ -379,6 +380,10 @@ async def test_a_deployment_ends_when_the_process_that_it_belongs_to_is_silent(c
     async with asyncio.timeout(30):
         while any(Path(f"/proc/{pid}").exists() for pid in pids):
             await asyncio.sleep(0.05)
+        # One that comes to itself again hears of it, as of an `outrider down`.
+        owner._keeping = asyncio.create_task(owner._keep())
+        await owner.ended()
+    await owner.stop()
 
 
 # -------------------------------------------------------------------------------------------------- what does not start
@@ -408,6 +413,23 @@ async def test_what_cannot_serve_is_named_and_nothing_stays(cluster: ray.cluster
 
 
 # ---------------------------------------------------------------------------------------------------------- without Ray
+
+
+@pytest.mark.parametrize("detach", [True, False])
+async def test_of_two_that_start_at_a_time_one_finds_the_other(monkeypatch: pytest.MonkeyPatch, detach: bool):
+    def create(_: Deployment) -> None:
+        raise ValueError("the name is taken")
+
+    found = iter([None, "the other's controller"])
+    monkeypatch.setattr(Deployment, "_running", lambda _: next(found))
+    monkeypatch.setattr(Deployment, "_create", create)
+    second = Deployment(CONFIG, detach=detach)
+    if detach:
+        await second._find_or_create()
+        assert (second.was_running, second.controller) == (True, "the other's controller")
+    else:
+        with pytest.raises(WorkerUnavailable, match="runs here already"):
+            await second._find_or_create()
 
 
 async def test_places_kept_together_are_freed_with_their_target(monkeypatch: pytest.MonkeyPatch):

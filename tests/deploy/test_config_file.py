@@ -88,6 +88,8 @@ def test_values_arrive_as_the_fields_want_them(tmp_path: Path):
         ("autoscale: {up_s: 0}\ndraft: {max_workers: 4}", "autoscale.up_s: 0.0 given"),
         ("name: a\nname: b", "name: given twice, the second time in line 2"),
         ("name: !!python/name:os.system", "could not determine a constructor"),
+        ("draft:\n  ? [workers]\n  : 2", "a key that is no text, in line 2"),
+        ("autoscale: {probe_s: -1}", "autoscale.probe_s: -1.0 given, more than 0 needed"),
         ("{", "expected the node content"),
     ],
 )
@@ -117,6 +119,10 @@ def test_options_go_before_the_file(
     assert capsys.readouterr().err == ""
     assert cli.run(["up", str(written(tmp_path, "drafts: 3"))]) == 2
     assert "deployment.yaml: drafts: unknown" in capsys.readouterr().err
+    wrong = str(written(tmp_path, "draft: {workers: -1}"))
+    for options, words in [([], "deployment.yaml: draft.workers: -1"), (["--drafts", "-2"], "value: drafts: -2")]:
+        assert cli.run(["up", wrong, *options]) == 2
+        assert words in capsys.readouterr().err
     assert cli.run(["up", "--detach"]) == 2
     assert "--detach needs a running cluster" in capsys.readouterr().err
 
