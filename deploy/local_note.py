@@ -3,19 +3,28 @@
 import json
 import logging
 import os
+import socket
 import tempfile
 from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger(__name__)
 
+_CONNECT_TIMEOUT_S = 1.0
+
 
 def remember_local(name: str, address: str) -> None:
     """Writes down where the Ray of this process is, for as long as the process lives."""
+    if (other := local_address(name)) is not None and _answers(other):
+        logger.warning("another `outrider up` of the name %s runs here, which other commands will find", name)
+        return
     path = _note_of(name)
     note = {"address": address, "pid": os.getpid()}
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Whoever made it first may have put a link there, to a file of ours.
+        if path.parent.lstat().st_uid != os.getuid():
+            raise PermissionError(f"{path.parent} belongs to somebody else")
         path.write_text(json.dumps(note), encoding="utf-8")
     except OSError as error:
         logger.warning("other terminals need --address %s to find this deployment: %s", address, error)
@@ -49,6 +58,16 @@ def _read_note(name: str) -> dict[str, Any]:
         return {"address": str(note["address"]), "pid": int(note["pid"])}
     except (OSError, ValueError, TypeError, KeyError):
         return {}
+
+
+def _answers(address: str) -> bool:
+    """Whether a Ray is there: the process number of one that was killed may be another program's by now."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _is_running(pid: int) -> bool:

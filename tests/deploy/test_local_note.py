@@ -1,6 +1,7 @@
 """How another terminal finds the Ray of `outrider up`, and how it shows who it is."""
 
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -42,6 +43,33 @@ def test_a_note_of_another_user_is_not_believed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(local_note, "_note_of", lambda _: path)
     monkeypatch.setattr(local_note.os, "getuid", lambda: real + 1)
     assert local_address("mine") is None
+
+
+def test_a_second_one_of_a_name_leaves_the_note_of_the_first(folder: Path, caplog: pytest.LogCaptureFixture):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        first = f"127.0.0.1:{listening.getsockname()[1]}"
+        remember_local("mine", first)
+        remember_local("mine", "127.0.0.1:7")
+        assert local_address("mine") == first
+        assert "another `outrider up` of the name mine runs here" in caplog.text
+    # Its process number may be another program's by now: where nothing answers the note is out of date.
+    remember_local("mine", "127.0.0.1:7")
+    assert local_address("mine") == "127.0.0.1:7"
+
+
+def test_nothing_is_written_into_a_folder_that_leads_elsewhere(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    folder.mkdir()
+    precious = tmp_path / "precious"
+    precious.write_text("keep me")
+    (folder / "mine.json").symlink_to(precious)
+    real = os.getuid()
+    monkeypatch.setattr(local_note, "_note_of", lambda name: folder / f"{name}.json")
+    monkeypatch.setattr(local_note.os, "getuid", lambda: real + 1)
+    remember_local("mine", "127.0.0.1:7")
+    assert precious.read_text() == "keep me"
+    assert "belongs to somebody else" in caplog.text
 
 
 @pytest.mark.parametrize(
