@@ -6,13 +6,14 @@ process: a controller that Ray starts anew finds them by name, and what was want
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,12 +137,12 @@ class Controller:
 
         Raises:
             ValueError: a count out of range, or an unknown role.
-            WorkerUnavailable: no node has what one more needs.
+            WorkerUnavailable: no node has what one more needs, or the deployment does not serve.
         """
         wanted = {_role(role): count for role, count in counts.items()}
         for role, count in wanted.items():
             self._check_count(role, count)
-        async with self._changing:
+        async with self._change():
             for role, count in wanted.items():
                 await self._resize(role, count)
 
@@ -150,13 +151,16 @@ class Controller:
 
         Raises:
             ValueError: there is no such worker, or it is one too few without it.
+            WorkerUnavailable: the deployment does not serve.
         """
-        async with self._changing:
+        async with self._change():
             handle = self._crew.named(name)
             if handle is None:
                 raise ValueError(f"no worker is called {name}; there are {', '.join(own.name for own in self._crew)}")
-            self._check_count(handle.role, self._wanted[handle.role] - 1)
-            self._wanted[handle.role] -= 1
+            # One that drains already was counted: of a controller that died meanwhile Ray asks again.
+            if not handle.is_draining:
+                self._check_count(handle.role, self._wanted[handle.role] - 1)
+                self._wanted[handle.role] -= 1
             await self._end(handle)
 
     async def replace(self, role: str, model: str | None = None) -> list[str]:
@@ -173,13 +177,14 @@ class Controller:
 
         Raises:
             ValueError: of a role that cannot be replaced so.
-            WorkerUnavailable: a new one does not serve; it is taken away again, and those not replaced yet stay.
+            WorkerUnavailable: a new one does not serve, or the deployment does not; a new one is taken away again, and
+                those not replaced yet stay.
         """
         wanted = _role(role)
         if wanted is Role.COORDINATOR or (wanted is Role.TARGET and model is not None):
             raise ValueError(f"{role}: draft (with another model if asked) or target (with the same) can be replaced")
         fresh = []
-        async with self._changing:
+        async with self._change():
             for old in self._crew.of(wanted):
                 new = await self._succeed(old, Path(model) if model is not None else old.model)
                 fresh.append(new.name)
@@ -190,13 +195,17 @@ class Controller:
     async def down(self) -> None:
         """Lets the coordinators drain, then the workers, and forgets the deployment; kill this actor then."""
         self._state = _STOPPING
+        self._crew.is_ending = True
         others = {self._up, *self._tasks} - {asyncio.current_task()}
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
         # In this order: requests that run go on at their workers until their coordinator has drained.
         for roles in ({Role.COORDINATOR}, {Role.TARGET, Role.DRAFT}):
-            await asyncio.gather(*(self._end(handle) for handle in self._crew if handle.role in roles))
+            endings = (self._end(handle) for handle in self._crew if handle.role in roles)
+            for error in await asyncio.gather(*endings, return_exceptions=True):
+                if error is not None:
+                    logger.error("not everything could be ended: %s", error)
         internal_kv._internal_kv_del(self._key, namespace=KV_NAMESPACE)
         self._state = _DOWN
 
@@ -204,10 +213,10 @@ class Controller:
 
     async def _begin(self) -> None:
         saved = internal_kv._internal_kv_get(self._key, namespace=KV_NAMESPACE)
-        if saved is not None:
-            self._recover(json.loads(saved))
-            return
         try:
+            if saved is not None:
+                self._recover(json.loads(saved))
+                return
             async with asyncio.timeout(self._config.start_timeout_s):
                 await self._bring_up()
         except TimeoutError:
@@ -249,7 +258,9 @@ class Controller:
         return f"deployment/{self._config.name}".encode()
 
     def _save(self) -> None:
-        """Keeps what a successor needs; cheap where nothing has changed."""
+        """Keeps what a successor needs; cheap where nothing has changed. Of what has ended nothing is kept."""
+        if self._state == _DOWN:
+            return
         state = {
             "wanted": {str(role): count for role, count in self._wanted.items()},
             "draft_model": self._draft_model and str(self._draft_model),
@@ -295,6 +306,19 @@ class Controller:
 
     # ------------------------------------------------------------------------------------------------------- the crew
 
+    @contextlib.asynccontextmanager
+    async def _change(self) -> AsyncIterator[None]:
+        """What operators ask for: one after the other, once the deployment serves and as long as it does.
+
+        Raises:
+            WorkerUnavailable: it does not come up, or it ends.
+        """
+        await asyncio.wait({self._up})
+        async with self._changing:
+            if self._state != _SERVING:
+                raise WorkerUnavailable(f"the deployment {self._config.name} is {self._failure or self._state}")
+            yield
+
     def _check_count(self, role: Role, count: int) -> None:
         least, most = (0, None) if role is Role.DRAFT else (1, None)
         if role is Role.DRAFT and self._config.max_drafts is not None:
@@ -304,10 +328,14 @@ class Controller:
             raise ValueError(f"{role}: {count} asked for, {bounds} needed")
 
     async def _resize(self, role: Role, count: int) -> None:
-        self._wanted[role] = count
+        before, self._wanted[role] = self._wanted[role], count
         present = self._crew.of(role)
-        while len(self._crew.of(role)) < count:
-            self._look_after(self._crew.add(role, model=self._draft_model if role is Role.DRAFT else None))
+        try:
+            while len(self._crew.of(role)) < count:
+                self._look_after(self._crew.add(role, model=self._draft_model if role is Role.DRAFT else None))
+        except WorkerUnavailable:
+            self._wanted[role] = before
+            raise
         served = self._served()
         # Those with the least to do go first, of these the youngest.
         present.reverse()
@@ -322,15 +350,17 @@ class Controller:
             raise WorkerUnavailable(f"{old.name} is the only target, and there is no room for another beside it")
         if not has_room:
             await self._end(old)
-        new = self._crew.add(old.role, model=model)
+        new = None
         try:
+            new = self._crew.add(old.role, model=model)
             async with asyncio.timeout(self._config.start_timeout_s):
                 await self._listening(new)
                 while worker_status(new, self._served())["state"] != "serving":
                     await asyncio.sleep(POLL_INTERVAL_S)
                     await asyncio.gather(self._refresh(new), self._ask_coordinators())
         except (TimeoutError, WorkerUnavailable) as error:
-            await self._crew.end(new, timeout_s=self._config.stop_timeout_s)
+            if new is not None:
+                await self._crew.end(new, timeout_s=self._config.stop_timeout_s)
             if not has_room:
                 self._look_after(self._crew.add(old.role, model=old.model))
             reason = str(error) or f"not serving after {self._config.start_timeout_s:g} s"
@@ -381,8 +411,10 @@ class Controller:
             node_id for node_id, since_s in silent_since.items() if now_s - since_s > self._config.node_timeout_s
         }
         for handle in self._crew:
-            gone = handle.node_id is not None and (
-                handle.node_id in self._crew.silent_nodes or (handle.node_id not in known and handle.report is None)
+            # Of a coordinator that has not reported yet it is known where it has to be.
+            node_id = handle.node_id or (handle.placed_on if handle.role is Role.COORDINATOR else None)
+            gone = node_id is not None and (
+                node_id in self._crew.silent_nodes or (node_id not in known and handle.report is None)
             )
             if (gone or handle.is_homeless) and not handle.is_draining and self._state == _SERVING:
                 self._move(handle)
@@ -409,6 +441,7 @@ class Controller:
             try:
                 await self._ask_coordinators()
                 if self._state == _SERVING:
+                    await self._settle()
                     if scaler is not None and not self._changing.locked():
                         infos = list(self._infos.values())
                         decision = scaler.decide(infos, drafts=self._wanted[Role.DRAFT], now_s=time.monotonic())
@@ -428,6 +461,15 @@ class Controller:
         self._decisions.append({"at_s": time.time(), "before": before, **decision.as_dict()})
         async with self._changing:
             await self._resize(Role.DRAFT, decision.drafts)
+
+    async def _settle(self) -> None:
+        """Ends or adds what a change has left over that its controller did not live to finish, or that failed."""
+        if self._changing.locked():
+            return
+        async with self._changing:
+            for role, count in self._wanted.items():
+                if len(self._crew.of(role)) != count:
+                    await self._resize(role, count)
 
     async def _ask_coordinators(self) -> None:
         handles = self._crew.of(Role.COORDINATOR)
@@ -456,6 +498,8 @@ class Controller:
 
 
 async def _server_info(handle: RoleHandle) -> generation_pb2.ServerInfo | None:
+    if handle.is_homeless:
+        return None
     try:
         async with asyncio.timeout(INFO_TIMEOUT_S):
             packed = await handle.actor.server_info.remote()

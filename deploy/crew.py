@@ -48,13 +48,16 @@ class Crew:
         self._roles = roles
         self._controller = controller
         self._home_id = home
-        self._home_address = next(node.address for node in placement.living_nodes() if node.node_id == home)
+        # A controller whose machine has died starts on another; what `recover` is given has the address.
+        self._home_address = next((node.address for node in placement.living_nodes() if node.node_id == home), "")
         self._gpus: dict[Role, float] = dict(zip((Role.TARGET, Role.DRAFT), placement.worker_gpus(config), strict=True))
         self._numbers = dict.fromkeys(Role, 0)
         self._handles: dict[str, RoleHandle] = {}
         self._places: dict[str, KeptPlaces] = {}
         self.silent_nodes: set[str] = set()
         """Ids of nodes that do not answer, whatever Ray says of them."""
+        self.is_ending = False
+        """Nobody is added any more: nobody would be left to end them."""
 
     def __iter__(self) -> Iterator[RoleHandle]:
         return iter(list(self._handles.values()))
@@ -86,8 +89,10 @@ class Crew:
             model: the checkpoint folder of a worker; default the configured one.
 
         Raises:
-            WorkerUnavailable: no node has what it needs.
+            WorkerUnavailable: no node has what it needs, or the deployment ends.
         """
+        if self.is_ending:
+            raise WorkerUnavailable(f"the deployment {self._config.name} ends")
         handle = RoleHandle(name=f"{role}-{self._numbers[role]}", role=role, model=model)
         self._numbers[role] += 1
         self._start(handle)
@@ -117,12 +122,13 @@ class Crew:
     async def end(self, handle: RoleHandle, *, timeout_s: float) -> None:
         """Lets an actor finish what it does, within the time, and ends it."""
         handle.is_draining = True
-        try:
-            async with asyncio.timeout(timeout_s):
-                await handle.actor.stop.remote()
-        except (ray.exceptions.RayError, TimeoutError) as error:
-            logger.info("%s did not stop by itself: %s", handle.name, type(error).__name__)
-        ray.kill(handle.actor, no_restart=True)
+        if not handle.is_homeless:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await handle.actor.stop.remote()
+            except (ray.exceptions.RayError, TimeoutError) as error:
+                logger.info("%s did not stop by itself: %s", handle.name, type(error).__name__)
+            ray.kill(handle.actor, no_restart=True)
         self._handles.pop(handle.name, None)
         self._free_place(handle)
 
@@ -142,20 +148,23 @@ class Crew:
         }
 
     def recover(self, state: dict[str, Any]) -> None:
-        """Takes over the actors of a controller that has died; those that are gone are started anew."""
+        """Takes over the actors of a controller that has died; those that are gone as well are homeless: for `move`."""
         self._numbers = {Role(role): number for role, number in state["numbers"].items()}
         self._gpus = {Role(role): gpus for role, gpus in state["gpus"].items()}
         self._home_address = state["home_address"]
         for name, takers in state["places"].items():
-            group = ray.util.get_placement_group(self._full(name))
-            self._places[name] = KeptPlaces(group=group, takers=takers)
+            # It may have been removed in the controller's last second.
+            with contextlib.suppress(ValueError):
+                group = ray.util.get_placement_group(self._full(name))
+                self._places[name] = KeptPlaces(group=group, takers=takers)
         for member in state["members"]:
             model = member["model"] and Path(member["model"])
             handle = RoleHandle(**member | {"role": Role(member["role"]), "model": model})
             try:
                 handle.actor = ray.get_actor(self._full(handle.name), namespace=NAMESPACE)
+                handle.is_homeless = False
             except ValueError:
-                self._start(handle)
+                handle.is_homeless = True
             self._handles[handle.name] = handle
 
     # --------------------------------------------------------------------------------------------------------- placing

@@ -36,7 +36,7 @@ class RoleHandle:
         pid: likewise.
         failure: why it was last started anew, if its server has not served since.
         restarts: how often its process was started anew, by Ray or by the deployment.
-        is_homeless: its machine has gone, and no other has had what it needs.
+        is_homeless: it has no actor: its machine has gone, and no other has had what it needs yet.
         is_draining: it finishes what it does, and is not to come back.
     """
 
@@ -76,6 +76,9 @@ async def watch(handle: RoleHandle, config: DeployConfig) -> None:
     backoff_s = config.ping_interval_s
     well_since: float | None = None
     while True:
+        if handle.is_homeless:
+            await asyncio.sleep(config.ping_interval_s)
+            continue
         actor = handle.actor
         try:
             patience = patience_s(handle.report, config)
