@@ -7,12 +7,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from benchmarks.faults import gauges as gauges_module
-from benchmarks.faults.gauges import Gauges, differences, until_equal
-from benchmarks.faults.history import ChoiceWanted, History, check_all
+from benchmarks.faults.gauges import Gauges, differences, settled_gauges, until_equal
+from benchmarks.faults.history import ChoiceWanted, End, Ended, History, check_all
+from benchmarks.faults.processes import Cluster
 from benchmarks.faults.report import Report
 from benchmarks.faults.running import Outcome
 from benchmarks.faults.schedule import FaultKind, PlannedFault
@@ -58,11 +59,15 @@ async def test_what_comes_back_late_is_waited_for_and_what_does_not_is_told(monk
 
     monkeypatch.setattr(gauges_module, "read_gauges", read)
     monkeypatch.setattr(gauges_module, "_POLL_S", 0.0)
-    cluster = SimpleNamespace()
-    assert await until_equal(cluster, {"draft-0": QUIET}, timeout_s=30) == []  # type: ignore[arg-type]
+    cluster = cast("Cluster", None)
+    assert await until_equal(cluster, {"draft-0": QUIET}, timeout_s=30) == []
+    readings[:] = [with_count("tasks", 10), QUIET]
+    assert await settled_gauges(cluster, timeout_s=30) == {"draft-0": QUIET}
     readings[:] = [with_count("sessions", 1)]
-    left = await until_equal(cluster, {"draft-0": QUIET}, timeout_s=0.05)  # type: ignore[arg-type]
-    assert left == ["draft-0: sessions 0 before, 1 now"]
+    assert await until_equal(cluster, {"draft-0": QUIET}, timeout_s=0.05) == ["draft-0: sessions 0 before, 1 now"]
+    # What is held in the beginning would be as before for ever.
+    with pytest.raises(TimeoutError, match="draft-0"):
+        await settled_gauges(cluster, timeout_s=0.05)
 
 
 def test_descriptors_are_counted_by_what_they_are():
@@ -127,3 +132,16 @@ def test_every_kind_of_trouble_is_in_the_report():
     history = History(name="request 1", script="script 1", client="wire")
     wanted = {"script 1": [ChoiceWanted(token_ids=(5,), text="a", finish_reason="stop")]}
     assert troubles(violations=check_all([history], wanted))
+
+
+def test_poison_has_to_be_possible():
+    history = History(name="request 1", script="script 1", client="wire", began_s=10.0)
+    history.add(Ended(end=End.REFUSED, at_s=20.0))
+    first, second = (replace(OUTCOME, began_s=at_s) for at_s in (11.0, 19.0))
+    assert troubles(histories=[history], outcomes=[first, second]) == []
+    frozen = replace(second, fault=replace(FAULT, kind=FaultKind.FREEZE))
+    of_a_draft = replace(second, fault=replace(FAULT, role="draft-0"))
+    for other in (frozen, of_a_draft, replace(second, began_s=21.0), replace(second, began_s=1.0)):
+        (words,) = troubles(histories=[history], outcomes=[first, other])
+        assert "request 1" in words
+    assert Report(seed=1, command="again", outcomes=[first, replace(second, hit=False)]).totals()["faults"] == 1
