@@ -468,8 +468,11 @@ class Controller:
             return
         async with self._changing:
             for role, count in self._wanted.items():
-                if len(self._crew.of(role)) != count:
-                    await self._resize(role, count)
+                try:
+                    if len(self._crew.of(role)) != count:
+                        await self._resize(role, count)
+                except WorkerUnavailable as error:
+                    logger.warning("there should be %d of %s: %s", count, role, error)
 
     async def _ask_coordinators(self) -> None:
         handles = self._crew.of(Role.COORDINATOR)

@@ -288,7 +288,9 @@ class Crew:
             for name in own.takers[1:]:
                 beside = self._handles.get(name or "")
                 if beside is not None and not beside.is_draining:
-                    self.move(beside)
+                    # One that finds no place is homeless from now on, and tried again; the others are not to wait.
+                    with contextlib.suppress(WorkerUnavailable):
+                        self.move(beside)
         for places in self._places.values():
             places.takers = [None if taker == handle.name else taker for taker in places.takers]
 

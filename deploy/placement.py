@@ -102,16 +102,13 @@ class KeptPlaces:
     takers: list[str | None] = field(default_factory=list)
 
 
-def keep_places(
-    needs: Sequence[Mapping[str, float]], *, name: str, nodes: list[Node], rather: str | None = None
-) -> KeptPlaces:
+def keep_places(needs: Sequence[Mapping[str, float]], *, name: str, nodes: list[Node]) -> KeptPlaces:
     """Places on one machine, one a need.
 
     Args:
         needs: what each place holds; GPUs as "GPU".
         name: of the group, by which it is found again.
         nodes: the machines that will do.
-        rather: id of the one to take if it has room.
 
     Raises:
         WorkerUnavailable: no node has so many GPUs.
@@ -128,7 +125,6 @@ def keep_places(
         name=name,
         lifetime="detached",
         bundle_label_selector=[where] * len(bundles),
-        _soft_target_node_id=rather,
     )
     return KeptPlaces(group=group, takers=[None] * len(needs))
 
