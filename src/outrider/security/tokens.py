@@ -134,18 +134,22 @@ class TokenFile:
 
     def refresh(self) -> str | None:
         """Reads the file if it has changed; says what is wrong where it cannot be read, once, and keeps the old."""
+        stamp = self._read_stamp()
+        if stamp == self._stamp:
+            return None
+        self._stamp = stamp
         try:
-            stamp = self._read_stamp()
-            if stamp == self._stamp:
-                return None
-            self._stamp = stamp
             self.entries = read_tokens(self._path)
         except (OSError, TokenFileError) as error:
             return str(error)
         return None
 
-    def _read_stamp(self) -> tuple[int, int, int]:
-        status = os.stat(self._path)  # noqa: PTH116 - once for every request: a third of the time of Path.stat
+    def _read_stamp(self) -> tuple[int, int, int] | None:
+        """By which a change is seen; None where the file cannot be looked at."""
+        try:
+            status = os.stat(self._path)  # noqa: PTH116 - often: a third of the time of Path.stat
+        except OSError:
+            return None
         return status.st_mtime_ns, status.st_ino, status.st_size
 
 

@@ -75,7 +75,13 @@ def test_a_file_is_read_anew_when_it_changes_and_kept_when_it_is_broken(tmp_path
     assert "no token file" in fault
     # Once is enough for the log.
     assert tokens.refresh() is None
+    path.unlink()
+    assert "No such file" in (tokens.refresh() or "")
+    assert tokens.refresh() is None
     assert [entry.name for entry in tokens.entries] == ["alice"]
+    path.write_text(file_of({"name": "bob", "sha256": HASH}))
+    assert tokens.refresh() is None
+    assert [entry.name for entry in tokens.entries] == ["bob"]
 
 
 def test_a_token_does_not_cross_the_network_in_the_clear():
