@@ -416,14 +416,20 @@ class Controller:
             gone = node_id is not None and (
                 node_id in self._crew.silent_nodes or (node_id not in known and handle.report is None)
             )
-            if (gone or handle.is_homeless) and not handle.is_draining and self._state == _SERVING:
+            if handle.is_draining or self._state != _SERVING:
+                continue
+            # `watch` has lost it; mostly Ray starts it anew.
+            is_lost = handle.report is None and handle.failure is not None
+            handle.is_homeless = handle.is_homeless or (is_lost and not gone and self._crew.is_gone(handle))
+            if gone or handle.is_homeless:
                 self._move(handle)
 
     def _move(self, handle: RoleHandle) -> None:
-        logger.warning("%s goes to another machine: its own does not answer", handle.name)
+        reason = "its actor has gone for good" if handle.is_homeless else "its machine does not answer"
+        logger.warning("%s is started again: %s", handle.name, reason)
         try:
             self._crew.move(handle)
-            handle.failure = "its machine does not answer"
+            handle.failure = reason
         except WorkerUnavailable as error:
             logger.warning("%s has to wait: %s", handle.name, error)
             handle.failure = str(error)

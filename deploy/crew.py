@@ -114,10 +114,18 @@ class Crew:
         """
         if not handle.is_homeless:
             ray.kill(handle.actor, no_restart=True)
-            self._free_place(handle)
+        self._free_place(handle)
         handle.report, handle.node_id, handle.is_homeless = None, None, True
         self._start(handle)
         handle.is_homeless = False
+
+    def is_gone(self, handle: RoleHandle) -> bool:
+        """Whether Ray will not start an actor anew: it was killed from outside, or had lost its place."""
+        try:
+            ray.get_actor(self._full(handle.name), namespace=NAMESPACE)
+        except ValueError:
+            return True
+        return False
 
     async def end(self, handle: RoleHandle, *, timeout_s: float) -> None:
         """Lets an actor finish what it does, within the time, and ends it."""

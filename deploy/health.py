@@ -36,7 +36,7 @@ class RoleHandle:
         pid: likewise.
         failure: why it was last started anew, if its server has not served since.
         restarts: how often its process was started anew, by Ray or by the deployment.
-        is_homeless: it has no actor: its machine has gone, and no other has had what it needs yet.
+        is_homeless: it has no actor: that has gone for good, and no machine has had what a new one needs yet.
         is_draining: it finishes what it does, and is not to come back.
     """
 

@@ -146,6 +146,21 @@ async def test_a_controller_whose_machine_has_died_finds_the_others_and_waits_fo
     assert not cluster.actors
 
 
+async def test_an_actor_that_ray_has_given_up_is_started_again(cluster: SimpleNamespace):
+    controller = started()
+    await controller.started()
+    lost = cluster.actors["mine/draft-0"]
+    lost.is_dead = True
+    await until(lambda: (own := controller._crew.named("draft-0")) is not None and own.failure is not None)
+    assert controller._crew._handles["draft-0"].actor is lost, "Ray starts it anew by itself"
+    del cluster.actors["mine/draft-0"]
+    await until(lambda: "mine/draft-0" in cluster.actors)
+    own = controller._crew.named("draft-0")
+    assert own is not None
+    await until(lambda: own.report is not None and own.failure is None)
+    await controller.down()
+
+
 async def test_what_is_replaced_while_the_deployment_ends_leaves_nobody_behind(cluster: SimpleNamespace):
     controller = started()
     await controller.started()
