@@ -411,18 +411,20 @@ class Controller:
             node_id for node_id, since_s in silent_since.items() if now_s - since_s > self._config.node_timeout_s
         }
         for handle in self._crew:
-            # Of a coordinator that has not reported yet it is known where it has to be.
-            node_id = handle.node_id or (handle.placed_on if handle.role is Role.COORDINATOR else None)
-            gone = node_id is not None and (
-                node_id in self._crew.silent_nodes or (node_id not in known and handle.report is None)
-            )
-            if handle.is_draining or self._state != _SERVING:
-                continue
-            # `watch` has lost it; mostly Ray starts it anew.
-            is_lost = handle.report is None and handle.failure is not None
-            handle.is_homeless = handle.is_homeless or (is_lost and not gone and self._crew.is_gone(handle))
-            if gone or handle.is_homeless:
+            if self._state == _SERVING and not handle.is_draining and self._has_to_move(handle, known):
                 self._move(handle)
+
+    def _has_to_move(self, handle: RoleHandle, known: set[str]) -> bool:
+        """Whether Ray will not start an actor anew, or not soon, on one of the nodes that it knows of."""
+        # Of a coordinator that has not reported yet it is known where it has to be.
+        node_id = handle.node_id or (handle.placed_on if handle.role is Role.COORDINATOR else None)
+        is_off = node_id is not None and node_id not in known and handle.report is None
+        if is_off or node_id in self._crew.silent_nodes:
+            return True
+        # One that `watch` has lost, Ray starts anew as a rule.
+        is_lost = handle.report is None and handle.failure is not None
+        handle.is_homeless = handle.is_homeless or (is_lost and self._crew.is_gone(handle))
+        return handle.is_homeless
 
     def _move(self, handle: RoleHandle) -> None:
         reason = "its actor has gone for good" if handle.is_homeless else "its machine does not answer"
