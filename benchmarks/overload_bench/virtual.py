@@ -7,11 +7,11 @@ queue, and the choice of trees, do to those who are let in.
 import asyncio
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import aclosing
 
 from benchmarks.overload_bench.figures import Phase, Sample, phase_of
-from benchmarks.overload_bench.load import Request
+from benchmarks.overload_bench.load import Request, closed_loop, open_loop
 from benchmarks.simulation import virtual_time
 from benchmarks.simulation.settings import Settings
 from benchmarks.simulation.virtual_run import VirtualSimulation
@@ -55,18 +55,21 @@ class _Run:
 
     async def phases(self, capacity_s: float, loads: Sequence[tuple[str, float, float]]) -> list[Phase]:
         self._simulation = VirtualSimulation(self._settings)
-        found = [await self._phase("capacity", 0.0, self._closed_loop(capacity_s))]
+        now = asyncio.get_running_loop().time
+        asked = closed_loop(self._send, self._settings.sessions, capacity_s, now=now)
+        found = [await self._phase("capacity", 0.0, asked)]
         rate = found[0].accepted / found[0].seconds
         for name, times, seconds in loads:
-            found.append(await self._phase(name, times, self._open_loop(times * rate, seconds)))
+            asked = open_loop(self._send, times * rate, seconds, now=now, choices=self._random)
+            found.append(await self._phase(name, times, asked))
         await self._simulation.scheduler.stop(WorkerUnavailable("the simulation is over"))
         return found
 
-    async def _phase(self, name: str, times: float, work: "asyncio.Future[list[Request]] | object") -> Phase:
+    async def _phase(self, name: str, times: float, work: Awaitable[list[Request]]) -> Phase:
         loop, before = asyncio.get_running_loop(), self._info()
         began, samples = loop.time(), list[Sample]()
         watch = asyncio.create_task(self._watch(began, samples))
-        requests: list[Request] = await work  # type: ignore[misc]
+        requests = await work
         watch.cancel()
         seconds = loop.time() - began
         return phase_of(
@@ -92,29 +95,6 @@ class _Run:
                 Sample(at_s=loop.time() - began, rss_mb=1.0, waiting=waiting, running=running, answer_ms=0.0)
             )
             await asyncio.sleep(0.25)
-
-    async def _closed_loop(self, seconds: float) -> list[Request]:
-        loop, requests = asyncio.get_running_loop(), list[Request]()
-        end = loop.time() + seconds
-
-        async def client() -> None:
-            while loop.time() < end:
-                requests.append(request := Request(due=loop.time()))
-                await self._send(request)
-
-        await asyncio.gather(*(client() for _ in range(self._settings.sessions)))
-        return requests
-
-    async def _open_loop(self, rate: float, seconds: float) -> list[Request]:
-        loop, requests = asyncio.get_running_loop(), list[Request]()
-        tasks: list[asyncio.Task[None]] = []
-        end = (due := loop.time()) + seconds
-        while (due := due + self._random.expovariate(rate)) < end:
-            await asyncio.sleep(max(0.0, due - loop.time()))
-            requests.append(request := Request(due=loop.time()))
-            tasks.append(asyncio.create_task(self._send(request)))
-        await asyncio.gather(*tasks)
-        return requests
 
     async def _send(self, request: Request) -> None:
         loop = asyncio.get_running_loop()

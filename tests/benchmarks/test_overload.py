@@ -1,11 +1,13 @@
 """The overload benchmark: its verdicts can fail, and what it sends on virtual time overloads a real scheduler."""
 
+import itertools
 import json
 from dataclasses import replace
 
 import pytest
 from benchmarks.overload_bench.command import run
 from benchmarks.overload_bench.figures import Phase, Sample, Spread, spread_ms, verdicts
+from benchmarks.overload_bench.load import LoadGenerator
 
 MS = Spread(p50=10.0, p99=20.0, most=30.0)
 SLOW = replace(MS, p99=50.0)
@@ -87,3 +89,11 @@ def test_four_times_the_capacity_is_refused_in_part_and_in_order(capsys):
     assert overload["refused"] == overload["with_retry_info"] > overload["requests"] // 3
     assert overload["others"] == {}
     assert overload["accepted"] / overload["seconds"] > 0.5 * capacity["accepted"] / capacity["seconds"]
+
+
+async def test_what_nobody_answers_is_neither_served_nor_refused():
+    async with LoadGenerator("127.0.0.1:1", itertools.repeat([1]), max_new_tokens=1, seed=1) as load:
+        requests = [*await load.closed_loop(2, 0.05), *await load.open_loop(100.0, 0.05)]
+    assert len(requests) > 2
+    assert {request.status for request in requests} == {"UNAVAILABLE"}
+    assert not any(request.is_accepted or request.is_refused for request in requests)
