@@ -16,6 +16,8 @@ from outrider.errors import OutriderError, WorkerUnavailable
 from outrider.security.commands import TlsCa, TokenPath, client_options
 
 POLL_INTERVAL_S = 0.5
+# A controller that is being started anew answers in some seconds; one that no machine has room for, never.
+STATUS_TIMEOUT_S = 30.0
 
 Address = Annotated[
     str,
@@ -47,7 +49,7 @@ def status(
         server_status(endpoint, json_output=json_output, calibration=calibration, **access)
         return
     with _controller(address, name) as controller:
-        found = _ask(controller.status.remote())
+        found = _ask(controller.status.remote(), timeout_s=STATUS_TIMEOUT_S)
     if json_output:
         typer.echo(json.dumps(found))
         return
@@ -144,7 +146,7 @@ def _ask(answer: Any, *, timeout_s: float | None = None) -> Any:
 def _await_serving(controller: Any, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while True:
-        found = _ask(controller.status.remote())
+        found = _ask(controller.status.remote(), timeout_s=STATUS_TIMEOUT_S)
         late = [own["name"] for own in found["workers"] if own["state"] != "serving"]
         if not late and len(found["workers"]) == sum(found["wanted"].values()):
             return
