@@ -23,6 +23,7 @@ from outrider.deploy.health import RoleHandle
 from outrider.deploy.placement import KeptPlaces, Node
 from outrider.deploy.roles import Roles, WorkerSetting, tls_of
 from outrider.errors import WorkerUnavailable
+from outrider.ports import free_port
 from outrider.security.roles import Role
 
 logger = logging.getLogger(__name__)
@@ -204,12 +205,13 @@ class Crew:
         taken = [own.placed_on for own in others]
         node = min(fitting, key=lambda node: (taken.count(node.node_id), node.node_id != self._home_id, node.node_id))
         host = LOOPBACK if config.bind is Bind.LOOPBACK else node.address
-        port = int(handle.endpoint.rpartition(":")[2]) if handle.endpoint else config.port or placement.free_port()
         # With TLS workers come in by a door of their own, one port further.
         doors = 1 if config.certs is None else 2
+        known = int(handle.endpoint.rpartition(":")[2]) if handle.endpoint else config.port
+        port = known or free_port("", count=doors)
         used = {own.endpoint for own in others} | {own.worker_endpoint for own in others}
         while any(f"{host}:{port + door}" in used for door in range(doors)):
-            port = port + 1 if config.port else placement.free_port()
+            port = port + 1 if config.port else free_port("", count=doors)
         handle.endpoint, handle.worker_endpoint = f"{host}:{port}", f"{host}:{port + doors - 1}"
         handle.placed_on = node.node_id
         # A coordinator that Ray moved by itself would come back where nobody looks for it.

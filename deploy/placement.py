@@ -1,7 +1,6 @@
 """Which machines may hold what: living nodes, those that have fallen silent, GPUs shared out, places kept together."""
 
 import asyncio
-import socket
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -137,10 +136,3 @@ def bundle(gpus: float, resources: tuple[str, ...]) -> dict[str, float]:
 def actor_needs(gpus: float, resources: tuple[str, ...]) -> dict[str, Any]:
     """The same as options of an actor. num_cpus=0: roles set their own threads, and a small machine must hold all."""
     return {"num_cpus": 0, "num_gpus": gpus, "resources": amounts(resources)}
-
-
-def free_port() -> int:
-    """A port that is free on this machine; another process may still be quicker, and then the coordinator says so."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]

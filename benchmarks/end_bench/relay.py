@@ -87,9 +87,3 @@ def _write(sink: socket.socket, waiting: queue.SimpleQueue[tuple[float, bytes]])
                 return
             time.sleep(max(0.0, due - time.monotonic()))
             sink.sendall(data)
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens on now."""
-    with socket.create_server((host, 0)) as probe:
-        return probe.getsockname()[1]

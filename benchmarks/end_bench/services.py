@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Self
 
 from benchmarks.end_bench.cells import Setup
-from benchmarks.end_bench.relay import Relay, free_port
+from benchmarks.end_bench.relay import Relay
 
 from outrider.client import Client
 from outrider.errors import WorkerUnavailable
+from outrider.ports import free_port
 from outrider.role_process import RoleProcess, stop_all
 
 _LOOPBACK = "127.0.0.1"

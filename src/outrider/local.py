@@ -7,7 +7,6 @@ The children end with the service, and with this process however it ends.
 """
 
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from typing import Self
 
 from outrider.client import Client
 from outrider.errors import WorkerUnavailable
+from outrider.ports import free_port
 from outrider.role_process import RoleProcess, stop_all
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
@@ -181,13 +181,6 @@ class LocalService:
             previous.release()
         role = self._roles[name] = RoleProcess(name, command, arguments)
         return role
-
-
-def free_port() -> int:
-    """A port of loopback that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _option(name: str, value: str | Path | None) -> list[str]:

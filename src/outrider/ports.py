@@ -1,0 +1,35 @@
+"""Ports for servers whose addresses have to be known before they listen."""
+
+import random
+import socket
+
+# Below those that systems give to connections on their own, and above those that Ray gives to its workers: of these
+# any may be taken between the look and the bind.
+_RANGE = range(20_000, 30_000)
+_ATTEMPTS = 100
+
+
+def free_port(host: str = "127.0.0.1", *, count: int = 1) -> int:
+    """The first of `count` ports in a row that nothing listens on now; another process may still be quicker.
+
+    Args:
+        host: an address of this machine; "" is all of them.
+        count: how many.
+
+    Raises:
+        OSError: none was found.
+    """
+    for _ in range(_ATTEMPTS):
+        first = random.choice(_RANGE[: len(_RANGE) - count + 1])
+        if all(_is_free(host, port) for port in range(first, first + count)):
+            return first
+    raise OSError(f"{host or 'this machine'}: no {count} free ports in a row found from {_RANGE[0]} to {_RANGE[-1]}")
+
+
+def _is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+    return True
