@@ -5,9 +5,10 @@ law). So the k-th of the queue waits
 
     wait(k) = k r / P
 
-whatever the mix of lengths, with no model of the target. A queue as long as the places are many makes a request wait as
-long as it runs: by default that is the most, so that overload doubles what a request takes, and no more. A bound in
-seconds can be set beside it, for those who wait for the first token.
+whatever the mix of lengths, with no model of the target. A queue half as long as the places are many makes a request wait
+half as long as it runs. By default that is the most: steps take longer, too, where all places are taken, and so what a
+request takes under overload stays within twice of what it takes else. A bound in seconds can be set beside it, for those
+who wait for the first token.
 """
 
 import math
@@ -46,7 +47,7 @@ class Admission:
     """Times runs, and refuses what would wait too long.
 
     Args:
-        max_queue: choices that may wait; None is as many as there are places.
+        max_queue: choices that may wait; None is half as many as there are places.
         max_wait_s: longest that a choice may expect to wait; None is no bound.
         retry_after_s: least that a refused client is told to wait.
         spread: of what refused clients are told, as a factor of it.
@@ -105,7 +106,7 @@ class Admission:
             Overloaded: it would find the queue full, or wait too long for its first choice.
         """
         places, rank = occupancy.places, occupancy.waiting - occupancy.free
-        most = max(places, _LEAST_QUEUE) if self._max_queue is None else self._max_queue
+        most = max(places // 2, _LEAST_QUEUE) if self._max_queue is None else self._max_queue
         wait_s = self.expected_wait_s(rank + 1, places)
         if rank + choices > most:
             raise self._refusal(f"the queue of {most} requests is full", wait_s)

@@ -21,8 +21,8 @@ class CoordinatorConfig:
         max_model_len: most tokens of a session (prompt and output); default the model's own limit.
         default_max_new_tokens: output limit of a request that names none.
         max_running_sessions: choices that are generated at a time; further requests wait.
-        max_queue: choices that may wait; a request that does not fit is refused with RESOURCE_EXHAUSTED. By default as
-            many as may run: then a request waits about as long as it runs, at most.
+        max_queue: choices that may wait; a request that does not fit is refused with RESOURCE_EXHAUSTED. By default
+            half as many as may run (16 at least): then a request waits about half as long as it runs, at most.
         max_queue_wait_s: longest that a request may expect to wait, else it is refused at once; default no such bound.
         max_buffered_events: events that a slow reader may leave unread before its request rests until it reads on.
         max_nodes: most nodes verified for a choice in one step, and the default of a request.

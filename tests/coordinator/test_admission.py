@@ -41,10 +41,10 @@ def runs(admission: Admission, time: Clock, *lengths_s: float) -> None:
 @pytest.mark.parametrize(
     ("max_queue", "choices", "occupancy", "fits"),
     [
-        # By default as many may wait as may run,
-        (None, 1, full(63), True),
-        (None, 1, full(64), False),
-        (None, 3, full(62), False),
+        # By default half as many may wait as may run,
+        (None, 1, full(31), True),
+        (None, 1, full(32), False),
+        (None, 3, full(30), False),
         # but never so few that a request of 16 choices finds no room at all.
         (None, 16, full(0, places=2), True),
         (None, 16, full(1, places=2), False),
