@@ -5,10 +5,10 @@ law). So the k-th of the queue waits
 
     wait(k) = k r / P
 
-whatever the mix of lengths, with no model of the target. A queue half as long as the places are many makes a request wait
-half as long as it runs. By default that is the most: steps take longer, too, where all places are taken, and so what a
-request takes under overload stays within twice of what it takes else. A bound in seconds can be set beside it, for those
-who wait for the first token.
+whatever the mix of lengths, with no model of the target. A queue half as long as the places are many makes a request
+wait half as long as it runs. By default that is the most: steps take longer, too, where all places are taken, and so
+what a request takes under overload stays within twice of what it takes else. A bound in seconds can be set beside it,
+for those who wait for the first token.
 """
 
 import math
