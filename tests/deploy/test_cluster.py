@@ -336,11 +336,6 @@ async def test_what_ran_on_a_machine_that_dies_is_started_on_another(
     assert node is not cluster.head_node
     cluster.remove_node(node, allow_graceful=False)
     lost = {name for name, own in before.items() if own["node_id"] == killed}
-    # The controller acts before Ray has noticed, which takes some 15 s.
-    moved = await until(
-        deployment, lambda workers: any(workers[name]["reason"] == "its machine does not answer" for name in lost)
-    )
-    assert {node["NodeID"]: node["Alive"] for node in ray.nodes()}[killed], moved
     after = await until(
         deployment, lambda workers: all_serve(workers) and all(own["node_id"] != killed for own in workers.values())
     )
