@@ -4,16 +4,16 @@ import itertools
 import math
 import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
 from google.protobuf.message import Message
-from google.protobuf.unknown_fields import UnknownFieldSet
 
 from outrider.coordinator.messages import GenerationRequest, SpeculationMode
 from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.tokenizer import TextTokenizer
+from outrider.coordinator.unknown_fields import unknown_fields
 from outrider.errors import FieldViolation, InvalidRequest
 from outrider.rpc import MAX_MESSAGE_BYTES
 from outrider.sampling import SamplingSpec, VerificationRule, rule_from_proto
@@ -27,9 +27,6 @@ MAX_LOGPROBS = 20
 MAX_SYNTHETIC_RATES = 64
 # Of one list, this many wrong entries are named; the rest are counted.
 _NAMED_ENTRIES = 3
-# In more than this, unknown fields are not looked for one by one, nor in more than so many messages of a list.
-_MAX_UNKNOWN_BYTES = 16 << 10
-_MAX_LOOKED_AT = 100
 # A status travels in the trailing metadata (the text thrice, in part as base64), of which clients take 8 KiB.
 _MAX_VIOLATION_CHARS = 2_100
 # Below this, probabilities other than the best one's underflow in float32: the choice is the greedy one.
@@ -82,7 +79,7 @@ def check_known_fields(request: Message) -> None:
     Raises:
         InvalidRequest: the request holds fields that this protocol does not have.
     """
-    violations = [FieldViolation(path, description) for path, description in _all_unknown_fields(request)]
+    violations = [FieldViolation(path, description) for path, description in unknown_fields(request)]
     if violations:
         raise InvalidRequest(_fitting(violations))
 
@@ -150,7 +147,7 @@ class _Check:
     def run(self, request_id: str, known_seed: int | None) -> GenerationRequest:
         """The request, meaningful only if there are no violations."""
         request = self._request
-        unknown = _all_unknown_fields(request)
+        unknown = unknown_fields(request)
         self._wrong_entries("request", unknown, "unknown fields")
         self._check_request_id()
         prompt = self._prompt()
@@ -507,29 +504,3 @@ def _fitting(violations: Sequence[FieldViolation]) -> list[FieldViolation]:
             return [*kept, FieldViolation("request", f"{rest} more fields are wrong: correct these first")]
         kept.append(violation)
     return kept
-
-
-def _all_unknown_fields(request: Message) -> list[tuple[str, str]]:
-    known = type(request)()
-    known.CopyFrom(request)
-    known.DiscardUnknownFields()
-    unknown_bytes = request.ByteSize() - known.ByteSize()
-    if unknown_bytes > _MAX_UNKNOWN_BYTES:
-        return [("request", f"{unknown_bytes} bytes of fields that this protocol does not have: remove them")]
-    return list(_unknown_fields(request, "")) if unknown_bytes else []
-
-
-def _unknown_fields(message: Message, path: str) -> Iterator[tuple[str, str]]:
-    """Where the message holds fields that this protocol does not have: (field, what to change)."""
-    name = message.DESCRIPTOR.full_name
-    for unknown in UnknownFieldSet(message):
-        number = unknown.field_number
-        yield f"{path}{number}", f"{name} has no field {number}: remove it"
-    for field, value in message.ListFields():
-        if field.message_type is None or field.message_type.GetOptions().map_entry:
-            continue
-        if isinstance(value, Message):
-            yield from _unknown_fields(value, f"{path}{field.name}.")
-        else:
-            for position, entry in enumerate(itertools.islice(value, _MAX_LOOKED_AT)):
-                yield from _unknown_fields(entry, f"{path}{field.name}[{position}].")

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.addresses import check_address
+from outrider.addresses import check_coordinators
 from outrider.draft_worker.growth_step import GrowthConfig
 from outrider.engine.config import AttentionBackend, DtypeName, EngineConfig, Quantization
 from outrider.models import embedded_draft_path
@@ -97,11 +97,7 @@ class DraftWorkerConfig:
             raise ValueError("host: empty, an address such as 127.0.0.1 needed")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port: {self.port} given, 0 to 65535 needed")
-        for address in self.coordinators:
-            try:
-                check_address(address)
-            except ValueError as error:
-                raise ValueError(f"coordinators: {error}") from error
+        check_coordinators(self.coordinators)
         if not 0 <= self.drain_s < math.inf:
             raise ValueError(f"drain_s: {self.drain_s} given, 0 or more needed")
         check_bind(self.host, insecure=self.insecure, tls_ca=self.tls)

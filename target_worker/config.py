@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.addresses import check_address
+from outrider.addresses import check_coordinators
 from outrider.engine.config import AttentionBackend, DtypeName, EngineConfig, KvCacheDtype, Quantization
 from outrider.models import embedded_target_path
 from outrider.security.binding import check_bind
@@ -107,11 +107,7 @@ class TargetWorkerConfig:
             raise ValueError(f"max_prefill_tokens: {self.max_prefill_tokens} given, at least 1 needed")
         if not 0 <= self.prefill_slowdown < math.inf:
             raise ValueError(f"prefill_slowdown: {self.prefill_slowdown} given, 0 or more needed")
-        for address in self.coordinators:
-            try:
-                check_address(address)
-            except ValueError as error:
-                raise ValueError(f"coordinators: {error}") from error
+        check_coordinators(self.coordinators)
         if not 0 <= self.drain_s < math.inf:
             raise ValueError(f"drain_s: {self.drain_s} given, 0 or more needed")
         check_bind(self.host, insecure=self.insecure, tls_ca=self.tls)

@@ -127,9 +127,10 @@ async def settled_gauges(cluster: Cluster, *, timeout_s: float) -> dict[str, Gau
         now = await read_gauges(cluster)
         held = [name for name, gauges in now.items() if any(gauges.counts.get(gauge) for gauge in _IDLE_GAUGES)]
         alike = alike + 1 if not held and not differences(last, now) else 0
-        if time.monotonic() > deadline and held:
+        late = time.monotonic() > deadline
+        if late and held:
             raise TimeoutError(f"not idle after {timeout_s:g} s: {', '.join(held)}")
-        if alike == _ALIKE or time.monotonic() > deadline:
+        if late or alike == _ALIKE:
             return now
         last = now
 

@@ -36,6 +36,19 @@ def check_address(entry: str) -> None:
         raise ValueError(f"{entry!r} given, host:port, file:PATH or dns:NAME:PORT needed")
 
 
+def check_coordinators(entries: Sequence[str]) -> None:
+    """Whether the entries of a worker's option `coordinators` can be meant.
+
+    Raises:
+        ValueError: one cannot, with what would do.
+    """
+    for entry in entries:
+        try:
+            check_address(entry)
+        except ValueError as error:
+            raise ValueError(f"coordinators: {error}") from error
+
+
 def resolver(entries: Sequence[str]) -> Resolve:
     """What gives the addresses of all entries, each once, in their order; it fails where no entry can be told.
 

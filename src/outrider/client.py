@@ -125,21 +125,10 @@ class AsyncClient:
         token: str | None = None,
         insecure: bool = False,
     ) -> None:
-        self.endpoints = endpoint_list(endpoint)
-        for address in self.endpoints:
-            check_transport(address, tls=tls, token=token, insecure=insecure)
+        self._endpoints = _open(grpc.aio, endpoint, tls=tls, token=token, insecure=insecure)
+        self.endpoints = tuple(each.address for each in self._endpoints)
         self.endpoint = self.endpoints[0]
         self._max_resumes = max_resumes
-        if tls is None:
-            connect = functools.partial(grpc.aio.insecure_channel, options=_OPTIONS)
-        else:
-            credentials = tls.channel_credentials()
-            connect = functools.partial(grpc.aio.secure_channel, credentials=credentials, options=_OPTIONS)
-        self._endpoints = Endpoints(
-            self.endpoints,
-            connect,
-            lambda channel: authorized(generation_pb2_grpc.GenerationServiceStub(channel), token),
-        )
 
     def stream(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> AsyncStream:
         """Starts a generation at the first iteration over the returned stream.
@@ -273,21 +262,10 @@ class Client:
         token: str | None = None,
         insecure: bool = False,
     ) -> None:
-        self.endpoints = endpoint_list(endpoint)
-        for address in self.endpoints:
-            check_transport(address, tls=tls, token=token, insecure=insecure)
+        self._endpoints = _open(grpc, endpoint, tls=tls, token=token, insecure=insecure)
+        self.endpoints = tuple(each.address for each in self._endpoints)
         self.endpoint = self.endpoints[0]
         self._max_resumes = max_resumes
-        if tls is None:
-            connect = functools.partial(grpc.insecure_channel, options=_OPTIONS)
-        else:
-            credentials = tls.channel_credentials()
-            connect = functools.partial(grpc.secure_channel, credentials=credentials, options=_OPTIONS)
-        self._endpoints = Endpoints(
-            self.endpoints,
-            connect,
-            lambda channel: authorized(generation_pb2_grpc.GenerationServiceStub(channel), token),
-        )
 
     def stream(self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]) -> Stream:
         """Starts a generation at the first iteration over the returned stream.
@@ -359,6 +337,23 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _open(
+    module: Any, endpoint: str | Sequence[str], *, tls: TlsConfig | None, token: str | None, insecure: bool
+) -> Endpoints[Any]:
+    """Channels to all endpoints, of `module`: grpc or grpc.aio."""
+    addresses = endpoint_list(endpoint)
+    for address in addresses:
+        check_transport(address, tls=tls, token=token, insecure=insecure)
+    if tls is None:
+        connect = functools.partial(module.insecure_channel, options=_OPTIONS)
+    else:
+        credentials = tls.channel_credentials()
+        connect = functools.partial(module.secure_channel, credentials=credentials, options=_OPTIONS)
+    return Endpoints(
+        addresses, connect, lambda channel: authorized(generation_pb2_grpc.GenerationServiceStub(channel), token)
+    )
 
 
 async def _answer(call: Awaitable[_Answer]) -> _Answer:
