@@ -48,7 +48,7 @@ class ModelInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SamplingState(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "seed", "choice_index", "stop_token_ids", "max_new_tokens", "min_new_tokens", "logprobs", "verification", "threshold_single", "threshold_acc", "synthetic_rates")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "seed", "choice_index", "stop_token_ids", "max_new_tokens", "min_new_tokens", "logprobs", "verification", "threshold_single", "threshold_acc", "synthetic_rates", "grammar", "grammar_end_ids")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -75,6 +75,8 @@ class SamplingState(_message.Message):
     THRESHOLD_SINGLE_FIELD_NUMBER: _ClassVar[int]
     THRESHOLD_ACC_FIELD_NUMBER: _ClassVar[int]
     SYNTHETIC_RATES_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_END_IDS_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
@@ -94,7 +96,35 @@ class SamplingState(_message.Message):
     threshold_single: float
     threshold_acc: float
     synthetic_rates: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., choice_index: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., logprobs: _Optional[int] = ..., verification: _Optional[_Union[VerificationRule, str]] = ..., threshold_single: _Optional[float] = ..., threshold_acc: _Optional[float] = ..., synthetic_rates: _Optional[_Iterable[float]] = ...) -> None: ...
+    grammar: str
+    grammar_end_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., choice_index: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., logprobs: _Optional[int] = ..., verification: _Optional[_Union[VerificationRule, str]] = ..., threshold_single: _Optional[float] = ..., threshold_acc: _Optional[float] = ..., synthetic_rates: _Optional[_Iterable[float]] = ..., grammar: _Optional[str] = ..., grammar_end_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class StructuredOutputs(_message.Message):
+    __slots__ = ("json", "regex", "choice", "grammar", "json_object", "disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+    JSON_FIELD_NUMBER: _ClassVar[int]
+    REGEX_FIELD_NUMBER: _ClassVar[int]
+    CHOICE_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    JSON_OBJECT_FIELD_NUMBER: _ClassVar[int]
+    DISABLE_ANY_WHITESPACE_FIELD_NUMBER: _ClassVar[int]
+    DISABLE_ADDITIONAL_PROPERTIES_FIELD_NUMBER: _ClassVar[int]
+    WHITESPACE_PATTERN_FIELD_NUMBER: _ClassVar[int]
+    json: str
+    regex: str
+    choice: ChoiceList
+    grammar: str
+    json_object: bool
+    disable_any_whitespace: bool
+    disable_additional_properties: bool
+    whitespace_pattern: str
+    def __init__(self, json: _Optional[str] = ..., regex: _Optional[str] = ..., choice: _Optional[_Union[ChoiceList, _Mapping]] = ..., grammar: _Optional[str] = ..., json_object: bool = ..., disable_any_whitespace: bool = ..., disable_additional_properties: bool = ..., whitespace_pattern: _Optional[str] = ...) -> None: ...
+
+class ChoiceList(_message.Message):
+    __slots__ = ("values",)
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, values: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class DraftDistributions(_message.Message):
     __slots__ = ("counts", "token_ids", "weights")
@@ -119,20 +149,22 @@ class SpeculationLimits(_message.Message):
     def __init__(self, mode: _Optional[_Union[SpeculationMode, str]] = ..., max_live_nodes: _Optional[int] = ..., max_depth: _Optional[int] = ..., sync_nodes: _Optional[int] = ...) -> None: ...
 
 class SessionOpen(_message.Message):
-    __slots__ = ("session_id", "epoch", "prompt", "output", "sampling", "limits")
+    __slots__ = ("session_id", "epoch", "prompt", "output", "sampling", "limits", "traceparent")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     epoch: int
     prompt: bytes
     output: bytes
     sampling: SamplingState
     limits: SpeculationLimits
-    def __init__(self, session_id: _Optional[int] = ..., epoch: _Optional[int] = ..., prompt: _Optional[bytes] = ..., output: _Optional[bytes] = ..., sampling: _Optional[_Union[SamplingState, _Mapping]] = ..., limits: _Optional[_Union[SpeculationLimits, _Mapping]] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, session_id: _Optional[int] = ..., epoch: _Optional[int] = ..., prompt: _Optional[bytes] = ..., output: _Optional[bytes] = ..., sampling: _Optional[_Union[SamplingState, _Mapping]] = ..., limits: _Optional[_Union[SpeculationLimits, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class StepReport(_message.Message):
     __slots__ = ("step_ns", "forward_ns", "tokens", "sessions")

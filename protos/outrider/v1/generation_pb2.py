@@ -27,7 +27,7 @@ from outrider.v1 import registry_pb2 as outrider_dot_v1_dot_registry__pb2
 from outrider.v1 import target_pb2 as outrider_dot_v1_dot_target__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1coutrider/v1/generation.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\x1a\x1aoutrider/v1/registry.proto\x1a\x18outrider/v1/target.proto\"\x8e\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.outrider.v1.TokenIdsH\x00\x12\x34\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x33\n\x0bspeculation\x18\x05 \x01(\x0b\x32\x1e.outrider.v1.SpeculationParams\x12\'\n\x08received\x18\x06 \x03(\x0b\x32\x15.outrider.v1.Received\x12\r\n\x05trace\x18\x07 \x01(\x08\x42\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"@\n\x08Received\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x12\n\ntext_bytes\x18\x03 \x01(\x04\"\xb3\x05\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12>\n\nlogit_bias\x18\x08 \x03(\x0b\x32*.outrider.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\t \x03(\r\x12\x11\n\x04seed\x18\n \x01(\x04H\x07\x88\x01\x01\x12\x1b\n\x0emax_new_tokens\x18\x0b \x01(\rH\x08\x88\x01\x01\x12\x1b\n\x0emin_new_tokens\x18\x0c \x01(\rH\t\x88\x01\x01\x12\x0c\n\x04stop\x18\r \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0e \x03(\r\x12\x12\n\nignore_eos\x18\x0f \x01(\x08\x12\x0e\n\x01n\x18\x10 \x01(\rH\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\x11 \x01(\rH\x0b\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x11\n\x0f_max_new_tokensB\x11\n\x0f_min_new_tokensB\x04\n\x02_nB\x0b\n\t_logprobs\"\xbb\x02\n\x11SpeculationParams\x12*\n\x04mode\x18\x01 \x01(\x0e\x32\x1c.outrider.v1.SpeculationMode\x12\x16\n\tmax_nodes\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x16\n\tmax_depth\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x33\n\x0cverification\x18\x04 \x01(\x0e\x32\x1d.outrider.v1.VerificationRule\x12\x1d\n\x10threshold_single\x18\x05 \x01(\x02H\x02\x88\x01\x01\x12\x1a\n\rthreshold_acc\x18\x06 \x01(\x02H\x03\x88\x01\x01\x12\x17\n\x0fsynthetic_rates\x18\x07 \x03(\x02\x42\x0c\n\n_max_nodesB\x0c\n\n_max_depthB\x13\n\x11_threshold_singleB\x10\n\x0e_threshold_acc\"\xb9\x01\n\x10GenerateResponse\x12\'\n\x07started\x18\x01 \x01(\x0b\x32\x14.outrider.v1.StartedH\x00\x12#\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x12.outrider.v1.DeltaH\x00\x12)\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x15.outrider.v1.FinishedH\x00\x12#\n\x05round\x18\x04 \x01(\x0b\x32\x12.outrider.v1.RoundH\x00\x42\x07\n\x05\x65vent\"B\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\"\x97\x01\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x0e\n\x06offset\x18\x04 \x01(\r\x12\x13\n\x0btext_offset\x18\x05 \x01(\x04\x12,\n\x08logprobs\x18\x06 \x01(\x0b\x32\x15.outrider.v1.LogprobsH\x00\x88\x01\x01\x42\x0b\n\t_logprobs\"\xae\x01\n\x08\x46inished\x12$\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x13.outrider.v1.Choice\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.outrider.v1.Usage\x12\x32\n\x0bspeculation\x18\x03 \x01(\x0b\x32\x1d.outrider.v1.SpeculationStats\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.outrider.v1.Timings\"\xa3\x01\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x30\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\x04 \x01(\tH\x00\x12\x19\n\x11\x63ompletion_tokens\x18\x05 \x01(\rB\r\n\x0bstop_reason\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"|\n\x10SpeculationStats\x12\x14\n\x0cverify_steps\x18\x01 \x01(\x04\x12\x19\n\x11spec_draft_tokens\x18\x02 \x01(\x04\x12\x1c\n\x14spec_accepted_tokens\x18\x03 \x01(\x04\x12\x19\n\x11\x61\x63\x63\x65ptance_length\x18\x04 \x01(\x01\"O\n\x07Timings\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x0f\n\x07ttft_ms\x18\x02 \x01(\x01\x12\x0f\n\x07tpot_ms\x18\x03 \x01(\x01\x12\x10\n\x08total_ms\x18\x04 \x01(\x01\"\xb4\x02\n\x05Round\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0e\n\x06length\x18\x03 \x01(\r\x12\x14\n\x0csubmitted_ns\x18\x04 \x01(\x03\x12\x11\n\tresult_ns\x18\x05 \x01(\x03\x12\x11\n\twaited_ns\x18\x06 \x01(\x03\x12\x0f\n\x07step_ns\x18\x07 \x01(\x04\x12\x13\n\x0bnode_tokens\x18\x08 \x03(\r\x12\x14\n\x0cnode_parents\x18\t \x03(\r\x12\x13\n\x0bnode_values\x18\n \x01(\x0c\x12\x16\n\x0e\x61\x63\x63\x65pted_nodes\x18\x0b \x03(\r\x12\x19\n\x11\x65mitted_token_ids\x18\x0c \x03(\r\x12*\n\x06growth\x18\r \x03(\x0b\x32\x1a.outrider.v1.GrowthArrival\x12\x12\n\nforward_ns\x18\x0e \x01(\x04\"|\n\rGrowthArrival\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\narrived_ns\x18\x02 \x01(\x03\x12\r\n\x05\x61s_of\x18\x03 \x01(\r\x12\r\n\x05nodes\x18\x04 \x01(\r\x12\x0f\n\x07grafted\x18\x05 \x01(\r\x12\x15\n\rduring_verify\x18\x06 \x01(\x08\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\",\n\rAbortResponse\x12\x1b\n\x13\x61\x62orted_request_ids\x18\x01 \x03(\t\"\x15\n\x13GetModelInfoRequest\"]\n\x14GetModelInfoResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12\x1e\n\x16max_new_tokens_default\x18\x02 \x01(\r\"\x16\n\x14GetServerInfoRequest\"8\n\x0cWatchRequest\x12\x18\n\x0binterval_ms\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_interval_ms\"\xf0\x02\n\nServerInfo\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x10\n\x08uptime_s\x18\x03 \x01(\x01\x12\x18\n\x10running_sessions\x18\x04 \x01(\r\x12\x18\n\x10waiting_requests\x18\x05 \x01(\r\x12*\n\x07workers\x18\x06 \x03(\x0b\x32\x19.outrider.v1.WorkerStatus\x12\x16\n\x0erequests_total\x18\x07 \x01(\x04\x12\x1c\n\x14\x65mitted_tokens_total\x18\x08 \x01(\x04\x12\x32\n\x0bspeculation\x18\t \x01(\x0b\x32\x1d.outrider.v1.SpeculationStats\x12\x1b\n\x13\x64ropped_nodes_total\x18\n \x01(\x04\x12\x13\n\x0bsteps_total\x18\x0b \x01(\x04\x12.\n\x0c\x64raft_demand\x18\x14 \x01(\x0b\x32\x18.outrider.v1.DraftDemand\"\xdd\x02\n\x0b\x44raftDemand\x12\x10\n\x08sessions\x18\x01 \x01(\r\x12\x1a\n\x12undrafted_sessions\x18\x02 \x01(\r\x12\x14\n\x0crounds_total\x18\x03 \x01(\x04\x12\x14\n\x0ctokens_total\x18\x04 \x01(\x04\x12\x1b\n\x13missed_rounds_total\x18\x05 \x01(\x04\x12\x1c\n\x14starved_rounds_total\x18\x06 \x01(\x04\x12\x19\n\x11\x62\x61re_rounds_total\x18\x07 \x01(\x04\x12\x17\n\x0ftarget_ns_total\x18\x08 \x01(\x04\x12\x16\n\x0eplain_ns_total\x18\t \x01(\x04\x12\x19\n\x11\x64raft_steps_total\x18\n \x01(\x04\x12\x16\n\x0e\x64raft_ns_total\x18\x0b \x01(\x04\x12\x1c\n\x14grown_sessions_total\x18\x0c \x01(\x04\x12\x1c\n\x14\x65xpanded_nodes_total\x18\r \x01(\x04\"\x91\x01\n\x0cWorkerStatus\x12\x35\n\x0cintroduction\x18\x01 \x01(\x0b\x32\x1f.outrider.v1.WorkerIntroduction\x12%\n\x04load\x18\x02 \x01(\x0b\x32\x17.outrider.v1.WorkerLoad\x12\r\n\x05state\x18\x03 \x01(\t\x12\x14\n\x0clease_age_ms\x18\x04 \x01(\x01*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xff\x02\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.outrider.v1.GenerateRequest\x1a\x1d.outrider.v1.GenerateResponse0\x01\x12>\n\x05\x41\x62ort\x12\x19.outrider.v1.AbortRequest\x1a\x1a.outrider.v1.AbortResponse\x12S\n\x0cGetModelInfo\x12 .outrider.v1.GetModelInfoRequest\x1a!.outrider.v1.GetModelInfoResponse\x12K\n\rGetServerInfo\x12!.outrider.v1.GetServerInfoRequest\x1a\x17.outrider.v1.ServerInfo\x12=\n\x05Watch\x12\x19.outrider.v1.WatchRequest\x1a\x17.outrider.v1.ServerInfo0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1coutrider/v1/generation.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\x1a\x1aoutrider/v1/registry.proto\x1a\x18outrider/v1/target.proto\"\x8e\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.outrider.v1.TokenIdsH\x00\x12\x34\n\x0fsampling_params\x18\x04 \x01(\x0b\x32\x1b.outrider.v1.SamplingParams\x12\x33\n\x0bspeculation\x18\x05 \x01(\x0b\x32\x1e.outrider.v1.SpeculationParams\x12\'\n\x08received\x18\x06 \x03(\x0b\x32\x15.outrider.v1.Received\x12\r\n\x05trace\x18\x07 \x01(\x08\x42\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"@\n\x08Received\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x12\n\ntext_bytes\x18\x03 \x01(\x04\"\x8b\x06\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12>\n\nlogit_bias\x18\x08 \x03(\x0b\x32*.outrider.v1.SamplingParams.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\t \x03(\r\x12\x11\n\x04seed\x18\n \x01(\x04H\x07\x88\x01\x01\x12\x1b\n\x0emax_new_tokens\x18\x0b \x01(\rH\x08\x88\x01\x01\x12\x1b\n\x0emin_new_tokens\x18\x0c \x01(\rH\t\x88\x01\x01\x12\x0c\n\x04stop\x18\r \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0e \x03(\r\x12\x12\n\nignore_eos\x18\x0f \x01(\x08\x12\x0e\n\x01n\x18\x10 \x01(\rH\n\x88\x01\x01\x12\x15\n\x08logprobs\x18\x11 \x01(\rH\x0b\x88\x01\x01\x12?\n\x12structured_outputs\x18\x12 \x01(\x0b\x32\x1e.outrider.v1.StructuredOutputsH\x0c\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x11\n\x0f_max_new_tokensB\x11\n\x0f_min_new_tokensB\x04\n\x02_nB\x0b\n\t_logprobsB\x15\n\x13_structured_outputs\"\xbb\x02\n\x11SpeculationParams\x12*\n\x04mode\x18\x01 \x01(\x0e\x32\x1c.outrider.v1.SpeculationMode\x12\x16\n\tmax_nodes\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x16\n\tmax_depth\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x33\n\x0cverification\x18\x04 \x01(\x0e\x32\x1d.outrider.v1.VerificationRule\x12\x1d\n\x10threshold_single\x18\x05 \x01(\x02H\x02\x88\x01\x01\x12\x1a\n\rthreshold_acc\x18\x06 \x01(\x02H\x03\x88\x01\x01\x12\x17\n\x0fsynthetic_rates\x18\x07 \x03(\x02\x42\x0c\n\n_max_nodesB\x0c\n\n_max_depthB\x13\n\x11_threshold_singleB\x10\n\x0e_threshold_acc\"\xb9\x01\n\x10GenerateResponse\x12\'\n\x07started\x18\x01 \x01(\x0b\x32\x14.outrider.v1.StartedH\x00\x12#\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x12.outrider.v1.DeltaH\x00\x12)\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x15.outrider.v1.FinishedH\x00\x12#\n\x05round\x18\x04 \x01(\x0b\x32\x12.outrider.v1.RoundH\x00\x42\x07\n\x05\x65vent\"B\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\"\x97\x01\n\x05\x44\x65lta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x0e\n\x06offset\x18\x04 \x01(\r\x12\x13\n\x0btext_offset\x18\x05 \x01(\x04\x12,\n\x08logprobs\x18\x06 \x01(\x0b\x32\x15.outrider.v1.LogprobsH\x00\x88\x01\x01\x42\x0b\n\t_logprobs\"\xae\x01\n\x08\x46inished\x12$\n\x07\x63hoices\x18\x01 \x03(\x0b\x32\x13.outrider.v1.Choice\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.outrider.v1.Usage\x12\x32\n\x0bspeculation\x18\x03 \x01(\x0b\x32\x1d.outrider.v1.SpeculationStats\x12%\n\x07timings\x18\x04 \x01(\x0b\x32\x14.outrider.v1.Timings\"\xa3\x01\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x30\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x19.outrider.v1.FinishReason\x12\x17\n\rstop_token_id\x18\x03 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\x04 \x01(\tH\x00\x12\x19\n\x11\x63ompletion_tokens\x18\x05 \x01(\rB\r\n\x0bstop_reason\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"|\n\x10SpeculationStats\x12\x14\n\x0cverify_steps\x18\x01 \x01(\x04\x12\x19\n\x11spec_draft_tokens\x18\x02 \x01(\x04\x12\x1c\n\x14spec_accepted_tokens\x18\x03 \x01(\x04\x12\x19\n\x11\x61\x63\x63\x65ptance_length\x18\x04 \x01(\x01\"O\n\x07Timings\x12\x10\n\x08queue_ms\x18\x01 \x01(\x01\x12\x0f\n\x07ttft_ms\x18\x02 \x01(\x01\x12\x0f\n\x07tpot_ms\x18\x03 \x01(\x01\x12\x10\n\x08total_ms\x18\x04 \x01(\x01\"\xb4\x02\n\x05Round\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\x0e\n\x06length\x18\x03 \x01(\r\x12\x14\n\x0csubmitted_ns\x18\x04 \x01(\x03\x12\x11\n\tresult_ns\x18\x05 \x01(\x03\x12\x11\n\twaited_ns\x18\x06 \x01(\x03\x12\x0f\n\x07step_ns\x18\x07 \x01(\x04\x12\x13\n\x0bnode_tokens\x18\x08 \x03(\r\x12\x14\n\x0cnode_parents\x18\t \x03(\r\x12\x13\n\x0bnode_values\x18\n \x01(\x0c\x12\x16\n\x0e\x61\x63\x63\x65pted_nodes\x18\x0b \x03(\r\x12\x19\n\x11\x65mitted_token_ids\x18\x0c \x03(\r\x12*\n\x06growth\x18\r \x03(\x0b\x32\x1a.outrider.v1.GrowthArrival\x12\x12\n\nforward_ns\x18\x0e \x01(\x04\"|\n\rGrowthArrival\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x12\n\narrived_ns\x18\x02 \x01(\x03\x12\r\n\x05\x61s_of\x18\x03 \x01(\r\x12\r\n\x05nodes\x18\x04 \x01(\r\x12\x0f\n\x07grafted\x18\x05 \x01(\r\x12\x15\n\rduring_verify\x18\x06 \x01(\x08\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\",\n\rAbortResponse\x12\x1b\n\x13\x61\x62orted_request_ids\x18\x01 \x03(\t\"\x15\n\x13GetModelInfoRequest\"]\n\x14GetModelInfoResponse\x12%\n\x05model\x18\x01 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12\x1e\n\x16max_new_tokens_default\x18\x02 \x01(\r\"\x16\n\x14GetServerInfoRequest\"8\n\x0cWatchRequest\x12\x18\n\x0binterval_ms\x18\x01 \x01(\rH\x00\x88\x01\x01\x42\x0e\n\x0c_interval_ms\"\xf0\x02\n\nServerInfo\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x10\n\x08uptime_s\x18\x03 \x01(\x01\x12\x18\n\x10running_sessions\x18\x04 \x01(\r\x12\x18\n\x10waiting_requests\x18\x05 \x01(\r\x12*\n\x07workers\x18\x06 \x03(\x0b\x32\x19.outrider.v1.WorkerStatus\x12\x16\n\x0erequests_total\x18\x07 \x01(\x04\x12\x1c\n\x14\x65mitted_tokens_total\x18\x08 \x01(\x04\x12\x32\n\x0bspeculation\x18\t \x01(\x0b\x32\x1d.outrider.v1.SpeculationStats\x12\x1b\n\x13\x64ropped_nodes_total\x18\n \x01(\x04\x12\x13\n\x0bsteps_total\x18\x0b \x01(\x04\x12.\n\x0c\x64raft_demand\x18\x14 \x01(\x0b\x32\x18.outrider.v1.DraftDemand\"\xdd\x02\n\x0b\x44raftDemand\x12\x10\n\x08sessions\x18\x01 \x01(\r\x12\x1a\n\x12undrafted_sessions\x18\x02 \x01(\r\x12\x14\n\x0crounds_total\x18\x03 \x01(\x04\x12\x14\n\x0ctokens_total\x18\x04 \x01(\x04\x12\x1b\n\x13missed_rounds_total\x18\x05 \x01(\x04\x12\x1c\n\x14starved_rounds_total\x18\x06 \x01(\x04\x12\x19\n\x11\x62\x61re_rounds_total\x18\x07 \x01(\x04\x12\x17\n\x0ftarget_ns_total\x18\x08 \x01(\x04\x12\x16\n\x0eplain_ns_total\x18\t \x01(\x04\x12\x19\n\x11\x64raft_steps_total\x18\n \x01(\x04\x12\x16\n\x0e\x64raft_ns_total\x18\x0b \x01(\x04\x12\x1c\n\x14grown_sessions_total\x18\x0c \x01(\x04\x12\x1c\n\x14\x65xpanded_nodes_total\x18\r \x01(\x04\"\x91\x01\n\x0cWorkerStatus\x12\x35\n\x0cintroduction\x18\x01 \x01(\x0b\x32\x1f.outrider.v1.WorkerIntroduction\x12%\n\x04load\x18\x02 \x01(\x0b\x32\x17.outrider.v1.WorkerLoad\x12\r\n\x05state\x18\x03 \x01(\t\x12\x14\n\x0clease_age_ms\x18\x04 \x01(\x01*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xff\x02\n\x11GenerationService\x12I\n\x08Generate\x12\x1c.outrider.v1.GenerateRequest\x1a\x1d.outrider.v1.GenerateResponse0\x01\x12>\n\x05\x41\x62ort\x12\x19.outrider.v1.AbortRequest\x1a\x1a.outrider.v1.AbortResponse\x12S\n\x0cGetModelInfo\x12 .outrider.v1.GetModelInfoRequest\x1a!.outrider.v1.GetModelInfoResponse\x12K\n\rGetServerInfo\x12!.outrider.v1.GetServerInfoRequest\x1a\x17.outrider.v1.ServerInfo\x12=\n\x05Watch\x12\x19.outrider.v1.WatchRequest\x1a\x17.outrider.v1.ServerInfo0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,8 +36,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=4134
-  _globals['_FINISHREASON']._serialized_end=4229
+  _globals['_FINISHREASON']._serialized_start=4222
+  _globals['_FINISHREASON']._serialized_end=4317
   _globals['_GENERATEREQUEST']._serialized_start=126
   _globals['_GENERATEREQUEST']._serialized_end=396
   _globals['_TOKENIDS']._serialized_start=398
@@ -45,49 +45,49 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RECEIVED']._serialized_start=423
   _globals['_RECEIVED']._serialized_end=487
   _globals['_SAMPLINGPARAMS']._serialized_start=490
-  _globals['_SAMPLINGPARAMS']._serialized_end=1181
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=955
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1003
-  _globals['_SPECULATIONPARAMS']._serialized_start=1184
-  _globals['_SPECULATIONPARAMS']._serialized_end=1499
-  _globals['_GENERATERESPONSE']._serialized_start=1502
-  _globals['_GENERATERESPONSE']._serialized_end=1687
-  _globals['_STARTED']._serialized_start=1689
-  _globals['_STARTED']._serialized_end=1755
-  _globals['_DELTA']._serialized_start=1758
-  _globals['_DELTA']._serialized_end=1909
-  _globals['_FINISHED']._serialized_start=1912
-  _globals['_FINISHED']._serialized_end=2086
-  _globals['_CHOICE']._serialized_start=2089
-  _globals['_CHOICE']._serialized_end=2252
-  _globals['_USAGE']._serialized_start=2254
-  _globals['_USAGE']._serialized_end=2334
-  _globals['_SPECULATIONSTATS']._serialized_start=2336
-  _globals['_SPECULATIONSTATS']._serialized_end=2460
-  _globals['_TIMINGS']._serialized_start=2462
-  _globals['_TIMINGS']._serialized_end=2541
-  _globals['_ROUND']._serialized_start=2544
-  _globals['_ROUND']._serialized_end=2852
-  _globals['_GROWTHARRIVAL']._serialized_start=2854
-  _globals['_GROWTHARRIVAL']._serialized_end=2978
-  _globals['_ABORTREQUEST']._serialized_start=2980
-  _globals['_ABORTREQUEST']._serialized_end=3015
-  _globals['_ABORTRESPONSE']._serialized_start=3017
-  _globals['_ABORTRESPONSE']._serialized_end=3061
-  _globals['_GETMODELINFOREQUEST']._serialized_start=3063
-  _globals['_GETMODELINFOREQUEST']._serialized_end=3084
-  _globals['_GETMODELINFORESPONSE']._serialized_start=3086
-  _globals['_GETMODELINFORESPONSE']._serialized_end=3179
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=3181
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=3203
-  _globals['_WATCHREQUEST']._serialized_start=3205
-  _globals['_WATCHREQUEST']._serialized_end=3261
-  _globals['_SERVERINFO']._serialized_start=3264
-  _globals['_SERVERINFO']._serialized_end=3632
-  _globals['_DRAFTDEMAND']._serialized_start=3635
-  _globals['_DRAFTDEMAND']._serialized_end=3984
-  _globals['_WORKERSTATUS']._serialized_start=3987
-  _globals['_WORKERSTATUS']._serialized_end=4132
-  _globals['_GENERATIONSERVICE']._serialized_start=4232
-  _globals['_GENERATIONSERVICE']._serialized_end=4615
+  _globals['_SAMPLINGPARAMS']._serialized_end=1269
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1020
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1068
+  _globals['_SPECULATIONPARAMS']._serialized_start=1272
+  _globals['_SPECULATIONPARAMS']._serialized_end=1587
+  _globals['_GENERATERESPONSE']._serialized_start=1590
+  _globals['_GENERATERESPONSE']._serialized_end=1775
+  _globals['_STARTED']._serialized_start=1777
+  _globals['_STARTED']._serialized_end=1843
+  _globals['_DELTA']._serialized_start=1846
+  _globals['_DELTA']._serialized_end=1997
+  _globals['_FINISHED']._serialized_start=2000
+  _globals['_FINISHED']._serialized_end=2174
+  _globals['_CHOICE']._serialized_start=2177
+  _globals['_CHOICE']._serialized_end=2340
+  _globals['_USAGE']._serialized_start=2342
+  _globals['_USAGE']._serialized_end=2422
+  _globals['_SPECULATIONSTATS']._serialized_start=2424
+  _globals['_SPECULATIONSTATS']._serialized_end=2548
+  _globals['_TIMINGS']._serialized_start=2550
+  _globals['_TIMINGS']._serialized_end=2629
+  _globals['_ROUND']._serialized_start=2632
+  _globals['_ROUND']._serialized_end=2940
+  _globals['_GROWTHARRIVAL']._serialized_start=2942
+  _globals['_GROWTHARRIVAL']._serialized_end=3066
+  _globals['_ABORTREQUEST']._serialized_start=3068
+  _globals['_ABORTREQUEST']._serialized_end=3103
+  _globals['_ABORTRESPONSE']._serialized_start=3105
+  _globals['_ABORTRESPONSE']._serialized_end=3149
+  _globals['_GETMODELINFOREQUEST']._serialized_start=3151
+  _globals['_GETMODELINFOREQUEST']._serialized_end=3172
+  _globals['_GETMODELINFORESPONSE']._serialized_start=3174
+  _globals['_GETMODELINFORESPONSE']._serialized_end=3267
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=3269
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=3291
+  _globals['_WATCHREQUEST']._serialized_start=3293
+  _globals['_WATCHREQUEST']._serialized_end=3349
+  _globals['_SERVERINFO']._serialized_start=3352
+  _globals['_SERVERINFO']._serialized_end=3720
+  _globals['_DRAFTDEMAND']._serialized_start=3723
+  _globals['_DRAFTDEMAND']._serialized_end=4072
+  _globals['_WORKERSTATUS']._serialized_start=4075
+  _globals['_WORKERSTATUS']._serialized_end=4220
+  _globals['_GENERATIONSERVICE']._serialized_start=4320
+  _globals['_GENERATIONSERVICE']._serialized_end=4703
 # @@protoc_insertion_point(module_scope)
