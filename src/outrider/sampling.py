@@ -59,7 +59,7 @@ _RANGES = {
 class SamplingSpec:
     """Sampling parameters with every default filled in; see `SamplingState` in common.proto for the meaning of each.
 
-    Applied in this order: penalties, bias, allowed tokens, temperature, top-k, top-p, min-p.
+    Applied in this order: penalties, bias, allowed tokens, grammar, temperature, top-k, top-p, min-p.
     """
 
     temperature: float = 0.0
@@ -81,6 +81,8 @@ class SamplingSpec:
     threshold_single: float = 1.0
     threshold_acc: float = 1.0
     synthetic_rates: tuple[float, ...] = ()
+    grammar: str = ""
+    grammar_end_ids: tuple[int, ...] = ()
 
     @property
     def rule(self) -> VerificationRule:
@@ -104,7 +106,7 @@ class SamplingSpec:
     @functools.cached_property
     def reads_logits(self) -> bool:
         """Whether anything but the coupled rule's choice reads or changes the logits."""
-        changed = self.has_penalties or self.logit_bias or self.allowed_token_ids
+        changed = self.has_penalties or self.logit_bias or self.allowed_token_ids or self.grammar
         banned = self.min_new_tokens > 0 and self.stop_token_ids
         return bool(self.rule is not VerificationRule.COUPLED or self.logprobs is not None or changed or banned)
 
@@ -126,9 +128,11 @@ class SamplingSpec:
         Args:
             vocab_size: of the target's model; None does not look at token ids, of which a draft may know fewer.
         """
-        named = (*self.allowed_token_ids, *self.stop_token_ids, *self.logit_bias)
+        named = (*self.allowed_token_ids, *self.stop_token_ids, *self.logit_bias, *self.grammar_end_ids)
         if vocab_size is not None and named and not 0 <= min(named) <= max(named) < vocab_size:
             return f"token ids from 0 to {vocab_size - 1} needed"
+        if self.grammar and not self.grammar_end_ids:
+            return "grammar_end_ids: empty, at least one needed with a grammar"
         if not 0 <= self.choice_index < 1 << 31:
             return f"choice_index: {self.choice_index} given, 0 to {(1 << 31) - 1} needed"
         for name, (low, high) in _RANGES.items():
@@ -160,6 +164,8 @@ class SamplingSpec:
             threshold_single=self.threshold_single,
             threshold_acc=self.threshold_acc,
             synthetic_rates=self.synthetic_rates,
+            grammar=self.grammar,
+            grammar_end_ids=self.grammar_end_ids,
         )
         if self.logprobs is not None:
             state.logprobs = self.logprobs
@@ -192,4 +198,6 @@ class SamplingSpec:
             threshold_single=state.threshold_single,
             threshold_acc=state.threshold_acc,
             synthetic_rates=tuple(state.synthetic_rates),
+            grammar=state.grammar,
+            grammar_end_ids=tuple(state.grammar_end_ids),
         )
