@@ -170,6 +170,18 @@ class Access:
             if Role.COORDINATOR in (peer_roles(context) or ()):
                 return self._operator
             raise Unauthenticated("this service needs a token: send the metadata `authorization: Bearer TOKEN`")
+        return self.caller_with(token)
+
+    def caller_with(self, token: str | None) -> Caller:
+        """Who has this token; everybody, where no tokens are asked for.
+
+        Raises:
+            Unauthenticated: it is missing, or not known.
+        """
+        if self._file is None:
+            return self._everybody
+        if token is None:
+            raise Unauthenticated("this service needs a token: send the header `Authorization: Bearer TOKEN`")
         entry = self._entry(token)
         if entry is None:
             raise Unauthenticated("this token is not known: ask whoever runs the service for one")

@@ -1,0 +1,165 @@
+"""The one way from a public door to the scheduler: check a request, start it, hand on its events, let go of it.
+
+    gRPC  ─┐
+    HTTP  ─┼── GenerateRequest ──> Generations ── GenerationRequest ──> scheduler
+    ...   ─┘  <── the checked request, then its events ──
+
+Doors differ in what they unpack and pack. What may be asked for, who may ask, and what a cancelled caller frees is the
+same for all of them, as it is done here.
+"""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from outrider.coordinator.access import Caller
+from outrider.coordinator.messages import GenerationEvent, GenerationRequest, TokenDelta
+from outrider.coordinator.text_stream import TextStream
+from outrider.coordinator.tokenizer import TextTokenizer
+from outrider.coordinator.validation import RequestLimits, RequestValidator
+from outrider.errors import OutriderError, Superseded
+from outrider.v1 import common_pb2, generation_pb2
+
+logger = logging.getLogger(__name__)
+
+# A request of this size is checked, its prompt tokenised, outside the event loop.
+LARGE_REQUEST_BYTES = 16 << 10
+
+
+class RunningGeneration(Protocol):
+    """The events of one request, as the scheduler gives them."""
+
+    def __aiter__(self) -> AsyncIterator[GenerationEvent]: ...
+
+    def cancel(self) -> None:
+        """Stops the work and frees what it holds; harmless when it has ended."""
+
+    def abort(self, error: OutriderError) -> None:
+        """Ends the iteration with the error."""
+
+
+class Submitter(Protocol):
+    """What the doors need of the scheduler."""
+
+    def check_room(self, choices: int = 1) -> None:
+        """Whether a request of so many choices would find room.
+
+        Raises:
+            Overloaded: it would not.
+        """
+
+    def submit(self, request: GenerationRequest, text_streams: Sequence[TextStream]) -> RunningGeneration:
+        """Starts a request, one text stream a choice.
+
+        Raises:
+            Overloaded: the queue is full.
+            WorkerUnavailable: there is no target.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class LiveGeneration:
+    """A request that runs."""
+
+    generation: RunningGeneration
+    seed: int
+
+
+class Generations:
+    """Requests of all doors over one scheduler.
+
+    Args:
+        scheduler: takes validated requests.
+        model: that is served; read at every request, so that it may be completed when a target registers.
+        tokenizer: None where the model has none.
+        limits: bounds and defaults of requests.
+
+    Attributes:
+        model: as given, like the next two.
+        live: by caller and request id, what runs now. By caller: nobody learns of another's requests, or ends them,
+            by guessing their ids.
+    """
+
+    def __init__(
+        self,
+        scheduler: Submitter,
+        *,
+        model: common_pb2.ModelInfo,
+        tokenizer: TextTokenizer | None,
+        limits: RequestLimits,
+    ) -> None:
+        self._scheduler = scheduler
+        self._validator = RequestValidator(model, tokenizer, limits)
+        self.model, self.tokenizer, self.limits = model, tokenizer, limits
+        self.live: dict[tuple[str, str], LiveGeneration] = {}
+
+    def check_room(self, choices: int = 1) -> None:
+        """Whether a request of so many choices would find room; a door that prepares much asks before.
+
+        Raises:
+            Overloaded: it would not.
+        """
+        self._scheduler.check_room(choices)
+
+    async def stream(
+        self, request: generation_pb2.GenerateRequest, caller: Caller
+    ) -> AsyncGenerator[GenerationRequest | GenerationEvent, None]:
+        """The request with every default filled in, then its events; the last one is the GenerationResult.
+
+        Closing the iterator (`contextlib.aclosing`) ends the generation and frees all that it holds.
+
+        Args:
+            request: as it came from outside.
+            caller: whose it is.
+
+        Raises:
+            InvalidRequest: names every field that is wrong.
+            Overloaded: no room, or a limit of the caller is reached.
+            WorkerUnavailable: there is no target, or none any more.
+            Superseded: another stream took it over, or it was aborted.
+        """
+        request_id = request.request_id or uuid.uuid4().hex
+        # First of all: under overload, time spent on the tokens of prompts is taken from those that run.
+        self._scheduler.check_room()
+        with caller.admitted(request_id, choices=request.sampling_params.n or 1):
+            key = (caller.name, request_id)
+            checked, text_streams = await self._check(request, key)
+            checked = replace(checked, caller=caller.name)
+            generation = self._scheduler.submit(checked, text_streams)
+            # Only now: a request that cannot be taken over is better off with its old stream.
+            self.end(key, "another stream took it over")
+            live = self.live[key] = LiveGeneration(generation, checked.sampling.seed)
+            try:
+                yield checked
+                async for event in generation:
+                    if isinstance(event, TokenDelta):
+                        caller.note_output(len(event.token_ids))
+                    yield event
+            except OutriderError as error:
+                logger.info("request %s ends with %s: %s", request_id, type(error).__name__, error)
+                raise
+            finally:
+                # Reached also when the client cancels or disconnects: the handler is then cancelled or closed.
+                generation.cancel()
+                if self.live.get(key) is live:
+                    del self.live[key]
+
+    async def _check(
+        self, request: generation_pb2.GenerateRequest, key: tuple[str, str]
+    ) -> tuple[GenerationRequest, list[TextStream]]:
+        request_id, live = key[1], self.live.get(key)
+        seed = live.seed if live is not None else None
+        if request.ByteSize() < LARGE_REQUEST_BYTES:
+            return self._validator.check(request, request_id=request_id, known_seed=seed)
+        return await asyncio.to_thread(self._validator.check, request, request_id=request_id, known_seed=seed)
+
+    def end(self, key: tuple[str, str], reason: str) -> bool:
+        """Ends a live request, by caller and id; False where there is none."""
+        live = self.live.pop(key, None)
+        if live is not None:
+            live.generation.abort(Superseded(f"request {key[1]} ended: {reason}"))
+        return live is not None
