@@ -1,0 +1,1 @@
+"""Counters that cost an addition, and how Prometheus reads them."""

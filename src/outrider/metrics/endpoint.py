@@ -1,0 +1,112 @@
+"""The port on which Prometheus reads a role that has no HTTP server: a thread of its own, off unless it is asked for.
+
+Beyond loopback it takes TLS, and then whoever reads has to show a certificate of the same authority.
+"""
+
+import asyncio
+import concurrent.futures
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import prometheus_client
+
+from outrider.metrics.families import Describe, Families, registry_of
+from outrider.security.binding import check_bind, missing_protection
+from outrider.security.tls import TlsConfig
+
+logger = logging.getLogger(__name__)
+
+# A role that does not answer so long is not read this time.
+_READ_TIMEOUT_S = 5.0
+
+
+def check_metrics_options(port: int | None, host: str, *, insecure: bool, tls: TlsConfig | None) -> None:
+    """Whether a role may be read there.
+
+    Raises:
+        ValueError: not a port, or a host that others reach without protection.
+    """
+    if port is None:
+        return
+    if not 0 <= port <= 65535:
+        raise ValueError(f"metrics_port: {port} given, 0 to 65535 needed")
+    try:
+        check_bind(host, insecure=insecure, tls_ca=tls)
+    except ValueError as error:
+        raise ValueError(f"metrics_{error}") from error
+
+
+class MetricsEndpoint:
+    """Serves `/metrics`.
+
+    Args:
+        describe: the role's values; called in the thread that serves unless `on_loop` has wrapped it.
+        host: to listen on.
+        port: 0 takes a free one.
+        tls: None serves in the clear.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
+
+    def __init__(self, describe: Describe, *, host: str, port: int, tls: TlsConfig | None = None) -> None:
+        secured: dict[str, Any] = {}
+        if tls is not None:
+            secured = {
+                "certfile": str(tls.certificate),
+                "keyfile": str(tls.key),
+                "client_cafile": str(tls.ca),
+                "client_auth_required": True,
+            }
+        try:
+            self._server, self._thread = prometheus_client.start_http_server(
+                port, host, registry=registry_of(describe), **secured
+            )
+        except OSError as error:
+            raise OSError(f"cannot serve metrics on {host}:{port}: {error}; choose another metrics_port") from error
+        if missing_protection(host, {"tls_ca": tls}):
+            logger.warning("INSECURE: metrics on %s are served to whoever comes, unencrypted", host)
+        self.address = f"{host}:{self._server.server_port}"
+        """host:port that is bound."""
+        logger.info("metrics on http%s://%s/metrics", "s" if tls else "", self.address)
+
+    async def close(self) -> None:
+        """Ends the server and its thread."""
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def open_endpoint(
+    describe: Describe, *, host: str, port: int | None, tls: TlsConfig | None = None
+) -> MetricsEndpoint | None:
+    """The endpoint of a role that was given a port for it; None for one that was not.
+
+    Raises:
+        OSError: the address cannot be bound.
+    """
+    return None if port is None else MetricsEndpoint(describe, host=host, port=port, tls=tls)
+
+
+def on_loop(describe: Describe, loop: asyncio.AbstractEventLoop) -> Describe:
+    """The same, where the values belong to an event loop: they are read there, formatted where they are asked for."""
+
+    def read(families: Families) -> None:
+        done: concurrent.futures.Future[None] = concurrent.futures.Future()
+        loop.call_soon_threadsafe(_settle, done, lambda: describe(families))
+        done.result(timeout=_READ_TIMEOUT_S)
+
+    return read
+
+
+def _settle(done: "concurrent.futures.Future[None]", work: Callable[[], None]) -> None:
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001 - handed on to who asked
+        done.set_exception(error)
+    else:
+        done.set_result(None)
