@@ -24,7 +24,7 @@ PIP_AUDIT := $(AUDIT_VENV)/bin/pip-audit
 AUDIT_PROBE := $(BIN)/python -c 'import json, sys, urllib.request as web; \
 	sys.exit(not json.load(web.urlopen("https://pypi.org/pypi/jinja2/3.1.2/json", timeout=5))["vulnerabilities"])'
 
-.PHONY: help setup demo test chaos check audit format protos bench pair clean
+.PHONY: help setup demo test chaos check audit format protos docs bench pair clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -84,6 +84,9 @@ format: setup ## format the code and mend what the linter can
 
 protos: setup ## generate the code of protos/outrider/v1 anew
 	@PYTHON=$(BIN)/python sh protos/generate.sh
+
+docs: setup ## write the pages of docs/reference anew
+	@$(BIN)/python docs/generate.py
 
 bench: setup ## tokens per second on this machine: off, sync, async
 	@$(BIN)/python benchmarks/modes.py
