@@ -53,6 +53,8 @@ class CoordinatorConfig:
         worker_port: port on which workers register; default `port`, or with TLS the next one (port 0: a free one), as
             workers there prove who they are, which clients need not.
         insecure: listen beyond loopback without protection: whoever reaches the port may use it.
+        http_port: of the HTTP door (OpenAI's API, see docs/openai.md); 0 takes a free one. Default: no such door.
+        http_host: address of the HTTP door, where it is not `host`.
 
     Raises:
         ValueError: a value out of range, with the value.
@@ -93,6 +95,8 @@ class CoordinatorConfig:
     token_file: Path | None = None
     worker_port: int | None = None
     insecure: bool = False
+    http_port: int | None = None
+    http_host: str | None = None
 
     def __post_init__(self) -> None:
         if not self.host:
@@ -101,7 +105,7 @@ class CoordinatorConfig:
             raise ValueError(f"port: {self.port} given, 0 to 65535 needed")
         if self.worker_port is not None and not 0 <= self.worker_port <= 65535:
             raise ValueError(f"worker_port: {self.worker_port} given, 0 to 65535 needed")
-        check_bind(self.host, insecure=self.insecure, tls_ca=self.tls, token_file=self.token_file)
+        self._check_doors()
         for name in _AT_LEAST_ONE:
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -127,6 +131,19 @@ class CoordinatorConfig:
                 f"lease_ms: {self.lease_ms} given, at least twice heartbeat_interval_ms "
                 f"({self.heartbeat_interval_ms}) needed"
             )
+
+    def _check_doors(self) -> None:
+        check_bind(self.host, insecure=self.insecure, tls_ca=self.tls, token_file=self.token_file)
+        if self.http_port is not None and not 0 <= self.http_port <= 65535:
+            raise ValueError(f"http_port: {self.http_port} given, 0 to 65535 needed")
+        if self.http_host is None:
+            return
+        if self.http_port is None:
+            raise ValueError(f"http_host: {self.http_host} given, with http_port needed")
+        try:
+            check_bind(self.http_host, insecure=self.insecure, tls_ca=self.tls, token_file=self.token_file)
+        except ValueError as error:
+            raise ValueError(f"http_{error}") from error
 
     @property
     def address(self) -> str:

@@ -8,10 +8,13 @@ import time
 from collections.abc import Callable
 
 import grpc.aio
+from starlette.routing import BaseRoute
 
 from outrider import __version__
 from outrider.coordinator.access import Access, TokenInterceptor
 from outrider.coordinator.config import CoordinatorConfig
+from outrider.coordinator.http.app import create_app
+from outrider.coordinator.http.server import HttpServer
 from outrider.coordinator.registry import RegistryServicer
 from outrider.coordinator.scheduler import Scheduler
 from outrider.coordinator.service import GenerationServicer
@@ -41,6 +44,7 @@ class CoordinatorServer:
 
     def __init__(self, config: CoordinatorConfig) -> None:
         self._config = config
+        self._is_stopping = False
         self._started_ns = time.monotonic_ns()
         self._incarnation = secrets.randbits(63)
         model = read_model_info(config.model_folder, max_model_len=config.max_model_len)
@@ -77,6 +81,7 @@ class CoordinatorServer:
             max_request_bytes=max_request_bytes(model, tokenizer),
             interceptors=[] if config.token_file is None else [TokenInterceptor(access)],
         )
+        self._http = None if config.http_port is None else self._http_door(generation, config.http_port)
 
     @property
     def address(self) -> str:
@@ -87,6 +92,23 @@ class CoordinatorServer:
     def worker_address(self) -> str:
         """host:port at which workers register; the same where nothing sets them apart."""
         return self._server.address
+
+    @property
+    def http_address(self) -> str:
+        """host:port of the HTTP door; empty where there is none."""
+        return "" if self._http is None else self._http.address
+
+    def _http_door(self, service: GenerationServicer, port: int) -> HttpServer:
+        config = self._config
+        routes, open_paths = self._http_routes()
+        app = create_app(service, is_serving=lambda: not self._is_stopping, extra_routes=routes, open_paths=open_paths)
+        host = config.http_host or config.host
+        warn_of_bind(host, tls_ca=config.tls, token_file=config.token_file)
+        return HttpServer(app, host=host, port=port, tls=config.tls)
+
+    def _http_routes(self) -> tuple[list[BaseRoute], set[str]]:
+        """What others serve by the HTTP door, and which of these paths need no token."""
+        return [], set()
 
     def info(self) -> generation_pb2.ServerInfo:
         """The state of the server now."""
@@ -116,10 +138,15 @@ class CoordinatorServer:
     async def start(self) -> None:
         """Begins to serve."""
         await self._server.start()
+        if self._http is not None:
+            await self._http.start()
 
     async def stop(self) -> None:
         """Health NOT_SERVING, running requests get `drain_s`, then everything ends."""
+        self._is_stopping = True
         await self._server.stop(drain=self._drain)
+        if self._http is not None:
+            await self._http.stop()
 
     async def _drain(self) -> None:
         self.scheduler.drain()

@@ -39,6 +39,8 @@ class DeployConfig:
         coordinators: number of coordinators; clients and workers know them by one list of addresses.
         port: of a coordinator; the second on the same machine takes the next one, and so on. 0 takes ones that are
             free when the deployment starts. A coordinator keeps its port over restarts.
+        http_port: of a coordinator's HTTP door (OpenAI's API), numbered as `port` is; 0 takes a free one, which the
+            coordinator's log names. Default: no such door.
         target_wait_s: longest that a request waits at a coordinator that has no target: one is being started anew.
         target_port: of every target worker; for machines that hold one each. By default each takes a free one.
         draft_port: of every draft worker; likewise.
@@ -97,6 +99,7 @@ class DeployConfig:
     drafts_per_session: int = 1
     coordinators: int = 1
     port: int = 50051
+    http_port: int | None = None
     target_wait_s: float = 30.0
     target_port: int = 0
     draft_port: int = 0
@@ -143,6 +146,8 @@ class DeployConfig:
         for name in ("port", "target_port", "draft_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise ValueError(f"{name}: {getattr(self, name)} given, 0 to 65535 needed")
+        if self.http_port is not None and not 0 <= self.http_port <= 65535:
+            raise ValueError(f"http_port: {self.http_port} given, 0 to 65535 needed")
         for name in ("target_threads", "draft_threads"):
             if (threads := getattr(self, name)) is not None and threads < 1:
                 raise ValueError(f"{name}: {threads} given, at least 1 needed")

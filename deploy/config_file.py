@@ -22,6 +22,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     "coordinator": {
         "count": "coordinators",
         "port": "port",
+        "http_port": "http_port",
         "resources": "coordinator_resources",
         "drafts_per_session": "drafts_per_session",
         "target_wait_s": "target_wait_s",

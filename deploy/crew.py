@@ -216,6 +216,7 @@ class Crew:
         handle.placed_on = node.node_id
         # A coordinator that Ray moved by itself would come back where nobody looks for it.
         needs["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=node.node_id, soft=False)
+        config = _with_http_port(config, port=port, number=int(handle.name.rpartition("-")[2]))
         serve = functools.partial(self._roles.coordinator, config, port=port, worker_port=port + doors - 1)
         handle.actor = self._create(
             CoordinatorActor,
@@ -367,3 +368,11 @@ class CoordinatorList:
                 return await self.controller.worker_endpoints.remote()
         except (ray.exceptions.RayError, TimeoutError) as error:
             raise OSError(f"the controller does not answer: {type(error).__name__}") from error
+
+
+def _with_http_port(config: DeployConfig, *, port: int, number: int) -> DeployConfig:
+    """The configuration for one coordinator, whose HTTP door is as far from the first one's as its gRPC door is."""
+    if not config.http_port:
+        return config
+    offset = port - config.port if config.port else number
+    return dataclasses.replace(config, http_port=config.http_port + offset)

@@ -92,6 +92,7 @@ async def serve_coordinator(
         model_path=config.target_model,
         drafts_per_session=config.drafts_per_session,
         target_wait_s=config.target_wait_s,
+        http_port=config.http_port,
         token_file=config.token_file,
         **security(config, Role.COORDINATOR),
     )
