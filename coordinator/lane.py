@@ -284,6 +284,8 @@ class TargetLane:
         trees = []
         for session, tree in zip(sessions, chosen, strict=True):
             session.submission = Submission(tree, now_ns, waited_ns)
+            if session.tap is not None:
+                session.tap.note_sent()
             trees.append(
                 TreeSubmission(
                     session.session_id,

@@ -9,7 +9,7 @@ import functools
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from outrider.coordinator import clock, draining
 from outrider.coordinator.admission import Admission, Occupancy
@@ -173,6 +173,8 @@ class Scheduler:
         if not isinstance(session.generation.error, WorkerUnavailable | PoisonRequest):
             self._suspects.forget(session)
         self._admission.note_end(session.session_id)
+        if session.tap is not None:
+            session.tap.note_end()
         self._reopenings.pop(session.session_id, None)
         self._without_room_since.pop(session.session_id, None)
         if session in self._waiting:
@@ -403,7 +405,11 @@ class Scheduler:
         grafted = graft(worker_id, growth, [None if session is None else session.mirror for session in sessions])
         self.totals.dropped_nodes += nodes - sum(grafted)
         for place, session in enumerate(sessions):
-            if session is not None and session.request.trace:
+            if session is None:
+                continue
+            if session.tap is not None:
+                session.tap.note_growth(worker_id, as_of=growth.as_of[place])
+            if session.request.trace:
                 session.note_growth(
                     worker_id, as_of=growth.as_of[place], nodes=growth.node_counts[place], grafted=grafted[place]
                 )
@@ -430,6 +436,11 @@ class Scheduler:
     def running_sessions(self) -> int:
         """Sessions placed at a target."""
         return sum(len(lane.sessions) for lane in self._lanes.values())
+    @property
+    def sessions(self) -> Collection[Session]:
+        """Those that run or wait, oldest first."""
+        return self._sessions.values()
+
 
     def speculating_sessions(self) -> tuple[int, int]:
         """Sessions at a target that would speculate, and those of them that no draft grows."""

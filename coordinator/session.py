@@ -11,6 +11,7 @@ from outrider.coordinator import clock
 from outrider.coordinator.candidates import Tree
 from outrider.coordinator.chain_mirror import ChainMirror
 from outrider.coordinator.forest import Forest
+from outrider.coordinator.live.tap import SessionTap
 from outrider.coordinator.messages import (
     ChoiceResult,
     FinishReason,
@@ -97,6 +98,8 @@ class Session:
         self.unanswered_commits = 0
         """Commits since the draft last showed that it knows all."""
         self._undelivered: _Undelivered | None = None
+        self.tap: SessionTap | None = None
+        """Only while somebody watches its tree."""
         self._take_received(request.received.get(index, ()))
         self.mirror: Mirror
         if self.sampling.rule is VerificationRule.REJECTION:
@@ -188,6 +191,8 @@ class Session:
         if kept < len(token_ids):
             token_ids = token_ids[:kept]
         self._undelivered = _Undelivered(
+        if self.tap is not None:
+            self.tap.note_verdict(submission, verdict, result, token_ids)
             token_ids, before - self.prompt_length, text, submission, verdict, result, committed_ns, growth
         )
         if self.cached_tokens is None:
@@ -213,6 +218,8 @@ class Session:
             self.generation.abort(error)
             return
         logprobs = news.verdict.logprobs
+        if self.tap is not None:
+            self.tap.note_delivered(text)
         self.generation.emit(
             TokenDelta(
                 index=self.index,

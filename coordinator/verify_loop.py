@@ -269,6 +269,8 @@ class VerifyLoop:
                     tree_rounds += 1
                     tree_misses += missed
             position = len(session.token_ids) - len(token_ids)
+            if session.tap is not None:
+                session.tap.note_moved()
             for worker_id, epoch in session.draft_epochs.items():
                 self._drafts[worker_id].link.commit(Commit(session.session_id, epoch, position, token_ids))
             session.unanswered_commits += 1
