@@ -154,6 +154,8 @@ class Access:
         self._everybody = Caller()
         # Whoever has a coordinator's certificate runs this service. No token has a name like this one.
         self._operator = Caller(name=":operator")
+        self.unauthenticated = 0
+        """Calls without a good token."""
         if self._file is not None and not self._file.entries:
             logger.warning("%s holds no token: nobody may call (outrider token new makes one)", token_file)
 
@@ -169,7 +171,7 @@ class Access:
         if token is None:
             if Role.COORDINATOR in (peer_roles(context) or ()):
                 return self._operator
-            raise Unauthenticated("this service needs a token: send the metadata `authorization: Bearer TOKEN`")
+            raise self._stranger("this service needs a token: send the metadata `authorization: Bearer TOKEN`")
         return self.caller_with(token)
 
     def caller_with(self, token: str | None) -> Caller:
@@ -181,11 +183,15 @@ class Access:
         if self._file is None:
             return self._everybody
         if token is None:
-            raise Unauthenticated("this service needs a token: send the header `Authorization: Bearer TOKEN`")
+            raise self._stranger("this service needs a token: send the header `Authorization: Bearer TOKEN`")
         entry = self._entry(token)
         if entry is None:
-            raise Unauthenticated("this token is not known: ask whoever runs the service for one")
+            raise self._stranger("this token is not known: ask whoever runs the service for one")
         return self._caller_of(entry)
+
+    def _stranger(self, advice: str) -> Unauthenticated:
+        self.unauthenticated += 1
+        return Unauthenticated(advice)
 
     def knows_token(self, metadata: Any) -> bool:
         """Whether a call's metadata holds a good token."""

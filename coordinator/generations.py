@@ -9,9 +9,11 @@ same for all of them, as it is done here.
 """
 
 import asyncio
+import functools
 import logging
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -20,13 +22,15 @@ from outrider.coordinator.messages import GenerationEvent, GenerationRequest, To
 from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.tokenizer import TextTokenizer
 from outrider.coordinator.validation import RequestLimits, RequestValidator
-from outrider.errors import OutriderError, Superseded
+from outrider.errors import OutriderError, Overloaded, Superseded
 from outrider.v1 import common_pb2, generation_pb2
 
 logger = logging.getLogger(__name__)
 
 # A request of this size is checked, its prompt tokenised, outside the event loop.
 LARGE_REQUEST_BYTES = 16 << 10
+# Each may take a quarter of a second to compile.
+_MOST_STRUCTURED_WAITING = 32
 
 
 class RunningGeneration(Protocol):
@@ -95,7 +99,11 @@ class Generations:
         self._scheduler = scheduler
         self._validator = RequestValidator(model, tokenizer, limits)
         self.model, self.tokenizer, self.limits = model, tokenizer, limits
+        self._structured_checks = ThreadPoolExecutor(1, thread_name_prefix="structured")
+        self._structured_waiting = 0
         self.live: dict[tuple[str, str], LiveGeneration] = {}
+        self.on_refusal: Callable[[OutriderError], None] = lambda error: None
+        """Hears of every request that ends before it has begun."""
 
     def check_room(self, choices: int = 1) -> None:
         """Whether a request of so many choices would find room; a door that prepares much asks before.
@@ -123,39 +131,63 @@ class Generations:
             Superseded: another stream took it over, or it was aborted.
         """
         request_id = request.request_id or uuid.uuid4().hex
-        # First of all: under overload, time spent on the tokens of prompts is taken from those that run.
-        self._scheduler.check_room()
-        with caller.admitted(request_id, choices=request.sampling_params.n or 1):
-            key = (caller.name, request_id)
-            checked, text_streams = await self._check(request, key)
-            checked = replace(checked, caller=caller.name)
-            generation = self._scheduler.submit(checked, text_streams)
-            # Only now: a request that cannot be taken over is better off with its old stream.
-            self.end(key, "another stream took it over")
-            live = self.live[key] = LiveGeneration(generation, checked.sampling.seed)
-            try:
-                yield checked
-                async for event in generation:
-                    if isinstance(event, TokenDelta):
-                        caller.note_output(len(event.token_ids))
-                    yield event
-            except OutriderError as error:
-                logger.info("request %s ends with %s: %s", request_id, type(error).__name__, error)
-                raise
-            finally:
-                # Reached also when the client cancels or disconnects: the handler is then cancelled or closed.
-                generation.cancel()
-                if self.live.get(key) is live:
-                    del self.live[key]
+        has_begun = False
+        try:
+            # First of all: under overload, time spent on the tokens of prompts is taken from those that run.
+            self._scheduler.check_room()
+            with caller.admitted(request_id, choices=request.sampling_params.n or 1):
+                key = (caller.name, request_id)
+                checked, text_streams = await self._check(request, key)
+                checked = replace(checked, caller=caller.name)
+                generation = self._scheduler.submit(checked, text_streams)
+                has_begun = True
+                # Only now: a request that cannot be taken over is better off with its old stream.
+                self.end(key, "another stream took it over")
+                live = self.live[key] = LiveGeneration(generation, checked.sampling.seed)
+                try:
+                    yield checked
+                    async for event in generation:
+                        if isinstance(event, TokenDelta):
+                            caller.note_output(len(event.token_ids))
+                        yield event
+                finally:
+                    # Reached also when the client cancels or disconnects: the handler is then cancelled or closed.
+                    generation.cancel()
+                    if self.live.get(key) is live:
+                        del self.live[key]
+        except OutriderError as error:
+            if not has_begun:
+                self.on_refusal(error)
+            said = "ends" if has_begun else "is refused"
+            logger.info("request %s %s with %s: %s", request_id, said, type(error).__name__, error)
+            raise
 
     async def _check(
         self, request: generation_pb2.GenerateRequest, key: tuple[str, str]
     ) -> tuple[GenerationRequest, list[TextStream]]:
         request_id, live = key[1], self.live.get(key)
         seed = live.seed if live is not None else None
+        if request.sampling_params.HasField("structured_outputs"):
+            return await self._check_structured(request, request_id, seed)
         if request.ByteSize() < LARGE_REQUEST_BYTES:
             return self._validator.check(request, request_id=request_id, known_seed=seed)
         return await asyncio.to_thread(self._validator.check, request, request_id=request_id, known_seed=seed)
+
+    async def _check_structured(
+        self, request: generation_pb2.GenerateRequest, request_id: str, seed: int | None
+    ) -> tuple[GenerationRequest, list[TextStream]]:
+        """In a thread of its own: grammars that take long to compile hold up nobody else's prompts."""
+        if self._structured_waiting >= _MOST_STRUCTURED_WAITING:
+            raise Overloaded(
+                f"{self._structured_waiting} requests wait for their structured_outputs to be compiled",
+                retry_after_s=1.0,
+            )
+        self._structured_waiting += 1
+        try:
+            check = functools.partial(self._validator.check, request, request_id=request_id, known_seed=seed)
+            return await asyncio.get_running_loop().run_in_executor(self._structured_checks, check)
+        finally:
+            self._structured_waiting -= 1
 
     def end(self, key: tuple[str, str], reason: str) -> bool:
         """Ends a live request, by caller and id; False where there is none."""

@@ -182,6 +182,9 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             logger.warning("worker %s left before it was empty", worker.worker_id)
         else:
             pause_s = self._quarantine.note_loss(worker.identity)
+            counts, role = self._scheduler.totals.serving, "target" if worker.is_target else "draft"
+            counts.lost_workers[role] += 1
+            counts.quarantines[role] += bool(pause_s)
             then = f"; it is left alone for {pause_s:.0f} s" if pause_s else ""
             logger.warning("worker %s is lost: %s%s", worker.worker_id, worker.lost_reason, then)
 
@@ -195,7 +198,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 worker.hear(report)
                 self._scheduler.note_load(worker.worker_id, worker.load)
             worker.lose("it took its leave")
-        except InvalidRequest as error:
+        except (InvalidRequest, ValueError) as error:
             worker.lose(f"its heartbeats cannot be read: {error}")
         except Exception as error:
             # A lease that nobody watches would never end.

@@ -9,7 +9,7 @@ import functools
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from outrider.coordinator import clock, draining
 from outrider.coordinator.admission import Admission, Occupancy
@@ -160,6 +160,7 @@ class Scheduler:
                     lane.suspects.discard(session.session_id)
 
     def _release(self, generation: Generation) -> None:
+        self.totals.serving.note_end(generation)
         for session in generation.sessions:
             if session in self._waiting:
                 self._waiting.remove(session)
@@ -172,9 +173,9 @@ class Scheduler:
             return
         if not isinstance(session.generation.error, WorkerUnavailable | PoisonRequest):
             self._suspects.forget(session)
-        self._admission.note_end(session.session_id)
         if session.tap is not None:
             session.tap.note_end()
+        self._admission.note_end(session.session_id)
         self._reopenings.pop(session.session_id, None)
         self._without_room_since.pop(session.session_id, None)
         if session in self._waiting:
@@ -207,6 +208,7 @@ class Scheduler:
                 message = f"the target worker cannot serve this request: {fault.message}"
                 session.generation.abort(WorkerUnavailable(message))
                 return
+            self.totals.serving.reopened += 1
             logger.warning("session %d is opened anew: %s", session.session_id, fault.message)
 
     def _wait_for_room(self, session: Session, reason: str) -> None:
@@ -271,6 +273,7 @@ class Scheduler:
         sessions = list(lane.sessions.values())
         if not lane.is_draining:
             self._suspects.note_loss(worker_id, [own for own in sessions if own.submission is not None], kind)
+        self.totals.serving.failovers += len(sessions)
         self._requeue([session for session in sessions if not self._suspects.condemns(session)])
         for session in sessions:
             if self._suspects.condemns(session):
@@ -382,6 +385,7 @@ class Scheduler:
         """Growth has arrived; it may be late, for sessions that have ended, or of old epochs."""
         peer = self._drafts.get(worker_id)
         nodes = len(growth.node_ids)
+        self.totals.serving.grown_nodes += nodes
         if peer is None:
             self.totals.dropped_nodes += nodes
             return
@@ -433,14 +437,19 @@ class Scheduler:
     # ---------------------------------------------------------------------------------------------------------- status
 
     @property
-    def running_sessions(self) -> int:
-        """Sessions placed at a target."""
-        return sum(len(lane.sessions) for lane in self._lanes.values())
-    @property
     def sessions(self) -> Collection[Session]:
         """Those that run or wait, oldest first."""
         return self._sessions.values()
 
+    @property
+    def running_sessions(self) -> int:
+        """Sessions placed at a target."""
+        return sum(len(lane.sessions) for lane in self._lanes.values())
+
+    @property
+    def drafts(self) -> Mapping[str, DraftPeer]:
+        """By worker id."""
+        return self._drafts
 
     def speculating_sessions(self) -> tuple[int, int]:
         """Sessions at a target that would speculate, and those of them that no draft grows."""

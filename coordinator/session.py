@@ -28,6 +28,7 @@ from outrider.coordinator.messages import (
     VerifyResult,
 )
 from outrider.coordinator.mirror import Commitment, Mirror, TreeMirror
+from outrider.coordinator.request_times import RequestTimes
 from outrider.coordinator.text_stream import StreamedText, TextStream
 from outrider.errors import InternalError, OutriderError
 from outrider.sampling import VerificationRule
@@ -97,9 +98,9 @@ class Session:
         """Results for which it is to be verified alone, after a worker crashed with it."""
         self.unanswered_commits = 0
         """Commits since the draft last showed that it knows all."""
-        self._undelivered: _Undelivered | None = None
         self.tap: SessionTap | None = None
         """Only while somebody watches its tree."""
+        self._undelivered: _Undelivered | None = None
         self._take_received(request.received.get(index, ()))
         self.mirror: Mirror
         if self.sampling.rule is VerificationRule.REJECTION:
@@ -190,9 +191,9 @@ class Session:
         kept = len(self.token_ids) - before
         if kept < len(token_ids):
             token_ids = token_ids[:kept]
-        self._undelivered = _Undelivered(
         if self.tap is not None:
             self.tap.note_verdict(submission, verdict, result, token_ids)
+        self._undelivered = _Undelivered(
             token_ids, before - self.prompt_length, text, submission, verdict, result, committed_ns, growth
         )
         if self.cached_tokens is None:
@@ -217,9 +218,9 @@ class Session:
         except InternalError as error:
             self.generation.abort(error)
             return
-        logprobs = news.verdict.logprobs
         if self.tap is not None:
             self.tap.note_delivered(text)
+        logprobs = news.verdict.logprobs
         self.generation.emit(
             TokenDelta(
                 index=self.index,
@@ -336,8 +337,7 @@ class Generation:
         self._events: deque[GenerationEvent] = deque()
         self._wake = asyncio.Event()
         self._error: OutriderError | None = None
-        self._arrived_ns = clock.now_ns()
-        self._admitted_ns = self._first_token_ns = 0
+        self.times = RequestTimes()
         self.on_resume: Callable[[], None] | None = None
 
     @property
@@ -347,14 +347,14 @@ class Generation:
 
     def note_admitted(self) -> None:
         """The request leaves the queue."""
-        self._admitted_ns = self._admitted_ns or clock.now_ns()
+        self.times.admitted_ns = self.times.admitted_ns or clock.now_ns()
 
     def emit(self, event: GenerationEvent) -> None:
         """Adds an event for the reader."""
         if self.is_closed:
             return
-        if not self._first_token_ns and isinstance(event, TokenDelta):
-            self._first_token_ns = clock.now_ns()
+        if not self.times.first_token_ns and isinstance(event, TokenDelta):
+            self.times.first_token_ns = clock.now_ns()
         self._events.append(event)
         self._wake.set()
 
@@ -363,8 +363,9 @@ class Generation:
         results = [session.result for session in self.sessions]
         if self.is_closed or any(result is None for result in results):
             return
-        now = clock.now_ns()
-        first = self._first_token_ns or now
+        times = self.times
+        now = times.finished_ns = clock.now_ns()
+        first = times.first_token_ns or now
         self.emit(
             GenerationResult(
                 choices=[result for result in results if result is not None],
@@ -373,9 +374,9 @@ class Generation:
                     drafted_tokens=sum(session.drafted_tokens for session in self.sessions),
                     accepted_tokens=sum(session.accepted_tokens for session in self.sessions),
                 ),
-                queue_s=((self._admitted_ns or now) - self._arrived_ns) / 1e9,
-                ttft_s=(first - self._arrived_ns) / 1e9,
-                total_s=(now - self._arrived_ns) / 1e9,
+                queue_s=((times.admitted_ns or now) - times.arrived_ns) / 1e9,
+                ttft_s=(first - times.arrived_ns) / 1e9,
+                total_s=(now - times.arrived_ns) / 1e9,
                 cached_tokens=min((session.cached_tokens or 0 for session in self.sessions), default=0),
             )
         )

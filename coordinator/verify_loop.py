@@ -20,6 +20,7 @@ from outrider.coordinator.draft_peer import DraftPeer
 from outrider.coordinator.firing import GrowthForecast, Outlook, patience_ns
 from outrider.coordinator.lane import TargetLane
 from outrider.coordinator.messages import Commit, FaultKind, SessionFault, SpeculationMode, VerifyResult
+from outrider.coordinator.metrics_counts import ServingCounts
 from outrider.coordinator.mirror import Commitment
 from outrider.coordinator.rounds import Flight, Way
 from outrider.coordinator.session import Session
@@ -46,6 +47,7 @@ class Totals:
     dropped_nodes: int = 0
     steps: int = 0
     demand: DraftDemand = field(default_factory=DraftDemand)
+    serving: ServingCounts = field(default_factory=ServingCounts)
 
 
 class SessionOwner(Protocol):
@@ -78,7 +80,7 @@ class VerifyLoop:
         self._owner = owner
         self._free_since_ns: int | None = None
         self._undelivered: OrderedDict[int, Session] = OrderedDict()
-        self._unlearned: list[tuple[Flight, VerifyResult, int, int]] = []
+        self._unlearned: list[tuple[Flight, VerifyResult, int, int, list[int]]] = []
 
     async def run(self) -> None:
         """Rounds for ever, until the target is lost."""
@@ -209,6 +211,8 @@ class VerifyLoop:
         drafted = accepted = 0
         committed: list[tuple[Session, Commitment]] = []
         with_trees: set[int] = set()
+        since_ns: list[int] = []
+        counts = self._owner.totals.serving
         now_ns = clock.now_ns()
         for verdict in result.verdicts:
             session = in_flight.get(verdict.session_id)
@@ -220,20 +224,28 @@ class VerifyLoop:
                 self._owner.take_fault(session, verdict.fault)
             elif verdict.deferred:
                 session.submission = None
+                counts.deferred += 1
                 if not result.step_tokens:
                     session.rests_until_ns = now_ns + _DEFERRED_PAUSE_NS
             else:
                 assert session.submission is not None
-                drafted += len(session.submission.tree.tokens)
-                if session.submission.tree.tokens:
+                taken = min(len(verdict.accepted_nodes), len(verdict.token_ids))
+                accepted += taken
+                if nodes := len(session.submission.tree.tokens):
+                    drafted += nodes
                     with_trees.add(session.session_id)
-                accepted += min(len(verdict.accepted_nodes), len(verdict.token_ids))
+                    counts.accepted_depths[taken] += 1
+                elif session.mode is not SpeculationMode.OFF:
+                    counts.bare_drafted += bool(session.draft_epochs)
+                    counts.bare_undrafted += not session.draft_epochs
+                if session.verify_steps:
+                    since_ns.append(session.committed_ns)
                 committed.append((session, session.commit(verdict, result, now_ns)))
         if in_flight:
             self._take_unanswered(in_flight.values())
         self._commit(committed, with_trees)
         emitted = sum(len(commitment.token_ids) for _, commitment in committed)
-        self._unlearned.append((flight, result, emitted, now_ns))
+        self._unlearned.append((flight, result, emitted, now_ns, since_ns))
         self.lane.applied_result_ns = now_ns
         totals = self._owner.totals
         totals.verify_steps += len(committed)
@@ -257,6 +269,8 @@ class VerifyLoop:
         for session, (_, token_ids, _, _) in going_on:
             self._undelivered[session.session_id] = session
             self._owner.note_progress(session)
+            if session.tap is not None:
+                session.tap.note_moved()
             if not session.draft_epochs:
                 continue
             if session.mode is SpeculationMode.ASYNC:
@@ -269,8 +283,6 @@ class VerifyLoop:
                     tree_rounds += 1
                     tree_misses += missed
             position = len(session.token_ids) - len(token_ids)
-            if session.tap is not None:
-                session.tap.note_moved()
             for worker_id, epoch in session.draft_epochs.items():
                 self._drafts[worker_id].link.commit(Commit(session.session_id, epoch, position, token_ids))
             session.unanswered_commits += 1
@@ -293,9 +305,10 @@ class VerifyLoop:
 
     def _learn(self) -> None:
         rounds, self._unlearned = self._unlearned, []
-        for flight, result, emitted, result_ns in rounds:
-            demand = self._owner.totals.demand
-            self.lane.learn(flight, result, emitted=emitted, result_ns=result_ns, demand=demand)
+        for flight, result, emitted, result_ns, since_ns in rounds:
+            totals = self._owner.totals
+            self.lane.learn(flight, result, emitted=emitted, result_ns=result_ns, demand=totals.demand)
+            totals.serving.note_round(flight, result, result_ns, since_ns)
 
     async def _deliver(self) -> None:
         """Lets the clients have what was committed since the last time: a few at a time, behind results and growth."""

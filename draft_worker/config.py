@@ -7,6 +7,7 @@ from pathlib import Path
 from outrider.addresses import check_coordinators
 from outrider.draft_worker.growth_step import GrowthConfig
 from outrider.engine.config import AttentionBackend, DtypeName, EngineConfig, Quantization
+from outrider.metrics.options import check_metrics_options
 from outrider.models import embedded_draft_path
 from outrider.security.binding import check_bind
 from outrider.security.tls import TlsConfig
@@ -55,6 +56,8 @@ class DraftWorkerConfig:
             encrypted and proven on both sides.
         tls_certificate: own certificate (PEM), of the role draft (`outrider certs` makes one).
         tls_key: its private key (PEM).
+        metrics_port: on which Prometheus reads this worker; 0 takes a free one. Default: none.
+        metrics_host: address of metrics_port; beyond loopback it needs TLS, and whoever reads a certificate.
         insecure: listen beyond loopback without protection: whoever reaches the port may use it.
 
     Raises:
@@ -90,6 +93,8 @@ class DraftWorkerConfig:
     tls_ca: Path | None = None
     tls_certificate: Path | None = None
     tls_key: Path | None = None
+    metrics_port: int | None = None
+    metrics_host: str = "127.0.0.1"
     insecure: bool = False
 
     def __post_init__(self) -> None:
@@ -101,6 +106,7 @@ class DraftWorkerConfig:
         if not 0 <= self.drain_s < math.inf:
             raise ValueError(f"drain_s: {self.drain_s} given, 0 or more needed")
         check_bind(self.host, insecure=self.insecure, tls_ca=self.tls)
+        check_metrics_options(self.metrics_port, self.metrics_host, insecure=self.insecure, tls=self.tls)
         self.engine()
         self.growth(max_model_len=self.max_model_len or 1)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from outrider.addresses import check_coordinators
 from outrider.engine.config import AttentionBackend, DtypeName, EngineConfig, KvCacheDtype, Quantization
+from outrider.metrics.options import check_metrics_options
 from outrider.models import embedded_target_path
 from outrider.security.binding import check_bind
 from outrider.security.tls import TlsConfig
@@ -54,6 +55,8 @@ class TargetWorkerConfig:
             encrypted and proven on both sides.
         tls_certificate: own certificate (PEM), of the role target (`outrider certs` makes one).
         tls_key: its private key (PEM).
+        metrics_port: on which Prometheus reads this worker; 0 takes a free one. Default: none.
+        metrics_host: address of metrics_port; beyond loopback it needs TLS, and whoever reads a certificate.
         insecure: listen beyond loopback without protection: whoever reaches the port may use it.
 
     Raises:
@@ -89,6 +92,8 @@ class TargetWorkerConfig:
     tls_ca: Path | None = None
     tls_certificate: Path | None = None
     tls_key: Path | None = None
+    metrics_port: int | None = None
+    metrics_host: str = "127.0.0.1"
     insecure: bool = False
 
     def __post_init__(self) -> None:
@@ -111,6 +116,7 @@ class TargetWorkerConfig:
         if not 0 <= self.drain_s < math.inf:
             raise ValueError(f"drain_s: {self.drain_s} given, 0 or more needed")
         check_bind(self.host, insecure=self.insecure, tls_ca=self.tls)
+        check_metrics_options(self.metrics_port, self.metrics_host, insecure=self.insecure, tls=self.tls)
         self.engine()
 
     @property

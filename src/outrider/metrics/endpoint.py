@@ -12,29 +12,13 @@ from typing import Any
 import prometheus_client
 
 from outrider.metrics.families import Describe, Families, registry_of
-from outrider.security.binding import check_bind, missing_protection
+from outrider.security.binding import missing_protection
 from outrider.security.tls import TlsConfig
 
 logger = logging.getLogger(__name__)
 
 # A role that does not answer so long is not read this time.
 _READ_TIMEOUT_S = 5.0
-
-
-def check_metrics_options(port: int | None, host: str, *, insecure: bool, tls: TlsConfig | None) -> None:
-    """Whether a role may be read there.
-
-    Raises:
-        ValueError: not a port, or a host that others reach without protection.
-    """
-    if port is None:
-        return
-    if not 0 <= port <= 65535:
-        raise ValueError(f"metrics_port: {port} given, 0 to 65535 needed")
-    try:
-        check_bind(host, insecure=insecure, tls_ca=tls)
-    except ValueError as error:
-        raise ValueError(f"metrics_{error}") from error
 
 
 class MetricsEndpoint:
