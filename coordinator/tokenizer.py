@@ -9,6 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from outrider.errors import CheckpointError
+from outrider.grammar.compiler import GrammarCompiler
 from outrider.tokenizer_hash import tokenizer_hash
 from outrider.v1 import common_pb2
 
@@ -26,6 +27,10 @@ class TextTokenizer:
 
     Args:
         tokenizer: of the tokenizers library.
+
+    Attributes:
+        vocab_size: added tokens included.
+        grammars: of structured output, over these tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -41,6 +46,7 @@ class TextTokenizer:
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._pieces: dict[int, bytes] = {}
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
+        self.grammars = GrammarCompiler(tokenizer.to_str)
         normalizers = _types_within(document["normalizer"])
         # Most bytes of text that one token can stand for, or None where the normalizer may shorten the text at will.
         self.longest_token_bytes: int | None = None
@@ -68,9 +74,12 @@ class TextTokenizer:
         tokenizer.no_padding()
         return cls(tokenizer)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the tokenizer puts around one."""
-        return self._tokenizer.encode(text).ids
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt, by default with the special tokens that the tokenizer puts around one.
+
+        Special tokens that the text itself names become those tokens either way.
+        """
+        return self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, special tokens left out."""
@@ -82,6 +91,13 @@ class TextTokenizer:
         if piece is None:
             piece = self._pieces[token_id] = self._read_piece(token_id)
         return piece
+
+    def token_text(self, token_id: int) -> str:
+        """What to call a token in a list of tokens: its text, or the name of one that has none."""
+        piece = self.piece(token_id)
+        if piece:
+            return piece.decode("utf-8", errors="replace")
+        return self._tokenizer.id_to_token(token_id) or ""
 
     def leading_space_dropped(self, token_id: int) -> bool:
         """Whether the token loses its leading space where it begins the text."""

@@ -11,6 +11,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from outrider.coordinator.messages import GenerationRequest, SpeculationMode
+from outrider.coordinator.structured_outputs import structured_outputs
 from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.tokenizer import TextTokenizer
 from outrider.coordinator.unknown_fields import unknown_fields
@@ -154,6 +155,7 @@ class _Check:
         n = self._whole("n", default=1, low=1, high=MAX_CHOICES)
         max_new_tokens = self._max_new_tokens(prompt)
         sampling = replace(self._sampling(max_new_tokens, self._seed(known_seed)), **self._verification())
+        sampling = replace(sampling, **self._structured_outputs(sampling))
         stop = self._stop()
         mode, max_nodes, max_depth = self._speculation()
         generation = GenerationRequest(
@@ -287,6 +289,12 @@ class _Check:
                 "only stop tokens, which min_new_tokens forbids at first: allow another token or drop min_new_tokens",
             )
         return spec
+
+    def _structured_outputs(self, sampling: SamplingSpec) -> dict[str, Any]:
+        grammars = self._tokenizer and self._tokenizer.grammars
+        found, wrong = structured_outputs(self._params, sampling, grammars, self._model.eos_token_ids)
+        self.violations.extend(wrong)
+        return found
 
     def _number(self, name: str, default: float, needed: str, fits: Callable[[float], bool]) -> float:
         if not self._params.HasField(name):  # pyright: ignore[reportArgumentType] the generated stub lists the names

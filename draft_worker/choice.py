@@ -23,10 +23,11 @@ from outrider.draft_distribution import DraftDistribution
 from outrider.draft_worker.calibration import AcceptanceCalibration
 from outrider.draft_worker.draft_tree import DraftNode
 from outrider.draft_worker.growth_step import GrowthConfig
-from outrider.draft_worker.row_processors import has_processors, processor_batch
+from outrider.draft_worker.row_processors import grammar_masks, has_processors, processor_batch
 from outrider.draft_worker.session import DraftSession
 from outrider.kernels.coupled_sampling import coupled_topk_scored
 from outrider.kernels.filtered_probs import filtered_probs
+from outrider.kernels.grammar_mask import apply_grammar_masks
 from outrider.kernels.noise import STREAM_DRAFT, philox_uint32
 from outrider.kernels.processors import apply_processors
 from outrider.sampling import VerificationRule
@@ -83,9 +84,12 @@ class ChildChooser:
             rows: [R] the nodes, each with its session.
             logits: [R, V] float32; may be changed.
         """
-        if any(has_processors(session.sampling) for session, _ in rows):
+        masked, masks = grammar_masks(rows)
+        if masks is not None or any(has_processors(session.sampling) for session, _ in rows):
             logits = logits.clone()  # not ours to change, and made under inference mode
             apply_processors(logits, processor_batch(rows, logits.device))
+        if masks is not None:
+            apply_grammar_masks(logits, *(torch.from_numpy(each).to(logits.device) for each in (masked, masks)))
         places: dict[VerificationRule, list[int]] = {}
         for place, (session, _) in enumerate(rows):
             places.setdefault(session.sampling.rule, []).append(place)

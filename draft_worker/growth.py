@@ -12,7 +12,7 @@ Knows neither proto nor grpc; one thread calls it.
 """
 
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -25,6 +25,8 @@ from outrider.draft_worker.session import CommitMismatch, DraftSession, SessionS
 from outrider.draft_worker.step_plan import StepPlan, StepPlanner
 from outrider.engine.kv_slots import SlotTable
 from outrider.errors import FieldViolation, InvalidRequest, OutOfSlots, Superseded
+from outrider.grammar.compiler import GrammarCompiler
+from outrider.grammar.matcher import SessionGrammar
 
 
 class TreeGrowth:
@@ -35,6 +37,7 @@ class TreeGrowth:
         config: see there.
         calibration: of all sessions.
         steps: forwards so far.
+        wake: called, on any thread, when there may be something to do that no command tells of.
     """
 
     def __init__(self, runner: Runner, config: GrowthConfig) -> None:
@@ -45,8 +48,13 @@ class TreeGrowth:
             decay=config.calibration_decay,
         )
         self.steps = 0
+        self.wake: Callable[[], None] = _nobody
         self.runner = runner
         chooser = ChildChooser(self.calibration, config, vocab_size=runner.vocab_size)
+        model: Any = getattr(runner, "config", None)
+        self._grammars = None if model is None else GrammarCompiler.of_checkpoint(model.model_path)
+        # Those whose grammar was not compiled when last looked at.
+        self._unready: set[tuple[int, int]] = set()
         self._launcher = GrowthLauncher(runner, chooser, max_nodes=config.max_live_nodes)
         self._flight: GrowthFlight | None = None
         # Of the step that was begun.
@@ -85,7 +93,9 @@ class TreeGrowth:
         self._check(start)
         live = min(start.limits.max_live_nodes, self.config.max_live_nodes)
         start = replace(start, limits=replace(start.limits, max_live_nodes=live))
-        self._sessions[start.key] = DraftSession(start, self.slots, max_model_len=self.config.max_model_len)
+        session = self._sessions[start.key] = DraftSession(start, self.slots, max_model_len=self.config.max_model_len)
+        if start.sampling.grammar and self._grammars is not None:
+            self._follow_grammar(session, self._grammars)
 
     def commit(self, key: tuple[int, int], epoch: int, position: int, token_ids: Sequence[int]) -> None:
         """Tokens that the target committed after the first `position`.
@@ -144,7 +154,7 @@ class TreeGrowth:
         """
         assert self._flight is None, "a step is begun before the last one is finished"
         started = time.perf_counter_ns()
-        step, plan = GrowthStep(), self._planner.plan(left_out)
+        step, plan = GrowthStep(), self._planner.plan(self._without_unready(left_out))
         for session in plan.stuck:
             _end_round(session, step)
         if plan.rows.num_rows:
@@ -225,9 +235,31 @@ class TreeGrowth:
     def _too_long(self, length: int) -> OutOfSlots:
         return OutOfSlots(f"{length} tokens given, {self.slots.num_slots} fit the draft's KV cache")
 
+    def _follow_grammar(self, session: DraftSession, grammars: GrammarCompiler) -> None:
+        """The session grows once its grammar is compiled; the others do not wait for that."""
+        sampling = session.sampling
+        compiled = grammars.start(sampling.grammar, sampling.grammar_end_ids, self.wake)
+        session.grammar = SessionGrammar(compiled, sampling.grammar_end_ids)
+        if not session.grammar.is_ready:
+            self._unready.add(session.key)
+
+    def _without_unready(self, left_out: Container[tuple[int, int]]) -> Container[tuple[int, int]]:
+        """`left_out`, and the sessions whose grammar is still being compiled."""
+        for key in list(self._unready):
+            session = self._sessions.get(key)
+            if session is None or session.grammar is None or session.grammar.is_ready:
+                self._unready.discard(key)
+        if not self._unready:
+            return left_out
+        return self._unready | {key for key in self._sessions if key in left_out}
+
     def _remove(self, session: DraftSession) -> None:
         session.close()
         del self._sessions[session.key]
+
+
+def _nobody() -> None:
+    """Wakes nobody: whoever drives the growth by hand asks again."""
 
 
 def _end_level(session: DraftSession, step: GrowthStep) -> None:

@@ -21,6 +21,7 @@ from outrider.draft_worker.growth import TreeGrowth
 from outrider.draft_worker.growth_step import GrowthStep, SessionGrowth
 from outrider.draft_worker.session import CommitMismatch, SessionStart
 from outrider.errors import OutriderError
+from outrider.metrics.worker import StepCounts
 from outrider.step_watch import StepWatch
 from outrider.worker import share_interpreter
 
@@ -123,6 +124,7 @@ class GrowthThread:
         ready: done when the model is loaded; its exception says why it could not be.
         stopped: done when the thread ends; its exception is what ended it.
         watch: whether it still gets on.
+        counts: of its steps.
     """
 
     def __init__(self, make_growth: Callable[[], TreeGrowth]) -> None:
@@ -139,6 +141,7 @@ class GrowthThread:
         self._thread = threading.Thread(target=self._run, name="draft-growth", daemon=True)
         self._busy_ns = 0
         self.watch = StepWatch()
+        self.counts = StepCounts()
         # By rows: about how long a step took last.
         self._usual_s: dict[int, float] = {}
         # When the window of `busy` began, and the time in steps until then.
@@ -165,10 +168,16 @@ class GrowthThread:
         busy = min((self._busy_ns - busy_before) / elapsed, 1.0)
         return Load(growth.num_sessions, slots.used, slots.num_slots, growth.steps, busy)
 
+    @property
+    def waiting(self) -> int:
+        """Messages of commands that have not been applied, about."""
+        return len(self._backlog) + self._commands.qsize()
+
     def _run(self) -> None:
         share_interpreter()
         try:
             growth = self._make_growth()
+            growth.wake = lambda: self.submit(())
             self.ready.set_result(growth)
             self._grow(growth)
         except BaseException as error:  # noqa: BLE001 - handed on through `stopped`, where the server ends
@@ -257,6 +266,7 @@ class GrowthThread:
         if now - self._window[0] > _BUSY_WINDOW_NS:
             self._window = (now - step.step_ns, self._busy_ns)
         self._busy_ns += step.step_ns
+        self.counts.note(step.step_ns, step.forward_ns, rows=step.tokens, sessions=step.sessions)
         self._usual_s[step.tokens.bit_length()] = step.step_ns / 1e9
 
     def _hand_out(self, step: GrowthStep) -> None:

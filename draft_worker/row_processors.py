@@ -56,6 +56,30 @@ def processor_batch(rows: Rows, device: torch.device) -> ProcessorBatch:
     return ProcessorBatch(**{name: torch.from_numpy(column).to(device) for name, column in columns.items()})
 
 
+def grammar_masks(rows: Rows) -> tuple[np.ndarray, np.ndarray | None]:
+    """The rows of sessions whose output has to match a grammar, and which tokens may follow there.
+
+    Rows after which nothing follows (the end, a path that breaks the grammar, a node that is gone) are left out, and so
+    are those of a grammar that cannot be followed here: what grows there are guesses, and the target knows.
+
+    Returns:
+        [M] int32 and [M, W] int32; None where there are none.
+    """
+    followed: dict[int, bool] = {}
+    places: list[int] = []
+    masks: list[np.ndarray] = []
+    for place, (session, node) in enumerate(rows):
+        grammar = session.grammar
+        if grammar is None or node.is_dead:
+            continue
+        if id(session) not in followed:
+            followed[id(session)] = grammar.follow(session.tokens[session.prompt_len :])
+        if followed[id(session)] and (mask := grammar.mask_after(_path_tokens(node)[::-1])) is not None:
+            places.append(place)
+            masks.append(mask)
+    return np.array(places, dtype=np.int32), np.stack(masks) if masks else None
+
+
 def _penalties(rows: Rows, sessions: list[DraftSession]) -> dict[str, np.ndarray]:
     counts = [session.token_counts() if session.sampling.has_penalties else _NO_COUNTS for session in sessions]
     count_start, count_tokens = _compressed(counts, lambda pair: pair[0])

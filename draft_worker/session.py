@@ -17,6 +17,7 @@ import numpy.typing as npt
 from outrider.draft_worker.calibration import AcceptanceCalibration
 from outrider.draft_worker.draft_tree import DraftNode, DraftTree, assign_keys
 from outrider.engine.kv_slots import SlotTable
+from outrider.grammar.matcher import SessionGrammar
 from outrider.sampling import SamplingSpec, VerificationRule
 
 
@@ -95,6 +96,8 @@ class DraftSession:
         """Whether it grows one tree a round."""
         self.is_ranked = not replace(start.sampling, logprobs=None).reads_logits
         """Whether children are found by rank under log q + G, of logits as they are."""
+        self.grammar: SessionGrammar | None = None
+        """That its output has to match; None where it may be anything."""
         self.starved = False
         """Waits for slots, without KV."""
         self.level = 0

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from outrider.kernels.grammar_mask import apply_grammar_masks
 from outrider.kernels.processors import ProcessorBatch, apply_processors
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.node_rows import NodeRows
@@ -42,10 +43,14 @@ def process(logits: torch.Tensor, rows: Sequence[NodeRows]) -> torch.Tensor:
     Returns:
         The raw logits [T, V], kept where a session asks for log probabilities.
     """
+    # Made while the forward runs, where it runs on a device of its own.
     processors = _processors(rows, logits.device)
+    masked_rows, masks = _grammar_masks(rows)
     wants_raw = any(part.session.sampling.logprobs is not None for part in rows)
-    raw = logits.clone() if wants_raw and not processors.is_empty else logits
+    raw = logits.clone() if wants_raw and not (processors.is_empty and masks is None) else logits
     apply_processors(logits, processors)
+    if masks is not None:
+        apply_grammar_masks(logits, *(torch.from_numpy(each).to(logits.device) for each in (masked_rows, masks)))
     return raw
 
 
@@ -66,6 +71,21 @@ def token_logprobs(raw: torch.Tensor, token_ids: Sequence[int], count: int) -> T
         top_token_ids=ids.cpu().numpy(),
         top_logprobs=best.cpu().numpy(),
     )
+
+
+def _grammar_masks(rows: Sequence[NodeRows]) -> tuple[np.ndarray, np.ndarray | None]:
+    """[M] the rows of sessions whose output has to match a grammar, and [M, W] which tokens may follow there."""
+    found: list[np.ndarray] = []
+    places: list[np.ndarray] = []
+    first = 0
+    for part in rows:
+        grammar = part.session.grammar
+        # A fault is told when the session's walk is to be committed.
+        if grammar is not None and grammar.follow(part.session.output):
+            found.append(grammar.masks(part.tokens, part.parents))
+            places.append(np.arange(first, first + part.count, dtype=np.int32))
+        first += part.count
+    return (np.concatenate(places), np.concatenate(found)) if found else (np.empty(0, dtype=np.int32), None)
 
 
 def _processors(rows: Sequence[NodeRows], device: torch.device) -> ProcessorBatch:

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from outrider.draft_distribution import DraftDistribution
 from outrider.engine.kv_slots import SlotTable
+from outrider.grammar.matcher import SessionGrammar
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.synthetic import SyntheticCoins
 
@@ -133,6 +134,7 @@ class Session:
         reached: most tokens that ever had KV.
         seen_version: of the prefix cache, when the session last looked for its tokens there.
         coins: that decide what it accepts, under the synthetic rule alone.
+        grammar: that its output has to match; None where it may be anything.
     """
 
     key: SessionKey
@@ -149,6 +151,7 @@ class Session:
     cached_tokens: int = 0
     reached: int = 0
     seen_version: int | None = field(default=None, init=False)
+    grammar: SessionGrammar | None = None
     stop_token_ids: frozenset[int] = field(init=False)
     coins: SyntheticCoins | None = field(init=False, repr=False)
     _counts: "TokenCounts | None" = field(default=None, init=False, repr=False)
@@ -168,6 +171,11 @@ class Session:
     def root_index(self) -> int:
         """Index of the last committed token, whose KV the next verification writes."""
         return len(self.tokens) - 1
+
+    @property
+    def output(self) -> list[int]:
+        """What is committed after the prompt."""
+        return self.tokens[self.prompt_len :]
 
     def pending(self, slots: SlotTable) -> int:
         """Tokens before the root that have no KV yet."""

@@ -15,6 +15,8 @@ import numpy as np
 from outrider.engine.model_runner import ModelCard, ModelRunner
 from outrider.engine.prefix_cache import common_length
 from outrider.errors import OutOfSlots
+from outrider.grammar.compiler import GrammarCompiler
+from outrider.grammar.matcher import SessionGrammar
 from outrider.target_worker.forward_step import ForwardStep, Verdict, start_forward
 from outrider.target_worker.logits import token_logprobs
 from outrider.target_worker.open_checks import check_open
@@ -112,6 +114,7 @@ class Verifier:
             max_tree_nodes=runner.config.max_tree_nodes,
             fills_graphs=runner.steps is not None,
         )
+        self._grammars = GrammarCompiler.of_checkpoint(runner.config.model_path)
         self._sessions: dict[SessionKey, Session] = {}
         self._opens = 0
         self._finish_ns = 0
@@ -208,6 +211,7 @@ class Verifier:
             prompt_len=len(request.prompt),
             sampling=request.sampling,
             limit=min(len(request.prompt) + request.sampling.max_new_tokens, self._runner.info.max_model_len),
+            grammar=self._grammar_of(request),
         )
         session.set_token_ids(ids)
         if held is not None:
@@ -291,8 +295,11 @@ class Verifier:
             try:
                 if self.is_in_flight(tree.key):
                     continue
-                asked.append((self._checked(tree, repeated=count[tree.key] > 1), tree))
-                places.append(place)
+                session = self._checked(tree, repeated=count[tree.key] > 1)
+                # Until its grammar is compiled nothing can be chosen; the others do not wait for that.
+                if session.grammar is None or session.grammar.is_ready:
+                    asked.append((session, tree))
+                    places.append(place)
             except SessionFault as fault:
                 results[place] = TreeResult(outcome=Outcome.ERROR, fault=fault)
         for place, result in enumerate(results):
@@ -314,6 +321,10 @@ class Verifier:
             self._kv.keep(session)
         if session.closing:
             self.close(session.key, session.epoch)
+
+    def _grammar_of(self, request: OpenRequest) -> SessionGrammar | None:
+        grammar, end_ids = request.sampling.grammar, request.sampling.grammar_end_ids
+        return SessionGrammar(self._grammars.start(grammar, end_ids), end_ids) if grammar else None
 
     def _acquire_row(self) -> int:
         try:
@@ -340,6 +351,11 @@ class Verifier:
         """Commits what one session's walk emits."""
         room = session.limit - len(session.tokens)
         accepted, emitted = emit(verdict.walk, stop_token_ids=session.stop_token_ids, room=room)
+        if session.grammar is not None and (fault := session.grammar.fault_of(accepted)) is not None:
+            self._slots.retain(session.row, session.root_index, [0])
+            session.closing = True
+            message = f"structured_outputs: {fault}"
+            return TreeResult(outcome=Outcome.ERROR, fault=SessionFault(Code.INVALID_ARGUMENT, message))
         logprobs: TokenLogprobs | None = None
         if session.sampling.logprobs is not None:
             # The j-th emitted token was chosen at the root (j = 0) or at the (j-1)-th accepted node.
