@@ -57,6 +57,18 @@ def generate_command(open_local: Callable[[int], AbstractContextManager[str]]) -
         seed: Annotated[int | None, typer.Option(help="With the same request: the same tokens.")] = None,
         stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
         ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after end-of-sequence.")] = False,
+        json_schema: Annotated[
+            Path | None, typer.Option(help="The output is JSON of the schema in this file; - reads it from stdin.")
+        ] = None,
+        json_object: Annotated[bool, typer.Option("--json-object", help="The output is a JSON object.")] = False,
+        regex: Annotated[str | None, typer.Option(help="The whole output matches this regular expression.")] = None,
+        choice: Annotated[list[str] | None, typer.Option(help="The output is one of these; repeat it.")] = None,
+        grammar: Annotated[
+            Path | None, typer.Option(help="The output is of the grammar (Lark or GBNF) in this file.")
+        ] = None,
+        compact_json: Annotated[
+            bool, typer.Option("--compact-json", help="Of JSON: no white space outside strings.")
+        ] = False,
         speculation: Annotated[Literal["async", "sync", "off"], typer.Option(help="How drafts are used.")] = "async",
         max_nodes: Annotated[int | None, typer.Option(help="Most draft tokens verified in a step.")] = None,
         max_depth: Annotated[int | None, typer.Option(help="Most draft tokens in a row.")] = None,
@@ -97,6 +109,12 @@ def generate_command(open_local: Callable[[int], AbstractContextManager[str]]) -
             "seed": seed,
             "stop": stop,
             "ignore_eos": ignore_eos,
+            "json_schema": _read_file("--json-schema", json_schema),
+            "json_object": json_object,
+            "regex": regex,
+            "choice": choice,
+            "grammar": _read_file("--grammar", grammar),
+            "disable_any_whitespace": compact_json,
             "speculation": speculation,
             "max_nodes": max_nodes,
             "max_depth": max_depth,
@@ -135,6 +153,15 @@ def _read_prompt(prompt: str) -> str:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise typer.BadParameter(f"stdin is not UTF-8: {error}") from error
+
+
+def _read_file(option: str, path: Path | None) -> str | None:
+    if path is None or path == Path("-"):
+        return None if path is None else _read_prompt("-")
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise typer.BadParameter(f"{option} {path}: {error}") from error
 
 
 def _read(stream: Stream, *, echo: bool) -> GenerationOutput:

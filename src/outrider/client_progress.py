@@ -5,9 +5,10 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict, cast
+from typing import Any, Literal, cast
 
 from outrider.errors import FieldViolation, InvalidRequest, OutriderError, Overloaded, WorkerUnavailable
+from outrider.structured_options import StructuredOptions, take_structured
 from outrider.v1 import common_pb2, generation_pb2, target_pb2
 from outrider.wire import floats_from_bytes
 
@@ -32,7 +33,7 @@ _FINISH_REASONS: dict[int, Literal["stop", "length"]] = {
 }
 
 
-class GenerateOptions(TypedDict, total=False):
+class GenerateOptions(StructuredOptions, total=False):
     """Every parameter of a generation; generation.proto (`SamplingParams`, `SpeculationParams`) says what each means.
 
     None is the same as absent. `timeout_s` bounds the whole generation (default 600; None is no bound).
@@ -400,6 +401,7 @@ def build_request(prompt: str | Sequence[int], options: GenerateOptions) -> gene
             setattr(request.speculation, attribute, numbers[word])
         elif word is not None:
             violations.append(FieldViolation(name, f"{word!r} given, {', '.join(numbers)} needed"))
+    put("structured_outputs", lambda: _structured(given))
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
     unknown = given.keys() - GenerateOptions.__annotations__.keys()
@@ -410,6 +412,13 @@ def build_request(prompt: str | Sequence[int], options: GenerateOptions) -> gene
     if violations:
         raise InvalidRequest(violations)
     return request
+
+
+def _structured(given: dict[str, Any]) -> generation_pb2.GenerateRequest:
+    message = take_structured(given)
+    if message is None:
+        return generation_pb2.GenerateRequest()
+    return generation_pb2.GenerateRequest(sampling_params=generation_pb2.SamplingParams(structured_outputs=message))
 
 
 def _option_message(name: str, value: Any) -> generation_pb2.GenerateRequest:
