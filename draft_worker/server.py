@@ -9,9 +9,11 @@ from outrider.draft_worker.calibration_report import pack_calibration
 from outrider.draft_worker.config import DraftWorkerConfig
 from outrider.draft_worker.growth import TreeGrowth
 from outrider.draft_worker.growth_thread import GrowthThread, spare_collector
+from outrider.draft_worker.metrics import draft_metrics
 from outrider.draft_worker.service import DraftServicer, pack_load
 from outrider.engine.model_runner import ModelRunner
 from outrider.errors import WorkerHung
+from outrider.metrics.endpoint import MetricsEndpoint, open_endpoint
 from outrider.registration import Registrar
 from outrider.request_decoding import add_service
 from outrider.rpc import RoleServer
@@ -71,10 +73,17 @@ async def serve(
     )
     thread.start()
     registrar: Registrar | None = None
+    metrics: MetricsEndpoint | None = None
     in_order = is_hung = False
     try:
         growth = await asyncio.wrap_future(thread.ready)
         assert isinstance(growth.runner, ModelRunner)
+        metrics = open_endpoint(
+            draft_metrics(thread, model_name=growth.runner.info.name),
+            host=config.metrics_host,
+            port=config.metrics_port,
+            tls=config.tls,
+        )
         await server.start()
         introduction = introduce(
             registry_pb2.WORKER_ROLE_DRAFT,
@@ -117,6 +126,8 @@ async def serve(
         is_hung = True
         raise
     finally:
+        if metrics is not None:
+            await metrics.close()
         await server.stop(drain=lambda: _leave(registrar, servicer, in_order=in_order))
         if not is_hung:
             thread.stop()

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from outrider.addresses import Resolve, resolver
 from outrider.engine.model_runner import ModelRunner
 from outrider.errors import WorkerHung
+from outrider.metrics.endpoint import MetricsEndpoint, open_endpoint
 from outrider.registration import Registrar
 from outrider.request_decoding import add_service
 from outrider.rpc import RoleServer
 from outrider.security.binding import warn_of_bind
 from outrider.security.roles import Role
 from outrider.target_worker.config import TargetWorkerConfig
+from outrider.target_worker.metrics import target_metrics
 from outrider.target_worker.service import TargetServicer, pack_load
 from outrider.target_worker.step_thread import StepThread
 from outrider.target_worker.verifier import Verifier
@@ -74,9 +76,16 @@ async def serve(
     )
     steps.start()
     registrar: Registrar | None = None
+    metrics: MetricsEndpoint | None = None
     in_order = is_hung = False
     try:
         verifier = await asyncio.wrap_future(steps.ready)
+        metrics = open_endpoint(
+            target_metrics(steps, model_name=verifier.model.name),
+            host=config.metrics_host,
+            port=config.metrics_port,
+            tls=config.tls,
+        )
         await server.start()
         introduction = introduce(
             registry_pb2.WORKER_ROLE_TARGET,
@@ -113,6 +122,8 @@ async def serve(
         is_hung = True
         raise
     finally:
+        if metrics is not None:
+            await metrics.close()
         await server.stop(drain=lambda: _leave(registrar, in_order=in_order))
         if not is_hung:
             steps.stop()

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from outrider.errors import WorkerUnavailable
+from outrider.metrics.worker import StepCounts
 from outrider.step_watch import StepWatch
 from outrider.target_worker.sessions import (
     OpenRequest,
@@ -142,6 +143,7 @@ class StepThread:
         self._busy = 0.0
         self.watch = StepWatch()
         """Whether it still gets on."""
+        self.counts = StepCounts()
         self.ready: Future[Verifier] = Future()
         """Done when the model is loaded; its exception says why it could not be."""
         self.stopped: Future[None] = Future()
@@ -185,6 +187,11 @@ class StepThread:
         self._reported = (now, busy)
         self._busy = min((busy - busy_then) / max(now - then, 1), 1.0)
         return replace(self.load, step_age_s=self.watch.age_s, is_preparing=self.watch.is_preparing)
+
+    @property
+    def waiting(self) -> int:
+        """Batches that no step has begun with."""
+        return len(self._jobs)
 
     def _run(self) -> None:
         share_interpreter()
@@ -336,6 +343,9 @@ class StepThread:
         trees = [tree for job in flight.jobs for tree in job.batch.trees]
         if step is not None:
             self._tell_refused(trees, step)
+            self.counts.note(
+                step.step_ns, step.forward_ns, rows=step.tokens, sessions=step.sessions, is_prefill=not flight.jobs
+            )
             if not flight.jobs:
                 # Nothing computed: older sessions hold the slots, until a batch changes that.
                 self._may_prefill = step.tokens > 0
