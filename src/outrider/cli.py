@@ -48,6 +48,7 @@ def build_app() -> typer.Typer:
     """All commands; importing their configurations is quick, importing what they run is left to them."""
     from outrider.coordinator import commands
     from outrider.coordinator.config import CoordinatorConfig
+    from outrider.coordinator.loadtest.command import loadtest_command
     from outrider.deploy import cluster_commands
     from outrider.deploy.commands import demo, up
     from outrider.draft_worker.config import DraftWorkerConfig
@@ -66,6 +67,7 @@ def build_app() -> typer.Typer:
     app.command("up")(up)
     app.command("demo")(demo)
     app.command("generate")(commands.generate_command(local_endpoint))
+    app.command("loadtest")(loadtest_command())
     app.command("status")(cluster_commands.status)
     app.command("scale")(cluster_commands.scale)
     app.command("drain")(cluster_commands.drain)

@@ -1,0 +1,234 @@
+"""How a load test is set up: the options of `outrider loadtest`."""
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, cast
+
+from outrider.coordinator.loadtest.arrivals import Arrivals
+
+Mode = Literal["async", "sync", "off"]
+Dataset = Literal["python", "random", "shared-prefix", "multi-turn", "jsonl", "sharegpt", "trace"]
+DEFAULT_PROMPTS, DEFAULT_OUTPUT = 100, 128
+_NEED_PATH = ("jsonl", "sharegpt", "trace")
+_MODES = ("async", "sync", "off")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One run of a sweep."""
+
+    request_rate: float
+    max_concurrency: int | None
+    speculation: Mode
+
+    @property
+    def label(self) -> str:
+        """What it is called in tables."""
+        cap = "" if self.max_concurrency is None else f", at most {self.max_concurrency} at a time"
+        rate = "all at once" if math.isinf(self.request_rate) else f"{self.request_rate:g}/s"
+        return f"{self.speculation}, {rate}{cap}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadtestConfig:
+    """One load test.
+
+    Attributes:
+        endpoint: HOST:PORT of the service, or several with commas between them: requests take them in turn.
+        protocol: grpc is the service's own, openai its HTTP door's /v1/completions (or any other server's).
+        local: start a service of its own with the embedded pair, and end it afterwards.
+        drafts: draft workers of --local.
+        model: that openai requests name; default the first that /v1/models has.
+        dataset_name: python are the embedded pair's held-out prompts, multi-turn conversations of them; random and
+            shared-prefix make up token ids; jsonl, sharegpt and trace read --dataset-path.
+        dataset_path: file of the data set.
+        num_prompts: requests (of multi-turn: conversations); default 100, of a trace all, with --duration no bound.
+        duration: no request is begun after so many seconds.
+        request_rate: arrivals a second; inf sends everything at once, with --max-concurrency whenever a place is free.
+        arrivals: what passes between two: gamma (see --burstiness), or always the same.
+        burstiness: 1 is a Poisson process, less comes in bursts, more is steadier.
+        ramp_up_strategy: how the rate grows; goes before --request-rate.
+        ramp_up_start_rps: arrivals a second at first.
+        ramp_up_end_rps: and at last.
+        max_concurrency: most requests under way; others wait here, which their latency counts.
+        num_warmups: requests before it begins, which are not counted.
+        output_len: most tokens of output where the data set does not say, default 128; of sharegpt instead of the
+            answers' lengths.
+        random_input_len: mean tokens of a prompt that is made up.
+        random_output_len: mean tokens of its output.
+        random_range_ratio: lengths lie within this share of their mean.
+        random_prefix_len: tokens that shared-prefix prompts begin with, beside random_input_len.
+        num_prefixes: how many such beginnings there are.
+        turns: requests of a multi-turn conversation.
+        think_time: seconds between an answer and the next turn.
+        trace_speed: replays a trace so many times as fast.
+        vocab_size: made-up token ids are below it; default the served model's, with openai the embedded pair's.
+        tokenizer: folder with tokenizer.json, to count sharegpt's tokens; default the embedded pair's.
+        temperature: 0 is greedy.
+        ignore_eos: go on after end-of-sequence, so that outputs are as long as asked for.
+        speculation: how drafts are used; servers other than this project's ignore it.
+        seed: of arrivals, prompts and sampling: the same seed sends the same.
+        timeout: seconds after which a request has failed.
+        goodput: service level objectives in ms, such as "ttft:500 tpot:50 e2el:2000"; may be repeated.
+        sweep_request_rate: rates with commas between them: one run each.
+        sweep_max_concurrency: the same of --max-concurrency.
+        sweep_speculation: the same of --speculation; sweeps multiply.
+        sweep_pause: seconds between runs.
+        client_processes: that send; one event loop is not enough for thousands of streams.
+        connections: gRPC connections a process; default one for 128 requests under way.
+        traced_requests: so many have every verification reported (grpc), which shows where a round's time goes.
+        output_json: file for the figures, named as vLLM's `bench serve` names them.
+        save_detailed: put every request's figures into it, too.
+        plots: folder for pictures (PNG); needs the extra plots.
+        html: file for a report that needs nothing beside it.
+
+    Raises:
+        ValueError: a value out of range, with the value.
+    """
+
+    endpoint: str = "127.0.0.1:50051"
+    protocol: Literal["grpc", "openai"] = "grpc"
+    local: bool = False
+    drafts: int = 1
+    model: str | None = None
+    dataset_name: Dataset = "python"
+    dataset_path: Path | None = None
+    num_prompts: int | None = None
+    duration: float | None = None
+    request_rate: float = math.inf
+    arrivals: Literal["gamma", "fixed"] = "gamma"
+    burstiness: float = 1.0
+    ramp_up_strategy: Literal["none", "linear", "exponential"] = "none"
+    ramp_up_start_rps: float = 1.0
+    ramp_up_end_rps: float = 10.0
+    max_concurrency: int | None = None
+    num_warmups: int = 4
+    output_len: int | None = None
+    random_input_len: int = 256
+    random_output_len: int = 128
+    random_range_ratio: float = 0.0
+    random_prefix_len: int = 256
+    num_prefixes: int = 8
+    turns: int = 3
+    think_time: float = 0.0
+    trace_speed: float = 1.0
+    vocab_size: int | None = None
+    tokenizer: Path | None = None
+    temperature: float = 0.0
+    ignore_eos: bool = True
+    speculation: Mode = "async"
+    seed: int = 0
+    timeout: float = 600.0
+    goodput: tuple[str, ...] = ()
+    sweep_request_rate: str | None = None
+    sweep_max_concurrency: str | None = None
+    sweep_speculation: str | None = None
+    sweep_pause: float = 1.0
+    client_processes: int = 1
+    connections: int | None = None
+    traced_requests: int = 16
+    output_json: Path | None = None
+    save_detailed: bool = False
+    plots: Path | None = None
+    html: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in _AT_LEAST_ONE:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: {value} given, at least 1 needed")
+        for name in _NOT_NEGATIVE:
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name}: {getattr(self, name)} given, 0 or more needed")
+        for name in ("duration", "timeout", "trace_speed"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name}: {value} given, more than 0 needed")
+        if self.dataset_name in _NEED_PATH and self.dataset_path is None:
+            raise ValueError(f"dataset_path: none given, --dataset-name {self.dataset_name} needs one")
+        points = self.points()
+        if self.duration is not None and self.num_prompts is None and self.ramp_up_strategy == "none":
+            for point in points:
+                if math.isinf(point.request_rate) and point.max_concurrency is None:
+                    raise ValueError(
+                        f"duration: {self.duration:g} given, which needs a rate, --max-concurrency or --num-prompts"
+                    )
+        # What is wrong with them is told before anything is started.
+        self.arrivals_of(points[0])
+
+    def points(self) -> list[Point]:
+        """The runs: all combinations of what is swept, rates changing quickest."""
+        rates = _listed("sweep_request_rate", self.sweep_request_rate, float) or [self.request_rate]
+        caps = _listed("sweep_max_concurrency", self.sweep_max_concurrency, int) or [self.max_concurrency]
+        modes = (self.sweep_speculation or self.speculation).split(",")
+        for mode in modes:
+            if mode not in _MODES:
+                raise ValueError(f"sweep_speculation: {mode!r} given, one of {', '.join(_MODES)} needed")
+        return [
+            Point(request_rate=rate, max_concurrency=cap, speculation=cast("Mode", mode))
+            for mode, cap, rate in itertools.product(modes, caps, rates)
+        ]
+
+    @property
+    def max_new_tokens(self) -> int:
+        """`output_len` with its default filled in."""
+        return self.output_len or DEFAULT_OUTPUT
+
+    def arrivals_of(self, point: Point) -> Arrivals:
+        """When requests of a run come; a trace has times of its own."""
+        count = self.num_prompts
+        if count is None and self.duration is None:
+            count = DEFAULT_PROMPTS
+        return Arrivals(
+            rate=point.request_rate,
+            shape=self.arrivals,
+            burstiness=self.burstiness,
+            ramp=self.ramp_up_strategy,
+            ramp_start=self.ramp_up_start_rps,
+            ramp_end=self.ramp_up_end_rps,
+            count=count,
+            duration_s=self.duration,
+            seed=self.seed,
+        )
+
+    def at(self, endpoint: str) -> "LoadtestConfig":
+        """The same against another service."""
+        return replace(self, endpoint=endpoint)
+
+
+def _listed(name: str, text: str | None, kind: type) -> list:
+    if text is None:
+        return []
+    try:
+        values = [kind(part) for part in text.split(",")]
+    except ValueError:
+        values = [0]
+    if not all(value > 0 for value in values):
+        raise ValueError(f"{name}: {text!r} given, numbers above 0 with commas between them needed")
+    return values
+
+
+_AT_LEAST_ONE = (
+    "num_prompts",
+    "max_concurrency",
+    "output_len",
+    "random_input_len",
+    "random_output_len",
+    "num_prefixes",
+    "turns",
+    "vocab_size",
+    "client_processes",
+    "connections",
+)
+_NOT_NEGATIVE = (
+    "drafts",
+    "num_warmups",
+    "random_prefix_len",
+    "think_time",
+    "temperature",
+    "seed",
+    "sweep_pause",
+    "traced_requests",
+)

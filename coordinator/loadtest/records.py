@@ -1,0 +1,163 @@
+"""What is known of one request, and what follows from it.
+
+    intended      sent         first chunk   chunk   last chunk
+    |--client's---|--------------|-------------|-------|
+    |   delay     |--TTFT sent---|-----ITL-----|--ITL--|
+    |-----------TTFT-------------|-------TPOT * (n - 1)|
+    |-------------------E2EL---------------------------|
+
+A latency begins at the time at which the request was to be sent, not when it was: a client that is held up by a slow
+server would otherwise leave out exactly the requests that had to wait (coordinated omission). The figures from the
+sending on are kept beside it. A chunk holds one token or several: what a verification accepted comes at once. ITL is
+the time between two chunks, as in vLLM's `bench serve`, so it is not divided by a chunk's tokens; TPOT is, over all.
+"""
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTime:
+    """One verification of a traced request, in nanoseconds; together they are the time from result to result.
+
+    Attributes:
+        forward_ns: the target's device.
+        host_ns: the rest of the target's step.
+        wire_ns: from the coordinator's sending to its having the result, without the step.
+        waited_ns: that the coordinator held the round for the draft's growth.
+        between_ns: from the result before to the sending, without that: the coordinator's own work, and where two
+            groups of requests take turns the other group's step.
+        nodes: that were verified.
+        accepted: of them.
+    """
+
+    forward_ns: int
+    host_ns: int
+    wire_ns: int
+    waited_ns: int
+    between_ns: int
+    nodes: int
+    accepted: int
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRecord:
+    """One request. Times are seconds from the run's beginning.
+
+    Attributes:
+        index: of the arrival.
+        turn: of its conversation, from 0.
+        endpoint: that was asked.
+        intended_s: when it was to be sent.
+        started_s: when the client got to it; later than intended where the client itself is late.
+        sent_s: when it was sent; later than that where the concurrency is capped.
+        chunk_s: when tokens came.
+        chunk_tokens: how many; [] where the protocol does not say.
+        prompt_tokens: as the server counts them.
+        output_tokens: of all chunks.
+        verify_steps: verifications; 0 where the protocol does not say.
+        drafted_tokens: nodes that were verified.
+        accepted_tokens: of them.
+        accepted_per_position: verifications that accepted at least 1, 2, ... nodes; [] where nobody says.
+        position_steps: of so many.
+        rounds: of a traced request.
+        text: that came, where it is kept.
+        error: why it failed; empty where it has not.
+    """
+
+    index: int
+    turn: int = 0
+    endpoint: str = ""
+    intended_s: float = 0.0
+    started_s: float = 0.0
+    sent_s: float = 0.0
+    chunk_s: list[float] = field(default_factory=list)
+    chunk_tokens: list[int] = field(default_factory=list)
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    verify_steps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)
+    position_steps: int = 0
+    rounds: list[RoundTime] = field(default_factory=list)
+    text: str = ""
+    error: str = ""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has come to its end, with a token at least."""
+        return not self.error and bool(self.chunk_s)
+
+    @property
+    def ended_s(self) -> float:
+        """When the last tokens came."""
+        return self.chunk_s[-1] if self.chunk_s else self.sent_s
+
+    @property
+    def ttft_s(self) -> float:
+        """To the first token, from the intended time."""
+        return self.chunk_s[0] - self.intended_s
+
+    @property
+    def ttft_from_send_s(self) -> float:
+        """To the first token, from the sending."""
+        return self.chunk_s[0] - self.sent_s
+
+    @property
+    def e2el_s(self) -> float:
+        """To the last token, from the intended time."""
+        return self.ended_s - self.intended_s
+
+    @property
+    def e2el_from_send_s(self) -> float:
+        """To the last token, from the sending."""
+        return self.ended_s - self.sent_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """A token after the first; None for an output of one."""
+        return (self.ended_s - self.chunk_s[0]) / (self.output_tokens - 1) if self.output_tokens > 1 else None
+
+    @property
+    def itl_s(self) -> list[float]:
+        """Between chunks."""
+        return [later - earlier for earlier, later in pairwise(self.chunk_s)]
+
+    @property
+    def client_delay_s(self) -> float:
+        """By how much it was sent later than intended, for whatever reason."""
+        return self.sent_s - self.intended_s
+
+    @property
+    def start_lag_s(self) -> float:
+        """By how much the client was late of itself."""
+        return self.started_s - self.intended_s
+
+
+def round_times(rounds: list[tuple[int, int, int, int, int, int, int]]) -> list[RoundTime]:
+    """From the rounds of one choice, in order.
+
+    Args:
+        rounds: (submitted_ns, result_ns, waited_ns, step_ns, forward_ns, nodes, accepted) each.
+    """
+    times = []
+    # A request's first round is its prefill: it follows no result.
+    for (_, before, *_), (submitted, result, waited, step, forward, nodes, accepted) in pairwise(rounds):
+        times.append(
+            RoundTime(
+                forward_ns=forward,
+                host_ns=max(0, step - forward),
+                wire_ns=max(0, result - submitted - step),
+                waited_ns=waited,
+                between_ns=max(0, submitted - before - waited),
+                nodes=nodes,
+                accepted=accepted,
+            )
+        )
+    return times
+
+
+def positions(accepted: list[int]) -> list[int]:
+    """How many verifications accepted at least 1, 2, ... nodes, from what each accepted."""
+    return [sum(count >= depth for count in accepted) for depth in range(1, max(accepted, default=0) + 1)]

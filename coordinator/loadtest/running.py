@@ -1,0 +1,170 @@
+"""The runs of a load test, one after the other: what is asked, what came of it, in figures."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from outrider import __version__
+from outrider.client import AsyncClient
+from outrider.coordinator.loadtest import metrics
+from outrider.coordinator.loadtest.client_process import Access, Watch, drive
+from outrider.coordinator.loadtest.driving import Driven, Job, split
+from outrider.coordinator.loadtest.lag import client_figures
+from outrider.coordinator.loadtest.options import DEFAULT_PROMPTS, LoadtestConfig, Point
+from outrider.coordinator.loadtest.records import RequestRecord
+from outrider.coordinator.loadtest.workload_files import read_jsonl, read_sharegpt, read_trace
+from outrider.coordinator.loadtest.workloads import FromFile, PythonPrompts, RandomLengths, Workload
+from outrider.models import embedded_target_path
+from outrider.security.tls import TlsConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run of a sweep: its figures, and what they were made of."""
+
+    point: Point
+    figures: dict[str, Any]
+    records: Sequence[RequestRecord]
+
+
+async def run_all(config: LoadtestConfig, access: Access, *, begin: Callable[[Point, int | None], Watch]) -> list[Run]:
+    """All runs of a load test.
+
+    Args:
+        config: of it.
+        access: how clients get in.
+        begin: called before each run with its point and its number of requests (None where nobody knows it); gives
+            what shows its progress.
+
+    Raises:
+        LoadtestFailed: the service is not there.
+        InvalidRequest: a data set cannot be read.
+    """
+    workload = await load_workload(config, access)
+    runs = []
+    for number, point in enumerate(config.points()):
+        if number:
+            await asyncio.sleep(config.sweep_pause)
+        runs.append(
+            await run_point(config, point, workload, access, watch=begin(point, total_requests(config, workload)))
+        )
+    return runs
+
+
+async def run_point(config: LoadtestConfig, point: Point, workload: Workload, access: Access, *, watch: Watch) -> Run:
+    """One run."""
+    job = Job(config=config, point=point, workload=workload, traced=traced_numbers(config, workload))
+    date = datetime.now(UTC)
+    warmups = config.num_warmups
+    driven = await drive(split(job, config.client_processes), access, warmups=warmups, watch=watch)
+    return Run(point=point, figures=_figures(job, driven, date), records=_records(driven))
+
+
+def _records(driven: Sequence[Driven]) -> list[RequestRecord]:
+    records = [record for each in driven for record in each.records]
+    return sorted(records, key=lambda record: (record.index, record.turn))
+
+
+def _figures(job: Job, driven: Sequence[Driven], date: datetime) -> dict[str, Any]:
+    config, point, records = job.config, job.point, _records(driven)
+    duration_s = max((record.ended_s for record in records), default=0.0)
+    head = {
+        "date": date.strftime("%Y%m%d-%H%M%S"),
+        "endpoint_type": config.protocol,
+        "backend": f"outrider {__version__}",
+        "label": point.label,
+        "num_prompts": len(records),
+        "request_rate": point.request_rate if config.ramp_up_strategy == "none" else config.ramp_up_strategy,
+        "burstiness": config.burstiness,
+        "max_concurrency": point.max_concurrency,
+        "speculation": point.speculation,
+        "temperature": config.temperature,
+        "seed": config.seed,
+        "dataset_name": config.dataset_name,
+        "latency_from": "sending" if job.is_closed_loop else "intended arrival",
+    }
+    slos = metrics.parse_slos(config.goodput)
+    figures = metrics.summarise(records, slos=slos, duration_s=duration_s)
+    client = client_figures(
+        [each.load for each in driven], [record.start_lag_s for record in records], figures["median_ttft_ms"]
+    )
+    return head | ({"goodput_slos_ms": slos} if slos else {}) | figures | client
+
+
+def total_requests(config: LoadtestConfig, workload: Workload) -> int | None:
+    """Of a run, where it is known before."""
+    if config.duration is not None:
+        return None
+    if isinstance(workload, FromFile) and workload.arrivals_s is not None:
+        count = min(len(workload.arrivals_s), config.num_prompts or len(workload.arrivals_s))
+    else:
+        count = config.num_prompts or DEFAULT_PROMPTS
+    if isinstance(workload, FromFile):
+        return sum(len(workload.conversation(number).turns) for number in range(count))
+    return count * workload.turns_each
+
+
+def traced_numbers(config: LoadtestConfig, workload: Workload) -> frozenset[int]:
+    """Which conversations are traced: as many as asked for, evenly spread; of a run of unknown length the first."""
+    if config.protocol != "grpc" or not config.traced_requests:
+        return frozenset()
+    total = total_requests(config, workload)
+    if total is None:
+        return frozenset(range(config.traced_requests))
+    step = max(1, total // workload.turns_each // config.traced_requests)
+    return frozenset(range(0, step * config.traced_requests, step))
+
+
+async def load_workload(config: LoadtestConfig, access: Access) -> Workload:
+    """What is asked for.
+
+    Raises:
+        InvalidRequest: the file of a data set cannot be used.
+        OutriderError: the service, asked for its vocabulary, says no.
+    """
+    path, seed, name = config.dataset_path, config.seed, config.dataset_name
+    if name in {"python", "multi-turn"}:
+        return PythonPrompts(
+            max_new_tokens=config.max_new_tokens, seed=seed, turns_each=config.turns if name == "multi-turn" else 1
+        )
+    if name in {"random", "shared-prefix"}:
+        return RandomLengths(
+            input_len=config.random_input_len,
+            output_len=config.random_output_len,
+            range_ratio=config.random_range_ratio,
+            vocab_size=await _vocab_size(config, access),
+            prefix_len=config.random_prefix_len if name == "shared-prefix" else 0,
+            prefixes=config.num_prefixes,
+            seed=seed,
+        )
+    assert path is not None
+    if name == "jsonl":
+        return read_jsonl(path, max_new_tokens=config.max_new_tokens, seed=seed)
+    if name == "sharegpt":
+        from outrider.coordinator.tokenizer import TextTokenizer
+
+        tokenizer = TextTokenizer.load(config.tokenizer or embedded_target_path())
+        return read_sharegpt(
+            path, count_tokens=lambda text: len(tokenizer.encode(text)), output_len=config.output_len, seed=seed
+        )
+    return read_trace(
+        path,
+        max_new_tokens=config.max_new_tokens,
+        vocab_size=await _vocab_size(config, access),
+        speed=config.trace_speed,
+        seed=seed,
+    )
+
+
+async def _vocab_size(config: LoadtestConfig, access: Access) -> int:
+    if config.vocab_size is not None:
+        return config.vocab_size
+    if config.protocol == "openai":
+        from outrider.coordinator.tokenizer import TextTokenizer
+
+        return TextTokenizer.load(config.tokenizer or embedded_target_path()).vocab_size
+    tls = None if access.tls_ca is None else TlsConfig(ca=access.tls_ca)
+    async with AsyncClient(config.endpoint, tls=tls, token=access.token) as client:
+        return (await client.model_info()).model.vocab_size

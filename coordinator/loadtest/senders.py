@@ -1,0 +1,58 @@
+"""What sends a request and notes what comes, whatever the protocol."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from outrider.coordinator.loadtest.options import Mode
+from outrider.coordinator.loadtest.records import RequestRecord
+from outrider.coordinator.loadtest.workloads import Prompt
+from outrider.errors import OutriderError
+
+
+class LoadtestFailed(OutriderError):
+    """The load test cannot go on: the service is not there, or a client process has ended."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """One request as it is sent.
+
+    Attributes:
+        prompt: whole.
+        max_new_tokens: most tokens of output.
+        seed: of the sampling.
+        temperature: 0 is greedy.
+        ignore_eos: go on after end-of-sequence.
+        speculation: how drafts are used.
+        is_traced: have its verifications reported.
+        keeps_output: whether the answer is needed as the beginning of a further turn.
+        timeout_s: after which it has failed.
+    """
+
+    prompt: Prompt
+    max_new_tokens: int
+    seed: int
+    temperature: float
+    ignore_eos: bool
+    speculation: Mode
+    is_traced: bool
+    keeps_output: bool
+    timeout_s: float
+
+
+class Sender(Protocol):
+    """Sends requests over connections of its own."""
+
+    async def send(self, ask: Ask, record: RequestRecord, *, begin_s: float) -> Prompt:
+        """One request, to its end.
+
+        What comes is written into `record`, times in seconds after `begin_s` of `time.monotonic`; so is an error.
+
+        Returns:
+            the output, of the prompt's kind, if it is kept; else an empty one.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Ends the connections."""
+        ...

@@ -1,0 +1,122 @@
+"""What a load test prints when it is over."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+Figures = Mapping[str, Any]
+LATENCIES = (
+    ("ttft", "TTFT: time to first token"),
+    ("tpot", "TPOT: a token after the first"),
+    ("itl", "ITL: between chunks of tokens"),
+    ("e2el", "E2EL: the whole request"),
+)
+FROM_SEND = (
+    ("ttft_from_send", "TTFT from the sending"),
+    ("e2el_from_send", "E2EL from the sending"),
+    ("client_queue_time", "waited at the client"),
+)
+_STATISTICS = ("mean", "median", "std", "p90", "p99")
+# Without a cap on the concurrency: below it the two figures are the same but for the client's own time.
+_NOTABLE_DELAY_MS = 10.0
+
+
+def run_tables(figures: Figures) -> list[Table]:
+    """All tables of one run."""
+    return [_totals(figures), _latencies(figures)]
+
+
+def _totals(figures: Figures) -> Table:
+    table = Table(title=str(figures["label"]), title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    rows = [
+        ("requests", f"{figures['completed']} completed, {figures['failed']} failed"),
+        ("duration", f"{figures['duration']:.2f} s"),
+        ("tokens", f"{figures['total_input_tokens']:,} in, {figures['total_output_tokens']:,} out"),
+        ("requests a second", f"{figures['request_throughput']:.2f}"),
+        ("output tokens a second", f"{figures['output_throughput']:.1f}"),
+        ("most under way at a time", f"{figures['max_concurrent_requests']}"),
+    ]
+    if figures.get("request_goodput") is not None:
+        limits = ", ".join(f"{name} {limit:g} ms" for name, limit in figures["goodput_slos_ms"].items())
+        rows.append((f"good requests a second ({limits})", f"{figures['request_goodput']:.2f}"))
+    if "spec_decode_acceptance_length" in figures:
+        rows += [
+            ("acceptance length", f"{figures['spec_decode_acceptance_length']:.2f} tokens a verification"),
+            ("draft tokens accepted", f"{figures['spec_decode_acceptance_rate']:.1f} %"),
+        ]
+    if "traced_rounds" in figures:
+        rows.append(("a round's time", round_text(figures)))
+    rows += [(f"error, {count} times", message[:100]) for message, count in list(figures["error_counts"].items())[:3]]
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def round_text(figures: Figures) -> str:
+    """Where a round's time goes, in words."""
+    return (
+        f"{figures['round_forward_ms']:.2f} ms forward, {figures['round_host_ms']:.2f} host, "
+        f"{figures['round_wire_ms']:.2f} wire, {figures['round_waited_ms']:.2f} waited for growth, "
+        f"{figures['round_between_ms']:.2f} between"
+    )
+
+
+def _latencies(figures: Figures) -> Table:
+    since = "the sending, as the loop is closed" if figures["latency_from"] == "sending" else "the intended arrival"
+    table = Table(
+        "ms", *_STATISTICS, title=f"Latencies, counted from {since}", title_justify="left", caption_justify="left"
+    )
+    for column in table.columns[1:]:
+        column.justify = "right"
+    rows = list(LATENCIES)
+    if figures["max_concurrency"] is not None or figures["p99_client_queue_time_ms"] > _NOTABLE_DELAY_MS:
+        rows += FROM_SEND
+        table.caption = "Requests waited at the client: the first lines count that, those from the sending do not."
+    for name, title in rows:
+        table.add_row(title, *(f"{figures[f'{each}_{name}_ms']:.2f}" for each in _STATISTICS))
+    return table
+
+
+def sweep_table(runs: Sequence[Figures]) -> Table:
+    """One line a run."""
+    table = Table(title="All runs", title_justify="left")
+    columns = (
+        ("run", "label", "{}"),
+        ("completed", "completed", "{}"),
+        ("failed", "failed", "{}"),
+        ("requests/s", "request_throughput", "{:.2f}"),
+        ("good/s", "request_goodput", "{:.2f}"),
+        ("tokens/s", "output_throughput", "{:.0f}"),
+        ("TTFT p50", "median_ttft_ms", "{:.1f}"),
+        ("TTFT p99", "p99_ttft_ms", "{:.1f}"),
+        ("TPOT p50", "median_tpot_ms", "{:.2f}"),
+        ("TPOT p99", "p99_tpot_ms", "{:.2f}"),
+        ("E2EL p99", "p99_e2el_ms", "{:.0f}"),
+        ("accepted", "spec_decode_acceptance_length", "{:.2f}"),
+    )
+    shown = [column for column in columns if any(run.get(column[1]) is not None for run in runs)]
+    for title, key, _ in shown:
+        table.add_column(title, justify="left" if key == "label" else "right")
+    for run in runs:
+        table.add_row(*("" if run.get(key) is None else form.format(run[key]) for _, key, form in shown))
+    return table
+
+
+def client_warning(figures: Figures) -> str:
+    """What is wrong with the load generator itself; empty where nothing is."""
+    if not figures["client_is_bottleneck"]:
+        return ""
+    return (
+        f"the load generator itself is the bottleneck: its busiest process used {figures['client_cpu_share']:.0%} of a "
+        f"core, its event loop was up to {figures['client_p99_loop_lag_ms']:.0f} ms late (p99), requests began "
+        f"{figures['client_p99_start_lag_ms']:.0f} ms late (p99): try more --client-processes, or a machine of its own"
+    )
+
+
+def rate_text(rate: object) -> str:
+    """A request rate for people."""
+    return "inf" if isinstance(rate, float) and math.isinf(rate) else str(rate)
