@@ -259,9 +259,6 @@ class Cluster:
             "OUTRIDER_FAULTS_SOCKET": str(role.socket_path),
             "OUTRIDER_FAULTS_OPEN_PAUSE_S": str(open_pause_s),
             "OMP_NUM_THREADS": "1",
-            # oneDNN keeps what it has compiled for the last 1024 shapes of matrices. A draft's steps have all kinds of
-            # shapes: it would hold 300 MB of that after a thousand requests, and memory is compared sooner here.
-            "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
         }
         role.process = RoleProcess(name, role.command, role.arguments, environment=environment, stderr=role.log.writing)
         role.starts += 1
