@@ -12,7 +12,9 @@ from starlette.routing import BaseRoute, Route
 
 from outrider.coordinator.access import Access
 from outrider.coordinator.http import errors
+from outrider.coordinator.http.chat_template import ChatTemplate, NoChatTemplate
 from outrider.coordinator.http.errors import error_response, json_response
+from outrider.coordinator.http.openai import openai_routes
 from outrider.coordinator.service import GenerationServicer
 from outrider.errors import OutriderError, Unauthenticated
 
@@ -25,6 +27,7 @@ AsgiApp = Callable[[Any, Any, Any], Awaitable[None]]
 def create_app(
     service: GenerationServicer,
     *,
+    template: ChatTemplate | NoChatTemplate | None = None,
     is_serving: Callable[[], bool] = lambda: True,
     extra_routes: Sequence[BaseRoute] = (),
     open_paths: Collection[str] = (),
@@ -33,6 +36,7 @@ def create_app(
 
     Args:
         service: whose requests are served, and who may make them.
+        template: of chats; None refuses them.
         is_serving: what /health says.
         extra_routes: of others, which share the listener.
         open_paths: that need no token where the coordinator asks for one; what ends with / stands for all below it.
@@ -40,6 +44,7 @@ def create_app(
     routes = [
         Route(HEALTH, _health_route(is_serving), methods=["GET"]),
         *model_routes(service),
+        *openai_routes(service.generations, template or NoChatTemplate("this model has no chat template")),
         *extra_routes,
     ]
     app = Starlette(

@@ -1,0 +1,268 @@
+"""What is sent back, in the shapes of /v1/completions and of /v1/chat/completions: whole, and as chunks of a stream.
+
+A chunk is put together from text that is the same for all of a response and the few pieces that are new, since one is
+sent for every verification of every choice.
+"""
+
+import json
+from collections.abc import Sequence
+from json.encoder import encode_basestring_ascii as quoted
+from typing import Any, Protocol
+
+from outrider import __version__
+from outrider.coordinator.http.parameters import Asked
+from outrider.coordinator.messages import ChoiceResult, TokenDelta, TokenLogprobs
+from outrider.coordinator.tokenizer import TextTokenizer
+
+FINGERPRINT = f"outrider-{__version__}"
+DONE = b"data: [DONE]\n\n"
+# JSON has no infinity.
+_LEAST_LOGPROB = -9999.0
+
+
+class Format(Protocol):
+    """One kind of response."""
+
+    def first(self, index: int, prompt_token_ids: Sequence[int], echo: str) -> str:
+        """The chunk before a choice's first tokens, or nothing."""
+        ...
+
+    def chunk(self, delta: TokenDelta, index: int, usage: str) -> str:
+        """New tokens of choice `index` of the response."""
+        ...
+
+    def last(self, choice: ChoiceResult, index: int, usage: str) -> str:
+        """Why a choice ended."""
+        ...
+
+    def usage(self, usage: str, metrics: str) -> str:
+        """The chunk without choices at the end."""
+        ...
+
+    def whole(self, choices: Sequence["WholeChoice"], usage: dict[str, Any], metrics: Any) -> dict[str, Any]:
+        """The response that is not a stream."""
+        ...
+
+
+class WholeChoice:
+    """One choice as it is collected."""
+
+    def __init__(self, prompt_token_ids: Sequence[int], echo: str) -> None:
+        self.prompt_token_ids = prompt_token_ids
+        self.texts = [echo]
+        self.token_ids: list[int] = []
+        self.logprobs: list[tuple[Sequence[int], TokenLogprobs]] = []
+        self.result: ChoiceResult | None = None
+
+    def take(self, delta: TokenDelta) -> None:
+        """Adds new tokens."""
+        self.texts.append(delta.text)
+        self.token_ids.extend(delta.token_ids)
+        if delta.logprobs is not None:
+            self.logprobs.append((delta.token_ids, delta.logprobs))
+
+
+class _Response:
+    """What both formats have: the same head in front of every chunk, the same end."""
+
+    def __init__(self, asked: Asked, *, kind: str, model: str, created: int, tokenizer: TextTokenizer | None) -> None:
+        self._asked, self._tokenizer = asked, tokenizer
+        self._about = {
+            "id": asked.request_id,
+            "object": kind,
+            "created": created,
+            "model": model,
+            "system_fingerprint": FINGERPRINT,
+        }
+        self._head = f"data: {_compact(self._about)[:-1]}," + '"choices":['
+        self._tail = ',"usage":null}\n\n' if asked.include_usage else "}\n\n"
+
+    def _end(self, usage: str) -> str:
+        return f',"usage":{usage}}}\n\n' if usage else self._tail
+
+    def _ids(self, delta: TokenDelta) -> str:
+        return f',"token_ids":[{",".join(map(str, delta.token_ids))}]' if self._asked.return_token_ids else ""
+
+    def usage(self, usage: str, metrics: str) -> str:
+        """The chunk without choices at the end."""
+        return f'{self._head}],"usage":{usage}{metrics}}}\n\n'
+
+    def _token(self, token_id: int) -> str:
+        return "" if self._tokenizer is None else self._tokenizer.token_text(token_id)
+
+    def _bytes(self, token_id: int) -> list[int]:
+        return [] if self._tokenizer is None else list(self._tokenizer.piece(token_id))
+
+
+class CompletionFormat(_Response):
+    """Of /v1/completions.
+
+    Args:
+        asked: what was asked for.
+        model: its name.
+        created: seconds of Unix time.
+        tokenizer: names the tokens in log probabilities.
+    """
+
+    def __init__(self, asked: Asked, *, model: str, created: int, tokenizer: TextTokenizer | None) -> None:
+        super().__init__(asked, kind="text_completion", model=model, created=created, tokenizer=tokenizer)
+        # Of each choice: characters of its tokens so far, where log probabilities are sent.
+        self._offsets: dict[int, int] = {}
+
+    def first(self, index: int, prompt_token_ids: Sequence[int], echo: str) -> str:
+        """The chunk before a choice's first tokens, or nothing."""
+        self._offsets[index] = 0
+        ids = f',"prompt_token_ids":{_compact(list(prompt_token_ids))}' if self._asked.return_token_ids else ""
+        if not echo and not ids:
+            return ""
+        start = f'{self._head}{{"index":{index},"text":{quoted(echo)},"logprobs":null'
+        return f'{start},"finish_reason":null,"stop_reason":null{ids}}}]{self._tail}'
+
+    def chunk(self, delta: TokenDelta, index: int, usage: str) -> str:
+        """New tokens of choice `index` of the response."""
+        logprobs = "null"
+        if delta.logprobs is not None:
+            logprobs = _compact(self._logprobs(index, [(delta.token_ids, delta.logprobs)]))
+        return (
+            f'{self._head}{{"index":{index},"text":{quoted(delta.text)},"logprobs":{logprobs},'
+            f'"finish_reason":null,"stop_reason":null{self._ids(delta)}}}]{self._end(usage)}'
+        )
+
+    def last(self, choice: ChoiceResult, index: int, usage: str) -> str:
+        """Why a choice ended."""
+        return (
+            f'{self._head}{{"index":{index},"text":"","logprobs":null,'
+            f'"finish_reason":"{choice.finish_reason}","stop_reason":{_stop_reason(choice)}}}]{self._end(usage)}'
+        )
+
+    def whole(self, choices: Sequence[WholeChoice], usage: dict[str, Any], metrics: Any) -> dict[str, Any]:
+        """The response that is not a stream."""
+        return {
+            **self._about,
+            "choices": [self._choice(*each) for each in enumerate(choices)],
+            "usage": usage,
+        } | metrics
+
+    def _choice(self, index: int, choice: WholeChoice) -> dict[str, Any]:
+        assert choice.result is not None
+        self._offsets[index] = 0
+        has_logprobs = self._asked.logprobs is not None
+        content: dict[str, Any] = {
+            "index": index,
+            "text": "".join(choice.texts),
+            "logprobs": self._logprobs(index, choice.logprobs) if has_logprobs else None,
+            "finish_reason": str(choice.result.finish_reason),
+            "stop_reason": _raw_stop_reason(choice.result),
+        }
+        if self._asked.return_token_ids:
+            content |= {"prompt_token_ids": list(choice.prompt_token_ids), "token_ids": choice.token_ids}
+        return content
+
+    def _logprobs(self, index: int, parts: Sequence[tuple[Sequence[int], TokenLogprobs]]) -> dict[str, Any]:
+        tokens, values, best, offsets = [], [], [], []
+        for token_ids, logprobs in parts:
+            for place, token_id in enumerate(token_ids):
+                text = self._token(token_id)
+                tokens.append(text)
+                values.append(_finite(logprobs.token_logprobs[place]))
+                best.append(self._best(logprobs, place, token_id))
+                offsets.append(self._offsets[index])
+                self._offsets[index] += len(text)
+        return {
+            "tokens": tokens,
+            "token_logprobs": values,
+            "top_logprobs": best if self._asked.logprobs else None,
+            "text_offset": offsets,
+        }
+
+    def _best(self, logprobs: TokenLogprobs, place: int, chosen: int) -> dict[str, float]:
+        """The best ones by their text, and the chosen one beside them where it is not among them."""
+        named = dict[str, float]()
+        if logprobs.top_token_ids:
+            for token_id, value in zip(logprobs.top_token_ids[place], logprobs.top_logprobs[place], strict=True):
+                # Of tokens that read alike the likelier one stays.
+                named.setdefault(self._token(token_id), _finite(value))
+        named.setdefault(self._token(chosen), _finite(logprobs.token_logprobs[place]))
+        return named
+
+
+class ChatFormat(_Response):
+    """Of /v1/chat/completions; arguments as of `CompletionFormat`."""
+
+    def __init__(self, asked: Asked, *, model: str, created: int, tokenizer: TextTokenizer | None) -> None:
+        kind = "chat.completion.chunk" if asked.stream else "chat.completion"
+        super().__init__(asked, kind=kind, model=model, created=created, tokenizer=tokenizer)
+
+    def first(self, index: int, prompt_token_ids: Sequence[int], echo: str) -> str:
+        """The chunk before a choice's first tokens, or nothing."""
+        ids = f',"prompt_token_ids":{_compact(list(prompt_token_ids))}' if self._asked.return_token_ids else ""
+        delta = '{"role":"assistant","content":""}'
+        return f'{self._head}{{"index":{index},"delta":{delta},"logprobs":null,"finish_reason":null}}]{ids}{self._tail}'
+
+    def chunk(self, delta: TokenDelta, index: int, usage: str) -> str:
+        """New tokens of choice `index` of the response."""
+        logprobs = "null"
+        if delta.logprobs is not None:
+            logprobs = _compact(self._logprobs([(delta.token_ids, delta.logprobs)]))
+        return (
+            f'{self._head}{{"index":{index},"delta":{{"content":{quoted(delta.text)}}},"logprobs":{logprobs},'
+            f'"finish_reason":null{self._ids(delta)}}}]{self._end(usage)}'
+        )
+
+    def last(self, choice: ChoiceResult, index: int, usage: str) -> str:
+        """Why a choice ended."""
+        return (
+            f'{self._head}{{"index":{index},"delta":{{}},"logprobs":null,'
+            f'"finish_reason":"{choice.finish_reason}","stop_reason":{_stop_reason(choice)}}}]{self._end(usage)}'
+        )
+
+    def whole(self, choices: Sequence[WholeChoice], usage: dict[str, Any], metrics: Any) -> dict[str, Any]:
+        """The response that is not a stream."""
+        content = {**self._about, "choices": [self._choice(*each) for each in enumerate(choices)], "usage": usage}
+        if self._asked.return_token_ids:
+            content["prompt_token_ids"] = list(choices[0].prompt_token_ids)
+        return content | metrics
+
+    def _choice(self, index: int, choice: WholeChoice) -> dict[str, Any]:
+        assert choice.result is not None
+        content: dict[str, Any] = {
+            "index": index,
+            "message": {"role": "assistant", "content": "".join(choice.texts), "refusal": None},
+            "logprobs": None if self._asked.logprobs is None else self._logprobs(choice.logprobs),
+            "finish_reason": str(choice.result.finish_reason),
+            "stop_reason": _raw_stop_reason(choice.result),
+        }
+        if self._asked.return_token_ids:
+            content["token_ids"] = choice.token_ids
+        return content
+
+    def _logprobs(self, parts: Sequence[tuple[Sequence[int], TokenLogprobs]]) -> dict[str, Any]:
+        content = []
+        for token_ids, logprobs in parts:
+            for place, token_id in enumerate(token_ids):
+                entry = self._entry(token_id, logprobs.token_logprobs[place])
+                best: list[dict[str, Any]] = []
+                if self._asked.logprobs and logprobs.top_token_ids:
+                    pairs = zip(logprobs.top_token_ids[place], logprobs.top_logprobs[place], strict=True)
+                    best = [self._entry(other, value) for other, value in pairs]
+                content.append(entry | {"top_logprobs": best})
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return {"token": self._token(token_id), "logprob": _finite(logprob), "bytes": self._bytes(token_id)}
+
+
+def _finite(logprob: float) -> float:
+    return max(float(logprob), _LEAST_LOGPROB)
+
+
+def _raw_stop_reason(choice: ChoiceResult) -> int | str | None:
+    return choice.stop_token_id if choice.stop_token_id is not None else choice.stop_string
+
+
+def _stop_reason(choice: ChoiceResult) -> str:
+    return json.dumps(_raw_stop_reason(choice))
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
