@@ -137,8 +137,8 @@ def _finish(record: RequestRecord, finished: generation_pb2.Finished, rounds: Se
     record.verify_steps = speculation.verify_steps
     record.drafted_tokens = speculation.spec_draft_tokens
     record.accepted_tokens = speculation.spec_accepted_tokens
-    drafted = [len(each.accepted_nodes) for each in rounds if each.node_tokens]
-    record.accepted_per_position, record.position_steps = positions(drafted), len(drafted)
+    accepted = [len(each.accepted_nodes) for each in rounds]
+    record.accepted_per_position, record.position_steps = positions(accepted), len(rounds)
     record.rounds = round_times(
         [
             (

@@ -29,6 +29,7 @@ class RoundTime:
             groups of requests take turns the other group's step.
         nodes: that were verified.
         accepted: of them.
+        result_ns: when the coordinator had the result, by its clock.
     """
 
     forward_ns: int
@@ -38,6 +39,7 @@ class RoundTime:
     between_ns: int
     nodes: int
     accepted: int
+    result_ns: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -153,6 +155,7 @@ def round_times(rounds: list[tuple[int, int, int, int, int, int, int]]) -> list[
                 between_ns=max(0, submitted - before - waited),
                 nodes=nodes,
                 accepted=accepted,
+                result_ns=result,
             )
         )
     return times
