@@ -23,6 +23,7 @@ from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.tokenizer import TextTokenizer
 from outrider.coordinator.validation import RequestLimits, RequestValidator
 from outrider.errors import OutriderError, Overloaded, Superseded
+from outrider.log_output import about
 from outrider.v1 import common_pb2, generation_pb2
 
 logger = logging.getLogger(__name__)
@@ -141,6 +142,7 @@ class Generations:
                 checked = replace(checked, caller=caller.name)
                 generation = self._scheduler.submit(checked, text_streams)
                 has_begun = True
+                logger.debug("request %s begins", request_id, extra=about(request_id=request_id))
                 # Only now: a request that cannot be taken over is better off with its old stream.
                 self.end(key, "another stream took it over")
                 live = self.live[key] = LiveGeneration(generation, checked.sampling.seed)
@@ -153,13 +155,15 @@ class Generations:
                 finally:
                     # Reached also when the client cancels or disconnects: the handler is then cancelled or closed.
                     generation.cancel()
+                    logger.debug("request %s has ended", request_id, extra=about(request_id=request_id))
                     if self.live.get(key) is live:
                         del self.live[key]
         except OutriderError as error:
             if not has_begun:
                 self.on_refusal(error)
             said = "ends" if has_begun else "is refused"
-            logger.info("request %s %s with %s: %s", request_id, said, type(error).__name__, error)
+            ids = about(request_id=request_id)
+            logger.info("request %s %s with %s: %s", request_id, said, type(error).__name__, error, extra=ids)
             raise
 
     async def _check(

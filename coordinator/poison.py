@@ -22,6 +22,7 @@ from enum import Enum, auto
 from outrider.coordinator.messages import GenerationRequest
 from outrider.coordinator.session import Session
 from outrider.errors import PoisonRequest
+from outrider.log_output import about
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ class Suspects:
     def refusal(self, request: GenerationRequest) -> PoisonRequest:
         """What its client is told."""
         request_id = request.request_id
-        logger.error("request %s is refused: targets crash of it", request_id)
+        logger.error("request %s is refused: targets crash of it", request_id, extra=about(request_id=request_id))
         return PoisonRequest(
             f"request {request_id} was being verified, at last alone, when two target workers crashed: it is not tried "
             "again"

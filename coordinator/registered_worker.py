@@ -3,9 +3,12 @@
 import asyncio
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
+from outrider.coordinator.answers import check_load
 from outrider.coordinator.links import DraftLink, TargetLink
 from outrider.coordinator.poison import LossKind
+from outrider.log_output import about
 from outrider.v1 import common_pb2, registry_pb2
 
 # Of a step that is overdue, the worker has to have said so much.
@@ -42,6 +45,11 @@ class RegisteredWorker:
     def worker_id(self) -> str:
         """Unique per process start."""
         return self.introduction.worker_id
+
+    @property
+    def ids(self) -> dict[str, Any]:
+        """For a line of the log."""
+        return about(worker_id=self.worker_id)
 
     @property
     def identity(self) -> str:
@@ -86,10 +94,15 @@ class RegisteredWorker:
         self.lose("it has drained", LossKind.SILENT)
 
     def hear(self, report: registry_pb2.WorkerReport) -> None:
-        """Takes a report after the introduction."""
-        self.reported_ns = time.monotonic_ns()
+        """Takes a report after the introduction.
+
+        Raises:
+            ValueError: it says what no worker can.
+        """
         if report.WhichOneof("report") == "load":
+            check_load(report.load)
             self.load = report.load
+        self.reported_ns = time.monotonic_ns()
         if report.draining and not self.is_draining:
             self.is_draining = True
             self.news.set()

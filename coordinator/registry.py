@@ -134,7 +134,9 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             await self._sit_out_quarantine(worker)
             if not worker.is_to_go:
                 await self._connect(worker)
-                logger.info("worker %s at %s is serving", worker.worker_id, worker.introduction.address)
+                logger.info(
+                    "worker %s at %s is serving", worker.worker_id, worker.introduction.address, extra=worker.ids
+                )
             await self._serve(worker, context, lease)
         except OutriderError as error:
             worker.lose(str(error))
@@ -157,7 +159,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 await context.write(lease)
             if worker.is_draining and not is_emptied:
                 is_emptied = True
-                logger.info("worker %s drains", worker.worker_id)
+                logger.info("worker %s drains", worker.worker_id, extra=worker.ids)
                 self._scheduler.drain_worker(worker.worker_id, on_empty=worker.leave)
             await worker.until_news()
 
@@ -166,7 +168,9 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         left_s = self._quarantine.left_s(worker.identity)
         if not left_s:
             return
-        logger.warning("worker %s is left alone for %.1f s: it was lost too often", worker.worker_id, left_s)
+        logger.warning(
+            "worker %s is left alone for %.1f s: it was lost too often", worker.worker_id, left_s, extra=worker.ids
+        )
         worker.is_quarantined = True
         while left_s and not worker.is_lost and not worker.is_to_go:
             await worker.until_news(timeout_s=min(left_s, _LAST_RESORT_S))
@@ -177,16 +181,16 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
 
     def _note_end(self, worker: RegisteredWorker) -> None:
         if worker.has_left:
-            logger.info("worker %s has left: %s", worker.worker_id, worker.lost_reason)
+            logger.info("worker %s has left: %s", worker.worker_id, worker.lost_reason, extra=worker.ids)
         elif worker.is_draining:
-            logger.warning("worker %s left before it was empty", worker.worker_id)
+            logger.warning("worker %s left before it was empty", worker.worker_id, extra=worker.ids)
         else:
             pause_s = self._quarantine.note_loss(worker.identity)
             counts, role = self._scheduler.totals.serving, "target" if worker.is_target else "draft"
             counts.lost_workers[role] += 1
             counts.quarantines[role] += bool(pause_s)
             then = f"; it is left alone for {pause_s:.0f} s" if pause_s else ""
-            logger.warning("worker %s is lost: %s%s", worker.worker_id, worker.lost_reason, then)
+            logger.warning("worker %s is lost: %s%s", worker.worker_id, worker.lost_reason, then, extra=worker.ids)
 
     async def _watch_heartbeats(
         self, worker: RegisteredWorker, reports: AsyncIterator[registry_pb2.WorkerReport]
@@ -202,7 +206,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             worker.lose(f"its heartbeats cannot be read: {error}")
         except Exception as error:
             # A lease that nobody watches would never end.
-            logger.exception("the heartbeats of %s cannot be read", worker.worker_id)
+            logger.exception("the heartbeats of %s cannot be read", worker.worker_id, extra=worker.ids)
             worker.lose(f"its heartbeats cannot be read: {error}")
         finally:
             silence.cancel()

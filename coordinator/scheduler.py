@@ -28,6 +28,7 @@ from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.verify_loop import Totals, VerifyLoop
 from outrider.coordinator.watchdog import watch_steps
 from outrider.errors import FieldViolation, InvalidRequest, OutriderError, Overloaded, PoisonRequest, WorkerUnavailable
+from outrider.log_output import about
 from outrider.v1 import common_pb2, registry_pb2
 
 logger = logging.getLogger(__name__)
@@ -133,6 +134,7 @@ class Scheduler:
             session.generation.on_resume = self._notify_all
             session.committed_ns = clock.now_ns()
             lane.place(session)
+            logger.debug("session %d goes to %s", session.session_id, lane.worker_id, extra=session.ids)
             self._draft_places.assign(session)
             lane.notify()
 
@@ -209,7 +211,7 @@ class Scheduler:
                 session.generation.abort(WorkerUnavailable(message))
                 return
             self.totals.serving.reopened += 1
-            logger.warning("session %d is opened anew: %s", session.session_id, fault.message)
+            logger.warning("session %d is opened anew: %s", session.session_id, fault.message, extra=session.ids)
 
     def _wait_for_room(self, session: Session, reason: str) -> None:
         """The target is full with others' sessions: this one rests for a moment, then asks again."""
@@ -255,7 +257,7 @@ class Scheduler:
 
     def _on_loop_done(self, worker_id: str, on_failure: Callable[[str], None], loop: "asyncio.Task[None]") -> None:
         if not loop.cancelled() and (error := loop.exception()) is not None:
-            logger.error("the verify loop of %s failed", worker_id, exc_info=error)
+            logger.error("the verify loop of %s failed", worker_id, exc_info=error, extra=about(worker_id=worker_id))
             reason = f"its verify loop failed: {error}"
             # The defect is ours.
             self.remove_target(worker_id, reason, kind=LossKind.SILENT)
@@ -278,7 +280,7 @@ class Scheduler:
         for session in sessions:
             if self._suspects.condemns(session):
                 self._doubt(session)
-        logger.warning("target %s is gone: %s", worker_id, reason)
+        logger.warning("target %s is gone: %s", worker_id, reason, extra=about(worker_id=worker_id))
         self._admit()
         self._expect_target()
 
@@ -287,6 +289,7 @@ class Scheduler:
         for session in reversed(sessions):
             # Its loop tells clients no more, and whom it had no room for has not asked another target yet.
             session.deliver()
+            logger.debug("session %d has lost its target", session.session_id, extra=session.ids)
             session.submission, session.target_id, session.rests_until_ns = None, None, 0
             self._without_room_since.pop(session.session_id, None)
             if not session.is_finished:
@@ -426,7 +429,7 @@ class Scheduler:
         session, peer = self._sessions.get(session_id), self._drafts.get(worker_id)
         if session is None or peer is None or session.draft_epochs.get(worker_id) != epoch:
             return
-        logger.info("draft %s gave up session %d: %s", worker_id, session_id, message)
+        logger.info("draft %s gave up session %d: %s", worker_id, session_id, message, extra=session.ids)
         del session.draft_epochs[worker_id]
         session.mirror.forget_worker(worker_id)
         peer.sessions.discard(session_id)

@@ -5,7 +5,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from outrider.coordinator import clock
 from outrider.coordinator.candidates import Tree
@@ -31,6 +31,7 @@ from outrider.coordinator.mirror import Commitment, Mirror, TreeMirror
 from outrider.coordinator.request_times import RequestTimes
 from outrider.coordinator.text_stream import StreamedText, TextStream
 from outrider.errors import InternalError, OutriderError
+from outrider.log_output import about
 from outrider.sampling import VerificationRule
 
 logger = logging.getLogger(__name__)
@@ -113,6 +114,11 @@ class Session:
         if token_ids:
             text = self._extend(token_ids)
             self.text_bytes += len((self._text_of(token_ids) if text is None else text).encode())
+
+    @property
+    def ids(self) -> dict[str, Any]:
+        """What it is called by clients and by workers, for a line of the log."""
+        return about(request_id=self.request.request_id, session_id=self.session_id)
 
     @property
     def output_length(self) -> int:
@@ -293,7 +299,7 @@ class Session:
 
     def _without_text(self, error: Exception) -> InternalError:
         request_id = self.request.request_id
-        logger.exception("request %s: its tokens cannot be turned into text", request_id)
+        logger.exception("request %s: its tokens cannot be turned into text", request_id, extra=self.ids)
         return InternalError(
             f"the tokens of request {request_id} cannot be turned into text: {type(error).__name__}: {error}"
         )

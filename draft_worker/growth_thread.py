@@ -21,6 +21,7 @@ from outrider.draft_worker.growth import TreeGrowth
 from outrider.draft_worker.growth_step import GrowthStep, SessionGrowth
 from outrider.draft_worker.session import CommitMismatch, SessionStart
 from outrider.errors import OutriderError
+from outrider.log_output import about
 from outrider.metrics.worker import StepCounts
 from outrider.step_watch import StepWatch
 from outrider.worker import share_interpreter
@@ -307,5 +308,6 @@ def _apply(growth: TreeGrowth, command: Command) -> None:
         else:
             growth.close(command.key, command.epoch)
     except (OutriderError, CommitMismatch) as error:
-        logger.info("session %d, epoch %d: %s", session_id, epoch, error)
+        ids = about(session_id=session_id, epoch=epoch)
+        logger.info("session %d, epoch %d: %s", session_id, epoch, error, extra=ids)
         command.owner.fail(SessionFailure(session_id, epoch, error))

@@ -23,6 +23,7 @@ from outrider.draft_worker.growth_thread import (
 )
 from outrider.draft_worker.session import GrowthLimits, GrowthMode, SessionStart
 from outrider.errors import FieldViolation, InvalidRequest, OutriderError
+from outrider.log_output import about
 from outrider.sampling import SamplingSpec
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 from outrider.wire import floats_to_bytes, split_by_counts, tokens_from_bytes
@@ -134,6 +135,8 @@ def _commands(message: draft_pb2.DraftCommands, stream: _Stream) -> list[Command
     _check_columns(message)
     commands: list[Command] = []
     for opened in message.opens:
+        ids = about(session_id=opened.session_id, epoch=opened.epoch)
+        logger.debug("session %d, epoch %d is opened", opened.session_id, opened.epoch, extra=ids)
         try:
             commands.append(OpenCommand(stream, _session_start(opened, message.incarnation, stream)))
         except InvalidRequest as error:

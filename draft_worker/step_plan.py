@@ -13,6 +13,7 @@ from outrider.draft_worker.growth_step import GrowthConfig
 from outrider.draft_worker.session import DraftSession
 from outrider.engine.draft_staging import GrowthRows
 from outrider.engine.kv_slots import SlotTable
+from outrider.log_output import about
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +140,8 @@ class StepPlanner:
                 victim = holders.pop()
                 if plan.holds_chain(victim):
                     continue
-                logger.info("session %d waits for slots: %d free", victim.key[1], self._slots.free)
+                ids = about(session_id=victim.key[1])
+                logger.info("session %d waits for slots: %d free", victim.key[1], self._slots.free, extra=ids)
                 victim.starve()
                 if victim is session:
                     return False

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from outrider.engine.prefix_cache import common_length
+from outrider.log_output import about
 from outrider.target_worker.session_kv import SessionKv
 from outrider.target_worker.sessions import Session, TreeRequest
 from outrider.target_worker.step_cost import PrefillAllowance, StepCost, StepShape, prefill_pairs
@@ -241,7 +242,8 @@ class Planner:
             for victim in sorted(within_reach, key=lambda other: other.order, reverse=True):
                 if slots.free >= count:
                     break
-                logger.info("session %d is preempted: out of KV slots", victim.key[1])
+                ids = about(session_id=victim.key[1])
+                logger.info("session %d is preempted: out of KV slots", victim.key[1], extra=ids)
                 self.preemptions += 1
                 self._kv.cut(victim, 0)
                 displaced.add(id(victim))

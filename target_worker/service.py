@@ -11,6 +11,7 @@ import grpc.aio
 from outrider import rpc
 from outrider.draft_distribution import unpack_distributions
 from outrider.errors import FieldViolation, InvalidRequest, OutriderError
+from outrider.log_output import about
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.sessions import Code, OpenRequest, Outcome, SessionFault, SessionKey, TreeRequest
 from outrider.target_worker.step_thread import Batch, BatchResult, Load, StepThread
@@ -128,6 +129,8 @@ def unpack(request: target_pb2.VerifyRequest) -> tuple[Batch, list[common_pb2.Se
     opens: list[OpenRequest] = []
     unreadable: list[common_pb2.SessionError] = []
     for opening in request.opens:
+        ids = about(session_id=opening.session_id, epoch=opening.epoch)
+        logger.debug("session %d, epoch %d is opened", opening.session_id, opening.epoch, extra=ids)
         try:
             opens.append(_open_request(request.incarnation, opening))
         except ValueError as error:

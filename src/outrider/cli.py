@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from outrider.errors import InvalidRequest, OutriderError, WorkerHung
-from outrider.log_output import log_to_stderr
+from outrider.log_output import LogFormat, log_to_stderr
 
 BAD_ARGUMENTS, FAILED, INTERRUPTED = 2, 1, 130
 # typer brings click along in itself or as a package, by its version: this is the root of its errors in either.
@@ -34,6 +34,12 @@ _ROLE_OPTIONS = [
         inspect.Parameter.KEYWORD_ONLY,
         default="info",
         annotation=Annotated[LogLevel, typer.Option(help="Least severity that is logged, on stderr.")],
+    ),
+    inspect.Parameter(
+        "log_format",
+        inspect.Parameter.KEYWORD_ONLY,
+        default="text",
+        annotation=Annotated[LogFormat, typer.Option(help="Lines for people, or a JSON object a line for programs.")],
     ),
     inspect.Parameter(
         "stop_with_stdin",
@@ -136,8 +142,8 @@ def local_endpoint(drafts: int) -> Iterator[str]:
 def _role(config_type: type, serve: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     from outrider.command_options import config_command
 
-    def run_role(config: Any, *, log_level: LogLevel, stop_with_stdin: bool) -> None:
-        log_to_stderr(log_level)
+    def run_role(config: Any, *, log_level: LogLevel, log_format: LogFormat, stop_with_stdin: bool) -> None:
+        log_to_stderr(log_level, log_format, role=serve.__name__.strip("_"))
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(_serve_until_stopped(serve, config, stop_with_stdin=stop_with_stdin))
 

@@ -9,7 +9,7 @@ show the other (https://docs.vllm.ai/en/stable/usage/metrics/).
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -78,4 +78,6 @@ def registry_of(describe: Describe) -> CollectorRegistry:
     """A registry of one role; it describes itself only when it is read, so it may be made before anything runs."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(RoleCollector(describe))
+    # Memory, files and CPU time of the process, under the names that Prometheus has for them.
+    ProcessCollector(registry=registry)
     return registry
