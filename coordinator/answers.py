@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.v1 import common_pb2, target_pb2
+from outrider.wire import floats_from_bytes
 
 # No step takes an hour, and no such number is to reach a mean or a counter.
 _LONGEST_STEP_NS = 3_600_000_000_000
@@ -74,6 +75,27 @@ def check_report(report: common_pb2.StepReport) -> None:
         raise ValueError(f"a step of {longest / 1e9:.0f} s is reported")
     if report.tokens > _MOST_ROWS:
         raise ValueError(f"a step of {report.tokens} rows is reported")
+
+
+def check_load(load: common_pb2.WorkerLoad) -> None:
+    """What a heartbeat says of a worker: whoever asks for the service's state is shown it.
+
+    Raises:
+        ValueError: a share that is none, or a calibration whose columns do not fit.
+    """
+    if not 0.0 <= load.busy < np.inf:
+        raise ValueError(f"busy: {load.busy} is no share of a worker's time")
+    if not load.HasField("calibration"):
+        return
+    edges = floats_from_bytes(load.calibration.edges)
+    if not np.isfinite(edges).all():
+        raise ValueError("calibration: edges that are no numbers")
+    for found in load.calibration.rules:
+        predicted = floats_from_bytes(found.predicted)
+        if {len(found.children), len(found.hits), len(predicted)} != {len(edges) + 1}:
+            raise ValueError(f"calibration: not one entry for each of {len(edges) + 1} bins")
+        if not np.isfinite(predicted).all():
+            raise ValueError("calibration: estimates that are no numbers")
 
 
 def usable_acceptance(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:

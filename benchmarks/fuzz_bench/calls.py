@@ -37,15 +37,21 @@ class Answer:
 
 
 async def call(
-    channel: grpc.aio.Channel, method: MethodDescriptor, payloads: Sequence[bytes], *, most_responses: int | None = None
+    channel: grpc.aio.Channel,
+    method: MethodDescriptor,
+    payloads: Sequence[bytes],
+    *,
+    most_responses: int | None = None,
+    timeout_s: float = CALL_S,
 ) -> Answer:
     """Sends the payloads as they are.
 
     Args:
         most_responses: of a stream without an end.
+        timeout_s: for the call.
     """
     for _ in range(_TRIES):
-        answer = await _call(channel, method, payloads, most_responses)
+        answer = await _call(channel, method, payloads, most_responses, timeout_s)
         # What the client of gRPC says of a call that the server ended while it was still being written.
         if answer.details != "Internal error from Core":
             break
@@ -53,22 +59,26 @@ async def call(
 
 
 async def _call(
-    channel: grpc.aio.Channel, method: MethodDescriptor, payloads: Sequence[bytes], most_responses: int | None
+    channel: grpc.aio.Channel,
+    method: MethodDescriptor,
+    payloads: Sequence[bytes],
+    most_responses: int | None,
+    timeout_s: float,
 ) -> Answer:
     path = f"/{method.containing_service.full_name}/{method.name}"
     responses: list[bytes] = []
     try:
         if method.client_streaming:
-            stream = channel.stream_stream(path)(timeout=CALL_S)
+            stream = channel.stream_stream(path)(timeout=timeout_s)
             # Who has ended the call takes no more; its status says why.
             with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 for payload in payloads:
                     await stream.write(payload)
                 await stream.done_writing()
         elif method.server_streaming:
-            stream = channel.unary_stream(path)(payloads[0], timeout=CALL_S)
+            stream = channel.unary_stream(path)(payloads[0], timeout=timeout_s)
         else:
-            answer = await channel.unary_unary(path)(payloads[0], timeout=CALL_S)
+            answer = await channel.unary_unary(path)(payloads[0], timeout=timeout_s)
             return Answer(code=Status.OK, details="", responses=[answer])
         async for response in stream:
             responses.append(response)

@@ -13,7 +13,7 @@ from benchmarks.fuzz_bench.services import SERVICES
 from benchmarks.fuzz_bench.tiny_service import tiny_service
 from rich.console import Console
 
-_SHOWN = 5
+_SHOWN, _SHOWN_PAYLOADS = 5, 4
 _SHOWN_BYTES = 400
 
 
@@ -62,5 +62,5 @@ def _show(outcome: Outcome) -> None:
     )
     for finding in outcome.findings[:_SHOWN]:
         say(f"  {finding.method}: {finding.fault[:_SHOWN_BYTES]}")
-        for payload in finding.payloads:
+        for payload in finding.payloads[-_SHOWN_PAYLOADS:]:
             say(f"    {payload[:_SHOWN_BYTES].hex()}")

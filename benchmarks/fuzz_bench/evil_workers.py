@@ -1,25 +1,33 @@
 """The other direction: workers that answer the coordinator with messages that nobody should send.
 
-An evil target may choose any token, so its answers are held against the rules of a stream alone; beside an evil draft
-the tokens are those of the honest target.
+Three kinds: a target's answers to batches, a draft's trees, and the heartbeats of a draft whose trees are honest. An
+evil target may choose any token, so its answers are held against the rules of a stream alone; beside an evil draft the
+tokens are those of the honest target.
 """
 
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 import grpc.aio
+from benchmarks.fuzz_bench.honest_answers import Grower, heartbeat, introduction, verified
 from benchmarks.fuzz_bench.messages import MessageFuzzer
-from benchmarks.fuzz_bench.tiny_service import MODEL_LEN, PROMPT, VOCAB_SIZE
+from benchmarks.fuzz_bench.tiny_service import PROMPT
 from google.protobuf.message import Message
 
 from outrider.rpc import CHANNEL_OPTIONS, SERVER_OPTIONS
-from outrider.v1 import common_pb2, draft_pb2, generation_pb2, registry_pb2, registry_pb2_grpc, target_pb2
-from outrider.wire import floats_to_bytes
+from outrider.v1 import common_pb2, draft_pb2, generation_pb2, registry_pb2, target_pb2
+
+# Messages that are remembered for a finding.
+_REMEMBERED = 16
+_HEARTBEAT_S = 0.3
+# Between heartbeats that are the point.
+_EVIL_HEARTBEAT_S = 0.003
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,11 +36,13 @@ class EvilKind:
 
     Attributes:
         name: of the message.
+        message_type: its class.
         is_target: whether the worker that sends it verifies; else it drafts, beside an honest target.
         codes: that requests may end with.
     """
 
     name: str
+    message_type: type[Message]
     is_target: bool
     codes: frozenset[str]
 
@@ -45,28 +55,53 @@ class EvilKind:
 EVIL_KINDS = (
     EvilKind(
         name="VerifyResponse",
+        message_type=target_pb2.VerifyResponse,
         is_target=True,
         codes=frozenset({"OK", "UNAVAILABLE", "INTERNAL", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"}),
     ),
-    EvilKind(name="DraftGrowth", is_target=False, codes=frozenset({"OK"})),
+    EvilKind(name="DraftGrowth", message_type=draft_pb2.DraftGrowth, is_target=False, codes=frozenset({"OK"})),
+    EvilKind(name="WorkerReport", message_type=registry_pb2.WorkerReport, is_target=False, codes=frozenset({"OK"})),
 )
+
+
+class EvilMessages:
+    """What all evil workers of a run send, so that they stop together.
+
+    Attributes:
+        kind: of the messages.
+        sent: so far.
+        last: the last ones.
+    """
+
+    def __init__(self, kind: EvilKind, *, seed: int) -> None:
+        self.kind, self.sent = kind, 0
+        self.last: deque[bytes] = deque(maxlen=_REMEMBERED)
+        self._fuzzer = MessageFuzzer(kind.message_type, seed=seed)
+
+    def turns(self) -> Iterator[bool]:
+        """Of each message of a stream, whether it is evil: a few at first are not, then every other one is."""
+        yield from [False] * self._fuzzer.random.choice((0, 0, 1, 2))
+        while True:
+            yield self._fuzzer.random.random() >= 0.5
+
+    def of(self, honest: Message) -> bytes:
+        """One that is to be sent instead of this."""
+        data = self._fuzzer.message([honest])
+        self.sent += 1
+        self.last.append(data)
+        return data
 
 
 class EvilWorker:
     """A worker that answers honestly for a while, then every other time; it registers again and again."""
 
-    def __init__(self, coordinator: str, *, kind: EvilKind, tokenizer_hash: str, seed: int) -> None:
-        self._coordinator, self._is_target, self._tokenizer_hash = coordinator, kind.is_target, tokenizer_hash
-        output = target_pb2.VerifyResponse if kind.is_target else draft_pb2.DraftGrowth
-        self.fuzzer = MessageFuzzer(output, seed=seed)
-        self.sent: list[bytes] = []
-        self._honest_left = 0
-        self._numbers = itertools.count(1)
+    # Of all of them: a name that has been lost before would be left alone for a while.
+    _numbers = itertools.count(1)
 
-    def begin_case(self) -> None:
-        """Some messages from now on are honest, then one in two is not."""
-        self.sent.clear()
-        self._honest_left = self.fuzzer.random.choice((0, 0, 1, 2))
+    def __init__(self, coordinator: str, messages: EvilMessages, *, tokenizer_hash: str) -> None:
+        self._coordinator, self._messages, self._tokenizer_hash = coordinator, messages, tokenizer_hash
+        self._is_target = messages.kind.is_target
+        self._beats = messages.kind.message_type is registry_pb2.WorkerReport
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -88,11 +123,18 @@ class EvilWorker:
             await server.stop(0)
 
     async def _register(self, address: str) -> None:
+        path = "/outrider.v1.RegistryService/Register"
         async with grpc.aio.insecure_channel(self._coordinator, options=CHANNEL_OPTIONS) as channel:
             while True:
                 with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                    call = registry_pb2_grpc.RegistryServiceStub(channel).Register()
-                    await call.write(self._introduction(address))
+                    call = channel.stream_stream(path)()
+                    hello = introduction(
+                        next(self._numbers),
+                        address=address,
+                        is_target=self._is_target,
+                        tokenizer_hash=self._tokenizer_hash,
+                    )
+                    await call.write(hello.SerializeToString())
                     await call.read()
                     heartbeats = asyncio.create_task(self._report(call))
                     try:
@@ -103,103 +145,24 @@ class EvilWorker:
                 await asyncio.sleep(0.002)
 
     async def _report(self, call: Any) -> None:
+        turns = self._messages.turns() if self._beats else itertools.repeat(False)
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            while True:
-                await call.write(registry_pb2.WorkerReport(load=common_pb2.WorkerLoad(slots_total=100)))
-                await asyncio.sleep(0.3)
-
-    def _introduction(self, address: str) -> registry_pb2.WorkerReport:
-        number = next(self._numbers)
-        introduction = registry_pb2.WorkerIntroduction(
-            worker_id=f"evil-{number}",
-            # One that has not been lost before.
-            name=f"evil-{number}",
-            role=registry_pb2.WORKER_ROLE_TARGET if self._is_target else registry_pb2.WORKER_ROLE_DRAFT,
-            address=address,
-            model=common_pb2.ModelInfo(
-                name="evil", vocab_size=VOCAB_SIZE, tokenizer_hash=self._tokenizer_hash, max_model_len=MODEL_LEN
-            ),
-            limits=registry_pb2.WorkerLimits(max_sessions=8, max_tree_nodes=16, max_step_tokens=64),
-        )
-        return registry_pb2.WorkerReport(introduction=introduction)
+            for number, is_evil in enumerate(turns):
+                honest = heartbeat(number)
+                await call.write(self._messages.of(honest) if is_evil else honest.SerializeToString())
+                await asyncio.sleep(_EVIL_HEARTBEAT_S if self._beats else _HEARTBEAT_S)
 
     async def _answer(self, requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        grower = _Grower()
+        turns = itertools.repeat(False) if self._beats else self._messages.turns()
+        grower = Grower()
         async for data in requests:
             if self._is_target:
                 request = target_pb2.VerifyRequest.FromString(data)
-                honest: Message | None = _verified(request) if request.step else None
+                honest: Message | None = verified(request) if request.step else None
             else:
                 honest = grower.grown(draft_pb2.DraftCommands.FromString(data))
-            if honest is None:
-                continue
-            if self._honest_left > 0 or self.fuzzer.random.random() < 0.5:
-                self._honest_left -= 1
-                yield honest.SerializeToString()
-            else:
-                self.sent.append(self.fuzzer.message([honest]))
-                yield self.sent[-1]
-
-
-def _verified(request: target_pb2.VerifyRequest) -> target_pb2.VerifyResponse:
-    """Accepts the first node if it has no other parent than the root, and goes on with any token."""
-    trees, places = request.trees, itertools.accumulate((0, *request.trees.node_counts))
-    response = target_pb2.VerifyResponse(
-        step=request.step,
-        session_ids=trees.session_ids,
-        epochs=trees.epochs,
-        outcomes=[target_pb2.OUTCOME_ACCEPTED] * len(trees.session_ids),
-        cached_tokens=[0] * len(trees.session_ids),
-        report=common_pb2.StepReport(step_ns=100_000, forward_ns=50_000, tokens=1 + len(trees.tokens), sessions=1),
-        load=common_pb2.WorkerLoad(sessions=1, slots_total=100),
-    )
-    for row, (length, count, place) in enumerate(zip(trees.lengths, trees.node_counts, places, strict=False)):
-        accepted = min(count, 1)
-        response.accepted_counts.append(accepted)
-        response.accepted_nodes.extend([1] * accepted)
-        tokens = [*trees.tokens[place : place + accepted], (length * 7) % VOCAB_SIZE]
-        response.token_counts.append(len(tokens))
-        response.tokens.extend(tokens)
-        logprobs = response.logprobs.add(row=row, top_count=1, top_token_ids=tokens)
-        logprobs.token_logprobs = logprobs.top_logprobs = floats_to_bytes([-1.0] * len(tokens))
-    return response
-
-
-class _Grower:
-    """Answers every open and every commit with two nodes."""
-
-    def __init__(self) -> None:
-        self._ids = itertools.count(1)
-        self._lengths: dict[tuple[int, int], int] = {}
-
-    def grown(self, commands: draft_pb2.DraftCommands) -> draft_pb2.DraftGrowth | None:
-        for opening in commands.opens:
-            length = (len(opening.prompt) + len(opening.output)) // 4
-            self._lengths[opening.session_id, opening.epoch] = length
-        batch = commands.commits
-        for session_id, epoch, position, count in zip(
-            batch.session_ids, batch.epochs, batch.positions, batch.token_counts, strict=True
-        ):
-            self._lengths[session_id, epoch] = position + count
-        for key in zip(commands.close_session_ids, commands.close_epochs, strict=True):
-            self._lengths.pop(key, None)
-        if not self._lengths:
-            return None
-        growth = draft_pb2.DraftGrowth(
-            report=common_pb2.StepReport(step_ns=100_000), load=common_pb2.WorkerLoad(sessions=len(self._lengths))
-        )
-        for (session_id, epoch), length in self._lengths.items():
-            first, second = next(self._ids), next(self._ids)
-            growth.session_ids.append(session_id)
-            growth.epochs.append(epoch)
-            growth.as_of.append(length)
-            growth.node_counts.append(2)
-            growth.complete.append(True)
-            growth.node_ids.extend((first, second))
-            growth.parents.extend((0, first))
-            growth.tokens.extend((length % VOCAB_SIZE, 7))
-        growth.acceptance = floats_to_bytes([0.9] * len(growth.tokens))
-        return growth
+            if honest is not None:
+                yield self._messages.of(honest) if next(turns) else honest.SerializeToString()
 
 
 def evil_request(number: int, kind: EvilKind) -> bytes:

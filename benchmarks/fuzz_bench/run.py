@@ -1,8 +1,11 @@
 """A fuzzing run: so many messages at one service, a correct request now and then, and what is left behind."""
 
 import asyncio
+import contextlib
 import dataclasses
 import gc
+import itertools
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,10 +14,11 @@ from pathlib import Path
 
 import grpc.aio
 from benchmarks.fuzz_bench.calls import Answer, Target, call
-from benchmarks.fuzz_bench.evil_workers import EvilKind, EvilWorker, evil_request
+from benchmarks.fuzz_bench.evil_workers import EvilKind, EvilMessages, EvilWorker, evil_request
 from benchmarks.fuzz_bench.services import targets_of
 from benchmarks.fuzz_bench.tiny_service import Gauges, TinyService, exceeded, tiny_service
 
+from outrider.coordinator.commands import status_dict
 from outrider.rpc import CHANNEL_OPTIONS
 from outrider.v1 import generation_pb2
 
@@ -23,8 +27,12 @@ _PROBE_EVERY = 500
 _AT_ONCE = 4
 # At the start, what is allocated once and kept: caches, buffers, the allocator's own.
 _WARM_UP_SHARE = 0.2
-# A worker that is lost again and again is what is wanted here; one that says nothing is given up soon.
-_PATIENT = {"quarantine_losses": 10**9, "step_timeout_s": 0.5}
+# A worker that is lost again and again is what is wanted here.
+_PATIENT = {"quarantine_losses": 10**9}
+# Evil targets, and clients of theirs. A quarter of their answers leave a step without one, which is then waited for.
+_TARGETS_AT_ONCE, _EVIL_STEP_S = 24, 0.3
+# A request goes on at one of them after the other.
+_MOVING_S = 60.0
 _ROLES = {"TargetService": "target", "DraftService": "draft"}
 
 
@@ -79,52 +87,83 @@ async def fuzz(
 async def fuzz_answers(
     folder: Path, kind: EvilKind, *, messages: int, seed: int, say: Callable[[str], None] = lambda line: None
 ) -> Outcome:
-    """Lets a worker answer a coordinator with fuzzed messages until it has sent so many."""
-    roles = ("target",) if kind.has_target else ()
-    async with tiny_service(folder, roles=roles, **_PATIENT) as served:
-        outcome, began = Outcome(service=kind.name), time.monotonic()
-        path = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].methods_by_name["Generate"]
-        judge = next(target for target in targets_of("GenerationService", tokenizer_hash="")).judge
+    """Lets workers answer a coordinator with fuzzed messages until they have sent so many."""
+    roles, settings = ((), _PATIENT | {"step_timeout_s": _EVIL_STEP_S}) if kind.is_target else (("target",), _PATIENT)
+    async with tiny_service(folder, roles=roles, **settings) as served:
+        return await _AnswersRun(served, kind, seed, say).run(messages)
+
+
+class _AnswersRun:
+    """Several evil workers of one coordinator, and as many clients, each of which asks again and again."""
+
+    def __init__(self, served: TinyService, kind: EvilKind, seed: int, say: Callable[[str], None]) -> None:
+        self._served, self._kind, self._say = served, kind, say
+        self._outcome = Outcome(service=kind.name)
+        self._evil = EvilMessages(kind, seed=seed)
+        self._judge = next(target for target in targets_of("GenerationService", tokenizer_hash="")).judge
+        self._wanted: list[dict[int, list[int]]] = []
+        self._at_once = _TARGETS_AT_ONCE if kind.is_target else _AT_ONCE
+        self._numbers = itertools.count()
+        self._rss = rss_mb()
+
+    async def run(self, messages: int) -> Outcome:
+        outcome, served, began = self._outcome, self._served, time.monotonic()
+        address = served.addresses["coordinator"]
         tokenizer_hash = served.coordinator.registry._model.tokenizer_hash
-        evil = EvilWorker(served.addresses["coordinator"], kind=kind, tokenizer_hash=tokenizer_hash, seed=seed)
-        async with grpc.aio.insecure_channel(served.addresses["coordinator"], options=CHANNEL_OPTIONS) as channel:
-            wanted = {}
-            if kind.has_target:
-                for number in range(2):
-                    wanted[number] = tokens_of(await call(channel, path, [evil_request(number, kind)]))
+        async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+            if self._kind.has_target:
+                self._wanted = [tokens_of(await self._ask(channel, number)) for number in range(2)]
             before = served.gauges()
-            async with evil.serving():
-                number, rss, probe = 0, rss_mb(), 0
-                while outcome.messages < messages:
-                    await served.until(lambda: served.serving == len(roles) + 1)
-                    evil.begin_case()
-                    payload = evil_request(number, kind)
-                    called = time.monotonic()
-                    answer = await call(channel, path, [payload])
-                    outcome.slowest_s = max(outcome.slowest_s, time.monotonic() - called)
-                    outcome.codes[answer.code.name] += 1
-                    try:
-                        assert answer.code.name in kind.codes, f"{answer.code.name}: {answer.details}"
-                        judge([payload], answer)
-                        if wanted:
-                            assert tokens_of(answer) == wanted[number % 2], "other tokens than without this draft"
-                        served.check_alive()
-                    except AssertionError as error:
-                        outcome.findings.append(Finding(method=kind.name, payloads=list(evil.sent), fault=str(error)))
-                        say(f"{kind.name}: {error!s:.300}")
-                    outcome.messages += len(evil.sent)
-                    number += 1
-                    if outcome.messages // _PROBE_EVERY > probe:
-                        probe = outcome.messages // _PROBE_EVERY
-                        gc.collect()
-                        outcome.rss_curve_mb.append(rss_mb())
-                    if outcome.messages < messages * _WARM_UP_SHARE:
-                        rss = rss_mb()
+            async with contextlib.AsyncExitStack() as stack:
+                for _ in range(self._at_once):
+                    worker = EvilWorker(address, self._evil, tokenizer_hash=tokenizer_hash)
+                    await stack.enter_async_context(worker.serving())
+                async with asyncio.TaskGroup() as clients:
+                    for _ in range(self._at_once):
+                        clients.create_task(self._ask_again(channel, messages))
         gc.collect()
-        outcome.rss_mb = rss, rss_mb()
+        outcome.messages, outcome.rss_mb = self._evil.sent, (self._rss, rss_mb())
         outcome.left = exceeded(await served.quiet(before), before)
         outcome.seconds = time.monotonic() - began
         return outcome
+
+    async def _ask(self, channel: grpc.aio.Channel, number: int) -> Answer:
+        path = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].methods_by_name["Generate"]
+        return await call(channel, path, [evil_request(number, self._kind)], timeout_s=_MOVING_S)
+
+    async def _ask_again(self, channel: grpc.aio.Channel, messages: int) -> None:
+        outcome, served = self._outcome, self._served
+        while self._evil.sent < messages:
+            # Somebody evil is there; else nothing would be fuzzed.
+            await served.until(lambda: served.serving > len(self._wanted[:1]))
+            number, began = next(self._numbers), time.monotonic()
+            answer = await self._ask(channel, number)
+            outcome.slowest_s = max(outcome.slowest_s, time.monotonic() - began)
+            outcome.codes[answer.code.name] += 1
+            try:
+                self._check(number, answer)
+            except (AssertionError, ValueError) as error:
+                payloads = list(self._evil.last)
+                outcome.findings.append(Finding(method=self._kind.name, payloads=payloads, fault=str(error)))
+                self._say(f"{self._kind.name}: {error!s:.300}")
+            self._note_memory(messages)
+
+    def _check(self, number: int, answer: Answer) -> None:
+        assert answer.code.name in self._kind.codes, f"{answer.code.name}: {answer.details}"
+        self._judge([evil_request(number, self._kind)], answer)
+        if self._wanted:
+            assert tokens_of(answer) == self._wanted[number % 2], "other tokens than without this worker"
+            self._outcome.probes += 1
+        self._served.check_alive()
+        # What everybody is shown who asks for the service's state.
+        json.dumps(status_dict(self._served.coordinator.info()), allow_nan=False)
+
+    def _note_memory(self, messages: int) -> None:
+        if self._evil.sent // _PROBE_EVERY > len(self._outcome.rss_curve_mb):
+            gc.collect()
+            self._outcome.rss_curve_mb.append(rss_mb())
+        if self._evil.sent < messages * _WARM_UP_SHARE:
+            self._rss = rss_mb()
 
 
 def tokens_of(answer: Answer) -> dict[int, list[int]]:
