@@ -9,6 +9,7 @@ from outrider.coordinator.http.errors import RequestTooLarge, UnsupportedMediaTy
 from outrider.errors import FieldViolation, InvalidRequest
 
 _MOST_NAMED = 8
+_MOST_UNREAD_BYTES = 256 << 20
 
 
 async def read_json_object(scope: Mapping[str, Any], receive: Any, *, most_bytes: int) -> tuple[dict[str, Any], int]:
@@ -24,16 +25,20 @@ async def read_json_object(scope: Mapping[str, Any], receive: Any, *, most_bytes
     media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     if media_type != b"application/json":
         raise UnsupportedMediaType("send the request as JSON, with the header `Content-Type: application/json`")
-    body = bytearray()
-    while True:
+    body, size, has_more = bytearray(), 0, True
+    while has_more:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise InvalidRequest([FieldViolation("body", "the connection ended before the request did")])
-        body += message.get("body", b"")
-        if len(body) > most_bytes:
-            raise RequestTooLarge(f"the request has more than {most_bytes} bytes, and no such request can be right")
-        if not message.get("more_body", False):
-            break
+        size += len(message.get("body", b""))
+        has_more = message.get("more_body", False) and size <= _MOST_UNREAD_BYTES
+        # What is too large is read and thrown away: who is answered while still sending may never see the answer.
+        if size <= most_bytes:
+            body += message.get("body", b"")
+        else:
+            body.clear()
+    if size > most_bytes:
+        raise RequestTooLarge(f"the request has more than {most_bytes} bytes, and no such request can be right")
     try:
         content = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -72,7 +77,7 @@ class Fields:
 
     def wrong(self, name: str, description: str) -> None:
         """Notes a violation."""
-        self.violations.append(FieldViolation(self._path + name, description))
+        self.violations.append(FieldViolation((self._path + name).rstrip("."), description))
 
     def number(self, name: str) -> float | None:
         """A number."""

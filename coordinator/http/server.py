@@ -107,11 +107,14 @@ class HttpServer:
             connection.shutdown()
         if tasks:
             await asyncio.wait(list(tasks), timeout=grace_s)
+        # Whoever serves a stream ends it by itself when its connection is gone.
+        for connection in list(connections):
+            connection.transport.abort()
+        if tasks:
+            await asyncio.wait(list(tasks), timeout=grace_s)
         for task in list(tasks):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for connection in list(connections):
-            connection.transport.abort()
 
 
 class _Connection(HttpToolsProtocol):
