@@ -1,12 +1,19 @@
-"""A fake model and fake workers: the scheduler's loop without gRPC, torch or time to waste."""
+"""A fake model and fake workers: the scheduler's loop without gRPC, torch or time to waste.
+
+Tests with a bench run in virtual time: a step of 2 ms is one of 2 ms however busy the machine is, and what is waited
+for comes at once.
+"""
 
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from benchmarks.simulation.virtual_time import VirtualTimeLoop
 
+from outrider.coordinator import clock
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.firing import Latency
 from outrider.coordinator.messages import (
@@ -214,6 +221,30 @@ class Bench:
         return outputs, result
 
 
+class BenchLoop(VirtualTimeLoop):
+    """Its time is the coordinator's for as long as it lives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._replaced = ExitStack()
+        self._replaced.enter_context(clock.replaced_by(self._read_ns))
+
+    def _read_ns(self) -> int:
+        # A microsecond later every time: nothing takes no time at all.
+        self._jumping.now_ns += 1_000
+        return self._jumping.now_ns
+
+    def close(self) -> None:
+        super().close()
+        self._replaced.close()
+
+
+def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, Callable[[], Any]]:
+    """On which event loop a test runs."""
+    in_virtual_time = not {"bench", "make_bench"}.isdisjoint(getattr(item, "fixturenames", ()))
+    return {"loop": BenchLoop if in_virtual_time else asyncio.new_event_loop}
+
+
 async def wait_until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(30):
         while not condition():
@@ -226,7 +257,8 @@ def until() -> Callable[[Callable[[], object]], Awaitable[None]]:
 
 
 @pytest.fixture
-def bench() -> Bench:
+async def bench() -> Bench:
+    # Within the loop, whose clock it reads.
     return Bench()
 
 
