@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from outrider.metrics.options import check_metrics_options
 from outrider.models import embedded_target_path
 from outrider.security.binding import check_bind
 from outrider.security.tls import TlsConfig
@@ -53,8 +54,14 @@ class CoordinatorConfig:
         worker_port: port on which workers register; default `port`, or with TLS the next one (port 0: a free one), as
             workers there prove who they are, which clients need not.
         insecure: listen beyond loopback without protection: whoever reaches the port may use it.
+        metrics_port: on which Prometheus reads this process; 0 takes a free one. Default: none (the HTTP door has
+            /metrics in any case).
+        metrics_host: address of metrics_port; beyond loopback it needs TLS, and whoever reads a certificate.
         http_port: of the HTTP door (OpenAI's API, see docs/openai.md); 0 takes a free one. Default: no such door.
         http_host: address of the HTTP door, where it is not `host`.
+        chat_template: Jinja file that makes text of a conversation, where it is not the model's own.
+        live_page: serve a page at /live of the HTTP door that shows token trees growing and being verified, with their
+            text (docs/live-page.md). Without http_port it takes a free one, which the log says.
 
     Raises:
         ValueError: a value out of range, with the value.
@@ -95,8 +102,12 @@ class CoordinatorConfig:
     token_file: Path | None = None
     worker_port: int | None = None
     insecure: bool = False
+    metrics_port: int | None = None
+    metrics_host: str = "127.0.0.1"
     http_port: int | None = None
     http_host: str | None = None
+    chat_template: Path | None = None
+    live_page: bool = False
 
     def __post_init__(self) -> None:
         if not self.host:
@@ -134,6 +145,7 @@ class CoordinatorConfig:
 
     def _check_doors(self) -> None:
         check_bind(self.host, insecure=self.insecure, tls_ca=self.tls, token_file=self.token_file)
+        check_metrics_options(self.metrics_port, self.metrics_host, insecure=self.insecure, tls=self.tls)
         if self.http_port is not None and not 0 <= self.http_port <= 65535:
             raise ValueError(f"http_port: {self.http_port} given, 0 to 65535 needed")
         if self.http_host is None:

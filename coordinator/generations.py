@@ -17,8 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from outrider import tracing
 from outrider.coordinator.access import Caller
 from outrider.coordinator.messages import GenerationEvent, GenerationRequest, TokenDelta
+from outrider.coordinator.request_trace import RequestTrace
 from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.tokenizer import TextTokenizer
 from outrider.coordinator.validation import RequestLimits, RequestValidator
@@ -115,7 +117,7 @@ class Generations:
         self._scheduler.check_room(choices)
 
     async def stream(
-        self, request: generation_pb2.GenerateRequest, caller: Caller
+        self, request: generation_pb2.GenerateRequest, caller: Caller, *, traceparent: str = ""
     ) -> AsyncGenerator[GenerationRequest | GenerationEvent, None]:
         """The request with every default filled in, then its events; the last one is the GenerationResult.
 
@@ -124,6 +126,7 @@ class Generations:
         Args:
             request: as it came from outside.
             caller: whose it is.
+            traceparent: of the caller's span, where it traces.
 
         Raises:
             InvalidRequest: names every field that is wrong.
@@ -132,6 +135,9 @@ class Generations:
             Superseded: another stream took it over, or it was aborted.
         """
         request_id = request.request_id or uuid.uuid4().hex
+        spans = None
+        if tracing.active is not None:
+            spans = RequestTrace(tracing.active, request_id, parent=traceparent)
         has_begun = False
         try:
             # First of all: under overload, time spent on the tokens of prompts is taken from those that run.
@@ -139,7 +145,7 @@ class Generations:
             with caller.admitted(request_id, choices=request.sampling_params.n or 1):
                 key = (caller.name, request_id)
                 checked, text_streams = await self._check(request, key)
-                checked = replace(checked, caller=caller.name)
+                checked = replace(checked, caller=caller.name, spans=spans)
                 generation = self._scheduler.submit(checked, text_streams)
                 has_begun = True
                 logger.debug("request %s begins", request_id, extra=about(request_id=request_id))
@@ -161,6 +167,8 @@ class Generations:
         except OutriderError as error:
             if not has_begun:
                 self.on_refusal(error)
+                if spans is not None:
+                    spans.refuse(error)
             said = "ends" if has_begun else "is refused"
             ids = about(request_id=request_id)
             logger.info("request %s %s with %s: %s", request_id, said, type(error).__name__, error, extra=ids)

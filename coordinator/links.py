@@ -15,7 +15,7 @@ import grpc.aio
 import numpy as np
 from google.protobuf.message import Message
 
-from outrider import rpc
+from outrider import rpc, tracing
 from outrider.coordinator.answers import check_report, check_verification, usable_acceptance
 from outrider.coordinator.firing import Latency
 from outrider.coordinator.messages import (
@@ -67,6 +67,7 @@ def opening_to_proto(opening: SessionOpening) -> common_pb2.SessionOpen:
             max_depth=opening.max_depth,
             sync_nodes=opening.sync_nodes,
         ),
+        traceparent=opening.traceparent,
     )
 
 
@@ -180,7 +181,8 @@ class TargetLink(_Link):
         """Batches by step, and how many nodes each session sent."""
         self._outgoing: list[target_pb2.VerifyRequest] = []
         self.load = common_pb2.WorkerLoad()
-        self._start(target_pb2_grpc.TargetServiceStub(self._channel).Verify())
+        metadata = tracing.stream_metadata("target", address)
+        self._start(target_pb2_grpc.TargetServiceStub(self._channel).Verify(metadata=metadata))
 
     def submit(
         self, trees: Sequence[TreeSubmission], *, openings: Sequence[SessionOpening] = ()
@@ -338,7 +340,8 @@ class DraftLink(_Link):
         self.load = common_pb2.WorkerLoad()
         self.step_latency = Latency()
         """The worker's step time."""
-        self._start(draft_pb2_grpc.DraftServiceStub(self._channel).Speculate())
+        metadata = tracing.stream_metadata("draft", address)
+        self._start(draft_pb2_grpc.DraftServiceStub(self._channel).Speculate(metadata=metadata))
 
     def open_session(self, opening: SessionOpening) -> None:
         """Asks the worker to grow this session's tree from now on."""

@@ -8,13 +8,16 @@ service <── TokenDelta, RoundRecord, GenerationResult ── scheduler <─�
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from outrider.draft_distribution import DraftDistribution
 from outrider.sampling import SamplingSpec
+
+if TYPE_CHECKING:
+    from outrider.coordinator.request_trace import RequestTrace
 
 
 class SpeculationMode(StrEnum):
@@ -46,6 +49,7 @@ class GenerationRequest:
         received: choice index to the output tokens that the client has already got (a resumed request).
         trace: whether a RoundRecord follows every verification.
         caller: whose it is: ids are its callers' own, and another's request may have the same.
+        spans: of its trace; None while nobody traces.
     """
 
     request_id: str
@@ -59,6 +63,7 @@ class GenerationRequest:
     received: Mapping[int, Sequence[int]] = field(default_factory=dict)
     trace: bool = False
     caller: str = ""
+    spans: "RequestTrace | None" = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +189,7 @@ class SessionOpening:
     max_live_nodes: int
     max_depth: int
     sync_nodes: int
+    traceparent: str = ""
 
 
 class TreeSubmission(NamedTuple):

@@ -163,6 +163,8 @@ class Scheduler:
 
     def _release(self, generation: Generation) -> None:
         self.totals.serving.note_end(generation)
+        if generation.request.spans is not None:
+            generation.request.spans.end(generation)
         for session in generation.sessions:
             if session in self._waiting:
                 self._waiting.remove(session)

@@ -14,13 +14,19 @@ from outrider import __version__
 from outrider.coordinator.access import Access, TokenInterceptor
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.http.app import create_app
+from outrider.coordinator.http.chat_template import load_chat_template
 from outrider.coordinator.http.server import HttpServer
+from outrider.coordinator.live.routes import OPEN_PATHS as LIVE_PATHS
+from outrider.coordinator.live.routes import live_routes
+from outrider.coordinator.metrics import CoordinatorMetrics
+from outrider.coordinator.metrics_routes import metrics_routes
 from outrider.coordinator.registry import RegistryServicer
 from outrider.coordinator.scheduler import Scheduler
 from outrider.coordinator.service import GenerationServicer
 from outrider.coordinator.tokenizer import TextTokenizer, read_model_info
 from outrider.coordinator.validation import RequestLimits, max_request_bytes
 from outrider.errors import WorkerUnavailable
+from outrider.metrics.endpoint import MetricsEndpoint, on_loop, open_endpoint
 from outrider.request_decoding import add_service
 from outrider.rpc import RoleServer
 from outrider.security.binding import warn_of_bind
@@ -65,6 +71,12 @@ class CoordinatorServer:
             access=access,
         )
 
+        generation.generations.on_refusal = self.scheduler.totals.serving.note_refusal
+        self.metrics = CoordinatorMetrics(
+            self.scheduler, workers=self.registry.workers, access=access, model_name=model.name
+        )
+        self.metrics_endpoint: MetricsEndpoint | None = None
+
         def add_services(server: grpc.aio.Server) -> None:
             generation.add_to(server)
             add_service(self.registry, registry_pb2.DESCRIPTOR.services_by_name["RegistryService"], server)
@@ -81,7 +93,8 @@ class CoordinatorServer:
             max_request_bytes=max_request_bytes(model, tokenizer),
             interceptors=[] if config.token_file is None else [TokenInterceptor(access)],
         )
-        self._http = None if config.http_port is None else self._http_door(generation, config.http_port)
+        http_port = 0 if config.live_page and config.http_port is None else config.http_port
+        self._http = None if http_port is None else self._http_door(generation, http_port)
 
     @property
     def address(self) -> str:
@@ -100,15 +113,27 @@ class CoordinatorServer:
 
     def _http_door(self, service: GenerationServicer, port: int) -> HttpServer:
         config = self._config
-        routes, open_paths = self._http_routes()
-        app = create_app(service, is_serving=lambda: not self._is_stopping, extra_routes=routes, open_paths=open_paths)
+        routes, open_paths = self._http_routes(service)
+        app = create_app(
+            service,
+            template=load_chat_template(config.tokenizer_folder, config.chat_template),
+            is_serving=lambda: not self._is_stopping,
+            extra_routes=routes,
+            open_paths=open_paths,
+        )
         host = config.http_host or config.host
         warn_of_bind(host, tls_ca=config.tls, token_file=config.token_file)
         return HttpServer(app, host=host, port=port, tls=config.tls)
 
-    def _http_routes(self) -> tuple[list[BaseRoute], set[str]]:
+    def _http_routes(self, service: GenerationServicer) -> tuple[list[BaseRoute], set[str]]:
         """What others serve by the HTTP door, and which of these paths need no token."""
-        return [], set()
+        routes: list[BaseRoute] = [*metrics_routes(self.metrics.registry)]
+        open_paths: set[str] = set()
+        if self._config.live_page:
+            hosts = (self._config.http_host or self._config.host,)
+            routes += live_routes(service.generations, lambda: self.scheduler.sessions, hosts=hosts)
+            open_paths.update(LIVE_PATHS)
+        return routes, open_paths
 
     def info(self) -> generation_pb2.ServerInfo:
         """The state of the server now."""
@@ -137,14 +162,25 @@ class CoordinatorServer:
 
     async def start(self) -> None:
         """Begins to serve."""
+        config = self._config
+        self.metrics_endpoint = open_endpoint(
+            on_loop(self.metrics.describe, asyncio.get_running_loop()),
+            host=config.metrics_host,
+            port=config.metrics_port,
+            tls=config.tls,
+        )
         await self._server.start()
         if self._http is not None:
             await self._http.start()
+            if config.live_page:
+                logger.info("live page at %s/live: it shows what requests say", self._http.url)
 
     async def stop(self) -> None:
         """Health NOT_SERVING, running requests get `drain_s`, then everything ends."""
         self._is_stopping = True
         await self._server.stop(drain=self._drain)
+        if self.metrics_endpoint is not None:
+            await self.metrics_endpoint.close()
         if self._http is not None:
             await self._http.stop()
 

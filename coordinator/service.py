@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc.aio
 
-from outrider import request_decoding
+from outrider import request_decoding, tracing
 from outrider.coordinator.access import Access
 from outrider.coordinator.generations import Generations, Submitter
 from outrider.coordinator.messages import GenerationRequest
@@ -67,7 +67,8 @@ class GenerationServicer:
         """Started, then deltas and rounds, then exactly one Finished."""
         try:
             caller = self.access.caller(context)
-            async with contextlib.aclosing(self.generations.stream(request, caller)) as events:
+            parent = "" if tracing.active is None else tracing.received(context.invocation_metadata())
+            async with contextlib.aclosing(self.generations.stream(request, caller, traceparent=parent)) as events:
                 checked = await anext(events)
                 assert isinstance(checked, GenerationRequest)
                 yield started(checked)

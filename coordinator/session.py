@@ -143,6 +143,7 @@ class Session:
             max_live_nodes=max_live_nodes,
             max_depth=self.request.max_depth,
             sync_nodes=self.request.max_nodes,
+            traceparent="" if self.request.spans is None else self.request.spans.traceparent,
         )
 
     def note_growth(self, worker_id: str, *, as_of: int, nodes: int, grafted: int) -> None:
@@ -204,6 +205,10 @@ class Session:
         )
         if self.cached_tokens is None:
             self.cached_tokens = cached_tokens
+        if (spans := self.request.spans) is not None:
+            nodes, held_ns = len(submission.tree.tokens), submission.waited_ns
+            since = {"submitted_ns": submission.submitted_ns, "now_ns": committed_ns, "held_ns": held_ns}
+            spans.note_round(self.index, result, nodes=nodes, accepted=len(accepted_nodes), tokens=kept, **since)
         tree = submission[0]
         self.verify_steps += 1
         self.drafted_tokens += len(tree[1])

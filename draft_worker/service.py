@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from outrider import rpc
+from outrider import rpc, tracing
 from outrider.draft_distribution import pack_distributions
 from outrider.draft_worker.growth_step import GrowthStep, SessionGrowth
 from outrider.draft_worker.growth_thread import (
@@ -50,7 +50,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
         """One coordinator's commands in and growth out, until it hangs up; then its sessions are closed."""
-        stream = _Stream(asyncio.get_running_loop())
+        traces = tracing.session_traces("draft", context.invocation_metadata())
+        stream = _Stream(asyncio.get_running_loop(), traces)
         reader = asyncio.create_task(self._read(request_iterator, stream))
         reader.add_done_callback(stream.reader_ended)
         self._streams.add(stream)
@@ -63,6 +64,8 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             reader.cancel()
             self._streams.discard(stream)
             self._growth.submit([LeaveCommand(stream)])
+            if traces is not None:
+                traces.end()
 
     async def end_streams(self) -> None:
         """Lets every stream end after what it has to send, so that coordinators turn elsewhere at once."""
@@ -72,6 +75,11 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     async def _read(self, requests: AsyncIterator[draft_pb2.DraftCommands], stream: "_Stream") -> None:
         async for message in requests:
             self._growth.submit(_commands(message, stream))
+            if stream.traces is not None:
+                for opened in message.opens:
+                    stream.traces.opened(opened.session_id, opened.epoch, opened.traceparent)
+                for session_id, epoch in zip(message.close_session_ids, message.close_epochs, strict=True):
+                    stream.traces.closed(session_id, epoch)
 
 
 class _Stream:
@@ -80,12 +88,16 @@ class _Stream:
     What waits here is bounded by the credit of the stream's sessions: a coordinator that does not read does not commit.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, traces: tracing.SessionTraces | None = None) -> None:
         self._loop = loop
+        self.traces = traces
         self._outgoing: asyncio.Queue[draft_pb2.DraftGrowth | BaseException | None] = asyncio.Queue()
 
     def deliver(self, growths: Sequence[SessionGrowth], step: GrowthStep, load: Load) -> None:
         self._put(_growth_message(growths, step, load))
+        if self.traces is not None:
+            ids = [growth.session_id for growth in growths]
+            self.traces.stepped(ids, step_ns=step.step_ns, forward_ns=step.forward_ns, rows=step.tokens)
 
     def fail(self, failure: SessionFailure) -> None:
         kinds = (code for kind, code in rpc.CODES.items() if isinstance(failure.error, kind))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 
-from outrider import rpc
+from outrider import rpc, tracing
 from outrider.draft_distribution import unpack_distributions
 from outrider.errors import FieldViolation, InvalidRequest, OutriderError
 from outrider.log_output import about
@@ -39,12 +39,14 @@ class _Stream:
         open_epochs: sessions opened over it, with their epochs; closed when it ends.
         last_step: highest step seen.
         outgoing: answers on their way, in the order of the requests; None ends the stream.
+        traces: of its sessions; None while nobody traces.
         room: how many more answers may be on their way.
     """
 
     open_epochs: dict[SessionKey, int] = field(default_factory=dict)
     last_step: int = 0
     outgoing: "asyncio.Queue[asyncio.Task[_Response] | None]" = field(default_factory=asyncio.Queue)
+    traces: tracing.SessionTraces | None = None
     room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_WAITING))
 
 
@@ -65,7 +67,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         context: "grpc.aio.ServicerContext[target_pb2.VerifyRequest, _Response]",
     ) -> None:
         """See target.proto. Reading and writing are tasks of their own: neither ever waits for the other."""
-        stream = _Stream()
+        stream = _Stream(traces=tracing.session_traces("target", context.invocation_metadata()))
         reader = asyncio.create_task(self._read(stream, request_iterator))
         reader.add_done_callback(lambda _reader: stream.outgoing.put_nowait(None))
         try:
@@ -77,6 +79,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             await rpc.abort_with(context, error)
         finally:
             self._steps.submit(Batch(closes=list(stream.open_epochs.items())))
+            if stream.traces is not None:
+                stream.traces.end()
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
             while not stream.outgoing.empty():
@@ -91,6 +95,9 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                 continue
             stream.last_step = max(stream.last_step, request.step)
             batch, unreadable = unpack(request)
+            if stream.traces is not None:
+                for opening in request.opens:
+                    stream.traces.opened(opening.session_id, opening.epoch, opening.traceparent)
             for opening in batch.opens:
                 # Of several opens of a session the highest epoch counts: the others are refused.
                 stream.open_epochs[opening.key] = max(opening.epoch, stream.open_epochs.get(opening.key, 0))
@@ -98,17 +105,25 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                 if stream.open_epochs.get(key, epoch + 1) <= epoch:
                     del stream.open_epochs[key]
             done = self._steps.submit(batch)
+            if stream.traces is not None:
+                for session_id, epoch in zip(request.close_session_ids, request.close_epochs, strict=True):
+                    stream.traces.closed(session_id, epoch)
             if request.step:
                 await stream.room.acquire()
-                stream.outgoing.put_nowait(asyncio.create_task(self._answer(request, done, unreadable)))
+                stream.outgoing.put_nowait(asyncio.create_task(self._answer(request, done, unreadable, stream.traces)))
 
     async def _answer(
         self,
         request: target_pb2.VerifyRequest,
         done: "Future[BatchResult]",
         unreadable: list[common_pb2.SessionError],
+        traces: tracing.SessionTraces | None,
     ) -> _Response:
-        response = pack(request, await asyncio.wrap_future(done), self._steps.load)
+        result = await asyncio.wrap_future(done)
+        response = pack(request, result, self._steps.load)
+        if traces is not None and (step := result.step) is not None:
+            ids = request.trees.session_ids
+            traces.stepped(ids, step_ns=step.step_ns, forward_ns=step.forward_ns, rows=step.tokens)
         response.errors.extend(unreadable)
         return response
 

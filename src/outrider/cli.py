@@ -18,6 +18,7 @@ import typer
 
 from outrider.errors import InvalidRequest, OutriderError, WorkerHung
 from outrider.log_output import LogFormat, log_to_stderr
+from outrider.tracing import exporting
 
 BAD_ARGUMENTS, FAILED, INTERRUPTED = 2, 1, 130
 # typer brings click along in itself or as a package, by its version: this is the root of its errors in either.
@@ -40,6 +41,19 @@ _ROLE_OPTIONS = [
         inspect.Parameter.KEYWORD_ONLY,
         default="text",
         annotation=Annotated[LogFormat, typer.Option(help="Lines for people, or a JSON object a line for programs.")],
+    ),
+    inspect.Parameter(
+        "otlp_endpoint",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[
+            str | None,
+            typer.Option(
+                metavar="URL",
+                envvar="OTEL_EXPORTER_OTLP_ENDPOINT",
+                help="OpenTelemetry collector that gets traces (OTLP over gRPC, http://HOST:4317); default: no traces.",
+            ),
+        ],
     ),
     inspect.Parameter(
         "stop_with_stdin",
@@ -142,9 +156,12 @@ def local_endpoint(drafts: int) -> Iterator[str]:
 def _role(config_type: type, serve: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     from outrider.command_options import config_command
 
-    def run_role(config: Any, *, log_level: LogLevel, log_format: LogFormat, stop_with_stdin: bool) -> None:
-        log_to_stderr(log_level, log_format, role=serve.__name__.strip("_"))
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    def run_role(
+        config: Any, *, log_level: LogLevel, log_format: LogFormat, otlp_endpoint: str | None, stop_with_stdin: bool
+    ) -> None:
+        role = serve.__name__.strip("_").removesuffix("_worker")
+        log_to_stderr(log_level, log_format, role=role)
+        with exporting(role, otlp_endpoint), asyncio.Runner(loop_factory=_loop_factory()) as runner:
             runner.run(_serve_until_stopped(serve, config, stop_with_stdin=stop_with_stdin))
 
     run_role.__doc__ = serve.__doc__

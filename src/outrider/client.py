@@ -23,6 +23,7 @@ from typing import Any, Self, TypeVar, Unpack
 import grpc
 import grpc.aio
 
+from outrider import tracing
 from outrider.client_endpoints import Endpoint, Endpoints, endpoint_list
 from outrider.client_errors import error_of
 from outrider.client_progress import ChoiceOutput, Delta, GenerateOptions, GenerationOutput, Progress
@@ -374,40 +375,42 @@ def _aborted(answers: Sequence[Any]) -> list[str]:
 # The streams' loops hold no stream, so that one which is dropped unread ends at once.
 async def _run_async(endpoints: Endpoints[Any], progress: Progress) -> AsyncGenerator[Delta, None]:
     route = endpoints.route()
-    while not progress.is_finished:
-        endpoint = next(route)
-        call: Any = endpoint.stub.Generate(progress.request(), timeout=progress.remaining_s())
-        try:
-            async for response in call:
-                endpoint.has_answered = True
-                for delta in progress.take(response):
-                    yield delta
-            break
-        except grpc.RpcError as failure:
-            pause_s = _pause_s(failure, endpoint, endpoints, progress)
-        finally:
-            # Leaving the loop does not end the call by itself.
-            call.cancel()
-        await asyncio.sleep(pause_s)
-    progress.check_complete()
+    with tracing.client_call() as metadata:
+        while not progress.is_finished:
+            endpoint = next(route)
+            call: Any = endpoint.stub.Generate(progress.request(), timeout=progress.remaining_s(), metadata=metadata)
+            try:
+                async for response in call:
+                    endpoint.has_answered = True
+                    for delta in progress.take(response):
+                        yield delta
+                break
+            except grpc.RpcError as failure:
+                pause_s = _pause_s(failure, endpoint, endpoints, progress)
+            finally:
+                # Leaving the loop does not end the call by itself.
+                call.cancel()
+            await asyncio.sleep(pause_s)
+        progress.check_complete()
 
 
 def _run(endpoints: Endpoints[Any], progress: Progress) -> Generator[Delta, None, None]:
     route = endpoints.route()
-    while not progress.is_finished:
-        endpoint = next(route)
-        call: Any = endpoint.stub.Generate(progress.request(), timeout=progress.remaining_s())
-        try:
-            for response in call:
-                endpoint.has_answered = True
-                yield from progress.take(response)
-            break
-        except grpc.RpcError as failure:
-            pause_s = _pause_s(failure, endpoint, endpoints, progress)
-        finally:
-            call.cancel()
-        time.sleep(pause_s)
-    progress.check_complete()
+    with tracing.client_call() as metadata:
+        while not progress.is_finished:
+            endpoint = next(route)
+            call: Any = endpoint.stub.Generate(progress.request(), timeout=progress.remaining_s(), metadata=metadata)
+            try:
+                for response in call:
+                    endpoint.has_answered = True
+                    yield from progress.take(response)
+                break
+            except grpc.RpcError as failure:
+                pause_s = _pause_s(failure, endpoint, endpoints, progress)
+            finally:
+                call.cancel()
+            time.sleep(pause_s)
+        progress.check_complete()
 
 
 def _pause_s(failure: grpc.RpcError, endpoint: Endpoint[Any], endpoints: Endpoints[Any], progress: Progress) -> float:

@@ -1,7 +1,8 @@
 """The client's half of bearer tokens: every call carries `authorization: Bearer TOKEN`."""
 
 import functools
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from outrider.errors import FieldViolation, InvalidRequest
 from outrider.security.binding import is_loopback
@@ -16,10 +17,13 @@ _Stub = TypeVar("_Stub")
 def authorized(stub: _Stub, token: str | None) -> _Stub:
     """The stub, each of whose methods sends the token from now on."""
     if token is not None:
-        metadata = ((HEADER, f"{SCHEME}{token}"),)
         for name, method in list(vars(stub).items()):
-            setattr(stub, name, functools.partial(method, metadata=metadata))
+            setattr(stub, name, functools.partial(_send, method, (HEADER, f"{SCHEME}{token}")))
     return stub
+
+
+def _send(method: Callable[..., Any], header: tuple[str, str], *arguments: Any, **options: Any) -> Any:
+    return method(*arguments, **options | {"metadata": (header, *(options.get("metadata") or ()))})
 
 
 def check_transport(endpoint: str, *, tls: TlsConfig | None, token: str | None, insecure: bool) -> None:
