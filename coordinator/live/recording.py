@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from outrider.coordinator.generations import RunningGeneration
-from outrider.coordinator.live.tap import token_text, watch
+from outrider.coordinator.live.tap import watch
 from outrider.coordinator.live.watcher import Watcher
 from outrider.coordinator.session import Generation
 from outrider.coordinator.tokenizer import TextTokenizer
@@ -12,9 +12,9 @@ from outrider.coordinator.tokenizer import TextTokenizer
 _MOST_LINES = 65_536
 
 
-def text_of_tokens(tokenizer: TextTokenizer | None) -> Callable[[int], str]:
-    """Token ids as text, by a tokenizer; without one each reads as its id."""
-    return token_text(tokenizer.piece if tokenizer is not None else lambda token: b"")
+def pieces(tokenizer: TextTokenizer | None) -> Callable[[int], bytes]:
+    """What tokens stand for, by a tokenizer; without one, nothing."""
+    return tokenizer.piece if tokenizer is not None else lambda token: b""
 
 
 def record(generation: RunningGeneration, tokenizer: TextTokenizer | None) -> Watcher | None:
@@ -23,4 +23,4 @@ def record(generation: RunningGeneration, tokenizer: TextTokenizer | None) -> Wa
     session = generation.sessions[0]
     if session.is_finished:
         return None
-    return watch(session, text_of_tokens(tokenizer), max_lines=_MOST_LINES)
+    return watch(session, pieces(tokenizer), max_lines=_MOST_LINES)

@@ -26,7 +26,7 @@ from starlette.routing import BaseRoute, Route
 
 from outrider.coordinator.access import Caller
 from outrider.coordinator.generations import Generations
-from outrider.coordinator.live.recording import record, text_of_tokens
+from outrider.coordinator.live.recording import pieces, record
 from outrider.coordinator.live.tap import watch
 from outrider.coordinator.live.watcher import MAX_LINES, Watcher
 from outrider.coordinator.messages import GenerationRequest
@@ -102,7 +102,7 @@ class LivePage:
         if session is None:
             raise HTTPException(404, f"session {session_id} does not run, or is another caller's")
         self._check_room()
-        watcher = watch(session, text_of_tokens(self._generations.tokenizer), max_lines=MAX_LINES)
+        watcher = watch(session, pieces(self._generations.tokenizer), max_lines=MAX_LINES)
         return _stream(self._lines(watcher))
 
     async def start_demo(self, request: Request) -> Response:

@@ -110,11 +110,11 @@ class SessionTap:
 
     Args:
         session: that is watched; all that it needs to know of its tap is whether there is one.
-        text_of: a token as text.
+        piece: the bytes of text that a token stands for; none for those without a text.
     """
 
-    def __init__(self, session: WatchedSession, text_of: Callable[[int], str]) -> None:
-        self._session, self._text_of = session, text_of
+    def __init__(self, session: WatchedSession, piece: Callable[[int], bytes]) -> None:
+        self._session, self._piece = session, piece
         self._mirror_nodes = mirror_nodes(session.mirror)
         self._epoch_ns = clock.now_ns()
         self._watchers: list[Watcher] = []
@@ -345,10 +345,11 @@ class SessionTap:
         return [node_id, node.parent, *self._token(node.token), round(node.acceptance, 4), *state]
 
     def _token(self, token: int) -> tuple[int, str]:
-        return token, self._text_of(token)
+        # What has no text shows its id.
+        return token, self._piece(token).decode("utf-8", "replace") or f"⟨{token}⟩"
 
     def _text(self, token_ids: Sequence[int]) -> str:
-        return "".join(map(self._text_of, token_ids[-_MOST_TEXT:]))
+        return b"".join(map(self._piece, token_ids[-_MOST_TEXT:])).decode("utf-8", "replace")
 
     def _now_us(self) -> int:
         return self._us(clock.now_ns())
@@ -357,13 +358,8 @@ class SessionTap:
         return max(0, at_ns - self._epoch_ns) // 1000
 
 
-def watch(session: WatchedSession, text_of: Callable[[int], str], *, max_lines: int = MAX_LINES) -> Watcher:
+def watch(session: WatchedSession, piece: Callable[[int], bytes], *, max_lines: int = MAX_LINES) -> Watcher:
     """Begins to watch a session; `close` the watcher in the end."""
     if session.tap is None:
-        session.tap = SessionTap(session, text_of)
+        session.tap = SessionTap(session, piece)
     return session.tap.watch(max_lines=max_lines)
-
-
-def token_text(piece: Callable[[int], bytes]) -> Callable[[int], str]:
-    """Token texts out of a tokenizer's bytes; tokens without a text show their id."""
-    return lambda token: piece(token).decode("utf-8", "replace") or f"⟨{token}⟩"

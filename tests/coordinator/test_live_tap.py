@@ -9,10 +9,14 @@ import pytest
 
 from outrider.coordinator.chain_mirror import ChainMirror
 from outrider.coordinator.live.mirror_nodes import mirror_nodes
-from outrider.coordinator.live.tap import FORMAT, VERSION, token_text, watch
+from outrider.coordinator.live.tap import FORMAT, VERSION, watch
 from outrider.coordinator.messages import GenerationResult, Growth, RoundRecord, SpeculationMode, TokenDelta
 from outrider.coordinator.text_stream import TextStream
 from outrider.draft_distribution import DraftDistribution
+
+
+def as_bytes(token: int) -> bytes:
+    return b"%d " % token
 
 
 async def watched_run(bench, request, *, max_lines: int = 100_000, after: int = 0) -> tuple[list[dict[str, Any]], Any]:
@@ -23,7 +27,7 @@ async def watched_run(bench, request, *, max_lines: int = 100_000, after: int = 
     async for event in generation:
         events.append(event)
         if watcher is None and sum(isinstance(each, RoundRecord) for each in events) >= after:
-            watcher = watch(session, str, max_lines=max_lines)
+            watcher = watch(session, as_bytes, max_lines=max_lines)
     generation.cancel()
     assert session.tap is None
     return ([json.loads(line) for line in watcher.take()] if watcher is not None else []), events
@@ -31,7 +35,7 @@ async def watched_run(bench, request, *, max_lines: int = 100_000, after: int = 
 
 async def run_from_start(bench, request, **options: Any) -> tuple[list[dict[str, Any]], Any]:
     generation = bench.scheduler.submit(request, [TextStream(None)])
-    watcher = watch(generation.sessions[0], str, **options)
+    watcher = watch(generation.sessions[0], as_bytes, **options)
     events = [event async for event in generation]
     generation.cancel()
     return [json.loads(line) for line in watcher.take()], events
@@ -159,7 +163,7 @@ async def test_the_tap_goes_with_its_last_watcher(bench, make_request):
     generation = bench.scheduler.submit(make_request(), [TextStream(None)])
     session = generation.sessions[0]
     assert session.tap is None
-    first, second = watch(session, str), watch(session, str)
+    first, second = watch(session, as_bytes), watch(session, as_bytes)
     assert session.tap is not None
     assert session.tap.watchers == 2
     first.close()
@@ -173,7 +177,7 @@ async def test_the_tap_goes_with_its_last_watcher(bench, make_request):
 async def test_a_request_that_is_cancelled_ends_its_watchers(bench, make_request):
     bench.add_target(step_s=0.001)
     generation = bench.scheduler.submit(make_request(), [TextStream(None)])
-    watcher = watch(generation.sessions[0], str)
+    watcher = watch(generation.sessions[0], as_bytes)
     generation.cancel()
     lines = await watcher.read(timeout_s=30)
     assert json.loads(lines[-1])["reason"] == "cancelled"
@@ -185,8 +189,8 @@ async def test_what_a_slow_watcher_misses_is_counted_and_made_up_for(bench, make
     bench.add_target(step_s=0.001)
     bench.add_draft(accuracy=0.7)
     generation = bench.scheduler.submit(make_request(), [TextStream(None)])
-    slow = watch(generation.sessions[0], str, max_lines=8)
-    whole = watch(generation.sessions[0], str, max_lines=100_000)
+    slow = watch(generation.sessions[0], as_bytes, max_lines=8)
+    whole = watch(generation.sessions[0], as_bytes, max_lines=100_000)
     lines, deltas = [], 0
     async for event in generation:
         deltas += isinstance(event, TokenDelta)
@@ -236,6 +240,15 @@ def test_a_chains_nodes_keep_their_keys():
     assert nodes.keys_of(tree) == [node.key for node in second]  # type: ignore[arg-type]
 
 
-def test_tokens_without_a_text_show_their_id():
-    text_of = token_text(lambda token: {1: b"def", 2: b"\xc3", 3: b""}[token])
-    assert [text_of(1), text_of(2), text_of(3)] == ["def", "�", "⟨3⟩"]
+async def test_texts_are_whole_characters_and_tokens_without_one_show_their_id(bench, make_request):
+    bench.add_target()
+    pieces = {1: b"caf", 2: b"\xc3", 3: b"\xa9"}
+    generation = bench.scheduler.submit(make_request(), [TextStream(None)])
+    header, tree = map(json.loads, watch(generation.sessions[0], lambda token: pieces.get(token, b"")).take())
+    assert header["prompt"] == "café"
+    assert tree["root"] == [0, 3, "\ufffd"]
+    generation.cancel()
+    generation = bench.scheduler.submit(make_request(), [TextStream(None)])
+    _, tree = map(json.loads, watch(generation.sessions[0], lambda token: b"").take())
+    assert tree["root"] == [0, 3, "⟨3⟩"]
+    generation.cancel()

@@ -58,5 +58,6 @@ export class Timeline {
 export function inWords(round) {
   if (!round) return "What overlaps is time saved.";
   const waited = round.waited > 50 ? `waited ${milliseconds(round.waited)}, ` : "";
-  return `${waited}verified ${round.nodes} guesses in ${milliseconds(round.step)} (${milliseconds(round.t - round.sent)} with the way there and back)`;
+  const what = round.nodes ? `verified ${round.nodes} ${round.nodes === 1 ? "guess" : "guesses"}` : "decoded without guesses";
+  return `${waited}${what} in ${milliseconds(round.step)} (${milliseconds(round.t - round.sent)} there and back)`;
 }

@@ -67,6 +67,7 @@ export class TreeState {
     this.rounds = [];
     this.growth = [];
     this.gaps = [];
+    this.workers = [];
     this.flight = null;
     this.verdict = null;
     this.now = 0;
@@ -112,9 +113,11 @@ export class TreeState {
     }
     this.counts.grown += event.nodes.length;
     this.growth.push({ t: event.t, nodes: event.nodes.length, worker: event.worker, during: this.flight !== null });
+    if (!this.workers.includes(event.worker)) this.workers.push(event.worker);
+    const worker = this.workers.length > 1 ? `draft ${this.workers.indexOf(event.worker) + 1}` : "the draft";
     this.note = event.nodes.length
-      ? `${event.worker} guesses ${event.nodes.length} more ${event.nodes.length === 1 ? "token" : "tokens"}${this.flight ? " while the target verifies" : ""}`
-      : `${event.worker}: growth that came too late`;
+      ? `${worker} guesses ${event.nodes.length} more ${event.nodes.length === 1 ? "token" : "tokens"}${this.flight ? " while the target verifies" : ""}`
+      : `${worker} sends growth that comes too late`;
   }
 
   on_drop(event) {
