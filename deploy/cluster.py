@@ -73,6 +73,8 @@ class Deployment:
             if self._owns_ray and self._config.address == "local":
                 remember_local(self._config.name, ray.get_runtime_context().gcs_address)
             await self._find_or_create()
+            # One that is left alone belongs to somebody until it serves: whoever was killed meanwhile cannot end it.
+            self._keeping = asyncio.create_task(self._keep())
             started: Started = await self._controller.started.remote()
         except ray.exceptions.RayError as error:
             await self.stop()
@@ -86,6 +88,8 @@ class Deployment:
             await self.stop()
             raise WorkerUnavailable(started.failure + hint)
         self.endpoints = started.endpoints
+        if self._detach:
+            await self._release()
         return self.endpoints
 
     async def status(self) -> dict[str, Any]:
@@ -103,10 +107,7 @@ class Deployment:
 
         One that was brought up detached, or that was there before, is left alone once it serves.
         """
-        if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.gather(self._keeping, return_exceptions=True)
-            self._keeping = None
+        await self._release()
         controller, self._controller = self._controller, None
         if controller is not None and not self.was_running and not (self._detach and self.endpoints):
             await end(controller, timeout_s=2 * self._config.stop_timeout_s + _STOP_SLACK_S)
@@ -114,6 +115,12 @@ class Deployment:
             forget_local(self._config.name)
             ray.shutdown()
             self._owns_ray = False
+
+    async def _release(self) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+            self._keeping = None
 
     async def _find_or_create(self) -> None:
         if self._find():
@@ -124,9 +131,6 @@ class Deployment:
             # Another `up` of this name was quicker.
             if not self._find():
                 raise
-            return
-        if not self._detach:
-            self._keeping = asyncio.create_task(self._keep())
 
     def _find(self) -> bool:
         """Whether a deployment of this name runs, which is then taken for this one."""

@@ -73,7 +73,7 @@ SECTIONS: dict[str, dict[str, str]] = {
             "stop_timeout_s",
         )
     },
-    "ray": {key: key for key in ("object_store_bytes", "role_logs")},
+    "ray": {key: key for key in ("object_store_bytes", "standby", "role_logs")},
 }
 
 

@@ -1,8 +1,9 @@
 """The controller: an actor that owns a deployment's roles, and carries out what operators and demand ask for.
 
-One task looks after each actor (`health.py`), one after the machines, one after demand. All of it lives in one event
-loop; what changes the number or the identity of workers happens one thing after the other. The roles outlive this
-process: a controller that Ray starts anew finds them by name, and what was wanted in Ray's key-value store.
+One task looks after each actor (`health.py`), one after the machines (`moving.py`), one after demand (`demand.py`). All
+of it lives in one event loop; what changes the number or the identity of workers (`staff.py`) happens one thing after
+the other. The roles outlive this process: a controller that Ray starts anew finds them by name, and what was wanted in
+Ray's key-value store.
 """
 
 import asyncio
@@ -12,34 +13,29 @@ import logging
 import os
 import sys
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
-import ray.exceptions
 from ray.experimental import internal_kv
 
-from outrider.deploy import placement
 from outrider.deploy.config import DeployConfig
+from outrider.deploy.coordinator_view import CoordinatorView
 from outrider.deploy.crew import Crew
-from outrider.deploy.health import RoleHandle, watch
+from outrider.deploy.demand import Demand
+from outrider.deploy.moving import Mover
 from outrider.deploy.roles import Roles
-from outrider.deploy.status import ServedBy, worker_status
+from outrider.deploy.staff import FIELDS, POLL_INTERVAL_S, Staff
+from outrider.deploy.status import worker_status
 from outrider.errors import WorkerUnavailable
 from outrider.security.roles import Role
-from outrider.v1 import generation_pb2
 
 logger = logging.getLogger(__name__)
 
-POLL_INTERVAL_S = 0.1
-INFO_TIMEOUT_S = 2.0
 KV_NAMESPACE = "outrider"
-KEPT_DECISIONS = 20
 _DOWN, _UP, _SERVING, _STOPPING = "down", "starting", "serving", "stopping"
-FIELDS = {Role.COORDINATOR: "coordinators", Role.TARGET: "targets", Role.DRAFT: "drafts"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +58,7 @@ class Controller:
         config: of the deployment.
         roles: what the actors run.
         home: id of the node that the deployment was started on.
-        owned: end the deployment when nobody has called `keep` for a while.
+        owned: end the deployment when nobody has called `keep` for a while; otherwise only until it serves.
     """
 
     def __init__(self, config: DeployConfig, roles: Roles, *, home: str, owned: bool) -> None:
@@ -73,18 +69,16 @@ class Controller:
         self._owned = owned
         self._self = ray.get_runtime_context().current_actor
         self._crew = Crew(config, roles, home=home, controller=self._self)
-        self._wanted = {Role(role): getattr(config, field) for role, field in FIELDS.items()}
-        self._draft_model: Path | None = None
-        self._watches: dict[str, asyncio.Task[None]] = {}
-        self._infos: dict[str, generation_pb2.ServerInfo] = {}
-        self._latest: dict[str, Any] | None = None
-        self._decisions: deque[dict[str, Any]] = deque(maxlen=KEPT_DECISIONS)
+        self._view = CoordinatorView(self._crew)
+        self._staff = Staff(config, self._crew, self._view, self._save)
+        self._demand = Demand(config)
         self._changing = asyncio.Lock()
         self._kept_s = self._started_s = time.monotonic()
         self._saved = b""
         self._state, self._failure = _UP, None
+        mover = Mover(config, self._crew, is_serving=lambda: self._state == _SERVING)
         self._up = asyncio.create_task(self._begin())
-        self._tasks = [asyncio.create_task(loop) for loop in (self._watch_nodes(), self._observe(), self._expire())]
+        self._tasks = [asyncio.create_task(loop) for loop in (mover.run(), self._observe(), self._expire())]
 
     # ---------------------------------------------------------------------------------------------------- what it says
 
@@ -108,21 +102,15 @@ class Controller:
 
     async def status(self) -> dict[str, Any]:
         """What `outrider status --json` prints; the keys stay."""
-        config, served = self._config, ServedBy(self._infos, self._crew.endpoints)
+        served = self._view.served()
         return {
-            "name": config.name,
+            "name": self._config.name,
             "state": self._state,
             "uptime_s": time.monotonic() - self._started_s,
             "endpoints": self._crew.endpoints,
-            "wanted": {str(role): count for role, count in self._wanted.items()},
+            "wanted": {str(role): count for role, count in self._staff.wanted.items()},
             "workers": [worker_status(handle, served) for handle in self._crew],
-            "autoscaler": {
-                "enabled": config.max_drafts is not None,
-                "min_drafts": config.min_drafts,
-                "max_drafts": config.max_drafts,
-                "latest": self._latest,
-                "decisions": list(self._decisions),
-            },
+            "autoscaler": self._demand.status(),
             "coordinators": served.totals(),
         }
 
@@ -141,10 +129,10 @@ class Controller:
         """
         wanted = {_role(role): count for role, count in counts.items()}
         for role, count in wanted.items():
-            self._check_count(role, count)
+            self._staff.check_count(role, count)
         async with self._change():
             for role, count in wanted.items():
-                await self._resize(role, count)
+                await self._staff.resize(role, count)
 
     async def drain(self, name: str) -> None:
         """Lets one worker finish and takes it away for good; returns when it has gone.
@@ -159,9 +147,9 @@ class Controller:
                 raise ValueError(f"no worker is called {name}; there are {', '.join(own.name for own in self._crew)}")
             # One that drains already was counted: of a controller that died meanwhile Ray asks again.
             if not handle.is_draining:
-                self._check_count(handle.role, self._wanted[handle.role] - 1)
-                self._wanted[handle.role] -= 1
-            await self._end(handle)
+                self._staff.check_count(handle.role, self._staff.wanted[handle.role] - 1)
+                self._staff.wanted[handle.role] -= 1
+            await self._staff.end(handle)
 
     async def replace(self, role: str, model: str | None = None) -> list[str]:
         """Puts a new worker in the place of each, one after the other: the new one serves before the old one goes.
@@ -186,10 +174,10 @@ class Controller:
         fresh = []
         async with self._change():
             for old in self._crew.of(wanted):
-                new = await self._succeed(old, Path(model) if model is not None else old.model)
+                new = await self._staff.succeed(old, Path(model) if model is not None else old.model)
                 fresh.append(new.name)
             if model is not None:
-                self._draft_model = Path(model)
+                self._staff.draft_model = Path(model)
         return fresh
 
     async def down(self) -> None:
@@ -202,7 +190,7 @@ class Controller:
         await asyncio.gather(*others, return_exceptions=True)
         # In this order: requests that run go on at their workers until their coordinator has drained.
         for roles in ({Role.COORDINATOR}, {Role.TARGET, Role.DRAFT}):
-            endings = (self._end(handle) for handle in self._crew if handle.role in roles)
+            endings = (self._staff.end(handle) for handle in self._crew if handle.role in roles)
             for error in await asyncio.gather(*endings, return_exceptions=True):
                 if error is not None:
                     logger.error("not everything could be ended: %s", error)
@@ -228,30 +216,29 @@ class Controller:
             self._failure = f"{type(error).__name__}: {error}"
 
     async def _bring_up(self) -> None:
-        for role, count in self._wanted.items():
+        for role, count in self._staff.wanted.items():
             for _ in range(count):
-                self._crew.add(role)
+                await self._crew.add(role)
         self._save()
-        await asyncio.gather(*(self._listening(handle) for handle in self._crew))
+        await asyncio.gather(*(self._staff.listening(handle) for handle in self._crew))
         await self._all_serve()
         self._serve()
 
     def _serve(self) -> None:
         for handle in self._crew:
-            self._look_after(handle)
+            self._staff.look_after(handle)
         self._state = _SERVING
         self._save()
 
     def _recover(self, state: dict[str, Any]) -> None:
         logger.warning("taking over from a controller that has died")
-        self._wanted = {Role(role): count for role, count in state["wanted"].items()}
-        self._draft_model = state["draft_model"] and Path(state["draft_model"])
-        self._decisions.extend(state["decisions"])
+        self._staff.recover(state)
+        self._demand.decisions.extend(state["decisions"])
         self._crew.recover(state["crew"])
         self._serve()
         for handle in self._crew:
             if handle.is_draining:
-                self._end_soon(handle)
+                self._tasks.append(asyncio.create_task(self._staff.end(handle)))
 
     @property
     def _key(self) -> bytes:
@@ -262,9 +249,8 @@ class Controller:
         if self._state == _DOWN:
             return
         state = {
-            "wanted": {str(role): count for role, count in self._wanted.items()},
-            "draft_model": self._draft_model and str(self._draft_model),
-            "decisions": list(self._decisions),
+            **self._staff.state(),
+            "decisions": list(self._demand.decisions),
             "crew": self._crew.state(),
         }
         packed = json.dumps(state).encode()
@@ -272,33 +258,12 @@ class Controller:
             internal_kv._internal_kv_put(self._key, packed, namespace=KV_NAMESPACE)
             self._saved = packed
 
-    async def _listening(self, handle: RoleHandle) -> None:
-        """Waits until an actor's server listens; raises as `_refresh` does."""
-        while handle.report is None or handle.report.address is None:
-            await self._refresh(handle)
-            await asyncio.sleep(POLL_INTERVAL_S)
-
     async def _all_serve(self) -> None:
         """Waits until every coordinator can use every worker."""
-        while not all(worker_status(handle, self._served())["state"] == "serving" for handle in self._crew):
+        while not all(worker_status(handle, self._view.served())["state"] == "serving" for handle in self._crew):
             await asyncio.sleep(POLL_INTERVAL_S)
             # One that listened may still be refused by the coordinator, and then says why.
-            await asyncio.gather(*(self._refresh(handle) for handle in self._crew), self._ask_coordinators())
-
-    async def _refresh(self, handle: RoleHandle) -> None:
-        """Asks an actor how it is.
-
-        Raises:
-            WorkerUnavailable: it failed, with its reason.
-        """
-        full = f"{self._config.name}/{handle.name}"
-        try:
-            handle.note(await handle.actor.report.remote())
-        except ray.exceptions.RayError as error:
-            raise WorkerUnavailable(f"{full} could not be started: {error}") from error
-        assert handle.report is not None
-        if handle.report.failure is not None:
-            raise WorkerUnavailable(f"{full} could not serve: {handle.report.failure}")
+            await asyncio.gather(*(self._staff.refresh(handle) for handle in self._crew), self._view.ask())
 
     def _waiting_for(self) -> str:
         late = [handle.name for handle in self._crew if handle.report is None or handle.report.address is None]
@@ -319,204 +284,41 @@ class Controller:
                 raise WorkerUnavailable(f"the deployment {self._config.name} is {self._failure or self._state}")
             yield
 
-    def _check_count(self, role: Role, count: int) -> None:
-        least, most = (0, None) if role is Role.DRAFT else (1, None)
-        if role is Role.DRAFT and self._config.max_drafts is not None:
-            least, most = self._config.min_drafts, self._config.max_drafts
-        if count < least or (most is not None and count > most):
-            bounds = f"at least {least}" if most is None else f"{least} to {most}"
-            raise ValueError(f"{role}: {count} asked for, {bounds} needed")
-
-    async def _resize(self, role: Role, count: int) -> None:
-        before, self._wanted[role] = self._wanted[role], count
-        present = self._crew.of(role)
-        try:
-            while len(self._crew.of(role)) < count:
-                self._look_after(self._crew.add(role, model=self._draft_model if role is Role.DRAFT else None))
-        except WorkerUnavailable:
-            self._wanted[role] = before
-            raise
-        served = self._served()
-        # Those with the least to do go first, of these the youngest.
-        present.reverse()
-        idle_first = sorted(present, key=served.sessions)
-        await asyncio.gather(*(self._end(handle) for handle in idle_first[: max(0, len(present) - count)]))
-        self._save()
-
-    async def _succeed(self, old: RoleHandle, model: Path | None) -> RoleHandle:
-        """A new worker in the place of `old`."""
-        has_room = self._crew.has_room(old.role)
-        if not has_room and old.role is Role.TARGET and len(self._crew.of(Role.TARGET)) == 1:
-            raise WorkerUnavailable(f"{old.name} is the only target, and there is no room for another beside it")
-        if not has_room:
-            await self._end(old)
-        new = None
-        try:
-            new = self._crew.add(old.role, model=model)
-            async with asyncio.timeout(self._config.start_timeout_s):
-                await self._listening(new)
-                while worker_status(new, self._served())["state"] != "serving":
-                    await asyncio.sleep(POLL_INTERVAL_S)
-                    await asyncio.gather(self._refresh(new), self._ask_coordinators())
-        except (TimeoutError, WorkerUnavailable) as error:
-            if new is not None:
-                await self._crew.end(new, timeout_s=self._config.stop_timeout_s)
-            if not has_room:
-                self._look_after(self._crew.add(old.role, model=old.model))
-            reason = str(error) or f"not serving after {self._config.start_timeout_s:g} s"
-            raise WorkerUnavailable(f"{old.name} was not replaced: {reason}") from error
-        self._look_after(new)
-        if has_room:
-            await self._end(old)
-        return new
-
-    def _look_after(self, handle: RoleHandle) -> None:
-        self._watches[handle.name] = asyncio.create_task(watch(handle, self._config))
-
-    async def _end(self, handle: RoleHandle) -> None:
-        if (watching := self._watches.pop(handle.name, None)) is not None:
-            watching.cancel()
-        await self._crew.end(handle, timeout_s=self._config.stop_timeout_s)
-        self._save()
-
-    def _end_soon(self, handle: RoleHandle) -> None:
-        self._tasks.append(asyncio.create_task(self._end(handle)))
-
     # ----------------------------------------------------------------------------------------------------------- loops
-
-    async def _watch_nodes(self) -> None:
-        """Starts elsewhere what ran on a machine that has died: Ray itself would take some 15 seconds to notice."""
-        silent_since: dict[str, float] = {}
-        while True:
-            await asyncio.sleep(self._config.ping_interval_s)
-            try:
-                await self._probe_nodes(silent_since)
-            except Exception:
-                # A cluster that loses machines may fail in many ways: the next look is in a second.
-                logger.exception("the machines could not be looked at")
-
-    async def _probe_nodes(self, silent_since: dict[str, float]) -> None:
-        nodes = await asyncio.to_thread(placement.living_nodes)
-        answers = await asyncio.gather(*(placement.answers(node) for node in nodes))
-        now_s = time.monotonic()
-        known = {node.node_id for node in nodes}
-        for node_id in silent_since.keys() - known:
-            del silent_since[node_id]  # Ray has noticed too
-        for node, has_answered in zip(nodes, answers, strict=True):
-            if has_answered:
-                silent_since.pop(node.node_id, None)
-            else:
-                silent_since.setdefault(node.node_id, now_s)
-        self._crew.silent_nodes = {
-            node_id for node_id, since_s in silent_since.items() if now_s - since_s > self._config.node_timeout_s
-        }
-        for handle in self._crew:
-            if self._state == _SERVING and not handle.is_draining and self._has_to_move(handle, known):
-                self._move(handle)
-
-    def _has_to_move(self, handle: RoleHandle, known: set[str]) -> bool:
-        """Whether Ray will not start an actor anew, or not soon, on one of the nodes that it knows of."""
-        # Of a coordinator that has not reported yet it is known where it has to be.
-        node_id = handle.node_id or (handle.placed_on if handle.role is Role.COORDINATOR else None)
-        is_off = node_id is not None and node_id not in known and handle.report is None
-        if is_off or node_id in self._crew.silent_nodes:
-            return True
-        # One that `watch` has lost, Ray starts anew as a rule.
-        is_lost = handle.report is None and handle.failure is not None
-        handle.is_homeless = handle.is_homeless or (is_lost and self._crew.is_gone(handle))
-        return handle.is_homeless
-
-    def _move(self, handle: RoleHandle) -> None:
-        reason = "its actor has gone for good" if handle.is_homeless else "its machine does not answer"
-        logger.warning("%s is started again: %s", handle.name, reason)
-        try:
-            self._crew.move(handle)
-            handle.failure = reason
-        except WorkerUnavailable as error:
-            logger.warning("%s has to wait: %s", handle.name, error)
-            handle.failure = str(error)
 
     async def _observe(self) -> None:
         """Asks the coordinators every second how things are, and lets demand decide how many drafts there are."""
-        scaler = None
-        if self._config.max_drafts is not None:
-            from outrider.deploy.autoscaler import Autoscaler
-            from outrider.deploy.autoscaler_metrics import AutoscalerMetrics
-
-            scaler, metrics = Autoscaler.of(self._config), AutoscalerMetrics(self._config.name)
         while True:
             await asyncio.sleep(1.0)
             try:
-                await self._ask_coordinators()
+                await self._view.ask()
                 if self._state == _SERVING:
-                    await self._settle()
-                    if scaler is not None and not self._changing.locked():
-                        infos = list(self._infos.values())
-                        decision = scaler.decide(infos, drafts=self._wanted[Role.DRAFT], now_s=time.monotonic())
-                        metrics.note(decision)
-                        self._latest = decision.as_dict()
-                        await self._apply(decision)
-                    self._save()
+                    await self._adjust()
             except Exception:
                 # Whatever a coordinator or Ray says that was not expected: the next look is in a second.
                 logger.exception("the coordinators could not be looked at")
 
-    async def _apply(self, decision: Any) -> None:
-        before = self._wanted[Role.DRAFT]
-        if decision.drafts == before:
-            return
-        logger.warning("%d drafts instead of %d: %s", decision.drafts, before, decision.reason)
-        self._decisions.append({"at_s": time.time(), "before": before, **decision.as_dict()})
-        async with self._changing:
-            await self._resize(Role.DRAFT, decision.drafts)
-
-    async def _settle(self) -> None:
-        """Ends or adds what a change has left over that its controller did not live to finish, or that failed."""
+    async def _adjust(self) -> None:
         if self._changing.locked():
             return
         async with self._changing:
-            for role, count in self._wanted.items():
-                try:
-                    if len(self._crew.of(role)) != count:
-                        await self._resize(role, count)
-                except WorkerUnavailable as error:
-                    logger.warning("there should be %d of %s: %s", count, role, error)
-
-    async def _ask_coordinators(self) -> None:
-        handles = self._crew.of(Role.COORDINATOR)
-        answers = await asyncio.gather(*(_server_info(handle) for handle in handles))
-        self._infos = {
-            handle.endpoint: info
-            for handle, info in zip(handles, answers, strict=True)
-            if info is not None and handle.endpoint is not None
-        }
-
-    def _served(self) -> ServedBy:
-        return ServedBy(self._infos, self._crew.endpoints)
+            await self._staff.settle()
+            wanted = self._staff.wanted[Role.DRAFT]
+            drafts = self._demand.drafts(self._view.infos.values(), now=wanted)
+            if drafts != wanted:
+                await self._staff.resize(Role.DRAFT, drafts)
+        self._save()
 
     async def _expire(self) -> None:
-        """Ends a deployment that belongs to a process, when that process has."""
-        if not self._owned:
-            return
-        while True:
+        """Ends a deployment that belongs to a process, when that process has; one left alone has to serve first."""
+        while self._owned or self._state != _SERVING:
             left_s = self._kept_s + self._config.owner_timeout_s - time.monotonic()
             if left_s <= 0:
-                break
+                logger.warning("the process that this deployment belongs to has gone")
+                await self.down()
+                ray.kill(self._self, no_restart=True)
+                return
             await asyncio.sleep(left_s)
-        logger.warning("the process that this deployment belongs to has gone")
-        await self.down()
-        ray.kill(self._self, no_restart=True)
-
-
-async def _server_info(handle: RoleHandle) -> generation_pb2.ServerInfo | None:
-    if handle.is_homeless:
-        return None
-    try:
-        async with asyncio.timeout(INFO_TIMEOUT_S):
-            packed = await handle.actor.server_info.remote()
-    except (ray.exceptions.RayError, TimeoutError):
-        return None
-    return None if packed is None else generation_pb2.ServerInfo.FromString(packed)
 
 
 def _role(name: str) -> Role:

@@ -15,7 +15,7 @@ import ray.exceptions
 import ray.util
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from outrider.deploy import placement
+from outrider.deploy import placement, standby_start
 from outrider.deploy.actors import CoordinatorActor, RoleActor, Serve
 from outrider.deploy.config import Bind, DeployConfig
 from outrider.deploy.connection import NAMESPACE
@@ -52,9 +52,13 @@ class Crew:
         # A controller whose machine has died starts on another; what `recover` is given has the address.
         self._home_address = next((node.address for node in placement.living_nodes() if node.node_id == home), "")
         self._gpus: dict[Role, float] = dict(zip((Role.TARGET, Role.DRAFT), placement.worker_gpus(config), strict=True))
+        # Small servers in place of the roles import nothing that would be worth it.
+        asked = config.bind is Bind.LOOPBACK if config.standby is None else config.standby
+        self._forks = asked and roles.target is Roles.target
         self._numbers = dict.fromkeys(Role, 0)
         self._handles: dict[str, RoleHandle] = {}
         self._places: dict[str, KeptPlaces] = {}
+        self._moving: set[str] = set()
         self.silent_nodes: set[str] = set()
         """Ids of nodes that do not answer, whatever Ray says of them."""
         self.is_ending = False
@@ -82,7 +86,7 @@ class Crew:
         coordinators = (own for own in self._handles.values() if own.role is Role.COORDINATOR)
         return [own.worker_endpoint for own in coordinators if own.worker_endpoint is not None]
 
-    def add(self, role: Role, *, model: Path | None = None) -> RoleHandle:
+    async def add(self, role: Role, *, model: Path | None = None) -> RoleHandle:
         """Starts one more of a role; it serves some time later.
 
         Args:
@@ -96,7 +100,7 @@ class Crew:
             raise WorkerUnavailable(f"the deployment {self._config.name} ends")
         handle = RoleHandle(name=f"{role}-{self._numbers[role]}", role=role, model=model)
         self._numbers[role] += 1
-        self._start(handle)
+        await self._start(handle)
         self._handles[handle.name] = handle
         return handle
 
@@ -107,17 +111,26 @@ class Crew:
         needed = placement.bundle(self._gpus[role], resources)
         return all(free.get(name, 0.0) >= amount for name, amount in needed.items())
 
-    def move(self, handle: RoleHandle) -> None:
+    async def move(self, handle: RoleHandle) -> None:
         """Starts an actor anew, by the same name, on a machine that answers; to be tried again where that fails.
 
         Raises:
-            WorkerUnavailable: no such machine has what it needs.
+            WorkerUnavailable: no such machine has what it needs, or it has been told to end meanwhile.
         """
+        if handle.name in self._moving:
+            return
+        self._moving.add(handle.name)
+        try:
+            await self._move(handle)
+        finally:
+            self._moving.discard(handle.name)
+
+    async def _move(self, handle: RoleHandle) -> None:
         if not handle.is_homeless:
             ray.kill(handle.actor, no_restart=True)
-        self._free_place(handle)
         handle.report, handle.node_id, handle.is_homeless = None, None, True
-        self._start(handle)
+        await self._free_place(handle)
+        await self._start(handle)
         handle.is_homeless = False
 
     def is_gone(self, handle: RoleHandle) -> bool:
@@ -139,7 +152,7 @@ class Crew:
                 logger.info("%s did not stop by itself: %s", handle.name, type(error).__name__)
             ray.kill(handle.actor, no_restart=True)
         self._handles.pop(handle.name, None)
-        self._free_place(handle)
+        await self._free_place(handle)
 
     # ------------------------------------------------------------------------------------------------ over a restart
 
@@ -190,13 +203,13 @@ class Crew:
             raise WorkerUnavailable("no node of the cluster answers")
         return nodes
 
-    def _start(self, handle: RoleHandle) -> None:
+    async def _start(self, handle: RoleHandle) -> None:
         if handle.role is Role.COORDINATOR:
-            self._start_coordinator(handle)
+            await self._start_coordinator(handle)
         else:
-            self._start_worker(handle)
+            await self._start_worker(handle)
 
-    def _start_coordinator(self, handle: RoleHandle) -> None:
+    async def _start_coordinator(self, handle: RoleHandle) -> None:
         config, needs = self._config, placement.actor_needs(0, self._config.coordinator_resources)
         fitting = [node for node in self._nodes() if node.has(needs["resources"])]
         if not fitting:
@@ -218,7 +231,7 @@ class Crew:
         needs["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=node.node_id, soft=False)
         config = _with_http_port(config, port=port, number=int(handle.name.rpartition("-")[2]))
         serve = functools.partial(self._roles.coordinator, config, port=port, worker_port=port + doors - 1)
-        handle.actor = self._create(
+        handle.actor = await self._create(
             CoordinatorActor,
             handle,
             serve,
@@ -228,7 +241,7 @@ class Crew:
             tls=tls_of(config, Role.COORDINATOR),
         )
 
-    def _start_worker(self, handle: RoleHandle) -> None:
+    async def _start_worker(self, handle: RoleHandle) -> None:
         config, role, gpus = self._config, handle.role, self._gpus[handle.role]
         resources = config.target_resources if role is Role.TARGET else config.draft_resources
         needs = placement.actor_needs(gpus, resources)
@@ -254,7 +267,9 @@ class Crew:
         # Loopback reaches no other node; elsewhere each worker takes its own node's address.
         host = LOOPBACK if config.bind is Bind.LOOPBACK else None
         serve = functools.partial(serve_role, config, setting)
-        handle.actor = self._create(RoleActor, handle, serve, host=host, needs=needs)
+        if self._forks:
+            needs["runtime_env"] = {"py_executable": standby_start.COMMAND}
+        handle.actor = await self._create(RoleActor, handle, serve, host=host, needs=needs)
 
     def _quietest(self, handle: RoleHandle) -> str | None:
         """Id of the node with the fewest workers of a role, where it has room for one more; it is noted as its place.
@@ -264,7 +279,9 @@ class Crew:
         role = handle.role
         resources = self._config.target_resources if role is Role.TARGET else self._config.draft_resources
         needed = placement.bundle(self._gpus[role], resources)
-        others = [own.placed_on for own in self._handles.values() if own.role is role and own is not handle]
+        others = [
+            own.node_id or own.placed_on for own in self._handles.values() if own.role is role and own is not handle
+        ]
         fitting = [
             node
             for node in self._nodes()
@@ -281,7 +298,10 @@ class Crew:
             target = placement.bundle(self._gpus[Role.TARGET], config.target_resources)
             draft = placement.bundle(self._gpus[Role.DRAFT], config.draft_resources)
             needs = [target] + [draft] * config.drafts_beside_target
-            self._places[handle.name] = placement.keep_places(needs, name=self._full(handle.name), nodes=self._nodes())
+            # Where there is room on another machine they all stay: this is a wish, and Ray decides.
+            self._places[handle.name] = placement.keep_places(
+                needs, name=self._full(handle.name), nodes=self._nodes(), rather_on=self._quietest(handle)
+            )
         for owner, places in self._places.items():
             # The first place of a group is the target's own.
             mine = [0] if owner == handle.name else range(1, len(places.takers)) if handle.role is Role.DRAFT else []
@@ -291,7 +311,7 @@ class Crew:
                     return PlacementGroupSchedulingStrategy(places.group, placement_group_bundle_index=index)
         return None
 
-    def _free_place(self, handle: RoleHandle) -> None:
+    async def _free_place(self, handle: RoleHandle) -> None:
         own = self._places.pop(handle.name, None)
         if own is not None:
             # Ray ends whoever has a place of a group that is removed: the drafts beside this target go elsewhere.
@@ -301,11 +321,11 @@ class Crew:
                 if beside is not None and not beside.is_draining:
                     # One that finds no place is homeless from now on, and tried again; the others are not to wait.
                     with contextlib.suppress(WorkerUnavailable):
-                        self.move(beside)
+                        await self.move(beside)
         for places in self._places.values():
             places.takers = [None if taker == handle.name else taker for taker in places.takers]
 
-    def _create(
+    async def _create(
         self,
         kind: type[RoleActor],
         handle: RoleHandle,
@@ -326,6 +346,8 @@ class Crew:
         )
         deadline = time.monotonic() + _NAME_TIMEOUT_S
         while True:
+            if self.is_ending or handle.is_draining:
+                raise WorkerUnavailable(f"{self._full(handle.name)} is to end")
             try:
                 return placed.remote(serve, name=self._full(handle.name), host=host, **more)
             except ValueError as error:
@@ -334,7 +356,7 @@ class Crew:
                 # Of a controller that died before it had written down whom it had started, too.
                 with contextlib.suppress(ValueError):
                     ray.kill(ray.get_actor(self._full(handle.name), namespace=NAMESPACE), no_restart=True)
-                time.sleep(0.05)
+                await asyncio.sleep(0.05)
 
 
 _KEPT = (

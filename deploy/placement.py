@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import ray
@@ -52,15 +53,28 @@ def living_nodes() -> list[Node]:
     ]
 
 
-async def answers(node: Node) -> bool:
-    """Whether Ray's own process on a node takes connections: one that has died refuses them at once."""
+class Probe(Enum):
+    """Whether Ray's own process on a node takes connections.
+
+    REFUSES: the machine says that nobody listens there. SILENT: nothing is heard of the machine.
+    """
+
+    ANSWERS = "answers"
+    REFUSES = "refuses"
+    SILENT = "silent"
+
+
+async def probe(node: Node) -> Probe:
+    """Asks a node for a connection."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             _, writer = await asyncio.open_connection(node.address, node.port)
+    except ConnectionRefusedError:
+        return Probe.REFUSES
     except (OSError, TimeoutError):
-        return False
+        return Probe.SILENT
     writer.close()
-    return True
+    return Probe.ANSWERS
 
 
 def selector(*, among: Collection[str] | None, avoided: Collection[str]) -> dict[str, str]:
@@ -101,13 +115,16 @@ class KeptPlaces:
     takers: list[str | None] = field(default_factory=list)
 
 
-def keep_places(needs: Sequence[Mapping[str, float]], *, name: str, nodes: list[Node]) -> KeptPlaces:
+def keep_places(
+    needs: Sequence[Mapping[str, float]], *, name: str, nodes: list[Node], rather_on: str | None = None
+) -> KeptPlaces:
     """Places on one machine, one a need.
 
     Args:
         needs: what each place holds; GPUs as "GPU".
         name: of the group, by which it is found again.
         nodes: the machines that will do.
+        rather_on: id of the machine that is taken if it has room; by default Ray fills one before the next.
 
     Raises:
         WorkerUnavailable: no node has so many GPUs.
@@ -124,6 +141,7 @@ def keep_places(needs: Sequence[Mapping[str, float]], *, name: str, nodes: list[
         name=name,
         lifetime="detached",
         bundle_label_selector=[where] * len(bundles),
+        _soft_target_node_id=rather_on,
     )
     return KeptPlaces(group=group, takers=[None] * len(needs))
 

@@ -14,7 +14,7 @@ from outrider.deploy import crew as crew_module
 from outrider.deploy.actors import RoleReport
 from outrider.deploy.config import Bind, DeployConfig
 from outrider.deploy.controller import Controller
-from outrider.deploy.placement import Node
+from outrider.deploy.placement import Node, Probe
 from outrider.deploy.roles import Roles
 from outrider.errors import WorkerUnavailable
 from outrider.security.roles import Role
@@ -61,7 +61,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """Ray's part: named actors, living nodes, and a store of its own."""
     state = SimpleNamespace(actors={}, nodes=[HOME, OTHER], store={})
 
-    def create(self: Any, kind: object, handle: Any, serve: object, **_: object) -> FakeActor:
+    async def create(self: Any, kind: object, handle: Any, serve: object, **_: object) -> FakeActor:
         return state.actors.setdefault(self._full(handle.name), FakeActor(handle.name))
 
     def get_actor(name: str, **_: object) -> FakeActor:
@@ -73,14 +73,14 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         actor.is_dead = True
         state.actors.pop(f"mine/{actor.name}", None)
 
-    async def answers(node: Node) -> bool:
-        return node in state.nodes
+    async def probe(node: Node) -> Probe:
+        return Probe.ANSWERS if node in state.nodes else Probe.SILENT
 
     monkeypatch.setattr(crew_module.Crew, "_create", create)
     monkeypatch.setattr(crew_module.Crew, "_quietest", lambda *_: None)
     monkeypatch.setattr(crew_module.placement, "living_nodes", lambda: list(state.nodes))
     monkeypatch.setattr(crew_module.placement, "worker_gpus", lambda _: (0.0, 0.0))
-    monkeypatch.setattr(crew_module.placement, "answers", answers)
+    monkeypatch.setattr(crew_module.placement, "probe", probe)
     monkeypatch.setattr(ray, "get_actor", get_actor)
     monkeypatch.setattr(ray, "kill", kill)
     monkeypatch.setattr(ray, "available_resources", dict)
@@ -107,7 +107,7 @@ def started(config: DeployConfig = CONFIG) -> ServingController:
 
 async def die(controller: Controller) -> None:
     """Its process is gone, and all that ran in it."""
-    tasks = [*controller._tasks, *controller._watches.values()]
+    tasks = [*controller._tasks, *controller._staff.watches]
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -202,7 +202,7 @@ async def test_a_drain_that_is_asked_for_again_takes_one_away_and_not_two(cluste
     actor = cluster.actors["mine/draft-0"]
     actor.may_stop.clear()
     first = asyncio.create_task(controller.drain("draft-0"))
-    await until(lambda: controller._wanted[Role.DRAFT] == 1)
+    await until(lambda: controller._staff.wanted[Role.DRAFT] == 1)
     controller._save()
     first.cancel()
     await die(controller)
@@ -212,7 +212,7 @@ async def test_a_drain_that_is_asked_for_again_takes_one_away_and_not_two(cluste
     await asyncio.sleep(0.02)
     actor.may_stop.set()
     await again
-    assert (successor._wanted[Role.DRAFT], names(successor, Role.DRAFT)) == (1, ["draft-1"])
+    assert (successor._staff.wanted[Role.DRAFT], names(successor, Role.DRAFT)) == (1, ["draft-1"])
     await successor.down()
 
 

@@ -1,0 +1,168 @@
+"""How many there are of each role, and who: adding, draining and replacing, one worker after the other."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.exceptions
+
+from outrider.deploy.config import DeployConfig
+from outrider.deploy.coordinator_view import CoordinatorView
+from outrider.deploy.crew import Crew
+from outrider.deploy.health import RoleHandle, watch
+from outrider.deploy.status import worker_status
+from outrider.errors import WorkerUnavailable
+from outrider.security.roles import Role
+
+logger = logging.getLogger(__name__)
+
+POLL_INTERVAL_S = 0.1
+FIELDS = {Role.COORDINATOR: "coordinators", Role.TARGET: "targets", Role.DRAFT: "drafts"}
+"""The field of the configuration that counts each role."""
+
+
+class Staff:
+    """Changes a deployment's roles; who calls sees to it that one change follows the other.
+
+    Args:
+        config: of the deployment.
+        crew: its actors.
+        view: its coordinators' answers.
+        save: called when something has changed that a successor has to know.
+
+    Attributes:
+        wanted: how many there are to be.
+        draft_model: checkpoint folder of drafts that are added; None for the configured one.
+    """
+
+    def __init__(self, config: DeployConfig, crew: Crew, view: CoordinatorView, save: Callable[[], None]) -> None:
+        self._config, self._crew, self._view, self._save = config, crew, view, save
+        self.wanted = {role: getattr(config, field) for role, field in FIELDS.items()}
+        self.draft_model: Path | None = None
+        self._watches: dict[str, asyncio.Task[None]] = {}
+
+    @property
+    def watches(self) -> list[asyncio.Task[None]]:
+        """One of each actor that is looked after."""
+        return list(self._watches.values())
+
+    def state(self) -> dict[str, Any]:
+        """What `recover` needs, of plain values."""
+        return {
+            "wanted": {str(role): count for role, count in self.wanted.items()},
+            "draft_model": self.draft_model and str(self.draft_model),
+        }
+
+    def recover(self, state: Mapping[str, Any]) -> None:
+        """Goes on from where a controller that has died was."""
+        self.wanted = {Role(role): count for role, count in state["wanted"].items()}
+        self.draft_model = state["draft_model"] and Path(state["draft_model"])
+
+    def check_count(self, role: Role, count: int) -> None:
+        """Raises ValueError where so many of a role are too few, or more than the configuration lets there be."""
+        least, most = (0, None) if role is Role.DRAFT else (1, None)
+        if role is Role.DRAFT and self._config.max_drafts is not None:
+            least, most = self._config.min_drafts, self._config.max_drafts
+        if count < least or (most is not None and count > most):
+            bounds = f"at least {least}" if most is None else f"{least} to {most}"
+            raise ValueError(f"{role}: {count} asked for, {bounds} needed")
+
+    def look_after(self, handle: RoleHandle) -> None:
+        """Watches an actor from now on."""
+        self._watches[handle.name] = asyncio.create_task(watch(handle, self._config))
+
+    async def resize(self, role: Role, count: int) -> None:
+        """So many of a role from now on.
+
+        Raises:
+            WorkerUnavailable: no node has what one more needs; as many as before are wanted then.
+        """
+        before, self.wanted[role] = self.wanted[role], count
+        present = self._crew.of(role)
+        try:
+            while len(self._crew.of(role)) < count:
+                self.look_after(await self._crew.add(role, model=self.draft_model if role is Role.DRAFT else None))
+        except WorkerUnavailable:
+            self.wanted[role] = before
+            raise
+        served = self._view.served()
+        # Those with the least to do go first, of these the youngest.
+        present.reverse()
+        idle_first = sorted(present, key=served.sessions)
+        await asyncio.gather(*(self.end(handle) for handle in idle_first[: max(0, len(present) - count)]))
+        self._save()
+
+    async def settle(self) -> None:
+        """Ends or adds what a change has left over that its controller did not live to finish, or that failed."""
+        for role, count in self.wanted.items():
+            try:
+                if len(self._crew.of(role)) != count:
+                    await self.resize(role, count)
+            except WorkerUnavailable as error:
+                logger.warning("there should be %d of %s: %s", count, role, error)
+
+    async def succeed(self, old: RoleHandle, model: Path | None) -> RoleHandle:
+        """A new worker in the place of `old`, which goes when the new one serves, or before where there is no room.
+
+        Raises:
+            WorkerUnavailable: the new one does not serve; it has been taken away again.
+        """
+        has_room = self._crew.has_room(old.role)
+        if not has_room and old.role is Role.TARGET and len(self._crew.of(Role.TARGET)) == 1:
+            raise WorkerUnavailable(f"{old.name} is the only target, and there is no room for another beside it")
+        if not has_room:
+            await self.end(old)
+        new = None
+        try:
+            new = await self._crew.add(old.role, model=model)
+            async with asyncio.timeout(self._config.start_timeout_s):
+                await self._serving(new)
+        except (TimeoutError, WorkerUnavailable) as error:
+            if new is not None:
+                await self._crew.end(new, timeout_s=self._config.stop_timeout_s)
+            if not has_room:
+                self.look_after(await self._crew.add(old.role, model=old.model))
+            reason = str(error) or f"not serving after {self._config.start_timeout_s:g} s"
+            raise WorkerUnavailable(f"{old.name} was not replaced: {reason}") from error
+        self.look_after(new)
+        if has_room:
+            await self.end(old)
+        return new
+
+    async def end(self, handle: RoleHandle) -> None:
+        """Lets one finish what it does, and ends it."""
+        if (watching := self._watches.pop(handle.name, None)) is not None:
+            watching.cancel()
+        await self._crew.end(handle, timeout_s=self._config.stop_timeout_s)
+        self._save()
+
+    async def listening(self, handle: RoleHandle) -> None:
+        """Waits until an actor's server listens; raises as `refresh` does."""
+        while handle.report is None or handle.report.address is None:
+            await self.refresh(handle)
+            await asyncio.sleep(POLL_INTERVAL_S)
+
+    async def _serving(self, handle: RoleHandle) -> None:
+        await self.listening(handle)
+        while worker_status(handle, self._view.served())["state"] != "serving":
+            await asyncio.sleep(POLL_INTERVAL_S)
+            # One that listened may still be refused by a coordinator, and then says why.
+            await asyncio.gather(self.refresh(handle), self._view.ask())
+
+    async def refresh(self, handle: RoleHandle) -> None:
+        """Asks an actor how it is.
+
+        Raises:
+            WorkerUnavailable: it failed, with its reason.
+        """
+        full = f"{self._config.name}/{handle.name}"
+        try:
+            handle.note(await handle.actor.report.remote())
+        except ray.exceptions.RayError as error:
+            raise WorkerUnavailable(f"{full} could not be started: {error}") from error
+        assert handle.report is not None
+        if handle.report.failure is not None:
+            raise WorkerUnavailable(f"{full} could not serve: {handle.report.failure}")
