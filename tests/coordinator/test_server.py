@@ -28,6 +28,7 @@ from outrider.v1 import (
 from outrider.wire import floats_to_bytes, tokens_from_bytes, tokens_to_bytes
 
 VOCABULARY = 256
+LOAD = common_pb2.WorkerLoad(sessions=3)
 
 
 def next_token(length: int) -> int:
@@ -141,7 +142,11 @@ class SpoiltDraft(GuessingDraft):
 
 
 class Worker:
-    """A fake worker process: its own server, and a registration that beats until told otherwise."""
+    """A fake worker process: its own server, and a registration that tells of its load once, or never.
+
+    A report that is written while the coordinator ends the call would end it with INTERNAL on this side, whatever the
+    coordinator says: so there is none without a cause.
+    """
 
     def __init__(self, servicer, role, coordinator: str, folder, **changes) -> None:
         self.servicer = servicer
@@ -149,12 +154,12 @@ class Worker:
         self.coordinator = coordinator
         self.hash = tokenizer_hash(folder)
         self.changes = changes
-        self.beat = True
+        self.tells_load = True
         self.lease: registry_pb2.Lease | None = None
         self.code: grpc.StatusCode | None = None
         self.details = ""
         self.registered = asyncio.Event()
-        self.drains = False
+        self.asked_to_drain = asyncio.Event()
 
     async def __aenter__(self):
         add = {
@@ -181,7 +186,8 @@ class Worker:
             async for lease in call:
                 self.lease = lease
                 self.registered.set()
-                self.drains = self.drains or lease.drain
+                if lease.drain:
+                    self.asked_to_drain.set()
             self.code = await call.code()
         except grpc.aio.AioRpcError as error:
             self.code, self.details = error.code(), error.details() or ""
@@ -198,11 +204,11 @@ class Worker:
             "limits": registry_pb2.WorkerLimits(max_sessions=8, max_tree_nodes=32, max_step_tokens=128),
         }
         yield registry_pb2.WorkerReport(introduction=registry_pb2.WorkerIntroduction(**settings | self.changes))
-        # A load that is written while the coordinator refuses would end the call with INTERNAL on this side.
         await self.registered.wait()
-        while self.beat:
-            yield registry_pb2.WorkerReport(load=common_pb2.WorkerLoad(sessions=3), draining=self.drains)
-            await asyncio.sleep(0.05)
+        if self.tells_load:
+            yield registry_pb2.WorkerReport(load=LOAD)
+        await self.asked_to_drain.wait()
+        yield registry_pb2.WorkerReport(load=LOAD, draining=True)
         await asyncio.Event().wait()
 
 
@@ -216,8 +222,8 @@ def draft_worker(coordinator: CoordinatorServer, folder, **changes) -> Worker:
 
 @pytest.fixture
 async def coordinator(model_folder, request):
-    # A lease lasts for longer than a busy machine stands still, unless its end is what is tested.
-    lease_ms = getattr(request, "param", 30_000)
+    # A lease lasts for longer than any test, unless its end is what is tested.
+    lease_ms = getattr(request, "param", 600_000)
     config = CoordinatorConfig(
         port=0, model_path=model_folder, heartbeat_interval_ms=100, lease_ms=lease_ms, drain_s=0.2
     )
@@ -231,6 +237,12 @@ async def until(condition) -> None:
     async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.01)
+
+
+def all_serve(coordinator: CoordinatorServer, count: int) -> bool:
+    """Whether so many workers serve, and have told of their load."""
+    statuses = coordinator.registry.statuses()
+    return [(status.state, status.load) for status in statuses] == [("serving", LOAD)] * count
 
 
 async def generate(coordinator: CoordinatorServer, **settings) -> list[generation_pb2.GenerateResponse]:
@@ -247,7 +259,7 @@ def tokens_of(responses) -> list[int]:
 
 async def test_tokens_travel_from_the_target_to_the_client(coordinator, model_folder):
     async with target_worker(coordinator, model_folder) as target, draft_worker(coordinator, model_folder):
-        await until(lambda: [status.state for status in coordinator.registry.statuses()] == ["serving"] * 2)
+        await until(lambda: all_serve(coordinator, 2))
         responses = await generate(coordinator, logprobs=2)
         assert tokens_of(responses) == [next_token(length) for length in range(3, 23)]
         assert responses[0].HasField("started")
@@ -256,12 +268,11 @@ async def test_tokens_travel_from_the_target_to_the_client(coordinator, model_fo
         assert finished.speculation.spec_accepted_tokens > 0
         first = next(response.delta for response in responses if response.HasField("delta"))
         assert list(first.logprobs.top_token_ids)[:2] == [1, 2]
-        closes = [request for request in target.servicer.requests if request.close_session_ids]
-        assert len(closes) == 1
         assert coordinator.info().emitted_tokens_total == 20
-        statuses = coordinator.registry.statuses()
-        assert {status.state for status in statuses} == {"serving"}
-        await until(lambda: all(status.load.sessions == 3 for status in coordinator.registry.statuses()))
+        assert all_serve(coordinator, 2)
+        await until(lambda: any(request.close_session_ids for request in target.servicer.requests))
+    closes = [request for request in target.servicer.requests if request.close_session_ids]
+    assert len(closes) == 1
 
 
 async def test_without_the_option_nothing_is_accepted_at_given_rates(coordinator):
@@ -298,7 +309,7 @@ async def test_growth_that_no_target_would_take_costs_the_draft_and_no_request(
 ):
     draft = Worker(SpoiltDraft(spoil), registry_pb2.WORKER_ROLE_DRAFT, coordinator.address, model_folder)
     async with target_worker(coordinator, model_folder), draft:
-        await until(lambda: [status.state for status in coordinator.registry.statuses()] == ["serving"] * 2)
+        await until(lambda: all_serve(coordinator, 2))
         assert tokens_of(await generate(coordinator)) == [next_token(length) for length in range(3, 23)]
         await until(lambda: draft.code is not None)
         assert draft.code is grpc.StatusCode.UNAVAILABLE
@@ -315,7 +326,7 @@ async def test_a_draft_that_sends_nonsense_again_and_again_is_left_alone(coordin
     states = lambda: [status.state for status in coordinator.registry.statuses()]  # noqa: E731
     async with target_worker(coordinator, model_folder), draft:
         for _ in range(3):
-            await until(lambda: states() == ["serving"] * 2)
+            await until(lambda: all_serve(coordinator, 2))
             assert tokens_of(await generate(coordinator)) == [next_token(length) for length in range(3, 23)]
             await until(lambda: draft.code is grpc.StatusCode.UNAVAILABLE)
             draft.code = None
@@ -350,7 +361,7 @@ async def test_a_worker_is_asked_to_drain_and_its_lease_ends_in_order(coordinato
         draft_worker(coordinator, model_folder) as draft,
         open_channel(coordinator.address) as channel,
     ):
-        await until(lambda: [status.state for status in coordinator.registry.statuses()] == ["serving"] * 2)
+        await until(lambda: all_serve(coordinator, 2))
         registry = registry_pb2_grpc.RegistryServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError, match="'nobody'") as caught:
             await registry.Drain(registry_pb2.DrainRequest(worker_id="nobody"))
@@ -398,14 +409,14 @@ async def test_a_worker_that_is_back_before_its_lease_has_ended_is_to_try_again(
 
 @pytest.mark.parametrize("coordinator", [400], indirect=True)
 async def test_silence_ends_the_lease(coordinator, model_folder):
-    async with target_worker(coordinator, model_folder) as worker:
-        await until(lambda: coordinator.scheduler.has_target)
+    worker = target_worker(coordinator, model_folder)
+    worker.tells_load = False
+    async with worker:
+        await until(lambda: worker.code is grpc.StatusCode.UNAVAILABLE)
         assert worker.lease is not None
         assert worker.lease.lease_ms == 400
-        worker.beat = False
-        await until(lambda: not coordinator.scheduler.has_target)
-        await until(lambda: worker.code is grpc.StatusCode.UNAVAILABLE)
         assert "no heartbeat" in worker.details
+        assert not coordinator.scheduler.has_target
         assert not coordinator.registry.statuses()
         await until(lambda: worker.servicer.open_streams == 0)
 
@@ -415,7 +426,9 @@ async def test_a_worker_whose_address_does_not_answer_is_let_go(model_folder):
     server = CoordinatorServer(config)
     await server.start()
     try:
-        async with target_worker(server, model_folder, address="127.0.0.1:1") as worker:
+        worker = target_worker(server, model_folder, address="127.0.0.1:1")
+        worker.tells_load = False
+        async with worker:
             await worker.registered.wait()
             await until(lambda: worker.code is grpc.StatusCode.UNAVAILABLE)
             assert not server.scheduler.has_target
