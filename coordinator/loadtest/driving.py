@@ -118,17 +118,23 @@ class Driver:
 
     async def _due(self) -> AsyncIterator[tuple[int, float]]:
         """Conversations when their time has come, with that time."""
-        duration_s = self._job.config.duration
+        if self._job.is_closed_loop:
+            async for due in self._when_free(cast("asyncio.Semaphore", self._gate)):
+                yield due
+            return
         for number, at_s in self._job.arrivals():
-            if self._job.is_closed_loop:
-                gate = cast("asyncio.Semaphore", self._gate)
-                await gate.acquire()
-                at_s = self._now_s()  # noqa: PLW2901 the place's time is the request's
-                if duration_s is not None and at_s >= duration_s:
-                    gate.release()
-                    return
-            else:
-                await self._sleep_until(at_s)
+            await self._sleep_until(at_s)
+            yield number, at_s
+
+    async def _when_free(self, gate: asyncio.Semaphore) -> AsyncIterator[tuple[int, float]]:
+        """The same of a closed loop: the first ones at once, the others when a place is free."""
+        duration_s, free = self._job.config.duration, self._job.places or 0
+        for begun, (number, _) in enumerate(self._job.arrivals()):
+            await gate.acquire()
+            at_s = 0.0 if begun < free else self._now_s()
+            if duration_s is not None and at_s >= duration_s:
+                gate.release()
+                return
             yield number, at_s
 
     async def _sleep_until(self, at_s: float) -> None:

@@ -146,6 +146,8 @@ class LoadtestConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name}: {value} given, more than 0 needed")
+        if not 0 <= self.random_range_ratio < 1:
+            raise ValueError(f"random_range_ratio: {self.random_range_ratio} given, 0 to less than 1 needed")
         if self.dataset_name in _NEED_PATH and self.dataset_path is None:
             raise ValueError(f"dataset_path: none given, --dataset-name {self.dataset_name} needs one")
         points = self.points()

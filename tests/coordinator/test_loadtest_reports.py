@@ -9,7 +9,7 @@ from rich.console import Console
 
 from outrider.coordinator.loadtest import compare, metrics, plots, report_html, report_json, tables
 from outrider.coordinator.loadtest.lag import ClientLoad, client_figures
-from outrider.coordinator.loadtest.options import Point
+from outrider.coordinator.loadtest.options import Mode, Point
 from outrider.coordinator.loadtest.records import RequestRecord, RoundTime
 from outrider.coordinator.loadtest.running import Run
 from outrider.errors import InvalidRequest
@@ -26,7 +26,7 @@ ROUND = RoundTime(
 )
 
 
-def run(*, rate: float = 2.0, speculation="async", scale: float = 1.0, cap: int | None = None) -> Run:
+def run(*, rate: float = 2.0, speculation: Mode = "async", scale: float = 1.0, cap: int | None = None) -> Run:
     records = [
         RequestRecord(
             index=number,

@@ -1,0 +1,252 @@
+"""`outrider loadtest` against a coordinator with fake workers, over both doors."""
+
+import asyncio
+import contextlib
+import json
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from outrider import cli
+from outrider.coordinator.http.app import create_app
+from outrider.coordinator.http.server import HttpServer
+from outrider.coordinator.loadtest import command
+from outrider.coordinator.loadtest.http_connection import server_sent_events
+from outrider.coordinator.loadtest.options import LoadtestConfig
+from outrider.coordinator.service import GenerationServicer
+from outrider.coordinator.tokenizer import TextTokenizer
+from outrider.coordinator.validation import RequestLimits
+from outrider.errors import InternalError
+from outrider.rpc import RoleServer
+from outrider.v1 import common_pb2, generation_pb2
+
+
+class Doors(NamedTuple):
+    grpc: str
+    http: str
+
+
+def tokenizer_of_bytes() -> TextTokenizer:
+    alphabet = {char: rank for rank, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return TextTokenizer(tokenizer)
+
+
+async def serve(make_bench: Callable[..., Any], ready: Future[Doors], stop: asyncio.Event) -> None:
+    bench = make_bench(max_queue=1000)
+    bench.add_target(step_s=0.001)
+    bench.add_draft(delay_s=0.001)
+    servicer = GenerationServicer(
+        bench.scheduler,
+        model=common_pb2.ModelInfo(name="fake", vocab_size=50, max_model_len=4096),
+        tokenizer=tokenizer_of_bytes(),
+        limits=RequestLimits(),
+        server_info=generation_pb2.ServerInfo,
+    )
+    server = RoleServer(services=[], add_services=servicer.add_to, address="127.0.0.1:0")
+    http = HttpServer(create_app(servicer), host="127.0.0.1", port=0)
+    await server.start()
+    await http.start()
+    try:
+        ready.set_result(Doors(server.address, http.address))
+        await stop.wait()
+    finally:
+        await http.stop()
+        await server.stop(grace_s=0)
+        await bench.scheduler.stop(InternalError("the test is over"))
+
+
+@pytest.fixture
+def doors(make_bench) -> Iterator[Doors]:
+    """A coordinator's two doors, in a thread of its own: the command has an event loop of its own, too."""
+    loop, ready = asyncio.new_event_loop(), Future[Doors]()
+    stop = asyncio.Event()
+
+    def run() -> None:
+        with contextlib.closing(loop):
+            loop.run_until_complete(serve(make_bench, ready, stop))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield ready.result(timeout=60)
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+
+
+def run(*arguments: str) -> int:
+    return cli.run(["loadtest", "--output-len", "12", *arguments])
+
+
+def figures_of(path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_a_run_over_grpc(doors, tmp_path, capsys):
+    json_file, report = tmp_path / "a.json", tmp_path / "a.html"
+    # No pictures: they have a test of their own.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command.report_html, "pictures", lambda runs: {})
+        arguments = ["--endpoint", doors.grpc, "--num-prompts", "12", "--request-rate", "200", "--html", str(report)]
+        assert run(*arguments, "--output-json", str(json_file), "--goodput", "ttft:60000", "tpot:60000") == 0
+    figures = figures_of(json_file)
+    assert (figures["completed"], figures["failed"]) == (12, 0)
+    assert figures["total_output_tokens"] == 12 * 12
+    assert figures["request_goodput"] == figures["request_throughput"] > 0
+    assert figures["spec_decode_num_drafts"] > 0
+    assert figures["spec_decode_acceptance_length"] > 1.2
+    assert figures["traced_rounds"] > 0
+    assert figures["latency_from"] == "intended arrival"
+    assert 0 < figures["mean_ttft_ms"] <= figures["mean_e2el_ms"]
+    printed = capsys.readouterr().out
+    assert "12 completed, 0 failed" in printed
+    assert "tpot 60000 ms" in printed
+    assert "Load test" in report.read_text(encoding="utf-8")
+
+
+def test_the_openai_door_gives_the_same_figures(doors, tmp_path):
+    path = tmp_path / "b.json"
+    arguments = ["--protocol", "openai", "--num-prompts", "10", "--max-concurrency", "3", "--save-detailed"]
+    assert run(*arguments, "--endpoint", f"http://{doors.http}", "--output-json", str(path)) == 0
+    figures = figures_of(path)
+    assert (figures["completed"], figures["failed"]) == (10, 0)
+    assert figures["output_lens"] == [12] * 10
+    assert figures["max_concurrent_requests"] <= 3
+    # Whoever has a place sends: there is no time at which a request was to be sent.
+    assert figures["latency_from"] == "sending"
+    assert figures["spec_decode_num_drafts"] > 0
+    rates = figures["spec_decode_per_position_acceptance_rates"]
+    assert 1 + sum(rates) == pytest.approx(figures["spec_decode_acceptance_length"])
+
+
+def test_turns_follow_each_other_and_prompts_grow(doors, tmp_path):
+    for protocol, endpoint in (("grpc", doors.grpc), ("openai", doors.http)):
+        path = tmp_path / f"{protocol}.json"
+        arguments = ["--dataset-name", "multi-turn", "--turns", "2", "--num-prompts", "3", "--save-detailed"]
+        assert run(*arguments, "--protocol", protocol, "--endpoint", endpoint, "--output-json", str(path)) == 0
+        figures = figures_of(path)
+        assert figures["completed"] == 6
+        inputs = figures["input_lens"]
+        assert all(later > earlier + 12 for earlier, later in zip(inputs[::2], inputs[1::2], strict=True))
+
+
+def test_a_sweep_runs_every_combination(doors, tmp_path, capsys):
+    path = tmp_path / "c.json"
+    arguments = ["--num-prompts", "4", "--num-warmups", "0", "--sweep-pause", "0", "--output-json", str(path)]
+    sweep = ["--sweep-request-rate", "100,200", "--sweep-speculation", "off,async"]
+    assert run("--endpoint", doors.grpc, *arguments, *sweep) == 0
+    runs = figures_of(path)["runs"]
+    assert [(each["speculation"], each["request_rate"]) for each in runs] == [
+        ("off", 100.0),
+        ("off", 200.0),
+        ("async", 100.0),
+        ("async", 200.0),
+    ]
+    assert all(each["completed"] == 4 for each in runs)
+    assert runs[0]["spec_decode_accepted_tokens"] == 0
+    assert "All runs" in capsys.readouterr().out
+    assert cli.run(["loadtest", "--compare", str(path), str(path)]) == 0
+    assert "1.000" in capsys.readouterr().out
+
+
+def test_a_cap_delays_the_sending_and_the_latency_counts_it(doors, tmp_path):
+    path = tmp_path / "d.json"
+    arguments = ["--num-prompts", "12", "--request-rate", "100000", "--max-concurrency", "1"]
+    assert run("--endpoint", doors.grpc, *arguments, "--output-json", str(path), "--save-detailed") == 0
+    figures = figures_of(path)
+    assert figures["max_concurrent_requests"] == 1
+    assert figures["latency_from"] == "intended arrival"
+    # The last one waited for all the others: what it took from its arrival on holds what they took.
+    others_s = sum(
+        latency - queue for latency, queue in zip(figures["latencies"][:-1], figures["queue_times"], strict=False)
+    )
+    assert figures["latencies"][-1] >= others_s
+    assert figures["mean_ttft_ms"] > figures["mean_ttft_from_send_ms"]
+
+
+def test_a_trace_is_replayed_by_two_processes(doors, tmp_path):
+    trace, path = tmp_path / "trace.jsonl", tmp_path / "e.json"
+    lines = [{"timestamp": 5 + 0.05 * number, "prompt": f"line {number}", "max_tokens": 3} for number in range(5)]
+    trace.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    arguments = ["--dataset-name", "trace", "--dataset-path", str(trace), "--client-processes", "2"]
+    assert run("--endpoint", doors.grpc, *arguments, "--output-json", str(path), "--save-detailed") == 0
+    figures = figures_of(path)
+    assert figures["output_lens"] == [3] * 5
+    assert figures["intended_times"] == pytest.approx([0.0, 0.05, 0.1, 0.15, 0.2])
+    assert figures["client_processes"] == 2
+
+
+def test_failures_are_counted_with_their_errors(doors, tmp_path, capsys):
+    path, prompts = tmp_path / "f.json", tmp_path / "prompts.jsonl"
+    # A token that the model does not have.
+    prompts.write_text('{"prompt": [1, 2], "max_tokens": 2}\n{"prompt": [4000]}\n', encoding="utf-8")
+    arguments = ["--dataset-name", "jsonl", "--dataset-path", str(prompts), "--num-warmups", "0", "--num-prompts", "4"]
+    for protocol, endpoint in (("grpc", doors.grpc), ("openai", doors.http)):
+        assert run("--endpoint", endpoint, "--protocol", protocol, *arguments, "--output-json", str(path)) == 0
+        figures = figures_of(path)
+        assert (figures["completed"], figures["failed"]) == (2, 2)
+        ((message, count),) = figures["error_counts"].items()
+        assert count == 2
+        assert "4000" in message
+        assert "2 failed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "openai"])
+def test_a_service_that_is_not_there_is_told(protocol, capsys):
+    assert run("--endpoint", "127.0.0.1:1", "--protocol", protocol, "--num-prompts", "1", "--timeout", "30") == 1
+    assert "127.0.0.1:1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (["--request-rate", "0"], "request_rate: 0.0"),
+        (["--burstiness", "-1"], "burstiness"),
+        (["--goodput", "ttft:soon"], "goodput: 'ttft:soon'"),
+        (["tpot:50"], "tpot:50"),
+        (["--sweep-speculation", "async,on"], "sweep_speculation: 'on'"),
+        (["--sweep-request-rate", "1,x"], "sweep_request_rate: '1,x'"),
+        (["--dataset-name", "sharegpt"], "dataset_path"),
+        (["--duration", "5"], "duration: 5"),
+        (["--num-prompts", "0"], "num_prompts: 0"),
+        (["--random-range-ratio", "2", "--dataset-name", "random", "--vocab-size", "9"], "random_range_ratio: 2.0"),
+    ],
+)
+def test_bad_options_are_told_before_anything_is_sent(arguments, what, capsys):
+    assert run("--endpoint", "127.0.0.1:1", *arguments) == cli.BAD_ARGUMENTS
+    assert what in capsys.readouterr().err
+
+
+def test_a_closed_loop_ends_with_its_duration(doors, tmp_path):
+    path = tmp_path / "g.json"
+    arguments = ["--duration", "0.3", "--max-concurrency", "2", "--num-warmups", "0"]
+    assert run("--endpoint", doors.grpc, *arguments, "--output-json", str(path), "--save-detailed") == 0
+    figures = figures_of(path)
+    assert figures["completed"] == len(figures["intended_times"]) > 0
+    assert max(figures["intended_times"]) < 0.3
+
+
+def test_events_are_put_together_from_any_pieces():
+    stream = b'data: {"a": 1}\n\n: comment\r\ndata: [DONE]\r\n\r\n'
+    for size in (1, 3, 7, len(stream)):
+        events, rest = [], b""
+        for place in range(0, len(stream), size):
+            found, rest = server_sent_events(stream[place : place + size], rest)
+            events += found
+        assert events == [b'{"a": 1}', b"[DONE]"]
+        assert rest == b""
+
+
+def test_every_option_has_a_default_that_is_allowed():
+    config = LoadtestConfig()
+    (point,) = config.points()
+    assert config.arrivals_of(point).count == 100
+    assert point.label == "async, all at once"
