@@ -1,0 +1,216 @@
+"""A tree of guesses out of the trie: the suffixes of the text that were seen before, and what came after them.
+
+Suffixes are taken longest first, each with the whole of what is left of the budget, so that a text that repeats itself
+is followed far along one branch, and one that only resembles what was seen gets many short ones. A node of a tree
+below a suffix of m tokens has at most
+
+    breadth(m) = min_breadth + (max_breadth - min_breadth) * (D - m) / (D - 1)
+
+children. Below one suffix nodes are taken
+
+    recency    level by level, children that were used last first
+    frequency  most likely first: a node's share is count / sum of its siblings' counts, times its parent's share
+
+(`bfs` and `prob` of SGLang's n-gram source, whose behaviour cases these pass; the code is our own.) Only the most
+recently used children of a node are looked at, so that a node with thousands of them costs no more than others. What
+is compiled takes columns in tuples, and many arguments: objects cost more than the search.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import numpy as np
+
+from outrider.draft_worker.ngram_trie import NgramTrie, Nodes, compiled, find
+
+MatchType = Literal["prob", "bfs"]
+
+# Of a node's children, so many are weighed: those used last.
+_WEIGHED = 32
+# The share of a path that is in the tree already.
+_TAKEN = -1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class NgramConfig:
+    """How trees are made of the trie; names of SGLang's n-gram source, without its prefix.
+
+    Attributes:
+        draft_tokens: most nodes of a tree.
+        min_match: shortest suffix that is looked for, in tokens.
+        min_breadth: children of a node below the longest suffix.
+        max_breadth: children of a node below the shortest; 1 makes a single branch.
+        match_type: which children come first: prob, the most frequent; bfs, the most recent.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    draft_tokens: int = 12
+    min_match: int = 1
+    min_breadth: int = 1
+    max_breadth: int = 10
+    match_type: MatchType = "prob"
+
+    def __post_init__(self) -> None:
+        for name in ("draft_tokens", "min_match", "min_breadth"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} given, at least 1 needed")
+        if not self.min_breadth <= self.max_breadth <= _WEIGHED:
+            needed = f"min_breadth ({self.min_breadth}) to {_WEIGHED} needed"
+            raise ValueError(f"max_breadth: {self.max_breadth} given, {needed}")
+        if self.match_type not in ("prob", "bfs"):
+            raise ValueError(f"match_type: {self.match_type!r} given, prob or bfs needed")
+
+
+@dataclass(frozen=True, slots=True)
+class NgramTree:
+    """Guesses after a text, [n] nodes, parents before their children.
+
+    Attributes:
+        tokens: [n].
+        parents: [n] places in this tree; -1 is the text's end.
+        shares: [n] each node's count by the sum of its siblings', in the trie.
+        counts: [n] how often the trie has seen the node's path.
+        matched: tokens of the longest suffix that the trie can continue; 0 if none.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    shares: list[float]
+    counts: list[int]
+    matched: int
+
+
+def guess(trie: NgramTrie, texts: Sequence[Sequence[int]], config: NgramConfig) -> list[NgramTree]:
+    """What may follow each text, of which only the last D - 1 tokens are looked at; all texts in one call."""
+    size, suffix = config.draft_tokens, trie.max_trie_depth - 1
+    tails = np.zeros((len(texts), suffix), np.int32)
+    for row, text in zip(tails, texts, strict=True):
+        tail = text[-suffix:]
+        row[: len(tail)] = tail
+    lengths = np.array([min(len(text), suffix) for text in texts], np.int32)
+    columns = tuple(np.zeros((len(texts), size), kind) for kind in (np.int32, np.int32, np.float64, np.int32))
+    found = np.zeros((len(texts), 2), np.int32)
+    options = (config.min_match, config.min_breadth, config.max_breadth, config.match_type == "prob")
+    build_all(trie.nodes, tails, lengths, options, columns, found)
+    tokens, parents, shares, counts = (cast("list[list[Any]]", column.tolist()) for column in columns)
+    return [
+        NgramTree(tokens[row][:n], parents[row][:n], shares[row][:n], counts[row][:n], matched)
+        for row, (n, matched) in enumerate(found.tolist())
+    ]
+
+
+@compiled
+def build_all(nodes: Nodes, tails: Any, lengths: Any, options: Any, columns: Any, found: Any) -> None:  # noqa: PLR0917
+    """Fills the rows of the columns (tokens, parents, shares, counts) and of `found` (nodes, longest match).
+
+    `options` are those of the NgramConfig: (min_match, min_breadth, max_breadth, whether by frequency).
+    """
+    _, min_breadth, max_breadth, by_frequency = options
+    depth = tails.shape[1] + 1
+    most = columns[0].shape[1] * max_breadth + max_breadth
+    # Nodes that may come next: of the trie, their parent's place in the tree, share of the path, share among siblings.
+    waiting = (
+        np.zeros(most, np.int32),
+        np.zeros(most, np.int32),
+        np.zeros(most, np.float32),
+        np.zeros(most, np.float32),
+    )
+    order = np.zeros(_WEIGHED, np.int32)
+    for row in range(len(tails)):
+        tree = (columns[0][row], columns[1][row], columns[2][row], columns[3][row])
+        node, length = _longest_match(nodes, tails[row, : lengths[row]]), 0
+        while nodes.depth[node] >= options[0] and length < len(tree[0]):
+            if nodes.first[node] != 0:
+                found[row, 1] = max(found[row, 1], nodes.depth[node])
+                breadth = min_breadth + (max_breadth - min_breadth) * (depth - nodes.depth[node]) // (depth - 1)
+                length = _grow(nodes, node, (depth, breadth, by_frequency), tree, length, waiting, order)
+            node = int(nodes.suffix[node])
+        found[row, 0] = length
+
+
+@compiled
+def _longest_match(nodes: Nodes, text: Any) -> int:
+    """The node of the longest suffix of the text that is in the trie (Aho and Corasick 1975)."""
+    node = 0
+    for token in text:
+        child = find(nodes, node, int(token))
+        while child == 0 and node != 0:
+            node = int(nodes.suffix[node])
+            child = find(nodes, node, int(token))
+        node = child
+    return node
+
+
+@compiled
+def _grow(  # noqa: PLR0917
+    nodes: Nodes, suffix: int, options: Any, tree: Any, length: int, waiting: Any, order: Any
+) -> int:
+    """Adds what hangs below one suffix; returns how many nodes there are then."""
+    by_frequency = options[2]
+    taken, offered = 0, _offer(nodes, suffix, -1, 1.0, options, waiting, 0, order)
+    while taken < offered and length < len(tree[0]):
+        best = taken
+        if by_frequency:
+            best = 0
+            for candidate in range(1, offered):
+                if waiting[2][candidate] > waiting[2][best]:
+                    best = candidate
+        # As Python's own numbers: what is compiled is compiled for one kind of each.
+        node, parent = int(waiting[0][best]), int(waiting[1][best])
+        of_path, of_siblings = float(waiting[2][best]), float(waiting[3][best])
+        waiting[2][best] = _TAKEN
+        taken += 1
+        place = _place_of(tree, length, parent, nodes.token[node])
+        if place == length:
+            tree[0][place], tree[1][place] = nodes.token[node], parent
+            tree[2][place], tree[3][place] = of_siblings, nodes.count[node]
+            length += 1
+        if offered + options[1] <= len(waiting[0]):
+            offered = _offer(nodes, node, place, of_path, options, waiting, offered, order)
+    return length
+
+
+@compiled
+def _place_of(tree: Any, length: int, parent: int, token: int) -> int:
+    """Where the tree has that child already, or `length`."""
+    for place in range(length):
+        if tree[1][place] == parent and tree[0][place] == token:
+            return place
+    return length
+
+
+@compiled
+def _offer(  # noqa: PLR0917
+    nodes: Nodes, node: int, place: int, of_path: float, options: Any, waiting: Any, offered: int, order: Any
+) -> int:
+    """Puts the first children of a node among those that may come next; returns how many these are then."""
+    depth, breadth, by_frequency = options
+    if nodes.depth[node] == depth:
+        # Paths end here for want of room, not for want of what follows.
+        node = nodes.suffix[node]
+    found, total = 0, 0
+    child = nodes.first[node]
+    while child != 0 and found < len(order):
+        order[found] = child
+        total += nodes.count[child]
+        found += 1
+        child = nodes.next[child]
+    for rank in range(min(breadth, found)):
+        if by_frequency:
+            # Of equals the one that was seen first, which stands last.
+            best = found - 1
+            for candidate in range(found - 2, rank - 1, -1):
+                if nodes.count[order[candidate]] > nodes.count[order[best]]:
+                    best = candidate
+            chosen = order[best]
+            for candidate in range(best, rank, -1):
+                order[candidate] = order[candidate - 1]
+            order[rank] = chosen
+        share = int(nodes.count[order[rank]]) / total
+        waiting[0][offered], waiting[1][offered] = order[rank], place
+        waiting[2][offered], waiting[3][offered] = of_path * share, share
+        offered += 1
+    return offered

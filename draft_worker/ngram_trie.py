@@ -1,0 +1,280 @@
+"""What was said before, as a trie of token sequences: the source of growth that needs no model.
+
+Every run of up to D tokens of every text that was inserted is a path from the trie's root, and every node counts how
+often its path occurred. A text that repeats an earlier one has a long suffix in the trie, and what hangs below that
+suffix is what came next then. `ngram_tree.py` makes a tree of guesses of it.
+
+    capacity  most nodes; beyond it, the path that was not used for longest loses its last node
+    D         max_trie_depth, tokens of a path
+
+Nothing takes long at once. Nodes are found by (parent, token) in a table that grows by one bucket a node (linear
+hashing, Litwin 1980); the least recently used node is the end of a list in which no node stands before its parent, so
+that it never has children; memory is reserved at the start and taken by the system as it is first used. Children stand
+most recently used first.
+
+With numba (`pip install "outrider[ngram]"`) these functions are compiled; without it they are the same in plain
+Python, several times slower. Parameters are named as in SGLang's n-gram source; the structure is our own.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+try:
+    from numba import njit
+
+    IS_COMPILED = True
+except ImportError:
+    IS_COMPILED = False
+
+ROOT = 0
+# Entries of Nodes.state.
+USED, LEVEL, SPLIT = 0, 1, 2
+_MASK = 0xFFFFFFFF
+
+
+def compiled(function: _Function) -> _Function:
+    """The function as machine code that leaves the interpreter to other threads, where numba is there."""
+    return cast("_Function", njit(cache=True, nogil=True)(function)) if IS_COMPILED else function
+
+
+class Nodes(NamedTuple):
+    """The trie as columns; entry 0 is the root, which is never evicted, and 0 stands for "none".
+
+    Attributes:
+        token: int32 [capacity + 1].
+        parent: likewise, as all that follow but the last two.
+        count: how often the path to the node occurred.
+        first: the child that was used last.
+        next: the sibling that was used next to last before.
+        previous: the other way.
+        newer: by use, over all nodes; a ring that begins and ends at the root.
+        older: the other way.
+        suffix: the node of the same path without its first token. It was used after this one whenever this one was,
+            so it is evicted later and always there.
+        depth: tokens of the node's path.
+        chain: the next node of the same bucket.
+        heads: int32 [buckets] the first node of each.
+        state: int64 [3] nodes used, level and split of the linear hashing.
+    """
+
+    token: Any
+    parent: Any
+    count: Any
+    first: Any
+    next: Any
+    previous: Any
+    newer: Any
+    older: Any
+    suffix: Any
+    depth: Any
+    chain: Any
+    heads: Any
+    state: Any
+
+
+class NgramTrie:
+    """A trie of bounded size. Not safe for several threads at once: `NgramSource` holds a lock around it.
+
+    Args:
+        capacity: most nodes, at least 2 * max_trie_depth; some 50 bytes each once used.
+        max_trie_depth: D, tokens of a path; a suffix of at most D - 1 tokens can be continued.
+
+    Raises:
+        ValueError: a value out of range.
+    """
+
+    def __init__(self, *, capacity: int = 10_000_000, max_trie_depth: int = 18) -> None:
+        if not 2 <= max_trie_depth <= 64:
+            raise ValueError(f"max_trie_depth: {max_trie_depth} given, 2 to 64 needed")
+        if not 2 * max_trie_depth <= capacity < 2**30:
+            raise ValueError(f"capacity: {capacity} given, {2 * max_trie_depth} (twice max_trie_depth) to 2^30 needed")
+        self.capacity = capacity
+        self.max_trie_depth = max_trie_depth
+        self.nodes = _empty(capacity)
+
+    def __len__(self) -> int:
+        """Nodes in use, the root left out."""
+        return int(self.nodes.state[USED])
+
+    def insert(self, tokens: Sequence[int], *, start: int = 0) -> None:
+        """Counts every run of up to D tokens that ends in tokens[start:].
+
+        Args:
+            tokens: of one text, at least the last D - 1 before `start` where it goes on from there.
+            start: tokens before it were counted by an earlier call.
+        """
+        insert_runs(self.nodes, _tokens(tokens), start, self.max_trie_depth, self.capacity)
+
+    def clear(self) -> None:
+        """Forgets everything."""
+        self.nodes = _empty(self.capacity)
+
+
+def _empty(capacity: int) -> Nodes:
+    columns = [np.zeros(capacity + 1, np.int32) for _ in range(11)]
+    heads = np.zeros(1 << capacity.bit_length(), np.int32)
+    arrays = [*columns, heads, np.zeros(3, np.int64)]
+    # Entries of a memoryview are Python's own numbers, which are quicker there than numpy's.
+    return Nodes(*(arrays if IS_COMPILED else map(memoryview, arrays)))
+
+
+def _tokens(tokens: Sequence[int]) -> Any:
+    return np.asarray(tokens, np.int32) if IS_COMPILED else tokens
+
+
+@compiled
+def find(nodes: Nodes, parent: int, token: int) -> int:
+    """The parent's child of that token, or 0."""
+    node = int(nodes.heads[_bucket(nodes, parent, token)])
+    while node != 0 and (nodes.parent[node] != parent or nodes.token[node] != token):
+        node = int(nodes.chain[node])
+    return node
+
+
+@compiled
+def insert_runs(nodes: Nodes, tokens: Any, start: int, depth: int, capacity: int) -> None:
+    """Counts every run of up to `depth` tokens that ends in tokens[start:]."""
+    path, path_before = np.zeros(64, np.int32), np.zeros(64, np.int32)
+    length_before = 0
+    for begin in range(max(0, start - depth + 1), len(tokens)):
+        end = min(begin + depth, len(tokens))
+        known, node = 0, 0
+        while begin + known < end:
+            child = find(nodes, node, int(tokens[begin + known]))
+            if child == 0:
+                break
+            node = child
+            path[known] = node
+            known += 1
+        for place in range(known - 1, -1, -1):
+            touched = int(path[place])
+            _to_front(nodes, touched)
+            nodes.count[touched] += begin + place >= start
+        for place in range(known, end - begin):
+            node = _add(nodes, node, int(tokens[begin + place]), capacity)
+            path[place] = node
+        for place in range(1, length_before):
+            nodes.suffix[path_before[place]] = int(path[place - 1])
+        length_before = end - begin
+        path, path_before = path_before, path
+
+
+@compiled
+def _bucket(nodes: Nodes, parent: int, token: int) -> int:
+    mixed = (parent * 0x9E3779B1 + token * 0x85EBCA6B) & _MASK
+    mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & _MASK
+    mixed ^= mixed >> 13
+    level = nodes.state[LEVEL]
+    bucket = mixed & ((1 << level) - 1)
+    if bucket < nodes.state[SPLIT]:
+        bucket = mixed & ((2 << level) - 1)
+    return bucket
+
+
+@compiled
+def _add(nodes: Nodes, parent: int, token: int, capacity: int) -> int:
+    """A new child, the most recent of its siblings; the least recently used node makes room for it."""
+    if nodes.state[USED] < capacity:
+        nodes.state[USED] += 1
+        node = int(nodes.state[USED])
+        _split_a_bucket(nodes)
+    else:
+        node = int(nodes.newer[ROOT])
+        _evict(nodes, node)
+    nodes.parent[node] = parent
+    nodes.token[node] = token
+    nodes.count[node] = 1
+    nodes.first[node] = 0
+    nodes.suffix[node] = ROOT
+    nodes.depth[node] = nodes.depth[parent] + 1
+    _link_sibling(nodes, node)
+    # Next to its parent, on the older side: whoever is the oldest of all has no children.
+    _link_older(nodes, parent, node)
+    bucket = _bucket(nodes, parent, token)
+    nodes.chain[node] = nodes.heads[bucket]
+    nodes.heads[bucket] = node
+    return node
+
+
+@compiled
+def _evict(nodes: Nodes, node: int) -> None:
+    _unlink_sibling(nodes, node)
+    _unlink_use(nodes, node)
+    bucket = _bucket(nodes, int(nodes.parent[node]), int(nodes.token[node]))
+    if nodes.heads[bucket] == node:
+        nodes.heads[bucket] = nodes.chain[node]
+        return
+    before = nodes.heads[bucket]
+    while nodes.chain[before] != node:
+        before = nodes.chain[before]
+    nodes.chain[before] = nodes.chain[node]
+
+
+@compiled
+def _split_a_bucket(nodes: Nodes) -> None:
+    """One bucket more, which takes its share from the one that is next to be split."""
+    level, split = int(nodes.state[LEVEL]), int(nodes.state[SPLIT])
+    node = int(nodes.heads[split])
+    nodes.heads[split] = 0
+    if split + 1 == 1 << level:
+        nodes.state[LEVEL], nodes.state[SPLIT] = level + 1, 0
+    else:
+        nodes.state[SPLIT] = split + 1
+    while node != 0:
+        after = int(nodes.chain[node])
+        bucket = _bucket(nodes, int(nodes.parent[node]), int(nodes.token[node]))
+        nodes.chain[node] = nodes.heads[bucket]
+        nodes.heads[bucket] = node
+        node = after
+
+
+@compiled
+def _to_front(nodes: Nodes, node: int) -> None:
+    """The node was used: first among its siblings, newest of all. Children are told before their parents."""
+    if nodes.previous[node] != 0:
+        _unlink_sibling(nodes, node)
+        _link_sibling(nodes, node)
+    _unlink_use(nodes, node)
+    _link_older(nodes, ROOT, node)
+
+
+@compiled
+def _link_older(nodes: Nodes, of: int, node: int) -> None:
+    older = nodes.older[of]
+    nodes.newer[node] = of
+    nodes.older[node] = older
+    nodes.older[of] = node
+    nodes.newer[older] = node
+
+
+@compiled
+def _unlink_use(nodes: Nodes, node: int) -> None:
+    newer, older = nodes.newer[node], nodes.older[node]
+    nodes.older[newer] = older
+    nodes.newer[older] = newer
+
+
+@compiled
+def _link_sibling(nodes: Nodes, node: int) -> None:
+    parent = nodes.parent[node]
+    first = nodes.first[parent]
+    nodes.previous[node] = 0
+    nodes.next[node] = first
+    if first != 0:
+        nodes.previous[first] = node
+    nodes.first[parent] = node
+
+
+@compiled
+def _unlink_sibling(nodes: Nodes, node: int) -> None:
+    before, after = nodes.previous[node], nodes.next[node]
+    if before != 0:
+        nodes.next[before] = after
+    else:
+        nodes.first[nodes.parent[node]] = after
+    if after != 0:
+        nodes.previous[after] = before
