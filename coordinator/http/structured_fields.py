@@ -11,6 +11,8 @@ from typing import Any
 from outrider.coordinator.http.fields import Fields
 from outrider.v1 import generation_pb2
 
+# Of response_format, which has no word for it: without a bound, some models put out white space until they are cut off.
+_BRIEF = " ?"
 _GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 
 
@@ -38,12 +40,14 @@ def _read_response_format(fields: Fields, params: generation_pb2.SamplingParams)
         wanted.wrong("type", "missing: text, json_object or json_schema needed")
     if kind == "json_object":
         params.structured_outputs.json_object = True
+        params.structured_outputs.whitespace_pattern = _BRIEF
     schema = wanted.within("json_schema")
     if kind == "json_schema":
         if schema is None or not isinstance(schema.take("schema"), dict):
             wanted.wrong("json_schema.schema", "missing: an object needed")
         else:
             params.structured_outputs.json = json.dumps(schema.take("schema"))
+            params.structured_outputs.whitespace_pattern = _BRIEF
             for name in ("name", "description", "strict"):
                 schema.take(name)
             schema.refuse_others(kind="a field of a JSON schema's format")

@@ -7,6 +7,7 @@ The children end with the service, and with this process however it ends.
 """
 
 import os
+import re
 import subprocess
 import time
 from collections.abc import Sequence
@@ -81,6 +82,13 @@ class LocalService:
     def processes(self) -> dict[str, subprocess.Popen[bytes]]:
         """By name: "coordinator", "target-0", ..., "draft-0", ...; end one to see what happens."""
         return {name: role.process for name, role in self._roles.items()}
+
+    @property
+    def http_url(self) -> str:
+        """http://HOST:PORT of the coordinator's HTTP door; empty without --http-port among `coordinator_args`."""
+        # It has said so in its log before it was ready.
+        found = re.search(r"serving HTTP on (\S+)", self.stderr("coordinator"))
+        return found[1] if found else ""
 
     def start(self) -> None:
         """Starts everything; returns when every worker serves.

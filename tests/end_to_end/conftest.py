@@ -195,7 +195,7 @@ def differs() -> Callable[[Sequence[int], ReferenceOutput], int | None]:
 
 @pytest.fixture(scope="session")
 def one_draft() -> Iterator[LocalService]:
-    with LocalService(drafts=1) as service:
+    with LocalService(drafts=1, coordinator_args=("--http-port", "0")) as service:
         yield service
 
 

@@ -1,0 +1,132 @@
+"""The official OpenAI client against real processes: what it asks for it gets, and the same tokens as by gRPC."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from outrider.client import Client
+from outrider.local import LocalService
+
+PROMPT = "def fibonacci(n):\n"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "openai_client.py"
+
+
+@pytest.fixture
+def client(one_draft: LocalService) -> Iterator[openai.OpenAI]:
+    transport = httpx2.Client(verify=False)
+    with openai.OpenAI(
+        base_url=f"{one_draft.http_url}/v1", api_key="none", max_retries=0, http_client=transport
+    ) as client:
+        yield client
+
+
+@pytest.fixture
+def grpc_client(one_draft: LocalService) -> Iterator[Client]:
+    with one_draft.client() as client:
+        yield client
+
+
+def token_ids(choice: Any) -> list[int]:
+    return choice.model_extra["token_ids"]
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 0.9, "seed": 11, "top_p": 0.9}])
+def test_same_tokens_by_both_doors(client: openai.OpenAI, grpc_client: Client, options: dict[str, Any]) -> None:
+    wanted = grpc_client.generate(PROMPT, max_new_tokens=24, n=2, logprobs=2, **options)
+    asking: Any = {"return_token_ids": True}
+    completion = client.completions.create(
+        model="target", prompt=PROMPT, max_tokens=24, n=2, logprobs=2, extra_body=asking, **options
+    )
+    for mine, theirs in zip(completion.choices, wanted.choices, strict=True):
+        assert token_ids(mine) == list(theirs.token_ids)
+        assert mine.text == theirs.text
+        assert mine.logprobs is not None
+        assert theirs.logprobs is not None
+        assert mine.logprobs.token_logprobs == pytest.approx(list(theirs.logprobs.token_logprobs), abs=1e-4)
+    # A chat whose template gives the same text, streamed, without speculation: the same again.
+    streamed: dict[int, list[int]] = {0: [], 1: []}
+    chunks: Any = client.chat.completions.create(
+        model="target", messages=[{"role": "user", "content": PROMPT}], max_tokens=24, n=2, stream=True,
+        extra_body=asking | {"speculation": "off"}, **options,
+    )  # fmt: skip
+    for chunk in chunks:
+        streamed[chunk.choices[0].index] += (chunk.choices[0].model_extra or {}).get("token_ids") or []
+    assert list(streamed.values()) == [list(choice.token_ids) for choice in wanted.choices]
+
+
+def test_stop_seed_and_usage(client: openai.OpenAI) -> None:
+    def complete(**options: Any) -> Any:
+        return client.completions.create(model="target", prompt=PROMPT, max_tokens=24, **options)
+
+    whole = complete(temperature=0).choices[0].text
+    stop = whole[3:5]
+    stopped = complete(temperature=0, stop=[stop, "never there"]).choices[0]
+    assert stopped.text == whole[: whole.index(stop)]
+    assert (stopped.finish_reason, stopped.model_extra["stop_reason"]) == ("stop", stop)
+    seeded = [complete(seed=seed).choices[0].text for seed in (5, 5, 6)]
+    assert seeded[0] == seeded[1] != seeded[2]
+    asking: Any = {"per_request_spec_decode_metrics": "summary"}
+    told = complete(temperature=0, extra_body=asking)
+    assert told.usage.completion_tokens == 24
+    metrics = told.model_extra["metrics"]["speculative_decoding"]
+    assert sum(metrics["acceptance_histogram"]) == metrics["num_spec_steps"]
+    # The first token comes with the prompt; each verification then emits one more than it accepts.
+    assert metrics["num_accepted_draft_tokens"] <= 24
+
+
+def test_bad_parameters_are_named(client: openai.OpenAI) -> None:
+    bad: list[tuple[str, dict[str, Any]]] = [
+        ("temperature", {"temperature": -1}),
+        ("max_tokens", {"max_tokens": 1_000_000}),
+        ("stop", {"stop": ["x"] * 17}),
+        ("top_p", {"top_p": 0}),
+        ("max_token", {"extra_body": {"max_token": 3}}),
+    ]
+    for param, options in bad:
+        with pytest.raises(openai.BadRequestError) as caught:
+            arguments: dict[str, Any] = {"model": "target", "prompt": PROMPT} | options
+            client.completions.create(**arguments)
+        assert caught.value.param == param
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="gpt-4", messages=[{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llguidance") is None, reason="llguidance is not installed")
+def test_json_schema_by_the_official_client(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"even": {"type": "boolean"}, "size": {"enum": ["small", "large"]}},
+        "required": ["even", "size"],
+        "additionalProperties": False,
+    }
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "number", "schema": schema, "strict": True}}
+    told = [
+        client.chat.completions.create(
+            model="target", messages=[{"role": "user", "content": PROMPT}], max_tokens=80, seed=3,
+            response_format=wanted, extra_body={"speculation": mode},
+        ).choices[0]
+        for mode in ("async", "off")
+    ]  # fmt: skip
+    assert [choice.finish_reason for choice in told] == ["stop", "stop"]
+    contents = [choice.message.content for choice in told]
+    assert contents[0] == contents[1]
+    value = json.loads(contents[0] or "")
+    assert value.keys() == {"even", "size"}
+    assert value["size"] in ("small", "large")
+
+
+def test_the_example_runs(one_draft: LocalService) -> None:
+    command = [sys.executable, str(EXAMPLE), "--base-url", f"{one_draft.http_url}/v1"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert run.returncode == 0, run.stderr
+    assert "equal: True" in run.stdout
+    assert "tokens a verification" in run.stdout
+    assert "temperature - temperature: -1 given" in run.stdout
