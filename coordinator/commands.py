@@ -92,6 +92,10 @@ def generate_command(open_local: Callable[[int], AbstractContextManager[str]]) -
         timeout_s: Annotated[float, typer.Option(min=0.001, help="Give up after this time.")] = 600.0,
         json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
         trace: Annotated[Path | None, typer.Option(help="Write one JSON line a verification to this file.")] = None,
+        record_tree: Annotated[
+            Path | None,
+            typer.Option(help="Write what happens to the token tree to this file, for the live page to replay."),
+        ] = None,
         tls_ca: TlsCa = None,
         token: TokenPath = None,
     ) -> None:
@@ -124,11 +128,13 @@ def generate_command(open_local: Callable[[int], AbstractContextManager[str]]) -
             "synthetic_rates": synthetic_rates,
             "timeout_s": timeout_s,
             "trace": trace is not None,
+            "record_tree": record_tree is not None,
         }
         text = _read_prompt(prompt)
         # Opened at once: a path that cannot be written is told before the work is done.
         with (
             trace.open("w", encoding="utf-8") if trace is not None else nullcontext() as trace_file,
+            record_tree.open("w", encoding="utf-8") if record_tree is not None else nullcontext() as tree_file,
             open_local(drafts) if local else nullcontext(endpoint) as address,
             Client(address, **({} if local else client_options(tls_ca, token))) as client,
             client.stream(text, **options) as stream,
@@ -138,6 +144,8 @@ def generate_command(open_local: Callable[[int], AbstractContextManager[str]]) -
             finally:
                 if trace_file is not None:
                     trace_file.writelines(json.dumps(round_dict(record)) + "\n" for record in stream.rounds)
+                if tree_file is not None:
+                    tree_file.writelines(line + "\n" for line in stream.tree_lines)
         if json_output:
             typer.echo(json.dumps(result_dict(result)))
         else:

@@ -11,8 +11,9 @@ import grpc.aio
 from outrider import request_decoding, tracing
 from outrider.coordinator.access import Access
 from outrider.coordinator.generations import Generations, Submitter
+from outrider.coordinator.live.recording import recording
 from outrider.coordinator.messages import GenerationRequest
-from outrider.coordinator.packing import response, started
+from outrider.coordinator.packing import response, started, tree_lines
 from outrider.coordinator.tokenizer import TextTokenizer
 from outrider.coordinator.validation import RequestLimits, check_known_fields
 from outrider.errors import FieldViolation, InvalidRequest, OutriderError, Unauthenticated
@@ -71,10 +72,14 @@ class GenerationServicer:
             async with contextlib.aclosing(self.generations.stream(request, caller, traceparent=parent)) as events:
                 checked = await anext(events)
                 assert isinstance(checked, GenerationRequest)
-                yield started(checked)
-                async for event in events:
-                    assert not isinstance(event, GenerationRequest)
-                    yield response(event, checked)
+                # Before anything else runs: from its first event on.
+                with recording(self.generations, checked, caller, is_wanted=request.record_tree) as new_lines:
+                    yield started(checked)
+                    async for event in events:
+                        assert not isinstance(event, GenerationRequest)
+                        if lines := new_lines():
+                            yield tree_lines(lines)
+                        yield response(event, checked)
         except OutriderError as error:
             await abort_with(context, error)
 

@@ -1,10 +1,13 @@
 """The token tree of one request's first choice, recorded while it runs: for a door that streams, or shows it."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
-from outrider.coordinator.generations import RunningGeneration
+from outrider.coordinator.access import Caller
+from outrider.coordinator.generations import Generations
 from outrider.coordinator.live.tap import watch
 from outrider.coordinator.live.watcher import Watcher
+from outrider.coordinator.messages import GenerationRequest
 from outrider.coordinator.session import Generation
 from outrider.coordinator.tokenizer import TextTokenizer
 
@@ -17,10 +20,26 @@ def pieces(tokenizer: TextTokenizer | None) -> Callable[[int], bytes]:
     return tokenizer.piece if tokenizer is not None else lambda token: b""
 
 
-def record(generation: RunningGeneration, tokenizer: TextTokenizer | None) -> Watcher | None:
+def record(generations: Generations, checked: GenerationRequest, caller: Caller) -> Watcher | None:
     """Watches a request that has just been submitted from its beginning; None where it has ended at once."""
+    generation = generations.live[(caller.name, checked.request_id)].generation
     assert isinstance(generation, Generation)
     session = generation.sessions[0]
     if session.is_finished:
         return None
-    return watch(session, pieces(tokenizer), max_lines=_MOST_LINES)
+    return watch(session, pieces(generations.tokenizer), max_lines=_MOST_LINES)
+
+
+@contextlib.contextmanager
+def recording(
+    generations: Generations, checked: GenerationRequest, caller: Caller, *, is_wanted: bool
+) -> Iterator[Callable[[], list[str]]]:
+    """Records a request while the block runs; gives a function for the lines since it was last called."""
+    watcher = record(generations, checked, caller) if is_wanted else None
+    if watcher is None:
+        yield list
+        return
+    try:
+        yield watcher.take
+    finally:
+        watcher.close()

@@ -115,8 +115,7 @@ class LivePage:
         events = self._generations.stream(asked, caller)
         checked = await anext(events)
         assert isinstance(checked, GenerationRequest)
-        generation = self._generations.live[(caller.name, checked.request_id)].generation
-        watcher = record(generation, self._generations.tokenizer)
+        watcher = record(self._generations, checked, caller)
         assert watcher is not None  # it has tokens to come
         return _stream(self._demo_lines(watcher, events))
 

@@ -86,6 +86,11 @@ class AsyncStream:
         """The verifications so far, of a request with `trace`."""
         return self._progress.rounds
 
+    @property
+    def tree_lines(self) -> list[str]:
+        """The token tree's events so far, of a request with `record_tree`: lines of docs/live-page.md's format."""
+        return self._progress.tree_lines
+
     def __aiter__(self) -> AsyncIterator[Delta]:
         return self._deltas
 
@@ -234,6 +239,11 @@ class Stream:
     def rounds(self) -> list[generation_pb2.Round]:
         """The verifications so far, of a request with `trace`."""
         return self._progress.rounds
+
+    @property
+    def tree_lines(self) -> list[str]:
+        """The token tree's events so far, of a request with `record_tree`: lines of docs/live-page.md's format."""
+        return self._progress.tree_lines
 
     def __iter__(self) -> Iterator[Delta]:
         return self._deltas

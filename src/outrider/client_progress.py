@@ -33,6 +33,10 @@ _FINISH_REASONS: dict[int, Literal["stop", "length"]] = {
 }
 
 
+# Of a recorded tree, what is kept: the live page reads no more.
+MAX_TREE_CHARACTERS = 16 << 20
+
+
 class GenerateOptions(StructuredOptions, total=False):
     """Every parameter of a generation; generation.proto (`SamplingParams`, `SpeculationParams`) says what each means.
 
@@ -65,6 +69,7 @@ class GenerateOptions(StructuredOptions, total=False):
     synthetic_rates: Sequence[float] | None
     request_id: str | None
     trace: bool
+    record_tree: bool
     timeout_s: float | None
 
 
@@ -235,6 +240,8 @@ class Progress:
         self._started: generation_pb2.Started | None = None
         self._finished: generation_pb2.Finished | None = None
         self._rounds: list[generation_pb2.Round] = []
+        self._tree_lines: list[str] = []
+        self._tree_room = MAX_TREE_CHARACTERS
         self._breaks_in_a_row = 0
         self._resumes = 0
 
@@ -247,6 +254,11 @@ class Progress:
     def rounds(self) -> list[generation_pb2.Round]:
         """The verifications so far."""
         return list(self._rounds)
+
+    @property
+    def tree_lines(self) -> list[str]:
+        """The events of the token tree so far."""
+        return list(self._tree_lines)
 
     def request(self) -> generation_pb2.GenerateRequest:
         """What to send: after a break, the same request with what has been received."""
@@ -274,6 +286,11 @@ class Progress:
                     yield delta
             case "round":
                 self._rounds.append(response.round)
+            case "tree":
+                for line in response.tree.lines:
+                    self._tree_room -= len(line)
+                    if self._tree_room >= 0:
+                        self._tree_lines.append(line)
             case "finished":
                 self._finished = response.finished
 
