@@ -127,6 +127,29 @@ def test_the_openai_door_gives_the_same_figures(doors, tmp_path):
     assert 1 + sum(rates) == pytest.approx(figures["spec_decode_acceptance_length"])
 
 
+def test_made_up_prompts_have_the_lengths_that_were_asked_for(doors, tmp_path):
+    lengths = [
+        "--random-input-len",
+        "20",
+        "--random-output-len",
+        "6",
+        "--random-prefix-len",
+        "10",
+        "--num-prompts",
+        "4",
+    ]
+    # Over gRPC the vocabulary is asked for.
+    for name, door, expected in (
+        ("random", ["--endpoint", doors.grpc], 20),
+        ("shared-prefix", ["--endpoint", doors.http, "--protocol", "openai", "--vocab-size", "50"], 30),
+    ):
+        path = tmp_path / f"{name}.json"
+        assert run(*door, *lengths, "--dataset-name", name, "--output-json", str(path), "--save-detailed") == 0
+        figures = figures_of(path)
+        assert figures["input_lens"] == [expected] * 4
+        assert figures["output_lens"] == [6] * 4
+
+
 def test_turns_follow_each_other_and_prompts_grow(doors, tmp_path):
     for protocol, endpoint in (("grpc", doors.grpc), ("openai", doors.http)):
         path = tmp_path / f"{protocol}.json"
