@@ -6,6 +6,7 @@ Three Ray nodes on this machine hold two coordinators, two targets and four draf
 each. Streams run all the while, one after the other in so many lanes; each is compared with what the same request gave
 before anything was disturbed. For every event the table has
 
+    first       from the order or the kill until the first process that was started for it serves
     serving     from the order or the kill until every role serves through every coordinator again, as `status` says
     pause       the longest that a stream that ran then went without a token
     streams     that ran during the event, and how many of them broke or had a changed, lost or doubled token
@@ -63,6 +64,7 @@ class Event:
 
     Attributes:
         name: in the table.
+        first_s: until the first process that was started for it served; None where none was.
         serving_s: until everything served again.
         pause_s: the longest time without a token, of streams that ran.
         streams: that ran, in part.
@@ -71,11 +73,19 @@ class Event:
     """
 
     name: str
+    first_s: float | None = None
     serving_s: float = 0.0
     pause_s: float = 0.0
     streams: int = 0
     broken: int = 0
     changed: int = 0
+
+    def note_first(self, before: Status, now: Status, began_s: float) -> None:
+        """Looks whether a process serves that was not there before."""
+        pids = {worker["pid"] for worker in before["workers"]}
+        fresh = [own for own in now["workers"] if own["pid"] not in pids and own["state"] == "serving"]
+        if fresh and self.first_s is None:
+            self.first_s = time.monotonic() - began_s
 
 
 @dataclass(eq=False)
@@ -184,9 +194,11 @@ class Drill:
         holds = await act(before)
         async with asyncio.timeout(SETTLE_TIMEOUT_S):
             status = await self.status()
+            event.note_first(before, status, began_s)
             while not (serves(status) and (holds is None or holds(status))):
                 await asyncio.sleep(0.05)
                 status = await self.status()
+                event.note_first(before, status, began_s)
         event.serving_s = time.monotonic() - began_s
         # Streams that the event has reached end, and the next ones begin as if nothing had been.
         await asyncio.sleep(2.0)
@@ -284,9 +296,12 @@ async def drill(cluster: ray.cluster_utils.Cluster, *, lanes: int, tokens: int) 
 
 def print_table(events: list[Event]) -> None:
     """What each event cost."""
-    table = Table("event", "serving after s", "longest pause s", "streams", "broken", "changed")
+    table = Table(
+        "event", "first serves after s", "all serve after s", "longest pause s", "streams", "broken", "changed"
+    )
     for event in events:
-        numbers = [f"{event.serving_s:.1f}", f"{event.pause_s:.2f}", event.streams, event.broken, event.changed]
+        first = "" if event.first_s is None else f"{event.first_s:.1f}"
+        numbers = [first, f"{event.serving_s:.1f}", f"{event.pause_s:.2f}", event.streams, event.broken, event.changed]
         table.add_row(event.name, *(str(number) for number in numbers))
     Console(highlight=False).print(table)
 

@@ -1,0 +1,227 @@
+"""Serves a worker: loads its model in its thread, listens, registers with the coordinators, drains, ends (torch-free).
+
+What a draft and a target worker differ in is a `Worker`; the order of things is the same for both.
+"""
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from google.protobuf.descriptor import ServiceDescriptor
+
+from outrider.addresses import Resolve, resolver
+from outrider.errors import WorkerHung
+from outrider.metrics.endpoint import MetricsEndpoint, open_endpoint
+from outrider.metrics.families import Describe
+from outrider.registration import Registrar
+from outrider.request_decoding import add_service
+from outrider.rpc import RoleServer
+from outrider.security.binding import warn_of_bind
+from outrider.security.roles import Role
+from outrider.security.tls import TlsConfig
+from outrider.step_watch import StepWatch
+from outrider.v1 import common_pb2, registry_pb2
+from outrider.worker import introduce, until_any
+
+logger = logging.getLogger(__name__)
+
+_REGISTERED_AS = {Role.DRAFT: registry_pb2.WORKER_ROLE_DRAFT, Role.TARGET: registry_pb2.WORKER_ROLE_TARGET}
+
+
+class WorkerConfig(Protocol):
+    """What both workers' configurations have."""
+
+    @property
+    def address(self) -> str: ...  # noqa: D102
+    @property
+    def host(self) -> str: ...  # noqa: D102
+    @property
+    def advertised_host(self) -> str | None: ...  # noqa: D102
+    @property
+    def coordinators(self) -> tuple[str, ...]: ...  # noqa: D102
+    @property
+    def name(self) -> str: ...  # noqa: D102
+    @property
+    def drain_s(self) -> float: ...  # noqa: D102
+    @property
+    def tls(self) -> TlsConfig | None: ...  # noqa: D102
+    @property
+    def metrics_host(self) -> str: ...  # noqa: D102
+    @property
+    def metrics_port(self) -> int | None: ...  # noqa: D102
+
+
+class WorkThread(Protocol):
+    """The thread that owns the model.
+
+    Attributes:
+        watch: of its steps.
+        ready: done when the model is loaded, or could not be.
+        stopped: done when the thread has ended, with what ended it.
+    """
+
+    watch: StepWatch
+    ready: Future[Any]
+    stopped: Future[None]
+
+    def start(self) -> None:
+        """Loads the model, then works."""
+        ...
+
+    def stop(self) -> None:
+        """Asks it to end."""
+        ...
+
+
+Thread = TypeVar("Thread", bound=WorkThread)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """What is known of a worker when its model is loaded.
+
+    Attributes:
+        model: as it travels.
+        limits: how much of it there is.
+        metrics: its values for Prometheus.
+        failures: done when something else than the thread has failed.
+    """
+
+    model: common_pb2.ModelInfo
+    limits: registry_pb2.WorkerLimits
+    metrics: Describe
+    failures: Sequence[Future[None]] = ()
+
+
+class Worker(ABC, Generic[Thread]):
+    """A draft or a target worker.
+
+    Attributes:
+        role: which of them.
+        service: that it serves.
+        servicer: its implementation.
+        thread: that owns the model.
+    """
+
+    role: Role
+    service: ServiceDescriptor
+    servicer: Any
+    thread: Thread
+
+    @abstractmethod
+    def loaded(self) -> Loaded:
+        """Called once, when `thread.ready` is done."""
+
+    @abstractmethod
+    def load(self) -> common_pb2.WorkerLoad:
+        """What a heartbeat carries."""
+
+    async def end_streams(self) -> None:
+        """Called when it has handed its sessions over."""
+
+    def close(self) -> None:
+        """Called last, unless it hangs."""
+
+
+async def serve_worker(
+    worker: Worker[Any],
+    config: WorkerConfig,
+    *,
+    ready: Callable[[str], None] | None = None,
+    stop: asyncio.Event | None = None,
+    resolve: Resolve | None = None,
+) -> None:
+    """Serves a worker until `stop` is set or a coordinator asks it to end; then it drains.
+
+    Args:
+        worker: not started yet.
+        config: of the worker.
+        ready: called once with the host:port that is bound, when the model is loaded and the port answers.
+        stop: set by whoever wants it to end.
+        resolve: gives the coordinators to register at; default those of `config`.
+
+    Raises:
+        OSError: the address is taken.
+        CertificateError: the TLS files cannot be used.
+        WorkerRefused: a coordinator does not take this worker.
+        WorkerHung: a step does not come back; its thread runs on, and the process has to end.
+        Exception: what the thread raised while it loaded or ran.
+    """
+    server = _server(worker, config)
+    thread = worker.thread
+    thread.start()
+    registrar: Registrar | None = None
+    metrics: MetricsEndpoint | None = None
+    in_order = is_hung = False
+    try:
+        await asyncio.wrap_future(thread.ready)
+        loaded = worker.loaded()
+        metrics = open_endpoint(loaded.metrics, host=config.metrics_host, port=config.metrics_port, tls=config.tls)
+        await server.start()
+        registrar = _registrar(worker, loaded, config, port=server.port, resolve=resolve)
+        registrar.start()
+        if ready is not None:
+            ready(server.address)
+        await until_any(
+            (stop or asyncio.Event()).wait(),
+            registrar.drain_asked.wait(),
+            registrar.failed,
+            thread.watch.watch(),
+            *(asyncio.wrap_future(end) for end in (thread.stopped, *loaded.failures)),
+        )
+        in_order = True
+    except WorkerHung:
+        # Neither waited for nor closed: that would hang as well.
+        is_hung = True
+        raise
+    finally:
+        if metrics is not None:
+            await metrics.close()
+        await server.stop(drain=lambda: _leave(worker, registrar, in_order=in_order))
+        if not is_hung:
+            thread.stop()
+            # What ended the thread, if anything did, has been raised above.
+            await asyncio.gather(asyncio.wrap_future(thread.stopped), return_exceptions=True)
+            worker.close()
+    logger.info("stopped")
+
+
+def _server(worker: Worker[Any], config: WorkerConfig) -> RoleServer:
+    if config.tls is not None:
+        config.tls.check(worker.role)
+    warn_of_bind(config.host, tls_ca=config.tls)
+    return RoleServer(
+        services=[worker.service.full_name],
+        add_services=lambda server: add_service(worker.servicer, worker.service, server),
+        address=config.address,
+        tls=config.tls,
+    )
+
+
+def _registrar(
+    worker: Worker[Any], loaded: Loaded, config: WorkerConfig, *, port: int, resolve: Resolve | None
+) -> Registrar:
+    introduction = introduce(
+        _REGISTERED_AS[worker.role],
+        address=f"{config.advertised_host or config.host}:{port}",
+        model=loaded.model,
+        limits=loaded.limits,
+        name=config.name,
+    )
+    return Registrar(
+        resolve or resolver(config.coordinators),
+        introduction,
+        worker.load,
+        drain_s=config.drain_s,
+        tls=config.tls,
+    )
+
+
+async def _leave(worker: Worker[Any], registrar: Registrar | None, *, in_order: bool) -> None:
+    if registrar is not None:
+        await registrar.close(in_order=in_order)
+    await worker.end_streams()
