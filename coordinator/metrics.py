@@ -34,15 +34,23 @@ class CoordinatorMetrics:
         workers: that are registered, by id.
         access: who was turned away.
         model_name: that is served.
+        max_depth: of trees: so many positions are shown.
     """
 
     def __init__(
-        self, scheduler: Scheduler, *, workers: Mapping[str, RegisteredWorker], access: Access, model_name: str
+        self,
+        scheduler: Scheduler,
+        *,
+        workers: Mapping[str, RegisteredWorker],
+        access: Access,
+        model_name: str,
+        max_depth: int,
     ) -> None:
         self._scheduler = scheduler
         self._workers = workers
         self._access = access
         self._model_name = model_name
+        self._max_depth = max_depth
         self._started_ns = time.monotonic_ns()
         self.registry: CollectorRegistry = registry_of(self.describe)
         """To be read on the event loop."""
@@ -61,7 +69,7 @@ class CoordinatorMetrics:
         self._describe_load(families)
         refused = totals.serving.refused | {"unauthenticated": self._access.unauthenticated}
         _describe_requests(families, totals, refused)
-        _describe_speculation(families, totals)
+        _describe_speculation(families, totals, positions=self._max_depth)
         _describe_rounds(families, totals)
         self._describe_mirrors(families)
         self._describe_workers(families, totals.serving)
@@ -126,7 +134,7 @@ class CoordinatorMetrics:
             "drafts": sum(depths.values()),
             "drafted_tokens": totals.drafted_tokens,
             "accepted_tokens": totals.accepted_tokens,
-            "accepted_per_position": accepted_per_position(depths),
+            "accepted_per_position": accepted_per_position(depths, self._max_depth),
             "bare_rounds": counts.bare_drafted + counts.bare_undrafted,
             "held_s": counts.held_ns / _NS,
             "step_s": counts.step.total / _NS,
@@ -185,14 +193,14 @@ def snapshot_of(info: generation_pb2.ServerInfo) -> dict[str, Any]:
     }
 
 
-def accepted_per_position(depths: Mapping[int, int]) -> list[int]:
+def accepted_per_position(depths: Mapping[int, int], positions: int) -> list[int]:
     """To how many trees the token at each depth below the root was accepted.
 
     Args:
         depths: tokens accepted of a tree, to how many trees had so many.
+        positions: depths that are told; what is deeper counts at all of them.
     """
-    deepest = max(depths, default=0)
-    return [sum(count for depth, count in depths.items() if depth > position) for position in range(deepest)]
+    return [sum(count for depth, count in depths.items() if depth > position) for position in range(positions)]
 
 
 def mirror_state(scheduler: Scheduler) -> tuple[int, int, int]:
@@ -236,7 +244,7 @@ def _describe_requests(families: Families, totals: Totals, refused: Mapping[str,
         families.histogram(name, text, values)
 
 
-def _describe_speculation(families: Families, totals: Totals) -> None:
+def _describe_speculation(families: Families, totals: Totals, *, positions: int) -> None:
     counts, demand = totals.serving, totals.demand
     families.counter(
         "spec_decode_num_drafts", "Trees that were verified: rounds with a node.", sum(counts.accepted_depths.values())
@@ -248,7 +256,7 @@ def _describe_speculation(families: Families, totals: Totals) -> None:
         "spec_decode_num_accepted_tokens_per_pos",
         "Trees of which the token at this depth was accepted, from 0.",
         "position",
-        {str(place): count for place, count in enumerate(accepted_per_position(counts.accepted_depths))},
+        {str(place): count for place, count in enumerate(accepted_per_position(counts.accepted_depths, positions))},
     )
     families.by_label(
         "counter",

@@ -73,7 +73,11 @@ class CoordinatorServer:
 
         generation.generations.on_refusal = self.scheduler.totals.serving.note_refusal
         self.metrics = CoordinatorMetrics(
-            self.scheduler, workers=self.registry.workers, access=access, model_name=model.name
+            self.scheduler,
+            workers=self.registry.workers,
+            access=access,
+            model_name=model.name,
+            max_depth=config.max_depth,
         )
         self.metrics_endpoint: MetricsEndpoint | None = None
 

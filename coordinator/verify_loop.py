@@ -93,6 +93,9 @@ class VerifyLoop:
                     continue
                 now_ns = clock.now_ns()
                 sessions = self._ready(now_ns)
+                if not sessions:
+                    # Nobody waits for it now, and there may be no further batch for long.
+                    self._learn()
                 hold_s = self._hold_s(sessions, now_ns)
                 if hold_s:
                     # Growth, a result, a session that comes or rests no more: all of them end the wait.
@@ -235,7 +238,7 @@ class VerifyLoop:
                     drafted += nodes
                     with_trees.add(session.session_id)
                     counts.accepted_depths[taken] += 1
-                elif session.mode is not SpeculationMode.OFF:
+                elif session.may_speculate:
                     counts.bare_drafted += bool(session.draft_epochs)
                     counts.bare_undrafted += not session.draft_epochs
                 if session.verify_steps:
