@@ -1,0 +1,131 @@
+"""Structured output through real processes: valid, the same with speculation on and off, whatever else is asked for."""
+
+import asyncio
+import json
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from benchmarks.structured_bench.run import ModeResult, differing, questions, run_mode
+from benchmarks.structured_bench.schemas import SCHEMAS
+from tokenizers import Tokenizer
+
+from outrider.client import AsyncClient, Client
+from outrider.client_progress import GenerateOptions, build_request
+from outrider.errors import InvalidRequest
+from outrider.local import LocalService
+from outrider.models import embedded_target_path, held_out_prompts
+
+pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
+
+PROMPT = "def main():"
+SCHEMA: dict[str, Any] = {"json_schema": SCHEMAS["nested"], "disable_any_whitespace": True}
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[LocalService]:
+    with LocalService(drafts=2, target_args=["--deterministic"]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(service: LocalService) -> Iterator[Client]:
+    with Client(service.endpoint) as opened:
+        yield opened
+
+
+@pytest.mark.timeout(300)
+async def test_every_mode_gives_the_same_valid_outputs(service: LocalService) -> None:
+    asked = questions(10, held_out_prompts())
+    results: list[ModeResult] = []
+    for mode in ("off", "async", "sync"):
+        results.append(await run_mode(service.endpoint, mode, asked, concurrency=10))
+        assert results[-1].faults == {}
+        assert differing(results[0], results[-1]) == []
+    assert [result.acceptance_length > 1.2 for result in results] == [False, True, True]
+
+
+def test_the_other_constraints(client: Client) -> None:
+    choices = ["red", "green", "a dark blue"]
+    outputs = [client.generate(PROMPT, choice=choices, temperature=1.5, seed=seed).text for seed in range(6)]
+    assert set(outputs) <= set(choices)
+    assert len(set(outputs)) > 1
+    ended = client.generate(PROMPT, regex="[0-9]{3}-[a-f]{2}", temperature=1.0, seed=3)
+    assert ended.finish_reason == "stop"
+    assert len(ended.text) == 6
+    assert ended.text[3] == "-"
+    assert client.generate(PROMPT, grammar='start: "(" start ")" | "x"', max_new_tokens=60).text.count("x") in (0, 1)
+    text = client.generate(PROMPT, json_object=True, temperature=1.0, seed=1, max_new_tokens=200).text
+    assert text.lstrip().startswith("{")
+
+
+@pytest.mark.parametrize("speculation", ["off", "async"])
+def test_with_everything_else(client: Client, speculation: Any) -> None:
+    """Several choices with log probabilities; an end by length; one by a stop string."""
+    settings: dict[str, Any] = {"temperature": 1.0, "seed": 7, "speculation": speculation, **SCHEMA}
+    whole = client.generate(PROMPT, n=2, logprobs=2, **settings)
+    for choice in whole.choices:
+        assert json.loads(choice.text)["user"]
+        assert choice.logprobs is not None
+        assert len(choice.logprobs.token_logprobs) == len(choice.token_ids)
+    cut = client.generate(PROMPT, max_new_tokens=5, **settings)
+    assert (cut.finish_reason, list(cut.token_ids)) == ("length", list(whole.choices[0].token_ids[:5]))
+    stopped = client.generate(PROMPT, stop=['"place"'], **settings)
+    assert stopped.finish_reason == "stop"
+    assert stopped.text == whole.choices[0].text.partition('"place"')[0]
+
+
+@pytest.mark.parametrize("verification", ["target_only", "rejection"])
+def test_rules_with_coins(client: Client, verification: Any) -> None:
+    for seed in range(2):
+        output = client.generate(PROMPT, temperature=1.0, seed=seed, verification=verification, **SCHEMA)
+        assert set(json.loads(output.text)) == {"user", "place"}
+
+
+async def test_a_resumed_request_goes_on(service: LocalService) -> None:
+    tokenizer = Tokenizer.from_file(str(embedded_target_path() / "tokenizer.json"))
+    settings: dict[str, Any] = {"temperature": 1.0, "seed": 5, **SCHEMA}
+    async with AsyncClient(service.endpoint) as client:
+        whole = await client.generate(PROMPT, **settings)
+        # As a client that has had a part of it, and lost its connection.
+        received = list(whole.token_ids[:6])
+        request = build_request(PROMPT, GenerateOptions(**settings))
+        request.received.add(index=0, token_ids=received, text_bytes=len(tokenizer.decode(received).encode()))
+        rest: list[int] = []
+        async for event in client._endpoints.in_order()[0].stub.Generate(request):
+            rest.extend(event.delta.token_ids)
+    assert [*received, *rest] == list(whole.token_ids)
+
+
+def test_what_is_wrong_is_told(client: Client) -> None:
+    with pytest.raises(InvalidRequest, match=r"structured_outputs\.json: cannot be compiled: Invalid type"):
+        client.generate(PROMPT, json_schema={"type": "foo"})
+    with pytest.raises(InvalidRequest, match="one of json_schema"):
+        client.generate(PROMPT, regex="a", choice=["a"])
+
+
+@pytest.mark.timeout(300)
+def test_a_draft_that_dies_changes_nothing(service: LocalService, client: Client) -> None:
+    """The last test here: it takes one of the two drafts away."""
+    schema = {"type": "array", "items": {"enum": ["abc", "def", 17]}, "minItems": 24, "maxItems": 24}
+    settings: dict[str, Any] = {"json_schema": schema, "temperature": 1.0, "seed": 11, "max_new_tokens": 600}
+    wanted = client.generate(PROMPT, speculation="off", **settings)
+    tokens: list[int] = []
+    with client.stream(PROMPT, **settings) as stream:
+        for delta in stream:
+            tokens += delta.token_ids
+            if len(tokens) > 20:
+                service.processes["draft-0"].kill()
+    assert service.processes["draft-0"].wait(timeout=30) == -signal.SIGKILL
+    assert tokens == list(wanted.token_ids)
+    assert len(json.loads(wanted.text)) == 24
+
+
+async def test_many_at_once_with_and_without(service: LocalService) -> None:
+    async with AsyncClient(service.endpoint) as client:
+        plain = client.generate(PROMPT, max_new_tokens=24)
+        alone = await client.generate(PROMPT, max_new_tokens=24)
+        mixed = await asyncio.gather(plain, *(client.generate(PROMPT, seed=seed, **SCHEMA) for seed in range(4)))
+    assert list(mixed[0].token_ids) == list(alone.token_ids)
+    assert all(set(json.loads(output.text)) == {"user", "place"} for output in mixed[1:])
