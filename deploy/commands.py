@@ -53,6 +53,9 @@ async def _serve_until_stopped(config: DeployConfig) -> None:
 
     async with Deployment(config) as deployment:
         typer.echo(f"ready {deployment.endpoint}")
+        if config.http_port:
+            scheme, host = "http" if config.certs is None else "https", deployment.endpoint.rpartition(":")[0]
+            typer.echo(f"OpenAI's API at {scheme}://{host}:{config.http_port}/v1", err=True)
         await deployment.ended()
         typer.echo("the deployment was ended by another command", err=True)
 

@@ -11,7 +11,7 @@ from outrider.deploy.crew import _with_http_port
     [
         (DeployConfig(), 50051, 0, None),
         (DeployConfig(http_port=8000), 50051, 0, 8000),
-        # The second on one machine has the next port for gRPC, and so it has for HTTP; on a machine of its own, the same.
+        # The second on a machine has the next port for gRPC, and so it has for HTTP; on one of its own the same.
         (DeployConfig(http_port=8000), 50052, 1, 8001),
         (DeployConfig(http_port=8000), 50051, 1, 8000),
         # Ports that are found say nothing: then it is the number.
