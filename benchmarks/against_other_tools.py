@@ -96,7 +96,7 @@ def guidellm_scenario(door: str, prompts: Path, options: argparse.Namespace, fig
                 "extras": extras,
             },
             "profile": {"kind": "constant", "rate": [options.rate]},
-            "constraints": [{"kind": "max_requests", "value": options.requests}],
+            "constraints": [{"kind": "max_requests", "count": options.requests}],
             "tokenizer": {"kind": "huggingface_auto", "model": str(embedded_target_path())},
             "data": [{"kind": "json_file", "path": str(prompts)}],
             "data_column_mapper": {

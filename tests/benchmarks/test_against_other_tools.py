@@ -30,6 +30,6 @@ def test_both_tools_are_asked_for_the_same():
     options = argparse.Namespace(rate=2.0, requests=9, output_len=33)
     spec = bench.guidellm_scenario("127.0.0.1:1", Path("prompts"), options, Path("out"))["spec"]
     assert spec["profile"] == {"kind": "constant", "rate": [2.0]}
-    assert spec["constraints"] == [{"kind": "max_requests", "value": 9}]
+    assert spec["constraints"] == [{"kind": "max_requests", "count": 9}]
     assert spec["backend"]["max_tokens"] == 33
     assert spec["backend"]["extras"]["body"]["temperature"] == 0.0
