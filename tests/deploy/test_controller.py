@@ -118,7 +118,7 @@ def names(controller: Controller, role: Role) -> list[str]:
 
 
 async def until(holds: Any) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not holds():
             await asyncio.sleep(0.01)
 

@@ -122,7 +122,7 @@ def test_a_forward_leaves_out_sessions_whose_commits_still_wait(
     assert left_out[0] == {(7, number) for number in (3, 4, 5, 6)}
     device.done.set()
     assert device.launched.acquire(timeout=30)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while {record.session_id for record in owner.growths} != set(numbers) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert {record.session_id for record in owner.growths} == set(numbers)
@@ -147,7 +147,7 @@ def test_it_says_how_long_its_step_has_run_and_whether_it_may_be_compiling(
     assert thread.watch.age_s >= 0.01
     assert thread.watch.is_preparing
     device.done.set()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while thread.watch.age_s and time.monotonic() < deadline:
         time.sleep(0.001)
     assert (thread.watch.age_s, thread.watch.is_preparing) == (0, False)

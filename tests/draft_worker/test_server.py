@@ -63,7 +63,7 @@ async def test_serves_registers_grows_and_stops(checkpoint: Path):
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     stop = asyncio.Event()
     serving = asyncio.create_task(serve(config, ready=ready.set_result, stop=stop))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         address = await ready
         introduction = await registry.introduced
         assert await registry.reported == 128
@@ -71,7 +71,7 @@ async def test_serves_registers_grows_and_stops(checkpoint: Path):
     assert introduction.role == registry_pb2.WORKER_ROLE_DRAFT
     assert (introduction.model.vocab_size, introduction.model.max_model_len) == (96, 256)
     assert (introduction.limits.max_sessions, introduction.limits.max_tree_nodes) == (4, 30)
-    async with rpc.open_channel(address) as channel, asyncio.timeout(30):
+    async with rpc.open_channel(address) as channel, asyncio.timeout(100):
         call = draft_pb2_grpc.DraftServiceStub(channel).Speculate()
         opening = common_pb2.SessionOpen(
             session_id=1, epoch=1, prompt=tokens_to_bytes([3, 4, 5]), sampling=SamplingSpec(temperature=1.0).to_proto()
@@ -89,7 +89,7 @@ async def test_serves_registers_grows_and_stops(checkpoint: Path):
         stop.set()
         while await call.read():
             pass
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         await serving
     await coordinator.stop(grace_s=0)
 
@@ -98,7 +98,7 @@ async def test_cancelling_it_leaves_nothing_behind(checkpoint: Path):
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     config = DraftWorkerConfig(model_path=checkpoint, num_slots=64, max_num_seqs=2)
     serving = asyncio.create_task(serve(config, ready=ready.set_result))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         address = await ready
         async with rpc.open_channel(address) as channel:
             call = draft_pb2_grpc.DraftServiceStub(channel).Speculate()
@@ -118,7 +118,7 @@ async def test_cancelling_it_leaves_nothing_behind(checkpoint: Path):
 async def test_a_refusal_ends_it_with_the_reason(checkpoint: Path):
     coordinator = await start_coordinator(Registry(refusal="another tokenizer"))
     config = DraftWorkerConfig(model_path=checkpoint, coordinators=(coordinator.address,), num_slots=64)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         with pytest.raises(WorkerRefused, match="another tokenizer"):
             await serve(config)
     await coordinator.stop(grace_s=0)

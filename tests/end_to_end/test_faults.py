@@ -18,7 +18,7 @@ from outrider.v1 import generation_pb2
 Rule = Literal["coupled", "target_only", "rejection"]
 
 
-def wait_until(condition, *, timeout_s: float = 60.0) -> None:
+def wait_until(condition, *, timeout_s: float = 100.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
@@ -57,7 +57,7 @@ def test_a_draft_killed_in_the_middle_changes_nothing(prompts):
 
         with ThreadPoolExecutor(len(rules)) as pool:
             outputs = list(pool.map(generate, rules))
-        assert draft.wait(timeout=30) == -signal.SIGKILL
+        assert draft.wait(timeout=60) == -signal.SIGKILL
         assert outputs[0][0] == list(wanted.token_ids)
         assert [len(tokens) for tokens, _ in outputs] == [160] * len(rules)
         # Not of each: on a busy machine a rule may find by then that trees do not pay.
@@ -100,22 +100,23 @@ def test_targets_that_stop_hand_over_and_the_last_one_killed_ends_the_stream(pro
                     service.processes[name].terminate()
                     going = ()
         assert tokens == list(wanted.token_ids)
-        assert [service.processes[name].wait(timeout=20) for name in ("target-0", "draft-0")] == [0, 0]
+        assert [service.processes[name].wait(timeout=60) for name in ("target-0", "draft-0")] == [0, 0]
         assert [worker.state for worker in client.server_info().workers] == ["serving"]
         tokens.clear()
+        # So many that this process may stand still for a while before it kills.
         with (
             pytest.raises(OutriderError, match="target"),
-            client.stream(prompts[2], max_new_tokens=200, ignore_eos=True) as stream,
+            client.stream(prompts[2], max_new_tokens=1800, ignore_eos=True) as stream,
         ):
             for delta in stream:
                 tokens.extend(delta.token_ids)
                 if len(tokens) > 20:
                     service.processes["target-1"].send_signal(signal.SIGKILL)
-        assert 20 < len(tokens) < 200
-        assert tokens == list(wanted.token_ids)[: len(tokens)]
+        assert 20 < len(tokens) < 1800
+        assert tokens[:200] == list(wanted.token_ids)[: len(tokens)]
         coordinator = service.processes["coordinator"]
         coordinator.terminate()
-        assert coordinator.wait(timeout=20) == 0
+        assert coordinator.wait(timeout=60) == 0
 
 
 def test_leaving_early_frees_everything(one_draft, prompts):
@@ -130,7 +131,7 @@ def test_abort_ends_a_request_of_another_client(one_draft, prompts):
     with Client(one_draft.endpoint) as client, Client(one_draft.endpoint) as other:
         with (
             pytest.raises(OutriderError, match="abort"),
-            client.stream(prompts[3], max_new_tokens=800, ignore_eos=True, request_id="long") as stream,
+            client.stream(prompts[3], max_new_tokens=1800, ignore_eos=True, request_id="long") as stream,
         ):
             for _ in stream:
                 other.abort("long")

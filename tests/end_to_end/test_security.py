@@ -47,7 +47,7 @@ async def test_the_same_tokens_and_nobody_else(service: LocalService, reference:
         got = client.generate(prompts[0], max_new_tokens=24, ignore_eos=True, temperature=0.0)
         assert differs(got.token_ids, wanted) is None
         assert got.speculation.accepted_tokens > 0
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(100):
             # Loads come with heartbeats: until one says that the session has gone.
             while sum(sessions for *_, sessions, _ in loads(client.server_info())):
                 await asyncio.sleep(0.1)

@@ -129,7 +129,7 @@ def start_coordinator(checkpoint: Path, *arguments: str) -> tuple[subprocess.Pop
     )
     assert process.stdout is not None
     line = process.stdout.readline()
-    assert line.startswith("ready 127.0.0.1:"), process.communicate(timeout=30)
+    assert line.startswith("ready 127.0.0.1:"), process.communicate(timeout=100)
     return process, line.split()[1]
 
 
@@ -138,17 +138,17 @@ def test_a_role_serves_until_it_is_told_to_stop(checkpoint: Path, number: int) -
     process, address = start_coordinator(checkpoint)
     with grpc.insecure_channel(address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
-        answer = health.Check(health_pb2.HealthCheckRequest(), timeout=30)  # pyright: ignore[reportAttributeAccessIssue]
+        answer = health.Check(health_pb2.HealthCheckRequest(), timeout=100)  # pyright: ignore[reportAttributeAccessIssue]
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
     process.send_signal(number)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=100)
     assert (process.returncode, out) == (0, "")
     assert "Traceback" not in err
 
 
 def test_a_role_ends_with_its_stdin(checkpoint: Path) -> None:
     process, _ = start_coordinator(checkpoint, "--stop-with-stdin")
-    process.communicate("", timeout=30)
+    process.communicate("", timeout=100)
     assert process.returncode == 0
 
 
@@ -160,12 +160,12 @@ def test_a_role_that_cannot_start_says_why(checkpoint: Path, capsys: pytest.Capt
             [sys.executable, "-m", "outrider.cli", "coordinator", "--model-path", checkpoint, "--port", port],
             capture_output=True,
             text=True,
-            timeout=30,
+            timeout=100,
             check=False,
         )
     finally:
         process.terminate()
-        process.communicate(timeout=30)
+        process.communicate(timeout=100)
     assert (done.returncode, done.stdout) == (1, "")
     assert f"error: cannot listen on 127.0.0.1:{port}" in done.stderr
     assert "Traceback" not in done.stderr
@@ -181,7 +181,7 @@ def test_reader_that_leaves_early_is_no_traceback() -> None:
         stdout=write_end,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=30,
+        timeout=100,
         check=False,
     )
     os.close(write_end)

@@ -98,15 +98,17 @@ def test_children_end_with_a_parent_that_is_killed(checkpoint: Path) -> None:
     code = (
         "import sys, time; from outrider.local import LocalService\n"
         "service = LocalService(drafts=0, targets=0, target_model=sys.argv[1]); service.start()\n"
-        "print(service.processes['coordinator'].pid, flush=True); time.sleep(60)"
+        "print(service.processes['coordinator'].pid, flush=True); time.sleep(600)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code, str(checkpoint)], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    child = int(parent.stdout.readline())
-    os.kill(child, 0)
-    parent.send_signal(signal.SIGKILL)
-    parent.communicate(timeout=30)
-    deadline = time.monotonic() + 10
+    try:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        os.kill(child, 0)
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        parent.communicate(timeout=60)
+    deadline = time.monotonic() + 60
     while is_running(child):
         assert time.monotonic() < deadline, "the coordinator outlived its parent"
         time.sleep(0.05)

@@ -55,7 +55,7 @@ async def test_serves_registers_and_stops(checkpoint: Path) -> None:
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     stop = asyncio.Event()
     serving = asyncio.create_task(serve(config, ready=ready.set_result, stop=stop))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         address = await ready
         introduction = await registry.introduced
         assert await registry.reported == 64
@@ -69,7 +69,7 @@ async def test_serves_registers_and_stops(checkpoint: Path) -> None:
         health = await stub.Check(health_pb2.HealthCheckRequest(), timeout=30)
     assert health.status == health_pb2.HealthCheckResponse.SERVING
     stop.set()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         await serving
     await coordinator.stop(grace_s=0)
 
@@ -88,10 +88,10 @@ async def test_a_lost_rank_ends_a_worker_that_waits(tmp_path: Path, caplog: pyte
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     config = TargetWorkerConfig(model_path=tmp_path, num_slots=64, tensor_parallel_size=2)
     serving = asyncio.create_task(serve(config, ready=ready.set_result))
-    await asyncio.wait([serving, ready], timeout=60, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait([serving, ready], timeout=200, return_when=asyncio.FIRST_COMPLETED)
     (pid,) = (int(number) for number in re.findall(r"rank 1 is process (\d+)", caplog.text))
     os.kill(pid, signal.SIGKILL)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(100):
         with pytest.raises(WorkerUnavailable, match="rank 1 was killed by signal 9"):
             await serving
 
