@@ -161,6 +161,7 @@ class CoordinatorServer:
             ),
             dropped_nodes_total=totals.dropped_nodes,
             steps_total=totals.steps,
+            refused_total=sum(totals.serving.refused.values()),
             draft_demand=totals.demand.message(sessions=speculating, undrafted_sessions=undrafted),
         )
 

@@ -69,6 +69,7 @@ def build_app() -> typer.Typer:
     from outrider.coordinator import commands
     from outrider.coordinator.config import CoordinatorConfig
     from outrider.coordinator.loadtest.command import loadtest_command
+    from outrider.coordinator.top import top
     from outrider.deploy import cluster_commands
     from outrider.deploy.commands import demo, up
     from outrider.draft_worker.config import DraftWorkerConfig
@@ -89,6 +90,7 @@ def build_app() -> typer.Typer:
     app.command("generate")(commands.generate_command(local_endpoint))
     app.command("loadtest")(loadtest_command())
     app.command("status")(cluster_commands.status)
+    app.command("top")(top)
     app.command("scale")(cluster_commands.scale)
     app.command("drain")(cluster_commands.drain)
     app.command("replace")(cluster_commands.replace)
