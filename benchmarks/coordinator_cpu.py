@@ -123,7 +123,9 @@ class OneGroupLoop(VerifyLoop):
 class Bench:
     """A scheduler, a target, a draft, and clients."""
 
-    def __init__(self, sessions: int, *, width: int, max_nodes: int) -> None:
+    def __init__(
+        self, sessions: int, *, width: int, max_nodes: int, loop_type: type[VerifyLoop] = OneGroupLoop
+    ) -> None:
         self._model = PathModel(seed=0, rank_rates=(0.7, 0.12, 0.05, 0.03), spread=0.2)
         self._grower = TreeGrower(self._model, width=width)
         self._lengths: dict[int, tuple[int, int]] = {}
@@ -131,34 +133,34 @@ class Bench:
         self.emitted = 0
         self._batches: deque[bytes] = deque()
         # Nothing is waited for: what is measured is work.
-        self._scheduler = Scheduler(
+        self.scheduler = Scheduler(
             CoordinatorConfig(max_running_sessions=sessions, max_queue=sessions, verify_wait_cap_ms=0),
-            loop_type=OneGroupLoop,
+            loop_type=loop_type,
         )
         self._target = WiredTargetLink("127.0.0.1:1", incarnation=1, on_lost=_fail)
         self._draft = WiredDraftLink(
             "127.0.0.1:1",
             incarnation=1,
             vocab_size=_NO_LIMIT,
-            on_growth=lambda growth: self._scheduler.take_growth("draft", growth),
+            on_growth=lambda growth: self.scheduler.take_growth("draft", growth),
             on_error=lambda *error: _fail(str(error)),
             on_lost=_fail,
         )
         limits = registry_pb2.WorkerLimits(max_sessions=sessions, max_tree_nodes=max_nodes, max_step_tokens=4096)
-        self._scheduler.add_target("target", self._target, limits, on_failure=_fail)
-        self._scheduler.add_draft("draft", self._draft, limits)
+        self.scheduler.add_target("target", self._target, limits, on_failure=_fail)
+        self.scheduler.add_draft("draft", self._draft, limits)
         requests = [
             GenerationRequest(
                 request_id=str(key), prompt_token_ids=(key, 1), sampling=SamplingSpec(max_new_tokens=_NO_LIMIT)
             )
             for key in range(1, sessions + 1)
         ]
-        generations = [self._scheduler.submit(request, [TextStream(None)]) for request in requests]
+        generations = [self.scheduler.submit(request, [TextStream(None)]) for request in requests]
         self._readers = [asyncio.create_task(_read(generation)) for generation in generations]
 
     async def close(self) -> None:
         """Ends everything."""
-        await self._scheduler.stop(WorkerUnavailable("the measurement is over"))
+        await self.scheduler.stop(WorkerUnavailable("the measurement is over"))
         await asyncio.gather(*self._readers, return_exceptions=True)
         for link in (self._target, self._draft):
             await link.close()
@@ -276,7 +278,7 @@ def _yardstick_ns() -> int:
 
 
 @contextmanager
-def _without_collector() -> Iterator[None]:
+def without_collector() -> Iterator[None]:
     """The benchmark's own trees would make Python's collector work, which would be put down to the coordinator."""
     gc.collect()
     gc.disable()
@@ -334,7 +336,7 @@ def run(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     results = []
     for sessions in options.sessions:
-        with _without_collector(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with without_collector(), asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             work = measure(
                 sessions,
                 rounds=options.rounds,
