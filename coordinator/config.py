@@ -1,5 +1,6 @@
 """How a coordinator is set up."""
 
+import importlib.util
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,8 @@ class CoordinatorConfig:
         token_file: hashes of the tokens that clients must have (`outrider token new` adds one); default: none needed.
         worker_port: port on which workers register; default `port`, or with TLS the next one (port 0: a free one), as
             workers there prove who they are, which clients need not.
+        vllm_grpc: serve vLLM's gRPC engine service beside the own one, for routers that drive vLLM so
+            (docs/vllm-grpc.md); needs the extra vllm-grpc.
         insecure: listen beyond loopback without protection: whoever reaches the port may use it.
         metrics_port: on which Prometheus reads this process; 0 takes a free one. Default: none (the HTTP door has
             /metrics in any case).
@@ -101,6 +104,7 @@ class CoordinatorConfig:
     tls_key: Path | None = None
     token_file: Path | None = None
     worker_port: int | None = None
+    vllm_grpc: bool = False
     insecure: bool = False
     metrics_port: int | None = None
     metrics_host: str = "127.0.0.1"
@@ -117,6 +121,8 @@ class CoordinatorConfig:
         if self.worker_port is not None and not 0 <= self.worker_port <= 65535:
             raise ValueError(f"worker_port: {self.worker_port} given, 0 to 65535 needed")
         self._check_doors()
+        if self.vllm_grpc and importlib.util.find_spec("smg_grpc_proto") is None:
+            raise ValueError("vllm_grpc: the package smg-grpc-proto is missing: pip install 'outrider[vllm-grpc]'")
         for name in _AT_LEAST_ONE:
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -6,6 +6,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import grpc.aio
 from starlette.routing import BaseRoute
@@ -33,9 +34,13 @@ from outrider.security.binding import warn_of_bind
 from outrider.security.roles import Role
 from outrider.v1 import generation_pb2, registry_pb2
 
+if TYPE_CHECKING:
+    from outrider.coordinator.vllm_door.service import VllmEngineServicer
+
 logger = logging.getLogger(__name__)
 
 SERVICES = ("outrider.v1.GenerationService", "outrider.v1.RegistryService")
+VLLM_SERVICE = "vllm.grpc.engine.VllmEngine"
 
 
 class CoordinatorServer:
@@ -84,12 +89,14 @@ class CoordinatorServer:
         def add_services(server: grpc.aio.Server) -> None:
             generation.add_to(server)
             add_service(self.registry, registry_pb2.DESCRIPTOR.services_by_name["RegistryService"], server)
+            if config.vllm_grpc:
+                self._vllm_door(generation).add_to(server)
 
         if config.tls is not None:
             config.tls.check(Role.COORDINATOR)
         warn_of_bind(config.host, tls_ca=config.tls, token_file=config.token_file)
         self._server = RoleServer(
-            services=SERVICES,
+            services=(*SERVICES, VLLM_SERVICE) if config.vllm_grpc else SERVICES,
             add_services=add_services,
             address=config.worker_address or config.address,
             public_address=None if config.worker_address is None else config.address,
@@ -114,6 +121,18 @@ class CoordinatorServer:
     def http_address(self) -> str:
         """host:port of the HTTP door; empty where there is none."""
         return "" if self._http is None else self._http.address
+
+    def _vllm_door(self, service: GenerationServicer) -> "VllmEngineServicer":
+        # Its messages are an extra.
+        from outrider.coordinator.vllm_door.service import VllmEngineServicer
+
+        return VllmEngineServicer(
+            service.generations,
+            service.access,
+            server_info=self.info,
+            model_folder=self._config.model_folder,
+            max_running=self._config.max_running_sessions,
+        )
 
     def _http_door(self, service: GenerationServicer, port: int) -> HttpServer:
         config = self._config

@@ -4,6 +4,7 @@ TargetService, DraftService   coordinator
 RegistryService               draft, target; each may register as what its certificate says, and nothing else
 RegistryService/Drain         coordinator: whoever runs the service
 GenerationService             whoever has a token (coordinator/access.py)
+VllmEngine                    the same: another door to the same generations
 health, reflection            whoever could connect
 """
 
@@ -26,6 +27,7 @@ _CALLERS: dict[str, frozenset[Role]] = {
 _OPEN = frozenset(
     {
         "outrider.v1.GenerationService",
+        "vllm.grpc.engine.VllmEngine",
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
     }
