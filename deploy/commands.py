@@ -56,6 +56,8 @@ async def _serve_until_stopped(config: DeployConfig) -> None:
         if config.http_port:
             scheme, host = "http" if config.certs is None else "https", deployment.endpoint.rpartition(":")[0]
             typer.echo(f"OpenAI's API at {scheme}://{host}:{config.http_port}/v1", err=True)
+            if config.live_page:
+                typer.echo(f"the live page at {scheme}://{host}:{config.http_port}/live", err=True)
         await deployment.ended()
         typer.echo("the deployment was ended by another command", err=True)
 

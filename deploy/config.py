@@ -41,6 +41,8 @@ class DeployConfig:
             free when the deployment starts. A coordinator keeps its port over restarts.
         http_port: of a coordinator's HTTP door (OpenAI's API), numbered as `port` is; 0 takes a free one, which the
             coordinator's log names. Default: no such door.
+        live_page: serve a page at /live of that door that shows token trees growing and being verified, with their
+            text (docs/live-page.md).
         target_wait_s: longest that a request waits at a coordinator that has no target: one is being started anew.
         target_port: of every target worker; for machines that hold one each. By default each takes a free one.
         draft_port: of every draft worker; likewise.
@@ -104,6 +106,7 @@ class DeployConfig:
     port: int = 50051
     http_port: int | None = None
     target_wait_s: float = 30.0
+    live_page: bool = False
     target_port: int = 0
     draft_port: int = 0
     bind: Bind = Bind.LOOPBACK
@@ -154,6 +157,8 @@ class DeployConfig:
             raise ValueError(f"http_port: {self.http_port} given, 0 to 65535 needed")
         for name in ("target_threads", "draft_threads"):
             if (threads := getattr(self, name)) is not None and threads < 1:
+        if self.live_page and self.http_port is None:
+            raise ValueError("live_page: it is part of the HTTP door, so http_port is needed, too (8000, say)")
                 raise ValueError(f"{name}: {threads} given, at least 1 needed")
         for name in ("coordinator_resources", "target_resources", "draft_resources"):
             try:

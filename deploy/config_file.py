@@ -23,6 +23,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "count": "coordinators",
         "port": "port",
         "http_port": "http_port",
+        "live_page": "live_page",
         "resources": "coordinator_resources",
         "drafts_per_session": "drafts_per_session",
         "target_wait_s": "target_wait_s",

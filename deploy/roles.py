@@ -94,6 +94,7 @@ async def serve_coordinator(
         target_wait_s=config.target_wait_s,
         http_port=config.http_port,
         token_file=config.token_file,
+        live_page=config.live_page,
         **security(config, Role.COORDINATOR),
     )
     await server.serve(role, ready=ready, stop=stop)
