@@ -15,6 +15,7 @@ this project call TPOT. That is what is compared.
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -123,7 +124,9 @@ def guidellm_turn(report: dict[str, Any]) -> Turn:
 
 
 def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    # guidellm starts ten processes by default, which would have the service's cores; the embedded tokenizer is here.
+    environment = os.environ | {"GUIDELLM__MAX_WORKER_PROCESSES": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, env=environment)
     if done.returncode:
         raise ToolFailed(
             f"{' '.join(command[:4])} ... ended with {done.returncode}: {done.stderr[-2000:]}{done.stdout[-2000:]}"
