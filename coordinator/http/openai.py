@@ -93,6 +93,8 @@ class Endpoint:
             asked = self._read(content, request_id)
         else:
             asked = await asyncio.to_thread(self._read, content, request_id)
+        if tracing.active is not None:
+            asked = replace(asked, traceparent=Request(scope).headers.get(tracing.HEADER, ""))
         choices = len(asked.requests) * asked.choices
         if len(asked.requests) > 1:
             self._generations.check_room(choices)
@@ -213,7 +215,7 @@ async def _all_events(
                 yield each
         return
     try:
-        async with contextlib.aclosing(generations.stream(asked.requests[0], caller)) as events:
+        async with contextlib.aclosing(generations.stream(asked.requests[0], caller, traceparent=asked.traceparent)) as events:
             async for event in events:
                 yield 0, event
     except InvalidRequest as error:
@@ -227,7 +229,8 @@ async def _merged(generations: Generations, asked: Asked, caller: Caller) -> Asy
     async def run(prompt: int) -> None:
         end: Exception | None = None
         try:
-            async with contextlib.aclosing(generations.stream(asked.requests[prompt], caller)) as events:
+            request, parent = asked.requests[prompt], asked.traceparent
+            async with contextlib.aclosing(generations.stream(request, caller, traceparent=parent)) as events:
                 async for event in events:
                     await queue.put((prompt, event))
         except InvalidRequest as error:

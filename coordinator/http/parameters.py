@@ -84,6 +84,7 @@ class Asked:
         echo: in front of each prompt's output; empty for nothing.
         names: of each of `requests`, how fields are called here that the common checks may find wrong (`renamed`).
         request_id: the client's own, or made here.
+        traceparent: of the client's span, where both ends trace.
     """
 
     requests: Sequence[generation_pb2.GenerateRequest]
@@ -97,6 +98,7 @@ class Asked:
     echo: Sequence[str]
     names: Sequence[Mapping[str, str]]
     request_id: str
+    traceparent: str = ""
 
 
 def read_sampling(fields: Fields) -> generation_pb2.SamplingParams:

@@ -19,7 +19,6 @@ class RequestMetrics:
 
     def __init__(self, level: str) -> None:
         self._level = level
-        self._prompt_tokens: dict[int, int] = {}
         self._requests: list[GenerationRequest] = []
         self._results: list[GenerationResult] = []
         self._accepted: list[int] = []
@@ -69,14 +68,16 @@ class RequestMetrics:
 
     def _speculative_decoding(self, max_depth: int) -> dict[str, Any]:
         steps, accepted, drafted = len(self._accepted), sum(self._accepted), sum(self._drafted)
+        histogram = _histogram(self._accepted, max_depth)
         summary: dict[str, Any] = {
             "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
             "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
-            "acceptance_histogram": _histogram(self._accepted, max_depth),
+            "acceptance_histogram": histogram,
             "num_spec_steps": steps,
             "num_accepted_draft_tokens": accepted,
             "num_draft_tokens": drafted,
-            "num_spec_tokens": max_depth,
+            # Readers hold the one against the other.
+            "num_spec_tokens": len(histogram) - 1,
         }
         if self._level == "detailed":
             summary |= {"per_step_accepted": self._accepted, "per_step_drafted": self._drafted}
