@@ -15,7 +15,7 @@ from google.protobuf.message import DecodeError, Message
 
 Status = grpc.StatusCode
 
-CALL_S = 8.0
+CALL_S = 30.0
 _TRIES = 5
 # A door may refuse larger messages.
 _SMALLEST_LIMIT = 1 << 20

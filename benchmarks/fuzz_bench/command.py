@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from benchmarks.fuzz_bench.evil_coordinators import LEASE_KIND, fuzz_leases
 from benchmarks.fuzz_bench.evil_workers import EVIL_KINDS
 from benchmarks.fuzz_bench.run import Outcome, fuzz, fuzz_answers
 from benchmarks.fuzz_bench.services import SERVICES
@@ -19,11 +20,14 @@ _SHOWN_BYTES = 400
 
 def run(arguments: Sequence[str]) -> int:
     """Prints a line for each service; 1 where anything was wrong."""
-    everything = [*SERVICES, *(kind.name for kind in EVIL_KINDS)]
+    everything = [*SERVICES, *(kind.name for kind in EVIL_KINDS), LEASE_KIND]
     parser = argparse.ArgumentParser(prog="fuzz.py")
     parser.add_argument("--messages", type=int, default=1000, help="at each service")
     parser.add_argument(
-        "--answers", type=int, default=None, help="of each kind of worker's answers; default as messages"
+        "--answers",
+        type=int,
+        default=None,
+        help="of each kind that workers and coordinators answer; default as messages",
     )
     parser.add_argument("--only", nargs="+", choices=everything, default=everything, help="default all")
     parser.add_argument("--seed", type=int, default=1)
@@ -47,6 +51,9 @@ async def _run(folder: Path, options: argparse.Namespace) -> list[Outcome]:
         if kind.name in options.only:
             outcomes.append(await fuzz_answers(folder, kind, messages=messages, seed=options.seed))
             _show(outcomes[-1])
+    if LEASE_KIND in options.only:
+        outcomes.append(await fuzz_leases(messages, seed=options.seed))
+        _show(outcomes[-1])
     return outcomes
 
 

@@ -26,7 +26,7 @@ _PROBE_EVERY = 500
 # A worker that cannot be dialled takes a while to be given up.
 _AT_ONCE = 4
 # At the start, what is allocated once and kept: caches, buffers, the allocator's own.
-_WARM_UP_SHARE = 0.2
+WARM_UP_SHARE = 0.2
 # A worker that is lost again and again is what is wanted here.
 _PATIENT = {"quarantine_losses": 10**9}
 # Evil targets, and clients of theirs. A quarter of their answers leave a step without one, which is then waited for.
@@ -102,12 +102,12 @@ class _AnswersRun:
         self._evil = EvilMessages(kind, seed=seed)
         self._judge = next(target for target in targets_of("GenerationService", tokenizer_hash="")).judge
         self._wanted: list[dict[int, list[int]]] = []
-        self._at_once = _TARGETS_AT_ONCE if kind.is_target else _AT_ONCE
         self._numbers = itertools.count()
         self._rss = rss_mb()
 
     async def run(self, messages: int) -> Outcome:
         outcome, served, began = self._outcome, self._served, time.monotonic()
+        at_once = _TARGETS_AT_ONCE if self._kind.is_target and messages > _PROBE_EVERY else _AT_ONCE
         address = served.addresses["coordinator"]
         tokenizer_hash = served.coordinator.registry._model.tokenizer_hash
         async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
@@ -115,11 +115,11 @@ class _AnswersRun:
                 self._wanted = [tokens_of(await self._ask(channel, number)) for number in range(2)]
             before = served.gauges()
             async with contextlib.AsyncExitStack() as stack:
-                for _ in range(self._at_once):
+                for _ in range(at_once):
                     worker = EvilWorker(address, self._evil, tokenizer_hash=tokenizer_hash)
                     await stack.enter_async_context(worker.serving())
                 async with asyncio.TaskGroup() as clients:
-                    for _ in range(self._at_once):
+                    for _ in range(at_once):
                         clients.create_task(self._ask_again(channel, messages))
         gc.collect()
         outcome.messages, outcome.rss_mb = self._evil.sent, (self._rss, rss_mb())
@@ -162,7 +162,7 @@ class _AnswersRun:
         if self._evil.sent // _PROBE_EVERY > len(self._outcome.rss_curve_mb):
             gc.collect()
             self._outcome.rss_curve_mb.append(rss_mb())
-        if self._evil.sent < messages * _WARM_UP_SHARE:
+        if self._evil.sent < messages * WARM_UP_SHARE:
             self._rss = rss_mb()
 
 
@@ -196,7 +196,7 @@ class _Run:
                 await asyncio.gather(*calls)
                 if number // _PROBE_EVERY > outcome.probes:
                     await self._probe(wanted, number)
-                if number <= messages * _WARM_UP_SHARE:
+                if number <= messages * WARM_UP_SHARE:
                     rss = rss_mb()
             await self._probe(wanted, messages)
         gc.collect()

@@ -11,7 +11,7 @@ import grpc.aio
 
 from outrider import rpc
 from outrider.addresses import Resolve
-from outrider.errors import WorkerRefused
+from outrider.errors import WorkerRefused, WorkerUnavailable
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
 from outrider.v1 import common_pb2, registry_pb2, registry_pb2_grpc
@@ -22,6 +22,8 @@ Load = Callable[[], common_pb2.WorkerLoad]
 """What the worker is doing now; called once a heartbeat."""
 
 _FIRST_LEASE_S = 10.0
+SHORTEST_HEARTBEAT_S = 0.01
+"""No coordinator is told more often, whatever it asks for."""
 _REFUSALS = (
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.PERMISSION_DENIED,
@@ -89,6 +91,8 @@ class Registration:
             try:
                 await self._hold()
                 reason = "the coordinator ended the lease"
+            except WorkerUnavailable as error:
+                reason = str(error)
             except WorkerRefused as error:
                 if not self.leases and not self._serves_others():
                     raise
@@ -113,6 +117,9 @@ class Registration:
             try:
                 async with asyncio.timeout(_FIRST_LEASE_S) as first_answer:
                     async for answer in call:
+                        # What gRPC gives for bytes that are no message.
+                        if answer is None:
+                            raise WorkerUnavailable("its lease cannot be read")
                         first_answer.reschedule(None)
                         if not lease.done():
                             lease.set_result(answer)
@@ -134,7 +141,7 @@ class Registration:
 
     async def _reports(self, lease: asyncio.Future[registry_pb2.Lease]) -> AsyncIterator[registry_pb2.WorkerReport]:
         yield registry_pb2.WorkerReport(introduction=self._introduction)
-        interval_s = (await lease).heartbeat_interval_ms / 1e3
+        interval_s = max((await lease).heartbeat_interval_ms / 1e3, SHORTEST_HEARTBEAT_S)
         while True:
             is_leaving = self._leaving.is_set()
             yield registry_pb2.WorkerReport(load=self._load(), draining=is_leaving)
