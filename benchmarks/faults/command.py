@@ -16,7 +16,7 @@ from benchmarks.faults.gauges import memory_growth, settled_gauges, until_equal
 from benchmarks.faults.history import check_all
 from benchmarks.faults.load import Load, make_scripts, without_faults
 from benchmarks.faults.processes import Cluster, ClusterOptions
-from benchmarks.faults.report import Report
+from benchmarks.faults.report import Report, in_words
 from benchmarks.faults.running import FaultRun
 from benchmarks.faults.schedule import make_schedule
 from rich.console import Console
@@ -29,6 +29,9 @@ _TABLE_WIDTH = 120
 _QUARANTINE_TIMEOUT_S = 100.0
 # Of a calm: until connections that nobody told of their end are given up, which keepalive takes 12 s for.
 _QUIET_TIMEOUT_S = 45.0
+# Memory is at its level when it has risen by less than this over a calm; a process that has just begun needs a few.
+_FLAT = 0.01
+_MOST_CALMS = 4
 
 
 def parse(given: Sequence[str]) -> argparse.Namespace:
@@ -44,7 +47,12 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--longest", type=int, default=160, help="most tokens of a request")
     parser.add_argument("--at-once", type=int, default=3, help="faults at a time, never two of one role")
     parser.add_argument("--gap-s", type=float, nargs=2, default=(0.3, 2.5), help="between faults, least and most")
-    parser.add_argument("--calm-requests", type=int, default=120, help="without faults, before and after them")
+    parser.add_argument(
+        "--calm-requests",
+        type=int,
+        default=80,
+        help="without faults, after them and before them; before, again until memory has come to its level",
+    )
     parser.add_argument("--time-limit-s", type=float, default=float("inf"), help="no further faults after that long")
     parser.add_argument("--folder", type=Path, help="for the roles' logs; default a new one under the system's")
     parser.add_argument("--output-json", type=Path)
@@ -104,6 +112,13 @@ async def run(arguments: argparse.Namespace, folder: Path, say: Callable[[str], 
         histories = await calm(1)
         before = await settled_gauges(cluster, timeout_s=_QUIET_TIMEOUT_S)
         say(f"{len(histories)} requests in calm; {sum(len(gauges.counts) for gauges in before.values())} gauges read")
+        for number in range(2, _MOST_CALMS + 1):
+            histories += await calm(number)
+            last, before = before, await settled_gauges(cluster, timeout_s=_QUIET_TIMEOUT_S)
+            growth = memory_growth(last, before)
+            say(f"{len(histories)} requests in calm; memory, of what it was: {in_words(growth)}")
+            if max(growth.values()) < 1 + _FLAT:
+                break
 
         load = Load(cluster.endpoints, scripts, clients=arguments.clients, seed=seed)
         schedule = make_schedule(arguments.faults, list(cluster.roles), seed=seed, gap_s=tuple(arguments.gap_s))
@@ -120,8 +135,8 @@ async def run(arguments: argparse.Namespace, folder: Path, say: Callable[[str], 
             # A coordinator keeps no link to a worker in quarantine.
             await cluster.until_whole(timeout_s=_QUARANTINE_TIMEOUT_S, served=("serving",))
             report.gauges = await until_equal(cluster, before, timeout_s=_QUIET_TIMEOUT_S)
-            # Memory is compared at the same age, in load, of processes that have been restarted.
-            histories += await calm(2)
+            # Processes that have just been restarted have not done anything yet.
+            histories += await calm(_MOST_CALMS + 1)
             report.memory = memory_growth(before, await settled_gauges(cluster, timeout_s=_QUIET_TIMEOUT_S))
         except (OutriderError, TimeoutError, OSError) as error:
             report.gauges = [*report.gauges, f"not all is back, and the gauges cannot be compared: {error}"]

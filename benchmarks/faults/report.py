@@ -157,9 +157,8 @@ class Report:
             )
         console.print(table)
         console.print(", ".join(f"{count} {name}" for name, count in self.totals().items()), highlight=False)
-        memory = ", ".join(f"{name} {growth:.1%}" for name, growth in self.memory.items())
-        if memory:
-            console.print(f"memory, of what it was: {memory}", highlight=False)
+        if self.memory:
+            console.print(f"memory, of what it was: {in_words(self.memory)}", highlight=False)
         troubles = self.troubles
         if not troubles:
             console.print("the invariant holds: nothing lost, doubled or changed; every gauge is back", highlight=False)
@@ -168,6 +167,11 @@ class Report:
         for trouble in troubles[:_SHOWN]:
             console.print(f"- {trouble}", highlight=False, markup=False)
         console.print(f"again with: {self.command}", highlight=False, markup=False)
+
+
+def in_words(growth: Mapping[str, float]) -> str:
+    """Every role's memory as a part of what it was."""
+    return ", ".join(f"{name} {part:.1%}" for name, part in growth.items())
 
 
 def _is_bad(outcome: Outcome) -> bool:
