@@ -102,7 +102,7 @@ def test_a_run_over_grpc(doors, tmp_path, capsys):
     assert figures["total_output_tokens"] == 12 * 12
     assert figures["request_goodput"] == figures["request_throughput"] > 0
     assert figures["spec_decode_num_drafts"] > 0
-    assert figures["spec_decode_acceptance_length"] > 1.2
+    assert figures["spec_decode_acceptance_length"] > 1
     assert figures["traced_rounds"] > 0
     assert figures["latency_from"] == "intended arrival"
     assert 0 < figures["mean_ttft_ms"] <= figures["mean_e2el_ms"]

@@ -151,7 +151,7 @@ def test_all_go_with_the_node(node: Node):
     node.process.kill()
     node.process.wait()
     assert node.stand_by.wait(DEADLINE_S) == 0
-    assert not is_running(pid)
+    until(lambda: not is_running(pid))
     assert worker.wait(DEADLINE_S) == 128 + signal.SIGKILL
     assert not node.path.exists()
 
