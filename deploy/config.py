@@ -44,6 +44,7 @@ class DeployConfig:
         live_page: serve a page at /live of that door that shows token trees growing and being verified, with their
             text (docs/live-page.md).
         target_wait_s: longest that a request waits at a coordinator that has no target: one is being started anew.
+        allow_synthetic: take requests whose drafts are accepted at given rates, whatever they are: for benchmarks.
         target_port: of every target worker; for machines that hold one each. By default each takes a free one.
         draft_port: of every draft worker; likewise.
         bind: where the servers listen.
@@ -105,8 +106,9 @@ class DeployConfig:
     coordinators: int = 1
     port: int = 50051
     http_port: int | None = None
-    target_wait_s: float = 30.0
     live_page: bool = False
+    target_wait_s: float = 30.0
+    allow_synthetic: bool = False
     target_port: int = 0
     draft_port: int = 0
     bind: Bind = Bind.LOOPBACK
@@ -155,10 +157,10 @@ class DeployConfig:
                 raise ValueError(f"{name}: {getattr(self, name)} given, 0 to 65535 needed")
         if self.http_port is not None and not 0 <= self.http_port <= 65535:
             raise ValueError(f"http_port: {self.http_port} given, 0 to 65535 needed")
-        for name in ("target_threads", "draft_threads"):
-            if (threads := getattr(self, name)) is not None and threads < 1:
         if self.live_page and self.http_port is None:
             raise ValueError("live_page: it is part of the HTTP door, so http_port is needed, too (8000, say)")
+        for name in ("target_threads", "draft_threads"):
+            if (threads := getattr(self, name)) is not None and threads < 1:
                 raise ValueError(f"{name}: {threads} given, at least 1 needed")
         for name in ("coordinator_resources", "target_resources", "draft_resources"):
             try:

@@ -27,6 +27,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "resources": "coordinator_resources",
         "drafts_per_session": "drafts_per_session",
         "target_wait_s": "target_wait_s",
+        "allow_synthetic": "allow_synthetic",
     },
     "target": {
         "workers": "targets",

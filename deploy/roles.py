@@ -92,9 +92,10 @@ async def serve_coordinator(
         model_path=config.target_model,
         drafts_per_session=config.drafts_per_session,
         target_wait_s=config.target_wait_s,
+        allow_synthetic=config.allow_synthetic,
         http_port=config.http_port,
-        token_file=config.token_file,
         live_page=config.live_page,
+        token_file=config.token_file,
         **security(config, Role.COORDINATOR),
     )
     await server.serve(role, ready=ready, stop=stop)

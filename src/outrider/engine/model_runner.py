@@ -29,11 +29,14 @@ from outrider.engine.tensor_parallel import Ranks, start_ranks
 from outrider.engine.tensor_parallel_collectives import SumOptions
 from outrider.engine.weight_source import SafetensorsSource, WeightSource
 from outrider.errors import CheckpointError
+from outrider.kernels.scaled_weight import ScaledWeight
 from outrider.kernels.tree_attention import TreeAttentionBatch
 
 __all__ = ["EngineConfig", "ModelCard", "ModelRunner"]
 
 _CPU_KV_BYTES = 1 << 30
+# From this compute capability on kernels read weights of 8 bits as they are.
+_CONVERTS_EIGHT_BITS = (8, 9)
 # Rows of the largest step that is captured in a graph.
 _MOST_CAPTURED = 512
 # Rows of the largest prefill for which memory is left free of KV.
@@ -215,6 +218,8 @@ def _load_decoder(
     model_config, card = read_checkpoint(config)
     spec = DecoderSpec.of(model_config)
     attend = _attention_operator(config, spec.head_dim)
+    if config.quantization == "fp8":
+        check_eight_bits(config, ranks.device)
     weights = load_decoder_weights(
         source or SafetensorsSource(Path(config.model_path)),
         spec,
@@ -224,6 +229,8 @@ def _load_decoder(
         world_size=ranks.world_size,
         quantized=config.quantization == "fp8",
     )
+    if any(isinstance(layer.qkv, ScaledWeight) for layer in weights.layers):
+        check_eight_bits(config, ranks.device)
     all_reduce = gather_logits = sum_norm = None
     if ranks.world_size > 1:
         collectives = ranks.connect(
@@ -247,6 +254,24 @@ def _load_decoder(
         fixed=config.deterministic,
     )
     return decoder, model_config, card
+
+
+def check_eight_bits(config: EngineConfig, device: torch.device) -> None:
+    """Refuses deterministic steps with weights of 8 bits where torch would write these out before a product.
+
+    Its order of sums follows the number of rows.
+
+    Raises:
+        CheckpointError: on a GPU below compute capability 8.9.
+    """
+    if not config.deterministic or device.type != "cuda":
+        return
+    found = torch.cuda.get_device_capability(device)
+    if found < _CONVERTS_EIGHT_BITS:
+        raise CheckpointError(
+            f"{config.model_path}: deterministic with weights of 8 bits needs a GPU of compute capability 8.9 or more, "
+            f"not {found[0]}.{found[1]} ({device}): leave one of the two out"
+        )
 
 
 def _attention_operator(config: EngineConfig, head_dim: int) -> TreeAttention:

@@ -7,13 +7,15 @@ what a flood of requests can use up. Tokens of another form are refused, so that
     {"tokens": [{"name": "alice", "sha256": "9f86...", "requests_per_minute": 60}]}
 """
 
+import contextlib
+import fcntl
 import hashlib
 import hmac
 import json
 import os
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -108,12 +110,25 @@ def add_token(path: Path, entry: TokenEntry) -> None:
         ValueError: the name is there already.
         TokenFileError: the file is no token file.
     """
-    entries = read_tokens(path) if path.exists() else ()
-    if any(entry.name == other.name for other in entries):
-        raise ValueError(f"{path}: {entry.name} has a token already; take it out of the file to make another")
-    content = {"tokens": [_fields(each) for each in (*entries, entry)]}
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_private(path, (json.dumps(content, indent=2) + "\n").encode("utf-8"))
+    with _locked(path.parent):
+        entries = read_tokens(path) if path.exists() else ()
+        if any(entry.name == other.name for other in entries):
+            raise ValueError(f"{path}: {entry.name} has a token already; take it out of the file to make another")
+        content = {"tokens": [_fields(each) for each in (*entries, entry)]}
+        write_private(path, (json.dumps(content, indent=2) + "\n").encode("utf-8"))
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Lets one process at a time change a file there: of two that read the same entries one would lose its own."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        # The file itself is replaced, and nothing is to be left beside it. Closing unlocks.
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 class TokenFile:

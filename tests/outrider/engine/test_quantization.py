@@ -1,5 +1,6 @@
 """Weights of 8 bits: the decoder and transformers' code compute the dequantised model; layouts, shards, refusals."""
 
+import contextlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from outrider.engine.batch import BatchBuilder
 from outrider.engine.checkpoint import read_checkpoint
 from outrider.engine.decoder_spec import DecoderSpec
 from outrider.engine.decoder_weights import load_decoder_weights
-from outrider.engine.model_runner import EngineConfig, ModelRunner
+from outrider.engine.model_runner import EngineConfig, ModelRunner, check_eight_bits
 from outrider.engine.weight_source import FunctionSource, SafetensorsSource
 from outrider.errors import CheckpointError
 from outrider.kernels.scaled_weight import ScaledWeight
@@ -153,6 +154,19 @@ def test_the_option_rounds_every_row_of_the_layers(whole: Path, tmp_path: Path, 
     _, plain = quantise_file(tmp_path, whole, COMPRESSED, scale_of=lambda weight: (len(weight), 1))
     given = logits(whole, decoder=decoder, quantization="fp8")
     torch.testing.assert_close(given, expected_logits(plain), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("capability", "deterministic", "refused"), [((8, 0), True, True), ((8, 9), True, False), ((8, 0), False, False)]
+)
+def test_deterministic_steps_with_8_bits_need_a_gpu_that_reads_them(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], deterministic: bool, refused: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    config = EngineConfig(model_path="folder", device="cuda", quantization="fp8", deterministic=deterministic)
+    words = r"folder: deterministic with weights of 8 bits needs .* 8.9 or more, not 8.0 \(cuda\): leave one"
+    with pytest.raises(CheckpointError, match=words) if refused else contextlib.nullcontext():
+        check_eight_bits(config, torch.device("cuda"))
 
 
 def dequantised(weight: Weight) -> torch.Tensor:

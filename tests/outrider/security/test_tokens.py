@@ -1,4 +1,5 @@
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -6,7 +7,7 @@ import pytest
 from outrider import cli
 from outrider.client import Client
 from outrider.errors import InvalidRequest, TokenFileError
-from outrider.security.tokens import TokenEntry, TokenFile, find, hash_of, new_token, read_tokens
+from outrider.security.tokens import TokenEntry, TokenFile, add_token, find, hash_of, new_token, read_tokens
 
 
 def test_a_new_token_is_printed_once_and_only_its_hash_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -29,6 +30,15 @@ def test_a_new_token_is_printed_once_and_only_its_hash_kept(tmp_path: Path, caps
 def test_a_token_of_ones_own_choice_is_not_taken():
     # Its hash would be easy to find out from the file.
     assert find("password", [TokenEntry(name="weak", sha256=hash_of("password"))]) is None
+
+
+def test_none_of_many_that_are_added_at_a_time_is_lost(tmp_path: Path):
+    path = tmp_path / "tokens.json"
+    names = [f"name-{number}" for number in range(24)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda name: add_token(path, TokenEntry(name=name, sha256=hash_of(name))), names))
+    assert sorted(entry.name for entry in read_tokens(path)) == sorted(names)
+    assert [left.name for left in tmp_path.iterdir()] == ["tokens.json"]
 
 
 def file_of(*entries: object) -> str:
