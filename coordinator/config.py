@@ -121,8 +121,7 @@ class CoordinatorConfig:
         if self.worker_port is not None and not 0 <= self.worker_port <= 65535:
             raise ValueError(f"worker_port: {self.worker_port} given, 0 to 65535 needed")
         self._check_doors()
-        if self.vllm_grpc and importlib.util.find_spec("smg_grpc_proto") is None:
-            raise ValueError("vllm_grpc: the package smg-grpc-proto is missing: pip install 'outrider[vllm-grpc]'")
+        _check_vllm_extra(needed=self.vllm_grpc)
         for name in _AT_LEAST_ONE:
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -204,3 +203,8 @@ _AT_LEAST_ONE = (
     "quarantine_losses",
 )
 _NOT_NEGATIVE = ("max_queue", "max_queue_wait_s", "verify_wait_cap_ms", "target_wait_s", "room_wait_s", "drain_s")
+
+
+def _check_vllm_extra(*, needed: bool) -> None:
+    if needed and importlib.util.find_spec("smg_grpc_proto") is None:
+        raise ValueError("vllm_grpc: the package smg-grpc-proto is missing: pip install 'outrider[vllm-grpc]'")
