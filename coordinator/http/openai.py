@@ -11,11 +11,13 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
 from starlette.routing import BaseRoute, Route
 
+from outrider import tracing
 from outrider.coordinator.access import Caller
 from outrider.coordinator.generations import LARGE_REQUEST_BYTES, Generations
 from outrider.coordinator.http.chat_template import ChatTemplate, NoChatTemplate
@@ -215,7 +217,9 @@ async def _all_events(
                 yield each
         return
     try:
-        async with contextlib.aclosing(generations.stream(asked.requests[0], caller, traceparent=asked.traceparent)) as events:
+        async with contextlib.aclosing(
+            generations.stream(asked.requests[0], caller, traceparent=asked.traceparent)
+        ) as events:
             async for event in events:
                 yield 0, event
     except InvalidRequest as error:

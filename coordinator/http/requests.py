@@ -112,7 +112,11 @@ def read_chat(
         fields.wrong("messages", "this model has no tokenizer: send token ids to /v1/completions")
     fields.check()
     assert tokenizer is not None
-    prompt = tokenizer.encode(template.render(messages, **options), special_tokens=has_special_tokens)
+    text = template.render(messages, **options)
+    # Roles, and what else the template was given, are in it, too.
+    fields.is_text("messages", text)
+    fields.check()
+    prompt = tokenizer.encode(text, special_tokens=has_special_tokens)
     request = generation_pb2.GenerateRequest(sampling_params=params, **common["shared"])
     request.token_ids.ids.extend(prompt)
     return Asked(

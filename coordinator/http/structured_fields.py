@@ -75,7 +75,8 @@ def _read_structured_object(fields: Fields, params: generation_pb2.SamplingParam
 def _set_constraint(fields: Fields, name: str, params: generation_pb2.SamplingParams, field: str, value: Any) -> None:
     outputs = params.structured_outputs
     if field == "json" and isinstance(value, dict | str):
-        outputs.json = value if isinstance(value, str) else json.dumps(value)
+        if not isinstance(value, str) or fields.is_text(name, value):
+            outputs.json = value if isinstance(value, str) else json.dumps(value)
     elif field == "choice" and isinstance(value, list):
         outputs.choice.values.extend(fields.texts(name))
         # An empty list is refused by name, not taken for nothing.

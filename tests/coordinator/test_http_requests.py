@@ -261,3 +261,44 @@ def test_structured_output_in_three_spellings(fields: dict[str, Any], field: str
 )
 def test_structured_output_that_is_none(fields: dict[str, Any], named: str) -> None:
     assert named in wrong(completion, **fields)
+
+
+ODD = [
+    True, False, 0, -1, 1, 2**31, 2**63, 2**64, 10**30, 0.5, -0.0, 1e39, 1e400, float("nan"), "", "x", "\ud800", "\x00",
+    [], [[]], [None], [1, "a"], [2**32], ["\udfff"], [{}], {}, {"a": 1}, {"1": 1e39}, {"1": 10**400}, {"type": []},
+    {"type": "json_schema", "json_schema": {"schema": 3}}, {"type": "json_schema", "json_schema": []}, {"json": {}},
+    {"choice": [1]}, {"choice": []}, {"mode": 1}, {"mode": "off", "max_nodes": 10**30, "synthetic_rates": [1e400]},
+    [{"role": 1}], [{"role": "user", "content": 3}], [{"role": "user", "content": [{"type": "text"}]}],
+    [{"role": "\ud800", "content": "x"}], {"mood": "\ud800"}, {"mood": 3},
+    [{"role": "assistant", "tool_calls": [1]}], [{"role": "user", "content": "\ud800"}],
+]  # fmt: skip
+FIELDS = [
+    "prompt", "messages", "model", "temperature", "top_p", "top_k", "min_p", "repetition_penalty",
+    "presence_penalty", "frequency_penalty", "logit_bias", "stop", "stop_token_ids", "allowed_token_ids",
+    "seed", "n", "best_of", "logprobs", "top_logprobs", "max_tokens", "max_completion_tokens", "min_tokens",
+    "ignore_eos", "echo", "stream", "stream_options", "response_format", "structured_outputs", "guided_json",
+    "guided_choice", "guided_regex", "guided_whitespace_pattern", "speculation",
+    "per_request_spec_decode_metrics", "request_id", "tools", "tool_choice", "chat_template_kwargs",
+    "reasoning_effort", "documents", "suffix", "user", "add_special_tokens", "return_token_ids", "modalities",
+    "nothing",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_whatever_a_field_holds_is_served_or_refused_by_name(field: str) -> None:
+    for value in ODD:
+        for read in (completion, chat):
+            try:
+                asked = read_anything(read, field, value)
+                for request in asked.requests:
+                    RequestValidator(MODEL, TOKENIZER).check(request)
+            except InvalidRequest as error:
+                assert error.violations
+                assert all(violation.field and violation.description for violation in error.violations)
+
+
+def read_anything(read: Any, field: str, value: Any) -> Asked:
+    if read is chat:
+        content = {"messages": [{"role": "user", "content": "hi"}]} | {field: value}
+        return read_chat(content, model="tiny", tokenizer=TOKENIZER, template=TEMPLATE)
+    return read_completion({"prompt": "hi"} | {field: value}, model="tiny", tokenizer=TOKENIZER)

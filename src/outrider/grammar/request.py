@@ -51,7 +51,12 @@ def grammar_of(asked: common_pb2.StructuredOutputs) -> str:
     options = _json_options(asked, kind)
     matcher = library.LLMatcher
     if kind == "json":
-        return matcher.grammar_from_json_schema(_schema(asked), overrides=options)
+        schema = _schema(asked)
+        try:
+            return matcher.grammar_from_json_schema(schema, overrides=options)
+        except ValueError as error:
+            # Numbers beyond 64 bits, which Python reads and the library does not.
+            raise ConstraintError("json", str(error)[:200]) from error
     if kind == "json_object":
         if not asked.json_object:
             raise ConstraintError("json_object", "false given: leave structured_outputs out for any text")
