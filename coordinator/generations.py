@@ -114,7 +114,11 @@ class Generations:
         Raises:
             Overloaded: it would not.
         """
-        self._scheduler.check_room(choices)
+        try:
+            self._scheduler.check_room(choices)
+        except OutriderError as error:
+            self.on_refusal(error)
+            raise
 
     async def stream(
         self, request: generation_pb2.GenerateRequest, caller: Caller, *, traceparent: str = ""

@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 from smg_grpc_proto.generated import vllm_engine_pb2
 
-from outrider import request_decoding
+from outrider import request_decoding, tracing
 from outrider.coordinator.access import Access
 from outrider.coordinator.generations import LARGE_REQUEST_BYTES, Generations
 from outrider.coordinator.messages import GenerationRequest, GenerationResult, TokenDelta
@@ -63,7 +63,8 @@ class VllmEngineServicer:
             caller = self._access.caller(context)
             self._generations.check_room()
             ours = await self._translate(request)
-            async with contextlib.aclosing(self._generations.stream(ours, caller)) as events:
+            parent = "" if tracing.active is None else tracing.received(context.invocation_metadata())
+            async with contextlib.aclosing(self._generations.stream(ours, caller, traceparent=parent)) as events:
                 checked = await anext(events)
                 assert isinstance(checked, GenerationRequest)
                 eos = self._generations.model.eos_token_ids

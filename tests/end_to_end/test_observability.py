@@ -33,6 +33,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 ROOT = Path(__file__).parents[2]
 ROLES = ("coordinator", "target", "draft")
 TOKENS = 24
+FOREIGN_TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 
 
 @dataclass
@@ -79,6 +80,15 @@ def read(url: str) -> str:
         return answer.read().decode()
 
 
+def complete(url: str) -> None:
+    """A request at the HTTP door, of a client that traces."""
+    body = {"model": "target", "prompt": "import os", "max_tokens": 2, "temperature": 0}
+    headers = {"content-type": "application/json", "traceparent": f"00-{FOREIGN_TRACE}-00f067aa0ba902b7-01"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        answer.read()
+
+
 async def run(observed: Observed) -> None:
     server = CoordinatorServer(CoordinatorConfig(port=0, metrics_port=0, http_port=0, sync_wait_cap_ms=60_000))
     await server.start()
@@ -118,6 +128,7 @@ async def run(observed: Observed) -> None:
         for text in [await asyncio.to_thread(read, url) for url in urls]:
             kinds = {"target_model_steps": "target", "draft_model_steps": "draft", "requests_refused": "coordinator"}
             observed.scrapes[next(role for mark, role in kinds.items() if f"outrider:{mark}" in text)] = text
+        await asyncio.to_thread(complete, f"http://{server.http_address}/v1/completions")
         observed.by_http = await asyncio.to_thread(read, f"http://{server.http_address}/metrics")
     finally:
         stop.set()
@@ -277,10 +288,17 @@ def test_every_exported_metric_is_described_and_nothing_else(observed):
 
 
 def by_name(observed: Observed) -> dict[str, list]:
+    """Those of the client's own requests; another one's came by HTTP."""
     spans: dict[str, list] = {}
     for span in observed.spans:
-        spans.setdefault(span.name, []).append(span)
+        if f"{span.context.trace_id:032x}" != FOREIGN_TRACE:
+            spans.setdefault(span.name, []).append(span)
     return spans
+
+
+def test_a_trace_that_began_elsewhere_goes_on_through_the_http_door(observed):
+    names = {span.name for span in observed.spans if f"{span.context.trace_id:032x}" == FOREIGN_TRACE}
+    assert {"outrider.request", "outrider.decode", "outrider.target.session"} <= names
 
 
 def test_one_trace_from_the_client_to_draft_and_target(observed):
@@ -311,10 +329,13 @@ def test_steps_are_linked_to_the_sessions_in_them_and_belong_to_the_coordinators
     streams = {span.attributes["outrider.peer"]: span for span in spans["outrider.stream"]}
     for role in ("draft", "target"):
         (session,) = spans[f"outrider.{role}.session"]
-        steps = spans[f"outrider.{role}.step"]
+        own = session.context.span_id
+        steps = [
+            step for step in spans[f"outrider.{role}.step"] if own in {link.context.span_id for link in step.links}
+        ]
         assert 0 < len(steps) <= 8
         for step in steps:
-            assert [link.context.span_id for link in step.links] == [session.context.span_id]
+            assert [link.context.span_id for link in step.links] == [own]
             assert step.context.trace_id == streams[role].context.trace_id != session.context.trace_id
         assert session.attributes["outrider.steps"] >= len(session.events) > 0
 

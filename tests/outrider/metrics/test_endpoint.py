@@ -1,0 +1,80 @@
+"""The port that Prometheus reads, and who may."""
+
+import asyncio
+import ssl
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+
+from outrider.coordinator.config import CoordinatorConfig
+from outrider.draft_worker.config import DraftWorkerConfig
+from outrider.metrics.endpoint import MetricsEndpoint, on_loop, open_endpoint
+from outrider.metrics.families import Families
+from outrider.security.certificates import write_development_set
+from outrider.security.roles import Role
+from outrider.security.tls import TlsConfig
+from outrider.target_worker.config import TargetWorkerConfig
+
+
+def read(url: str, context: ssl.SSLContext | None = None) -> str:
+    with urllib.request.urlopen(url, timeout=30, context=context) as answer:
+        return answer.read().decode()
+
+
+async def test_values_of_a_loop_are_read_on_the_loop():
+    threads = []
+
+    def describe(families: Families) -> None:
+        threads.append(threading.current_thread())
+        families.gauge("answer", "a", 42)
+
+    endpoint = MetricsEndpoint(on_loop(describe, asyncio.get_running_loop()), host="127.0.0.1", port=0)
+    try:
+        text = await asyncio.to_thread(read, f"http://{endpoint.address}/metrics")
+        assert "outrider:answer 42.0" in text.splitlines()
+        assert "process_resident_memory_bytes" in text
+        assert set(threads) == {threading.main_thread()}
+    finally:
+        await endpoint.close()
+    with pytest.raises(urllib.error.URLError):
+        await asyncio.to_thread(read, f"http://{endpoint.address}/metrics")
+
+
+async def test_a_port_that_is_taken_is_an_error_that_says_so():
+    first = MetricsEndpoint(lambda families: None, host="127.0.0.1", port=0)
+    try:
+        with pytest.raises(OSError, match="metrics_port"):
+            open_endpoint(lambda families: None, host="127.0.0.1", port=int(first.address.rpartition(":")[2]))
+        assert open_endpoint(lambda families: None, host="127.0.0.1", port=None) is None
+    finally:
+        await first.close()
+
+
+@pytest.mark.parametrize("config", [CoordinatorConfig, TargetWorkerConfig, DraftWorkerConfig])
+def test_beyond_loopback_a_role_has_to_be_protected(config):
+    with pytest.raises(ValueError, match=r"metrics_host: 0\.0\.0\.0 given"):
+        config(metrics_port=0, metrics_host="0.0.0.0")
+    with pytest.raises(ValueError, match="metrics_port: 70000 given"):
+        config(metrics_port=70000)
+    assert config(metrics_port=0, metrics_host="0.0.0.0", insecure=True).metrics_port == 0
+    assert config(metrics_host="0.0.0.0").metrics_port is None
+
+
+async def test_with_tls_who_reads_shows_a_certificate_of_the_same_authority(tmp_path):
+    write_development_set(tmp_path, days=1)
+    tls = TlsConfig.of_folder(tmp_path, Role.DRAFT)
+    endpoint = MetricsEndpoint(lambda families: families.gauge("answer", "a", 42), host="127.0.0.1", port=0, tls=tls)
+    try:
+        url = f"https://{endpoint.address}/metrics"
+        stranger = ssl.create_default_context(cafile=str(tls.ca))
+        stranger.check_hostname = False
+        with pytest.raises((urllib.error.URLError, ssl.SSLError, ConnectionError)):
+            await asyncio.to_thread(read, url, stranger)
+        known = ssl.create_default_context(cafile=str(tls.ca))
+        known.check_hostname = False
+        known.load_cert_chain(str(tls.certificate), str(tls.key))
+        assert "outrider:answer 42.0" in await asyncio.to_thread(read, url, known)
+    finally:
+        await endpoint.close()
