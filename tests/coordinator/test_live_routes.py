@@ -138,6 +138,25 @@ async def test_a_demo_session_ends_when_its_reader_goes(bench, until, assert_idl
     assert_idle(bench)
 
 
+@pytest.mark.parametrize("is_asked_for", [False, True])
+async def test_a_request_may_have_its_trees_lines_beside_its_answer(bench, *, is_asked_for):
+    bench.add_target(step_s=0.001)
+    bench.add_draft(accuracy=0.7)
+    request = generation_pb2.GenerateRequest(
+        text="def", sampling_params=generation_pb2.SamplingParams(max_new_tokens=30), record_tree=is_asked_for
+    )
+    responses = [each async for each in Page(bench).servicer.Generate(request, None)]
+    assert [responses[0].WhichOneof("event"), responses[-1].WhichOneof("event")] == ["started", "finished"]
+    lines = [json.loads(line) for each in responses for line in each.tree.lines]
+    if not is_asked_for:
+        assert not lines
+        return
+    assert (lines[0]["format"], lines[0]["prompt"], lines[-1]["e"]) == ("outrider-tree", "def", "end")
+    told, finished = counts(lines), responses[-1].finished.speculation
+    assert told["accepted"] == finished.spec_accepted_tokens
+    assert told["accepted"] + told["rejected"] == finished.spec_draft_tokens
+
+
 async def test_a_running_session_is_listed_and_watched(bench, make_request, until):
     bench.add_target(step_s=0.01)
     bench.add_draft()

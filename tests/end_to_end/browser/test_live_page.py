@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from outrider import cli
 from outrider.local import LocalService
 from outrider.models import held_out_prompts
 from outrider.ports import free_port
@@ -215,6 +216,20 @@ def test_a_session_of_somebody_is_chosen_and_followed(open_page, live):
     # Watching began somewhere in the middle, and from there the text is the client's.
     seen = page.run("[...document.querySelectorAll('#text > .own, #text > .accepted')].map(span => span.textContent)")
     assert any("".join(seen[-5:]).replace(" ", "") in "".join(text.split()) for text in texts)
+
+
+def test_what_generate_records_is_replayed(open_page, live, tmp_path, capsys):
+    file = tmp_path / "tree.jsonl"
+    command = ["generate", held_out_prompts()[3], "--endpoint", live.service.endpoint, "--max-new-tokens", "24"]
+    assert cli.run([*command, "--ignore-eos", "--record-tree", str(file)]) == 0
+    text = capsys.readouterr().out
+    page = open_page()
+    page.upload("#file", file)
+    page.until(WHOLE)
+    page.click("#live")
+    page.until("document.querySelector('#status').textContent.startsWith('done')")
+    assert shown(page, "accepted") + shown(page, "own") == 24
+    assert page.text("#text").rstrip().endswith(text.rstrip())
 
 
 def test_gaps_and_files_of_another_kind_are_seen(open_page, live, tmp_path):
