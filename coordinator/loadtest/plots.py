@@ -139,6 +139,8 @@ def _round_time(runs: Sequence[Run]) -> bytes | None:
         axes[0].barh(names, widths, left=left, label=title)
         left = [sum(pair) for pair in zip(left, widths, strict=True)]
     axes[0].set(xlabel="ms, mean over all rounds of the traced requests", title="where a round's time goes")
+    # The bars leave it no room.
+    axes[0].legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return _png(figure, axes)
 
 
@@ -186,9 +188,10 @@ def _png(figure: Any, axes: Any, *, from_zero: bool = True) -> bytes:
 
     for axis in axes:
         if from_zero:
-            axis.set_ylim(bottom=0) if axis.get_ylim()[0] >= 0 else None
+            # Bars across have no lower end of their own to be moved.
+            axis.set_ylim(bottom=min(0, axis.get_ylim()[0]))
         axis.grid(alpha=0.3)
-        if axis.get_legend_handles_labels()[1]:
+        if axis.get_legend() is None and axis.get_legend_handles_labels()[1]:
             axis.legend(fontsize="x-small")
     figure.tight_layout()
     buffer = io.BytesIO()

@@ -1,9 +1,10 @@
 """What a load test prints when it is over."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 Figures = Mapping[str, Any]
@@ -82,28 +83,31 @@ def _latencies(figures: Figures) -> Table:
 
 
 def sweep_table(runs: Sequence[Figures]) -> Table:
-    """One line a run."""
-    table = Table(title="All runs", title_justify="left")
-    columns = (
-        ("run", "label", "{}"),
-        ("completed", "completed", "{}"),
-        ("failed", "failed", "{}"),
-        ("requests/s", "request_throughput", "{:.2f}"),
-        ("good/s", "request_goodput", "{:.2f}"),
-        ("tokens/s", "output_throughput", "{:.0f}"),
-        ("TTFT p50", "median_ttft_ms", "{:.1f}"),
-        ("TTFT p99", "p99_ttft_ms", "{:.1f}"),
-        ("TPOT p50", "median_tpot_ms", "{:.2f}"),
-        ("TPOT p99", "p99_tpot_ms", "{:.2f}"),
-        ("E2EL p99", "p99_e2el_ms", "{:.0f}"),
-        ("accepted", "spec_decode_acceptance_length", "{:.2f}"),
+    """One line a run; columns that no run has a figure for are left out."""
+    table = Table(title="All runs; p50 / p99 in ms", title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    columns: tuple[tuple[str, Callable[[Figures], str]], ...] = (
+        ("mode", lambda run: run["speculation"]),
+        ("rate", lambda run: rate_text(run["request_rate"])),
+        ("at most", lambda run: _number(run["max_concurrency"], "")),
+        ("done", lambda run: _number(run["completed"], "")),
+        ("failed", lambda run: _number(run["failed"] or None, "")),
+        ("req/s", lambda run: _number(run["request_throughput"], ".2f")),
+        ("good/s", lambda run: _number(run["request_goodput"], ".2f")),
+        ("tokens/s", lambda run: _number(run["output_throughput"], ".0f")),
+        ("TTFT", lambda run: f"{run['median_ttft_ms']:.0f} / {run['p99_ttft_ms']:.0f}"),
+        ("TPOT", lambda run: f"{run['median_tpot_ms']:.1f} / {run['p99_tpot_ms']:.1f}"),
+        ("accepted", lambda run: _number(run.get("spec_decode_acceptance_length"), ".2f")),
     )
-    shown = [column for column in columns if any(run.get(column[1]) is not None for run in runs)]
-    for title, key, _ in shown:
-        table.add_column(title, justify="left" if key == "label" else "right")
+    shown = [(title, show) for title, show in columns if any(show(run) for run in runs)]
+    for title, _ in shown:
+        table.add_column(title, justify="left" if title == "mode" else "right", no_wrap=True)
     for run in runs:
-        table.add_row(*("" if run.get(key) is None else form.format(run[key]) for _, key, form in shown))
+        table.add_row(*(show(run) for _, show in shown))
     return table
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
 
 
 def client_warning(figures: Figures) -> str:
@@ -119,4 +123,4 @@ def client_warning(figures: Figures) -> str:
 
 def rate_text(rate: object) -> str:
     """A request rate for people."""
-    return "inf" if isinstance(rate, float) and math.isinf(rate) else str(rate)
+    return ("inf" if math.isinf(rate) else f"{rate:g}") if isinstance(rate, float) else str(rate)

@@ -55,6 +55,7 @@ def run(*, rate: float = 2.0, speculation: Mode = "async", scale: float = 1.0, c
         "request_rate": rate,
         "burstiness": 1.0,
         "max_concurrency": cap,
+        "speculation": speculation,
         "temperature": 0.0,
         "seed": 0,
         "dataset_name": "python",
@@ -109,9 +110,12 @@ def test_the_table_shows_both_latencies_where_a_cap_holds_requests_back():
 
 
 def test_a_sweep_has_a_line_a_run():
-    text = shown(tables.sweep_table([run().figures, run(rate=4.0, speculation="off").figures]))
-    assert "async, 2/s" in text
-    assert "off, 4/s" in text
+    text = shown(tables.sweep_table([run().figures, run(rate=math.inf, speculation="off").figures]))
+    # The first comes in at a rate, 100 ms to the first token of each.
+    assert re.search(r"async +2 +6 +1 .* 100 / 100 ", text)
+    assert re.search(r"off +inf +6 +1 ", text)
+    # Nobody was held back.
+    assert "at most" not in text
 
 
 def test_a_bottleneck_at_the_client_is_told():
