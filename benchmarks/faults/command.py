@@ -46,7 +46,7 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--scripts", type=int, default=24, help="different requests")
     parser.add_argument("--longest", type=int, default=160, help="most tokens of a request")
     parser.add_argument("--at-once", type=int, default=3, help="faults at a time, never two of one role")
-    parser.add_argument("--gap-s", type=float, nargs=2, default=(0.3, 2.5), help="between faults, least and most")
+    parser.add_argument("--gap-s", type=float, nargs=2, default=(0.3, 2.0), help="between faults, least and most")
     parser.add_argument(
         "--calm-requests",
         type=int,

@@ -11,7 +11,7 @@ from benchmarks.fuzz_bench.evil_coordinators import LEASE_KIND, fuzz_leases
 from benchmarks.fuzz_bench.evil_workers import EVIL_KINDS
 from benchmarks.fuzz_bench.run import Outcome, fuzz, fuzz_answers
 from benchmarks.fuzz_bench.services import SERVICES
-from benchmarks.fuzz_bench.tiny_service import tiny_service
+from benchmarks.fuzz_bench.tiny_service import fill_caches, tiny_service
 from rich.console import Console
 
 _SHOWN, _SHOWN_PAYLOADS = 5, 4
@@ -41,6 +41,7 @@ def run(arguments: Sequence[str]) -> int:
 
 async def _run(folder: Path, options: argparse.Namespace) -> list[Outcome]:
     outcomes = []
+    fill_caches()
     for service in SERVICES:
         if service in options.only:
             async with tiny_service(folder) as served:

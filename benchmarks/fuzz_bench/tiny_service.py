@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.client import AsyncClient
@@ -20,11 +21,17 @@ from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.server import CoordinatorServer
 from outrider.draft_worker.config import DraftWorkerConfig
 from outrider.draft_worker.server import serve as serve_draft
+from outrider.engine.packed_linear import ROW_SIZES, PackedLinear, can_pack
+from outrider.kernels.noise import gumbel_noise_reference
 from outrider.target_worker.config import TargetWorkerConfig
 from outrider.target_worker.server import serve as serve_target
 
 VOCAB_SIZE, MODEL_LEN = 256, 96
 PROMPT, PROBE_TOKENS = (10, 20, 30, 40, 50), 24
+_HIDDEN, _INNER, _HEAD = 32, 48, 16
+_LINEAR_SHAPES = ((_HIDDEN, _HIDDEN), (_HIDDEN, _HEAD), (_HIDDEN, _INNER), (_INNER, _HIDDEN), (_HIDDEN, VOCAB_SIZE))
+# More than are remembered of so small a vocabulary.
+_NOISE_ROWS, _NOISE_AT_ONCE = 20 << 10, 1 << 10
 # The event loop's own, for what it does beside; they are kept once they were needed.
 _POOL_THREADS = min(32, (os.cpu_count() or 1) + 4)
 _START_S, _QUIET_S, _POLL_S = 60.0, 15.0, 0.02
@@ -35,12 +42,12 @@ def write_checkpoint(folder: Path) -> None:
     torch.manual_seed(5)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
-        hidden_size=32,
-        intermediate_size=48,
+        hidden_size=_HIDDEN,
+        intermediate_size=_INNER,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=16,
+        head_dim=_HEAD,
         max_position_embeddings=MODEL_LEN,
         initializer_range=0.4,
         eos_token_id=None,
@@ -54,6 +61,18 @@ def write_checkpoint(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     generation = folder / "generation_config.json"
     generation.write_text(json.dumps({}), encoding="utf-8")
+
+
+def fill_caches() -> None:
+    """What a process remembers beyond any request, up to its bounds: rows of noise, and kernels for products."""
+    for first in range(0, _NOISE_ROWS, _NOISE_AT_ONCE):
+        positions = torch.arange(first, first + _NOISE_AT_ONCE)
+        gumbel_noise_reference(torch.zeros_like(positions), positions, VOCAB_SIZE)
+    with torch.inference_mode():
+        for inputs, outputs in _LINEAR_SHAPES if can_pack() else ():
+            layer = PackedLinear(nn.Linear(inputs, outputs, bias=False))
+            for rows in ROW_SIZES:
+                layer(torch.zeros(1, rows, inputs))
 
 
 @dataclass(frozen=True, kw_only=True)
