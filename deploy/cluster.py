@@ -6,8 +6,8 @@ from typing import Any
 
 import ray
 import ray.exceptions
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from outrider.deploy import placement
 from outrider.deploy.config import DeployConfig
 from outrider.deploy.connection import NAMESPACE, connect
 from outrider.deploy.controller import Controller, Started
@@ -159,8 +159,10 @@ class Deployment:
             num_cpus=0,
             max_restarts=-1,
             max_task_retries=-1,
-            # Near whoever started it, and elsewhere if that machine dies.
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=home, soft=True),
+            # Near whoever started it, and elsewhere if that machine dies. A soft affinity Ray forgets at a restart: a
+            # controller that has moved to a machine which dies takes Ray some 15 seconds longer to start anew.
+            label_selector=placement.selector(among=[home], avoided=()),
+            fallback_strategy=[{"label_selector": placement.selector(among=None, avoided=[home])}],
         )
         self._controller = placed.remote(self._config, self._roles, home=home, owned=not self._detach)
 

@@ -211,9 +211,11 @@ def prepare(modules: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serves the door with this descriptor until the Ray node of this process id ends."""
+    """Serves the door with this descriptor until the Ray node of this process id ends.
+
+    Logging is not set up here: workers would have it already, and could not set up their own.
+    """
     door, node_pid = int(arguments[0]), int(arguments[1])
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s stand-by %(levelname)s %(message)s")
     # OpenMP reads it when torch is imported; roles set their own threads, as Ray sets this one for those without CPUs.
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(name, "1")
