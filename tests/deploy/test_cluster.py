@@ -429,9 +429,16 @@ async def test_of_two_that_start_at_a_time_one_finds_the_other(monkeypatch: pyte
 
 async def test_places_kept_together_are_freed_with_their_target(monkeypatch: pytest.MonkeyPatch):
     asked = []
-    monkeypatch.setattr(placement.ray.util, "placement_group", lambda bundles, **options: asked.append(bundles))
+    wished = []
+
+    def group(bundles: list[dict[str, float]], *, _soft_target_node_id: str | None, **_: object) -> None:
+        asked.append(bundles)
+        wished.append(_soft_target_node_id)
+
+    monkeypatch.setattr(placement.ray.util, "placement_group", group)
     node = placement.Node(node_id="a", address="h", port=1, resources={"GPU": 4.0})
-    kept = placement.keep_places([{"GPU": 2.0}, {"GPU": 0.5}, {}], name="d/target-0", nodes=[node])
+    kept = placement.keep_places([{"GPU": 2.0}, {"GPU": 0.5}, {}], name="d/target-0", nodes=[node], rather_on="a")
+    assert wished == ["a"]
     assert kept.takers == [None, None, None]
     assert asked == [[{"GPU": 2.0}, {"GPU": 0.5}, {"CPU": 0.001}]]
     with pytest.raises(WorkerUnavailable, match="5 GPUs of one node asked for, no node has so many: at most 4"):

@@ -224,3 +224,23 @@ async def test_a_count_that_cannot_be_had_is_not_wanted_any_longer(cluster: Simp
         await controller.scale({"coordinator": 2})
     assert (await controller.status())["wanted"]["coordinator"] == 1
     await controller.down()
+
+
+class StuckController(Controller):
+    """One whose workers never serve."""
+
+    async def _all_serve(self) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_what_is_to_be_left_alone_ends_with_its_process_as_long_as_it_does_not_serve(cluster: SimpleNamespace):
+    config = dataclasses.replace(CONFIG, owner_timeout_s=0.2)
+    stuck = StuckController(config, Roles(), home=HOME.node_id, owned=False)
+    await until(lambda: stuck._state == "down")
+    assert not cluster.actors
+    serving = started(config)
+    assert (await serving.started()).failure is None
+    # Whoever has started it is silent for several times as long.
+    await asyncio.sleep(1.0)
+    assert (await serving.status())["state"] == "serving"
+    await serving.down()
