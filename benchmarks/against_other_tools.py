@@ -1,12 +1,13 @@
 """`outrider loadtest` and guidellm against the same local OpenAI door, with the same prompts at the same fixed rate.
 
     python -m venv /tmp/other && /tmp/other/bin/pip install guidellm
-    python benchmarks/against_other_tools.py --guidellm /tmp/other/bin/guidellm [--rate 2] [--requests 40] [--turns 3]
+    python benchmarks/against_other_tools.py --guidellm /tmp/other/bin/guidellm [--rate 1] [--requests 40] [--turns 3]
 
-Both tools send the first `--requests` of the embedded pair's held-out prompts over HTTP/1.1, one every 1 / rate
-seconds, each asking for `--output-len` tokens. They take turns, after a turn of each that is not counted: then the
-target has the prompts in its prefix cache for both alike. The figures are medians over the turns; the ratio is ours
-over theirs.
+Both tools send `--requests` prompts over HTTP/1.1, one every 1 / rate seconds, each asking for `--output-len` tokens.
+A prompt is a line with a number and `--texts` of the embedded pair's held-out prompts. The number is another one for
+every tool and turn, so that the target's prefix cache has nothing of what anybody asks, and what takes long is the
+service's work and not a client's. They take turns, after a turn of each that is not counted. The figures are medians
+over the turns; the ratio is ours over theirs.
 
 TTFT and TPOT are medians over the requests of a turn. guidellm counts its TPOT over all output tokens, from the sending
 on; what it calls inter-token latency is the time after the first token over the tokens after it, which is what vLLM and
@@ -133,16 +134,29 @@ def _run(command: Sequence[str]) -> None:
         )
 
 
+def prompts_of(number: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """What is sent in a turn of a tool, of which `number` is unique: the same texts, after another first line."""
+    texts = held_out_prompts()
+    return [
+        {
+            "prompt": f"# {1000 * (1 + number) + place}\n"
+            + "\n\n".join(texts[(place * options.texts + each) % len(texts)] for each in range(options.texts)),
+            "max_tokens": options.output_len,
+        }
+        for place in range(options.requests)
+    ]
+
+
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, list[Turn]]:
     """All turns of both tools."""
     prompts = folder / "prompts.jsonl"
-    lines = [{"prompt": prompt, "max_tokens": options.output_len} for prompt in held_out_prompts()[: options.requests]]
-    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     port = free_port()
     turns: dict[str, list[Turn]] = {"ours": [], "guidellm": []}
     with LocalService(drafts=1, coordinator_args=["--http-port", str(port), "--max-queue", "1000"]):
         for number in range(options.turns + 1):
-            for name, tool in (("ours", run_ours), ("guidellm", run_guidellm)):
+            for place, (name, tool) in enumerate((("ours", run_ours), ("guidellm", run_guidellm))):
+                lines = prompts_of(2 * number + place, options)
+                prompts.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
                 turn = tool(f"127.0.0.1:{port}", prompts, options, folder)
                 if number:
                     turns[name].append(turn)
@@ -153,7 +167,8 @@ def run(arguments: Sequence[str]) -> int:
     """A table; 1 where a median differs by more than `--tolerance`."""
     parser = argparse.ArgumentParser(prog="benchmarks/against_other_tools.py", description="Two tools, one door.")
     parser.add_argument("--guidellm", type=Path, required=True, help="its command")
-    parser.add_argument("--rate", type=float, default=2.0, help="requests a second (default 2)")
+    parser.add_argument("--rate", type=float, default=1.0, help="requests a second (default 1)")
+    parser.add_argument("--texts", type=int, default=5, help="held-out prompts in a prompt (default 5)")
     parser.add_argument("--requests", type=int, default=40, help="of a turn (default 40)")
     parser.add_argument("--output-len", type=int, default=64, help="tokens of each (default 64)")
     parser.add_argument("--turns", type=int, default=3, help="of each tool (default 3)")

@@ -33,3 +33,14 @@ def test_both_tools_are_asked_for_the_same():
     assert spec["constraints"] == [{"kind": "max_requests", "count": 9}]
     assert spec["backend"]["max_tokens"] == 33
     assert spec["backend"]["extras"]["body"]["temperature"] == 0.0
+
+
+def test_turns_send_the_same_texts_after_another_line():
+    options = argparse.Namespace(requests=3, texts=2, output_len=8)
+    first, second = bench.prompts_of(0, options), bench.prompts_of(1, options)
+    lines = {line["prompt"].partition("\n")[0] for line in (*first, *second)}
+    assert len(lines) == 6
+    assert [line["prompt"].partition("\n")[2] for line in first] == [
+        line["prompt"].partition("\n")[2] for line in second
+    ]
+    assert first[0]["max_tokens"] == 8
