@@ -12,8 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.client import Client, GenerateOptions, GenerationOutput, Stream
+from outrider.command_options import OtlpEndpoint
 from outrider.coordinator.calibration_status import calibration_dict, calibration_tables
 from outrider.security.commands import TlsCa, TokenPath, client_options
+from outrider.tracing import exporting
 from outrider.v1 import generation_pb2, registry_pb2
 from outrider.wire import floats_from_bytes
 
@@ -96,6 +98,7 @@ def generate_command(open_local: Callable[[int], AbstractContextManager[str]]) -
             Path | None,
             typer.Option(help="Write what happens to the token tree to this file, for the live page to replay."),
         ] = None,
+        otlp_endpoint: OtlpEndpoint = None,
         tls_ca: TlsCa = None,
         token: TokenPath = None,
     ) -> None:
@@ -136,6 +139,7 @@ def generate_command(open_local: Callable[[int], AbstractContextManager[str]]) -
             trace.open("w", encoding="utf-8") if trace is not None else nullcontext() as trace_file,
             record_tree.open("w", encoding="utf-8") if record_tree is not None else nullcontext() as tree_file,
             open_local(drafts) if local else nullcontext(endpoint) as address,
+            exporting("client", otlp_endpoint),
             Client(address, **({} if local else client_options(tls_ca, token))) as client,
             client.stream(text, **options) as stream,
         ):

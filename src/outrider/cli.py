@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from outrider.command_options import OtlpEndpoint
 from outrider.errors import InvalidRequest, OutriderError, WorkerHung
 from outrider.log_output import LogFormat, log_to_stderr
 from outrider.tracing import exporting
@@ -46,14 +47,7 @@ _ROLE_OPTIONS = [
         "otlp_endpoint",
         inspect.Parameter.KEYWORD_ONLY,
         default=None,
-        annotation=Annotated[
-            str | None,
-            typer.Option(
-                metavar="URL",
-                envvar="OTEL_EXPORTER_OTLP_ENDPOINT",
-                help="OpenTelemetry collector that gets traces (OTLP over gRPC, http://HOST:4317); default: no traces.",
-            ),
-        ],
+        annotation=OtlpEndpoint,
     ),
     inspect.Parameter(
         "stop_with_stdin",

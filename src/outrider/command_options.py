@@ -12,6 +12,15 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 import typer
 
 Config = TypeVar("Config")
+# The option of every command that may trace.
+OtlpEndpoint = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        envvar="OTEL_EXPORTER_OTLP_ENDPOINT",
+        help="OpenTelemetry collector that gets traces (OTLP over gRPC, http://HOST:4317); default: no traces.",
+    ),
+]
 
 
 def config_command(
