@@ -41,10 +41,11 @@ function draw() {
   for (const [name, value] of Object.entries(values)) legend.get(name).textContent = String(value);
   const seconds = (state.now - (state.rounds[0]?.sent ?? 0)) / 1e6;
   $("figures").textContent = counts.rounds
-    ? `${counts.emitted} tokens in ${counts.rounds} rounds, ${(counts.emitted / counts.rounds).toFixed(2)} a round, ${(state.output.length / seconds).toFixed(0)} a second`
+    ? `${counts.emitted} ${counts.emitted === 1 ? "token" : "tokens"} in ${counts.rounds} ${counts.rounds === 1 ? "round" : "rounds"}, ${(counts.emitted / counts.rounds).toFixed(2)} a round, ${(state.output.length / seconds).toFixed(0)} a second`
     : "";
   $("round").textContent = inWords(state.rounds.at(-1));
-  $("status").textContent = problem || state.note || (trace.header ? "ready" : "Start a demo session, choose one that runs, or open a trace.");
+  $("status").textContent = problem || state.note;
+  $("invite").hidden = trace.header !== null || connection !== null;
   $("status").classList.toggle("problem", Boolean(problem));
   $("clock").textContent = milliseconds(state.now);
   const seek = $("seek");

@@ -47,7 +47,7 @@ export class Timeline {
     const bottom = TOP + LANES.length * LANE;
     for (const t of state.gaps) if (t >= begin) parts.push(element("path", { class: "gap", d: `M${x(t).toFixed(1)} ${TOP}V${bottom}` }));
     parts.push(element("path", { class: "now", d: `M${x(state.now).toFixed(1)} ${TOP - 4}V${bottom + 2}` }));
-    parts.push(element("text", { class: "scale", x: LEFT, y: bottom + 18 }, milliseconds(begin)), element("text", { class: "scale", x: (LEFT + width - RIGHT) / 2, y: bottom + 18, "text-anchor": "middle" }, width < 600 ? "● drafted meanwhile" : "● drafted while the target was busy"), element("text", { class: "scale", x: width - RIGHT, y: bottom + 18, "text-anchor": "end" }, milliseconds(state.now)));
+    parts.push(element("text", { class: "scale", x: LEFT, y: bottom + 18 }, milliseconds(begin)), element("text", { class: "scale", x: (LEFT + width - RIGHT) / 2, y: bottom + 18, "text-anchor": "middle" }, element("tspan", { class: "dot" }, "●"), width < 600 ? " drafted meanwhile" : " drafted while the target was busy"), element("text", { class: "scale", x: width - RIGHT, y: bottom + 18, "text-anchor": "end" }, milliseconds(state.now)));
     this.svg.setAttribute("width", width);
     this.svg.setAttribute("height", bottom + 28);
     this.svg.replaceChildren(...parts);

@@ -18,6 +18,7 @@ export class TreeView {
     this.edges = element("g");
     this.pills = element("g");
     this.hidden = element("text", { class: "hidden", "text-anchor": "end" });
+    this.goal = { x: 0, y: 0, scale: 1 };
     this.camera.append(this.edges, this.pills);
     this.svg.append(this.camera, this.hidden);
     container.append(this.svg);
@@ -27,6 +28,10 @@ export class TreeView {
   draw(state) {
     const width = this.container.clientWidth, height = this.container.clientHeight;
     if (!width) return;
+    if (!state.header) {
+      this.update(new Map());
+      return;
+    }
     const narrow = width < 600;
     const rows = Math.floor((height - 24) / ROW / (narrow ? NARROWEST : 1)) - 1;
     const found = layout(state, { rows, characters: narrow ? 7 : 14 });
