@@ -11,71 +11,17 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from outrider.coordinator import clock
-from outrider.coordinator.candidates import Tree
 from outrider.coordinator.live.mirror_nodes import mirror_nodes
+from outrider.coordinator.live.watched import SentTree, WatchedSession
 from outrider.coordinator.live.watcher import MAX_LINES, Watcher
-from outrider.coordinator.messages import (
-    ChoiceResult,
-    GenerationRequest,
-    SessionVerdict,
-    SpeculationMode,
-    VerifyResult,
-)
-from outrider.sampling import SamplingSpec
+from outrider.coordinator.messages import SessionVerdict, VerifyResult
 
 FORMAT, VERSION = "outrider-tree", 1
 # Of the prompt and of the text so far, what a header and a snapshot hold.
 _MOST_TEXT = 20_000
-
-
-class SentTree(Protocol):
-    """What a session has in flight."""
-
-    @property
-    def tree(self) -> Tree:
-        """As it was chosen."""
-        ...
-
-    @property
-    def submitted_ns(self) -> int:
-        """When it left."""
-        ...
-
-    @property
-    def waited_ns(self) -> int:
-        """How long the target was held for growth before."""
-        ...
-
-
-class WatchedSession(Protocol):
-    """What a tap reads of its session."""
-
-    @property
-    def request(self) -> GenerationRequest:
-        """Whose choice it is."""
-        ...
-
-    @property
-    def submission(self) -> SentTree | None:
-        """What is in flight."""
-        ...
-
-    @property
-    def result(self) -> ChoiceResult | None:
-        """How it ended."""
-        ...
-
-    index: int
-    mode: SpeculationMode
-    sampling: SamplingSpec
-    token_ids: list[int]
-    prompt_length: int
-    committed_ns: int
-    mirror: Any
-    tap: Any
 
 
 @dataclass(slots=True)

@@ -44,7 +44,7 @@ function draw() {
     ? `${counts.emitted} ${counts.emitted === 1 ? "token" : "tokens"} in ${counts.rounds} ${counts.rounds === 1 ? "round" : "rounds"}, ${(counts.emitted / counts.rounds).toFixed(2)} a round, ${(state.output.length / seconds).toFixed(0)} a second`
     : "";
   $("round").textContent = inWords(state.rounds.at(-1));
-  $("status").textContent = problem || state.note;
+  $("status").textContent = problem || state.note || "\u00a0";
   $("invite").hidden = trace.header !== null || connection !== null;
   $("status").classList.toggle("problem", Boolean(problem));
   $("clock").textContent = milliseconds(state.now);
