@@ -102,7 +102,7 @@ def _judge_generation(payloads: Sequence[bytes], answer: Answer) -> None:
     kinds = [event.WhichOneof("event") for event in events]
     assert kinds[0] == "started", kinds
     assert kinds[-1] == "finished", kinds
-    assert set(kinds[1:-1]) <= {"delta", "round"}, kinds
+    assert set(kinds[1:-1]) <= {"delta", "round", "tree"}, kinds
     request = generation_pb2.GenerateRequest.FromString(payloads[0])
     lengths = {entry.index: len(entry.token_ids) for entry in request.received}
     for event in events:
