@@ -31,7 +31,7 @@ _QUARANTINE_TIMEOUT_S = 100.0
 _QUIET_TIMEOUT_S = 45.0
 # Memory is at its level when it has risen by less than this over a calm; a process that has just begun needs a few.
 _FLAT = 0.01
-_MOST_CALMS = 4
+_MOST_CALMS = 3
 
 
 def parse(given: Sequence[str]) -> argparse.Namespace:
