@@ -1,11 +1,13 @@
 """Structured output through real processes: valid, the same with speculation on and off, whatever else is asked for."""
 
 import asyncio
+import importlib.util
 import json
 import signal
 from collections.abc import Iterator
 from typing import Any
 
+import grpc
 import pytest
 from benchmarks.structured_bench.run import ModeResult, differing, questions, run_mode
 from benchmarks.structured_bench.schemas import SCHEMAS
@@ -19,13 +21,15 @@ from outrider.models import embedded_target_path, held_out_prompts
 
 pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
 
+HAS_VLLM_DOOR = importlib.util.find_spec("smg_grpc_proto") is not None
 PROMPT = "def main():"
 SCHEMA: dict[str, Any] = {"json_schema": SCHEMAS["nested"], "disable_any_whitespace": True}
 
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[LocalService]:
-    with LocalService(drafts=2, target_args=["--deterministic"]) as running:
+    door = ["--vllm-grpc"] if HAS_VLLM_DOOR else []
+    with LocalService(drafts=2, target_args=["--deterministic"], coordinator_args=door) as running:
         yield running
 
 
@@ -96,6 +100,22 @@ async def test_a_resumed_request_goes_on(service: LocalService) -> None:
         async for event in client._endpoints.in_order()[0].stub.Generate(request):
             rest.extend(event.delta.token_ids)
     assert [*received, *rest] == list(whole.token_ids)
+
+
+@pytest.mark.skipif(not HAS_VLLM_DOOR, reason="the extra `vllm-grpc` is not installed")
+def test_the_door_of_vllm_gives_the_same_tokens(service: LocalService, client: Client) -> None:
+    from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
+
+    schema = json.dumps(SCHEMAS["enum"])
+    wanted = client.generate(PROMPT, json_schema=schema, temperature=1.0, seed=3, max_new_tokens=200)
+    params = vllm_engine_pb2.SamplingParams(json_schema=schema, temperature=1.0, seed=3, max_tokens=200)
+    request = vllm_engine_pb2.GenerateRequest(text=PROMPT, sampling_params=params, stream=True)
+    with grpc.insecure_channel(service.endpoint) as channel:
+        messages = list(vllm_engine_pb2_grpc.VllmEngineStub(channel).Generate(request, timeout=60))
+    *chunks, last = messages
+    assert list(last.complete.output_ids) == list(wanted.token_ids)
+    assert [token for message in chunks for token in message.chunk.token_ids] == list(wanted.token_ids)
+    assert last.complete.finish_reason == wanted.finish_reason
 
 
 def test_what_is_wrong_is_told(client: Client) -> None:
