@@ -10,9 +10,10 @@ import ray.exceptions
 from outrider.deploy import placement
 from outrider.deploy.config import DeployConfig
 from outrider.deploy.connection import NAMESPACE, connect
-from outrider.deploy.controller import Controller, Started
+from outrider.deploy.controller import Controller
 from outrider.deploy.local_note import forget_local, remember_local
 from outrider.deploy.roles import Roles
+from outrider.deploy.status import Started
 from outrider.errors import WorkerUnavailable
 
 logger = logging.getLogger(__name__)

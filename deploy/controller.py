@@ -8,18 +8,15 @@ Ray's key-value store.
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.experimental import internal_kv
 
 from outrider.deploy.config import DeployConfig
 from outrider.deploy.coordinator_view import CoordinatorView
@@ -27,28 +24,15 @@ from outrider.deploy.crew import Crew
 from outrider.deploy.demand import Demand
 from outrider.deploy.moving import Mover
 from outrider.deploy.roles import Roles
-from outrider.deploy.staff import FIELDS, POLL_INTERVAL_S, Staff
-from outrider.deploy.status import worker_status
+from outrider.deploy.saved_state import SavedState
+from outrider.deploy.staff import POLL_INTERVAL_S, Staff, role_named
+from outrider.deploy.status import Started, worker_status
 from outrider.errors import WorkerUnavailable
 from outrider.security.roles import Role
 
 logger = logging.getLogger(__name__)
 
-KV_NAMESPACE = "outrider"
 _DOWN, _UP, _SERVING, _STOPPING = "down", "starting", "serving", "stopping"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Started:
-    """How bringing a deployment up has ended.
-
-    Attributes:
-        endpoints: host:port of the coordinators.
-        failure: why it did not come up; None where it did.
-    """
-
-    endpoints: list[str]
-    failure: str | None
 
 
 class Controller:
@@ -74,7 +58,7 @@ class Controller:
         self._demand = Demand(config)
         self._changing = asyncio.Lock()
         self._kept_s = self._started_s = time.monotonic()
-        self._saved = b""
+        self._saved = SavedState(config.name)
         self._state, self._failure = _UP, None
         mover = Mover(config, self._crew, is_serving=lambda: self._state == _SERVING)
         self._up = asyncio.create_task(self._begin())
@@ -127,7 +111,7 @@ class Controller:
             ValueError: a count out of range, or an unknown role.
             WorkerUnavailable: no node has what one more needs, or the deployment does not serve.
         """
-        wanted = {_role(role): count for role, count in counts.items()}
+        wanted = {role_named(role): count for role, count in counts.items()}
         for role, count in wanted.items():
             self._staff.check_count(role, count)
         async with self._change():
@@ -168,7 +152,7 @@ class Controller:
             WorkerUnavailable: a new one does not serve, or the deployment does not; a new one is taken away again, and
                 those not replaced yet stay.
         """
-        wanted = _role(role)
+        wanted = role_named(role)
         if wanted is Role.COORDINATOR or (wanted is Role.TARGET and model is not None):
             raise ValueError(f"{role}: draft (with another model if asked) or target (with the same) can be replaced")
         fresh = []
@@ -194,16 +178,15 @@ class Controller:
             for error in await asyncio.gather(*endings, return_exceptions=True):
                 if error is not None:
                     logger.error("not everything could be ended: %s", error)
-        internal_kv._internal_kv_del(self._key, namespace=KV_NAMESPACE)
+        self._saved.forget()
         self._state = _DOWN
 
     # -------------------------------------------------------------------------------------------------------- bring up
 
     async def _begin(self) -> None:
-        saved = internal_kv._internal_kv_get(self._key, namespace=KV_NAMESPACE)
         try:
-            if saved is not None:
-                self._recover(json.loads(saved))
+            if (saved := self._saved.read()) is not None:
+                self._recover(saved)
                 return
             async with asyncio.timeout(self._config.start_timeout_s):
                 await self._bring_up()
@@ -240,12 +223,8 @@ class Controller:
             if handle.is_draining:
                 self._tasks.append(asyncio.create_task(self._staff.end(handle)))
 
-    @property
-    def _key(self) -> bytes:
-        return f"deployment/{self._config.name}".encode()
-
     def _save(self) -> None:
-        """Keeps what a successor needs; cheap where nothing has changed. Of what has ended nothing is kept."""
+        """Keeps what a successor needs; of what has ended nothing is kept."""
         if self._state == _DOWN:
             return
         state = {
@@ -253,10 +232,7 @@ class Controller:
             "decisions": list(self._demand.decisions),
             "crew": self._crew.state(),
         }
-        packed = json.dumps(state).encode()
-        if packed != self._saved:
-            internal_kv._internal_kv_put(self._key, packed, namespace=KV_NAMESPACE)
-            self._saved = packed
+        self._saved.write(state)
 
     async def _all_serve(self) -> None:
         """Waits until every coordinator can use every worker."""
@@ -319,13 +295,3 @@ class Controller:
                 ray.kill(self._self, no_restart=True)
                 return
             await asyncio.sleep(left_s)
-
-
-def _role(name: str) -> Role:
-    try:
-        role = Role(name)
-    except ValueError:
-        role = Role.CLIENT
-    if role not in FIELDS:
-        raise ValueError(f"{name}: no role of a deployment; there are {', '.join(FIELDS)}")
-    return role

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from outrider.deploy import placement, standby_start
 from outrider.deploy.actors import CoordinatorActor, RoleActor, Serve
 from outrider.deploy.config import Bind, DeployConfig
 from outrider.deploy.connection import NAMESPACE
+from outrider.deploy.coordinator_list import CoordinatorList
 from outrider.deploy.health import RoleHandle
 from outrider.deploy.placement import KeptPlaces, Node
 from outrider.deploy.roles import Roles, WorkerSetting, tls_of
@@ -31,7 +32,6 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 # The name of an actor that was killed is free at once, or after a moment.
 _NAME_TIMEOUT_S = 5.0
-_ASK_TIMEOUT_S = 2.0
 
 
 class Crew:
@@ -371,25 +371,6 @@ _KEPT = (
     "is_homeless",
     "is_draining",
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class CoordinatorList:
-    """Asks a deployment's controller for the coordinators' addresses as they are now: a worker's resolver."""
-
-    controller: Any
-
-    async def __call__(self) -> Sequence[str]:
-        """host:port of each.
-
-        Raises:
-            OSError: the controller does not answer; what it said last still holds.
-        """
-        try:
-            async with asyncio.timeout(_ASK_TIMEOUT_S):
-                return await self.controller.worker_endpoints.remote()
-        except (ray.exceptions.RayError, TimeoutError) as error:
-            raise OSError(f"the controller does not answer: {type(error).__name__}") from error
 
 
 def _with_http_port(config: DeployConfig, *, port: int, number: int) -> DeployConfig:

@@ -166,3 +166,18 @@ class Staff:
         assert handle.report is not None
         if handle.report.failure is not None:
             raise WorkerUnavailable(f"{full} could not serve: {handle.report.failure}")
+
+
+def role_named(name: str) -> Role:
+    """The role that an operator means.
+
+    Raises:
+        ValueError: there is none of this name in a deployment.
+    """
+    try:
+        role = Role(name)
+    except ValueError:
+        role = Role.CLIENT
+    if role not in FIELDS:
+        raise ValueError(f"{name}: no role of a deployment; there are {', '.join(FIELDS)}")
+    return role

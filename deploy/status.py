@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Column, Table
@@ -11,6 +12,19 @@ from outrider.security.roles import Role
 from outrider.v1 import generation_pb2
 
 SHOWN_DECISIONS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """How bringing a deployment up has ended.
+
+    Attributes:
+        endpoints: host:port of the coordinators.
+        failure: why it did not come up; None where it did.
+    """
+
+    endpoints: list[str]
+    failure: str | None
 
 
 class ServedBy:

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from pathlib import Path
@@ -127,13 +128,21 @@ class _Bench:
         return self._phases, verdicts(normal, overload)
 
     async def _phase(self, client: AsyncClient, name: str, times: float, work: Awaitable[list[Request]]) -> Phase:
-        before, began = await client.server_info(), time.monotonic()
+        before, began, stolen_s = await client.server_info(), time.monotonic(), _stolen_s()
         lags, samples = Lags(), list[Sample]()
         async with _beside(lags.watch(), self._watch(client, began, samples)):
             requests = await work
         seconds, after = time.monotonic() - began, await client.server_info()
         phase = phase_of(
-            name, times, requests, seconds=seconds, before=before, after=after, late_s=lags.late_s, samples=samples
+            name,
+            times,
+            requests,
+            seconds=seconds,
+            before=before,
+            after=after,
+            late_s=lags.late_s,
+            stolen_s=_stolen_s() - stolen_s,
+            samples=samples,
         )
         self._phases.append(phase)
         Console(stderr=True).print(f"{name}: {len(requests)} requests in {seconds:.1f} s, {phase.accepted} served")
@@ -168,6 +177,15 @@ async def _beside(*works: Awaitable[None]) -> AsyncIterator[None]:
             if isinstance(ended, Exception):
                 # It has watched nothing since.
                 raise ended
+
+
+def _stolen_s() -> float:
+    """Of all cores, since this machine was started: of a virtual machine, what its host gave to others; else 0."""
+    try:
+        fields = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()
+        return int(fields[8]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):
+        return float("nan")
 
 
 def _rss_mb(pid: int) -> float:

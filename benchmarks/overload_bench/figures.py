@@ -46,7 +46,9 @@ class Phase:
 
     Attributes:
         load: times capacity; 0 for the closed loops.
-        refusal, ttft, tpot, latency: of refused and of accepted requests.
+        refusal, ttft, tpot, latency: of refused and of accepted requests, from the moment when they were to be sent.
+        served_refusal: of refused requests from the moment when they were sent: what the service took.
+        stolen_s: processor time that this machine was not given by its own host, over all cores; NaN if not known.
         with_retry_info: of the refused, how many were told when to come back.
         retry_after_s: least and most that they were told.
         others: statuses beside OK and refusals, with their number.
@@ -65,12 +67,14 @@ class Phase:
     others: dict[str, int]
     tokens_per_s: float
     refusal: Spread
+    served_refusal: Spread
     ttft: Spread
     tpot: Spread
     latency: Spread
     nodes_per_step: float
     acceptance_length: float
     client_lag: Spread
+    stolen_s: float
     samples: list[Sample] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, object]:
@@ -87,6 +91,7 @@ def phase_of(
     before: generation_pb2.ServerInfo,
     after: generation_pb2.ServerInfo,
     late_s: Sequence[float],
+    stolen_s: float = float("nan"),
     samples: Sequence[Sample],
 ) -> Phase:
     """The figures of what was sent between two looks at the server."""
@@ -112,6 +117,7 @@ def phase_of(
         others=others,
         tokens_per_s=(after.emitted_tokens_total - before.emitted_tokens_total) / seconds,
         refusal=spread_ms([request.ended - request.due for request in refused]),
+        served_refusal=spread_ms([request.ended - request.sent for request in refused]),
         ttft=spread_ms([request.first_token - request.due for request in accepted]),
         tpot=spread_ms(
             [(r.ended - r.first_token) / (r.tokens - 1) for r in accepted if r.tokens > 1],
@@ -120,6 +126,7 @@ def phase_of(
         nodes_per_step=drafted / max(steps, 1),
         acceptance_length=1 + right / max(steps, 1),
         client_lag=spread_ms(late_s),
+        stolen_s=stolen_s,
         samples=list(samples),
     )
 
@@ -137,6 +144,11 @@ def table(phases: Sequence[Phase]) -> str:
             f"{phase.with_retry_info:>6} {phase.tokens_per_s:>7.0f} {phase.refusal!s:>22} {phase.ttft!s:>26} "
             f"{phase.tpot!s:>22} {phase.latency!s:>26} {phase.nodes_per_step:>6.2f} {queue:>6} {phase.client_lag!s:>20}"
         )
+        if phase.refused:
+            lines.append(
+                f"           refusals from when they were sent: {phase.served_refusal!s} ms; "
+                f"processor time taken from this machine: {phase.stolen_s:.2f} s in {phase.seconds:.0f} s"
+            )
         if phase.others:
             lines.append(f"           others: {phase.others}")
     return "\n".join(lines)

@@ -29,12 +29,14 @@ NORMAL = Phase(
     others={},
     tokens_per_s=100.0,
     refusal=spread_ms([]),
+    served_refusal=spread_ms([]),
     ttft=MS,
     tpot=MS,
     latency=MS,
     nodes_per_step=3.0,
     acceptance_length=2.0,
     client_lag=MS,
+    stolen_s=0.0,
 )
 OVERLOAD = replace(NORMAL, refused=5, with_retry_info=5, refusal=MS, nodes_per_step=2.0, samples=[sample(100.0)] * 6)
 

@@ -1,0 +1,29 @@
+"""What tells a deployed worker where its coordinators are."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray.exceptions
+
+_ASK_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True)
+class CoordinatorList:
+    """Asks a deployment's controller for the coordinators' addresses as they are now: a worker's resolver."""
+
+    controller: Any
+
+    async def __call__(self) -> Sequence[str]:
+        """host:port of each.
+
+        Raises:
+            OSError: the controller does not answer; what it said last still holds.
+        """
+        try:
+            async with asyncio.timeout(_ASK_TIMEOUT_S):
+                return await self.controller.worker_endpoints.remote()
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            raise OSError(f"the controller does not answer: {type(error).__name__}") from error
