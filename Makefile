@@ -46,8 +46,7 @@ demo: setup ## start the service on a local Ray, stream one completion, stop it
 
 # Two processes, each with one thread: small tensors gain nothing from more, and the tests' services need cores too.
 test: setup ## run the tests, two side by side
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses 2 -m "not quiet"
-	@$(BIN)/python -m pytest -q -m quiet
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses 2
 
 FAULTS ?= 60
 SEED ?=

@@ -276,7 +276,9 @@ async def test_trace_shows_growth_arriving_while_the_target_verifies(bench, make
     generation = bench.scheduler.submit(request, [TextStream(None)])
     rounds = [event async for event in generation if hasattr(event, "submitted_ns")]
     assert sum(len(record.emitted_token_ids) for record in rounds) == 40
-    assert any(arrival.during_verify for record in rounds for arrival in record.growth)
+    # Others are held for growth, and have it when they leave.
+    during = [any(arrival.during_verify for arrival in record.growth) for record in rounds[1:]]
+    assert sum(during) >= 0.4 * len(during)
     for record in rounds:
         assert record.submitted_ns <= record.result_ns
         assert all(parent < number for number, parent in enumerate(record.node_parents, start=1))

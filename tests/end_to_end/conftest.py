@@ -193,13 +193,20 @@ def differs() -> Callable[[Sequence[int], ReferenceOutput], int | None]:
     return first_true_difference
 
 
+# What a loaded machine takes for a second is no fault of anybody here: faults have tests of their own.
+PATIENT = (
+    *("--lease-ms", "30000", "--step-timeout-s", "60"),
+    *("--sync-wait-cap-ms", "60000", "--target-wait-s", "60"),
+)
+
+
 @pytest.fixture(scope="session")
 def one_draft() -> Iterator[LocalService]:
-    with LocalService(drafts=1, coordinator_args=("--http-port", "0")) as service:
+    with LocalService(drafts=1, coordinator_args=("--http-port", "0", *PATIENT)) as service:
         yield service
 
 
 @pytest.fixture(scope="session")
 def two_drafts() -> Iterator[LocalService]:
-    with LocalService(drafts=2) as service:
+    with LocalService(drafts=2, coordinator_args=PATIENT) as service:
         yield service
