@@ -20,20 +20,23 @@ from outrider.coordinator.loadtest.client_process import Access, loop_factory
 from outrider.coordinator.loadtest.options import LoadtestConfig
 from outrider.coordinator.loadtest.progress import ProgressView
 from outrider.coordinator.loadtest.running import Run, run_all
+from outrider.ports import free_port
 from outrider.security.commands import TlsCa, TokenPath, client_options
 
 FAILED = 1
-OpenLocal = Callable[[LoadtestConfig], AbstractContextManager[str]]
+_LONG_QUEUE = 1 << 20
+OpenLocal = Callable[[int, Sequence[str]], AbstractContextManager[str]]
 _MORE_SLOS = Annotated[
     list[str] | None, typer.Argument(metavar="[SLO]...", help="Further objectives of --goodput, such as tpot:50.")
 ]
 
 
-def loadtest_command(open_local: OpenLocal | None = None) -> Callable[..., None]:
+def loadtest_command(open_local: OpenLocal) -> Callable[..., None]:
     """The command.
 
     Args:
-        open_local: starts a service for `--local`; gives its endpoint of the protocol that is asked for.
+        open_local: starts a service of its own with so many drafts and further options of its coordinator, for
+            `--local`; gives its endpoint.
     """
 
     def loadtest(
@@ -56,9 +59,7 @@ def loadtest_command(open_local: OpenLocal | None = None) -> Callable[..., None]
             return
         config = _with_slos(config, more_slos or [])
         access = Access(tls_ca=tls_ca, token=client_options(None, token)["token"])
-        with (
-            (open_local or local_endpoint)(config) if config.local else contextlib.nullcontext(config.endpoint) as door
-        ):
+        with local_door(config, open_local) if config.local else contextlib.nullcontext(config.endpoint) as door:
             runs = run(config.at(door), access, console=console)
         show(runs, console)
         for path in write(config, runs):
@@ -130,15 +131,16 @@ def write(config: LoadtestConfig, runs: Sequence[Run]) -> list[Path]:
 
 
 @contextlib.contextmanager
-def local_endpoint(config: LoadtestConfig) -> Iterator[str]:
-    """A service of child processes with the embedded pair, which end with the block; requests wait, none is refused."""
-    from outrider.local import LocalService
-    from outrider.ports import free_port
-
-    port = free_port()
-    more = ["--max-queue", str(1 << 20), *(["--http-port", str(port)] if config.protocol == "openai" else [])]
-    with LocalService(drafts=config.drafts, coordinator_args=more) as service:
-        yield f"127.0.0.1:{port}" if config.protocol == "openai" else service.endpoint
+def local_door(config: LoadtestConfig, open_local: OpenLocal) -> Iterator[str]:
+    """A service of its own, at the door of the protocol that is asked for; requests wait there, none is refused."""
+    more = ["--max-queue", str(_LONG_QUEUE)]
+    if config.protocol == "grpc":
+        with open_local(config.drafts, more) as endpoint:
+            yield endpoint
+    else:
+        port = free_port()
+        with open_local(config.drafts, [*more, "--http-port", str(port)]):
+            yield f"127.0.0.1:{port}"
 
 
 def _with_slos(config: LoadtestConfig, more: Sequence[str]) -> LoadtestConfig:

@@ -82,7 +82,7 @@ def build_app() -> typer.Typer:
     app.command("up")(up)
     app.command("demo")(demo)
     app.command("generate")(commands.generate_command(local_endpoint))
-    app.command("loadtest")(loadtest_command())
+    app.command("loadtest")(loadtest_command(local_endpoint))
     app.command("status")(cluster_commands.status)
     app.command("top")(top)
     app.command("scale")(cluster_commands.scale)
@@ -138,11 +138,11 @@ def _one_line(message: str) -> str:
 
 
 @contextlib.contextmanager
-def local_endpoint(drafts: int) -> Iterator[str]:
+def local_endpoint(drafts: int, coordinator_args: Sequence[str] = ()) -> Iterator[str]:
     """The endpoint of a service of child processes, which end with the block."""
     from outrider.local import LocalService
 
-    with LocalService(drafts=drafts) as service:
+    with LocalService(drafts=drafts, coordinator_args=coordinator_args) as service:
         yield service.endpoint
 
 

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -255,6 +255,26 @@ def test_a_closed_loop_ends_with_its_duration(doors, tmp_path):
     figures = figures_of(path)
     assert figures["completed"] == len(figures["intended_times"]) > 0
     assert max(figures["intended_times"]) < 0.3
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "openai"])
+def test_a_local_service_is_reached_at_the_door_of_the_protocol(protocol):
+    opened: list[tuple[int, list[str]]] = []
+
+    @contextlib.contextmanager
+    def open_local(drafts: int, coordinator_args: Sequence[str]) -> Iterator[str]:
+        opened.append((drafts, list(coordinator_args)))
+        yield "127.0.0.1:7"
+
+    config = LoadtestConfig(local=True, drafts=2, protocol=protocol)
+    with command.local_door(config, open_local) as door:
+        ((drafts, arguments),) = opened
+        assert drafts == 2
+        assert "--max-queue" in arguments
+        if protocol == "grpc":
+            assert door == "127.0.0.1:7"
+        else:
+            assert door == f"127.0.0.1:{arguments[arguments.index('--http-port') + 1]}"
 
 
 def test_events_are_put_together_from_any_pieces():
