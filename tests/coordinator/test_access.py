@@ -132,9 +132,11 @@ async def serving(path: Path, **alice: int) -> AsyncIterator[Door]:
         interceptors=[TokenInterceptor(access)],
     )
     await server.start()
-    async with open_channel(server.address) as channel:
-        yield Door(channel, scheduler, servicer)
-    await server.stop(grace_s=0)
+    try:
+        async with open_channel(server.address) as channel:
+            yield Door(channel, scheduler, servicer)
+    finally:
+        await server.stop(grace_s=0)
     async with asyncio.timeout(30):
         while servicer._live:
             await asyncio.sleep(0.01)

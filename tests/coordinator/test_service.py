@@ -129,9 +129,11 @@ async def serving(
     )
     server = RoleServer(services=[SERVICE.full_name], add_services=servicer.add_to, address="127.0.0.1:0")
     await server.start()
-    async with open_channel(server.address) as channel:
-        yield generation_pb2_grpc.GenerationServiceStub(channel), channel
-    await server.stop(grace_s=0)
+    try:
+        async with open_channel(server.address) as channel:
+            yield generation_pb2_grpc.GenerationServiceStub(channel), channel
+    finally:
+        await server.stop(grace_s=0)
     async with asyncio.timeout(30):
         while servicer._live:
             await asyncio.sleep(0.01)

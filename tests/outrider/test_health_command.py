@@ -37,8 +37,10 @@ async def test_a_probe_hears_whether_a_role_serves(capsys: pytest.CaptureFixture
     async def drain() -> None:
         answers.append(await probe(server.address))
 
-    assert await probe(server.address) == 0
-    await server.stop(grace_s=0, drain=drain)
+    try:
+        assert await probe(server.address) == 0
+    finally:
+        await server.stop(grace_s=0, drain=drain)
     assert answers == [cli.FAILED]
     assert "is NOT_SERVING" in capsys.readouterr().err
     assert await probe(server.address, "--timeout-s", "0.5") == cli.FAILED
