@@ -52,7 +52,8 @@ _CALL_TIMEOUT_S = 10.0
 _OPTIONS = [
     *CHANNEL_OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # How long an attempt may take, in spite of its name: a busy machine needs more than the first pause to answer.
+    ("grpc.min_reconnect_backoff_ms", 2_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 ]
 

@@ -47,6 +47,10 @@ SERVER_OPTIONS = [
     ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
     # Further calls of a connection wait at their client.
     ("grpc.max_concurrent_streams", 1_024),
+    # Calls that have come and are not taken up yet: gRPC cancels some beyond the first number, all beyond the second,
+    # by default 1,000 and 3,000. Whom there is no room for is to hear it from the service, with a time to come back.
+    ("grpc.server.max_pending_requests", 16_384),
+    ("grpc.server.max_pending_requests_hard_limit", 32_768),
     # The first is where gRPC begins to refuse at random, the second where it always does.
     ("grpc.max_metadata_size", MAX_METADATA_BYTES),
     ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),

@@ -174,12 +174,20 @@ def test_every_option_reaches_the_request() -> None:
     speculation["synthetic_rates"] = [0.5, 0.25]
     with serving(whole) as (servicer, endpoint), Client(endpoint) as client:
         client.generate(
-            [7, 8], speculation="sync", verification="target_only", request_id="id", **speculation, **sampling
+            [7, 8],
+            speculation="sync",
+            verification="target_only",
+            request_id="id",
+            regex="a|b",
+            **speculation,
+            **sampling,
         )
     assert servicer.requests[0] == Request(
         request_id="id",
         token_ids=generation_pb2.TokenIds(ids=[7, 8]),
-        sampling_params=generation_pb2.SamplingParams(**sampling),
+        sampling_params=generation_pb2.SamplingParams(
+            structured_outputs=common_pb2.StructuredOutputs(regex="a|b"), **sampling
+        ),
         speculation=generation_pb2.SpeculationParams(
             mode=common_pb2.SPECULATION_MODE_SYNC,
             verification=common_pb2.VERIFICATION_RULE_TARGET_ONLY,
@@ -188,7 +196,7 @@ def test_every_option_reaches_the_request() -> None:
     )
     named = {"mode", "verification", *speculation}
     assert named == set(generation_pb2.SpeculationParams.DESCRIPTOR.fields_by_name)
-    assert set(sampling) == set(generation_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
+    assert {"structured_outputs", *sampling} == set(generation_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
 
 
 def test_absent_options_are_absent() -> None:
