@@ -1,5 +1,6 @@
 """What a phase of load was like, in numbers."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
@@ -144,7 +145,7 @@ def table(phases: Sequence[Phase]) -> str:
             f"{phase.with_retry_info:>6} {phase.tokens_per_s:>7.0f} {phase.refusal!s:>22} {phase.ttft!s:>26} "
             f"{phase.tpot!s:>22} {phase.latency!s:>26} {phase.nodes_per_step:>6.2f} {queue:>6} {phase.client_lag!s:>20}"
         )
-        if phase.refused:
+        if phase.refused and not math.isnan(phase.stolen_s):
             lines.append(
                 f"           refusals from when they were sent: {phase.served_refusal!s} ms; "
                 f"processor time taken from this machine: {phase.stolen_s:.2f} s in {phase.seconds:.0f} s"
