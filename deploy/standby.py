@@ -11,6 +11,7 @@ with its Ray node (and ends what it has forked), or when it has had nobody for a
 import contextlib
 import gc
 import importlib
+import importlib.util
 import json
 import logging
 import os
@@ -28,11 +29,12 @@ from outrider.deploy.standby_start import LENGTH
 
 logger = logging.getLogger(__name__)
 
-# What takes long of what target and draft workers import: torch, and the model classes of transformers.
+# What takes long of what target and draft workers import. Nothing of this package: where it is replaced while a
+# stand-by lives, workers have to be all new.
 MODULES = (
-    "outrider.engine.model_runner",
-    "outrider.target_worker.verifier",
-    "outrider.draft_worker.growth",
+    "torch",
+    "triton.language",
+    "safetensors.torch",
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
 )
@@ -196,13 +198,17 @@ def execute(order: Order) -> None:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             _line_by_line(stream)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "outrider"]:
+        del sys.modules[name]
     runpy.run_path(arguments[0], run_name="__main__")
 
 
 def prepare(modules: Sequence[str]) -> None:
     """Imports, once, what is not to be imported again by everyone who is forked."""
     for name in modules:
-        importlib.import_module(name)
+        # What is not installed here, workers do without.
+        if importlib.util.find_spec(name.partition(".")[0]) is not None:
+            importlib.import_module(name)
     if (threads := len(list(Path("/proc/self/task").iterdir()))) > 1:
         raise RuntimeError(f"importing {', '.join(modules)} has left {threads} threads: what is forked would lack them")
     # What is never collected is never written to: it stays one copy for all.

@@ -32,6 +32,7 @@ sys.exit(run_forked(sys.argv[2:], node_pid=int(sys.argv[1])))
 """
 WORKER = """
 import os, sys, time
+assert not [name for name in sys.modules if name.startswith("outrider")], "it may have been replaced meanwhile"
 print(os.getpid(), os.getppid(), sys.argv[1:], os.environ["GIVEN"], os.getcwd(), sys.path[0], __name__)
 print("on stderr", file=sys.stderr)
 if sys.argv[1] == "sleep":
