@@ -8,9 +8,9 @@ of a second: requests with structured_outputs are checked outside the event loop
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from outrider.errors import FieldViolation
+from outrider.errors import FieldViolation, GrammarUnsupported
 from outrider.grammar.compiler import GrammarCompiler
-from outrider.grammar.library import GrammarError, GrammarUnsupported
+from outrider.grammar.library import GrammarError
 from outrider.grammar.request import ConstraintError, grammar_of
 from outrider.sampling import SamplingSpec
 from outrider.v1 import generation_pb2

@@ -15,8 +15,8 @@ from outrider.coordinator.loadtest.driving import COUNTERS, Driven, Driver, Job
 from outrider.coordinator.loadtest.grpc_sender import GrpcSender
 from outrider.coordinator.loadtest.http_connection import HttpError
 from outrider.coordinator.loadtest.http_sender import HttpSender
-from outrider.coordinator.loadtest.senders import LoadtestFailed, Sender
-from outrider.errors import OutriderError
+from outrider.coordinator.loadtest.senders import Sender
+from outrider.errors import LoadtestFailed, OutriderError
 from outrider.security.tls import TlsConfig
 
 # Processes are told when to begin, so far ahead that all of them have heard it.

@@ -114,7 +114,7 @@ def write(config: LoadtestConfig, runs: Sequence[Run]) -> list[Path]:
     """The files that are asked for.
 
     Raises:
-        PlotsMissing: pictures are asked for, and matplotlib is not installed.
+        MissingPackage: pictures are asked for, and matplotlib is not installed.
         OSError: a file cannot be written.
     """
     written = []

@@ -11,8 +11,9 @@ from typing import Any, cast
 from outrider.coordinator.loadtest.lag import ClientLoad, LagMeter
 from outrider.coordinator.loadtest.options import LoadtestConfig, Point
 from outrider.coordinator.loadtest.records import RequestRecord
-from outrider.coordinator.loadtest.senders import Ask, LoadtestFailed, Sender
+from outrider.coordinator.loadtest.senders import Ask, Sender
 from outrider.coordinator.loadtest.workloads import Conversation, FromFile, Prompt, Turn, Workload
+from outrider.errors import LoadtestFailed
 
 # Places in the row of counters that the progress bar shows.
 BEGUN, ENDED, FAILED, TOKENS, FIRST_TOKENS, TTFT_US = range(6)

@@ -7,7 +7,7 @@ from typing import Any
 
 from outrider.coordinator.loadtest import metrics
 from outrider.coordinator.loadtest.running import Run
-from outrider.errors import OutriderError
+from outrider.errors import MissingPackage
 
 _ROUND_PARTS = (
     ("forward", "target's device"),
@@ -20,20 +20,16 @@ _ROUND_PARTS = (
 _MOST_POINTS = 600
 
 
-class PlotsMissing(OutriderError):
-    """matplotlib is not installed."""
-
-
 def pictures(runs: Sequence[Run]) -> dict[str, bytes]:
     """All pictures that the runs have figures for: name to PNG.
 
     Raises:
-        PlotsMissing: matplotlib is not installed.
+        MissingPackage: matplotlib is not installed.
     """
     try:
         import matplotlib as mpl
     except ImportError as error:
-        raise PlotsMissing("pictures need matplotlib: pip install 'outrider[plots]'") from error
+        raise MissingPackage("pictures need matplotlib: pip install 'outrider[plots]'") from error
     mpl.use("Agg")
     drawn = {name: draw(runs) for name, draw in _PICTURES.items()}
     return {name: picture for name, picture in drawn.items() if picture is not None}
@@ -43,7 +39,7 @@ def write(folder: Path, runs: Sequence[Run]) -> list[Path]:
     """One file a picture.
 
     Raises:
-        PlotsMissing: matplotlib is not installed.
+        MissingPackage: matplotlib is not installed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = []

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from outrider.coordinator.loadtest.plots import PlotsMissing, pictures
+from outrider.coordinator.loadtest.plots import pictures
 from outrider.coordinator.loadtest.running import Run
 from outrider.coordinator.loadtest.tables import FROM_SEND, LATENCIES, client_warning, rate_text
+from outrider.errors import MissingPackage
 
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -63,7 +64,7 @@ def page(runs: Sequence[Run], *, command: str) -> str:
     """The report; without matplotlib it has no pictures, and says so."""
     try:
         figures = "".join(_picture(name, data) for name, data in pictures(runs).items())
-    except PlotsMissing as error:
+    except MissingPackage as error:
         figures = f'<p class="note">{html.escape(str(error))}</p>'
     parts = [
         '<!doctype html><html lang="en"><head><meta charset="utf-8">',

@@ -6,11 +6,6 @@ from typing import Protocol
 from outrider.coordinator.loadtest.options import Mode
 from outrider.coordinator.loadtest.records import RequestRecord
 from outrider.coordinator.loadtest.workloads import Prompt
-from outrider.errors import OutriderError
-
-
-class LoadtestFailed(OutriderError):
-    """The load test cannot go on: the service is not there, or a client process has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)

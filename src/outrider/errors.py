@@ -13,6 +13,9 @@
     ├── CheckpointError      a checkpoint folder cannot be served                     FAILED_PRECONDITION
     ├── CertificateError     own certificate or key cannot be used                    FAILED_PRECONDITION
     ├── TokenFileError       the coordinator's file of tokens cannot be used           FAILED_PRECONDITION
+    ├── MissingPackage       an optional package is not installed                     FAILED_PRECONDITION
+    ├── GrammarUnsupported   structured output cannot be had with this tokenizer      FAILED_PRECONDITION
+    ├── LoadtestFailed       a load test cannot go on (on the client's side)          FAILED_PRECONDITION
     ├── Unauthenticated      no token or certificate, or one that is not known        UNAUTHENTICATED
     └── Forbidden            the caller is known, and this is not for it              PERMISSION_DENIED
 
@@ -89,6 +92,18 @@ class CertificateError(OutriderError):
 
 class TokenFileError(OutriderError):
     """A token file is not one."""
+
+
+class MissingPackage(OutriderError):
+    """An optional package is not installed; the text says how to get it."""
+
+
+class GrammarUnsupported(OutriderError):
+    """The library of structured output is not installed, or a tokenizer cannot be used with it."""
+
+
+class LoadtestFailed(OutriderError):
+    """The load test cannot go on: the service is not there, or a client process has ended."""
 
 
 class Unauthenticated(OutriderError):

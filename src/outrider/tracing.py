@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from outrider import __version__
-from outrider.errors import OutriderError
+from outrider.errors import MissingPackage
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -29,10 +29,6 @@ _TOLD_STEPS, _OWN_STEPS = 64, 8
 # A collector that is not there may hold up the end of a process so long.
 _EXPORT_TIMEOUT_S = 3
 Metadata = tuple[tuple[str, str], ...]
-
-
-class TracingUnavailable(OutriderError):
-    """The packages that traces need are not installed."""
 
 
 class Tracing:
@@ -129,7 +125,7 @@ def exporting(role: str, endpoint: str | None) -> Iterator[None]:
         endpoint: of the collector, OTLP over gRPC: http://HOST:4317, or https://.
 
     Raises:
-        TracingUnavailable: the extra `tracing` is not installed.
+        MissingPackage: the extra `tracing` is not installed.
     """
     if endpoint is None:
         yield
@@ -140,7 +136,7 @@ def exporting(role: str, endpoint: str | None) -> Iterator[None]:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        raise TracingUnavailable(f"traces need more packages: pip install 'outrider[tracing]' ({error})") from error
+        raise MissingPackage(f"traces need more packages: pip install 'outrider[tracing]' ({error})") from error
     resource = Resource.create({"service.name": f"outrider-{role}", "service.version": __version__})
     provider = TracerProvider(resource=resource)
     exporter = OTLPSpanExporter(

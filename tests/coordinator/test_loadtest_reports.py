@@ -12,7 +12,7 @@ from outrider.coordinator.loadtest.lag import ClientLoad, client_figures
 from outrider.coordinator.loadtest.options import Mode, Point
 from outrider.coordinator.loadtest.records import RequestRecord, RoundTime
 from outrider.coordinator.loadtest.running import Run
-from outrider.errors import InvalidRequest
+from outrider.errors import InvalidRequest, MissingPackage
 
 ROUND = RoundTime(
     forward_ns=5_000_000,
@@ -171,7 +171,7 @@ def test_the_report_stands_alone(drawn, monkeypatch):
 
 def test_without_matplotlib_the_report_has_tables_and_says_so(monkeypatch):
     def missing(runs):
-        raise plots.PlotsMissing("pictures need matplotlib")
+        raise MissingPackage("pictures need matplotlib")
 
     monkeypatch.setattr(report_html, "pictures", missing)
     page = report_html.page([run()], command="outrider loadtest")

@@ -11,7 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from outrider.grammar.library import GrammarUnsupported, llguidance, new_matcher
+from outrider.errors import GrammarUnsupported
+from outrider.grammar.library import llguidance, new_matcher
 
 _KEPT = 64
 # Characters of all grammars that are kept.

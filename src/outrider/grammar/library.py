@@ -6,7 +6,7 @@ own where these are low enough to keep the step of a model waiting for milliseco
 
 from typing import Any
 
-from outrider.errors import OutriderError
+from outrider.errors import GrammarUnsupported
 
 HINT = "install the extra: pip install 'outrider[structured]'"
 
@@ -24,10 +24,6 @@ _LIMITS = {
     # Messages reach those who sent the grammar: no states of the parser in them.
     "verbose_errors": False,
 }
-
-
-class GrammarUnsupported(OutriderError):
-    """The library is not installed, or a tokenizer cannot be used with it."""
 
 
 class GrammarError(ValueError):

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from outrider.grammar.library import GrammarError, GrammarUnsupported, reason
+from outrider.errors import GrammarUnsupported
+from outrider.grammar.library import GrammarError, reason
 
 Masks = npt.NDArray[np.int32]
 

@@ -5,9 +5,10 @@ import threading
 
 import pytest
 
+from outrider.errors import GrammarUnsupported
 from outrider.grammar import compiler
 from outrider.grammar.compiler import GrammarCompiler
-from outrider.grammar.library import GrammarError, GrammarUnsupported
+from outrider.grammar.library import GrammarError
 from outrider.models import embedded_target_path
 
 
