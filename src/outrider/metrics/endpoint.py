@@ -5,9 +5,12 @@ Beyond loopback it takes TLS, and then whoever reads has to show a certificate o
 
 import asyncio
 import concurrent.futures
+import contextlib
 import logging
+import ssl
 from collections.abc import Callable
 from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler
 
 import prometheus_client
 
@@ -19,6 +22,21 @@ logger = logging.getLogger(__name__)
 
 # A role that does not answer so long is not read this time.
 _READ_TIMEOUT_S = 5.0
+# A connection that says nothing so long is closed.
+_SILENCE_S = 10.0
+
+
+class _Connection(WSGIRequestHandler):
+    """One that ends if it says nothing, or breaks; nothing of it is logged."""
+
+    timeout = _SILENCE_S
+
+    def handle(self) -> None:
+        with contextlib.suppress(OSError):
+            super().handle()
+
+    def log_message(self, format: str, *_: Any) -> None:  # noqa: A002 - the name is the base's
+        pass
 
 
 class MetricsEndpoint:
@@ -49,6 +67,11 @@ class MetricsEndpoint:
             )
         except OSError as error:
             raise OSError(f"cannot serve metrics on {host}:{port}: {error}; choose another metrics_port") from error
+        self._server.RequestHandlerClass = _Connection
+        if isinstance(self._server.socket, ssl.SSLSocket):
+            # Each connection's thread shakes hands: the one that accepts would wait for whoever connects and says
+            # nothing, and all who read, and the end of the process, for that one.
+            self._server.socket.do_handshake_on_connect = False  # pyright: ignore[reportAttributeAccessIssue] it is there
         if missing_protection(host, {"tls_ca": tls}):
             logger.warning("INSECURE: metrics on %s are served to whoever comes, unencrypted", host)
         self.address = f"{host}:{self._server.server_port}"

@@ -1,6 +1,8 @@
 """The port that Prometheus reads, and who may."""
 
 import asyncio
+import contextlib
+import socket
 import ssl
 import threading
 import urllib.error
@@ -78,3 +80,47 @@ async def test_with_tls_who_reads_shows_a_certificate_of_the_same_authority(tmp_
         assert "outrider:answer 42.0" in await asyncio.to_thread(read, url, known)
     finally:
         await endpoint.close()
+
+
+@pytest.mark.parametrize("is_secured", [True, False])
+async def test_who_connects_and_says_nothing_holds_up_neither_readers_nor_the_end(tmp_path, is_secured):
+    write_development_set(tmp_path, days=1)
+    tls = TlsConfig.of_folder(tmp_path, Role.DRAFT) if is_secured else None
+    endpoint = MetricsEndpoint(lambda families: families.gauge("answer", "a", 42), host="127.0.0.1", port=0, tls=tls)
+    host, _, port = endpoint.address.rpartition(":")
+    known = None
+    if tls is not None:
+        known = ssl.create_default_context(cafile=str(tls.ca))
+        known.check_hostname = False
+        known.load_cert_chain(str(tls.certificate), str(tls.key))
+    with socket.create_connection((host, int(port))):
+        url = f"{'https' if is_secured else 'http'}://{endpoint.address}/metrics"
+        try:
+            async with asyncio.timeout(10):
+                assert "outrider:answer 42.0" in await asyncio.to_thread(read_soon, url, known)
+        finally:
+            closing = asyncio.create_task(endpoint.close())
+            ended, _ = await asyncio.wait({closing}, timeout=10)
+    await closing
+    assert ended
+
+
+def read_soon(url: str, context: ssl.SSLContext | None) -> str:
+    with urllib.request.urlopen(url, timeout=5, context=context) as answer:
+        return answer.read().decode()
+
+
+async def test_a_connection_that_breaks_off_is_not_told_of(tmp_path, capfd):
+    write_development_set(tmp_path, days=1)
+    tls = TlsConfig.of_folder(tmp_path, Role.DRAFT)
+    endpoint = MetricsEndpoint(lambda families: None, host="127.0.0.1", port=0, tls=tls)
+    host, _, port = endpoint.address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+            with contextlib.suppress(ConnectionError):
+                while connection.recv(1024):
+                    pass
+    finally:
+        await endpoint.close()
+    assert capfd.readouterr().err == ""
