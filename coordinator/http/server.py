@@ -4,6 +4,7 @@ uvicorn's own way to run takes over signals, logging and the end of the process,
 here: this drives its server from start to stop. What a stranger can hold is bounded:
 
     a request that does not arrive whole           REQUEST_TIMEOUT_S, then its connection is closed
+    what is no content: path, headers, trailers    MAX_HEAD_BYTES, then its connection is closed
     a reader that takes nothing, or is gone        UNREAD_TIMEOUT_S after what was sent last (TCP_USER_TIMEOUT)
     a connection without requests                  KEEP_ALIVE_S
     connections                                    MAX_CONNECTIONS; further requests are answered 503
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 REQUEST_TIMEOUT_S = 60.0
 UNREAD_TIMEOUT_S = 60.0
+MAX_HEAD_BYTES = 64 << 10
 KEEP_ALIVE_S = 75
 MAX_CONNECTIONS = 16_384
 _BACKLOG = 2_048
@@ -118,20 +120,36 @@ class HttpServer:
 
 
 class _Connection(HttpToolsProtocol):
-    """uvicorn's connection, which closes if a request does not arrive whole in time."""
+    """uvicorn's connection, which closes if a request does not arrive whole in time, or never gets to its content.
+
+    The parser bounds neither a path nor headers, and they come before any token is looked at.
+    """
 
     _arrival: asyncio.TimerHandle | None = None
+    _head_bytes = 0
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._expect_request()
 
+    def data_received(self, data: bytes) -> None:
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if self._head_bytes > MAX_HEAD_BYTES:
+            self.transport.abort()
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._head_bytes = 0
         self._expect_request()
+
+    def on_body(self, body: bytes) -> None:
+        super().on_body(body)
+        self._head_bytes = 0
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
+        self._head_bytes = 0
         self._forget_request()
 
     def connection_lost(self, exc: Exception | None) -> None:

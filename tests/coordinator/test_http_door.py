@@ -576,6 +576,34 @@ async def test_a_request_that_does_not_arrive_is_not_waited_for(monkeypatch: pyt
         assert door.scheduler.requests == []
 
 
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"GET /",
+        b"GET /health HTTP/1.1\r\nx: ",
+        b"GET /health HTTP/1.1\r\n" + b"x: y\r\n" * 10,
+        b"POST /v1/completions HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nx: ",
+    ],
+    ids=["path", "header", "headers", "trailer"],
+)
+async def test_what_comes_before_and_behind_the_content_is_bounded(start: bytes) -> None:
+    """Nothing of it has been looked at by then, not even a token."""
+    async with serving() as door, asyncio.timeout(30):
+        host, _, port = door.server.address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(start)
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            while sent < 16 * http_server.MAX_HEAD_BYTES and not reader.at_eof():
+                writer.write(b"a" * 4096 if not start.endswith(b"y\r\n") else b"x: y\r\n" * 600)
+                await writer.drain()
+                await asyncio.sleep(0)
+                sent += 4096
+            assert not await reader.read()
+        writer.close()
+        assert (await door.ask("/health"))[0] == 200
+
+
 async def test_a_port_that_is_taken_says_so() -> None:
     async with serving() as door:
         port = int(door.server.address.rpartition(":")[2])
