@@ -12,6 +12,7 @@ import asyncio
 import functools
 import logging
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 # A request of this size is checked, its prompt tokenised, outside the event loop.
 LARGE_REQUEST_BYTES = 16 << 10
-# Each may take a quarter of a second to compile.
+# Different ones, each of which may take a quarter of a second to compile.
 _MOST_STRUCTURED_WAITING = 32
 
 
@@ -103,7 +104,8 @@ class Generations:
         self._validator = RequestValidator(model, tokenizer, limits)
         self.model, self.tokenizer, self.limits = model, tokenizer, limits
         self._structured_checks = ThreadPoolExecutor(1, thread_name_prefix="structured")
-        self._structured_waiting = 0
+        # By what is asked for, requests that wait for it: an HTTP request of many prompts asks the same for each.
+        self._structured_waiting = Counter[bytes]()
         self.live: dict[tuple[str, str], LiveGeneration] = {}
         self.on_refusal: Callable[[OutriderError], None] = lambda error: None
         """Hears of every request that ends before it has begun."""
@@ -193,17 +195,17 @@ class Generations:
         self, request: generation_pb2.GenerateRequest, request_id: str, seed: int | None
     ) -> tuple[GenerationRequest, list[TextStream]]:
         """In a thread of its own: grammars that take long to compile hold up nobody else's prompts."""
-        if self._structured_waiting >= _MOST_STRUCTURED_WAITING:
-            raise Overloaded(
-                f"{self._structured_waiting} requests wait for their structured_outputs to be compiled",
-                retry_after_s=1.0,
-            )
-        self._structured_waiting += 1
+        asked, waiting = request.sampling_params.structured_outputs.SerializeToString(), self._structured_waiting
+        if asked not in waiting and len(waiting) >= _MOST_STRUCTURED_WAITING:
+            raise Overloaded(f"{len(waiting)} structured_outputs wait to be compiled", retry_after_s=1.0)
+        waiting[asked] += 1
         try:
             check = functools.partial(self._validator.check, request, request_id=request_id, known_seed=seed)
             return await asyncio.get_running_loop().run_in_executor(self._structured_checks, check)
         finally:
-            self._structured_waiting -= 1
+            waiting[asked] -= 1
+            if not waiting[asked]:
+                del waiting[asked]
 
     def end(self, key: tuple[str, str], reason: str) -> bool:
         """Ends a live request, by caller and id; False where there is none."""
