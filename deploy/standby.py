@@ -108,13 +108,16 @@ class StandBy:
             logger.warning("an order could not be read: %s", error)
             connection.close()
             return None
-        pid = os.fork()
+        pid = _fork()
         if pid == 0:
             connection.close()
             self._forget()
             return order
         for descriptor in order.descriptors:
             os.close(descriptor)
+        if pid is None:
+            connection.close()
+            return None
         child = _Child(pid=pid, descriptor=os.pidfd_open(pid), connection=connection)
         self._children[pid] = child
         self._selector.register(child.descriptor, selectors.EVENT_READ, lambda: self._bury(child))
@@ -175,7 +178,10 @@ def read_order(connection: socket.socket) -> Order:
             if not (more := connection.recv(left - len(packed))):
                 raise ConnectionError("it ends in the middle")
             packed += more
-        return Order(**json.loads(packed), descriptors=descriptors)
+        try:
+            return Order(**json.loads(packed), descriptors=descriptors)
+        except TypeError as error:
+            raise ValueError(f"it is another version's: {error}") from error
     except BaseException:
         for descriptor in descriptors:
             os.close(descriptor)
@@ -235,6 +241,15 @@ def main(arguments: Sequence[str]) -> None:
 
 def _line_by_line(stream: Any) -> None:
     stream.reconfigure(line_buffering=True)
+
+
+def _fork() -> int | None:
+    """As `os.fork`; None where there is no room for one more process: those that there are go on."""
+    try:
+        return os.fork()
+    except OSError as error:
+        logger.warning("no worker could be forked: %s", error)
+        return None
 
 
 def _tell(connection: socket.socket, number: int) -> None:

@@ -61,7 +61,7 @@ def run_forked(arguments: Sequence[str], *, node_pid: int) -> int:
         socket.send_fds(connection, [LENGTH.pack(len(packed))], [0, 1, 2])
         connection.sendall(packed)
         answers = connection.makefile("r", encoding="ascii")
-        pid = int(answers.readline() or _raise(ConnectionError("the stand-by has ended")))
+        pid = int(answers.readline() or _raise(ConnectionError("it has forked nobody")))
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda number, _: _send(pid, number))
         # Without an answer the stand-by has been killed: nobody knows how the worker ends.

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from outrider.deploy import standby_start
-from outrider.deploy.standby_start import can_be_forked
+from outrider.deploy.standby_start import LENGTH, can_be_forked
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="Linux alone")
 
@@ -30,6 +30,16 @@ import sys
 from outrider.deploy.standby_start import run_forked
 sys.exit(run_forked(sys.argv[2:], node_pid=int(sys.argv[1])))
 """
+CANNOT_FORK_AGAIN = """
+import os
+fork, forked = os.fork, []
+def fork_once():
+    if forked:
+        raise BlockingIOError("no more processes")
+    forked.append(1)
+    return fork()
+os.fork = fork_once
+"""
 WORKER = """
 import os, sys, time
 assert not [name for name in sys.modules if name.startswith("outrider")], "it may have been replaced meanwhile"
@@ -44,7 +54,7 @@ sys.exit(int(sys.argv[1]))
 class Node:
     """A process in the place of Ray's, with a stand-by."""
 
-    def __init__(self, folder: Path, *, idle_s: float = 600.0) -> None:
+    def __init__(self, folder: Path, *, idle_s: float = 600.0, before: str = "") -> None:
         self.folder, self.started = folder, []
         own = folder / f"outrider-{os.getuid()}"
         own.mkdir(mode=0o700)
@@ -55,7 +65,7 @@ class Node:
         with socket.socket(socket.AF_UNIX) as door:
             door.bind(str(self.path))
             door.listen()
-            arguments = (STAND_BY, str(door.fileno()), str(self.process.pid), str(idle_s))
+            arguments = (before + STAND_BY, str(door.fileno()), str(self.process.pid), str(idle_s))
             self.stand_by = self.run("-c", *arguments, pass_fds=(door.fileno(),))
 
     def run(self, *arguments: str, pass_fds: tuple[int, ...] = ()) -> subprocess.Popen[str]:
@@ -164,6 +174,34 @@ def test_without_workers_it_ends(tmp_path: Path):
         assert not node.path.exists()
     finally:
         node.close()
+
+
+def test_those_that_there_are_go_on_when_another_one_cannot_be_forked(tmp_path: Path):
+    node = Node(tmp_path, before=CANNOT_FORK_AGAIN)
+    try:
+        worker = node.worker("sleep")
+        pid = pid_of(worker)
+        _, errors = node.worker("0").communicate(timeout=DEADLINE_S)
+        assert "it has forked nobody" in errors
+        assert is_running(pid)
+        worker.send_signal(signal.SIGTERM)
+        assert worker.wait(DEADLINE_S) == 128 + signal.SIGTERM
+    finally:
+        node.close()
+
+
+@pytest.mark.parametrize("order", [b'{"words": []}', b"[]", b"no JSON"])
+def test_an_order_of_another_version_is_nobodys_end(node: Node, order: bytes):
+    worker = node.worker("sleep")
+    pid = pid_of(worker)
+    with socket.socket(socket.AF_UNIX) as connection, Path(os.devnull).open() as null:
+        connection.settimeout(DEADLINE_S)
+        connection.connect(str(node.path))
+        socket.send_fds(connection, [LENGTH.pack(len(order))], 3 * [null.fileno()])
+        connection.sendall(order)
+        assert connection.recv(100) == b""
+    assert is_running(pid)
+    assert is_running(node.stand_by.pid)
 
 
 def test_where_no_stand_by_can_be_python_is_started(node: Node):
