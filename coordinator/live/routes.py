@@ -16,8 +16,9 @@ import importlib.resources
 import ipaddress
 import json
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -26,12 +27,13 @@ from starlette.routing import BaseRoute, Route
 
 from outrider.coordinator.access import Caller
 from outrider.coordinator.generations import Generations
+from outrider.coordinator.http.fields import Fields, read_json_object
 from outrider.coordinator.live.recording import pieces, record
 from outrider.coordinator.live.tap import watch
 from outrider.coordinator.live.watcher import MAX_LINES, Watcher
 from outrider.coordinator.messages import GenerationRequest
 from outrider.coordinator.session import Session
-from outrider.errors import FieldViolation, InvalidRequest, Overloaded
+from outrider.errors import Overloaded
 from outrider.models import held_out_prompts
 from outrider.v1 import common_pb2, generation_pb2
 
@@ -43,7 +45,6 @@ _KEEP_ALIVE_S = 15.0
 _MOST_BODY_BYTES = 64 << 10
 _MOST_PROMPT_CHARACTERS = 8_000
 _DEMO_TOKENS = (1, 128, 512)  # least, default, most
-_TEMPERATURES = (0.0, 2.0)
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _HEADERS = {
     "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -86,7 +87,8 @@ class LivePage:
         self._generations, self._sessions = generations, sessions
         self._hosts = frozenset(hosts)
         self._prompts = held_out_prompts()
-        self._watchers = self._demos = 0
+        self._watchers = _Places(MAX_WATCHERS, "pages watch")
+        self._demos = _Places(MAX_DEMOS, "demo sessions run")
 
     async def list_sessions(self, request: Request) -> Response:
         """The caller's sessions, the newest first."""
@@ -101,29 +103,34 @@ class LivePage:
         session = next((own for own in self._own(caller) if own.session_id == session_id), None)
         if session is None:
             raise HTTPException(404, f"session {session_id} does not run, or is another caller's")
-        self._check_room()
-        watcher = watch(session, pieces(self._generations.tokenizer), max_lines=MAX_LINES)
-        return _stream(self._lines(watcher))
+        async with contextlib.AsyncExitStack() as held:
+            held.enter_context(self._watchers.taken())
+            watcher = watch(session, pieces(self._generations.tokenizer), max_lines=MAX_LINES)
+            held.callback(watcher.close)
+            return _EventStream(_lines(watcher), held.pop_all())
 
     async def start_demo(self, request: Request) -> Response:
         """Starts a generation, and streams its tree; it ends with the connection."""
         caller = self._caller(request)
-        asked = self._demo_request(await _json_body(request))
-        self._check_room()
-        if self._demos >= MAX_DEMOS:
-            raise Overloaded(f"{self._demos} demo sessions run already", retry_after_s=_RETRY_S)
-        events = self._generations.stream(asked, caller)
-        checked = await anext(events)
-        assert isinstance(checked, GenerationRequest)
-        watcher = record(self._generations, checked, caller)
-        assert watcher is not None  # it has tokens to come
-        return _stream(self._demo_lines(watcher, events))
+        body, _ = await read_json_object(request.scope, request.receive, most_bytes=_MOST_BODY_BYTES)
+        asked = self._demo_request(body)
+        async with contextlib.AsyncExitStack() as held:
+            held.enter_context(self._watchers.taken())
+            held.enter_context(self._demos.taken())
+            events = await held.enter_async_context(contextlib.aclosing(self._generations.stream(asked, caller)))
+            checked = await anext(events)
+            assert isinstance(checked, GenerationRequest)
+            watcher = record(self._generations, checked, caller)
+            assert watcher is not None  # it has tokens to come
+            held.callback(watcher.close)
+            held.push_async_callback(_cancel, asyncio.create_task(_read_to_end(events), name="demo session"))
+            return _EventStream(_lines(watcher), held.pop_all())
 
     def _caller(self, request: Request) -> Caller:
         caller: Caller = request.state.caller
         if request.headers.get("sec-fetch-site", "same-origin") not in {"same-origin", "none"}:
             raise HTTPException(403, "the live page's data is for the page itself, not for other sites")
-        name = request.url.hostname or ""
+        name = _host_name(request.headers.get("host", ""))
         if not caller.name and name != "localhost" and name not in self._hosts and not _is_address(name):
             raise HTTPException(403, f"open the page by its address instead of {name!r}, or give out tokens")
         return caller
@@ -133,91 +140,71 @@ class LivePage:
             session for session in self._sessions() if session.request.caller == caller.name and not session.is_finished
         ]
 
-    def _check_room(self) -> None:
-        if self._watchers >= MAX_WATCHERS:
-            raise Overloaded(f"{self._watchers} pages watch already", retry_after_s=_RETRY_S)
-
-    async def _lines(self, watcher: Watcher) -> AsyncGenerator[str, None]:
-        self._watchers += 1
-        try:
-            while True:
-                lines = await watcher.read(timeout_s=_KEEP_ALIVE_S)
-                if lines:
-                    yield "".join(f"data: {line}\n\n" for line in lines)
-                elif watcher.is_ended:
-                    return
-                else:
-                    yield ": nothing new\n\n"
-        finally:
-            self._watchers -= 1
-            watcher.close()
-
-    async def _demo_lines(self, watcher: Watcher, events: Any) -> AsyncGenerator[str, None]:
-        self._demos += 1
-        reading = asyncio.create_task(_read_to_end(events), name="demo session")
-        try:
-            async with contextlib.aclosing(self._lines(watcher)) as lines:
-                async for line in lines:
-                    yield line
-        finally:
-            self._demos -= 1
-            reading.cancel()
-            await asyncio.gather(reading, return_exceptions=True)
-
-    def _demo_request(self, body: dict[str, Any]) -> generation_pb2.GenerateRequest:
-        known = {"prompt", "text", "max_new_tokens", "temperature", "speculation", "max_nodes", "seed"}
-        wrong = [FieldViolation(name, "not known") for name in sorted(body.keys() - known)]
-        number = _number(body, "prompt", random.randrange(len(self._prompts)), (0, len(self._prompts) - 1), wrong)
+    def _demo_request(self, body: Mapping[str, Any]) -> generation_pb2.GenerateRequest:
+        fields = Fields(body)
+        number = fields.whole("prompt", low=0, high=len(self._prompts) - 1)
         least, usual, most = _DEMO_TOKENS
-        tokens = _number(body, "max_new_tokens", usual, (least, most), wrong)
-        temperature = _number(body, "temperature", 0.0, _TEMPERATURES, wrong)
-        text, mode = body.get("text"), body.get("speculation", "async")
-        if text is not None and not (isinstance(text, str) and 0 < len(text) <= _MOST_PROMPT_CHARACTERS):
-            wrong.append(FieldViolation("text", f"1 to {_MOST_PROMPT_CHARACTERS} characters needed"))
-        if mode not in _MODES:
-            wrong.append(FieldViolation("speculation", f"{mode!r} given, one of {', '.join(_MODES)} needed"))
-        if wrong:
-            raise InvalidRequest(wrong)
+        tokens = fields.whole("max_new_tokens", low=least, high=most)
+        temperature = fields.number("temperature") or 0.0
+        text, mode = fields.text("text"), fields.one_of("speculation", tuple(_MODES))
+        if text is not None and not 0 < len(text) <= _MOST_PROMPT_CHARACTERS:
+            fields.wrong("text", f"1 to {_MOST_PROMPT_CHARACTERS} characters needed")
+        fields.refuse_others()
+        fields.check()
         return generation_pb2.GenerateRequest(
-            text=text or self._prompts[int(number)],
-            sampling_params=generation_pb2.SamplingParams(max_new_tokens=int(tokens), temperature=temperature),
-            speculation=generation_pb2.SpeculationParams(mode=_MODES[mode]),
+            text=text or self._prompts[random.randrange(len(self._prompts)) if number is None else number],
+            sampling_params=generation_pb2.SamplingParams(max_new_tokens=tokens or usual, temperature=temperature),
+            speculation=generation_pb2.SpeculationParams(mode=_MODES[mode or "async"]),
         )
 
 
-async def _read_to_end(events: Any) -> None:
-    async with contextlib.aclosing(events):
-        async for event in events:
-            del event
+class _Places:
+    """So many at a time.
+
+    Args:
+        most: of them.
+        what: they do, for who finds no place.
+    """
+
+    def __init__(self, most: int, what: str) -> None:
+        self._most, self._what = most, what
+        self._taken = 0
+
+    @contextlib.contextmanager
+    def taken(self) -> Iterator[None]:
+        """One of them, while the block runs.
+
+        Raises:
+            Overloaded: none is left.
+        """
+        if self._taken >= self._most:
+            raise Overloaded(f"{self._taken} {self._what} already", retry_after_s=_RETRY_S)
+        self._taken += 1
+        try:
+            yield
+        finally:
+            self._taken -= 1
 
 
-def _number(
-    body: dict[str, Any], name: str, default: float, bounds: tuple[float, float], wrong: list[FieldViolation]
-) -> float:
-    value = body.get(name, default)
-    least, most = bounds
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        wrong.append(FieldViolation(name, f"{value!r} given, {least:g} to {most:g} needed"))
-        return default
-    return value
+async def _lines(watcher: Watcher) -> AsyncGenerator[str, None]:
+    while True:
+        lines = await watcher.read(timeout_s=_KEEP_ALIVE_S)
+        if lines:
+            yield "".join(f"data: {line}\n\n" for line in lines)
+        elif watcher.is_ended:
+            return
+        else:
+            yield ": nothing new\n\n"
 
 
-async def _json_body(request: Request) -> dict[str, Any]:
-    # Other sites may send forms and plain text without asking; JSON they may not.
-    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-        raise HTTPException(415, "a body of content-type application/json is needed")
-    body = b""
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > _MOST_BODY_BYTES:
-            raise HTTPException(413, f"a body of at most {_MOST_BODY_BYTES} bytes is needed")
-    try:
-        value = json.loads(body or b"{}")
-    except ValueError as error:
-        raise InvalidRequest([FieldViolation("body", f"no JSON: {error}")]) from error
-    if not isinstance(value, dict):
-        raise InvalidRequest([FieldViolation("body", "a JSON object is needed")])
-    return value
+async def _read_to_end(events: AsyncGenerator[Any, None]) -> None:
+    async for event in events:
+        del event
+
+
+async def _cancel(task: "asyncio.Task[None]") -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def _session_dict(session: Session) -> dict[str, Any]:
@@ -232,6 +219,14 @@ def _session_dict(session: Session) -> dict[str, Any]:
     }
 
 
+def _host_name(host: str) -> str:
+    """The name in a Host header; empty where it is none."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
 def _is_address(name: str) -> bool:
     try:
         ipaddress.ip_address(name.strip("[]"))
@@ -243,8 +238,17 @@ def _is_address(name: str) -> bool:
 # --------------------------------------------------------------------------------------------------------- responses
 
 
-def _stream(lines: AsyncIterator[str]) -> Response:
-    return StreamingResponse(lines, media_type="text/event-stream", headers={**_HEADERS, "cache-control": "no-store"})
+class _EventStream(StreamingResponse):
+    """Lines as they come. What `held` holds is let go of in the end, be the reader gone before the first of them."""
+
+    def __init__(self, lines: AsyncGenerator[str, None], held: contextlib.AsyncExitStack) -> None:
+        headers = {**_HEADERS, "cache-control": "no-store"}
+        super().__init__(lines, media_type="text/event-stream", headers=headers)
+        self._lines, self._held = lines, held
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async with self._held, contextlib.aclosing(self._lines):
+            await super().__call__(scope, receive, send)
 
 
 def _json(value: Any) -> Response:

@@ -227,6 +227,8 @@ async def test_with_tokens_the_page_is_open_and_its_data_is_its_owners(bench, ma
         ({"host": "[::1]:8000"}, 200),
         ({"host": "ours.example"}, 200),
         ({"host": "rebound.example"}, 403),
+        ({"host": "rebound.example:99999"}, 403),
+        ({"host": "["}, 403),
         ({"sec_fetch_site": "same-origin"}, 200),
         ({"sec_fetch_site": "cross-site"}, 403),
         ({"sec_fetch_site": "same-site"}, 403),
@@ -245,6 +247,10 @@ async def test_other_sites_in_a_browser_read_nothing(bench, *, headers, status):
         ({"max_new_tokens": 100_000}, {}, 400),
         ({"temperature": "hot"}, {}, 400),
         ({"speculation": "always"}, {}, 400),
+        ({"speculation": ["async"]}, {}, 400),
+        ({"temperature": float("nan")}, {}, 400),
+        ({"text": "\ud800"}, {}, 400),
+        (b"[" * 5_000, {}, 400),
         ({"text": ""}, {}, 400),
         ({"unknown": 1}, {}, 400),
         ([], {}, 400),
@@ -269,6 +275,32 @@ async def test_pages_that_watch_are_limited(bench, until, monkeypatch):
         await until(lambda: first.lines)
         assert (await page.ask("/live/api/demo", {})).status == 429
     assert (await page.ask("/live/api/demo", {"max_new_tokens": 2})).status == 200
+
+
+async def test_demos_that_come_at_once_are_limited(bench, monkeypatch):
+    async def elsewhere(check: Any, *arguments: Any, **options: Any) -> Any:
+        await asyncio.sleep(0.01)
+        return check(*arguments, **options)
+
+    monkeypatch.setattr(asyncio, "to_thread", elsewhere)
+    monkeypatch.setattr(routes, "MAX_DEMOS", 1)
+    bench.add_target(step_s=0.01)
+    # So long that it is checked in another thread, which has no place in virtual time.
+    body = {"text": "\u4e00" * 8_000, "max_new_tokens": 1}
+    page = Page(bench)
+    answers = await asyncio.gather(*(page.ask("/live/api/demo", body) for _ in range(4)))
+    assert [answer.status for answer in answers].count(429) == 3
+
+
+async def test_a_reader_that_is_gone_before_the_first_line_leaves_nothing(bench, until, assert_idle):
+    bench.add_target(step_s=0.01)
+    page = Page(bench)
+    for _ in range(routes.MAX_DEMOS + 1):
+        async with page.asking("/live/api/demo", {}) as answer:
+            answer.may_send.clear()
+            await until(lambda: page.servicer.generations.live)
+        assert not page.servicer.generations.live
+    assert_idle(bench)
 
 
 @pytest.mark.parametrize("is_asked_for", [False, True])
