@@ -2,11 +2,12 @@
 
 import json
 import re
+import time
 
 import pytest
 
 from outrider.coordinator.loadtest.workload_files import read_jsonl, read_sharegpt, read_trace
-from outrider.coordinator.loadtest.workloads import FromFile, PythonPrompts, RandomLengths
+from outrider.coordinator.loadtest.workloads import FromFile, PythonPrompts, RandomLengths, Turn
 from outrider.errors import InvalidRequest
 from outrider.models import held_out_prompts
 
@@ -70,6 +71,15 @@ def test_a_file_begins_anew_at_its_end(tmp_path):
     }
     assert workload.conversation(4).turns == workload.conversation(1).turns
     assert workload.conversation(4).seed != workload.conversation(1).seed
+
+
+def test_the_order_of_a_large_file_is_not_drawn_for_every_conversation():
+    entries = [(Turn(prompt=str(number), max_new_tokens=1),) for number in range(20_000)]
+    workload = FromFile(entries=entries, seed=1, shuffled=True)
+    begun_s = time.process_time()
+    prompts = {workload.conversation(number).turns[0].prompt for number in range(500)}
+    assert time.process_time() - begun_s < 0.5
+    assert len(prompts) == 500
 
 
 def test_a_trace_keeps_its_times(tmp_path):
