@@ -182,6 +182,7 @@ class Driver:
                 self._note_end(record)
 
     def _note_end(self, record: RequestRecord) -> None:
+        record.over_s = self._now_s()
         self._driven.records.append(record)
         counters = self._counters
         counters[ENDED] += 1

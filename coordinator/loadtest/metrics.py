@@ -157,7 +157,7 @@ def peak_concurrency(records: Sequence[RequestRecord]) -> int:
 
 def running(records: Sequence[RequestRecord]) -> list[tuple[float, int]]:
     """Requests under way, as (time, from then on)."""
-    changes = sorted(change for record in records for change in ((record.sent_s, 1), (record.ended_s, -1)))
+    changes = sorted(change for record in records for change in ((record.sent_s, 1), (record.left_s, -1)))
     levels, level = [], 0
     for at_s, change in changes:
         level += change

@@ -55,6 +55,7 @@ class RequestRecord:
         sent_s: when it was sent; later than that where the concurrency is capped.
         chunk_s: when tokens came.
         chunk_tokens: how many; [] where the protocol does not say.
+        over_s: when the client was done with it, whether it came to its end or failed; 0 where nobody notes it.
         prompt_tokens: as the server counts them.
         output_tokens: of all chunks.
         verify_steps: verifications; 0 where the protocol does not say.
@@ -75,6 +76,7 @@ class RequestRecord:
     sent_s: float = 0.0
     chunk_s: list[float] = field(default_factory=list)
     chunk_tokens: list[int] = field(default_factory=list)
+    over_s: float = 0.0
     prompt_tokens: int = 0
     output_tokens: int = 0
     verify_steps: int = 0
@@ -95,6 +97,11 @@ class RequestRecord:
     def ended_s(self) -> float:
         """When the last tokens came."""
         return self.chunk_s[-1] if self.chunk_s else self.sent_s
+
+    @property
+    def left_s(self) -> float:
+        """When it was no longer under way: one that fails, as by its timeout, was so after its last tokens, too."""
+        return max(self.over_s, self.ended_s)
 
     @property
     def ttft_s(self) -> float:

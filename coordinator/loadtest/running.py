@@ -59,7 +59,7 @@ async def run_point(config: LoadtestConfig, point: Point, workload: Workload, ac
     date = datetime.now(UTC)
     warmups = config.num_warmups
     driven = await drive(split(job, config.client_processes), access, warmups=warmups, watch=watch)
-    return Run(point=point, figures=_figures(job, driven, date), records=_records(driven))
+    return Run(point=point, figures=figures_of(job, driven, date), records=_records(driven))
 
 
 def _records(driven: Sequence[Driven]) -> list[RequestRecord]:
@@ -67,9 +67,10 @@ def _records(driven: Sequence[Driven]) -> list[RequestRecord]:
     return sorted(records, key=lambda record: (record.index, record.turn))
 
 
-def _figures(job: Job, driven: Sequence[Driven], date: datetime) -> dict[str, Any]:
+def figures_of(job: Job, driven: Sequence[Driven], date: datetime) -> dict[str, Any]:
+    """All figures of a run that began at that date, of what its processes have noted."""
     config, point, records = job.config, job.point, _records(driven)
-    duration_s = max((record.ended_s for record in records), default=0.0)
+    duration_s = max((record.left_s for record in records), default=0.0)
     head = {
         "date": date.strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": config.protocol,
