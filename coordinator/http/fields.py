@@ -168,9 +168,9 @@ class Fields:
         """Names the fields that nobody has read, with what may have been meant."""
         names = [*self._read, *known]
         unread = [name for name in self._content if name not in self._read]
-        for name in unread[:_MOST_NAMED]:
+        for name in (name[:100] for name in unread[:_MOST_NAMED]):
             meant = difflib.get_close_matches(name, names, n=1)
-            self.wrong(name[:100], f"not {kind}" + (f": did you mean {meant[0]}?" if meant else ": leave it out"))
+            self.wrong(name, f"not {kind}" + (f": did you mean {meant[0]}?" if meant else ": leave it out"))
         if len(unread) > _MOST_NAMED:
             self.wrong("body", f"{len(unread) - _MOST_NAMED} more unknown fields")
 

@@ -30,7 +30,7 @@ from outrider.coordinator.http.request_metrics import RequestMetrics
 from outrider.coordinator.http.requests import REQUEST_ID, read_chat, read_completion
 from outrider.coordinator.messages import GenerationEvent, GenerationRequest, GenerationResult, RoundRecord, TokenDelta
 from outrider.coordinator.validation import max_request_bytes
-from outrider.errors import InvalidRequest, OutriderError
+from outrider.errors import FieldViolation, InvalidRequest, OutriderError
 from outrider.rpc import MAX_MESSAGE_BYTES
 
 # JSON takes more room than the same request by gRPC: digits and commas, and escapes of what is not ASCII.
@@ -91,10 +91,13 @@ class Endpoint:
         self._generations.check_room()
         content, size = await read_json_object(scope, receive, most_bytes=self._most_bytes)
         request_id = _header_id(Request(scope))
-        if size < LARGE_REQUEST_BYTES:
-            asked = self._read(content, request_id)
-        else:
-            asked = await asyncio.to_thread(self._read, content, request_id)
+        try:
+            if size < LARGE_REQUEST_BYTES:
+                asked = self._read(content, request_id)
+            else:
+                asked = await asyncio.to_thread(self._read, content, request_id)
+        except RecursionError as error:
+            raise InvalidRequest([FieldViolation("body", "nested too deeply")]) from error
         if tracing.active is not None:
             asked = replace(asked, traceparent=Request(scope).headers.get(tracing.HEADER, ""))
         choices = len(asked.requests) * asked.choices

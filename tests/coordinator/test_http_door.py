@@ -414,6 +414,15 @@ async def test_requests_that_are_none() -> None:
         assert door.scheduler.requests == []
 
 
+async def test_however_deep_a_request_is_nested_it_is_no_defect() -> None:
+    """A schema that can just be read cannot always be written again."""
+    async with serving() as door:
+        for depth in range(940, 1_000):
+            schema = b'{"schema":' + b'{"a":' * depth + b"1" + b"}" * depth + b"}"
+            body = b'{"prompt":"a","response_format":{"type":"json_schema","json_schema":' + schema + b"}}"
+            assert (await door.ask("/v1/completions", body))[0] == 400
+
+
 async def test_a_defect_tells_nothing(caplog: pytest.LogCaptureFixture) -> None:
     async with serving() as door:
         status, _, body = await door.ask("/defect")
