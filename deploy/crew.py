@@ -204,10 +204,15 @@ class Crew:
         return nodes
 
     async def _start(self, handle: RoleHandle) -> None:
-        if handle.role is Role.COORDINATOR:
-            await self._start_coordinator(handle)
-        else:
-            await self._start_worker(handle)
+        try:
+            if handle.role is Role.COORDINATOR:
+                await self._start_coordinator(handle)
+            else:
+                await self._start_worker(handle)
+        except BaseException:
+            # Of one that is not there nobody would give the places back, which outlive this process.
+            await self._free_place(handle)
+            raise
 
     async def _start_coordinator(self, handle: RoleHandle) -> None:
         config, needs = self._config, placement.actor_needs(0, self._config.coordinator_resources)

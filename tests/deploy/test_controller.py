@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import ray.exceptions
@@ -14,7 +14,7 @@ from outrider.deploy import saved_state
 from outrider.deploy.actors import RoleReport
 from outrider.deploy.config import Bind, DeployConfig
 from outrider.deploy.controller import Controller
-from outrider.deploy.placement import Node, Probe
+from outrider.deploy.placement import KeptPlaces, Node, Probe
 from outrider.deploy.roles import Roles
 from outrider.errors import WorkerUnavailable
 from outrider.security.roles import Role
@@ -224,6 +224,30 @@ async def test_a_count_that_cannot_be_had_is_not_wanted_any_longer(cluster: Simp
         await controller.scale({"coordinator": 2})
     assert (await controller.status())["wanted"]["coordinator"] == 1
     await controller.down()
+
+
+async def test_who_could_not_be_started_keeps_no_place(cluster: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
+    kept, removed = [], []
+
+    def keep_places(needs: Any, *, name: str, **_: Any) -> KeptPlaces:
+        kept.append(name)
+        return KeptPlaces(group=cast("Any", name), takers=[None] * len(needs))
+
+    async def create(*_: Any, **__: Any) -> None:
+        raise WorkerUnavailable("is to end")
+
+    monkeypatch.setattr(crew_module.placement, "keep_places", keep_places)
+    monkeypatch.setattr(ray.util, "remove_placement_group", removed.append)
+    controller = started(dataclasses.replace(CONFIG, drafts_beside_target=1))
+    await controller.started()
+    assert (kept, removed) == (["mine/target-0"], [])
+    monkeypatch.setattr(crew_module.Crew, "_create", create)
+    for role in ("target", "draft"):
+        with pytest.raises(WorkerUnavailable, match="is to end"):
+            await controller.scale({role: 4})
+    assert (kept, removed) == (["mine/target-0", "mine/target-1"], ["mine/target-1"])
+    await controller.down()
+    assert sorted(removed) == kept
 
 
 class StuckController(Controller):
