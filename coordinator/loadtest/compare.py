@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from outrider.coordinator.loadtest import report_json
@@ -62,7 +63,9 @@ def compare(first: Path, second: Path) -> list[Table]:
 
 def _table(one: Mapping[str, Any], other: Mapping[str, Any], *, names: tuple[str, str]) -> Table:
     labels = dict.fromkeys(str(run.get("label") or "") for run in (one, other))
-    table = Table("figure", *names, "ratio", title=" / ".join(filter(None, labels)) or None, title_justify="left")
+    # Files and labels are called as somebody likes, in brackets too.
+    title = escape(" / ".join(filter(None, labels))) or None
+    table = Table("figure", *map(escape, names), "ratio", title=title, title_justify="left")
     for column in table.columns[1:]:
         column.justify = "right"
     found = ratios(one, other)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 Figures = Mapping[str, Any]
@@ -51,7 +52,9 @@ def _totals(figures: Figures) -> Table:
         ]
     if "traced_rounds" in figures:
         rows.append(("a round's time", round_text(figures)))
-    rows += [(f"error, {count} times", message[:100]) for message, count in list(figures["error_counts"].items())[:3]]
+    rows += [
+        (f"error, {count} times", escape(message[:100])) for message, count in list(figures["error_counts"].items())[:3]
+    ]
     for row in rows:
         table.add_row(*row)
     return table

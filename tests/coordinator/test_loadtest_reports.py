@@ -1,5 +1,6 @@
 """What a load test leaves: JSON, tables, a report that stands alone, comparisons."""
 
+import dataclasses
 import json
 import math
 import re
@@ -192,3 +193,21 @@ def test_what_lies_along_the_bottom_is_what_was_swept():
     assert plots.load_axis([run(), run(rate=4.0)])[1](run(rate=4.0)) == 4.0
     assert plots.load_axis([run(cap=1), run(cap=8)])[1](run(cap=8)) == 8
     assert plots.load_axis([run()])[1](run()) == 6 / 4
+
+
+def test_what_a_server_says_is_printed_as_it_is(tmp_path):
+    message = "HTTPError: no route [/v1/completions] of [bold] at [::1]:80"
+    shown = run()
+    shown.figures["error_counts"] = {message: 3}
+    console = Console(width=200, record=True)
+    for table in tables.run_tables(shown.figures):
+        console.print(table)
+    assert message in console.export_text()
+    labelled = dataclasses.replace(shown, figures=shown.figures | {"label": "[/a]"})
+    first, second = tmp_path / "[a].json", tmp_path / "[b].json"
+    for path in (first, second):
+        report_json.write(path, [labelled], is_detailed=False)
+    for table in compare.compare(first, second):
+        console.print(table)
+    text = console.export_text()
+    assert all(each in text for each in ("[a].json", "[b].json", "[/a]"))
