@@ -15,7 +15,7 @@ _UNITS = "kMGT"
 
 
 def frame_of(frame: Sequence[Figures], *, note: str = "") -> RenderableType:
-    """Coordinators above, their workers below."""
+    """Coordinators above, their workers below; brackets in what others name are no markup."""
     parts: list[RenderableType] = [_coordinators(frame), Text()]
     workers = all_workers(frame)
     if workers:
@@ -48,10 +48,10 @@ def _coordinators(frame: Sequence[Figures]) -> Table:
     )  # fmt: skip
     for each in frame:
         if not each.answers:
-            table.add_row(each.endpoint, Text("down", style="red"))
+            table.add_row(Text(each.endpoint), Text("down", style="red"))
             continue
         table.add_row(
-            each.endpoint,
+            Text(each.endpoint),
             Text(duration(each.uptime_s), style="yellow" if each.is_restarted else ""),
             short(each.running),
             Text(short(each.waiting), style="yellow" if each.waiting else ""),
@@ -72,7 +72,7 @@ def _workers(workers: Sequence[WorkerFigures]) -> Table:
     for worker in workers:
         style = _STATE_STYLES.get(worker.state, "red")
         table.add_row(
-            worker.worker_id,
+            Text(worker.worker_id),
             worker.role,
             Text(worker.state, style=style),
             short(worker.sessions),

@@ -114,6 +114,18 @@ def test_a_frame_fits_80_columns_whatever_the_figures():
     assert "no worker is registered" in "\n".join(rendered([figures(None, look(1.0, workers=[]))], 80))
 
 
+def test_brackets_in_names_are_no_markup():
+    introduction = registry_pb2.WorkerIntroduction(worker_id="[/b]", role=registry_pb2.WORKER_ROLE_DRAFT)
+    status = generation_pb2.WorkerStatus(introduction=introduction, state="serving")
+    answering = Look(endpoint="[fd00::1]:50051", at_s=0.0, info=info(workers=[status]))
+    silent = Look(endpoint="[fd00::2]:50051", at_s=0.0)
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(frame_of([figures(None, answering), figures(None, silent)]))
+    for name in ("[fd00::1]:50051", "[fd00::2]:50051", "[/b]"):
+        assert name in capture.get()
+
+
 def test_a_worker_of_two_coordinators_is_one_worker():
     frame = [figures(None, look(1.0)), figures(None, look(1.0))]
     assert [worker.worker_id for worker in all_workers(frame)] == ["target-0123456789abcdef", "draft-1"]
