@@ -1,11 +1,13 @@
 """One client process: begins conversations when their time has come, and notes what came of them."""
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator, MutableSequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import count as counting
+from itertools import takewhile
 from typing import Any, cast
 
 from outrider.coordinator.loadtest.lag import ClientLoad, LagMeter
@@ -63,7 +65,8 @@ class Job:
         """(number, seconds from the beginning) of this process's conversations."""
         times: Iterable[float] = self.config.arrivals_of(self.point).times()
         if isinstance(self.workload, FromFile) and self.workload.arrivals_s is not None:
-            times = self.workload.arrivals_s[: self.config.num_prompts]
+            end_s = math.inf if self.config.duration is None else self.config.duration
+            times = takewhile(lambda at_s: at_s < end_s, self.workload.arrivals_s[: self.config.num_prompts])
         elif self.is_closed_loop and self.config.num_prompts is None and self.config.duration is not None:
             times = (0.0 for _ in counting())
         for number, at_s in enumerate(times):

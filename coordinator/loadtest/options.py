@@ -45,7 +45,7 @@ class LoadtestConfig:
             shared-prefix make up token ids; jsonl, sharegpt and trace read --dataset-path.
         dataset_path: file of the data set.
         num_prompts: requests (of multi-turn: conversations); default 100, of a trace all, with --duration no bound.
-        duration: no request is begun after so many seconds.
+        duration: no request (of multi-turn: no conversation) is begun after so many seconds.
         request_rate: arrivals a second; inf sends everything at once, with --max-concurrency whenever a place is free.
         arrivals: what passes between two: gamma (see --burstiness), or always the same.
         burstiness: 1 is a Poisson process, less comes in bursts, more is steadier.
@@ -151,7 +151,8 @@ class LoadtestConfig:
         if self.dataset_name in _NEED_PATH and self.dataset_path is None:
             raise ValueError(f"dataset_path: none given, --dataset-name {self.dataset_name} needs one")
         points = self.points()
-        if self.duration is not None and self.num_prompts is None and self.ramp_up_strategy == "none":
+        has_times = self.dataset_name == "trace" or self.ramp_up_strategy != "none"
+        if self.duration is not None and self.num_prompts is None and not has_times:
             for point in points:
                 if math.isinf(point.request_rate) and point.max_concurrency is None:
                     raise ValueError(
