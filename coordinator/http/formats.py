@@ -1,7 +1,8 @@
 """What is sent back, in the shapes of /v1/completions and of /v1/chat/completions: whole, and as chunks of a stream.
 
 A chunk is put together from text that is the same for all of a response and the few pieces that are new, since one is
-sent for every verification of every choice.
+sent for every verification of every choice. Log probabilities become JSON as they come in either way: of a whole
+response, all at once would be seconds in which nobody else is served.
 """
 
 import json
@@ -39,7 +40,11 @@ class Format(Protocol):
         """The chunk without choices at the end."""
         ...
 
-    def whole(self, choices: Sequence["WholeChoice"], usage: dict[str, Any], metrics: Any) -> dict[str, Any]:
+    def logprobs(self, delta: TokenDelta, index: int) -> Sequence[str]:
+        """Of new tokens, as entries of the JSON lists that the format has of them; empty where there are none."""
+        ...
+
+    def whole(self, choices: Sequence["WholeChoice"], usage: dict[str, Any], metrics: dict[str, Any]) -> str:
         """The response that is not a stream."""
         ...
 
@@ -51,19 +56,23 @@ class WholeChoice:
         self.prompt_token_ids = prompt_token_ids
         self.texts = [echo]
         self.token_ids: list[int] = []
-        self.logprobs: list[tuple[Sequence[int], TokenLogprobs]] = []
+        self.logprobs: list[Sequence[str]] = []
         self.result: ChoiceResult | None = None
 
-    def take(self, delta: TokenDelta) -> None:
-        """Adds new tokens."""
+    def take(self, delta: TokenDelta, logprobs: Sequence[str]) -> None:
+        """Adds new tokens, with what the format makes of their log probabilities."""
         self.texts.append(delta.text)
         self.token_ids.extend(delta.token_ids)
-        if delta.logprobs is not None:
-            self.logprobs.append((delta.token_ids, delta.logprobs))
+        if any(logprobs):
+            self.logprobs.append(logprobs)
 
 
 class _Response:
     """What both formats have: the same head in front of every chunk, the same end."""
+
+    _lists: Sequence[str]
+    """What log probabilities are sent as, and what is null beside these lists."""
+    _null: Sequence[str]
 
     def __init__(self, asked: Asked, *, kind: str, model: str, created: int, tokenizer: TextTokenizer | None) -> None:
         self._asked, self._tokenizer = asked, tokenizer
@@ -87,6 +96,20 @@ class _Response:
         """The chunk without choices at the end."""
         return f'{self._head}],"usage":{usage}{metrics}}}\n\n'
 
+    def _whole(self, choices: Sequence[str], rest: dict[str, Any]) -> str:
+        return f'{_compact(self._about)[:-1]},"choices":[{",".join(choices)}],{_compact(rest)[1:]}'
+
+    def _whole_choice(self, content: dict[str, Any], logprobs: Sequence[Sequence[str]]) -> str:
+        told = "null"
+        if self._asked.logprobs is not None:
+            told = self._named([",".join(each) for each in zip(*logprobs, strict=True)] or [""] * len(self._lists))
+        return f'{_compact(content)[:-1]},"logprobs":{told}}}'
+
+    def _named(self, lists: Sequence[str]) -> str:
+        """The lists of log probabilities, under their names."""
+        named = [f'"{name}":[{each}]' for name, each in zip(self._lists, lists, strict=True)]
+        return "{" + ",".join([*named, *(f'"{name}":null' for name in self._null)]) + "}"
+
     def _token(self, token_id: int) -> str:
         return "" if self._tokenizer is None else self._tokenizer.token_text(token_id)
 
@@ -106,12 +129,14 @@ class CompletionFormat(_Response):
 
     def __init__(self, asked: Asked, *, model: str, created: int, tokenizer: TextTokenizer | None) -> None:
         super().__init__(asked, kind="text_completion", model=model, created=created, tokenizer=tokenizer)
+        top = ("top_logprobs",)
+        self._lists = ("tokens", "token_logprobs", "text_offset", *(top if asked.logprobs else ()))
+        self._null = () if asked.logprobs else top
         # Of each choice: characters of its tokens so far, where log probabilities are sent.
         self._offsets: dict[int, int] = {}
 
     def first(self, index: int, prompt_token_ids: Sequence[int], echo: str) -> str:
         """The chunk before a choice's first tokens, or nothing."""
-        self._offsets[index] = 0
         ids = f',"prompt_token_ids":{_compact(list(prompt_token_ids))}' if self._asked.return_token_ids else ""
         if not echo and not ids:
             return ""
@@ -120,9 +145,7 @@ class CompletionFormat(_Response):
 
     def chunk(self, delta: TokenDelta, index: int, usage: str) -> str:
         """New tokens of choice `index` of the response."""
-        logprobs = "null"
-        if delta.logprobs is not None:
-            logprobs = _compact(self._logprobs(index, [(delta.token_ids, delta.logprobs)]))
+        logprobs = "null" if delta.logprobs is None else self._named(self.logprobs(delta, index))
         return (
             f'{self._head}{{"index":{index},"text":{quoted(delta.text)},"logprobs":{logprobs},'
             f'"finish_reason":null,"stop_reason":null{self._ids(delta)}}}]{self._end(usage)}'
@@ -135,45 +158,39 @@ class CompletionFormat(_Response):
             f'"finish_reason":"{choice.finish_reason}","stop_reason":{_stop_reason(choice)}}}]{self._end(usage)}'
         )
 
-    def whole(self, choices: Sequence[WholeChoice], usage: dict[str, Any], metrics: Any) -> dict[str, Any]:
+    def whole(self, choices: Sequence[WholeChoice], usage: dict[str, Any], metrics: dict[str, Any]) -> str:
         """The response that is not a stream."""
-        return {
-            **self._about,
-            "choices": [self._choice(*each) for each in enumerate(choices)],
-            "usage": usage,
-        } | metrics
+        return self._whole([self._choice(*each) for each in enumerate(choices)], {"usage": usage} | metrics)
 
-    def _choice(self, index: int, choice: WholeChoice) -> dict[str, Any]:
+    def _choice(self, index: int, choice: WholeChoice) -> str:
         assert choice.result is not None
-        self._offsets[index] = 0
-        has_logprobs = self._asked.logprobs is not None
         content: dict[str, Any] = {
             "index": index,
             "text": "".join(choice.texts),
-            "logprobs": self._logprobs(index, choice.logprobs) if has_logprobs else None,
             "finish_reason": str(choice.result.finish_reason),
             "stop_reason": _raw_stop_reason(choice.result),
         }
         if self._asked.return_token_ids:
             content |= {"prompt_token_ids": list(choice.prompt_token_ids), "token_ids": choice.token_ids}
-        return content
+        return self._whole_choice(content, choice.logprobs)
 
-    def _logprobs(self, index: int, parts: Sequence[tuple[Sequence[int], TokenLogprobs]]) -> dict[str, Any]:
+    def logprobs(self, delta: TokenDelta, index: int) -> Sequence[str]:
+        """Of new tokens; `top_logprobs` is no list where none are asked for."""
+        logprobs = delta.logprobs
+        if logprobs is None:
+            return ()
         tokens, values, best, offsets = [], [], [], []
-        for token_ids, logprobs in parts:
-            for place, token_id in enumerate(token_ids):
-                text = self._token(token_id)
-                tokens.append(text)
-                values.append(_finite(logprobs.token_logprobs[place]))
-                best.append(self._best(logprobs, place, token_id))
-                offsets.append(self._offsets[index])
-                self._offsets[index] += len(text)
-        return {
-            "tokens": tokens,
-            "token_logprobs": values,
-            "top_logprobs": best if self._asked.logprobs else None,
-            "text_offset": offsets,
-        }
+        offset = self._offsets.get(index, 0)
+        for place, token_id in enumerate(delta.token_ids):
+            text = self._token(token_id)
+            tokens.append(text)
+            values.append(_finite(logprobs.token_logprobs[place]))
+            best.append(self._best(logprobs, place, token_id))
+            offsets.append(offset)
+            offset += len(text)
+        self._offsets[index] = offset
+        lists = (tokens, values, offsets, best) if self._asked.logprobs else (tokens, values, offsets)
+        return [_compact(each)[1:-1] for each in lists]
 
     def _best(self, logprobs: TokenLogprobs, place: int, chosen: int) -> dict[str, float]:
         """The best ones by their text, and the chosen one beside them where it is not among them."""
@@ -192,6 +209,7 @@ class ChatFormat(_Response):
     def __init__(self, asked: Asked, *, model: str, created: int, tokenizer: TextTokenizer | None) -> None:
         kind = "chat.completion.chunk" if asked.stream else "chat.completion"
         super().__init__(asked, kind=kind, model=model, created=created, tokenizer=tokenizer)
+        self._lists, self._null = ("content",), ("refusal",)
 
     def first(self, index: int, prompt_token_ids: Sequence[int], echo: str) -> str:
         """The chunk before a choice's first tokens, or nothing."""
@@ -201,9 +219,7 @@ class ChatFormat(_Response):
 
     def chunk(self, delta: TokenDelta, index: int, usage: str) -> str:
         """New tokens of choice `index` of the response."""
-        logprobs = "null"
-        if delta.logprobs is not None:
-            logprobs = _compact(self._logprobs([(delta.token_ids, delta.logprobs)]))
+        logprobs = "null" if delta.logprobs is None else self._named(self.logprobs(delta, index))
         return (
             f'{self._head}{{"index":{index},"delta":{{"content":{quoted(delta.text)}}},"logprobs":{logprobs},'
             f'"finish_reason":null{self._ids(delta)}}}]{self._end(usage)}'
@@ -216,37 +232,38 @@ class ChatFormat(_Response):
             f'"finish_reason":"{choice.finish_reason}","stop_reason":{_stop_reason(choice)}}}]{self._end(usage)}'
         )
 
-    def whole(self, choices: Sequence[WholeChoice], usage: dict[str, Any], metrics: Any) -> dict[str, Any]:
+    def whole(self, choices: Sequence[WholeChoice], usage: dict[str, Any], metrics: dict[str, Any]) -> str:
         """The response that is not a stream."""
-        content = {**self._about, "choices": [self._choice(*each) for each in enumerate(choices)], "usage": usage}
+        rest: dict[str, Any] = {"usage": usage}
         if self._asked.return_token_ids:
-            content["prompt_token_ids"] = list(choices[0].prompt_token_ids)
-        return content | metrics
+            rest["prompt_token_ids"] = list(choices[0].prompt_token_ids)
+        return self._whole([self._choice(*each) for each in enumerate(choices)], rest | metrics)
 
-    def _choice(self, index: int, choice: WholeChoice) -> dict[str, Any]:
+    def _choice(self, index: int, choice: WholeChoice) -> str:
         assert choice.result is not None
         content: dict[str, Any] = {
             "index": index,
             "message": {"role": "assistant", "content": "".join(choice.texts), "refusal": None},
-            "logprobs": None if self._asked.logprobs is None else self._logprobs(choice.logprobs),
             "finish_reason": str(choice.result.finish_reason),
             "stop_reason": _raw_stop_reason(choice.result),
         }
         if self._asked.return_token_ids:
             content["token_ids"] = choice.token_ids
-        return content
+        return self._whole_choice(content, choice.logprobs)
 
-    def _logprobs(self, parts: Sequence[tuple[Sequence[int], TokenLogprobs]]) -> dict[str, Any]:
-        content = []
-        for token_ids, logprobs in parts:
-            for place, token_id in enumerate(token_ids):
-                entry = self._entry(token_id, logprobs.token_logprobs[place])
-                best: list[dict[str, Any]] = []
-                if self._asked.logprobs and logprobs.top_token_ids:
-                    pairs = zip(logprobs.top_token_ids[place], logprobs.top_logprobs[place], strict=True)
-                    best = [self._entry(other, value) for other, value in pairs]
-                content.append(entry | {"top_logprobs": best})
-        return {"content": content, "refusal": None}
+    def logprobs(self, delta: TokenDelta, index: int) -> Sequence[str]:
+        """Of new tokens; there are no refusals."""
+        logprobs, content = delta.logprobs, []
+        if logprobs is None:
+            return ()
+        for place, token_id in enumerate(delta.token_ids):
+            entry = self._entry(token_id, logprobs.token_logprobs[place])
+            best: list[dict[str, Any]] = []
+            if self._asked.logprobs and logprobs.top_token_ids:
+                pairs = zip(logprobs.top_token_ids[place], logprobs.top_logprobs[place], strict=True)
+                best = [self._entry(other, value) for other, value in pairs]
+            content.append(entry | {"top_logprobs": best})
+        return [_compact(content)[1:-1]]
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {"token": self._token(token_id), "logprob": _finite(logprob), "bytes": self._bytes(token_id)}

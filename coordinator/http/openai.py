@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from outrider import tracing
@@ -22,7 +23,7 @@ from outrider.coordinator.access import Caller
 from outrider.coordinator.generations import LARGE_REQUEST_BYTES, Generations
 from outrider.coordinator.http.chat_template import ChatTemplate, NoChatTemplate
 from outrider.coordinator.http.disconnect import UntilDisconnect
-from outrider.coordinator.http.errors import error_body, json_response
+from outrider.coordinator.http.errors import error_body
 from outrider.coordinator.http.fields import read_json_object
 from outrider.coordinator.http.formats import DONE, ChatFormat, CompletionFormat, Format, WholeChoice
 from outrider.coordinator.http.parameters import Asked, renamed
@@ -113,7 +114,7 @@ class Endpoint:
             else:
                 content = await response.collect(events)
                 connection.answered()
-                await json_response(content)(scope, receive, send)
+                await Response(content, media_type="application/json")(scope, receive, send)
 
     def _format(self, asked: Asked) -> Format:
         model, tokenizer = self._generations.model.name, self._generations.tokenizer
@@ -148,14 +149,15 @@ class _Response:
         connection.answered()
         await send({"type": "http.response.body", "body": end.encode("ascii") + DONE, "more_body": False})
 
-    async def collect(self, events: AsyncGenerator[tuple[int, Event], None]) -> dict[str, Any]:
+    async def collect(self, events: AsyncGenerator[tuple[int, Event], None]) -> str:
         """The whole response."""
         choices: dict[int, WholeChoice] = {}
         async for prompt, event in events:
             first = prompt * self._asked.choices
             if isinstance(event, TokenDelta):
                 self._metrics.completion_tokens += len(event.token_ids)
-                choices[first + event.index].take(event)
+                index = first + event.index
+                choices[index].take(event, self._format.logprobs(event, index))
             elif isinstance(event, GenerationRequest):
                 self._begin(prompt, event)
                 for index in range(event.n):

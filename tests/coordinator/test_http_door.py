@@ -20,6 +20,8 @@ from outrider.coordinator.access import Access
 from outrider.coordinator.http import server as http_server
 from outrider.coordinator.http.app import create_app
 from outrider.coordinator.http.chat_template import ChatTemplate
+from outrider.coordinator.http.formats import ChatFormat, CompletionFormat, WholeChoice
+from outrider.coordinator.http.requests import read_chat, read_completion
 from outrider.coordinator.http.server import HttpServer
 from outrider.coordinator.messages import (
     ChoiceResult,
@@ -336,6 +338,42 @@ def verification(nodes: int, accepted: int) -> RoundRecord:
         node_tokens=[A] * nodes, node_parents=[0] * nodes, node_values=[0.5] * nodes,
         accepted_nodes=list(range(1, accepted + 1)), emitted_token_ids=[A], growth=[],
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["completion", "chat"])
+def test_log_probabilities_are_not_left_to_the_end(kind: str) -> None:
+    """Those of a long response, all at once, would keep the event loop from everybody else for seconds."""
+    asked_for = []
+
+    class Tokenizer:
+        def token_text(self, token_id: int) -> str:
+            asked_for.append(token_id)
+            return "a"
+
+        def piece(self, token_id: int) -> bytes:
+            return b"a"
+
+    names: Any = {"model": "tiny", "created": 1, "tokenizer": Tokenizer()}
+    if kind == "chat":
+        content = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2}
+        asked = read_chat(content, model="tiny", tokenizer=TOKENIZER, template=ChatTemplate("x"))
+        form = ChatFormat(asked, **names)
+    else:
+        form = CompletionFormat(read_completion({"prompt": "x", "logprobs": 2}, model="tiny", tokenizer=None), **names)
+    told = TokenLogprobs(token_logprobs=[-0.5], top_token_ids=[[A, B]], top_logprobs=[[-0.5, -1.0]])
+    # Text may come without a token.
+    no_token = delta(text="c", logprobs=TokenLogprobs(token_logprobs=[], top_token_ids=[], top_logprobs=[]))
+    choice = WholeChoice([A], "")
+    for each in (delta(A, text="a", logprobs=told), no_token, delta(A, text="a", logprobs=told)):
+        choice.take(each, form.logprobs(each, 0))
+    choice.result = result(2).choices[0]
+    seen = len(asked_for)
+    (whole,) = json.loads(form.whole([choice], {}, {}))["choices"]
+    assert len(asked_for) == seen > 0
+    found = whole["logprobs"]
+    values = [entry["logprob"] for entry in found["content"]] if kind == "chat" else found["token_logprobs"]
+    assert values == [-0.5] * 2
+    assert kind == "chat" or found["text_offset"] == [0, 1]
 
 
 async def test_metrics_of_speculation_where_they_are_asked_for() -> None:
