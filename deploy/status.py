@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Column, Table
 
 from outrider.deploy.health import RoleHandle
@@ -150,7 +151,7 @@ def _workers(workers: Iterable[Mapping[str, Any]]) -> Table:
         state = own["state"] if own["reason"] is None else f"{own['state']}: {own['reason']}"
         cells = (own["name"], state, own["node"], own["pid"], own["address"], own["model"], own["sessions"])
         table.add_row(
-            *("" if cell is None else str(cell) for cell in cells), f"{own['busy']:.0%}", str(own["restarts"])
+            *("" if cell is None else escape(str(cell)) for cell in cells), f"{own['busy']:.0%}", str(own["restarts"])
         )
     return table
 
