@@ -40,12 +40,18 @@ class UnknownModel(errors.InvalidRequest):
         super().__init__([errors.FieldViolation("model", f"{given!r} is not served here: use {served!r}")])
 
 
-class RequestTooLarge(errors.OutriderError):
+class RequestTooLarge(errors.InvalidRequest):
     """The body is larger than any request that could be right."""
 
+    def __init__(self, description: str) -> None:
+        super().__init__([errors.FieldViolation("body", description)])
 
-class UnsupportedMediaType(errors.OutriderError):
+
+class UnsupportedMediaType(errors.InvalidRequest):
     """The body is not declared as JSON."""
+
+    def __init__(self, description: str) -> None:
+        super().__init__([errors.FieldViolation("content-type", description)])
 
 
 def status_of(error: errors.OutriderError) -> int:

@@ -186,6 +186,10 @@ async def _draft_worker(config: Any, **options: Any) -> None:
 
 
 async def _serve_until_stopped(serve: Callable[..., Awaitable[None]], config: Any, *, stop_with_stdin: bool) -> None:
+    import grpc.aio
+
+    # Otherwise grpc.aio waits, with the last channel that is closed, for operations that may never come to their end.
+    grpc.aio.init_grpc_aio()  # pyright: ignore[reportAttributeAccessIssue]
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)

@@ -59,7 +59,7 @@ class TableRunner:
         self.slots = SlotTable(num_slots=BATCH * 40, max_rows=BATCH, max_row_len=40)
         self.vocab_size = VOCABULARY
         self.info = SimpleNamespace(max_model_len=16, vocab_size=VOCABULARY)
-        self.config = SimpleNamespace(max_tree_nodes=16, device="cpu", enable_prefix_caching=False)
+        self.config = SimpleNamespace(max_tree_nodes=16, device="cpu", enable_prefix_caching=False, model_path="")
         self.steps = None
         self.ranks = SimpleNamespace(guard=contextlib.nullcontext)
 

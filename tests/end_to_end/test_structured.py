@@ -47,7 +47,9 @@ async def test_every_mode_gives_the_same_valid_outputs(service: LocalService) ->
         results.append(await run_mode(service.endpoint, mode, asked, concurrency=10))
         assert results[-1].faults == {}
         assert differing(results[0], results[-1]) == []
-    assert [result.acceptance_length > 1.2 for result in results] == [False, True, True]
+    # What drafts are worth here: in sync trees alone is that no question of the machine's pace.
+    assert results[0].acceptance_length == 1.0
+    assert results[2].acceptance_length > 1.2
 
 
 def test_the_other_constraints(client: Client) -> None:
