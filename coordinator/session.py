@@ -93,6 +93,8 @@ class Session:
         self.arrivals: list[GrowthArrival] = []
         self.committed_ns = 0
         """When tokens were last committed, or the session was placed."""
+        self.told_ns = 0
+        """When tokens were last committed; 0 before the first. Who reads them waits on, over the loss of a target."""
         self.rests_until_ns = 0
         """A full target turned it away: not to be submitted before."""
         self.probation = 0
@@ -187,7 +189,7 @@ class Session:
         submission, self.submission = self.submission, None
         growth, self.arrivals = self.arrivals, []
         assert submission is not None
-        self.committed_ns = committed_ns
+        self.committed_ns = self.told_ns = committed_ns
         before = len(self.token_ids)
         _, _, _, _, accepted_nodes, token_ids, _, cached_tokens = verdict
         try:

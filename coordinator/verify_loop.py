@@ -241,8 +241,8 @@ class VerifyLoop:
                 elif session.may_speculate:
                     counts.bare_drafted += bool(session.draft_epochs)
                     counts.bare_undrafted += not session.draft_epochs
-                if session.verify_steps:
-                    since_ns.append(session.committed_ns)
+                if session.told_ns:
+                    since_ns.append(session.told_ns)
                 committed.append((session, session.commit(verdict, result, now_ns)))
         if in_flight:
             self._take_unanswered(in_flight.values())

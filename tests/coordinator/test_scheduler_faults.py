@@ -126,6 +126,22 @@ async def test_a_replaced_target_is_waited_for_when_configured(make_bench, expec
     assert outputs == [expect_output(request.prompt_token_ids, request.sampling)]
 
 
+async def test_the_wait_for_another_target_is_between_two_tokens(make_bench, until, make_request):
+    """Whoever reads waits all that time, and the histogram has to say so."""
+    bench = make_bench(target_wait_s=10.0)
+    bench.add_target("first", step_s=0.001)
+    task = asyncio.create_task(bench.generate(make_request(sampling=SamplingSpec(max_new_tokens=60))))
+    totals = bench.scheduler.totals
+    await until(lambda: totals.emitted_tokens > 5)
+    bench.scheduler.remove_target("first", "gone")
+    await asyncio.sleep(2.0)
+    bench.add_target("second", step_s=0.001)
+    await task
+    between = totals.serving.between_tokens
+    assert sum(between.counts) == totals.verify_steps - 1
+    assert 2e9 <= between.total < 2.5e9
+
+
 async def test_a_session_that_a_target_forgot_is_opened_anew(bench, expect_output, until, make_request):
     target = bench.add_target(step_s=0.001)
     task = asyncio.create_task(bench.generate(make_request()))
