@@ -43,6 +43,9 @@ class DeployConfig:
             coordinator's log names. Default: no such door.
         live_page: serve a page at /live of that door that shows token trees growing and being verified, with their
             text (docs/live-page.md).
+        vllm_grpc: serve vLLM's gRPC engine service beside the own one, for routers that drive vLLM so.
+        metrics_port: on which Prometheus reads workers: target-N on metrics_port + N, draft-N on metrics_port + 100 +
+            N, where they listen (docs/metrics.md). Coordinators are read at their HTTP door. Default: not at all.
         target_wait_s: longest that a request waits at a coordinator that has no target: one is being started anew.
         allow_synthetic: take requests whose drafts are accepted at given rates, whatever they are: for benchmarks.
         target_port: of every target worker; for machines that hold one each. By default each takes a free one.
@@ -107,6 +110,8 @@ class DeployConfig:
     port: int = 50051
     http_port: int | None = None
     live_page: bool = False
+    vllm_grpc: bool = False
+    metrics_port: int | None = None
     target_wait_s: float = 30.0
     allow_synthetic: bool = False
     target_port: int = 0
@@ -152,13 +157,7 @@ class DeployConfig:
         if not self.name or "/" in self.name:
             raise ValueError(f"name: {self.name!r} given, a name without '/' needed")
         self._check_counts()
-        for name in ("port", "target_port", "draft_port"):
-            if not 0 <= getattr(self, name) <= 65535:
-                raise ValueError(f"{name}: {getattr(self, name)} given, 0 to 65535 needed")
-        if self.http_port is not None and not 0 <= self.http_port <= 65535:
-            raise ValueError(f"http_port: {self.http_port} given, 0 to 65535 needed")
-        if self.live_page and self.http_port is None:
-            raise ValueError("live_page: it is part of the HTTP door, so http_port is needed, too (8000, say)")
+        self._check_ports()
         for name in ("target_threads", "draft_threads"):
             if (threads := getattr(self, name)) is not None and threads < 1:
                 raise ValueError(f"{name}: {threads} given, at least 1 needed")
@@ -175,6 +174,17 @@ class DeployConfig:
         for name in _DURATIONS:
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}: {getattr(self, name)} given, more than 0 needed")
+
+    def _check_ports(self) -> None:
+        for name in ("port", "target_port", "draft_port"):
+            if not 0 <= getattr(self, name) <= 65535:
+                raise ValueError(f"{name}: {getattr(self, name)} given, 0 to 65535 needed")
+        if self.http_port is not None and not 0 <= self.http_port <= 65535:
+            raise ValueError(f"http_port: {self.http_port} given, 0 to 65535 needed")
+        if self.metrics_port is not None and not 1 <= self.metrics_port <= 65000:
+            raise ValueError(f"metrics_port: {self.metrics_port} given, 1 to 65000 needed")
+        if self.live_page and self.http_port is None:
+            raise ValueError("live_page: it is part of the HTTP door, so http_port is needed, too (8000, say)")
 
     def _check_workers(self) -> None:
         # On whatever device they will be: that a worker finds out when it starts.

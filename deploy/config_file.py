@@ -18,12 +18,13 @@ from outrider.deploy.config import DeployConfig
 
 # Section -> key -> field; the section "" is the top of the file. A key that is only given here is a field of its name.
 SECTIONS: dict[str, dict[str, str]] = {
-    "": {key: key for key in ("name", "address", "bind")},
+    "": {key: key for key in ("name", "address", "bind", "metrics_port")},
     "coordinator": {
         "count": "coordinators",
         "port": "port",
         "http_port": "http_port",
         "live_page": "live_page",
+        "vllm_grpc": "vllm_grpc",
         "resources": "coordinator_resources",
         "drafts_per_session": "drafts_per_session",
         "target_wait_s": "target_wait_s",

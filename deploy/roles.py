@@ -18,6 +18,9 @@ from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
 from outrider.target_worker.config import TargetWorkerConfig
 
+# Ports of targets' metrics before those of drafts' begin.
+_DRAFTS_METRICS = 100
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerSetting:
@@ -95,6 +98,7 @@ async def serve_coordinator(
         allow_synthetic=config.allow_synthetic,
         http_port=config.http_port,
         live_page=config.live_page,
+        vllm_grpc=config.vllm_grpc,
         token_file=config.token_file,
         **security(config, Role.COORDINATOR),
     )
@@ -155,6 +159,8 @@ def target_config(config: DeployConfig, setting: WorkerSetting, *, host: str) ->
         enforce_eager=config.enforce_eager,
         deterministic=config.deterministic,
         tensor_parallel_size=config.tensor_parallel_size,
+        metrics_port=_metrics_port(config, setting, first=0),
+        metrics_host=host,
         **security(config, Role.TARGET),
     )
 
@@ -172,6 +178,8 @@ def draft_config(config: DeployConfig, setting: WorkerSetting, *, host: str) -> 
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
         kv_cache_memory_fraction=config.kv_cache_memory_fraction,
+        metrics_port=_metrics_port(config, setting, first=_DRAFTS_METRICS),
+        metrics_host=host,
         **security(config, Role.DRAFT),
     )
 
@@ -186,6 +194,13 @@ def security(config: DeployConfig, role: Role) -> dict[str, Any]:
     tls = tls_of(config, role)
     files = {} if tls is None else {"tls_ca": tls.ca, "tls_certificate": tls.certificate, "tls_key": tls.key}
     return {"insecure": config.insecure, **files}
+
+
+def _metrics_port(config: DeployConfig, setting: WorkerSetting, *, first: int) -> int | None:
+    """By the worker's number, which it keeps over restarts."""
+    if config.metrics_port is None:
+        return None
+    return config.metrics_port + first + int(setting.name.rpartition("-")[2]) % _DRAFTS_METRICS
 
 
 def _cores() -> int:

@@ -102,3 +102,13 @@ def test_workers_get_the_options_of_their_own():
     assert all(getattr(draft.engine(), name) == getattr(config, name) for name in shared)
     on_cpu = WorkerSetting(name="d/target-0", coordinators=("h:1",))
     assert target_config(DeployConfig(), on_cpu, host="127.0.0.1").max_step_tokens == 512
+
+
+def test_workers_are_read_on_ports_of_their_numbers():
+    config = DeployConfig(metrics_port=9100)
+    target, draft = (WorkerSetting(name=name, coordinators=("h:1",)) for name in ("d/target-1", "d/draft-3"))
+    assert target_config(config, target, host="127.0.0.1").metrics_port == 9101
+    assert draft_config(config, draft, host="127.0.0.1").metrics_port == 9203
+    assert target_config(DeployConfig(), target, host="127.0.0.1").metrics_port is None
+    with pytest.raises(ValueError, match="metrics_port: 0 given"):
+        DeployConfig(metrics_port=0)

@@ -68,7 +68,7 @@ def test_values_arrive_as_the_fields_want_them(tmp_path: Path):
     [
         ("draft: {worker: 2}", "draft.worker: unknown; did you mean workers?"),
         ("drafts: {workers: 2}", "drafts: unknown; did you mean draft?"),
-        ("colour: red", "colour: unknown; known are name, address, bind, coordinator"),
+        ("colour: red", "colour: unknown; known are name, address, bind, metrics_port"),
         ("draft: 4", "draft: 4 given, keys with values needed"),
         ("[1]", "the file: [1] given, keys with values needed"),
         ("draft: {workers: four}", "draft.workers: 'four' given, a whole number needed"),
