@@ -351,11 +351,15 @@ class Verifier:
         """Commits what one session's walk emits."""
         room = session.limit - len(session.tokens)
         accepted, emitted = emit(verdict.walk, stop_token_ids=session.stop_token_ids, room=room)
-        if session.grammar is not None and (fault := session.grammar.fault_of(accepted)) is not None:
-            self._slots.retain(session.row, session.root_index, [0])
-            session.closing = True
-            message = f"structured_outputs: {fault}"
-            return TreeResult(outcome=Outcome.ERROR, fault=SessionFault(Code.INVALID_ARGUMENT, message))
+        if session.grammar is not None:
+            if (fault := session.grammar.fault) is not None:
+                self._slots.retain(session.row, session.root_index, [0])
+                session.closing = True
+                message = f"structured_outputs: {fault}"
+                return TreeResult(outcome=Outcome.ERROR, fault=SessionFault(Code.INVALID_ARGUMENT, message))
+            # As one without a tree would go on: with the token that was chosen last by what the grammar says.
+            followed = session.grammar.followed(accepted)
+            accepted, emitted = accepted[:followed], emitted[: followed + 1]
         logprobs: TokenLogprobs | None = None
         if session.sampling.logprobs is not None:
             # The j-th emitted token was chosen at the root (j = 0) or at the (j-1)-th accepted node.

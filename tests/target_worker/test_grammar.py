@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from outrider.draft_distribution import DraftDistribution
 from outrider.engine.model_runner import EngineConfig, ModelRunner
 from outrider.grammar.compiler import GrammarCompiler
+from outrider.grammar.matcher import SessionGrammar
 from outrider.kernels.coupled_sampling import coupled_choice
 from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.target_worker.sessions import Code, OpenRequest, Outcome, SessionFault, TreeRequest, TreeResult
@@ -163,6 +164,29 @@ def test_any_tree_gives_plain_decoding(name: str, verifier: Verifier, reference_
         assert steps[no_tree] == len(plain)
         assert steps[chain] <= -(-len(plain) // 6), "the right nodes were not accepted"
     assert verifier.session_count == 0
+
+
+def test_a_tree_that_is_not_followed_to_its_end_gives_plain_decoding(
+    verifier: Verifier, reference_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where one branch becomes too costly, those behind it are not looked at: they may be right all the same."""
+    real = SessionGrammar.masks
+
+    def masks(self: SessionGrammar, tokens: Sequence[int] = (), parents: Sequence[int] = ()) -> np.ndarray:
+        found = real(self, tokens, parents)
+        self.unfollowed = frozenset(range(3, len(found)))
+        found[3:] = -1
+        return found
+
+    monkeypatch.setattr(SessionGrammar, "masks", masks)
+    for spec in (SPECS["greedy"], SPECS["coupled"], replace(SPECS["coupled"], logprobs=2)):
+        plain = plain_decode(reference_model, spec)
+        for make_tree in (random_tree, chain):
+            results = decode(verifier, spec, plain, make_tree)
+            assert tokens_of(results) == plain
+            assert all(result.logprobs is None or len(result.logprobs.token_logprobs) == len(result.token_ids)
+                       for result in results)  # fmt: skip
+            assert make_tree is not chain or len(results) <= -(-len(plain) // 3)
 
 
 def test_log_probabilities_are_those_without_a_grammar(verifier: Verifier, reference_model: PreTrainedModel) -> None:

@@ -30,8 +30,8 @@ class SessionGrammar:
 
     Attributes:
         fault: why the committed output cannot be followed any further.
-        unfollowed: nodes of the last tree whose row says nothing, because following them became too costly. Should one
-            of them be accepted, that is a fault of the session.
+        unfollowed: nodes of the last tree whose row says nothing, because following one of them became too costly. A
+            walk has to end with the first of them.
     """
 
     def __init__(self, compiled: Future[Any], end_ids: Sequence[int]) -> None:
@@ -111,11 +111,12 @@ class SessionGrammar:
         self._matcher.rollback(depth)
         return masks
 
-    def fault_of(self, accepted: Sequence[int]) -> str | None:
-        """Why these nodes of the last tree cannot be committed; None where they can."""
-        if self.fault is None and not self.unfollowed.isdisjoint(accepted):
-            self.fault = "the grammar has become too costly to follow"
-        return self.fault
+    def followed(self, path: Sequence[int]) -> int:
+        """How many nodes of a path through the last tree were followed, from its root on.
+
+        What comes first behind them was allowed, but nobody knows what may come after that before it is committed.
+        """
+        return next((place for place, node in enumerate(path) if node in self.unfollowed), len(path))
 
     def mask_after(self, path: Sequence[int]) -> npt.NDArray[np.int32] | None:
         """[W] what may follow a path below the committed output; None where nothing does, or it cannot be told."""
