@@ -179,9 +179,10 @@ async def serve_worker(
         is_hung = True
         raise
     finally:
+        await server.stop(drain=lambda: _leave(worker, registrar, in_order=in_order))
+        # How it drains is read, too.
         if metrics is not None:
             await metrics.close()
-        await server.stop(drain=lambda: _leave(worker, registrar, in_order=in_order))
         if not is_hung:
             thread.stop()
             # What ended the thread, if anything did, has been raised above.

@@ -1,0 +1,83 @@
+"""Serving a worker, whichever it is: the order in which things begin and end."""
+
+import asyncio
+import urllib.request
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import cast
+
+from outrider.ports import free_port
+from outrider.security.roles import Role
+from outrider.step_watch import StepWatch
+from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, registry_pb2
+from outrider.worker_service import Loaded, Worker, WorkerConfig, serve_worker
+
+
+class IdleThread:
+    """Has loaded its model at once, and has nothing to do."""
+
+    def __init__(self) -> None:
+        self.watch, self.ready, self.stopped = StepWatch(), Future[None](), Future[None]()
+
+    def start(self) -> None:
+        self.ready.set_result(None)
+        # Nobody can cancel what runs, as with the real ones.
+        self.stopped.set_running_or_notify_cancel()
+
+    def stop(self) -> None:
+        self.stopped.set_result(None)
+
+
+class Unused(draft_pb2_grpc.DraftServiceServicer):
+    """Nobody calls."""
+
+    async def Speculate(self, request_iterator, context) -> None:  # noqa: N802 - the service's name
+        raise AssertionError
+
+
+class IdleWorker(Worker[IdleThread]):
+    """Reads its own metrics when it has handed its sessions over."""
+
+    role = Role.DRAFT
+    service = draft_pb2.DESCRIPTOR.services_by_name["DraftService"]
+
+    def __init__(self, metrics_port: int) -> None:
+        self.thread, self.servicer = IdleThread(), Unused()
+        self._url = f"http://127.0.0.1:{metrics_port}/metrics"
+        self.at_the_end = ""
+
+    def loaded(self) -> Loaded:
+        return Loaded(
+            model=common_pb2.ModelInfo(name="none"),
+            limits=registry_pb2.WorkerLimits(max_sessions=1),
+            metrics=lambda families: families.gauge("answer", "a", 42),
+        )
+
+    def load(self) -> common_pb2.WorkerLoad:
+        return common_pb2.WorkerLoad()
+
+    async def end_streams(self) -> None:
+        self.at_the_end = await asyncio.to_thread(self._read)
+
+    def _read(self) -> str:
+        with urllib.request.urlopen(self._url, timeout=30) as answer:
+            return answer.read().decode()
+
+
+async def test_a_worker_is_read_until_it_has_drained():
+    port, nobody = free_port(), free_port()
+    config = SimpleNamespace(
+        address="127.0.0.1:0",
+        host="127.0.0.1",
+        advertised_host=None,
+        coordinators=(f"127.0.0.1:{nobody}",),
+        name="",
+        drain_s=1.0,
+        tls=None,
+        metrics_host="127.0.0.1",
+        metrics_port=port,
+    )
+    worker, stop = IdleWorker(port), asyncio.Event()
+    async with asyncio.timeout(60):
+        await serve_worker(worker, cast("WorkerConfig", config), ready=lambda _: stop.set(), stop=stop)
+    assert "outrider:answer 42.0" in worker.at_the_end
