@@ -324,14 +324,19 @@ async def measure(sessions: int, *, rounds: int, draft_steps: int, width: int, m
     }
 
 
+def add_round_options(parser: argparse.ArgumentParser) -> None:
+    """What a round consists of."""
+    parser.add_argument("--draft-steps", type=int, default=14, help="messages of growth in a round (default 14)")
+    parser.add_argument("--draft-width", type=int, default=64, help="nodes that a draft's step expands (default 64)")
+    parser.add_argument("--max-nodes", type=int, default=24, help="of a session in a batch (default 24)")
+
+
 def run(arguments: Sequence[str]) -> int:
     """A table, and JSON on standard output if asked for."""
     parser = argparse.ArgumentParser(prog="benchmarks/coordinator_cpu.py", description="CPU time of a round.")
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 16, 64, 128, 256])
     parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--draft-steps", type=int, default=14, help="messages of growth in a round (default 14)")
-    parser.add_argument("--draft-width", type=int, default=64, help="nodes that a draft's step expands (default 64)")
-    parser.add_argument("--max-nodes", type=int, default=24, help="of a session in a batch (default 24)")
+    add_round_options(parser)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
     results = []

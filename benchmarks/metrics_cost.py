@@ -32,7 +32,7 @@ from rich.table import Table
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from benchmarks.coordinator_cpu import Bench, OneGroupLoop, without_collector
+from benchmarks.coordinator_cpu import Bench, OneGroupLoop, add_round_options, without_collector
 from prometheus_client import generate_latest
 
 from outrider.coordinator import clock
@@ -204,9 +204,7 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--sessions", type=int, nargs="+", default=[16, 128])
     parser.add_argument("--pairs", type=int, default=100, help="blocks of each arm (default 100)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds of a block (default 3)")
-    parser.add_argument("--draft-steps", type=int, default=14, help="messages of growth in a round (default 14)")
-    parser.add_argument("--draft-width", type=int, default=64, help="nodes that a draft's step expands (default 64)")
-    parser.add_argument("--max-nodes", type=int, default=24, help="of a session in a batch (default 24)")
+    add_round_options(parser)
     parser.add_argument("--limit-percent", type=float, default=1.0, help="most that it may cost (default 1)")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
