@@ -90,15 +90,11 @@ class Endpoint:
         """Serves one request."""
         # As at the other door: what finds no room costs no more than this.
         self._generations.check_room()
-        content, size = await read_json_object(scope, receive, most_bytes=self._most_bytes)
-        request_id = _header_id(Request(scope))
         try:
-            if size < LARGE_REQUEST_BYTES:
-                asked = self._read(content, request_id)
-            else:
-                asked = await asyncio.to_thread(self._read, content, request_id)
-        except RecursionError as error:
-            raise InvalidRequest([FieldViolation("body", "nested too deeply")]) from error
+            asked = await self._asked(scope, receive)
+        except OutriderError as error:
+            self._generations.on_refusal(error)
+            raise
         if tracing.active is not None:
             asked = replace(asked, traceparent=Request(scope).headers.get(tracing.HEADER, ""))
         choices = len(asked.requests) * asked.choices
@@ -115,6 +111,16 @@ class Endpoint:
                 content = await response.collect(events)
                 connection.answered()
                 await Response(content, media_type="application/json")(scope, receive, send)
+
+    async def _asked(self, scope: Any, receive: Any) -> Asked:
+        content, size = await read_json_object(scope, receive, most_bytes=self._most_bytes)
+        request_id = _header_id(Request(scope))
+        try:
+            if size < LARGE_REQUEST_BYTES:
+                return self._read(content, request_id)
+            return await asyncio.to_thread(self._read, content, request_id)
+        except RecursionError as error:
+            raise InvalidRequest([FieldViolation("body", "nested too deeply")]) from error
 
     def _format(self, asked: Asked) -> Format:
         model, tokenizer = self._generations.model.name, self._generations.tokenizer

@@ -152,9 +152,13 @@ class VllmEngineServicer:
 
     async def _translate(self, request: Any) -> generation_pb2.GenerateRequest:
         prompt = None
-        if request.WhichOneof("input") == "text":
-            prompt = await self._tokens(request.text)
-        return generate_request(request, prompt=prompt, max_model_len=self._generations.model.max_model_len)
+        try:
+            if request.WhichOneof("input") == "text":
+                prompt = await self._tokens(request.text)
+            return generate_request(request, prompt=prompt, max_model_len=self._generations.model.max_model_len)
+        except InvalidRequest as error:
+            self._generations.on_refusal(error)
+            raise
 
     async def _tokens(self, text: str) -> list[int]:
         tokenizer = self._generations.tokenizer

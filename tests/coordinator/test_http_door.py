@@ -433,6 +433,16 @@ async def test_errors_have_openais_shape_and_status() -> None:
             await client.completions.create(model="tiny", prompt=["a", "b"], n=2)
 
 
+async def test_requests_that_are_refused_by_this_door_alone_are_counted() -> None:
+    told = list[str]()
+    async with serving() as door:
+        door.servicer.generations.on_refusal = lambda error: told.append(type(error).__name__)
+        for content in (b"{", {"prompt": "x", "temprature": 1}, {"prompt": "x", "model": "other"}):
+            await door.ask("/v1/completions", content)
+        assert (await door.ask("/v1/completions", {"prompt": "x", "top_p": 2}))[0] == 400
+    assert told == ["InvalidRequest", "InvalidRequest", "UnknownModel", "InvalidRequest"]
+
+
 async def test_requests_that_are_none() -> None:
     async with serving() as door:
 

@@ -336,3 +336,26 @@ def test_without_the_package_it_says_what_to_install(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(coordinator_config.importlib.util, "find_spec", lambda _name: None)
     with pytest.raises(ValueError, match=r"pip install 'outrider\[vllm-grpc\]'"):
         CoordinatorConfig(vllm_grpc=True)
+
+
+async def test_what_this_door_alone_refuses_is_counted(script: Script, tmp_path: Path) -> None:
+    class Context:
+        def invocation_metadata(self) -> tuple[()]:
+            return ()
+
+        async def abort(self, *reason: Any) -> None:
+            raise grpc.aio.AbortError(*reason)
+
+        abort_with_status = abort
+
+    told = list[OutriderError]()
+    scheduler: Any = script
+    generations = Generations(scheduler, model=MODEL, tokenizer=TOKENIZER, limits=RequestLimits())
+    generations.on_refusal = told.append
+    servicer = VllmEngineServicer(
+        generations, Access(), server_info=generation_pb2.ServerInfo, model_folder=tmp_path, max_running=5
+    )
+    for request in (pb.GenerateRequest(text="a" * 1_000), pb.GenerateRequest(text="a", data_parallel_rank=1)):
+        with pytest.raises(grpc.aio.AbortError):
+            await anext(servicer.Generate(request, Context()))
+    assert [type(error) for error in told] == [InvalidRequest, InvalidRequest]
