@@ -24,7 +24,7 @@ from outrider.coordinator.messages import GenerationEvent, GenerationRequest, To
 from outrider.coordinator.request_trace import RequestTrace
 from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.tokenizer import TextTokenizer
-from outrider.coordinator.validation import RequestLimits, RequestValidator
+from outrider.coordinator.validation import MAX_REQUEST_ID_CHARS, RequestLimits, RequestValidator
 from outrider.errors import OutriderError, Overloaded, Superseded
 from outrider.log_output import about
 from outrider.v1 import common_pb2, generation_pb2
@@ -141,9 +141,10 @@ class Generations:
             Superseded: another stream took it over, or it was aborted.
         """
         request_id = request.request_id or uuid.uuid4().hex
+        told_id = _told(request_id)
         spans = None
         if tracing.active is not None:
-            spans = RequestTrace(tracing.active, request_id, parent=traceparent)
+            spans = RequestTrace(tracing.active, told_id, parent=traceparent)
         has_begun = False
         try:
             # First of all: under overload, time spent on the tokens of prompts is taken from those that run.
@@ -176,8 +177,8 @@ class Generations:
                 if spans is not None:
                     spans.refuse(error)
             said = "ends" if has_begun else "is refused"
-            ids = about(request_id=request_id)
-            logger.info("request %s %s with %s: %s", request_id, said, type(error).__name__, error, extra=ids)
+            ids = about(request_id=told_id)
+            logger.info("request %s %s with %s: %s", told_id, said, type(error).__name__, error, extra=ids)
             raise
 
     async def _check(
@@ -213,3 +214,8 @@ class Generations:
         if live is not None:
             live.generation.abort(Superseded(f"request {key[1]} ended: {reason}"))
         return live is not None
+
+
+def _told(request_id: str) -> str:
+    """As logs and traces have it, also of a request that is refused for it: no lines of its own, and no megabytes."""
+    return ascii(request_id[:MAX_REQUEST_ID_CHARS])[1:-1]

@@ -205,6 +205,17 @@ async def test_started_deltas_rounds_finished() -> None:
     assert timings.tpot_ms == pytest.approx(10)
 
 
+async def test_a_request_id_that_is_refused_writes_no_lines_into_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    async with serving(ScriptedScheduler(lambda _: [])) as (stub, _):
+        error = await failure(stub.Generate(request(request_id="r\nERROR all is lost " + 10_000 * "x"), timeout=30))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    (line,) = [line for line in caplog.records if "is refused" in line.getMessage()]
+    assert "\n" not in line.getMessage() + vars(line)["ids"]["request_id"]
+    assert len(line.getMessage()) < 500
+    assert "request r\\nERROR" in line.getMessage()
+
+
 async def test_request_id_and_seed_are_made_and_announced() -> None:
     scheduler = ScriptedScheduler(lambda _: [result()])
     async with serving(scheduler) as (stub, _):
