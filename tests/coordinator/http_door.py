@@ -1,0 +1,203 @@
+"""The HTTP door over loopback, with a scheduler that plays scripts: what the tests of the door share."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from outrider.coordinator.access import Access
+from outrider.coordinator.http.app import create_app
+from outrider.coordinator.http.chat_template import ChatTemplate
+from outrider.coordinator.http.server import HttpServer
+from outrider.coordinator.messages import (
+    ChoiceResult,
+    FinishReason,
+    GenerationEvent,
+    GenerationRequest,
+    GenerationResult,
+    SpeculationCounts,
+    TokenDelta,
+    TokenLogprobs,
+)
+from outrider.coordinator.service import GenerationServicer
+from outrider.coordinator.text_stream import TextStream
+from outrider.coordinator.tokenizer import TextTokenizer
+from outrider.coordinator.validation import RequestLimits
+from outrider.errors import OutriderError, Overloaded
+from outrider.security.tls import TlsConfig
+from outrider.v1 import common_pb2, generation_pb2
+
+ALPHABET = {char: rank for rank, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+Play = Callable[[GenerationRequest], Sequence[GenerationEvent | OutriderError | None]]
+
+
+def tokenizer_of_bytes() -> TextTokenizer:
+    tokenizer = Tokenizer(models.BPE(vocab=ALPHABET, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return TextTokenizer(tokenizer)
+
+
+TOKENIZER = tokenizer_of_bytes()
+A, B, C = (ALPHABET[char] for char in "abc")
+
+
+class ScriptedGeneration:
+    """Plays one event after the other; None waits until it is told to go on, or ended."""
+
+    def __init__(self, events: Sequence[GenerationEvent | OutriderError | None]) -> None:
+        self._events = events
+        self._error: OutriderError | None = None
+        self.go_on = asyncio.Event()
+        self.is_cancelled = asyncio.Event()
+        self.played = 0
+
+    async def __aiter__(self) -> AsyncIterator[GenerationEvent]:
+        for event in self._events:
+            if event is None:
+                await self.go_on.wait()
+            if self._error is not None:
+                raise self._error
+            if isinstance(event, OutriderError):
+                raise event
+            if event is not None:
+                self.played += 1
+                yield event
+
+    def cancel(self) -> None:
+        self.is_cancelled.set()
+
+    def abort(self, error: OutriderError) -> None:
+        self._error = error
+        self.go_on.set()
+
+
+class ScriptedScheduler:
+    def __init__(self, play: Play) -> None:
+        self.play = play
+        self.requests: list[GenerationRequest] = []
+        self.generations: list[ScriptedGeneration] = []
+        self.error: OutriderError | None = None
+        self.room = 100
+
+    def check_room(self, choices: int = 1) -> None:
+        if choices > self.room:
+            raise Overloaded("full", retry_after_s=2.5)
+
+    def submit(self, request: GenerationRequest, text_streams: Sequence[TextStream]) -> ScriptedGeneration:
+        if self.error is not None:
+            raise self.error
+        self.requests.append(request)
+        self.generations.append(ScriptedGeneration(self.play(request)))
+        return self.generations[-1]
+
+
+def delta(*token_ids: int, text: str = "", index: int = 0, logprobs: TokenLogprobs | None = None) -> TokenDelta:
+    return TokenDelta(index=index, token_ids=token_ids, text=text, offset=0, text_offset=0, logprobs=logprobs)
+
+
+def result(*tokens: int, stop_string: str | None = None) -> GenerationResult:
+    reason = FinishReason.LENGTH if stop_string is None else FinishReason.STOP
+    return GenerationResult(
+        choices=[
+            ChoiceResult(index=i, finish_reason=reason, completion_tokens=count, stop_string=stop_string)
+            for i, count in enumerate(tokens)
+        ],
+        speculation=SpeculationCounts(verify_steps=2, drafted_tokens=9, accepted_tokens=3),
+        queue_s=0.001,
+        ttft_s=0.011,
+        total_s=0.031,
+        cached_tokens=1,
+    )
+
+
+def play_plainly(request: GenerationRequest) -> Sequence[GenerationEvent]:
+    deltas = [delta(A, B, text="ab", index=index) for index in range(request.n)]
+    return [*deltas, *(delta(C, text="c", index=index) for index in range(request.n)), result(*[3] * request.n)]
+
+
+class Door:
+    """What a test holds of a door."""
+
+    def __init__(self, scheduler: ScriptedScheduler, servicer: GenerationServicer, server: HttpServer) -> None:
+        self.scheduler, self.servicer, self.server = scheduler, servicer, server
+        self.is_serving = True
+
+    def client(self, **options: Any) -> openai.AsyncOpenAI:
+        # By default it loads every authority's certificate for each client.
+        transport = options.pop("http_client", None) or httpx2.AsyncClient(verify=False)
+        settings = {"api_key": "none", "max_retries": 0, "timeout": 60, "http_client": transport} | options
+        return openai.AsyncOpenAI(base_url=f"{self.server.url}/v1", **settings)
+
+    async def ask(
+        self, path: str, content: Any = None, *, method: str | None = None, **headers: str
+    ) -> tuple[int, dict[str, str], bytes]:
+        """One request on a connection of its own: status, headers, body as it travelled."""
+        reader, writer = await self.send(path, content, method=method, **headers)
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+        status, *lines = head.decode().split("\r\n")
+        return int(status.split()[1]), dict(line.lower().split(": ", 1) for line in lines), body
+
+    async def send(
+        self, path: str, content: Any = None, *, method: str | None = None, **headers: str
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        body = content if isinstance(content, bytes) else b"" if content is None else json.dumps(content).encode()
+        host, _, port = self.server.address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        given = {"host": self.server.address, "connection": "close", "content-length": str(len(body))}
+        given |= {"content-type": "application/json"} | {name.replace("_", "-"): text for name, text in headers.items()}
+        lines = [f"{method or ('GET' if content is None else 'POST')} {path} HTTP/1.1"]
+        lines += [f"{name}: {text}" for name, text in given.items()]
+        writer.write("\r\n".join([*lines, "", ""]).encode() + body)
+        return reader, writer
+
+
+async def _hello(request: Request) -> Response:
+    return PlainTextResponse("hello")
+
+
+async def _defect(request: Request) -> Response:
+    raise RuntimeError("a secret")
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    play: Play = play_plainly, *, token_file: Path | None = None, tls: TlsConfig | None = None
+) -> AsyncIterator[Door]:
+    scheduler = ScriptedScheduler(play)
+    servicer = GenerationServicer(
+        scheduler,
+        model=common_pb2.ModelInfo(name="tiny", vocab_size=256, max_model_len=2_000, eos_token_ids=[0]),
+        tokenizer=TOKENIZER,
+        limits=RequestLimits(),
+        server_info=generation_pb2.ServerInfo,
+        access=Access(token_file),
+    )
+    routes = [Route("/more/hello", _hello), Route("/hello", _hello), Route("/defect", _defect)]
+    app = create_app(
+        servicer,
+        template=ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}"),
+        is_serving=lambda: door.is_serving,
+        extra_routes=routes,
+        open_paths={"/more/"},
+    )
+    server = HttpServer(app, host="127.0.0.1", port=0, tls=tls)
+    door = Door(scheduler, servicer, server)
+    await server.start()
+    try:
+        yield door
+        async with asyncio.timeout(30):
+            while servicer.generations.live:
+                await asyncio.sleep(0.001)
+    finally:
+        await server.stop()
