@@ -11,6 +11,7 @@ from typing import Any
 from google.protobuf.message import Message
 
 from outrider.coordinator.messages import GenerationRequest, SpeculationMode
+from outrider.coordinator.received_text import received_fault
 from outrider.coordinator.structured_outputs import structured_outputs
 from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.tokenizer import TextTokenizer
@@ -474,32 +475,8 @@ class _Check:
                 continue
             self._check_token_ids(f"{field}.token_ids", entry.token_ids)
             # Text can be compared only when all it depends on is right.
-            if len(self.violations) == before == 0:
-                self._check_received_text(field, entry, generation)
-
-    def _check_received_text(self, field: str, entry: generation_pb2.Received, generation: GenerationRequest) -> None:
-        token_ids, sampling = list(entry.token_ids), generation.sampling
-        stop_ids = set(sampling.stop_token_ids)
-        end = next((i for i, t in enumerate(token_ids) if t in stop_ids and i >= sampling.min_new_tokens), None)
-        stream = TextStream(self._tokenizer, stop=generation.stop, prompt_token_ids=generation.prompt_token_ids)
-        # A stop token has no text.
-        kept = stream.push(token_ids if end is None else token_ids[:end]).consumed
-        if end is not None and stream.stop_string is None:
-            kept = end + 1
-        if kept < len(token_ids):
-            self._wrong(
-                f"{field}.token_ids",
-                f"the output ended after {kept} of these {len(token_ids)} tokens: send only what was received",
-            )
-            return
-        if stream.stop_string is None and (end is not None or len(token_ids) == sampling.max_new_tokens):
-            stream.flush()
-        if entry.text_bytes != stream.text_bytes:
-            self._wrong(
-                f"{field}.text_bytes",
-                f"{entry.text_bytes} given, the text sent with these {len(token_ids)} tokens has {stream.text_bytes}: "
-                "send the bytes of all text received",
-            )
+            if len(self.violations) == before == 0 and (fault := received_fault(entry, self._tokenizer, generation)):
+                self._wrong(f"{field}.{fault[0]}", fault[1])
 
 
 def _fitting(violations: Sequence[FieldViolation]) -> list[FieldViolation]:
