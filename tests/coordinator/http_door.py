@@ -12,7 +12,7 @@ import openai
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tests.coordinator.byte_tokenizer import ALPHABET, tokenizer_of_bytes
 
 from outrider.coordinator.access import Access
 from outrider.coordinator.http.app import create_app
@@ -30,21 +30,12 @@ from outrider.coordinator.messages import (
 )
 from outrider.coordinator.service import GenerationServicer
 from outrider.coordinator.text_stream import TextStream
-from outrider.coordinator.tokenizer import TextTokenizer
 from outrider.coordinator.validation import RequestLimits
 from outrider.errors import OutriderError, Overloaded
 from outrider.security.tls import TlsConfig
 from outrider.v1 import common_pb2, generation_pb2
 
-ALPHABET = {char: rank for rank, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
 Play = Callable[[GenerationRequest], Sequence[GenerationEvent | OutriderError | None]]
-
-
-def tokenizer_of_bytes() -> TextTokenizer:
-    tokenizer = Tokenizer(models.BPE(vocab=ALPHABET, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return TextTokenizer(tokenizer)
 
 
 TOKENIZER = tokenizer_of_bytes()

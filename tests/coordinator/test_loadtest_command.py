@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tests.coordinator.byte_tokenizer import tokenizer_of_bytes
 
 from outrider import cli
 from outrider.coordinator.http.app import create_app
@@ -18,7 +18,6 @@ from outrider.coordinator.loadtest import command
 from outrider.coordinator.loadtest.http_connection import server_sent_events
 from outrider.coordinator.loadtest.options import LoadtestConfig
 from outrider.coordinator.service import GenerationServicer
-from outrider.coordinator.tokenizer import TextTokenizer
 from outrider.coordinator.validation import RequestLimits
 from outrider.errors import InternalError
 from outrider.rpc import RoleServer
@@ -28,14 +27,6 @@ from outrider.v1 import common_pb2, generation_pb2
 class Doors(NamedTuple):
     grpc: str
     http: str
-
-
-def tokenizer_of_bytes() -> TextTokenizer:
-    alphabet = {char: rank for rank, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return TextTokenizer(tokenizer)
 
 
 async def serve(make_bench: Callable[..., Any], ready: Future[Doors], stop: asyncio.Event) -> None:

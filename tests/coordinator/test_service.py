@@ -12,7 +12,7 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tests.coordinator.byte_tokenizer import ALPHABET, tokenizer_of_bytes
 
 from outrider.coordinator.messages import (
     ChoiceResult,
@@ -28,7 +28,6 @@ from outrider.coordinator.messages import (
 )
 from outrider.coordinator.service import SERVICE, GenerationServicer
 from outrider.coordinator.text_stream import TextStream
-from outrider.coordinator.tokenizer import TextTokenizer
 from outrider.coordinator.validation import RequestLimits
 from outrider.errors import OutriderError, Overloaded, WorkerUnavailable
 from outrider.rpc import RoleServer, open_channel
@@ -36,14 +35,6 @@ from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 from outrider.wire import floats_from_bytes
 
 MODEL = common_pb2.ModelInfo(name="tiny", vocab_size=256, max_model_len=20_000, eos_token_ids=[0])
-ALPHABET = {char: rank for rank, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-
-
-def tokenizer_of_bytes() -> TextTokenizer:
-    tokenizer = Tokenizer(models.BPE(vocab=ALPHABET, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return TextTokenizer(tokenizer)
 
 
 TOKENIZER = tokenizer_of_bytes()

@@ -6,11 +6,10 @@ import threading
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tests.coordinator.byte_tokenizer import tokenizer_of_bytes
 
 from outrider.coordinator.access import Access
 from outrider.coordinator.generations import Generations
-from outrider.coordinator.tokenizer import TextTokenizer
 from outrider.coordinator.validation import RequestLimits, RequestValidator
 from outrider.errors import InvalidRequest, Overloaded
 from outrider.v1 import common_pb2, generation_pb2
@@ -19,16 +18,7 @@ END = 256
 MODEL = common_pb2.ModelInfo(name="tiny", vocab_size=257, max_model_len=64, eos_token_ids=[END])
 
 
-def tokenizer_of_bytes() -> TextTokenizer:
-    vocab = {char: rank for rank, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<end>"])
-    return TextTokenizer(tokenizer)
-
-
-VALIDATOR = RequestValidator(MODEL, tokenizer_of_bytes(), RequestLimits(allow_synthetic=True))
+VALIDATOR = RequestValidator(MODEL, tokenizer_of_bytes("<end>"), RequestLimits(allow_synthetic=True))
 
 
 def request_with(structured: dict[str, Any], **sampling: Any) -> generation_pb2.GenerateRequest:
@@ -87,7 +77,7 @@ def test_a_model_that_cannot() -> None:
     request.token_ids.ids.append(1)
     without_tokenizer = RequestValidator(MODEL, None, RequestLimits())
     assert "no tokenizer" in violations(request, without_tokenizer)[field]
-    endless = RequestValidator(common_pb2.ModelInfo(vocab_size=257, max_model_len=64), tokenizer_of_bytes())
+    endless = RequestValidator(common_pb2.ModelInfo(vocab_size=257, max_model_len=64), tokenizer_of_bytes("<end>"))
     assert "no end-of-sequence token" in violations(request, endless)[field]
 
 
@@ -107,7 +97,7 @@ async def test_compiling_holds_nobody_up_and_does_not_pile_up(monkeypatch: pytes
             raise Overloaded("as far as this test goes", retry_after_s=1.0)
 
     scheduler: Any = Full()
-    generations = Generations(scheduler, model=MODEL, tokenizer=tokenizer_of_bytes(), limits=RequestLimits())
+    generations = Generations(scheduler, model=MODEL, tokenizer=tokenizer_of_bytes("<end>"), limits=RequestLimits())
     compiled, begun = threading.Event(), threading.Event()
     real = RequestValidator.check
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import grpc
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tests.coordinator.byte_tokenizer import tokenizer_of_bytes
 
 from outrider.coordinator.messages import SpeculationMode
-from outrider.coordinator.tokenizer import TextTokenizer
 from outrider.coordinator.validation import RequestLimits, RequestValidator, max_request_bytes
 from outrider.errors import InvalidRequest
 from outrider.rpc import MAX_MESSAGE_BYTES, status_of
@@ -19,14 +18,6 @@ from outrider.v1 import common_pb2, generation_pb2
 
 EOS = 255
 MODEL = common_pb2.ModelInfo(name="tiny", vocab_size=256, max_model_len=64, eos_token_ids=[EOS])
-
-
-def tokenizer_of_bytes() -> TextTokenizer:
-    vocab = {char: rank for rank, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return TextTokenizer(tokenizer)
 
 
 TOKENIZER = tokenizer_of_bytes()

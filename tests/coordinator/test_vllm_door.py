@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tests.coordinator.byte_tokenizer import tokenizer_of_bytes
 
 from outrider.coordinator import config as coordinator_config
 from outrider.coordinator.access import Access
@@ -25,7 +25,6 @@ from outrider.coordinator.messages import (
     TokenDelta,
     TokenLogprobs,
 )
-from outrider.coordinator.tokenizer import TextTokenizer
 from outrider.coordinator.validation import RequestLimits
 from outrider.errors import InvalidRequest, OutriderError, WorkerUnavailable
 from outrider.v1 import common_pb2, generation_pb2, registry_pb2
@@ -69,14 +68,6 @@ class Script:
     def abort(self, error: OutriderError) -> None:
         if self.aborted is not None and not self.aborted.done():
             self.aborted.set_result(error)
-
-
-def tokenizer_of_bytes() -> TextTokenizer:
-    vocab = {char: rank for rank, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return TextTokenizer(tokenizer)
 
 
 TOKENIZER = tokenizer_of_bytes()
