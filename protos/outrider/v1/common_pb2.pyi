@@ -14,6 +14,13 @@ class SpeculationMode(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SPECULATION_MODE_SYNC: _ClassVar[SpeculationMode]
     SPECULATION_MODE_OFF: _ClassVar[SpeculationMode]
 
+class GrowthSource(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    GROWTH_SOURCE_UNSPECIFIED: _ClassVar[GrowthSource]
+    GROWTH_SOURCE_MODEL: _ClassVar[GrowthSource]
+    GROWTH_SOURCE_NGRAM: _ClassVar[GrowthSource]
+    GROWTH_SOURCE_EAGLE: _ClassVar[GrowthSource]
+
 class VerificationRule(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     VERIFICATION_RULE_UNSPECIFIED: _ClassVar[VerificationRule]
@@ -25,6 +32,10 @@ SPECULATION_MODE_UNSPECIFIED: SpeculationMode
 SPECULATION_MODE_ASYNC: SpeculationMode
 SPECULATION_MODE_SYNC: SpeculationMode
 SPECULATION_MODE_OFF: SpeculationMode
+GROWTH_SOURCE_UNSPECIFIED: GrowthSource
+GROWTH_SOURCE_MODEL: GrowthSource
+GROWTH_SOURCE_NGRAM: GrowthSource
+GROWTH_SOURCE_EAGLE: GrowthSource
 VERIFICATION_RULE_UNSPECIFIED: VerificationRule
 VERIFICATION_RULE_COUPLED: VerificationRule
 VERIFICATION_RULE_TARGET_ONLY: VerificationRule
@@ -149,13 +160,14 @@ class SpeculationLimits(_message.Message):
     def __init__(self, mode: _Optional[_Union[SpeculationMode, str]] = ..., max_live_nodes: _Optional[int] = ..., max_depth: _Optional[int] = ..., sync_nodes: _Optional[int] = ...) -> None: ...
 
 class SessionOpen(_message.Message):
-    __slots__ = ("session_id", "epoch", "prompt", "output", "sampling", "limits", "traceparent")
+    __slots__ = ("session_id", "epoch", "prompt", "output", "sampling", "limits", "sources", "traceparent")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     epoch: int
@@ -163,8 +175,9 @@ class SessionOpen(_message.Message):
     output: bytes
     sampling: SamplingState
     limits: SpeculationLimits
+    sources: _containers.RepeatedScalarFieldContainer[GrowthSource]
     traceparent: str
-    def __init__(self, session_id: _Optional[int] = ..., epoch: _Optional[int] = ..., prompt: _Optional[bytes] = ..., output: _Optional[bytes] = ..., sampling: _Optional[_Union[SamplingState, _Mapping]] = ..., limits: _Optional[_Union[SpeculationLimits, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    def __init__(self, session_id: _Optional[int] = ..., epoch: _Optional[int] = ..., prompt: _Optional[bytes] = ..., output: _Optional[bytes] = ..., sampling: _Optional[_Union[SamplingState, _Mapping]] = ..., limits: _Optional[_Union[SpeculationLimits, _Mapping]] = ..., sources: _Optional[_Iterable[_Union[GrowthSource, str]]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class StepReport(_message.Message):
     __slots__ = ("step_ns", "forward_ns", "tokens", "sessions")
@@ -209,16 +222,18 @@ class CalibrationReport(_message.Message):
     def __init__(self, edges: _Optional[bytes] = ..., rules: _Optional[_Iterable[_Union[RuleReliability, _Mapping]]] = ...) -> None: ...
 
 class RuleReliability(_message.Message):
-    __slots__ = ("rule", "children", "predicted", "hits")
+    __slots__ = ("rule", "children", "predicted", "hits", "source")
     RULE_FIELD_NUMBER: _ClassVar[int]
     CHILDREN_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_FIELD_NUMBER: _ClassVar[int]
     HITS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     rule: str
     children: _containers.RepeatedScalarFieldContainer[int]
     predicted: bytes
     hits: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, rule: _Optional[str] = ..., children: _Optional[_Iterable[int]] = ..., predicted: _Optional[bytes] = ..., hits: _Optional[_Iterable[int]] = ...) -> None: ...
+    source: GrowthSource
+    def __init__(self, rule: _Optional[str] = ..., children: _Optional[_Iterable[int]] = ..., predicted: _Optional[bytes] = ..., hits: _Optional[_Iterable[int]] = ..., source: _Optional[_Union[GrowthSource, str]] = ...) -> None: ...
 
 class SessionError(_message.Message):
     __slots__ = ("session_id", "epoch", "code", "message")

@@ -36,7 +36,7 @@ class CommitBatch(_message.Message):
     def __init__(self, session_ids: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., positions: _Optional[_Iterable[int]] = ..., token_counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class DraftGrowth(_message.Message):
-    __slots__ = ("session_ids", "epochs", "as_of", "node_counts", "node_ids", "parents", "tokens", "acceptance", "complete", "errors", "report", "load", "distributions")
+    __slots__ = ("session_ids", "epochs", "as_of", "node_counts", "node_ids", "parents", "tokens", "acceptance", "complete", "errors", "report", "load", "distributions", "sources")
     SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
     AS_OF_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,7 @@ class DraftGrowth(_message.Message):
     REPORT_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DISTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
     session_ids: _containers.RepeatedScalarFieldContainer[int]
     epochs: _containers.RepeatedScalarFieldContainer[int]
     as_of: _containers.RepeatedScalarFieldContainer[int]
@@ -63,4 +64,5 @@ class DraftGrowth(_message.Message):
     report: _common_pb2.StepReport
     load: _common_pb2.WorkerLoad
     distributions: _common_pb2.DraftDistributions
-    def __init__(self, session_ids: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., as_of: _Optional[_Iterable[int]] = ..., node_counts: _Optional[_Iterable[int]] = ..., node_ids: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., acceptance: _Optional[bytes] = ..., complete: _Optional[_Iterable[bool]] = ..., errors: _Optional[_Iterable[_Union[_common_pb2.SessionError, _Mapping]]] = ..., report: _Optional[_Union[_common_pb2.StepReport, _Mapping]] = ..., load: _Optional[_Union[_common_pb2.WorkerLoad, _Mapping]] = ..., distributions: _Optional[_Union[_common_pb2.DraftDistributions, _Mapping]] = ...) -> None: ...
+    sources: _containers.RepeatedScalarFieldContainer[_common_pb2.GrowthSource]
+    def __init__(self, session_ids: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., as_of: _Optional[_Iterable[int]] = ..., node_counts: _Optional[_Iterable[int]] = ..., node_ids: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., acceptance: _Optional[bytes] = ..., complete: _Optional[_Iterable[bool]] = ..., errors: _Optional[_Iterable[_Union[_common_pb2.SessionError, _Mapping]]] = ..., report: _Optional[_Union[_common_pb2.StepReport, _Mapping]] = ..., load: _Optional[_Union[_common_pb2.WorkerLoad, _Mapping]] = ..., distributions: _Optional[_Union[_common_pb2.DraftDistributions, _Mapping]] = ..., sources: _Optional[_Iterable[_Union[_common_pb2.GrowthSource, str]]] = ...) -> None: ...

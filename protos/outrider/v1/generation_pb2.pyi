@@ -103,7 +103,7 @@ class SamplingParams(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., seed: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., n: _Optional[int] = ..., logprobs: _Optional[int] = ..., structured_outputs: _Optional[_Union[_common_pb2.StructuredOutputs, _Mapping]] = ...) -> None: ...
 
 class SpeculationParams(_message.Message):
-    __slots__ = ("mode", "max_nodes", "max_depth", "verification", "threshold_single", "threshold_acc", "synthetic_rates")
+    __slots__ = ("mode", "max_nodes", "max_depth", "verification", "threshold_single", "threshold_acc", "synthetic_rates", "sources")
     MODE_FIELD_NUMBER: _ClassVar[int]
     MAX_NODES_FIELD_NUMBER: _ClassVar[int]
     MAX_DEPTH_FIELD_NUMBER: _ClassVar[int]
@@ -111,6 +111,7 @@ class SpeculationParams(_message.Message):
     THRESHOLD_SINGLE_FIELD_NUMBER: _ClassVar[int]
     THRESHOLD_ACC_FIELD_NUMBER: _ClassVar[int]
     SYNTHETIC_RATES_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
     mode: _common_pb2.SpeculationMode
     max_nodes: int
     max_depth: int
@@ -118,7 +119,8 @@ class SpeculationParams(_message.Message):
     threshold_single: float
     threshold_acc: float
     synthetic_rates: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, mode: _Optional[_Union[_common_pb2.SpeculationMode, str]] = ..., max_nodes: _Optional[int] = ..., max_depth: _Optional[int] = ..., verification: _Optional[_Union[_common_pb2.VerificationRule, str]] = ..., threshold_single: _Optional[float] = ..., threshold_acc: _Optional[float] = ..., synthetic_rates: _Optional[_Iterable[float]] = ...) -> None: ...
+    sources: _containers.RepeatedScalarFieldContainer[_common_pb2.GrowthSource]
+    def __init__(self, mode: _Optional[_Union[_common_pb2.SpeculationMode, str]] = ..., max_nodes: _Optional[int] = ..., max_depth: _Optional[int] = ..., verification: _Optional[_Union[_common_pb2.VerificationRule, str]] = ..., threshold_single: _Optional[float] = ..., threshold_acc: _Optional[float] = ..., synthetic_rates: _Optional[_Iterable[float]] = ..., sources: _Optional[_Iterable[_Union[_common_pb2.GrowthSource, str]]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("started", "delta", "finished", "round", "tree")
@@ -203,16 +205,30 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class SpeculationStats(_message.Message):
-    __slots__ = ("verify_steps", "spec_draft_tokens", "spec_accepted_tokens", "acceptance_length")
+    __slots__ = ("verify_steps", "spec_draft_tokens", "spec_accepted_tokens", "acceptance_length", "sources")
     VERIFY_STEPS_FIELD_NUMBER: _ClassVar[int]
     SPEC_DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SPEC_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTANCE_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
     verify_steps: int
     spec_draft_tokens: int
     spec_accepted_tokens: int
     acceptance_length: float
-    def __init__(self, verify_steps: _Optional[int] = ..., spec_draft_tokens: _Optional[int] = ..., spec_accepted_tokens: _Optional[int] = ..., acceptance_length: _Optional[float] = ...) -> None: ...
+    sources: _containers.RepeatedCompositeFieldContainer[SourceStats]
+    def __init__(self, verify_steps: _Optional[int] = ..., spec_draft_tokens: _Optional[int] = ..., spec_accepted_tokens: _Optional[int] = ..., acceptance_length: _Optional[float] = ..., sources: _Optional[_Iterable[_Union[SourceStats, _Mapping]]] = ...) -> None: ...
+
+class SourceStats(_message.Message):
+    __slots__ = ("source", "drafted_tokens", "submitted_tokens", "accepted_tokens")
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SUBMITTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    source: _common_pb2.GrowthSource
+    drafted_tokens: int
+    submitted_tokens: int
+    accepted_tokens: int
+    def __init__(self, source: _Optional[_Union[_common_pb2.GrowthSource, str]] = ..., drafted_tokens: _Optional[int] = ..., submitted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("queue_ms", "ttft_ms", "tpot_ms", "total_ms")

@@ -25,27 +25,27 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aoutrider/v1/registry.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"\x8c\x01\n\x0cWorkerReport\x12\x37\n\x0cintroduction\x18\x01 \x01(\x0b\x32\x1f.outrider.v1.WorkerIntroductionH\x00\x12\'\n\x04load\x18\x02 \x01(\x0b\x32\x17.outrider.v1.WorkerLoadH\x00\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x42\x08\n\x06report\"\xd0\x01\n\x12WorkerIntroduction\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12%\n\x04role\x18\x02 \x01(\x0e\x32\x17.outrider.v1.WorkerRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12%\n\x05model\x18\x04 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12)\n\x06limits\x18\x05 \x01(\x0b\x32\x19.outrider.v1.WorkerLimits\x12\x0f\n\x07version\x18\x06 \x01(\t\x12\x0c\n\x04name\x18\x07 \x01(\t\"U\n\x0cWorkerLimits\x12\x14\n\x0cmax_sessions\x18\x01 \x01(\r\x12\x16\n\x0emax_tree_nodes\x18\x02 \x01(\r\x12\x17\n\x0fmax_step_tokens\x18\x03 \x01(\r\"\\\n\x05Lease\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x1d\n\x15heartbeat_interval_ms\x18\x02 \x01(\r\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\x12\r\n\x05\x64rain\x18\x04 \x01(\x08\"!\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x0f\n\rDrainResponse*X\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x15\n\x11WORKER_ROLE_DRAFT\x10\x01\x12\x16\n\x12WORKER_ROLE_TARGET\x10\x02\x32\x90\x01\n\x0fRegistryService\x12=\n\x08Register\x12\x19.outrider.v1.WorkerReport\x1a\x12.outrider.v1.Lease(\x01\x30\x01\x12>\n\x05\x44rain\x12\x19.outrider.v1.DrainRequest\x1a\x1a.outrider.v1.DrainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aoutrider/v1/registry.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"\x8c\x01\n\x0cWorkerReport\x12\x37\n\x0cintroduction\x18\x01 \x01(\x0b\x32\x1f.outrider.v1.WorkerIntroductionH\x00\x12\'\n\x04load\x18\x02 \x01(\x0b\x32\x17.outrider.v1.WorkerLoadH\x00\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x42\x08\n\x06report\"\x8f\x02\n\x12WorkerIntroduction\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12%\n\x04role\x18\x02 \x01(\x0e\x32\x17.outrider.v1.WorkerRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12%\n\x05model\x18\x04 \x01(\x0b\x32\x16.outrider.v1.ModelInfo\x12)\n\x06limits\x18\x05 \x01(\x0b\x32\x19.outrider.v1.WorkerLimits\x12\x0f\n\x07version\x18\x06 \x01(\t\x12\x0c\n\x04name\x18\x07 \x01(\t\x12*\n\x07sources\x18\x08 \x03(\x0e\x32\x19.outrider.v1.GrowthSource\x12\x11\n\tone_graph\x18\t \x01(\x08\"U\n\x0cWorkerLimits\x12\x14\n\x0cmax_sessions\x18\x01 \x01(\r\x12\x16\n\x0emax_tree_nodes\x18\x02 \x01(\r\x12\x17\n\x0fmax_step_tokens\x18\x03 \x01(\r\"\\\n\x05Lease\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x1d\n\x15heartbeat_interval_ms\x18\x02 \x01(\r\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\x12\r\n\x05\x64rain\x18\x04 \x01(\x08\"!\n\x0c\x44rainRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x0f\n\rDrainResponse*X\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x15\n\x11WORKER_ROLE_DRAFT\x10\x01\x12\x16\n\x12WORKER_ROLE_TARGET\x10\x02\x32\x90\x01\n\x0fRegistryService\x12=\n\x08Register\x12\x19.outrider.v1.WorkerReport\x1a\x12.outrider.v1.Lease(\x01\x30\x01\x12>\n\x05\x44rain\x12\x19.outrider.v1.DrainRequest\x1a\x1a.outrider.v1.DrainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.registry_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERROLE']._serialized_start=656
-  _globals['_WORKERROLE']._serialized_end=744
+  _globals['_WORKERROLE']._serialized_start=719
+  _globals['_WORKERROLE']._serialized_end=807
   _globals['_WORKERREPORT']._serialized_start=70
   _globals['_WORKERREPORT']._serialized_end=210
   _globals['_WORKERINTRODUCTION']._serialized_start=213
-  _globals['_WORKERINTRODUCTION']._serialized_end=421
-  _globals['_WORKERLIMITS']._serialized_start=423
-  _globals['_WORKERLIMITS']._serialized_end=508
-  _globals['_LEASE']._serialized_start=510
-  _globals['_LEASE']._serialized_end=602
-  _globals['_DRAINREQUEST']._serialized_start=604
-  _globals['_DRAINREQUEST']._serialized_end=637
-  _globals['_DRAINRESPONSE']._serialized_start=639
-  _globals['_DRAINRESPONSE']._serialized_end=654
-  _globals['_REGISTRYSERVICE']._serialized_start=747
-  _globals['_REGISTRYSERVICE']._serialized_end=891
+  _globals['_WORKERINTRODUCTION']._serialized_end=484
+  _globals['_WORKERLIMITS']._serialized_start=486
+  _globals['_WORKERLIMITS']._serialized_end=571
+  _globals['_LEASE']._serialized_start=573
+  _globals['_LEASE']._serialized_end=665
+  _globals['_DRAINREQUEST']._serialized_start=667
+  _globals['_DRAINREQUEST']._serialized_end=700
+  _globals['_DRAINRESPONSE']._serialized_start=702
+  _globals['_DRAINRESPONSE']._serialized_end=717
+  _globals['_REGISTRYSERVICE']._serialized_start=810
+  _globals['_REGISTRYSERVICE']._serialized_end=954
 # @@protoc_insertion_point(module_scope)

@@ -1,8 +1,9 @@
 from outrider.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -27,7 +28,7 @@ class WorkerReport(_message.Message):
     def __init__(self, introduction: _Optional[_Union[WorkerIntroduction, _Mapping]] = ..., load: _Optional[_Union[_common_pb2.WorkerLoad, _Mapping]] = ..., draining: bool = ...) -> None: ...
 
 class WorkerIntroduction(_message.Message):
-    __slots__ = ("worker_id", "role", "address", "model", "limits", "version", "name")
+    __slots__ = ("worker_id", "role", "address", "model", "limits", "version", "name", "sources", "one_graph")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -35,6 +36,8 @@ class WorkerIntroduction(_message.Message):
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    ONE_GRAPH_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: WorkerRole
     address: str
@@ -42,7 +45,9 @@ class WorkerIntroduction(_message.Message):
     limits: WorkerLimits
     version: str
     name: str
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., limits: _Optional[_Union[WorkerLimits, _Mapping]] = ..., version: _Optional[str] = ..., name: _Optional[str] = ...) -> None: ...
+    sources: _containers.RepeatedScalarFieldContainer[_common_pb2.GrowthSource]
+    one_graph: bool
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., model: _Optional[_Union[_common_pb2.ModelInfo, _Mapping]] = ..., limits: _Optional[_Union[WorkerLimits, _Mapping]] = ..., version: _Optional[str] = ..., name: _Optional[str] = ..., sources: _Optional[_Iterable[_Union[_common_pb2.GrowthSource, str]]] = ..., one_graph: bool = ...) -> None: ...
 
 class WorkerLimits(_message.Message):
     __slots__ = ("max_sessions", "max_tree_nodes", "max_step_tokens")

@@ -1,4 +1,5 @@
 from outrider.v1 import common_pb2 as _common_pb2
+from outrider.v1 import draft_pb2 as _draft_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -36,7 +37,7 @@ class VerifyRequest(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., step: _Optional[int] = ..., opens: _Optional[_Iterable[_Union[_common_pb2.SessionOpen, _Mapping]]] = ..., close_session_ids: _Optional[_Iterable[int]] = ..., close_epochs: _Optional[_Iterable[int]] = ..., trees: _Optional[_Union[TreeBatch, _Mapping]] = ...) -> None: ...
 
 class TreeBatch(_message.Message):
-    __slots__ = ("session_ids", "epochs", "lengths", "node_counts", "tokens", "parents", "distributions")
+    __slots__ = ("session_ids", "epochs", "lengths", "node_counts", "tokens", "parents", "distributions", "resident")
     SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
     LENGTHS_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +45,7 @@ class TreeBatch(_message.Message):
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     PARENTS_FIELD_NUMBER: _ClassVar[int]
     DISTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_FIELD_NUMBER: _ClassVar[int]
     session_ids: _containers.RepeatedScalarFieldContainer[int]
     epochs: _containers.RepeatedScalarFieldContainer[int]
     lengths: _containers.RepeatedScalarFieldContainer[int]
@@ -51,10 +53,11 @@ class TreeBatch(_message.Message):
     tokens: _containers.RepeatedScalarFieldContainer[int]
     parents: _containers.RepeatedScalarFieldContainer[int]
     distributions: _common_pb2.DraftDistributions
-    def __init__(self, session_ids: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ..., node_counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., distributions: _Optional[_Union[_common_pb2.DraftDistributions, _Mapping]] = ...) -> None: ...
+    resident: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, session_ids: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ..., node_counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., distributions: _Optional[_Union[_common_pb2.DraftDistributions, _Mapping]] = ..., resident: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
-    __slots__ = ("step", "session_ids", "epochs", "outcomes", "accepted_counts", "accepted_nodes", "token_counts", "tokens", "logprobs", "errors", "report", "load", "cached_tokens")
+    __slots__ = ("step", "session_ids", "epochs", "outcomes", "accepted_counts", "accepted_nodes", "token_counts", "tokens", "logprobs", "errors", "report", "load", "cached_tokens", "growth", "drafted_counts")
     STEP_FIELD_NUMBER: _ClassVar[int]
     SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +71,8 @@ class VerifyResponse(_message.Message):
     REPORT_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GROWTH_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_COUNTS_FIELD_NUMBER: _ClassVar[int]
     step: int
     session_ids: _containers.RepeatedScalarFieldContainer[int]
     epochs: _containers.RepeatedScalarFieldContainer[int]
@@ -81,7 +86,9 @@ class VerifyResponse(_message.Message):
     report: _common_pb2.StepReport
     load: _common_pb2.WorkerLoad
     cached_tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, step: _Optional[int] = ..., session_ids: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., outcomes: _Optional[_Iterable[_Union[Outcome, str]]] = ..., accepted_counts: _Optional[_Iterable[int]] = ..., accepted_nodes: _Optional[_Iterable[int]] = ..., token_counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[_common_pb2.SessionError, _Mapping]]] = ..., report: _Optional[_Union[_common_pb2.StepReport, _Mapping]] = ..., load: _Optional[_Union[_common_pb2.WorkerLoad, _Mapping]] = ..., cached_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+    growth: _draft_pb2.DraftGrowth
+    drafted_counts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, step: _Optional[int] = ..., session_ids: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., outcomes: _Optional[_Iterable[_Union[Outcome, str]]] = ..., accepted_counts: _Optional[_Iterable[int]] = ..., accepted_nodes: _Optional[_Iterable[int]] = ..., token_counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[_common_pb2.SessionError, _Mapping]]] = ..., report: _Optional[_Union[_common_pb2.StepReport, _Mapping]] = ..., load: _Optional[_Union[_common_pb2.WorkerLoad, _Mapping]] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., growth: _Optional[_Union[_draft_pb2.DraftGrowth, _Mapping]] = ..., drafted_counts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Logprobs(_message.Message):
     __slots__ = ("row", "token_logprobs", "top_count", "top_token_ids", "top_logprobs")
