@@ -1,6 +1,6 @@
 """The calibration's reliability diagram as it travels with a heartbeat."""
 
-from outrider.draft_worker.calibration import RELIABILITY_EDGES, AcceptanceCalibration
+from outrider.acceptance_calibration import RELIABILITY_EDGES, AcceptanceCalibration
 from outrider.v1 import common_pb2
 from outrider.wire import floats_to_bytes
 

@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from outrider.acceptance_calibration import AcceptanceCalibration
 from outrider.draft_distribution import DraftDistribution
-from outrider.draft_worker.calibration import AcceptanceCalibration
 from outrider.draft_worker.draft_tree import DraftNode
 from outrider.draft_worker.growth_step import GrowthConfig
 from outrider.draft_worker.row_processors import grammar_masks, has_processors, processor_batch

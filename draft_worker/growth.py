@@ -17,7 +17,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from outrider.draft_worker.calibration import AcceptanceCalibration
+from outrider.acceptance_calibration import AcceptanceCalibration
 from outrider.draft_worker.choice import ChildChooser
 from outrider.draft_worker.growth_launch import FoundChildren, GrowthFlight, GrowthLauncher, Runner
 from outrider.draft_worker.growth_step import GrowthConfig, GrowthStep

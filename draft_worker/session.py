@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from outrider.draft_worker.calibration import AcceptanceCalibration
+from outrider.acceptance_calibration import AcceptanceCalibration
 from outrider.draft_worker.draft_tree import DraftNode, DraftTree, assign_keys
 from outrider.engine.kv_slots import SlotTable
 from outrider.grammar.matcher import SessionGrammar

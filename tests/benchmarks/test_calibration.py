@@ -21,8 +21,8 @@ from benchmarks.calibration_bench.positions import CHILDREN, Asker, Positions, R
 from benchmarks.calibration_bench.texts import load_texts
 from benchmarks.calibration_bench.workers import Pair, Run, runs_of
 
-from outrider.draft_worker import acceptance_prior
-from outrider.draft_worker.calibration import AcceptanceCalibration
+from outrider import acceptance_prior
+from outrider.acceptance_calibration import AcceptanceCalibration
 from outrider.sampling import SamplingSpec
 
 

@@ -1,4 +1,4 @@
-"""The curves of `outrider.draft_worker.calibration` before anything is observed, as fitted on the embedded pair.
+"""The curves of `outrider.acceptance_calibration` before anything is observed, as fitted on the embedded pair.
 
 The functions here are written by hand; the numbers are the embedded pair's, on prompts on which no benchmark reports by
 default: `python benchmarks/calibration.py prior` fits them anew and prints what belongs between the two marks.

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from outrider.draft_worker.acceptance_prior import coupled_prior, greedy_prior, independent_prior
+from outrider.acceptance_prior import coupled_prior, greedy_prior, independent_prior
 
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from outrider.draft_worker.calibration import RELIABILITY_EDGES, AcceptanceCalibration
+from outrider.acceptance_calibration import RELIABILITY_EDGES, AcceptanceCalibration
 from outrider.draft_worker.calibration_report import pack_calibration
 from outrider.wire import floats_from_bytes
 
