@@ -45,6 +45,10 @@ class DecoderInputs:
         write_slots: [T] int64; a row whose slot is out of range stores nothing.
         batch: who sees what.
         key_caches, value_caches: per layer [num_slots, Hkv / world_size, D], written.
+        feature_layers: whose hidden states are wanted: i is the residual stream after i layers, 0 the embeddings, -1
+            what the last norm returns.
+        features: [T, len(feature_layers) * N] written with them, one layer's columns after another's; None where there
+            are none.
     """
 
     token_ids: torch.Tensor
@@ -53,6 +57,15 @@ class DecoderInputs:
     batch: TreeAttentionBatch
     key_caches: list[torch.Tensor]
     value_caches: list[torch.Tensor]
+    feature_layers: tuple[int, ...] = ()
+    features: torch.Tensor | None = None
+
+    def note(self, layer: int, hidden: torch.Tensor) -> None:
+        """Keeps the hidden states [T, N] after so many layers, where they are wanted."""
+        if self.features is None or layer not in self.feature_layers:
+            return
+        begin = self.feature_layers.index(layer) * hidden.shape[1]
+        self.features[:, begin : begin + hidden.shape[1]].copy_(hidden)
 
 
 class Decoder:
@@ -110,6 +123,7 @@ class Decoder:
         addend = addend_norm = None
         for index, layer in enumerate(self.weights.layers):
             rows = self._norm(hidden, addend, layer.attention_norm, eps=eps, addend_weight=addend_norm)
+            inputs.note(index, hidden)
             mixed = self._attention(index, layer, rows, inputs)
             addend = self._addend(mixed, layer.output, layer.output_bias)
             rows = self._norm(
@@ -119,7 +133,10 @@ class Decoder:
             addend_norm = layer.feed_forward_addend_norm
             if after_layer is not None:
                 after_layer(index + 1)
-        return self._norm(hidden, addend, self.weights.final_norm, eps=eps, addend_weight=addend_norm)
+        rows = self._norm(hidden, addend, self.weights.final_norm, eps=eps, addend_weight=addend_norm)
+        inputs.note(len(self.weights.layers), hidden)
+        inputs.note(-1, rows)
+        return rows
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
