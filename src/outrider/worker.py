@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterable
 from typing import TYPE_CHECKING
 
 from outrider import __version__
+from outrider.growth_source import GrowthSource, sources_to_proto
 from outrider.v1 import common_pb2, registry_pb2
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ def introduce(
     model: common_pb2.ModelInfo,
     limits: registry_pb2.WorkerLimits,
     name: str = "",
+    sources: Iterable[GrowthSource] = (),
+    one_graph: bool = False,
 ) -> registry_pb2.WorkerIntroduction:
     """An introduction with an id of its own: make one per process start.
 
@@ -54,6 +57,8 @@ def introduce(
         model: what it serves.
         limits: how much of it.
         name: the same after a restart of the process.
+        sources: by what a draft grows (none: a model), or what a target drafts itself by.
+        one_graph: a target drafts and verifies in one graph.
     """
     kind = registry_pb2.WorkerRole.Name(role).removeprefix("WORKER_ROLE_").lower()
     return registry_pb2.WorkerIntroduction(
@@ -64,6 +69,8 @@ def introduce(
         limits=limits,
         version=__version__,
         name=name,
+        sources=sources_to_proto(sources),
+        one_graph=one_graph,
     )
 
 

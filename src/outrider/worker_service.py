@@ -6,7 +6,7 @@ What a draft and a target worker differ in is a `Worker`; the order of things is
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -15,6 +15,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from outrider.addresses import Resolve, resolver
 from outrider.errors import WorkerHung
+from outrider.growth_source import GrowthSource
 from outrider.metrics.endpoint import MetricsEndpoint, open_endpoint
 from outrider.metrics.families import Describe
 from outrider.registration import Registrar
@@ -89,12 +90,16 @@ class Loaded:
         limits: how much of it there is.
         metrics: its values for Prometheus.
         failures: done when something else than the thread has failed.
+        sources: by what a draft grows (none: a model), or what a target drafts itself by.
+        one_graph: a target drafts and verifies in one graph.
     """
 
     model: common_pb2.ModelInfo
     limits: registry_pb2.WorkerLimits
     metrics: Describe
     failures: Sequence[Future[None]] = ()
+    sources: Collection[GrowthSource] = ()
+    one_graph: bool = False
 
 
 class Worker(ABC, Generic[Thread]):
@@ -212,6 +217,8 @@ def _registrar(
         model=loaded.model,
         limits=loaded.limits,
         name=config.name,
+        sources=loaded.sources,
+        one_graph=loaded.one_graph,
     )
     return Registrar(
         resolve or resolver(config.coordinators),

@@ -1,0 +1,56 @@
+"""Where the nodes of a token tree come from, by name and by number (torch-free).
+
+A node's source changes nothing of how it is verified: it is told so that what each source is worth can be learned and
+shown, and so that a request can choose.
+"""
+
+from collections.abc import Iterable
+from enum import IntEnum
+
+from outrider.v1 import common_pb2
+
+
+class GrowthSource(IntEnum):
+    """The numbers are those of common.proto."""
+
+    MODEL = common_pb2.GROWTH_SOURCE_MODEL
+    NGRAM = common_pb2.GROWTH_SOURCE_NGRAM
+    EAGLE = common_pb2.GROWTH_SOURCE_EAGLE
+
+    @property
+    def word(self) -> str:
+        """As users write it."""
+        return self.name.lower()
+
+
+_TO_PROTO = {
+    GrowthSource.MODEL: common_pb2.GROWTH_SOURCE_MODEL,
+    GrowthSource.NGRAM: common_pb2.GROWTH_SOURCE_NGRAM,
+    GrowthSource.EAGLE: common_pb2.GROWTH_SOURCE_EAGLE,
+}
+WORDS = tuple(source.word for source in GrowthSource)
+ALL_SOURCES = frozenset(GrowthSource)
+
+
+def source_of_word(word: str) -> GrowthSource:
+    """The source that users call so.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if word not in WORDS:
+        raise ValueError(f"{word!r} given, {' or '.join(WORDS)} needed")
+    return GrowthSource(WORDS.index(word) + 1)
+
+
+def sources_from_proto(numbers: Iterable[int], *, default: Iterable[GrowthSource] = ()) -> frozenset[GrowthSource]:
+    """A field's sources; `default` where it is empty. Numbers that stand for none are left out: a newer peer's."""
+    numbers = tuple(numbers)
+    if not numbers:
+        return frozenset(default)
+    return frozenset(GrowthSource(number) for number in numbers if number in set(GrowthSource))
+
+
+def sources_to_proto(sources: Iterable[GrowthSource]) -> list[common_pb2.GrowthSource]:
+    """In the order of their numbers."""
+    return [_TO_PROTO[source] for source in sorted(sources)]
