@@ -12,12 +12,12 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 
 import grpc
 import grpc.aio
-import numpy as np
 from google.protobuf.message import Message
 
 from outrider import rpc, tracing
-from outrider.coordinator.answers import check_report, check_verification, usable_acceptance
+from outrider.coordinator.answers import check_report, check_verification
 from outrider.coordinator.firing import Latency
+from outrider.coordinator.growth import growth_batch
 from outrider.coordinator.messages import (
     Commit,
     FaultKind,
@@ -30,8 +30,9 @@ from outrider.coordinator.messages import (
     TreeSubmission,
     VerifyResult,
 )
-from outrider.draft_distribution import DraftDistribution, pack_distributions, unpack_distributions
+from outrider.draft_distribution import pack_distributions
 from outrider.errors import WorkerUnavailable
+from outrider.growth_source import ALL_SOURCES, sources_to_proto
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
@@ -68,6 +69,7 @@ def opening_to_proto(opening: SessionOpening) -> common_pb2.SessionOpen:
             sync_nodes=opening.sync_nodes,
         ),
         traceparent=opening.traceparent,
+        sources=() if opening.sources == ALL_SOURCES else sources_to_proto(opening.sources),
     )
 
 
@@ -381,7 +383,7 @@ class DraftLink(_Link):
             for error in message.errors:
                 self._on_error(error.session_id, error.epoch, error.message)
             if message.session_ids:
-                self._on_growth(_growth(message, self._vocab_size))
+                self._on_growth(growth_batch(message, self._vocab_size))
 
 
 def _commit_batch(commits: Sequence[Commit]) -> draft_pb2.CommitBatch:
@@ -393,35 +395,3 @@ def _commit_batch(commits: Sequence[Commit]) -> draft_pb2.CommitBatch:
         token_counts=list(map(len, token_ids)),
         tokens=list(itertools.chain.from_iterable(token_ids)),
     )
-
-
-def _growth(message: draft_pb2.DraftGrowth, vocab_size: int) -> GrowthBatch:
-    node_ids, parents, tokens = (
-        np.array(column, dtype=np.int64) for column in (message.node_ids, message.parents, message.tokens)
-    )
-    distributions: Sequence[DraftDistribution | None] = ()
-    if message.HasField("distributions"):
-        distributions = unpack_distributions(message.distributions, len(node_ids))
-        for node_id, token, distribution in zip(message.node_ids, message.tokens, distributions, strict=True):
-            if distribution is not None and (fault := distribution.fault(token, vocab_size)) is not None:
-                raise ValueError(f"the distribution of node {node_id}: {fault}")
-    if len(tokens) and tokens.max() >= vocab_size:
-        worst = int(tokens.argmax())
-        raise ValueError(f"node {node_ids[worst]} has token {tokens[worst]}, ids below {vocab_size} needed")
-    growth = GrowthBatch(
-        session_ids=list(message.session_ids),
-        epochs=list(message.epochs),
-        as_of=list(message.as_of),
-        node_counts=list(message.node_counts),
-        complete=list(message.complete) or [False] * len(message.session_ids),
-        node_ids=node_ids,
-        parents=parents,
-        tokens=tokens,
-        acceptance=usable_acceptance(floats_from_bytes(message.acceptance)),
-        distributions=distributions,
-    )
-    sessions, nodes = len(growth.session_ids), sum(growth.node_counts)
-    lengths = {len(column) for column in (growth.epochs, growth.as_of, growth.node_counts, growth.complete)}
-    if lengths != {sessions} or {len(column) for column in (node_ids, parents, tokens, growth.acceptance)} != {nodes}:
-        raise ValueError(f"columns of different lengths in growth of {sessions} sessions and {nodes} nodes")
-    return growth

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.draft_distribution import DraftDistribution
+from outrider.growth_source import ALL_SOURCES, GrowthSource
 from outrider.sampling import SamplingSpec
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class GenerationRequest:
         sampling: the rule for choice 0; choice c uses the same with `choice_index` c.
         max_nodes: most nodes verified for a choice in one step.
         max_depth: deepest node.
+        sources: what may grow its tree.
         received: choice index to the output tokens that the client has already got (a resumed request).
         trace: whether a RoundRecord follows every verification.
         caller: whose it is: ids are its callers' own, and another's request may have the same.
@@ -59,6 +61,7 @@ class GenerationRequest:
     mode: SpeculationMode = SpeculationMode.ASYNC
     max_nodes: int = 24
     max_depth: int = 8
+    sources: frozenset[GrowthSource] = ALL_SOURCES
     n: int = 1
     received: Mapping[int, Sequence[int]] = field(default_factory=dict)
     trace: bool = False
@@ -190,6 +193,7 @@ class SessionOpening:
     max_depth: int
     sync_nodes: int
     traceparent: str = ""
+    sources: frozenset[GrowthSource] = ALL_SOURCES
 
 
 class TreeSubmission(NamedTuple):
@@ -279,6 +283,7 @@ class Growth:
         acceptance: [n] estimate given that the parent is accepted.
         distributions: [n] the q each token was drawn from, under rejection; empty, or None each, otherwise.
         complete: the round's tree is whole (sync mode).
+        sources: [n] of GrowthSource; empty: all MODEL.
     """
 
     session_id: int
@@ -290,6 +295,7 @@ class Growth:
     acceptance: Sequence[float]
     distributions: Sequence[DraftDistribution | None] = ()
     complete: bool = False
+    sources: Sequence[int] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,6 +313,7 @@ class GrowthBatch:
         tokens: [N]
         acceptance: [N]
         distributions: [N] or empty.
+        sources: [N] of GrowthSource; None: all MODEL.
     """
 
     session_ids: Sequence[int]
@@ -319,6 +326,7 @@ class GrowthBatch:
     tokens: npt.NDArray[np.int64]
     acceptance: npt.NDArray[np.float64]
     distributions: Sequence[DraftDistribution | None] = ()
+    sources: npt.NDArray[np.int64] | None = None
 
     @classmethod
     def of(cls, growths: Sequence[Growth]) -> Self:
@@ -327,6 +335,9 @@ class GrowthBatch:
         def column(name: str, dtype: npt.DTypeLike) -> npt.NDArray:
             return np.array([value for growth in growths for value in getattr(growth, name)], dtype=dtype)
 
+        told = [
+            source for growth in growths for source in growth.sources or [GrowthSource.MODEL] * len(growth.node_ids)
+        ]
         return cls(
             session_ids=[growth.session_id for growth in growths],
             epochs=[growth.epoch for growth in growths],
@@ -338,6 +349,7 @@ class GrowthBatch:
             tokens=column("tokens", np.int64),
             acceptance=column("acceptance", np.float64),
             distributions=[q for growth in growths for q in growth.distributions or [None] * len(growth.node_ids)],
+            sources=np.array(told) if any(growth.sources for growth in growths) else None,
         )
 
     def of_session(self, place: int) -> Growth:
@@ -354,4 +366,5 @@ class GrowthBatch:
             acceptance=self.acceptance[nodes].tolist(),
             distributions=self.distributions[nodes] or [None] * count,
             complete=self.complete[place],
+            sources=() if self.sources is None else self.sources[nodes].tolist(),
         )

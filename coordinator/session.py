@@ -146,6 +146,7 @@ class Session:
             max_depth=self.request.max_depth,
             sync_nodes=self.request.max_nodes,
             traceparent="" if self.request.spans is None else self.request.spans.traceparent,
+            sources=self.request.sources,
         )
 
     def note_growth(self, worker_id: str, *, as_of: int, nodes: int, grafted: int) -> None:
