@@ -4,7 +4,6 @@ import asyncio
 import logging
 import os
 import socket
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,13 +13,16 @@ import ray
 import ray.util
 
 from outrider import rpc
+from outrider.deploy.telemetry import Telemetry
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
+from outrider.tracing import exporting
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
 SERVER_INFO_TIMEOUT_S = 5.0
+_DEFAULT = Telemetry()
 
 
 class Serve(Protocol):
@@ -57,10 +59,10 @@ class RoleActor:
     `report` answers from the first moment on.
     """
 
-    def __init__(self, serve: Serve, *, name: str, host: str | None) -> None:
-        logging.basicConfig(
-            level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s {name} %(levelname)s %(message)s"
-        )
+    def __init__(self, serve: Serve, *, name: str, host: str | None, telemetry: Telemetry = _DEFAULT) -> None:
+        telemetry.start_log(name)
+        self._otlp_endpoint = telemetry.otlp_endpoint
+        self._role = name.rpartition("/")[2].rpartition("-")[0]
         self._stop = asyncio.Event()
         self._address: str | None = None
         self._failure: str | None = None
@@ -86,7 +88,8 @@ class RoleActor:
 
     async def _run(self) -> None:
         try:
-            await self._serve(host=self._host, ready=self._ready, stop=self._stop)
+            with exporting(self._role, self._otlp_endpoint):
+                await self._serve(host=self._host, ready=self._ready, stop=self._stop)
         except Exception as error:
             logger.exception("the server ended")  # and whoever watches this actor is told, and decides
             self._failure = f"{type(error).__name__}: {error}"
@@ -108,9 +111,16 @@ class CoordinatorActor(RoleActor):
     """
 
     def __init__(
-        self, serve: Serve, *, name: str, host: str | None, info_address: str, tls: TlsConfig | None = None
+        self,
+        serve: Serve,
+        *,
+        name: str,
+        host: str | None,
+        info_address: str,
+        tls: TlsConfig | None = None,
+        telemetry: Telemetry = _DEFAULT,
     ) -> None:
-        super().__init__(serve, name=name, host=host)
+        super().__init__(serve, name=name, host=host, telemetry=telemetry)
         self._info_address = info_address
         self._tls = tls
 

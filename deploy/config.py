@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Literal
 
 from outrider.deploy.autoscaler_config import AutoscalerConfig
 from outrider.engine.config import EngineConfig, KvCacheDtype, Quantization
+from outrider.log_output import LogFormat
 
 
 class Bind(StrEnum):
@@ -92,6 +94,10 @@ class DeployConfig:
             some four seconds of CPU. By default with `bind` loopback, where the machine is known to have this
             package at the same path (on Linux).
         role_logs: print what the roles log; otherwise it is only in Ray's session folder.
+        log_level: least severity that the roles log.
+        log_format: of the roles' logs: lines for people, or a JSON object a line for programs.
+        otlp_endpoint: OpenTelemetry collector that gets the roles' traces (OTLP over gRPC, http://HOST:4317), as
+            every machine reaches it; default: no traces.
 
     Raises:
         ValueError: a value out of range, with the value.
@@ -152,6 +158,9 @@ class DeployConfig:
     object_store_bytes: int = 200_000_000
     standby: bool | None = None
     role_logs: bool = False
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: LogFormat = "text"
+    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name:
@@ -167,6 +176,7 @@ class DeployConfig:
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
         self._check_security()
+        self._check_telemetry()
         self._check_gpus()
         self._check_workers()
         if not 0 <= self.target_wait_s < math.inf:
@@ -174,6 +184,13 @@ class DeployConfig:
         for name in _DURATIONS:
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}: {getattr(self, name)} given, more than 0 needed")
+
+    def _check_telemetry(self) -> None:
+        scheme = (self.otlp_endpoint or "").partition("://")[0]
+        if self.otlp_endpoint is not None and scheme not in ("http", "https"):
+            raise ValueError(
+                f"otlp_endpoint: {self.otlp_endpoint!r} given, http://HOST:PORT or https://HOST:PORT needed"
+            )
 
     def _check_ports(self) -> None:
         for name in ("port", "target_port", "draft_port"):

@@ -76,6 +76,7 @@ SECTIONS: dict[str, dict[str, str]] = {
             "stop_timeout_s",
         )
     },
+    "observe": {key: key for key in ("log_level", "log_format", "otlp_endpoint")},
     "ray": {key: key for key in ("object_store_bytes", "standby", "role_logs")},
 }
 

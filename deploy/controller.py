@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import sys
 import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -27,6 +26,7 @@ from outrider.deploy.roles import Roles
 from outrider.deploy.saved_state import SavedState
 from outrider.deploy.staff import POLL_INTERVAL_S, Staff, role_named
 from outrider.deploy.status import Started, worker_status
+from outrider.deploy.telemetry import Telemetry
 from outrider.errors import WorkerUnavailable
 from outrider.security.roles import Role
 
@@ -46,9 +46,7 @@ class Controller:
     """
 
     def __init__(self, config: DeployConfig, roles: Roles, *, home: str, owned: bool) -> None:
-        logging.basicConfig(
-            level=logging.INFO, stream=sys.stderr, format="%(asctime)s controller %(levelname)s %(message)s"
-        )
+        Telemetry.of(config).start_log("controller")
         self._config = config
         self._owned = owned
         self._self = ray.get_runtime_context().current_actor

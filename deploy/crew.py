@@ -23,6 +23,7 @@ from outrider.deploy.coordinator_list import CoordinatorList
 from outrider.deploy.health import RoleHandle
 from outrider.deploy.placement import KeptPlaces, Node
 from outrider.deploy.roles import Roles, WorkerSetting, tls_of
+from outrider.deploy.telemetry import Telemetry
 from outrider.errors import WorkerUnavailable
 from outrider.ports import free_port
 from outrider.security.roles import Role
@@ -349,12 +350,13 @@ class Crew:
             max_task_retries=0,
             **needs,
         )
+        telemetry = Telemetry.of(self._config)
         deadline = time.monotonic() + _NAME_TIMEOUT_S
         while True:
             if self.is_ending or handle.is_draining:
                 raise WorkerUnavailable(f"{self._full(handle.name)} is to end")
             try:
-                return placed.remote(serve, name=self._full(handle.name), host=host, **more)
+                return placed.remote(serve, name=self._full(handle.name), host=host, telemetry=telemetry, **more)
             except ValueError as error:
                 if time.monotonic() > deadline:
                     raise WorkerUnavailable(f"{self._full(handle.name)}: {error}") from error

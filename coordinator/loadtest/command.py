@@ -96,7 +96,13 @@ def run(config: LoadtestConfig, access: Access, *, console: Console) -> list[Run
         InvalidRequest: a data set cannot be read.
     """
     with ProgressView(console) as view, asyncio.Runner(loop_factory=loop_factory()) as runner:
-        return runner.run(run_all(config, access, begin=view.begin))
+        return runner.run(run_all(config, access, begin=view.begin, on_run=lambda runs: keep(config, runs)))
+
+
+def keep(config: LoadtestConfig, runs: Sequence[Run]) -> None:
+    """Writes the figures so far, where a file of them is asked for: what a sweep has measured outlives its end."""
+    if config.output_json is not None:
+        report_json.write(config.output_json, runs, is_detailed=config.save_detailed)
 
 
 def show(runs: Sequence[Run], console: Console) -> None:

@@ -23,9 +23,16 @@ def document(runs: Sequence[Run], *, is_detailed: bool) -> dict[str, Any]:
 
 
 def write(path: Path, runs: Sequence[Run], *, is_detailed: bool) -> None:
-    """Writes them."""
+    """Writes them, all or nothing: what was written before stays whole until then."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document(runs, is_detailed=is_detailed), indent=2) + "\n", encoding="utf-8")
+    text = json.dumps(document(runs, is_detailed=is_detailed), indent=2) + "\n"
+    if path.exists() and not path.is_file():
+        # A pipe, or a device.
+        path.write_text(text, encoding="utf-8")
+        return
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
 
 
 def read(path: Path) -> list[dict[str, Any]]:

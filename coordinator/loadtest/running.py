@@ -29,7 +29,13 @@ class Run:
     records: Sequence[RequestRecord]
 
 
-async def run_all(config: LoadtestConfig, access: Access, *, begin: Callable[[Point, int | None], Watch]) -> list[Run]:
+async def run_all(
+    config: LoadtestConfig,
+    access: Access,
+    *,
+    begin: Callable[[Point, int | None], Watch],
+    on_run: Callable[[Sequence[Run]], None] = lambda runs: None,
+) -> list[Run]:
     """All runs of a load test.
 
     Args:
@@ -37,19 +43,20 @@ async def run_all(config: LoadtestConfig, access: Access, *, begin: Callable[[Po
         access: how clients get in.
         begin: called before each run with its point and its number of requests (None where nobody knows it); gives
             what shows its progress.
+        on_run: called after each run with all that there are by then: a later one may fail.
 
     Raises:
         LoadtestFailed: the service is not there.
         InvalidRequest: a data set cannot be read.
     """
     workload = await load_workload(config, access)
-    runs = []
+    runs: list[Run] = []
     for number, point in enumerate(config.points()):
         if number:
             await asyncio.sleep(config.sweep_pause)
-        runs.append(
-            await run_point(config, point, workload, access, watch=begin(point, total_requests(config, workload)))
-        )
+        watch = begin(point, total_requests(config, workload))
+        runs.append(await run_point(config, point, workload, access, watch=watch))
+        on_run(runs)
     return runs
 
 

@@ -14,12 +14,12 @@ from tests.coordinator.byte_tokenizer import tokenizer_of_bytes
 from outrider import cli
 from outrider.coordinator.http.app import create_app
 from outrider.coordinator.http.server import HttpServer
-from outrider.coordinator.loadtest import command
+from outrider.coordinator.loadtest import command, running
 from outrider.coordinator.loadtest.http_connection import server_sent_events
 from outrider.coordinator.loadtest.options import LoadtestConfig
 from outrider.coordinator.service import GenerationServicer
 from outrider.coordinator.validation import RequestLimits
-from outrider.errors import InternalError
+from outrider.errors import InternalError, LoadtestFailed
 from outrider.rpc import RoleServer
 from outrider.v1 import common_pb2, generation_pb2
 
@@ -169,6 +169,23 @@ def test_a_sweep_runs_every_combination(doors, tmp_path, capsys):
     assert "All runs" in capsys.readouterr().out
     assert cli.run(["loadtest", "--compare", str(path), str(path)]) == 0
     assert "1.000" in capsys.readouterr().out
+
+
+def test_a_sweep_that_fails_in_the_middle_leaves_what_it_has_measured(doors, tmp_path, monkeypatch, capsys):
+    path, run_point, seen = tmp_path / "sweep.json", running.run_point, []
+
+    async def two_of_three(config, point, *others, **options):
+        if len(seen) == 2:
+            raise LoadtestFailed("the service has gone")
+        seen.append(point.request_rate)
+        return await run_point(config, point, *others, **options)
+
+    monkeypatch.setattr(running, "run_point", two_of_three)
+    arguments = ["--num-prompts", "2", "--num-warmups", "0", "--sweep-pause", "0", "--output-json", str(path)]
+    assert run("--endpoint", doors.grpc, *arguments, "--sweep-request-rate", "100,200,300") == cli.FAILED
+    assert "the service has gone" in capsys.readouterr().err
+    assert [each["request_rate"] for each in figures_of(path)["runs"]] == seen == [100.0, 200.0]
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
 
 
 def test_a_cap_delays_the_sending_and_the_latency_counts_it(doors, tmp_path):

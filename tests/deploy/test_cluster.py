@@ -6,6 +6,7 @@ the one before left it, and ask for nothing that only holds at its start.
 
 import asyncio
 import dataclasses
+import importlib.util
 import json
 import logging
 import os
@@ -24,7 +25,7 @@ import ray.cloudpickle
 import ray.cluster_utils
 import ray.exceptions
 
-from outrider import cli, rpc
+from outrider import cli, rpc, tracing
 from outrider.deploy import placement
 from outrider.deploy.actors import RoleReport
 from outrider.deploy.cluster import Deployment
@@ -45,6 +46,7 @@ pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
 ]
 
+HAS_TRACING = importlib.util.find_spec("opentelemetry") is not None
 CONFIG = DeployConfig(port=0, ping_interval_s=0.2, hang_timeout_s=4.0, start_timeout_s=60.0, stop_timeout_s=5.0)
 SEVERAL = DeployConfig(
     name="several",
@@ -60,6 +62,10 @@ SEVERAL = DeployConfig(
     node_timeout_s=2.0,
     start_timeout_s=60.0,
     stop_timeout_s=5.0,
+    log_level="debug",
+    log_format="json",
+    # Nobody listens there, and nothing is sent: no request is served.
+    otlp_endpoint="http://127.0.0.1:9" if HAS_TRACING else None,
 )
 # Workers note here that they serve: what a registry would know of them.
 SERVING = Path(tempfile.mkdtemp(prefix="outrider-serving-"))
@@ -75,7 +81,7 @@ class Registry(generation_pb2_grpc.GenerationServiceServicer):
         self._deployment = deployment
 
     async def GetServerInfo(self, request, context):  # noqa: N802 (the protocol's name)
-        info = generation_pb2.ServerInfo(running_sessions=3)
+        info = generation_pb2.ServerInfo(running_sessions=3, version=json.dumps(what_this_process_tells()))
         for note in SERVING.glob(f"{self._deployment}.*"):
             worker = json.loads(note.read_text())
             if Path(f"/proc/{worker['pid']}").exists():
@@ -83,6 +89,12 @@ class Registry(generation_pb2_grpc.GenerationServiceServicer):
                 introduction.model.name = worker["model"]
                 info.workers.append(generation_pb2.WorkerStatus(introduction=introduction, state="serving"))
         return info
+
+
+def what_this_process_tells() -> list[Any]:
+    """How it logs, and whether it traces."""
+    (handler,) = logging.getLogger().handlers[-1:]
+    return [logging.getLogger().level, type(handler.formatter).__name__, tracing.active is not None]
 
 
 async def serve_registry(
@@ -125,7 +137,13 @@ async def serve_worker(
     await server.start()
     note = SERVING / setting.name.replace("/", ".")
     whole = note.with_name(f"new-{note.name}")
-    whole.write_text(json.dumps({"address": server.address, "pid": os.getpid(), "model": str(setting.model)}))
+    own = {
+        "address": server.address,
+        "pid": os.getpid(),
+        "model": str(setting.model),
+        "tells": what_this_process_tells(),
+    }
+    whole.write_text(json.dumps(own))
     whole.rename(note)
     ready(server.address)
     await stop.wait()
@@ -240,6 +258,17 @@ async def test_status_tells_of_every_worker(
     assert await command("status") == 0
     table = capsys.readouterr().out
     assert all(name in table for name in ("deployment several", "target-1", "draft-3", "6 running"))
+
+
+async def test_every_role_logs_and_traces_as_was_asked_for(deployment: Deployment):
+    notes = [json.loads(note.read_text()) for note in SERVING.glob(f"{SEVERAL.name}.*")]
+    assert len(notes) == 6
+    for endpoint in deployment.endpoints:
+        async with rpc.open_channel(endpoint) as channel:
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            info = await stub.GetServerInfo(generation_pb2.GetServerInfoRequest(), timeout=60)
+        notes.append({"tells": json.loads(info.version)})
+    assert [note["tells"] for note in notes] == 8 * [[logging.DEBUG, "JsonFormatter", HAS_TRACING]]
 
 
 async def test_drafts_are_scaled_and_drained_by_command(deployment: Deployment, capsys: pytest.CaptureFixture[str]):

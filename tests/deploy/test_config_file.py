@@ -53,6 +53,7 @@ def test_values_arrive_as_the_fields_want_them(tmp_path: Path):
     target: {model: /m, gpus: 2, kv_cache_dtype: fp8_e4m3, quantization: null}
     draft: {workers: 0, resources: {cheap: 0.5, any: 2}}
     timeouts: {hang_timeout_s: 3}
+    observe: {log_format: json, otlp_endpoint: "http://collector:4317"}
     ray:
     """
     config = read_config(written(tmp_path, text))
@@ -60,6 +61,7 @@ def test_values_arrive_as_the_fields_want_them(tmp_path: Path):
     assert isinstance(config.target_gpus, float)
     assert config.draft_resources == ("cheap=0.5", "any=2")
     assert (config.hang_timeout_s, config.quantization, config.drafts) == (3.0, None, 0)
+    assert (config.log_format, config.otlp_endpoint) == ("json", "http://collector:4317")
     assert read_config(written(tmp_path, "")) == DeployConfig()
 
 
@@ -68,6 +70,11 @@ def test_values_arrive_as_the_fields_want_them(tmp_path: Path):
     [
         ("draft: {worker: 2}", "draft.worker: unknown; did you mean workers?"),
         ("drafts: {workers: 2}", "drafts: unknown; did you mean draft?"),
+        (
+            "observe: {otlp_endpoint: 'collector:4317'}",
+            "observe.otlp_endpoint: 'collector:4317' given, http://HOST:PORT",
+        ),
+        ("observe: {log_format: xml}", "observe.log_format: 'xml' given, one of text, json needed"),
         ("colour: red", "colour: unknown; known are name, address, bind, metrics_port"),
         ("draft: 4", "draft: 4 given, keys with values needed"),
         ("[1]", "the file: [1] given, keys with values needed"),

@@ -304,6 +304,25 @@ def test_ray_starts_with_options_that_it_has_on_the_ports_that_are_named(on_ray:
                     )
 
 
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_openais_api_is_off_and_comes_on_as_the_docs_say(built: Built, tmp_path: Path, overlay: str):
+    manifests = built(overlay)
+    page = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    (coordinators,) = [template for template in pod_templates(manifests) if component(template) == "coordinator"]
+    if overlay == "plain":
+        (argument,) = re.findall(r"value: (--http-port=\d+)", page)
+        (words,) = [words for words in commands(coordinators) if words[0] == "coordinator"]
+        found = [parse(given)["http_port"] for given in (words, [*words, argument])]
+    else:
+        (key,) = re.findall(r"^ +(http_port: \d+)$", page, re.MULTILINE)
+        path = settings_file(manifests, tmp_path)
+        as_shipped = path.read_text(encoding="utf-8")
+        found = [read_config(path).http_port]
+        path.write_text(as_shipped.replace("\ncoordinator:\n", f"\ncoordinator:\n  {key}\n"), encoding="utf-8")
+        found.append(read_config(path).http_port)
+    assert found == [None, ports_of(coordinators)["http"]]
+
+
 # ------------------------------------------------------------------------------------------------------------- network
 
 
@@ -354,8 +373,8 @@ def test_only_who_has_to_talk_may_talk(built: Built, overlay: str):
         if target not in (source, "up")
         for name in rays & ports_of(callee).keys()
     }
-    # Whoever wears the label reaches the clients' door of coordinators; who wears nothing reaches nobody.
-    own_and_clients = own | {("client", "clients", "coordinator")}
+    # Whoever wears the label reaches the clients' doors of coordinators; who wears nothing reaches nobody.
+    own_and_clients = own | {("client", "clients", "coordinator"), ("client", "http", "coordinator")}
     callers = pods | {"client": pod_with({"outrider-client": "true"}), "stranger": pod_with({})}
     for permits, expected in ((lets_in, own_and_clients | between), (lets_out, own | between)):
         permitted = {
