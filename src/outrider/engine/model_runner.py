@@ -25,11 +25,13 @@ from outrider.engine.kv_slots import SlotTable
 from outrider.engine.packed_linear import can_pack, pack_linear_layers
 from outrider.engine.step_program import KvCaches, StepProgram
 from outrider.engine.step_runner import StepRunner
+from outrider.engine.tapped_layers import TappedLayers
 from outrider.engine.tensor_parallel import Ranks, start_ranks
 from outrider.engine.tensor_parallel_collectives import SumOptions
 from outrider.engine.weight_source import SafetensorsSource, WeightSource
 from outrider.errors import CheckpointError
 from outrider.kernels.scaled_weight import ScaledWeight
+from outrider.kernels.skinny_linear import Weight
 from outrider.kernels.tree_attention import TreeAttentionBatch
 
 __all__ = ["EngineConfig", "ModelCard", "ModelRunner"]
@@ -54,6 +56,7 @@ class ModelRunner:
         decoder: whether the decoder runs the forward; by default where it is the faster way, and with several ranks.
         source: the decoder's weights; by default the folder's files.
         ranks: the way to the others, on a rank that follows; by default this is rank 0, and starts the others.
+        feeds_head: whether a draft head will be made of `output`.
 
     Attributes:
         config: as given.
@@ -75,6 +78,7 @@ class ModelRunner:
         decoder: bool | None = None,
         source: WeightSource | None = None,
         ranks: Ranks | None = None,
+        feeds_head: bool = False,
     ) -> None:
         if config.torch_threads is not None and config.device == "cpu":
             torch.set_num_threads(config.torch_threads)
@@ -87,19 +91,23 @@ class ModelRunner:
         if decoder is None:
             decoder = config.attention_backend_name == "triton" and not config.enforce_eager
         try:
-            self._load(source, decoder=decoder or self.ranks.world_size > 1)
+            self._load(source, decoder=decoder or self.ranks.world_size > 1, feeds_head=feeds_head)
         except BaseException:
             self.close()
             raise
 
-    def _load(self, source: WeightSource | None, *, decoder: bool) -> None:
+    def _load(self, source: WeightSource | None, *, decoder: bool, feeds_head: bool) -> None:
         config = self.config
-        self._model = self._decoder = None
+        self._model = self._decoder = self._output = None
+        self._tapped: TappedLayers | None = None
         if decoder:
             self._decoder, model_config, self.info = _load_decoder(config, source, self.ranks)
         else:
             self._model, self.info = load_checkpoint(config)
             model_config = self._model.config
+            if feeds_head:
+                # Packing takes the layer's own weight away.
+                self._output = _weight_of(self._model.get_output_embeddings())
             if self.device.type == "cpu" and can_pack():
                 pack_linear_layers(self._model)
         shape = _KvShape(model_config, config)
@@ -124,6 +132,51 @@ class ModelRunner:
     def vocab_size(self) -> int:
         """Columns of the logits."""
         return self.info.vocab_size
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        """[V, N] the rows of tokens."""
+        if self._decoder is not None:
+            return self._decoder.weights.embedding
+        assert self._model is not None
+        return _weight_of(self._model.get_input_embeddings())
+
+    @property
+    def output(self) -> Weight:
+        """[V, N] the output layer."""
+        if self._decoder is not None:
+            return self._decoder.weights.head
+        assert self._output is not None, "the runner was not told that it feeds a head"
+        return self._output
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return len(self._caches.keys)
+
+    @property
+    def attend(self) -> TreeAttention:
+        """The attention operator."""
+        return self._attend
+
+    def tap(self, taps: tuple[int, ...]) -> None:
+        """From now on every forward leaves hidden states in `features`.
+
+        Args:
+            taps: i is the residual stream after i layers, 0 the embeddings, -1 what the last norm returns.
+        """
+        if self.steps is not None:
+            self.steps.tap(taps)
+        else:
+            assert self._model is not None
+            self._tapped = TappedLayers(self._model.base_model, taps)
+
+    @property
+    def features(self) -> torch.Tensor:
+        """[at least T, F] of the last forward's rows, the columns of one tap after those of another."""
+        found = self._tapped.features() if self.steps is None and self._tapped else self.steps and self.steps.features
+        assert isinstance(found, torch.Tensor), "no layer is tapped"
+        return found
 
     def warm_up(self, *, verifies: bool = True) -> None:
         """Compiles and captures what serving begins with.
@@ -254,6 +307,10 @@ def _load_decoder(
         fixed=config.deterministic,
     )
     return decoder, model_config, card
+
+
+def _weight_of(layer: Any) -> torch.Tensor:
+    return layer.weight
 
 
 def check_eight_bits(config: EngineConfig, device: torch.device) -> None:

@@ -197,5 +197,5 @@ class StepGraphs:
             output = self._program.run(bucket, data, after_layer)
         if bucket.nodes or bucket.children:
             # The logits' memory may go to other graphs: who wants logits has buckets without walks.
-            output = StepOutput(logits=None, answer=output.answer)
+            output = StepOutput(logits=None, answer=output.answer, features=output.features)
         return _Captured(graphs=graphs, data=data, output=output)

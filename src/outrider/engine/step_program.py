@@ -50,10 +50,12 @@ class StepOutput:
         logits: [R, V] in the model's dtype; None where no row's are wanted.
         answer: int32: predictions [R], paths [S, N], accepted nodes [S] where trees are verified; tokens [R, C] and the
             bits of log q [R, C] and scores [R, C] where children are ranked; else empty.
+        features: [T, F] hidden states of the layers that are tapped; None where none are.
     """
 
     logits: torch.Tensor | None
     answer: torch.Tensor
+    features: torch.Tensor | None = None
 
 
 class StepProgram:
@@ -74,11 +76,25 @@ class StepProgram:
         # What attention reads of a step; it need not outlive the step, so all buckets share it.
         self._gathered = torch.full((max_rows * row_len,), -1, dtype=torch.int32, device=self.device)
         self._windowed = any(layer.window for layer in decoder.spec.layers)
+        self._taps: tuple[int, ...] = ()
+        # Read before the next step begins, so all buckets share it.
+        self._features = torch.empty((0, 0), dtype=decoder.weights.embedding.dtype, device=self.device)
 
     @property
     def vocab_size(self) -> int:
         """V."""
         return self._decoder.spec.vocab_size
+
+    def tap(self, taps: tuple[int, ...], *, rows: int) -> None:
+        """From now on steps leave the hidden states after these layers in their output.
+
+        Args:
+            taps: as `DecoderInputs.feature_layers`.
+            rows: of the largest step that is captured.
+        """
+        self._taps = taps
+        size = (rows, len(taps) * self._decoder.spec.hidden_size)
+        self._features = torch.empty(size, dtype=self._features.dtype, device=self.device)
 
     @torch.inference_mode()
     def update_slots(self, updates: torch.Tensor) -> None:
@@ -99,14 +115,14 @@ class StepProgram:
         hidden = self._decoder.forward(inputs, after_layer)
         if bucket.children and bucket.logit_rows:
             logits = self._decoder.logits(hidden, arrays["logit_rows"])
-            return StepOutput(logits=logits, answer=_rank_children(bucket, logits, arrays))
+            return StepOutput(logits=logits, answer=_rank_children(bucket, logits, arrays), features=inputs.features)
         answer = torch.zeros(answer_len(bucket), dtype=torch.int32, device=self.device)
         if not bucket.logit_rows:
-            return StepOutput(logits=None, answer=answer)
+            return StepOutput(logits=None, answer=answer, features=inputs.features)
         logits = self._decoder.logits(hidden, arrays["logit_rows"])
         if bucket.nodes:
             _verify(bucket, logits, arrays, answer)
-        return StepOutput(logits=logits, answer=answer)
+        return StepOutput(logits=logits, answer=answer, features=inputs.features)
 
     def _inputs(self, bucket: Bucket, arrays: dict[str, torch.Tensor]) -> DecoderInputs:
         """Brings the slot tables up to date, and says what the layers are to compute."""
@@ -140,7 +156,16 @@ class StepProgram:
             batch=batch,
             key_caches=self._caches.keys,
             value_caches=self._caches.values,
+            feature_layers=self._taps,
+            features=self._features_of(bucket.tokens),
         )
+
+    def _features_of(self, rows: int) -> torch.Tensor | None:
+        if not self._taps:
+            return None
+        if rows > len(self._features):
+            return self._features.new_empty((rows, self._features.shape[1]))
+        return self._features[:rows]
 
 
 def answer_len(bucket: Bucket) -> int:

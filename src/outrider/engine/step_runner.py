@@ -19,7 +19,7 @@ from outrider.engine.draft_staging import GrowthRows, RankedChildren, stage_grow
 from outrider.engine.kv_slots import SlotTable
 from outrider.engine.step_buffers import StagedStep, StepBuffer, StepBuffers
 from outrider.engine.step_graphs import StepGraphs
-from outrider.engine.step_program import StepProgram, answer_len
+from outrider.engine.step_program import StepOutput, StepProgram, answer_len
 from outrider.engine.step_staging import StepAnswer, stage_step
 from outrider.engine.step_trees import TreeColumns, stage_trees
 from outrider.engine.tensor_parallel import Alone, Ranks
@@ -36,13 +36,18 @@ class LaunchedStep:
     Args:
         staged: what was launched.
         buffer: whose event says that it is done.
-        logits: [at least R, V] of the wanted rows, or None; valid until the next launch, on the device's stream.
+        output: its results; valid until the next launch, on the device's stream.
         ranks: that run it.
+
+    Attributes:
+        logits: [R, V] of the wanted rows, or None.
+        features: [at least T, F] of the tapped layers, or None.
     """
 
-    def __init__(self, staged: StagedStep, buffer: StepBuffer, logits: torch.Tensor | None, ranks: Ranks) -> None:
+    def __init__(self, staged: StagedStep, buffer: StepBuffer, output: StepOutput, ranks: Ranks) -> None:
         self._staged, self._buffer, self._ranks = staged, buffer, ranks
-        self.logits = None if logits is None else logits[: staged.logit_rows]
+        self.logits = None if output.logits is None else output.logits[: staged.logit_rows]
+        self.features = output.features
 
     def wait(self) -> None:
         """Until the device is done.
@@ -101,11 +106,18 @@ class StepRunner:
         # A rank that gave a capture up would stop half-way in what the others run to its end.
         strict = self._ranks.world_size > 1
         self._graphs = StepGraphs(program, max_tokens=ladder.max_tokens, enabled=graphs, strict=strict)
+        self.features: torch.Tensor | None = None
+        """[at least T, F] of the last step that was launched, where layers are tapped."""
 
     @property
     def ladder(self) -> BucketLadder:
         """The buckets that there are."""
         return self._ladder
+
+    def tap(self, taps: tuple[int, ...]) -> None:
+        """See `StepProgram.tap`; before anything is captured."""
+        assert not self.graphs, "layers are tapped before graphs are captured"
+        self._program.tap(taps, rows=self._ladder.max_tokens)
 
     @property
     def graphs(self) -> int:
@@ -170,7 +182,8 @@ class StepRunner:
         if len(output.answer):
             buffer.answer(len(output.answer)).copy_(output.answer, non_blocking=True)
         buffer.note_end()
-        return LaunchedStep(staged, buffer, output.logits, self._ranks)
+        self.features = output.features
+        return LaunchedStep(staged, buffer, output, self._ranks)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
