@@ -18,6 +18,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from outrider.kernels.tree_attention_kernels import UNSPECIALISED
+
 if TYPE_CHECKING:
     # Kernels are a language of their own, as in `outrider.kernels.backend`.
     from outrider.kernels.backend import tl as gl
@@ -42,7 +44,8 @@ else:
         HAS_GLUON = True
     except ImportError:
         # No Triton, or one whose Gluon is older or newer than this: the kernel is defined, and never launched.
-        gluon, gl = SimpleNamespace(jit=lambda function: function), SimpleNamespace(constexpr=int)
+        gluon = SimpleNamespace(jit=lambda function=None, **_options: function or (lambda inner: inner))
+        gl = SimpleNamespace(constexpr=int)
         HAS_GLUON = False
 
 __all__ = ["HAS_GLUON", "attend_hopper_kernel"]
@@ -100,7 +103,8 @@ def _reach(
     )
     seen = gl.where(bits != 0, (tree_start + 64 * (word + 1))[None, :], prefix_len[:, None])
     seen = gl.maximum(gl.max(seen, 1), prefix_len)
-    return gl.min(gl.where(row_ok, prefix_len, key_len), 0), gl.max(seen, 0)
+    # Never below 0: lengths out of range would wrap around in the differences with what comes back.
+    return gl.maximum(gl.min(gl.where(row_ok, prefix_len, key_len), 0), 0), gl.maximum(gl.max(seen, 0), 0)
 
 
 @gluon.jit
@@ -331,7 +335,7 @@ def _consume(
         )
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=UNSPECIALISED)
 def attend_hopper_kernel(
     query_ptr,  # [T, H, D]
     key_ptr,  # [num_slots, Hkv, D]
@@ -361,6 +365,7 @@ def attend_hopper_kernel(
     units_wanted,
     split_keys,
     least_keys,
+    early_keys,
     score_scale,
     value_scale,
     HEADS_KV: gl.constexpr,
@@ -380,8 +385,6 @@ def attend_hopper_kernel(
     GROUP_REGISTERS: gl.constexpr,
 ):
     BLOCK_M: gl.constexpr = GROUPS * ROWS
-    if EARLY:
-        gdc_launch_dependents()
     head_kv = gl.program_id(0) % HEADS_KV
     unit = gl.program_id(0) // HEADS_KV
     begins, row_ends, keys, tiles, splits, ends = _plan(
@@ -430,6 +433,9 @@ def attend_hopper_kernel(
     step = split_keys
     if split_keys <= 0:
         step = ((key_len + splits - 1) // splits + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    # Else at the program's end: over many keys the next launch may only take places away.
+    if EARLY and step <= early_keys:
+        gdc_launch_dependents()
     first = split * step
     last = gl.minimum(key_len, first + step)
     table_ptr = slot_table_ptr + session.to(gl.int64) * table_row_stride

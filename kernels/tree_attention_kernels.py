@@ -21,7 +21,30 @@ from __future__ import annotations
 
 from outrider.kernels.backend import jit, tl
 
-__all__ = ["attend_kernel", "merge_kernel"]
+__all__ = ["UNSPECIALISED", "attend_kernel", "merge_kernel"]
+
+# Sizes of a batch, of which no kernel should be compiled anew while a server runs.
+UNSPECIALISED = (
+    "sessions",
+    "rows",
+    "num_slots",
+    "max_key_len",
+    "words",
+    "units_wanted",
+    "split_keys",
+    "least_keys",
+    "early_keys",
+)
+_UNSPECIALISED_OF_MERGE = (
+    "sessions",
+    "rows",
+    "max_key_len",
+    "units_wanted",
+    "split_keys",
+    "least_keys",
+    "units",
+    "chunks",
+)
 
 # Keys looked at together for their positions; a multiple of every block of keys.
 _SCAN_KEYS = tl.constexpr(512)
@@ -120,7 +143,7 @@ def _soften(scores, score_scale, best, mass, mixed):
     return new_best, mass * rescale + tl.sum(weights, axis=1), mixed * rescale[:, None], weights
 
 
-@jit
+@jit(do_not_specialize=UNSPECIALISED)
 def attend_kernel(
     query_ptr,  # [T, H, D]
     key_ptr,  # [num_slots, Hkv, D]
@@ -155,6 +178,7 @@ def attend_kernel(
     units_wanted,
     split_keys,
     least_keys,
+    early_keys,
     score_scale,
     cap_scale,
     value_scale,
@@ -175,8 +199,6 @@ def attend_kernel(
     TAIL_STAGES: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
     head_kv = tl.program_id(0) % HEADS_KV
     unit = tl.program_id(0) // HEADS_KV
     begins, row_ends, keys, tiles, splits, ends = _plan(
@@ -225,6 +247,9 @@ def attend_kernel(
     step = split_keys
     if split_keys <= 0:
         step = ((key_len + splits - 1) // splits + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    # Else at the program's end: over many keys the next launch may only take places away.
+    if EARLY and step <= early_keys:
+        tl.extra.cuda.gdc_launch_dependents()
     first = split * step
     last = tl.minimum(key_len, first + step)
     lane = tl.arange(0, BLOCK_N)
@@ -242,9 +267,10 @@ def attend_kernel(
         tree_mask_ptr + row[:, None] * words + word[None, :], mask=row_ok[:, None] & (word < words)[None, :], other=0
     )
     seen = tl.max(tl.where(bits != 0, tree_start + 64 * (word + 1)[None, :], prefix_len[:, None]))
-    last = tl.minimum(last, tl.maximum(seen, tl.max(prefix_len)))
+    # Never below 0, nor is what comes next: lengths out of range would wrap around in the differences below.
+    last = tl.minimum(last, tl.maximum(tl.maximum(seen, tl.max(prefix_len)), 0))
     # Blocks of keys before this are in the prefix of every row.
-    shared = tl.minimum(tl.min(tl.where(row_ok, prefix_len, key_len)), last)
+    shared = tl.minimum(tl.maximum(tl.min(tl.where(row_ok, prefix_len, key_len)), 0), last)
     shared = first + tl.maximum(shared - first, 0) // BLOCK_N * BLOCK_N
     position = prefix_len
     if HAS_WINDOW:
@@ -342,7 +368,7 @@ def _part(partial_ptr, log_mass_ptr, source, stride, split, split_count, row_ok,
     return log_mass, tl.load(partial_ptr + place, mask=here[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
 
 
-@jit
+@jit(do_not_specialize=_UNSPECIALISED_OF_MERGE)
 def merge_kernel(
     partial_ptr,  # [units, Hkv, BLOCK_M, D] float32
     log_mass_ptr,  # [units, Hkv, BLOCK_M] float32

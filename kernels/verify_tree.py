@@ -188,7 +188,7 @@ def launch_verify_tree_greedy(
     )
 
 
-@jit
+@jit(do_not_specialize=["accept_row_stride", "nodes", "all_rows", "path_nodes"])
 def _verify_tree_greedy_kernel(
     predicts_ptr,  # [bs * n] int32
     accept_index_ptr,  # [bs, S] int32
