@@ -43,20 +43,32 @@ VERIFICATION_RULE_REJECTION: VerificationRule
 VERIFICATION_RULE_SYNTHETIC: VerificationRule
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "vocab_size", "tokenizer_hash", "dtype", "max_model_len", "eos_token_ids")
+    __slots__ = ("name", "vocab_size", "tokenizer_hash", "dtype", "max_model_len", "eos_token_ids", "weights")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_HASH_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     name: str
     vocab_size: int
     tokenizer_hash: str
     dtype: str
     max_model_len: int
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    weights: Weights
+    def __init__(self, name: _Optional[str] = ..., vocab_size: _Optional[int] = ..., tokenizer_hash: _Optional[str] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., weights: _Optional[_Union[Weights, _Mapping]] = ...) -> None: ...
+
+class Weights(_message.Message):
+    __slots__ = ("version", "path", "reloads")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    RELOADS_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    path: str
+    reloads: int
+    def __init__(self, version: _Optional[str] = ..., path: _Optional[str] = ..., reloads: _Optional[int] = ...) -> None: ...
 
 class SamplingState(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "seed", "choice_index", "stop_token_ids", "max_new_tokens", "min_new_tokens", "logprobs", "verification", "threshold_single", "threshold_acc", "synthetic_rates", "grammar", "grammar_end_ids")
@@ -160,7 +172,7 @@ class SpeculationLimits(_message.Message):
     def __init__(self, mode: _Optional[_Union[SpeculationMode, str]] = ..., max_live_nodes: _Optional[int] = ..., max_depth: _Optional[int] = ..., sync_nodes: _Optional[int] = ...) -> None: ...
 
 class SessionOpen(_message.Message):
-    __slots__ = ("session_id", "epoch", "prompt", "output", "sampling", "limits", "sources", "traceparent")
+    __slots__ = ("session_id", "epoch", "prompt", "output", "sampling", "limits", "sources", "traceparent", "weights")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
@@ -169,6 +181,7 @@ class SessionOpen(_message.Message):
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     epoch: int
     prompt: bytes
@@ -177,7 +190,8 @@ class SessionOpen(_message.Message):
     limits: SpeculationLimits
     sources: _containers.RepeatedScalarFieldContainer[GrowthSource]
     traceparent: str
-    def __init__(self, session_id: _Optional[int] = ..., epoch: _Optional[int] = ..., prompt: _Optional[bytes] = ..., output: _Optional[bytes] = ..., sampling: _Optional[_Union[SamplingState, _Mapping]] = ..., limits: _Optional[_Union[SpeculationLimits, _Mapping]] = ..., sources: _Optional[_Iterable[_Union[GrowthSource, str]]] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    weights: str
+    def __init__(self, session_id: _Optional[int] = ..., epoch: _Optional[int] = ..., prompt: _Optional[bytes] = ..., output: _Optional[bytes] = ..., sampling: _Optional[_Union[SamplingState, _Mapping]] = ..., limits: _Optional[_Union[SpeculationLimits, _Mapping]] = ..., sources: _Optional[_Iterable[_Union[GrowthSource, str]]] = ..., traceparent: _Optional[str] = ..., weights: _Optional[str] = ...) -> None: ...
 
 class StepReport(_message.Message):
     __slots__ = ("step_ns", "forward_ns", "tokens", "sessions")
@@ -192,7 +206,7 @@ class StepReport(_message.Message):
     def __init__(self, step_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ..., tokens: _Optional[int] = ..., sessions: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("sessions", "slots_used", "slots_total", "steps", "busy", "slots_cached", "calibration", "step_age_ms", "preparing")
+    __slots__ = ("sessions", "slots_used", "slots_total", "steps", "busy", "slots_cached", "calibration", "step_age_ms", "preparing", "weights")
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_USED_FIELD_NUMBER: _ClassVar[int]
     SLOTS_TOTAL_FIELD_NUMBER: _ClassVar[int]
@@ -202,6 +216,7 @@ class WorkerLoad(_message.Message):
     CALIBRATION_FIELD_NUMBER: _ClassVar[int]
     STEP_AGE_MS_FIELD_NUMBER: _ClassVar[int]
     PREPARING_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     sessions: int
     slots_used: int
     slots_total: int
@@ -211,7 +226,8 @@ class WorkerLoad(_message.Message):
     calibration: CalibrationReport
     step_age_ms: int
     preparing: bool
-    def __init__(self, sessions: _Optional[int] = ..., slots_used: _Optional[int] = ..., slots_total: _Optional[int] = ..., steps: _Optional[int] = ..., busy: _Optional[float] = ..., slots_cached: _Optional[int] = ..., calibration: _Optional[_Union[CalibrationReport, _Mapping]] = ..., step_age_ms: _Optional[int] = ..., preparing: bool = ...) -> None: ...
+    weights: Weights
+    def __init__(self, sessions: _Optional[int] = ..., slots_used: _Optional[int] = ..., slots_total: _Optional[int] = ..., steps: _Optional[int] = ..., busy: _Optional[float] = ..., slots_cached: _Optional[int] = ..., calibration: _Optional[_Union[CalibrationReport, _Mapping]] = ..., step_age_ms: _Optional[int] = ..., preparing: bool = ..., weights: _Optional[_Union[Weights, _Mapping]] = ...) -> None: ...
 
 class CalibrationReport(_message.Message):
     __slots__ = ("edges", "rules")

@@ -20,7 +20,7 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "sampling_params", "speculation", "received", "trace", "record_tree")
+    __slots__ = ("request_id", "text", "token_ids", "sampling_params", "speculation", "received", "trace", "record_tree", "weights")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +29,7 @@ class GenerateRequest(_message.Message):
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
     RECORD_TREE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     token_ids: TokenIds
@@ -37,7 +38,8 @@ class GenerateRequest(_message.Message):
     received: _containers.RepeatedCompositeFieldContainer[Received]
     trace: bool
     record_tree: bool
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationParams, _Mapping]] = ..., received: _Optional[_Iterable[_Union[Received, _Mapping]]] = ..., trace: bool = ..., record_tree: bool = ...) -> None: ...
+    weights: str
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling_params: _Optional[_Union[SamplingParams, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationParams, _Mapping]] = ..., received: _Optional[_Iterable[_Union[Received, _Mapping]]] = ..., trace: bool = ..., record_tree: bool = ..., weights: _Optional[str] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -153,32 +155,36 @@ class Started(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., seed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class Delta(_message.Message):
-    __slots__ = ("index", "token_ids", "text", "offset", "text_offset", "logprobs")
+    __slots__ = ("index", "token_ids", "text", "offset", "text_offset", "logprobs", "weights")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
     TEXT_OFFSET_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     index: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     text: str
     offset: int
     text_offset: int
     logprobs: _target_pb2.Logprobs
-    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., offset: _Optional[int] = ..., text_offset: _Optional[int] = ..., logprobs: _Optional[_Union[_target_pb2.Logprobs, _Mapping]] = ...) -> None: ...
+    weights: str
+    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., offset: _Optional[int] = ..., text_offset: _Optional[int] = ..., logprobs: _Optional[_Union[_target_pb2.Logprobs, _Mapping]] = ..., weights: _Optional[str] = ...) -> None: ...
 
 class Finished(_message.Message):
-    __slots__ = ("choices", "usage", "speculation", "timings")
+    __slots__ = ("choices", "usage", "speculation", "timings", "weights")
     CHOICES_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     choices: _containers.RepeatedCompositeFieldContainer[Choice]
     usage: Usage
     speculation: SpeculationStats
     timings: Timings
-    def __init__(self, choices: _Optional[_Iterable[_Union[Choice, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ...) -> None: ...
+    weights: str
+    def __init__(self, choices: _Optional[_Iterable[_Union[Choice, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., weights: _Optional[str] = ...) -> None: ...
 
 class Choice(_message.Message):
     __slots__ = ("index", "finish_reason", "stop_token_id", "stop_string", "completion_tokens")
@@ -325,7 +331,7 @@ class WatchRequest(_message.Message):
     def __init__(self, interval_ms: _Optional[int] = ...) -> None: ...
 
 class ServerInfo(_message.Message):
-    __slots__ = ("incarnation", "version", "uptime_s", "running_sessions", "waiting_requests", "workers", "requests_total", "emitted_tokens_total", "speculation", "dropped_nodes_total", "steps_total", "refused_total", "draft_demand")
+    __slots__ = ("incarnation", "version", "uptime_s", "running_sessions", "waiting_requests", "workers", "requests_total", "emitted_tokens_total", "speculation", "dropped_nodes_total", "steps_total", "refused_total", "draft_demand", "weights")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -339,6 +345,7 @@ class ServerInfo(_message.Message):
     STEPS_TOTAL_FIELD_NUMBER: _ClassVar[int]
     REFUSED_TOTAL_FIELD_NUMBER: _ClassVar[int]
     DRAFT_DEMAND_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     version: str
     uptime_s: float
@@ -352,7 +359,8 @@ class ServerInfo(_message.Message):
     steps_total: int
     refused_total: int
     draft_demand: DraftDemand
-    def __init__(self, incarnation: _Optional[int] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., running_sessions: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., requests_total: _Optional[int] = ..., emitted_tokens_total: _Optional[int] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ..., dropped_nodes_total: _Optional[int] = ..., steps_total: _Optional[int] = ..., refused_total: _Optional[int] = ..., draft_demand: _Optional[_Union[DraftDemand, _Mapping]] = ...) -> None: ...
+    weights: _common_pb2.Weights
+    def __init__(self, incarnation: _Optional[int] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., running_sessions: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., requests_total: _Optional[int] = ..., emitted_tokens_total: _Optional[int] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ..., dropped_nodes_total: _Optional[int] = ..., steps_total: _Optional[int] = ..., refused_total: _Optional[int] = ..., draft_demand: _Optional[_Union[DraftDemand, _Mapping]] = ..., weights: _Optional[_Union[_common_pb2.Weights, _Mapping]] = ...) -> None: ...
 
 class DraftDemand(_message.Message):
     __slots__ = ("sessions", "undrafted_sessions", "rounds_total", "tokens_total", "missed_rounds_total", "starved_rounds_total", "bare_rounds_total", "target_ns_total", "plain_ns_total", "draft_steps_total", "draft_ns_total", "grown_sessions_total", "expanded_nodes_total")

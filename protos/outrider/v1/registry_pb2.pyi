@@ -8,14 +8,85 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class InFlight(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    IN_FLIGHT_UNSPECIFIED: _ClassVar[InFlight]
+    IN_FLIGHT_FINISH: _ClassVar[InFlight]
+    IN_FLIGHT_ABORT: _ClassVar[InFlight]
+
 class WorkerRole(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     WORKER_ROLE_UNSPECIFIED: _ClassVar[WorkerRole]
     WORKER_ROLE_DRAFT: _ClassVar[WorkerRole]
     WORKER_ROLE_TARGET: _ClassVar[WorkerRole]
+IN_FLIGHT_UNSPECIFIED: InFlight
+IN_FLIGHT_FINISH: InFlight
+IN_FLIGHT_ABORT: InFlight
 WORKER_ROLE_UNSPECIFIED: WorkerRole
 WORKER_ROLE_DRAFT: WorkerRole
 WORKER_ROLE_TARGET: WorkerRole
+
+class ReloadCommand(_message.Message):
+    __slots__ = ("check", "hold", "swap")
+    CHECK_FIELD_NUMBER: _ClassVar[int]
+    HOLD_FIELD_NUMBER: _ClassVar[int]
+    SWAP_FIELD_NUMBER: _ClassVar[int]
+    check: ReloadCheck
+    hold: ReloadHold
+    swap: ReloadSwap
+    def __init__(self, check: _Optional[_Union[ReloadCheck, _Mapping]] = ..., hold: _Optional[_Union[ReloadHold, _Mapping]] = ..., swap: _Optional[_Union[ReloadSwap, _Mapping]] = ...) -> None: ...
+
+class ReloadCheck(_message.Message):
+    __slots__ = ("path",)
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    def __init__(self, path: _Optional[str] = ...) -> None: ...
+
+class ReloadHold(_message.Message):
+    __slots__ = ("in_flight",)
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    in_flight: InFlight
+    def __init__(self, in_flight: _Optional[_Union[InFlight, str]] = ...) -> None: ...
+
+class ReloadSwap(_message.Message):
+    __slots__ = ("weights",)
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    weights: _common_pb2.Weights
+    def __init__(self, weights: _Optional[_Union[_common_pb2.Weights, _Mapping]] = ...) -> None: ...
+
+class ReloadReport(_message.Message):
+    __slots__ = ("running", "targets", "aborted")
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    ABORTED_FIELD_NUMBER: _ClassVar[int]
+    running: int
+    targets: TargetReports
+    aborted: int
+    def __init__(self, running: _Optional[int] = ..., targets: _Optional[_Union[TargetReports, _Mapping]] = ..., aborted: _Optional[int] = ...) -> None: ...
+
+class TargetReports(_message.Message):
+    __slots__ = ("targets",)
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    targets: _containers.RepeatedCompositeFieldContainer[TargetReport]
+    def __init__(self, targets: _Optional[_Iterable[_Union[TargetReport, _Mapping]]] = ...) -> None: ...
+
+class TargetReport(_message.Message):
+    __slots__ = ("worker_id", "name", "address", "found", "running", "error", "swap_ns")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    SWAP_NS_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    name: str
+    address: str
+    found: _common_pb2.Weights
+    running: _common_pb2.Weights
+    error: str
+    swap_ns: int
+    def __init__(self, worker_id: _Optional[str] = ..., name: _Optional[str] = ..., address: _Optional[str] = ..., found: _Optional[_Union[_common_pb2.Weights, _Mapping]] = ..., running: _Optional[_Union[_common_pb2.Weights, _Mapping]] = ..., error: _Optional[str] = ..., swap_ns: _Optional[int] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
     __slots__ = ("introduction", "load", "draining")

@@ -44,6 +44,11 @@ class RegistryServiceStub(object):
                 request_serializer=outrider_dot_v1_dot_registry__pb2.DrainRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_registry__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Reload = channel.stream_stream(
+                '/outrider.v1.RegistryService/Reload',
+                request_serializer=outrider_dot_v1_dot_registry__pb2.ReloadCommand.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_registry__pb2.ReloadReport.FromString,
+                _registered_method=True)
 
 
 class RegistryServiceServicer(object):
@@ -65,6 +70,14 @@ class RegistryServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Reload(self, request_iterator, context):
+        """Changes the weights of all targets, in three steps: check, hold, swap. Each command is answered, HOLD by one report a
+        while until nothing runs any more. Requests wait from HOLD until the stream ends, however it ends.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RegistryServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -77,6 +90,11 @@ def add_RegistryServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=outrider_dot_v1_dot_registry__pb2.DrainRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_registry__pb2.DrainResponse.SerializeToString,
+            ),
+            'Reload': grpc.stream_stream_rpc_method_handler(
+                    servicer.Reload,
+                    request_deserializer=outrider_dot_v1_dot_registry__pb2.ReloadCommand.FromString,
+                    response_serializer=outrider_dot_v1_dot_registry__pb2.ReloadReport.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -133,6 +151,33 @@ class RegistryService(object):
             '/outrider.v1.RegistryService/Drain',
             outrider_dot_v1_dot_registry__pb2.DrainRequest.SerializeToString,
             outrider_dot_v1_dot_registry__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reload(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/outrider.v1.RegistryService/Reload',
+            outrider_dot_v1_dot_registry__pb2.ReloadCommand.SerializeToString,
+            outrider_dot_v1_dot_registry__pb2.ReloadReport.FromString,
             options,
             channel_credentials,
             insecure,

@@ -20,6 +20,24 @@ OUTCOME_ACCEPTED: Outcome
 OUTCOME_DEFERRED: Outcome
 OUTCOME_ERROR: Outcome
 
+class ReloadRequest(_message.Message):
+    __slots__ = ("path", "swap")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    SWAP_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    swap: _common_pb2.Weights
+    def __init__(self, path: _Optional[str] = ..., swap: _Optional[_Union[_common_pb2.Weights, _Mapping]] = ...) -> None: ...
+
+class ReloadResponse(_message.Message):
+    __slots__ = ("found", "running", "swap_ns")
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    SWAP_NS_FIELD_NUMBER: _ClassVar[int]
+    found: _common_pb2.Weights
+    running: _common_pb2.Weights
+    swap_ns: int
+    def __init__(self, found: _Optional[_Union[_common_pb2.Weights, _Mapping]] = ..., running: _Optional[_Union[_common_pb2.Weights, _Mapping]] = ..., swap_ns: _Optional[int] = ...) -> None: ...
+
 class VerifyRequest(_message.Message):
     __slots__ = ("incarnation", "step", "opens", "close_session_ids", "close_epochs", "trees")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]

@@ -39,6 +39,11 @@ class TargetServiceStub(object):
                 request_serializer=outrider_dot_v1_dot_target__pb2.VerifyRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_target__pb2.VerifyResponse.FromString,
                 _registered_method=True)
+        self.Reload = channel.unary_unary(
+                '/outrider.v1.TargetService/Reload',
+                request_serializer=outrider_dot_v1_dot_target__pb2.ReloadRequest.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_target__pb2.ReloadResponse.FromString,
+                _registered_method=True)
 
 
 class TargetServiceServicer(object):
@@ -51,6 +56,14 @@ class TargetServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Reload(self, request, context):
+        """Reads other weights of the same architecture, or puts them in the place of those that the model runs with.
+        FAILED_PRECONDITION: they do not fit, with the reason; the model runs on with what it has.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TargetServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -58,6 +71,11 @@ def add_TargetServiceServicer_to_server(servicer, server):
                     servicer.Verify,
                     request_deserializer=outrider_dot_v1_dot_target__pb2.VerifyRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_target__pb2.VerifyResponse.SerializeToString,
+            ),
+            'Reload': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reload,
+                    request_deserializer=outrider_dot_v1_dot_target__pb2.ReloadRequest.FromString,
+                    response_serializer=outrider_dot_v1_dot_target__pb2.ReloadResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -87,6 +105,33 @@ class TargetService(object):
             '/outrider.v1.TargetService/Verify',
             outrider_dot_v1_dot_target__pb2.VerifyRequest.SerializeToString,
             outrider_dot_v1_dot_target__pb2.VerifyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/outrider.v1.TargetService/Reload',
+            outrider_dot_v1_dot_target__pb2.ReloadRequest.SerializeToString,
+            outrider_dot_v1_dot_target__pb2.ReloadResponse.FromString,
             options,
             channel_credentials,
             insecure,
