@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from outrider.coordinator.source_mix import SourceMix
+
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
@@ -75,6 +77,13 @@ class Forest:
         self._ring_serial: Ints = np.zeros((0, _RING), dtype=np.int64)
         self.version = 0
         """Counts the changes."""
+        self.mix = SourceMix()
+        """Which source each node is of, once there are several."""
+
+    @property
+    def next_serial(self) -> int:
+        """Of the next node that is made; those that are there have lower ones."""
+        return self._next_serial
 
     # -------------------------------------------------------------------------------------------- sessions and workers
 

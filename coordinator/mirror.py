@@ -10,7 +10,7 @@ columns of one forest. Chains (rejection) are lists, and taken one by one.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ import numpy.typing as npt
 from outrider.coordinator.chain_mirror import ChainMirror
 from outrider.coordinator.forest import Floats, Forest, Ints
 from outrider.coordinator.messages import GrowthBatch
+from outrider.coordinator.source_mix import NO_COUNTS, Kind
 
 _NOT_WANTED = -1
 
@@ -36,15 +37,19 @@ class TreeMirror:
     Args:
         token_ids: the session's committed tokens, prompt and output; the mirror reads this list, and `commit` is called
             after tokens were appended to it.
+        kind: of the session, for what is learned of its sources.
     """
 
     is_chain = False
 
-    def __init__(self, forest: Forest, token_ids: list[int]) -> None:
+    def __init__(self, forest: Forest, token_ids: list[int], kind: Kind = Kind.OTHER) -> None:
         self.forest = forest
         self.token_ids = token_ids
         self.length = len(token_ids)
         self.row = forest.add_session(token_ids[-1], self.length)
+        forest.mix.open(self.row, kind)
+        self.source_counts = NO_COUNTS
+        """As of `SourceMix.counts`, when the session has ended."""
         self.root_was_drafted = False
         """Whether the root was a node of the tree before it was committed: a draft may be expanding it by now."""
         self.root_was_missed = False
@@ -84,6 +89,8 @@ class TreeMirror:
         for worker in self._workers.values():
             self.forest.remove_view(worker.view)
         self._workers.clear()
+        if self.forest.mix.is_active:
+            self.source_counts = self.forest.mix.counts[self.row].copy()
         self.forest.remove_session(self.row)
 
     @property
@@ -101,12 +108,14 @@ class Commitment(NamedTuple):
     Attributes:
         accepted: slots of the drafted nodes among the first of them, as they were submitted.
         keeps_tree: whether what hangs below them is of use (not in sync mode, which grows every tree afresh).
+        submitted: slots of all the nodes that were submitted.
     """
 
     mirror: Mirror
     token_ids: Sequence[int]
     accepted: Sequence[int] = ()
     keeps_tree: bool = True
+    submitted: Sequence[int] = ()
 
 
 # ------------------------------------------------------------------------------------------------------------- growth
@@ -123,9 +132,12 @@ class _Nodes:
     parent: Ints
     token: Ints
     acceptance: Floats
+    source: Ints | None
+    """None: all are a model's."""
 
     def only(self, which: np.ndarray) -> "_Nodes":
-        return _Nodes(*(getattr(self, name)[which] for name in self.__slots__))
+        columns: list[Any] = [None if (own := getattr(self, name)) is None else own[which] for name in self.__slots__]
+        return _Nodes(*columns)
 
 
 def graft(worker_id: str, growth: GrowthBatch, mirrors: Sequence[Mirror | None]) -> list[int]:
@@ -171,6 +183,7 @@ def _nodes(growth: GrowthBatch, views: Sequence[int]) -> _Nodes:
         parent=growth.parents,
         token=growth.tokens,
         acceptance=growth.acceptance,
+        source=growth.sources,
     )
     return nodes if min(views) >= 0 else nodes.only(view >= 0)
 
@@ -196,7 +209,7 @@ def _graft_trees(
             grown, rest = nodes.only(alive), ~alive
             slots = slots[alive]
         if len(slots):
-            made = forest.add(slots, grown.token, grown.acceptance)
+            made = _add(forest, slots, grown)
             forest.name(grown.view, grown.node_id, made)
             counts += np.bincount(grown.place, minlength=len(counts))
         if rest is None:
@@ -211,6 +224,14 @@ def _graft_trees(
     return counts
 
 
+def _add(forest: Forest, parents: Ints, nodes: _Nodes) -> Ints:
+    if nodes.source is None and not forest.mix.is_active:
+        return forest.add(parents, nodes.token, nodes.acceptance)
+    if nodes.source is not None:
+        forest.mix.note_drafted(forest.row[parents], nodes.source)
+    return forest.mix.add(forest, parents, nodes.token, nodes.acceptance, nodes.source)
+
+
 def _pass_by(forest: Forest, nodes: _Nodes, at: Ints, mirrors: Sequence[Mirror | None], counts: Ints) -> None:
     """Growth below a committed token that is not the last one: it is the token that was committed there, or dead."""
     for number, (place, token, length) in enumerate(
@@ -223,9 +244,21 @@ def _pass_by(forest: Forest, nodes: _Nodes, at: Ints, mirrors: Sequence[Mirror |
         slot = forest.pass_by(mirror.row, token, length + 1)
         forest.name(nodes.view[number : number + 1], nodes.node_id[number : number + 1], np.array([slot]))
         counts[place] += 1
+        if nodes.source is not None:
+            forest.mix.note_drafted(np.array([mirror.row]), nodes.source[number : number + 1])
 
 
 # ------------------------------------------------------------------------------------------------------------ commits
+
+
+def note_round(commitments: Sequence[Commitment]) -> None:
+    """Counts what was verified by its sources; before anything of it is committed, sessions that end included."""
+    forest = next((mirror.forest for mirror, *_ in commitments if isinstance(mirror, TreeMirror)), None)
+    if forest is None or not forest.mix.is_active:
+        return
+    submitted = [slot for commitment in commitments for slot in commitment.submitted]
+    accepted = [slot for commitment in commitments for slot in commitment.accepted[: len(commitment.token_ids)]]
+    forest.mix.note_round(forest, np.array(submitted, dtype=np.int64), np.array(accepted, dtype=np.int64))
 
 
 def commit(commitments: Sequence[Commitment]) -> None:
@@ -233,7 +266,7 @@ def commit(commitments: Sequence[Commitment]) -> None:
     moves: list[_Move] = []
     passed: list[int] = []
     passed_lengths: list[int] = []
-    for mirror, token_ids, accepted, keeps_tree in commitments:
+    for mirror, token_ids, accepted, keeps_tree, _ in commitments:
         if isinstance(mirror, ChainMirror):
             mirror.commit(token_ids, keeps_chain=keeps_tree)
             continue
@@ -277,6 +310,8 @@ def _move_roots(moves: Sequence[_Move], passed: list[int], passed_lengths: list[
                 reached[n] = slot
                 passed.append(slot)
                 passed_lengths.append(lengths[n] - len(tails[n]) + depth + 1)
+    if forest.mix.is_active:
+        forest.mix.observe(forest, forest.root[rows], np.array(passed, dtype=np.int64), slots)
     for mirror, slot, was_expanded in zip(mirrors, slots.tolist(), forest.has_children[reached].tolist(), strict=True):
         mirror.root_was_drafted = was_drafted = slot >= 0
         mirror.root_was_missed = was_expanded and not was_drafted

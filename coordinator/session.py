@@ -29,6 +29,7 @@ from outrider.coordinator.messages import (
 )
 from outrider.coordinator.mirror import Commitment, Mirror, TreeMirror
 from outrider.coordinator.request_times import RequestTimes
+from outrider.coordinator.source_mix import Kind
 from outrider.coordinator.text_stream import StreamedText, TextStream
 from outrider.errors import InternalError, OutriderError
 from outrider.log_output import about
@@ -109,7 +110,14 @@ class Session:
         if self.sampling.rule is VerificationRule.REJECTION:
             self.mirror = ChainMirror(self.token_ids)
         else:
-            self.mirror = TreeMirror(forest, self.token_ids)
+            self.mirror = TreeMirror(forest, self.token_ids, self._kind)
+
+    @property
+    def _kind(self) -> Kind:
+        """Of sessions of which a source's estimates are off alike."""
+        if not self.sampling.temperature:
+            return Kind.GREEDY
+        return Kind.COUPLED if self.sampling.rule is VerificationRule.COUPLED else Kind.OTHER
 
     def _take_received(self, token_ids: Sequence[int]) -> None:
         """A resumed choice goes on after what the client has got; its text has been delivered."""
@@ -220,7 +228,7 @@ class Session:
             self.accepted_tokens += min(len(accepted_nodes), kept)
             if slots := tree.slots:
                 accepted = [slots[number - 1] for number in accepted_nodes]
-        return Commitment(self.mirror, token_ids, accepted, self.mode is not SpeculationMode.SYNC)
+        return Commitment(self.mirror, token_ids, accepted, self.mode is not SpeculationMode.SYNC, tree.slots)
 
     def deliver(self) -> None:
         """Tells the client of what was committed, if anything was since the last time."""

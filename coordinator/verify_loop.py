@@ -266,10 +266,11 @@ class VerifyLoop:
 
     def _commit(self, committed: Sequence[tuple[Session, Commitment]], with_trees: Set[int]) -> None:
         """Tells mirrors and drafts; sessions that have ended go."""
+        mirror.note_round([commitment for _, commitment in committed])
         going_on = [(session, commitment) for session, commitment in committed if not session.is_finished]
         mirror.commit([commitment for session, commitment in going_on if session.mode is not SpeculationMode.OFF])
         rounds = tokens = misses = wrong = tree_rounds = tree_misses = 0
-        for session, (_, token_ids, _, _) in going_on:
+        for session, (_, token_ids, *_) in going_on:
             self._undelivered[session.session_id] = session
             self._owner.note_progress(session)
             if session.tap is not None:
