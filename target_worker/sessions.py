@@ -57,6 +57,7 @@ class TreeRequest:
         tokens: [n] of nodes 1 to n.
         parents: [n] node numbers; a parent stands before its children.
         distributions: [n] the q each token was drawn from, under the rejection rule; otherwise empty, or None each.
+        resident: to verify what the worker has drafted itself; no nodes are sent.
     """
 
     key: SessionKey
@@ -65,6 +66,7 @@ class TreeRequest:
     tokens: Sequence[int]
     parents: Sequence[int]
     distributions: Sequence[DraftDistribution | None] = ()
+    resident: bool = False
 
 
 class Outcome(Enum):
@@ -100,6 +102,7 @@ class TreeResult:
         token_ids: emitted tokens: those of the accepted nodes and the final one, unless the walk ended before it.
         logprobs: of the emitted tokens, where the session asked for them.
         cached_tokens: of the session's prompt, tokens whose KV it found in the cache, where tokens were emitted.
+        drafted: nodes that the worker had drafted itself and verified.
         fault: what is wrong, where the outcome is an error.
     """
 
@@ -108,6 +111,7 @@ class TreeResult:
     token_ids: Sequence[int] = ()
     logprobs: TokenLogprobs | None = None
     cached_tokens: int = 0
+    drafted: int = 0
     fault: SessionFault | None = None
 
 
@@ -135,6 +139,7 @@ class Session:
         seen_version: of the prefix cache, when the session last looked for its tokens there.
         coins: that decide what it accepts, under the synthetic rule alone.
         grammar: that its output has to match; None where it may be anything.
+        drafted_at: tokens that it had when the candidates that the device holds for its row were drafted; 0: none are.
     """
 
     key: SessionKey
@@ -152,6 +157,7 @@ class Session:
     reached: int = 0
     seen_version: int | None = field(default=None, init=False)
     grammar: SessionGrammar | None = None
+    drafted_at: int = field(default=0, init=False)
     stop_token_ids: frozenset[int] = field(init=False)
     coins: SyntheticCoins | None = field(init=False, repr=False)
     _counts: "TokenCounts | None" = field(default=None, init=False, repr=False)
@@ -184,6 +190,7 @@ class Session:
     def truncate(self, length: int) -> None:
         """Forgets the tokens from `length` on."""
         del self.tokens[length:]
+        self.drafted_at = 0
         self._ids_count = min(self._ids_count, length)
         self._counts = None
 

@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from outrider.engine.buckets import Bucket
 from outrider.engine.step_buffers import StepLayout
-from outrider.engine.step_program import StepOutput, StepProgram
+from outrider.engine.step_program import StepOutput
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,16 @@ _MOST_GRAPHS = 192
 # The layers that graphs of a step end with, but for its last: a layer takes the device several times as long as the
 # host takes to launch it, so each graph may be about that many times as long as the one before.
 _CUTS = (2, 8)
+
+
+class Program(Protocol):
+    """What is captured: launches that depend on the bucket alone."""
+
+    device: torch.device
+
+    def run(self, bucket: Bucket, data: torch.Tensor, after_layer: Callable[[int], object] | None = None) -> StepOutput:
+        """Runs a step from its bytes on the device; `after_layer` is called where it may be cut."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,7 +71,7 @@ class StepGraphs:
         strict: whether it is an error where there is no memory for a graph; then nothing is ever `due`.
     """
 
-    def __init__(self, program: StepProgram, *, max_tokens: int, enabled: bool, strict: bool = False) -> None:
+    def __init__(self, program: Program, *, max_tokens: int, enabled: bool, strict: bool = False) -> None:
         self._program, self._max_tokens, self._strict = program, max_tokens, strict
         self._enabled = enabled and program.device.type == "cuda"
         self._captured: dict[Bucket, _Captured] = {}

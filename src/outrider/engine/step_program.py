@@ -85,6 +85,11 @@ class StepProgram:
         """V."""
         return self._decoder.spec.vocab_size
 
+    @property
+    def decoder(self) -> Decoder:
+        """The model."""
+        return self._decoder
+
     def tap(self, taps: tuple[int, ...], *, rows: int) -> None:
         """From now on steps leave the hidden states after these layers in their output.
 
@@ -111,7 +116,7 @@ class StepProgram:
             after_layer: called with the number of layers so far, after each.
         """
         arrays = StepLayout.of(bucket).tensors(data)
-        inputs = self._inputs(bucket, arrays)
+        inputs = self.inputs(bucket, arrays)
         hidden = self._decoder.forward(inputs, after_layer)
         if bucket.children and bucket.logit_rows:
             logits = self._decoder.logits(hidden, arrays["logit_rows"])
@@ -124,7 +129,7 @@ class StepProgram:
             _verify(bucket, logits, arrays, answer)
         return StepOutput(logits=logits, answer=answer, features=inputs.features)
 
-    def _inputs(self, bucket: Bucket, arrays: dict[str, torch.Tensor]) -> DecoderInputs:
+    def inputs(self, bucket: Bucket, arrays: dict[str, torch.Tensor]) -> DecoderInputs:
         """Brings the slot tables up to date, and says what the layers are to compute."""
         if bucket.sessions * bucket.keys <= len(self._gathered):
             slot_table = self._gathered[: bucket.sessions * bucket.keys].view(bucket.sessions, bucket.keys)
