@@ -126,7 +126,7 @@ def _best_slots(
     """Places and slots of the tree mirrors' candidates, in their order."""
     rows = np.array([mirror.row if isinstance(mirror, TreeMirror) else 0 for mirror in mirrors])
     place_of = np.zeros(len(forest.root), dtype=np.int64)
-    limit = np.zeros(len(forest.root), dtype=np.int32)
+    limit = np.zeros(len(forest.root), dtype=np.int64)
     place_of[rows] = np.arange(len(rows))
     limit[rows] = np.minimum(deepest, _MOST_DEPTH)
     limit[0] = 0

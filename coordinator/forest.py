@@ -7,8 +7,7 @@ follow or to collect.
     value of a node = product of the acceptance along its path, the chance that a verification reaches it
     roots and *passed* slots (committed nodes that growth on its way may still name) have a `length`, tree nodes have 0
 
-A worker's node ids are found through a table per view (a worker of a session), a ring over the id: an entry counts as
-long as the slot it points to still has the serial number that it had then.
+The sessions are `rows`, workers' names for slots `node_ids`.
 """
 
 from collections.abc import Sequence
@@ -17,26 +16,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from outrider.coordinator.node_ids import NodeIds
+from outrider.coordinator.rows import Ints, Rows
 from outrider.coordinator.source_mix import SourceMix
+from outrider.coordinator.worker_views import WorkerViews
 
-Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 _NOWHERE = -1
-# Ids of a view that can be told apart at a time; of older nodes the growth is dropped. A draft holds far fewer nodes of
-# a session, and a commit a round ends the life of all but one branch.
-_RING = 2048
 # A path value may get small, but it is divided by: no estimate below this counts as such.
 _LEAST_ACCEPTANCE = 1e-6
 _LEAST_VALUE = 1e-300
 # Committed tokens whose nodes growth may still name.
 _MOST_PASSED = 256
 _COLUMNS = {
-    "row": np.int32,
-    "parent": np.int32,
+    "row": np.int64,
+    "parent": np.int64,
     "token": np.int64,
-    "depth": np.int32,
-    "length": np.int32,
+    "depth": np.int64,
+    "length": np.int64,
     "acceptance": np.float64,
     "value": np.float64,
     "has_children": np.bool_,
@@ -50,11 +48,11 @@ class Forest:
     Row 0 and slot 0 stand for none.
     """
 
-    row: npt.NDArray[np.int32]
-    parent: npt.NDArray[np.int32]
+    row: Ints
+    parent: Ints
     token: Ints
-    depth: npt.NDArray[np.int32]
-    length: npt.NDArray[np.int32]
+    depth: Ints
+    length: Ints
     acceptance: Floats
     value: Floats
     has_children: npt.NDArray[np.bool_]
@@ -63,18 +61,12 @@ class Forest:
     def __init__(self) -> None:
         for name, dtype in _COLUMNS.items():
             setattr(self, name, np.zeros(1, dtype=dtype))
-        self.root: npt.NDArray[np.int32] = np.full(1, _NOWHERE, dtype=np.int32)
-        """[rows] slot of each session's root."""
-        self._as_of: npt.NDArray[np.int32] = np.zeros(1, dtype=np.int32)
-        """[rows] what all its workers know of."""
+        self.rows = Rows()
+        self.node_ids = NodeIds()
+        self.views = WorkerViews(self.rows, self.node_ids)
         self._free: Ints = np.zeros(0, dtype=np.int64)
-        self._free_rows: list[int] = []
-        self._free_views: list[int] = []
         self._next_serial = 1
         self._deepest = 0
-        self._ring_slot: npt.NDArray[np.int32] = np.zeros((0, _RING), dtype=np.int32)
-        self._ring_id: Ints = np.zeros((0, _RING), dtype=np.int64)
-        self._ring_serial: Ints = np.zeros((0, _RING), dtype=np.int64)
         self.version = 0
         """Counts the changes."""
         self.mix = SourceMix()
@@ -87,46 +79,23 @@ class Forest:
 
     # -------------------------------------------------------------------------------------------- sessions and workers
 
+    @property
+    def root(self) -> Ints:
+        """[rows] slot of each session's root; -1 where it has none."""
+        return self.rows.root
+
     def add_session(self, token: int, length: int) -> int:
         """A row with a root: the last committed token."""
-        if not self._free_rows:
-            rows = len(self.root)
-            self.root = np.concatenate((self.root, np.full(rows, _NOWHERE, dtype=np.int32)))
-            self._as_of = np.concatenate((self._as_of, np.zeros(rows, dtype=np.int32)))
-            self._free_rows = list(range(2 * rows - 1, rows - 1, -1))
-        row = self._free_rows.pop()
+        row = self.rows.add(length)
         self.root[row : row + 1] = self._plant(np.array([row]), np.array([token]), np.array([length]))
-        self.note_as_of(row, None)
         return row
 
     def remove_session(self, row: int) -> None:
         """Frees all of a row's slots."""
+        self.views.forget_all(row)
         self._release(np.flatnonzero(self.row == row))
         self.version += 1
-        self.root[row] = _NOWHERE
-        self._free_rows.append(row)
-
-    def add_view(self) -> int:
-        """A view without ids."""
-        if not self._free_views:
-            views = len(self._ring_slot)
-            more = max(views, 4)
-            for name in ("_ring_slot", "_ring_id", "_ring_serial"):
-                ring = getattr(self, name)
-                setattr(self, name, np.concatenate((ring, np.zeros((more, _RING), dtype=ring.dtype))))
-            self._free_views = list(range(views + more - 1, views - 1, -1))
-        view = self._free_views.pop()
-        # Slots of serial number 0 are nobody's.
-        self._ring_serial[view] = -1
-        return view
-
-    def remove_view(self, view: int) -> None:
-        """Its ids mean nothing any more."""
-        self._free_views.append(view)
-
-    def note_as_of(self, row: int, length: int | None) -> None:
-        """All workers of the session know so many of its tokens; None: it has no workers."""
-        self._as_of[row] = np.iinfo(np.int32).max if length is None else length
+        self.rows.remove(row)
 
     # ----------------------------------------------------------------------------------------------------------- slots
 
@@ -176,17 +145,11 @@ class Forest:
 
     def find(self, views: Ints, node_ids: Ints) -> Ints:
         """[n] the slots of workers' nodes, -1 where there is none (any more)."""
-        places = node_ids & (_RING - 1)
-        slots = self._ring_slot[views, places]
-        known = (self._ring_id[views, places] == node_ids) & (self.serial[slots] == self._ring_serial[views, places])
-        return np.where(known, slots, _NOWHERE).astype(np.int64)
+        return self.node_ids.find(views, node_ids, self.serial)
 
     def name(self, views: Ints, node_ids: Ints, slots: Ints) -> None:
         """From now on these ids mean these slots."""
-        places = node_ids & (_RING - 1)
-        self._ring_id[views, places] = node_ids
-        self._ring_slot[views, places] = slots
-        self._ring_serial[views, places] = self.serial[slots]
+        self.node_ids.name(views, node_ids, slots, self.serial)
 
     def pass_by(self, row: int, token: int, length: int) -> int:
         """A slot for a node that is committed already, so that its children can be found."""
@@ -296,7 +259,7 @@ class Forest:
             passed_lengths: [m]
         """
         kept = slots >= 0
-        scale, shift = np.ones(len(self.root)), np.zeros(len(self.root), dtype=np.int32)
+        scale, shift = np.ones(len(self.root)), np.zeros(len(self.root), dtype=np.int64)
         # Where a path was too unlikely for a float, its nodes stay at next to nothing.
         scale[rows[kept]] = 1.0 / np.maximum(self.value[slots[kept]], _LEAST_VALUE)
         shift[rows[kept]] = self.depth[slots[kept]]
@@ -306,6 +269,7 @@ class Forest:
             new[~kept] = self._plant(rows[~kept], tokens[~kept], lengths[~kept])
         self._stand_alone(np.concatenate((passed, new)), np.concatenate((passed_lengths, lengths)))
         self.root[rows] = new
+        self.rows.length[rows] = lengths
         self._drop_dead(rows, lengths)
         below = self.depth > 0
         np.multiply(self.value, scale[self.row], out=self.value, where=below)
@@ -318,8 +282,8 @@ class Forest:
         for _ in range(self._deepest.bit_length()):
             top = top[top]
         root = self.root[self.row]
-        forgotten = np.zeros(len(self.root), dtype=np.int32)
-        forgotten[rows] = np.maximum(np.minimum(self._as_of[rows], lengths - 1), lengths - _MOST_PASSED)
+        forgotten = np.zeros(len(self.root), dtype=np.int64)
+        forgotten[rows] = np.maximum(np.minimum(self.rows.as_of[rows], lengths - 1), lengths - _MOST_PASSED)
         off_path = (self.depth > 0) & (top != root)
         left_behind = (self.length > 0) & (self.length <= forgotten[self.row])
         self._release(np.flatnonzero(off_path | left_behind))

@@ -18,17 +18,9 @@ import numpy.typing as npt
 from outrider.coordinator.chain_mirror import ChainMirror
 from outrider.coordinator.forest import Floats, Forest, Ints
 from outrider.coordinator.messages import GrowthBatch
-from outrider.coordinator.source_mix import NO_COUNTS, Kind
+from outrider.coordinator.source_mix import Kind
 
 _NOT_WANTED = -1
-
-
-@dataclass(slots=True)
-class _Worker:
-    """A draft worker of a session: the view of its node ids, and the committed length that it knows of."""
-
-    view: int
-    as_of: int = 0
 
 
 class TreeMirror:
@@ -45,58 +37,43 @@ class TreeMirror:
     def __init__(self, forest: Forest, token_ids: list[int], kind: Kind = Kind.OTHER) -> None:
         self.forest = forest
         self.token_ids = token_ids
-        self.length = len(token_ids)
-        self.row = forest.add_session(token_ids[-1], self.length)
+        self.row = forest.add_session(token_ids[-1], len(token_ids))
         forest.mix.open(self.row, kind)
-        self.source_counts = NO_COUNTS
-        """As of `SourceMix.counts`, when the session has ended."""
-        self.root_was_drafted = False
+        self._last_counts: npt.NDArray[np.int64] | None = None
+
+    @property
+    def length(self) -> int:
+        """Committed tokens."""
+        return int(self.forest.rows.length[self.row])
+
+    @property
+    def root_was_drafted(self) -> bool:
         """Whether the root was a node of the tree before it was committed: a draft may be expanding it by now."""
-        self.root_was_missed = False
+        return bool(self.forest.rows.was_drafted[self.row])
+
+    @property
+    def root_was_missed(self) -> bool:
         """Whether its parent had been expanded, and it was none of the children."""
-        self._workers: dict[str, _Worker] = {}
-        self._complete_at = -1
-
-    def hear(self, worker_id: str, as_of: int, *, complete: bool) -> int:
-        """Growth has come: the view its ids are of, or -1 for growth from the future."""
-        if as_of > self.length:
-            return _NOT_WANTED
-        worker = self._workers.get(worker_id)
-        if worker is not None and as_of == worker.as_of and not complete:
-            return worker.view
-        if worker is None:
-            worker = self._workers[worker_id] = _Worker(self.forest.add_view())
-            self._note_as_of()
-        if as_of > worker.as_of:
-            worker.as_of = as_of
-            self._note_as_of()
-        if complete and as_of > self._complete_at:
-            self._complete_at = as_of
-        return worker.view
-
-    def _note_as_of(self) -> None:
-        self.forest.note_as_of(self.row, min((worker.as_of for worker in self._workers.values()), default=None))
-
-    def forget_worker(self, worker_id: str) -> None:
-        """A worker is gone, or opens the session anew: its ids mean nothing any more; its nodes stay."""
-        worker = self._workers.pop(worker_id, None)
-        if worker is not None:
-            self.forest.remove_view(worker.view)
-            self._note_as_of()
-
-    def close(self) -> None:
-        """The session has ended."""
-        for worker in self._workers.values():
-            self.forest.remove_view(worker.view)
-        self._workers.clear()
-        if self.forest.mix.is_active:
-            self.source_counts = self.forest.mix.counts[self.row].copy()
-        self.forest.remove_session(self.row)
+        return bool(self.forest.rows.was_missed[self.row])
 
     @property
     def is_complete(self) -> bool:
         """Whether some worker has said that the tree of this round is whole (sync mode)."""
-        return self._complete_at == self.length
+        return int(self.forest.rows.complete_at[self.row]) == self.length
+
+    def forget_worker(self, worker_id: str) -> None:
+        """A worker is gone, or opens the session anew: its ids mean nothing any more; its nodes stay."""
+        self.forest.views.forget(worker_id, self.row)
+
+    def close(self) -> None:
+        """The session has ended."""
+        self._last_counts = self.source_counts.copy()
+        self.forest.remove_session(self.row)
+
+    @property
+    def source_counts(self) -> npt.NDArray[np.int64]:
+        """[3, 4] as of `SourceMix.counts`; after the session's end what they were then."""
+        return self.forest.mix.counts[self.row] if self._last_counts is None else self._last_counts
 
 
 Mirror = TreeMirror | ChainMirror
@@ -150,48 +127,41 @@ def graft(worker_id: str, growth: GrowthBatch, mirrors: Sequence[Mirror | None])
         [S] how many of each session's nodes stand in its tree now, or are committed tokens, and did not before under
         the same id.
     """
-    views, rows, lengths = [], [], []
-    chains: list[tuple[int, ChainMirror]] = []
-    for place, (mirror, as_of, complete) in enumerate(zip(mirrors, growth.as_of, growth.complete, strict=True)):
-        if isinstance(mirror, TreeMirror):
-            views.append(mirror.hear(worker_id, as_of, complete=complete))
-            rows.append(mirror.row)
-            lengths.append(mirror.length)
-            continue
-        if mirror is not None:
-            chains.append((place, mirror))
-        views.append(_NOT_WANTED)
-        rows.append(0)
-        lengths.append(0)
+    rows = np.array([mirror.row if isinstance(mirror, TreeMirror) else 0 for mirror in mirrors], dtype=np.int64)
     forest = next((mirror.forest for mirror in mirrors if isinstance(mirror, TreeMirror)), None)
     grafted = [0] * len(mirrors)
     if forest is not None:
-        grafted = _graft_trees(forest, _nodes(growth, views), mirrors, np.array(rows), np.array(lengths)).tolist()
-    for place, chain in chains:
-        grafted[place] = chain.graft(worker_id, growth.of_session(place))
+        as_of = np.array(growth.as_of)
+        complete = np.array(growth.complete) if any(growth.complete) else None
+        views = forest.views.hear(worker_id, rows, as_of, complete)
+        grafted = _graft_trees(forest, _nodes(growth, views, as_of), mirrors, rows).tolist()
+    for place, mirror in enumerate(mirrors):
+        if isinstance(mirror, ChainMirror):
+            grafted[place] = mirror.graft(worker_id, growth.of_session(place))
     return grafted
 
 
-def _nodes(growth: GrowthBatch, views: Sequence[int]) -> _Nodes:
+def _nodes(growth: GrowthBatch, views: Ints, as_of: Ints) -> _Nodes:
     place = np.repeat(np.arange(len(views)), growth.node_counts)
-    view = np.array(views)[place]
+    view = views[place]
     nodes = _Nodes(
         place=place,
         view=view,
-        as_of=np.array(growth.as_of)[place],
+        as_of=as_of[place],
         node_id=growth.node_ids,
         parent=growth.parents,
         token=growth.tokens,
         acceptance=growth.acceptance,
         source=growth.sources,
     )
-    return nodes if min(views) >= 0 else nodes.only(view >= 0)
+    return nodes if views.min() >= 0 else nodes.only(view >= 0)
 
 
 def _graft_trees(
-    forest: Forest, nodes: _Nodes, mirrors: Sequence[Mirror | None], rows: Ints, lengths: Ints
+    forest: Forest, nodes: _Nodes, mirrors: Sequence[Mirror | None], rows: Ints
 ) -> npt.NDArray[np.integer]:
     counts = np.zeros(len(mirrors), dtype=np.int64)
+    lengths, roots = forest.rows.length.take(rows), forest.root.take(rows)
     # What comes a second time is dropped.
     if (known := forest.find(nodes.view, nodes.node_id) >= 0).any():
         nodes = nodes.only(~known)
@@ -201,7 +171,7 @@ def _graft_trees(
         length = lengths[nodes.place]
         # Of parents that are committed, the length they end; of tree nodes 0.
         at = np.where(nodes.parent == 0, nodes.as_of, np.where(slots >= 0, forest.length[slots], 0))
-        slots = np.where(at == length, forest.root[rows[nodes.place]], slots)
+        slots = np.where(at == length, roots[nodes.place], slots)
         alive = (slots >= 0) & ((at == 0) | (at == length))
         if alive.all():
             grown, rest = nodes, None
@@ -273,11 +243,11 @@ def commit(commitments: Sequence[Commitment]) -> None:
         count, known = len(token_ids), len(accepted)
         if known > count:
             accepted, known = accepted[:count], count  # noqa: PLW2901 - more than is committed is of no use
-        length = mirror.length
+        length = len(mirror.token_ids) - count
         if known:
             passed += accepted
             passed_lengths += range(length + 1, length + 1 + known)
-        mirror.length = length = length + count
+        length += count
         if count:
             slot = accepted[-1] if known else _ROOT
             moves.append((mirror, mirror.row, slot, token_ids[-1], length, token_ids[known:], keeps_tree))
@@ -312,9 +282,9 @@ def _move_roots(moves: Sequence[_Move], passed: list[int], passed_lengths: list[
                 passed_lengths.append(lengths[n] - len(tails[n]) + depth + 1)
     if forest.mix.is_active:
         forest.mix.observe(forest, forest.root[rows], np.array(passed, dtype=np.int64), slots)
-    for mirror, slot, was_expanded in zip(mirrors, slots.tolist(), forest.has_children[reached].tolist(), strict=True):
-        mirror.root_was_drafted = was_drafted = slot >= 0
-        mirror.root_was_missed = was_expanded and not was_drafted
+    was_drafted = slots >= 0
+    forest.rows.was_drafted[rows] = was_drafted
+    forest.rows.was_missed[rows] = forest.has_children[reached] & ~was_drafted
     if not all(keep_trees):
         slots[np.logical_not(keep_trees)] = -1
     forest.move_roots(

@@ -167,7 +167,7 @@ def test_many_sessions_one_after_the_other_need_no_more_than_one():
         bench.commit([5])
         bench.mirror.close()
     assert not forest.row.any()
-    assert (len(forest.root), len(forest.row), len(forest._ring_slot)) == (2, 65, 4)
+    assert (len(forest.root), len(forest.row), forest.node_ids.views) == (2, 65, 4)
 
 
 @pytest.mark.parametrize(("is_silent", "most"), [(False, 3), (True, 256)])

@@ -190,9 +190,9 @@ async def test_of_a_request_that_is_refused_nothing_is_kept(make_bench):
     with pytest.raises(WorkerUnavailable):
         await anext(generation._read())
     bench.add_target("third", step_s=0.001)
-    free_rows = len(bench.scheduler._forest._free_rows)
+    free_rows = len(bench.scheduler._forest.rows.free)
     with pytest.raises(PoisonRequest):
         bench.scheduler.submit(request, [TextStream(None), TextStream(None)])
     assert bench.scheduler.running_sessions == bench.scheduler.waiting_requests == 0
     assert not bench.scheduler._sessions
-    assert len(bench.scheduler._forest._free_rows) == free_rows
+    assert len(bench.scheduler._forest.rows.free) == free_rows
