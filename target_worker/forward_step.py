@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -20,10 +20,11 @@ from outrider.engine.model_runner import ModelRunner
 from outrider.engine.step_runner import LaunchedStep
 from outrider.engine.step_trees import TreeColumns
 from outrider.target_worker.forest import Forest, decided_ends
-from outrider.target_worker.logits import needs_logits, process
+from outrider.target_worker.logits import needs_logits, process, token_logprobs
 from outrider.target_worker.node_rows import NodeRows
 from outrider.target_worker.planning import Work
 from outrider.target_worker.rules import verify
+from outrider.target_worker.sessions import TokenLogprobs
 from outrider.target_worker.walk import Walk, completed, walks_of
 
 _NO_LOGITS = torch.empty(0)
@@ -36,10 +37,24 @@ class Verdict:
     Attributes:
         walk: down its tree.
         raw: [1 + n, V] the logits of its root and nodes before any processor; empty where nobody asks for them.
+        drafted: nodes of its that the device had drafted.
+        drafts: whether the device has drafted what may follow the whole walk.
     """
 
     walk: Walk
-    raw: torch.Tensor
+    raw: torch.Tensor = field(default_factory=lambda: _NO_LOGITS)
+    drafted: int = 0
+    drafts: bool = False
+
+    def logprobs(self, nodes: Sequence[int], token_ids: Sequence[int], count: int) -> TokenLogprobs:
+        """Log probabilities under the raw softmax.
+
+        Args:
+            nodes: [m] where tokens were chosen, 0 the root.
+            token_ids: [m] the tokens.
+            count: alternatives of each.
+        """
+        return token_logprobs(self.raw[list(nodes)], token_ids, count)
 
 
 class ForwardStep:

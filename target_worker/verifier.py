@@ -13,12 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from outrider.engine.model_runner import ModelCard, ModelRunner
+from outrider.engine.one_graph_runner import RoundRunner
 from outrider.engine.prefix_cache import common_length
+from outrider.engine.step_runner import StepRunner
 from outrider.errors import OutOfSlots
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.matcher import SessionGrammar
 from outrider.target_worker.forward_step import ForwardStep, Verdict, start_forward
-from outrider.target_worker.logits import token_logprobs
+from outrider.target_worker.one_graph import RoundDraft
 from outrider.target_worker.open_checks import check_open
 from outrider.target_worker.planning import Planner, Work, step_shape
 from outrider.target_worker.prefill_pace import PrefillPace
@@ -82,6 +84,7 @@ class Verifier:
         max_step_tokens: most rows of one verification: nodes and roots, and prefill tokens beside them.
         max_prefill_tokens: most rows of a step that only prefills; default a quarter of the others'.
         prefill_slowdown: how much longer than its verification alone a step may take for the sake of prefill.
+        rounds: runs one-graph rounds, where the target drafts by itself so.
 
     Raises:
         ValueError: `max_step_tokens` or `max_prefill_tokens` below 1, or `prefill_slowdown` below 0.
@@ -94,6 +97,7 @@ class Verifier:
         max_step_tokens: int,
         max_prefill_tokens: int | None = None,
         prefill_slowdown: float = 0.3,
+        rounds: RoundDraft | None = None,
     ) -> None:
         if max_prefill_tokens is None:
             max_prefill_tokens = -(-max_step_tokens // _PREFILL_PART)
@@ -102,7 +106,7 @@ class Verifier:
                 raise ValueError(f"{name}: {value} given, at least 1 needed")
         if not prefill_slowdown >= 0:
             raise ValueError(f"prefill_slowdown: {prefill_slowdown} given, at least 0 needed")
-        self._runner = runner
+        self._runner, self._rounds = runner, rounds
         self._slots = runner.slots
         self._max_rows = max(max_step_tokens, max_prefill_tokens)
         self._max_prefill_rows = max_prefill_tokens
@@ -179,12 +183,17 @@ class Verifier:
     @property
     def wants_capture(self) -> bool:
         """Whether steps would be faster after a `capture`, which takes about as long as some of them."""
-        return self._runner.steps is not None and self._runner.steps.due is not None
+        return any(steps is not None and steps.due is not None for steps in self._captured)
 
     def capture(self) -> None:
-        """Captures the CUDA graph that steps lacked most often; none may be in flight."""
-        if self._runner.steps is not None and (due := self._runner.steps.due) is not None:
-            self._runner.steps.capture(due)
+        """Captures the CUDA graphs that steps lacked most often; none may be in flight."""
+        for steps in self._captured:
+            if steps is not None and (due := steps.due) is not None:
+                steps.capture(due)
+
+    @property
+    def _captured(self) -> Sequence[StepRunner | RoundRunner | None]:
+        return self._runner.steps, None if self._rounds is None else self._rounds.runner
 
     def open(self, request: OpenRequest) -> None:
         """Opens a session, or replaces it where it is open under the same or an older epoch, and not in flight.
@@ -291,6 +300,7 @@ class Verifier:
         places: list[int] = []
         asked: list[tuple[Session, TreeRequest]] = []
         count = Counter(tree.key for tree in trees)
+        rounds = self._rounds if any(tree.resident for tree in trees) else None
         for place, tree in enumerate(trees):
             try:
                 if self.is_in_flight(tree.key):
@@ -298,6 +308,8 @@ class Verifier:
                 session = self._checked(tree, repeated=count[tree.key] > 1)
                 # Until its grammar is compiled nothing can be chosen; the others do not wait for that.
                 if session.grammar is None or session.grammar.is_ready:
+                    if rounds is not None and self._kv.pending(session) == 0:
+                        tree = rounds.expanded(tree, session)  # noqa: PLW2901 - what stands for it from here on
                     asked.append((session, tree))
                     places.append(place)
             except SessionFault as fault:
@@ -308,8 +320,16 @@ class Verifier:
         works = self._planner.plan(asked, self._sessions.values(), max_rows=max_rows, chunk_ns=chunk_ns)
         for work in works:
             work.session.in_flight = work.rows > 0
-        forward = start_forward(self._runner, works)
+        forward = self._start(works, rounds)
         return PendingStep(begin_ns=begin_ns, results=results, places=places, works=works, forward=forward)
+
+    def _start(self, works: list[Work], rounds: RoundDraft | None) -> ForwardStep:
+        """The forward of all works: a one-graph round, an ordinary step, or one behind the other."""
+        taken, needs, others = ([], None, works) if rounds is None else rounds.split(works)
+        ordinary = start_forward(self._runner, others)
+        if rounds is None or needs is None or not taken:
+            return ordinary
+        return rounds.launch(taken, needs, ordinary if ordinary.tokens else None)
 
     def _settle(self, work: Work) -> None:
         """What follows from a finished step for one of its sessions."""
@@ -364,14 +384,17 @@ class Verifier:
         if session.sampling.logprobs is not None:
             # The j-th emitted token was chosen at the root (j = 0) or at the (j-1)-th accepted node.
             chosen_at = [0, *accepted][: len(emitted)]
-            logprobs = token_logprobs(verdict.raw[chosen_at], emitted, session.sampling.logprobs)
+            logprobs = verdict.logprobs(chosen_at, emitted, session.sampling.logprobs)
         # The root and all emitted tokens but the last, which is the next root, keep their KV.
         self._slots.retain(session.row, session.root_index, [0, *accepted[: len(emitted) - 1]])
         session.tokens.extend(emitted)
+        if verdict.drafts and len(emitted) == len(verdict.walk.tokens):
+            session.drafted_at = len(session.tokens)
         return TreeResult(
             outcome=Outcome.ACCEPTED,
             accepted_nodes=accepted,
             token_ids=emitted,
             logprobs=logprobs,
             cached_tokens=session.cached_tokens,
+            drafted=verdict.drafted,
         )
