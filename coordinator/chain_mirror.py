@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outrider.coordinator.messages import Growth
+from outrider.coordinator.source_mix import NO_COUNTS
 from outrider.draft_distribution import DraftDistribution
 
 
@@ -33,6 +34,8 @@ class ChainMirror:
     """
 
     is_chain = True
+    source_counts = NO_COUNTS
+    """Chains are drawn by models."""
 
     def __init__(self, token_ids: list[int]) -> None:
         self._token_ids = token_ids

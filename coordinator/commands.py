@@ -4,16 +4,19 @@ import json
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from outrider.client import Client, GenerateOptions, GenerationOutput, Stream
+from outrider.client_progress import source_speculation
 from outrider.command_options import OtlpEndpoint
 from outrider.coordinator.calibration_status import calibration_dict, calibration_tables
+from outrider.growth_source import WORDS, GrowthSource, sources_from_proto
 from outrider.security.commands import TlsCa, TokenPath, client_options
 from outrider.tracing import exporting
 from outrider.v1 import generation_pb2, registry_pb2
@@ -27,6 +30,16 @@ def _checked_endpoint(endpoint: str) -> str:
     if not host or not port.isdigit():
         raise typer.BadParameter(f"{endpoint!r} given, HOST:PORT needed")
     return endpoint
+
+
+def _checked_sources(given: list[str] | None) -> list[str] | None:
+    if not given:
+        return None
+    words = [word.strip() for text in given for word in text.split(",")]
+    for word in words:
+        if word not in WORDS:
+            raise typer.BadParameter(f"{word!r} given, {', '.join(WORDS)} needed, with commas between several")
+    return list(dict.fromkeys(words))
 
 
 Endpoint = Annotated[
@@ -72,6 +85,14 @@ def generate_command(open_local: Callable[[int], AbstractContextManager[str]]) -
             bool, typer.Option("--compact-json", help="Of JSON: no white space outside strings.")
         ] = False,
         speculation: Annotated[Literal["async", "sync", "off"], typer.Option(help="How drafts are used.")] = "async",
+        sources: Annotated[
+            list[str] | None,
+            typer.Option(
+                callback=_checked_sources,
+                metavar="SOURCE,...",
+                help="What may draft: model, ngram, eagle, with commas between them; default all that there are.",
+            ),
+        ] = None,
         max_nodes: Annotated[int | None, typer.Option(help="Most draft tokens verified in a step.")] = None,
         max_depth: Annotated[int | None, typer.Option(help="Most draft tokens in a row.")] = None,
         verification: Annotated[
@@ -123,6 +144,7 @@ def generate_command(open_local: Callable[[int], AbstractContextManager[str]]) -
             "grammar": _read_file("--grammar", grammar),
             "disable_any_whitespace": compact_json,
             "speculation": speculation,
+            "sources": cast("list[Any] | None", sources),
             "max_nodes": max_nodes,
             "max_depth": max_depth,
             "verification": verification,
@@ -215,6 +237,7 @@ def result_dict(result: GenerationOutput) -> dict[str, Any]:
             "drafted_tokens": speculation.drafted_tokens,
             "accepted_tokens": speculation.accepted_tokens,
             "acceptance_length": speculation.acceptance_length,
+            "sources": {word: asdict(own) for word, own in speculation.sources.items()},
         },
         "timings": {"ttft_ms": timings.ttft_ms, "tpot_ms": timings.tpot_ms, "total_ms": timings.total_ms},
     }
@@ -290,6 +313,7 @@ def status_dict(info: generation_pb2.ServerInfo) -> dict[str, Any]:
             "drafted_tokens": info.speculation.spec_draft_tokens,
             "accepted_tokens": info.speculation.spec_accepted_tokens,
             "acceptance_length": info.speculation.acceptance_length,
+            "sources": {word: asdict(own) for word, own in source_speculation(info.speculation).items()},
         },
         "workers": [_worker_dict(worker) for worker in info.workers],
     }
@@ -305,6 +329,7 @@ def _worker_dict(worker: generation_pb2.WorkerStatus) -> dict[str, Any]:
         "lease_age_ms": worker.lease_age_ms,
         "model": introduction.model.name,
         "dtype": introduction.model.dtype,
+        "sources": _source_words(introduction),
         "sessions": load.sessions,
         "slots_used": load.slots_used,
         "slots_cached": load.slots_cached,
@@ -313,6 +338,13 @@ def _worker_dict(worker: generation_pb2.WorkerStatus) -> dict[str, Any]:
         "busy": load.busy,
         "calibration": calibration_dict(load.calibration),
     }
+
+
+def _source_words(introduction: registry_pb2.WorkerIntroduction) -> list[str]:
+    """By what a worker grows trees."""
+    is_draft = introduction.role == registry_pb2.WORKER_ROLE_DRAFT
+    sources = sources_from_proto(introduction.sources, default=(GrowthSource.MODEL,) if is_draft else ())
+    return [source.word for source in sorted(sources)]
 
 
 def _role_name(role: registry_pb2.WorkerRole) -> str:
@@ -331,6 +363,10 @@ def _server_table(endpoint: str, info: generation_pb2.ServerInfo) -> Table:
         "draft tokens": f"{speculation.spec_draft_tokens} verified, {speculation.spec_accepted_tokens} accepted, "
         f"{info.dropped_nodes_total} dropped",
     }
+    for word, own in source_speculation(speculation).items():
+        rows[f"grown by {word}"] = (
+            f"{own.drafted_tokens} drafted, {own.submitted_tokens} verified, {own.accepted_tokens} accepted"
+        )
     for name, value in rows.items():
         table.add_row(name, value)
     return table
@@ -338,7 +374,18 @@ def _server_table(endpoint: str, info: generation_pb2.ServerInfo) -> Table:
 
 def _worker_table(workers: Iterable[generation_pb2.WorkerStatus]) -> Table:
     table = Table(
-        "role", "worker", "address", "state", "model", "sessions", "KV slots", "cached", "steps", "busy", "lease age"
+        "role",
+        "worker",
+        "address",
+        "state",
+        "model",
+        "grows by",
+        "sessions",
+        "KV slots",
+        "cached",
+        "steps",
+        "busy",
+        "lease age",
     )
     for worker in map(_worker_dict, workers):
         table.add_row(
@@ -347,6 +394,7 @@ def _worker_table(workers: Iterable[generation_pb2.WorkerStatus]) -> Table:
             worker["address"],
             worker["state"],
             f"{worker['model']} {worker['dtype']}",
+            "+".join(worker["sources"]) or "-",
             str(worker["sessions"]),
             f"{worker['slots_used']}/{worker['slots_total']}",
             str(worker["slots_cached"]),

@@ -147,6 +147,15 @@ class ChoiceResult:
     stop_string: str | None = None
 
 
+class SourceCounts(NamedTuple):
+    """What one source has grown (`drafted`), and what became of it."""
+
+    source: GrowthSource
+    drafted: int
+    submitted: int
+    accepted: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class SpeculationCounts:
     """Verifications and draft tokens of a request, or of a whole server."""
@@ -154,6 +163,7 @@ class SpeculationCounts:
     verify_steps: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    sources: Sequence[SourceCounts] = ()
 
     @property
     def acceptance_length(self) -> float:

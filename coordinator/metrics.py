@@ -5,7 +5,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,11 +13,13 @@ from prometheus_client import CollectorRegistry
 
 from outrider import __version__
 from outrider.coordinator.access import Access
+from outrider.coordinator.messages import SourceCounts
 from outrider.coordinator.metrics_counts import ServingCounts
 from outrider.coordinator.mirror import TreeMirror
 from outrider.coordinator.registered_worker import RegisteredWorker
 from outrider.coordinator.scheduler import Scheduler
 from outrider.coordinator.verify_loop import Totals
+from outrider.growth_source import GrowthSource
 from outrider.metrics.families import Families, registry_of
 from outrider.v1 import generation_pb2, registry_pb2
 
@@ -70,6 +72,7 @@ class CoordinatorMetrics:
         refused = totals.serving.refused | {"unauthenticated": self._access.unauthenticated}
         _describe_requests(families, totals, refused)
         _describe_speculation(families, totals, positions=self._max_depth)
+        _describe_sources(families, self._scheduler.source_counts())
         _describe_rounds(families, totals)
         self._describe_mirrors(families)
         self._describe_workers(families, totals.serving)
@@ -280,6 +283,17 @@ def _describe_speculation(families: Families, totals: Totals, *, positions: int)
     )
     families.counter("draft_steps", "Messages of growth.", demand.draft_steps)
     families.counter("draft_step_seconds", "Time that these steps took the drafts.", demand.draft_ns / _NS)
+
+
+def _describe_sources(families: Families, counts: Iterable[SourceCounts]) -> None:
+    known = {own.source: own for own in counts}
+    for name, text, place in (
+        ("source_drafted_tokens", "Tree nodes by the source that grew them; of several sources: of each.", 1),
+        ("source_submitted_tokens", "Of these, verified.", 2),
+        ("source_accepted_tokens", "Of these, accepted.", 3),
+    ):
+        values = {source.word: known[source][place] if source in known else 0 for source in GrowthSource}
+        families.by_label("counter", name, text, "source", values)
 
 
 def _describe_rounds(families: Families, totals: Totals) -> None:

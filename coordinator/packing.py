@@ -1,6 +1,6 @@
 """Events of a generation as they travel."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from outrider.coordinator.messages import (
     FinishReason,
@@ -8,9 +8,11 @@ from outrider.coordinator.messages import (
     GenerationRequest,
     GenerationResult,
     RoundRecord,
+    SourceCounts,
     TokenDelta,
     TokenLogprobs,
 )
+from outrider.growth_source import to_proto
 from outrider.v1 import generation_pb2, target_pb2
 from outrider.wire import floats_to_bytes
 
@@ -125,9 +127,23 @@ def _finished(result: GenerationResult, request: GenerationRequest) -> generatio
             spec_draft_tokens=counts.drafted_tokens,
             spec_accepted_tokens=counts.accepted_tokens,
             acceptance_length=counts.acceptance_length,
+            sources=source_stats(counts.sources),
         ),
         timings=_timings(result, request),
     )
+
+
+def source_stats(counts: Iterable[SourceCounts]) -> list[generation_pb2.SourceStats]:
+    """Statistics by source as they travel."""
+    return [
+        generation_pb2.SourceStats(
+            source=to_proto(own.source),
+            drafted_tokens=own.drafted,
+            submitted_tokens=own.submitted,
+            accepted_tokens=own.accepted,
+        )
+        for own in counts
+    ]
 
 
 def _timings(result: GenerationResult, request: GenerationRequest) -> generation_pb2.Timings:

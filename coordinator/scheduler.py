@@ -19,11 +19,12 @@ from outrider.coordinator.draft_places import DraftPlaces
 from outrider.coordinator.forest import Forest
 from outrider.coordinator.lane import TargetLane
 from outrider.coordinator.links import DraftLink, TargetLink
-from outrider.coordinator.messages import FaultKind, GenerationRequest, GrowthBatch, SessionFault
+from outrider.coordinator.messages import FaultKind, GenerationRequest, GrowthBatch, SessionFault, SourceCounts
 from outrider.coordinator.mirror import graft
 from outrider.coordinator.poison import DOUBT_S, LossKind, Suspects
 from outrider.coordinator.routing import PrefixRouter
 from outrider.coordinator.session import Generation, Session
+from outrider.coordinator.source_mix import by_source
 from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.verify_loop import Totals, VerifyLoop
 from outrider.coordinator.watchdog import watch_steps
@@ -416,6 +417,7 @@ class Scheduler:
         for place, session in enumerate(sessions):
             if session is None:
                 continue
+            session.grafted_nodes += grafted[place]
             if session.tap is not None:
                 session.tap.note_growth(worker_id, as_of=growth.as_of[place])
             if session.request.trace:
@@ -455,6 +457,12 @@ class Scheduler:
     def drafts(self) -> Mapping[str, DraftPeer]:
         """By worker id."""
         return self._drafts
+
+    def source_counts(self) -> list[SourceCounts]:
+        """What each source of growth has grown since the start, and what became of it."""
+        totals = self.totals
+        grafted = totals.serving.grown_nodes - totals.dropped_nodes
+        return by_source((grafted, totals.drafted_tokens, totals.accepted_tokens), self._forest.mix.totals)
 
     def speculating_sessions(self) -> tuple[int, int]:
         """Sessions at a target that would speculate, and those of them that no draft grows."""

@@ -21,6 +21,7 @@ from outrider.coordinator.live.routes import OPEN_PATHS as LIVE_PATHS
 from outrider.coordinator.live.routes import live_routes
 from outrider.coordinator.metrics import CoordinatorMetrics
 from outrider.coordinator.metrics_routes import metrics_routes
+from outrider.coordinator.packing import source_stats
 from outrider.coordinator.registry import RegistryServicer
 from outrider.coordinator.scheduler import Scheduler
 from outrider.coordinator.service import GenerationServicer
@@ -177,6 +178,7 @@ class CoordinatorServer:
                 spec_draft_tokens=totals.drafted_tokens,
                 spec_accepted_tokens=totals.accepted_tokens,
                 acceptance_length=1 + totals.accepted_tokens / steps if steps else 1.0,
+                sources=source_stats(self.scheduler.source_counts()),
             ),
             dropped_nodes_total=totals.dropped_nodes,
             steps_total=totals.steps,

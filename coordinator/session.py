@@ -22,6 +22,7 @@ from outrider.coordinator.messages import (
     RoundRecord,
     SessionOpening,
     SessionVerdict,
+    SourceCounts,
     SpeculationCounts,
     SpeculationMode,
     TokenDelta,
@@ -29,7 +30,7 @@ from outrider.coordinator.messages import (
 )
 from outrider.coordinator.mirror import Commitment, Mirror, TreeMirror
 from outrider.coordinator.request_times import RequestTimes
-from outrider.coordinator.source_mix import Kind
+from outrider.coordinator.source_mix import NO_COUNTS, Kind, by_source
 from outrider.coordinator.text_stream import StreamedText, TextStream
 from outrider.errors import InternalError, OutriderError
 from outrider.log_output import about
@@ -81,7 +82,7 @@ class Session:
         self.text_stream = text_stream
         self.text_bytes = 0
         self.result: ChoiceResult | None = None
-        self.verify_steps = self.drafted_tokens = self.accepted_tokens = 0
+        self.verify_steps = self.drafted_tokens = self.accepted_tokens = self.grafted_nodes = 0
         self.cached_tokens: int | None = None
         """Of the prompt, what the first target had; None before it answered."""
         self.epoch = 0
@@ -395,6 +396,7 @@ class Generation:
                     verify_steps=sum(session.verify_steps for session in self.sessions),
                     drafted_tokens=sum(session.drafted_tokens for session in self.sessions),
                     accepted_tokens=sum(session.accepted_tokens for session in self.sessions),
+                    sources=self._source_counts(),
                 ),
                 queue_s=((times.admitted_ns or now) - times.arrived_ns) / 1e9,
                 ttft_s=(first - times.arrived_ns) / 1e9,
@@ -402,6 +404,15 @@ class Generation:
                 cached_tokens=min((session.cached_tokens or 0 for session in self.sessions), default=0),
             )
         )
+
+    def _source_counts(self) -> list[SourceCounts]:
+        grafted, drafted, accepted, mixed = 0, 0, 0, NO_COUNTS
+        for session in self.sessions:
+            grafted += session.grafted_nodes
+            drafted += session.drafted_tokens
+            accepted += session.accepted_tokens
+            mixed = mixed + session.mirror.source_counts
+        return by_source((grafted, drafted, accepted), mixed)
 
     @property
     def error(self) -> OutriderError | None:

@@ -27,10 +27,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from outrider.coordinator.messages import SourceCounts
 from outrider.growth_source import GrowthSource
 
 if TYPE_CHECKING:
-    from outrider.coordinator.forest import Floats, Forest, Ints
+    from outrider.coordinator.forest import Floats, Forest
+    from outrider.coordinator.rows import Ints
 
 _SOURCES = len(GrowthSource) + 1
 # Column 0 of the counts, as no source has that number.
@@ -60,6 +62,18 @@ class Count(IntEnum):
 
 
 NO_COUNTS: npt.NDArray[np.int64] = np.zeros((len(Count), _SOURCES), dtype=np.int64)
+
+
+def by_source(totals: tuple[int, int, int], mixed: npt.NDArray[np.int64]) -> list[SourceCounts]:
+    """Counts of the sources that have grown anything.
+
+    Args:
+        totals: of all nodes, whatever their source, as `Count` has them.
+        mixed: [3, 4] as of `SourceMix.counts`.
+    """
+    counts = mixed.copy()
+    counts[:, GrowthSource.MODEL] = np.maximum(np.array(totals) - mixed[:, _NO_MODEL], 0)
+    return [SourceCounts(source, *counts[:, source].tolist()) for source in GrowthSource if counts[:, source].any()]
 
 
 class SourceMix:

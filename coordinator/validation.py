@@ -12,11 +12,13 @@ from google.protobuf.message import Message
 
 from outrider.coordinator.messages import GenerationRequest, SpeculationMode
 from outrider.coordinator.received_text import received_fault
+from outrider.coordinator.source_fields import asked_sources
 from outrider.coordinator.structured_outputs import structured_outputs
 from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.tokenizer import TextTokenizer
 from outrider.coordinator.unknown_fields import unknown_fields
 from outrider.errors import FieldViolation, InvalidRequest
+from outrider.growth_source import GrowthSource
 from outrider.rpc import MAX_MESSAGE_BYTES
 from outrider.sampling import SamplingSpec, VerificationRule, rule_from_proto
 from outrider.v1 import common_pb2, generation_pb2
@@ -167,6 +169,7 @@ class _Check:
             mode=mode,
             max_nodes=max_nodes,
             max_depth=max_depth,
+            sources=self._sources(),
             n=n,
             received=self._received(sampling.max_new_tokens),
             trace=request.trace,
@@ -403,6 +406,11 @@ class _Check:
                 self._wrong(f"speculation.{name}", f"{value} given, 1 to {highest} needed (mode 3, off, needs none)")
             values.append(value)
         return mode or SpeculationMode.ASYNC, values[0], values[1]
+
+    def _sources(self) -> frozenset[GrowthSource]:
+        sources, wrong = asked_sources(self._request.speculation)
+        self.violations.extend(wrong)
+        return sources
 
     def _verification(self) -> dict[str, Any]:
         """The rule and its thresholds, as fields of a SamplingSpec."""

@@ -233,7 +233,6 @@ class VerifyLoop:
             else:
                 assert session.submission is not None
                 taken = min(len(verdict.accepted_nodes), len(verdict.token_ids))
-                accepted += taken
                 if nodes := len(session.submission.tree.tokens):
                     drafted += nodes
                     with_trees.add(session.session_id)
@@ -243,7 +242,9 @@ class VerifyLoop:
                     counts.bare_undrafted += not session.draft_epochs
                 if session.told_ns:
                     since_ns.append(session.told_ns)
+                accepted -= session.accepted_tokens
                 committed.append((session, session.commit(verdict, result, now_ns)))
+                accepted += session.accepted_tokens
         if in_flight:
             self._take_unanswered(in_flight.values())
         self._commit(committed, with_trees)

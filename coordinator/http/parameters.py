@@ -13,6 +13,7 @@ from typing import Any
 from outrider.coordinator.http.fields import Fields
 from outrider.coordinator.http.structured_fields import read_structured_outputs
 from outrider.errors import FieldViolation, InvalidRequest
+from outrider.growth_source import WORDS, source_of_word, to_proto
 from outrider.sampling import VerificationRule
 from outrider.v1 import common_pb2, generation_pb2
 
@@ -172,6 +173,7 @@ def read_speculation(fields: Fields) -> generation_pb2.SpeculationParams:
     for name in ("threshold_single", "threshold_acc"):
         if (threshold := given.number(name)) is not None:
             setattr(params, name, threshold)
+    _read_sources(given, params)
     rates = given.take("synthetic_rates")
     if rates is not None:
         if isinstance(rates, list) and all(type(rate) in (int, float) and abs(rate) <= 1e30 for rate in rates):
@@ -180,6 +182,16 @@ def read_speculation(fields: Fields) -> generation_pb2.SpeculationParams:
             given.wrong("synthetic_rates", "a list of numbers from 0 to 1 needed")
     given.refuse_others(kind="a field of speculation")
     return params
+
+
+def _read_sources(given: Fields, params: generation_pb2.SpeculationParams) -> None:
+    words = given.take("sources")
+    if words is None:
+        return
+    if not isinstance(words, list) or any(word not in WORDS for word in words):
+        given.wrong("sources", f"a list of {', '.join(WORDS)} needed")
+        return
+    params.sources.extend(to_proto(source_of_word(word)) for word in words)
 
 
 def read_streaming(fields: Fields) -> dict[str, bool]:

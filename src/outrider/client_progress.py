@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from outrider.errors import FieldViolation, InvalidRequest, OutriderError, Overloaded, WorkerUnavailable
+from outrider.growth_source import GrowthSource, source_of_word, to_proto
 from outrider.structured_options import StructuredOptions, take_structured
 from outrider.v1 import common_pb2, generation_pb2, target_pb2
 from outrider.wire import floats_from_bytes
@@ -61,6 +62,7 @@ class GenerateOptions(StructuredOptions, total=False):
     n: int | None
     logprobs: int | None
     speculation: Literal["async", "sync", "off"]
+    sources: Sequence[Literal["model", "ngram", "eagle"]] | None
     max_nodes: int | None
     max_depth: int | None
     verification: Literal["coupled", "target_only", "rejection", "synthetic"] | None
@@ -118,6 +120,18 @@ class Usage:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SourceSpeculation:
+    """What one source has grown, how much of it was verified, and how much of that accepted.
+
+    What several sources have grown counts for each.
+    """
+
+    drafted_tokens: int
+    submitted_tokens: int
+    accepted_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Speculation:
     """How drafting went, over all choices (after a resume: since then)."""
 
@@ -125,6 +139,8 @@ class Speculation:
     drafted_tokens: int
     accepted_tokens: int
     acceptance_length: float
+    sources: Mapping[str, SourceSpeculation] = field(default_factory=dict)
+    """By "model", "ngram" and "eagle": those that have grown anything."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,6 +396,7 @@ class Progress:
                 drafted_tokens=finished.speculation.spec_draft_tokens,
                 accepted_tokens=finished.speculation.spec_accepted_tokens,
                 acceptance_length=finished.speculation.acceptance_length,
+                sources=source_speculation(finished.speculation),
             ),
             timings=Timings(
                 queue_ms=finished.timings.queue_ms,
@@ -390,6 +407,19 @@ class Progress:
             rounds=self._rounds,
             resumes=self._resumes,
         )
+
+
+def source_speculation(stats: generation_pb2.SpeculationStats) -> dict[str, SourceSpeculation]:
+    """Statistics by source."""
+    return {
+        GrowthSource(own.source).word: SourceSpeculation(
+            drafted_tokens=own.drafted_tokens,
+            submitted_tokens=own.submitted_tokens,
+            accepted_tokens=own.accepted_tokens,
+        )
+        for own in stats.sources
+        if own.source in set(GrowthSource)
+    }
 
 
 def build_request(prompt: str | Sequence[int], options: GenerateOptions) -> generation_pb2.GenerateRequest:
@@ -418,6 +448,7 @@ def build_request(prompt: str | Sequence[int], options: GenerateOptions) -> gene
             setattr(request.speculation, attribute, numbers[word])
         elif word is not None:
             violations.append(FieldViolation(name, f"{word!r} given, {', '.join(numbers)} needed"))
+    put("sources", lambda: _with_sources(given.pop("sources", ())))
     put("structured_outputs", lambda: _structured(given))
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
@@ -429,6 +460,13 @@ def build_request(prompt: str | Sequence[int], options: GenerateOptions) -> gene
     if violations:
         raise InvalidRequest(violations)
     return request
+
+
+def _with_sources(words: str | Sequence[str]) -> generation_pb2.GenerateRequest:
+    sources = map(source_of_word, [words] if isinstance(words, str) else words)
+    return generation_pb2.GenerateRequest(
+        speculation=generation_pb2.SpeculationParams(sources=[to_proto(source) for source in sources])
+    )
 
 
 def _structured(given: dict[str, Any]) -> generation_pb2.GenerateRequest:

@@ -51,6 +51,11 @@ def sources_from_proto(numbers: Iterable[int], *, default: Iterable[GrowthSource
     return frozenset(GrowthSource(number) for number in numbers if number in set(GrowthSource))
 
 
+def to_proto(source: GrowthSource) -> common_pb2.GrowthSource:
+    """As it travels."""
+    return _TO_PROTO[source]
+
+
 def sources_to_proto(sources: Iterable[GrowthSource]) -> list[common_pb2.GrowthSource]:
     """In the order of their numbers."""
     return [_TO_PROTO[source] for source in sorted(sources)]
