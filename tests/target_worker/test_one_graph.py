@@ -1,0 +1,232 @@
+"""One-graph rounds: the tokens of plain decoding, whatever the head drafts, and as many of them as it is right about."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from outrider.engine.config import EngineConfig
+from outrider.engine.model_runner import ModelRunner
+from outrider.engine.one_graph_buckets import RoundLadder
+from outrider.engine.one_graph_program import HeadCaches, RoundProgram
+from outrider.engine.one_graph_runner import RoundRunner
+from outrider.engine.one_graph_shape import RoundShape
+from outrider.kernels.tree_attention import TreeAttentionBatch
+from outrider.sampling import SamplingSpec, VerificationRule
+from outrider.target_worker.one_graph import RoundDraft
+from outrider.target_worker.sessions import OpenRequest, Outcome, TreeRequest, TreeResult
+from outrider.target_worker.verifier import Verifier
+
+NEW_TOKENS = 16
+SPECS = [
+    SamplingSpec(),
+    SamplingSpec(temperature=1.0, seed=11),
+    SamplingSpec(temperature=0.8, top_k=9, top_p=0.9, seed=-3),
+    SamplingSpec(temperature=1.0, min_p=0.1, seed=1 << 63, choice_index=2),
+    SamplingSpec(temperature=0.9, repetition_penalty=1.3, presence_penalty=0.4, seed=5, logit_bias={3: 2.0}),
+    SamplingSpec(frequency_penalty=0.8, presence_penalty=0.3, logprobs=0),
+    SamplingSpec(logprobs=2),
+    SamplingSpec(temperature=0.7, seed=8, min_new_tokens=5, stop_token_ids=(7, 9), logprobs=5),
+    SamplingSpec(temperature=1.0, seed=2, allowed_token_ids=(4, 8, 15, 16, 23, 42)),
+    SamplingSpec(max_new_tokens=1),
+    SamplingSpec(temperature=1.0, seed=6, max_new_tokens=2, logprobs=30),
+]
+SHAPES = [RoundShape(), RoundShape(steps=3), RoundShape(steps=2, candidates=3)]
+
+
+class PairHead:
+    """Drafts the tokens that followed the last one most often in a text: right now and then, and easily followed."""
+
+    taps = (1, -1)
+    feature_size = 64
+
+    def __init__(self, texts: Sequence[Sequence[int]], vocab_size: int, device: torch.device) -> None:
+        counts = torch.rand((vocab_size, vocab_size), generator=torch.Generator().manual_seed(1)) / 2
+        for text in texts:
+            for first, second in zip(text, text[1:], strict=False):
+                counts[first, second] += 1
+        self.counts = counts.to(device)
+
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        return features
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        token_ids: torch.Tensor,
+        *,
+        positions: torch.Tensor,
+        write_slots: torch.Tensor,
+        batch: TreeAttentionBatch,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+    ) -> torch.Tensor:
+        assert len(hidden) == len(token_ids) == len(positions) == len(write_slots) == len(batch.prefix_len)
+        assert len(key_cache) == len(value_cache)
+        return self.counts[token_ids]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return 20 * hidden
+
+
+def make_verifier(
+    folder: Path, head: PairHead | None = None, shape: RoundShape | None = None, **options: Any
+) -> Verifier:
+    config: dict[str, Any] = {"num_slots": 600, "max_num_seqs": 12, "max_tree_nodes": 12, "max_model_len": 96}
+    engine = EngineConfig(model_path=folder, dtype="float32", torch_threads=1, **(config | options))
+    runner = ModelRunner(engine, decoder=True)
+    rounds = None if head is None or shape is None else RoundDraft(round_runner(runner, head, shape), runner.slots)
+    return Verifier(runner, max_step_tokens=128, rounds=rounds)
+
+
+def round_runner(runner: ModelRunner, head: PairHead, shape: RoundShape) -> RoundRunner:
+    assert runner.steps is not None
+    caches = HeadCaches(keys=torch.zeros(1, 1, 1), values=torch.zeros(1, 1, 1))
+    rows, row_len = runner.slots.table.shape
+    program = RoundProgram(runner.steps._program, head, caches, shape=shape, max_rows=rows)
+    ladder = RoundLadder(shape, max_tokens=512, max_sessions=rows, row_len=row_len)
+    return RoundRunner(program, shape, ladder, runner.slots, graphs=runner.device.type == "cuda")
+
+
+class Client:
+    """Sessions of a verifier: resident rounds, plain steps, trees, closes and reopens."""
+
+    def __init__(self, verifier: Verifier, specs: Sequence[SamplingSpec] = SPECS) -> None:
+        self.verifier = verifier
+        self.specs = [replace(spec, max_new_tokens=min(spec.max_new_tokens, NEW_TOKENS)) for spec in specs]
+        chance = random.Random(3)
+        self.prompts = [[chance.randrange(61) for _ in range(3 + 7 * (number % 4))] for number in range(len(specs))]
+        self.outputs: list[list[int]] = [[] for _ in specs]
+        self.results: list[list[TreeResult]] = [[] for _ in specs]
+        self.epochs = [1] * len(specs)
+        for number in range(len(specs)):
+            self.open(number)
+
+    def open(self, number: int) -> None:
+        self.verifier.open(
+            OpenRequest(
+                key=(1, number),
+                epoch=self.epochs[number],
+                prompt=self.prompts[number],
+                output=list(self.outputs[number]),
+                sampling=self.specs[number],
+            )
+        )
+
+    def request(self, number: int, *, resident: bool = False, tokens: Sequence[int] = ()) -> TreeRequest:
+        return TreeRequest(
+            key=(1, number),
+            epoch=self.epochs[number],
+            length=len(self.prompts[number]) + len(self.outputs[number]),
+            tokens=tokens,
+            parents=range(len(tokens)),
+            resident=resident,
+        )
+
+    @property
+    def live(self) -> list[int]:
+        return [number for number in range(len(self.specs)) if not self.is_done(number)]
+
+    def is_done(self, number: int) -> bool:
+        spec, output = self.specs[number], self.outputs[number]
+        return len(output) == spec.max_new_tokens or bool(output and output[-1] in spec.stop_token_ids)
+
+    def step(self, requests: Sequence[TreeRequest]) -> None:
+        for request, result in zip(requests, self.verifier.step(requests).results, strict=True):
+            assert result.outcome is not Outcome.ERROR, result.fault
+            number = request.key[1]
+            self.outputs[number] += result.token_ids
+            self.results[number].append(result)
+            if self.is_done(number):
+                self.verifier.close(request.key, request.epoch)
+
+    def all(self, *, resident: bool) -> list[list[int]]:
+        while live := self.live:
+            self.step([self.request(number, resident=resident) for number in live])
+        return self.outputs
+
+    def adventurous(self, chance: random.Random, expected: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Some in each step, resident or not, with chains or not; some are closed, or cut, and opened again."""
+        while live := self.live:
+            requests = []
+            for number in live:
+                way = chance.choice(["absent", "resident", "resident", "plain", "chain"])
+                rest = expected[number][len(self.outputs[number]) :][: chance.randrange(4)]
+                if way != "absent":
+                    chain = rest if way == "chain" else ()
+                    requests.append(self.request(number, resident=way == "resident", tokens=chain))
+            if requests:
+                self.step(requests)
+            if (live := self.live) and chance.random() < 0.3:
+                number = chance.choice(live)
+                if chance.random() < 0.5:
+                    self.verifier.close((1, number), self.epochs[number])
+                else:
+                    del self.outputs[number][len(self.outputs[number]) // 2 :]
+                self.epochs[number] += 1
+                self.open(number)
+        return self.outputs
+
+    def logprobs(self, number: int) -> list[np.ndarray]:
+        found = [result.logprobs for result in self.results[number]]
+        kept = [each for each in found if each is not None]
+        return [
+            np.concatenate(parts)
+            for parts in (
+                [each.token_logprobs for each in kept],
+                [each.top_token_ids for each in kept],
+                [each.top_logprobs for each in kept],
+            )
+        ]
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint: Path) -> Client:
+    client = Client(make_verifier(checkpoint))
+    client.all(resident=False)
+    return client
+
+
+def head_of(plain: Client) -> PairHead:
+    return PairHead([[*p, *o] for p, o in zip(plain.prompts, plain.outputs, strict=True)], 61, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rounds_give_the_tokens_and_log_probabilities_of_plain_steps(
+    shape: RoundShape, checkpoint: Path, plain: Client
+) -> None:
+    client = Client(make_verifier(checkpoint, head_of(plain), shape))
+    assert client.all(resident=True) == plain.outputs
+    for number, spec in enumerate(client.specs):
+        rounds = [result for result in client.results[number] if result.token_ids]
+        # The first comes with the prompt, the second has no candidates yet; so many alternatives no round can tell.
+        fits = (spec.logprobs or 0) <= 20
+        assert [result.drafted for result in rounds] == [0, 0, *(shape.nodes * fits for _ in rounds[2:])][: len(rounds)]
+        if spec.logprobs is not None:
+            for ours, theirs in zip(client.logprobs(number), plain.logprobs(number), strict=True):
+                np.testing.assert_allclose(ours, theirs, atol=1e-5)
+        assert sum(len(result.accepted_nodes) for result in rounds) >= len(client.outputs[number]) - len(rounds)
+    # The head has seen the texts: many of its candidates are right.
+    accepted = sum(len(result.accepted_nodes) for results in client.results for result in results)
+    assert accepted > len(client.specs)
+    # Nothing is left of the slots that rounds reserve.
+    assert client.verifier.slots_used == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sessions_come_and_go_between_rounds(seed: int, checkpoint: Path, plain: Client) -> None:
+    # So few slots that sessions are preempted.
+    shape = SHAPES[seed]
+    verifier = make_verifier(checkpoint, head_of(plain), shape, num_slots=150)
+    specs = [*SPECS, SamplingSpec(temperature=1.0, seed=6, verification=VerificationRule.TARGET_ONLY)]
+    expected = Client(make_verifier(checkpoint), specs).all(resident=False)
+    client = Client(verifier, specs)
+    expected_chains = [*expected[:-1], []]  # what a rule with coins emits depends on the tree
+    assert client.adventurous(random.Random(seed), expected_chains) == expected
+    assert verifier.preemptions > 0
+    assert verifier.slots_used == 0
