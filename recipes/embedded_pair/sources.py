@@ -89,26 +89,28 @@ def collect(folder: Path, limits: CorpusLimits = CorpusLimits()) -> list[SourceF
     """
     wheels = folder / "wheels"
     wheels.mkdir(parents=True, exist_ok=True)
-    files = list(_cleaned(_standard_library(), limits, held_out=False))
+    files = list(cleaned(standard_library(), limits, held_out=False))
     for package in read_packages():
-        files += _cleaned(_wheel_sources(download_wheel(package, wheels)), limits, held_out=package.held_out)
+        files += cleaned(_wheel_sources(download_wheel(package, wheels)), limits, held_out=package.held_out)
     # A fixed shuffle: neighbours in a package are alike, and a near duplicate is kept wherever it comes first.
-    files.sort(key=lambda file: _digest(file.name))
+    files.sort(key=lambda file: file_digest(file.name))
     seen_texts: set[int] = set()
     seen_lines: set[int] = set()
     train = [file for file in files if not file.held_out]
     held_out = [file for file in files if file.held_out]
-    kept = [f for f in train if _is_new(f.text, seen_texts, seen_lines, limits.near_duplicate_share)]
-    kept += [f for f in held_out if _is_new(f.text, seen_texts, seen_lines, limits.held_out_duplicate_share)]
+    kept = [f for f in train if is_new(f.text, seen_texts, seen_lines, limits.near_duplicate_share)]
+    kept += [f for f in held_out if is_new(f.text, seen_texts, seen_lines, limits.held_out_duplicate_share)]
     logger.info("kept %d of %d files, %.1f MB", len(kept), len(files), sum(len(f.text) for f in kept) / 1e6)
     return kept
 
 
-def _digest(text: str) -> int:
+def file_digest(text: str) -> int:
+    """The order in which files are shuffled and drawn."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little")
 
 
-def _standard_library() -> Iterator[tuple[str, bytes]]:
+def standard_library() -> Iterator[tuple[str, bytes]]:
+    """Names and contents of the running interpreter's own files."""
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root).as_posix()
@@ -123,20 +125,20 @@ def _wheel_sources(wheel: Path) -> Iterator[tuple[str, bytes]]:
                 yield f"{wheel.name.split('-')[0].lower()}/{name}", archive.read(name)
 
 
-def _cleaned(sources: Iterator[tuple[str, bytes]], limits: CorpusLimits, *, held_out: bool) -> Iterator[SourceFile]:
+def cleaned(sources: Iterator[tuple[str, bytes]], limits: CorpusLimits, *, held_out: bool) -> Iterator[SourceFile]:
     """Files that pass the filters; past `max_package_bytes` a hash chooses which of them stay."""
     candidates = []
     for name, content in sources:
         text = _clean_text(content, limits)
         if text is not None:
             candidates.append((name, text))
-    candidates.sort(key=lambda item: _digest(item[0]))
+    candidates.sort(key=lambda item: file_digest(item[0]))
     size = 0
     for name, text in candidates:
         size += len(text)
         if size > limits.max_package_bytes:
             return
-        drawn = _digest(name) % 10_000 < limits.held_out_percent * 100
+        drawn = file_digest(name) % 10_000 < limits.held_out_percent * 100
         yield SourceFile(name=name, text=text, held_out=held_out or drawn)
 
 
@@ -163,9 +165,9 @@ def _clean_text(content: bytes, limits: CorpusLimits) -> str | None:
     return text if letters >= limits.min_letter_share * visible and len(text) >= limits.min_file_bytes else None
 
 
-def _is_new(text: str, seen_texts: set[int], seen_lines: set[int], duplicate_share: float) -> bool:
+def is_new(text: str, seen_texts: set[int], seen_lines: set[int], duplicate_share: float) -> bool:
     """Whether the text and enough of its telling lines are new; a new text's lines are remembered."""
-    digest = _digest(text)
+    digest = file_digest(text)
     if digest in seen_texts:
         return False
     lines = [hash(line) for line in map(str.strip, text.splitlines()) if len(line) >= 20]

@@ -115,6 +115,19 @@ class SafetensorsSource:
         self._opened: dict[str, Any] = {}
         self._file_of = self._read_file_names()
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Of all tensors."""
+        return frozenset(self._file_of)
+
+    @property
+    def files(self) -> dict[str, list[str]]:
+        """The names of the tensors in each file."""
+        found: dict[str, list[str]] = {}
+        for name, file in self._file_of.items():
+            found.setdefault(file, []).append(name)
+        return found
+
     def stores(self, name: str) -> bool:
         """Whether the checkpoint has the tensor."""
         return name in self._file_of

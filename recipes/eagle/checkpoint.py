@@ -1,0 +1,53 @@
+"""The target as the recipe's module, and the trained head as a checkpoint in the published layout of EAGLE-3."""
+
+import json
+from pathlib import Path
+
+import torch
+from export import load_checkpoint
+from head import Eagle3
+from llama import Llama, LlamaShape
+from safetensors.torch import save_file
+
+
+def load_target(folder: Path, device: torch.device) -> Llama:
+    """The embedded target, fixed, in float32."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    names = (
+        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+        "head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps",
+    )  # fmt: skip
+    shape = LlamaShape(**{name: config[name] for name in names}, rope_theta=config["rope_parameters"]["rope_theta"])
+    return load_checkpoint(folder, shape, device).requires_grad_(False)
+
+
+def save_head(head: Eagle3, folder: Path) -> None:
+    """Writes config.json and model.safetensors, bfloat16; output layer and embedding stay the target's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in head.state_dict().items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    shape = head.shape
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "bos_token_id": 0,
+        "draft_vocab_size": shape.vocab_size,
+        "dtype": "bfloat16",
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(head.taps), "use_aux_hidden_state": True},
+        "eos_token_id": 0,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": shape.hidden_size,
+        "intermediate_size": shape.intermediate_size,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "mlp_bias": False,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": shape.num_key_value_heads,
+        "rms_norm_eps": shape.rms_norm_eps,
+        "rope_parameters": {"rope_theta": shape.rope_theta, "rope_type": "default"},
+        "tie_word_embeddings": False,
+        "vocab_size": shape.vocab_size,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,233 @@
+"""An EAGLE head: one layer that drafts from the target's hidden states, with KV in the target's slots.
+
+    eagle1   h[i] = layer(fc [embedding(token i+1), f[i]])               logits = target's output(h)
+    eagle3   g[i] = fc [features of i], once;  h[i] = layer([norm(embedding(token i+1)), norm(g[i])]) beside g[i]
+                                                                        logits = own output(norm(h))
+
+h[i] says what follows token i + 1. Drafting on, it stands where f or g stood: row i + 1 of a drafted token t reads
+h[i] and the embedding of t. Row i has position i and stores its key and value in the slot of key index i, so a
+session's row of the slot table holds for the head as it does for the target: the head is one more layer. Its entry of
+index i is written when token i + 1 is known.
+
+Nothing waits for the device and no shape depends on values, so all of it can be captured in a graph. On CPU tensors the
+operators run their references.
+
+Shapes: T rows, R rows whose logits are wanted, N hidden, F features of the target, H and Hkv heads of D, V vocabulary
+of the target, Vd of the head.
+"""
+
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+
+from outrider.engine.attention import TreeAttention
+from outrider.engine.decoder import Decoder
+from outrider.engine.eagle_spec import LAST_NORM, EagleSpec
+from outrider.engine.eagle_weights import EagleWeights, load_eagle_weights
+from outrider.errors import CheckpointError
+from outrider.kernels.residual_norm import residual_norm
+from outrider.kernels.rotary_store import rotary_store
+from outrider.kernels.skinny_linear import Weight, gated_linear, linear, linear_parts
+from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention
+
+__all__ = ["LAST_NORM", "EagleHead", "load_eagle_head", "load_eagle_head_of"]
+
+
+class EagleHead:
+    """A loaded head.
+
+    Args:
+        spec: the architecture.
+        weights: on their device.
+        attend: the attention operator.
+        final_softcap: bound of the target's logits, where its output layer is used; 0 for none.
+        fixed: every product in one order for all T, so that a row's bits do not depend on the other rows.
+    """
+
+    def __init__(
+        self,
+        spec: EagleSpec,
+        weights: EagleWeights,
+        *,
+        attend: TreeAttention = tree_attention,
+        final_softcap: float = 0.0,
+        fixed: bool = False,
+    ) -> None:
+        self.spec, self.weights = spec, weights
+        self._attend, self._fixed = attend, fixed
+        self._softcap = final_softcap if spec.layout == "eagle1" else 0.0
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Where the target's hidden states are read: after so many layers, un-normed, or `LAST_NORM`."""
+        return self.spec.taps
+
+    @property
+    def feature_size(self) -> int:
+        """F."""
+        return self.weights.fc.shape[1] if self.spec.layout == "eagle3" else self.hidden_size
+
+    @property
+    def hidden_size(self) -> int:
+        """N."""
+        return self.spec.hidden_size
+
+    @property
+    def kv_heads(self) -> int:
+        """Hkv of its key and value caches, [num_slots, Hkv, D] each."""
+        return self.spec.layer.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+        return self.spec.layer.head_dim
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.spec.layer.vocab_size
+
+    @property
+    def target_ids(self) -> torch.Tensor | None:
+        """[Vd] int64, the target's id of each column of `draft_logits`; None where they are the same."""
+        return self.weights.target_ids
+
+    @torch.inference_mode()
+    def fuse(self, features: torch.Tensor) -> torch.Tensor:
+        """What rows of the target enter the layer as: [T, F] hidden states of `taps`, side by side, to [T, N].
+
+        Rows that the head has drafted itself enter as `forward` returned them.
+        """
+        if self.spec.layout == "eagle1":
+            return features
+        return linear(features, self.weights.fc, fixed=self._fixed)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        token_ids: torch.Tensor,
+        *,
+        positions: torch.Tensor,
+        write_slots: torch.Tensor,
+        batch: TreeAttentionBatch,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+    ) -> torch.Tensor:
+        """Stores the rows' keys and values in their slots and returns the rows that logits and further rows read.
+
+        Args:
+            hidden: [T, N] of `fuse`, or of `forward` for rows that were drafted; not changed.
+            token_ids: [T] int32 or int64, the token after each row.
+            positions: [T] int32 of the rows.
+            write_slots: [T] int64; a row whose slot is out of range stores nothing.
+            batch: who sees what.
+            key_cache, value_cache: [num_slots, Hkv, D], written.
+
+        Returns:
+            [T, N], new.
+        """
+        spec, weights, eps = self.spec.layer, self.weights, self.spec.layer.norm_eps
+        stream, rows = self._enter(hidden, functional.embedding(token_ids, weights.embedding))
+        query = rotary_store(
+            linear_parts(rows, weights.qkv, fixed=self._fixed),
+            weights.rotary_table,
+            positions,
+            write_slots,
+            key_cache,
+            value_cache,
+            heads=spec.heads,
+            bias=weights.qkv_bias,
+            query_dtype=rows.dtype,
+        )
+        mixed = self._attend(query, key_cache, value_cache, batch, scale=spec.attention_scale)
+        addend = linear_parts(mixed.flatten(1), weights.attention_output, fixed=self._fixed)
+        rows = residual_norm(stream, addend, weights.feed_forward_norm, eps=eps)
+        addend = linear_parts(
+            gated_linear(rows, weights.gate_up, activation=spec.activation, fixed=self._fixed),
+            weights.down,
+            fixed=self._fixed,
+        )
+        # Only the sum is wanted, and this is the operator that adds up parts in one launch.
+        residual_norm(stream, addend, weights.feed_forward_norm, eps=eps)
+        return stream
+
+    @torch.inference_mode()
+    def draft_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [R, Vd] of rows [R, N] of `forward`, in the model's dtype; columns as in `target_ids`."""
+        norm = self.weights.final_norm
+        rows = hidden if norm is None else residual_norm(hidden, None, norm, eps=self.spec.layer.norm_eps)
+        logits = linear(rows, self.weights.output, fixed=self._fixed)
+        return torch.tanh(logits / self._softcap) * self._softcap if self._softcap else logits
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [R, V] of rows [R, N] of `forward`; -inf for tokens that the head has no row for."""
+        logits, ids = self.draft_logits(hidden), self.weights.target_ids
+        if ids is None:
+            return logits
+        return logits.new_full((len(logits), self.vocab_size), float("-inf")).index_copy_(1, ids, logits)
+
+    def _enter(self, hidden: torch.Tensor, embedded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The residual stream [T, N], to be changed, and what the attention reads, [T, N or 2 N]."""
+        weights, eps = self.weights, self.spec.layer.norm_eps
+        if weights.hidden_norm is None or weights.embedding_norm is None:
+            stream = linear(torch.cat((embedded, hidden), dim=1), weights.fc, fixed=self._fixed)
+            if weights.fc_bias is not None:
+                stream += weights.fc_bias
+            return stream, stream
+        normed = residual_norm(hidden, None, weights.hidden_norm, eps=eps)
+        both = torch.cat((residual_norm(embedded, None, weights.embedding_norm, eps=eps), normed), dim=1)
+        return (normed if self.spec.norm_before_residual else hidden.clone()), both
+
+
+def load_eagle_head(
+    folder: Path | str,
+    *,
+    embedding: torch.Tensor,
+    output: Weight,
+    target_layers: int,
+    max_positions: int,
+    attend: TreeAttention = tree_attention,
+    final_softcap: float = 0.0,
+    fixed: bool = False,
+) -> EagleHead:
+    """The head in a checkpoint folder, in the dtype and on the device of the target's embedding.
+
+    Args:
+        folder: config.json and safetensors, in either layout.
+        embedding: [V, N'] of the target, shared.
+        output: [V, N'] the target's output layer, shared where the head has none.
+        target_layers: of the target.
+        max_positions: rows of the rotary table: the longest sequence and a tree behind it.
+        attend: the attention operator.
+        final_softcap: of the target's logits.
+        fixed: as in `EagleHead`.
+
+    Raises:
+        CheckpointError: a tensor is missing or of a wrong shape, with its name; or the head is another target's.
+    """
+    spec, weights = load_eagle_weights(
+        Path(folder), embedding=embedding, output=output, target_layers=target_layers, max_positions=max_positions
+    )
+    return EagleHead(spec, weights, attend=attend, final_softcap=final_softcap, fixed=fixed)
+
+
+def load_eagle_head_of(
+    folder: Path | str, decoder: Decoder, *, attend: TreeAttention = tree_attention, fixed: bool = False
+) -> EagleHead:
+    """The head in a folder for the model that `decoder` runs; errors as of `load_eagle_head`."""
+    weights = decoder.weights
+    if weights.world_size > 1:
+        raise CheckpointError(f"{folder}: an EAGLE head needs a target on one GPU, not on {weights.world_size}")
+    return load_eagle_head(
+        folder,
+        embedding=weights.embedding,
+        output=weights.head,
+        target_layers=len(weights.layers),
+        max_positions=weights.rotary_tables[0].shape[0],
+        attend=attend,
+        final_softcap=decoder.spec.final_softcap,
+        fixed=fixed,
+    )

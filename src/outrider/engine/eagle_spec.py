@@ -1,0 +1,112 @@
+"""What a folder with an EAGLE head says about it: the layout, the sizes, and which of the target's layers it reads.
+
+    eagle1   fc over [embedding of the next token, last hidden state], one Llama layer without a norm before its
+             attention; embedding and output layer are the target's. EAGLE-2's trees grow from the same checkpoints
+    eagle3   fc over three layers' hidden states, once; one layer ("midlayer") whose attention reads [normed
+             embedding, normed hidden state]; a norm and an output layer of its own, over fewer tokens than the target
+
+Sources: arXiv 2401.15077, 2406.16858 and 2503.01840, and the keys of the checkpoints published with them.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import LlamaConfig
+
+from outrider.engine.decoder_spec import DecoderSpec
+from outrider.errors import CheckpointError
+
+EagleLayout = Literal["eagle1", "eagle3"]
+
+LAST_NORM = -1
+"""The tap of what leaves the target's last norm."""
+
+_TAPS_KEY = "eagle_aux_hidden_state_layer_ids"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleSpec:
+    """One head's architecture.
+
+    Attributes:
+        layout: see above.
+        layer: the head as a Llama of one layer; its vocabulary is the target's.
+        taps: where the target's hidden states are read: after so many layers, or `LAST_NORM`.
+        draft_vocab_size: rows of the output layer.
+        norm_before_residual: whether the layer adds to the normed hidden state (some EAGLE-3 heads do).
+    """
+
+    layout: EagleLayout
+    layer: DecoderSpec
+    taps: tuple[int, ...]
+    draft_vocab_size: int
+    norm_before_residual: bool = False
+
+    @property
+    def hidden_size(self) -> int:
+        """N of the head."""
+        return self.layer.hidden_size
+
+
+def read_eagle_spec(folder: Path, *, target_layers: int, stored: frozenset[str]) -> EagleSpec:
+    """The architecture of the head in `folder`.
+
+    Args:
+        folder: with config.json.
+        target_layers: of the model that it drafts for.
+        stored: names of its tensors.
+
+    Raises:
+        CheckpointError: config.json is missing or describes no head that can be served.
+    """
+    document = _read_config(folder)
+    layout = _layout(document, stored)
+    if document.get("num_hidden_layers", 1) != 1:
+        raise CheckpointError(f"{folder}: num_hidden_layers is {document['num_hidden_layers']}, 1 needed of a head")
+    sizes = {key: value for key, value in document.items() if key not in ("architectures", "auto_map")}
+    # Heads of other families' targets are Llama layers too, and say so; a window or another norm would be ignored.
+    if document.get("model_type", "llama") != "llama":
+        raise CheckpointError(f"{folder}: model_type is {document['model_type']!r}, 'llama' needed of an EAGLE head")
+    try:
+        layer = DecoderSpec.of(LlamaConfig.from_dict({**sizes, "model_type": "llama", "num_hidden_layers": 1}))
+    except (TypeError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{folder}: config.json describes no Llama layer: {error}") from error
+    return EagleSpec(
+        layout=layout,
+        layer=layer,
+        taps=_taps(folder, document, target_layers) if layout == "eagle3" else (LAST_NORM,),
+        draft_vocab_size=int(document.get("draft_vocab_size") or layer.vocab_size),
+        norm_before_residual=bool(document.get("norm_before_residual", False)),
+    )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{folder}: no config.json; give the folder of an EAGLE head")
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    return document
+
+
+def _layout(document: dict[str, Any], stored: frozenset[str]) -> EagleLayout:
+    named = any("eagle3" in str(name).lower() for name in document.get("architectures") or ())
+    shown = any(name.partition(".")[0] in ("midlayer", "d2t") or "hidden_norm" in name for name in stored)
+    return "eagle3" if named or shown or document.get("draft_vocab_size") else "eagle1"
+
+
+def _taps(folder: Path, document: dict[str, Any], target_layers: int) -> tuple[int, ...]:
+    given = (document.get("eagle_config") or {}).get(_TAPS_KEY) or document.get(_TAPS_KEY)
+    # As the published heads were trained: early, in the middle, late.
+    taps = tuple(given) if given else (2, target_layers // 2, target_layers - 3)
+    if not all(isinstance(tap, int) and 0 <= tap <= target_layers for tap in taps):
+        raise CheckpointError(
+            f"{folder}: {_TAPS_KEY} is {list(taps)}, layers 0 to {target_layers} needed: is it a head of this target?"
+        )
+    return taps

@@ -1,0 +1,371 @@
+"""EAGLE heads of both layouts against plain torch, path by path; what the loader refuses; on CUDA, also captured."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+from outrider.engine.batch import BatchBuilder, ForwardBatch
+from outrider.engine.decoder import Decoder
+from outrider.engine.decoder_spec import DecoderSpec
+from outrider.engine.decoder_weights import load_decoder_weights
+from outrider.engine.eagle import EagleHead, load_eagle_head_of
+from outrider.engine.eagle_random import write_random_eagle
+from outrider.engine.eagle_spec import EagleLayout
+from outrider.engine.kv_slots import SlotTable
+from outrider.engine.weight_source import SafetensorsSource
+from outrider.errors import CheckpointError
+from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention
+from outrider.tree import ancestor_masks, node_depths
+
+VOCAB, HIDDEN, SLOTS, DRAFT_VOCAB = 97, 32, 96, 40
+LAYOUTS: list[EagleLayout] = ["eagle1", "eagle3"]
+# 0 is the root; two branches, one of them forking again. Levels are drafted one after the other.
+PARENTS = [0, 0, 1, 1, 2, 3]
+NODES = [11, 22, 33, 44, 55, 66]
+LEVELS = [[1, 2], [3, 4, 5], [6]]
+LENGTHS = [9, 7]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=5, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=128, tie_word_embeddings=False,
+        initializer_range=0.3,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+def load_head(folder: Path, target: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> EagleHead:
+    spec = DecoderSpec.of(AutoConfig.from_pretrained(target))
+    weights = load_decoder_weights(SafetensorsSource(target), spec, device, dtype)
+    return load_eagle_head_of(folder, Decoder(spec, weights, attend=tree_attention))
+
+
+class PlainHead:
+    """A head in plain torch, one row after the other, with the keys and values of its path in lists."""
+
+    def __init__(self, folder: Path, target: Path) -> None:
+        self.tensors = {name: value.double() for name, value in load_file(folder / "model.safetensors").items()}
+        self.config = json.loads((folder / "config.json").read_text())
+        of_target = load_file(target / "model.safetensors")
+        self.embedding = of_target["model.embed_tokens.weight"].double()
+        self.output = self.tensors.get("lm_head.weight", of_target["lm_head.weight"].double())
+        self.is_third = "norm.weight" in self.tensors
+        self.prefix = "midlayer." if self.is_third else "layers.0."
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+
+    def of(self, name: str) -> torch.Tensor:
+        return self.tensors[f"{self.prefix}{name}.weight"]
+
+    def norm(self, row: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return row / (row.square().mean() + self.config["rms_norm_eps"]).sqrt() * weight
+
+    def turned(self, heads: torch.Tensor, position: int) -> torch.Tensor:
+        half = heads.shape[-1] // 2
+        angles = position * self.config["rope_theta"] ** -(torch.arange(half).double() / half)
+        turned = torch.view_as_complex(torch.stack((heads[:, :half], heads[:, half:]), -1)) * torch.exp(1j * angles)
+        return torch.cat((turned.real, turned.imag), dim=-1)
+
+    def row(self, entering: torch.Tensor, token: int, position: int) -> torch.Tensor:
+        """One row's hidden state; what enters is fused already."""
+        embedded = self.embedding[token]
+        if self.is_third:
+            normed = self.norm(entering, self.of("hidden_norm"))
+            stream = normed if self.config.get("norm_before_residual") else entering
+            wide = torch.cat((self.norm(embedded, self.of("input_layernorm")), normed))
+        else:
+            stream = wide = self.tensors["fc.weight"] @ torch.cat((embedded, entering)) + self.tensors["fc.bias"]
+        dim = self.config["head_dim"]
+        query, key, value = ((self.of(f"self_attn.{name}_proj") @ wide).view(-1, dim) for name in "qkv")
+        self.keys.append(self.turned(key, position))
+        self.values.append(value)
+        group = self.config["num_attention_heads"] // self.config["num_key_value_heads"]
+        keys, values = (torch.stack(held, 1).repeat_interleave(group, 0) for held in (self.keys, self.values))
+        weights = (self.turned(query, position)[:, None] @ keys.mT * dim**-0.5).softmax(-1)
+        stream = stream + self.of("self_attn.o_proj") @ (weights @ values).flatten()
+        rows = self.norm(stream, self.of("post_attention_layernorm"))
+        gated = functional.silu(self.of("mlp.gate_proj") @ rows) * (self.of("mlp.up_proj") @ rows)
+        return stream + self.of("mlp.down_proj") @ gated
+
+    def path(self, features: torch.Tensor, tokens: Sequence[int], drafted: Sequence[int]) -> torch.Tensor:
+        """The last row's logits [V] after rows with features [n, F] and then drafted tokens."""
+        self.keys, self.values = [], []
+        hidden = features[0]
+        for position, feature in enumerate(features.double()):
+            entering = self.tensors["fc.weight"] @ feature if self.is_third else feature
+            hidden = self.row(entering, tokens[position], position)
+        for depth, token in enumerate(drafted):
+            hidden = self.row(hidden, token, len(features) + depth)
+        if not self.is_third:
+            return self.output @ hidden
+        logits = self.output @ self.norm(hidden, self.tensors["norm.weight"])
+        if "d2t" not in self.tensors:
+            return logits
+        full = torch.full((VOCAB,), float("-inf"), dtype=torch.float64)
+        full[torch.arange(len(logits)) + self.tensors["d2t"].long()] = logits
+        return full
+
+
+class Session:
+    """A head with its caches, driven by batches as the target is."""
+
+    def __init__(self, head: EagleHead) -> None:
+        self.head, self.slots = head, SlotTable(num_slots=SLOTS, max_rows=4, max_row_len=SLOTS)
+        embedding = head.weights.embedding
+        self.device, shape = embedding.device, (SLOTS, head.kv_heads, head.head_dim)
+        self.caches = [torch.zeros(shape, dtype=embedding.dtype, device=self.device) for _ in range(2)]
+        self.rows = [self.slots.acquire_row() for _ in LENGTHS]
+
+    def arguments(self, batch: ForwardBatch) -> dict[str, Any]:
+        table = self.slots.table[batch.rows, : int(batch.key_len.max())]
+        lens = np.diff(batch.query_start)
+        write_slots = table[np.repeat(np.arange(len(lens)), lens), batch.write_index].astype(np.int64)
+        return {
+            "token_ids": self.put(batch.token_ids),
+            "positions": self.put(batch.positions),
+            "write_slots": self.put(write_slots),
+            "batch": TreeAttentionBatch(
+                slot_table=self.put(table), query_start=self.put(batch.query_start),
+                tree_start=self.put(batch.tree_start), prefix_len=self.put(batch.prefix_len),
+                key_len=self.put(batch.key_len), tree_mask=self.put(batch.tree_mask),
+                max_query_len=int(lens.max()), max_key_len=table.shape[1],
+            ),
+            "key_cache": self.caches[0],
+            "value_cache": self.caches[1],
+        }  # fmt: skip
+
+    def put(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    def extend(self, features: Sequence[torch.Tensor], tokens: Sequence[list[int]], *, begin: int) -> torch.Tensor:
+        """Rows with features from position `begin` on, of all sessions; hidden [rows, N]."""
+        builder = BatchBuilder()
+        for row, ours, given in zip(self.rows, features, tokens, strict=True):
+            if self.slots.length(row) < begin + len(ours):
+                self.slots.extend(row, begin + len(ours) - self.slots.length(row))
+            builder.add_chain(row, given[begin : begin + len(ours)], begin, False)
+        return self.head.forward(self.head.fuse(torch.cat(list(features))), **self.arguments(builder.build()))
+
+    def level_batch(self, level: Sequence[int], lengths: Sequence[int]) -> ForwardBatch:
+        depths, masks = node_depths(PARENTS), ancestor_masks(PARENTS)
+        builder = BatchBuilder()
+        for row, length in zip(self.rows, lengths, strict=True):
+            builder.add_tree(
+                row,
+                tree_start=length,
+                token_ids=[NODES[node - 1] for node in level],
+                positions=[length - 1 + int(depths[node]) for node in level],
+                masks=masks[level] >> 1,  # the root is no entry of its own: it is the last row before the tree
+                write_indices=[length + node - 1 for node in level],
+            )
+        return builder.build()
+
+    def draft(self, last: torch.Tensor, lengths: Sequence[int]) -> torch.Tensor:
+        """Hidden [sessions, nodes, N] of the tree under each session's last row, level by level."""
+        for row in self.rows:
+            self.slots.extend(row, len(NODES))
+        hidden = torch.empty((len(lengths), 1 + len(NODES), last.shape[1]), dtype=last.dtype, device=last.device)
+        hidden[:, 0] = last
+        for level in LEVELS:
+            entering = hidden[:, [PARENTS[node - 1] for node in level]].flatten(0, 1)
+            before = entering.clone()
+            rows = self.head.forward(entering, **self.arguments(self.level_batch(level, lengths)))
+            assert torch.equal(entering, before)
+            hidden[:, level] = rows.view(len(lengths), len(level), -1)
+        return hidden[:, 1:]
+
+
+def change_config(folder: Path, changes: dict[str, Any]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def path_to(node: int) -> list[int]:
+    path = []
+    while node:
+        path.insert(0, NODES[node - 1])
+        node = PARENTS[node - 1]
+    return path
+
+
+def random_texts(head: EagleHead) -> tuple[list[torch.Tensor], list[list[int]]]:
+    """Of each session features of more positions than its length, and the tokens after them."""
+    generator = torch.Generator().manual_seed(3)
+    features = [torch.randn((length + 4, head.feature_size), generator=generator) for length in LENGTHS]
+    tokens = [torch.randint(VOCAB, (length + 4,), generator=generator).tolist() for length in LENGTHS]
+    return features, tokens
+
+
+def run_trees(session: Session, features: Sequence[torch.Tensor], tokens: Sequence[list[int]]) -> torch.Tensor:
+    """Logits [sessions, nodes, V] of the tree under texts that came in two chunks."""
+    put = [ours.to(session.device, session.caches[0].dtype) for ours in features]
+    session.extend([ours[:5] for ours in put], tokens, begin=0)
+    # The second chunk differs in length, so it comes session by session in one batch.
+    builder, parts = BatchBuilder(), []
+    for row, ours, given, length in zip(session.rows, put, tokens, LENGTHS, strict=True):
+        session.slots.extend(row, length - 5)
+        builder.add_chain(row, given[5:length], 5, False)
+        parts.append(ours[5:length])
+    hidden = session.head.forward(session.head.fuse(torch.cat(parts)), **session.arguments(builder.build()))
+    ends = np.cumsum([length - 5 for length in LENGTHS]) - 1
+    nodes = session.draft(hidden[ends.tolist()], LENGTHS)
+    return session.head.logits(nodes.flatten(0, 1)).view(*nodes.shape[:2], -1)
+
+
+KINDS = {
+    "eagle1": ("eagle1", None, {}),
+    "eagle3": ("eagle3", None, {}),
+    "eagle3, fewer tokens": ("eagle3", DRAFT_VOCAB, {}),
+    "eagle3, normed stream": ("eagle3", None, {"norm_before_residual": True}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_and_trees_equal_every_path_alone(kind: str, target: Path, tmp_path: Path) -> None:
+    layout, draft_vocab, more = KINDS[kind]
+    write_random_eagle(tmp_path, target, layout=layout, draft_vocab_size=draft_vocab)
+    change_config(tmp_path, more)
+    session, plain = Session(load_head(tmp_path, target)), PlainHead(tmp_path, target)
+    features, tokens = random_texts(session.head)
+    logits = run_trees(session, features, tokens)
+    for place, length in enumerate(LENGTHS):
+        for node in range(1, len(NODES) + 1):
+            expected = plain.path(features[place][:length], tokens[place][:length], path_to(node))
+            torch.testing.assert_close(logits[place, node - 1].double(), expected, rtol=1e-4, atol=1e-4)
+    assert int((logits > float("-inf")).sum(-1).unique()) == (draft_vocab or VOCAB)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_after_a_commit_features_take_the_place_of_drafted_rows(
+    layout: EagleLayout, target: Path, tmp_path: Path
+) -> None:
+    """The entries of accepted nodes are written anew, with the target's features; those before them stay."""
+    write_random_eagle(tmp_path, target, layout=layout)
+    session, plain = Session(load_head(tmp_path, target)), PlainHead(tmp_path, target)
+    features, tokens = random_texts(session.head)
+    run_trees(session, features, tokens)
+    committed = [length + 2 for length in LENGTHS]
+    builder, parts = BatchBuilder(), []
+    for row, ours, given, length in zip(session.rows, features, tokens, LENGTHS, strict=True):
+        session.slots.truncate(row, length)
+        session.slots.extend(row, 2)
+        builder.add_chain(row, given[length : length + 2], length, False)
+        parts.append(ours[length : length + 2])
+    hidden = session.head.forward(session.head.fuse(torch.cat(parts)), **session.arguments(builder.build()))
+    nodes = session.draft(hidden[1::2], committed)
+    logits = session.head.logits(nodes[:, -1])
+    for place, length in enumerate(committed):
+        expected = plain.path(features[place][:length], tokens[place][:length], path_to(len(NODES)))
+        torch.testing.assert_close(logits[place].double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_prefixed_and_older_names_load_as_well(layout: EagleLayout, target: Path, tmp_path: Path) -> None:
+    write_random_eagle(tmp_path, target, layout=layout)
+    expected = load_head(tmp_path, target)
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {f"model.{name}".replace("midlayer.", "layers.0."): value for name, value in tensors.items()}
+    save_file({**renamed, "embed_tokens.weight": torch.zeros(VOCAB, HIDDEN)}, tmp_path / "model.safetensors")
+    head = load_head(tmp_path, target)
+    assert torch.equal(head.weights.qkv, expected.weights.qkv)
+    assert torch.equal(head.weights.embedding, expected.weights.embedding)
+
+
+def test_taps(target: Path, tmp_path: Path) -> None:
+    write_random_eagle(tmp_path, target, taps=(1, 3, 5))
+    head = load_head(tmp_path, target)
+    assert (head.taps, head.feature_size) == ((1, 3, 5), 3 * HIDDEN)
+    change_config(tmp_path, {"eagle_config": None})
+    assert load_head(tmp_path, target).taps == (2, 2, 2)
+    change_config(tmp_path, {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]})
+    with pytest.raises(CheckpointError, match=r"is \[1, 3, 6\], layers 0 to 5 needed"):
+        load_head(tmp_path, target)
+
+
+REFUSED = {
+    "a missing norm": ({"midlayer.hidden_norm.weight": None}, {}, r"midlayer\.hidden_norm\.weight first"),
+    "a missing fc": ({"fc.weight": None}, {}, r"fc\.weight first"),
+    "a narrow attention": (
+        {"midlayer.self_attn.q_proj.weight": torch.zeros(64, HIDDEN)},
+        {},
+        r"midlayer\.self_attn\.q_proj\.weight has shape \[64, 32\], \[64, 64\] needed",
+    ),
+    "no output layer": ({"lm_head.weight": None}, {}, r"lm_head\.weight first"),
+    "no map": ({"d2t": None}, {}, "d2t is missing: 40 of 97 tokens"),
+    "a short map": ({"d2t": torch.zeros(7, dtype=torch.int64)}, {}, r"d2t: \[7\] torch.int64 given, \[40\]"),
+    "a map to nowhere": ({"d2t": torch.full((40,), 90)}, {}, "outside the 97"),
+    "another vocabulary": ({}, {"vocab_size": 96}, "vocab_size is 96, the target has 97"),
+    "two layers": ({}, {"num_hidden_layers": 2}, "num_hidden_layers is 2, 1 needed"),
+    "another family": ({}, {"model_type": "mixtral"}, "model_type is 'mixtral'"),
+    "some biases": (
+        {"midlayer.self_attn.q_proj.bias": torch.zeros(64)},
+        {},
+        "biases of some of q_proj, k_proj and v_proj are missing",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_what_does_not_fit_is_refused_by_name(fault: str, target: Path, tmp_path: Path) -> None:
+    tensors, config, message = REFUSED[fault]
+    write_random_eagle(tmp_path, target, draft_vocab_size=DRAFT_VOCAB)
+    file = tmp_path / "model.safetensors"
+    held = {**load_file(file), **tensors}
+    save_file({name: value for name, value in held.items() if value is not None}, file)
+    change_config(tmp_path, config)
+    with pytest.raises(CheckpointError, match=message):
+        load_head(tmp_path, target)
+
+
+def test_folders_without_a_head_are_refused(target: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no \*\.safetensors"):
+        load_head(tmp_path, target)
+    save_file({"fc.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        load_head(tmp_path, target)
+    (tmp_path / "config.json").write_text("[")
+    with pytest.raises(CheckpointError, match="not JSON"):
+        load_head(tmp_path, target)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_on_cuda_directly_and_captured(kind: str, target: Path, tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    layout, draft_vocab, more = KINDS[kind]
+    write_random_eagle(tmp_path, target, layout=layout, draft_vocab_size=draft_vocab)
+    change_config(tmp_path, more)
+    session = Session(load_head(tmp_path, target, device="cuda", dtype=torch.bfloat16))
+    features, tokens = random_texts(session.head)
+    logits = run_trees(session, features, tokens).float()
+    exact = run_trees(Session(load_head(tmp_path, target)), features, tokens).cuda()
+    real = exact > float("-inf")
+    assert torch.equal(real, logits > float("-inf"))
+    difference = (logits - exact)[real].norm() / exact[real].norm()
+    assert difference < 0.03
+    arguments = session.arguments(session.level_batch(LEVELS[0], LENGTHS))
+    hidden = torch.randn(len(arguments["token_ids"]), HIDDEN, device="cuda", dtype=torch.bfloat16)
+    head = session.head
+    expected = head.logits(head.forward(hidden, **arguments))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = head.logits(head.forward(hidden, **arguments))
+    with torch.inference_mode():
+        captured.fill_(float("nan"))
+        session.caches[0][arguments["write_slots"]] = float("nan")  # the replay has to write them
+    graph.replay()
+    assert torch.equal(captured, expected)
