@@ -31,7 +31,7 @@ from outrider.kernels.skinny_linear import Weight
 # Tree nodes stand behind the longest sequence, and their positions need rows in the rotary tables too.
 TREE_POSITIONS = 4096
 
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # Ranks have columns of these, and rows of the others.
 _SPLIT_BY_COLUMNS = ("o_proj.weight", "down_proj.weight")
 
@@ -125,7 +125,7 @@ def load_decoder_weights(
     source.check(tensor_shapes(spec))
     device = torch.device(device)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-    loader = _Loader(source, spec, device, dtype, rank, world_size, quantized)
+    loader = WeightLoader(source, spec, device, dtype, rank, world_size, quantized)
     try:
         weights = loader.load(positions or spec.max_positions + TREE_POSITIONS)
     except torch.OutOfMemoryError as error:
@@ -165,12 +165,12 @@ def tensor_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
         layer[f"{name}.weight"] = (rows, columns)
         if has_bias:
             layer[f"{name}.bias"] = (rows,)
-    shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (spec.vocab_size, hidden)}
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (spec.vocab_size, hidden)}
     for index in range(len(spec.layers)):
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
     shapes["model.norm.weight"] = (hidden,)
     if not spec.tied_head:
-        shapes[_HEAD] = (spec.vocab_size, hidden)
+        shapes[HEAD] = (spec.vocab_size, hidden)
     return shapes
 
 
@@ -178,14 +178,19 @@ def weight_bytes(spec: DecoderSpec, dtype: torch.dtype, *, world_size: int = 1, 
     """Bytes of one rank's weights, rotary tables apart."""
     total = 0
     for name, shape in tensor_shapes(spec).items():
-        split = len(shape) == 2 and name != _EMBEDDING
+        split = len(shape) == 2 and name != EMBEDDING
         count = torch.Size(shape).numel() // (world_size if split else 1)
-        if quantized and split and name != _HEAD:
+        if quantized and split and name != HEAD:
             rows = shape[0] if name.endswith(_SPLIT_BY_COLUMNS) else shape[0] // world_size
             total += count + rows * torch.float32.itemsize
         else:
             total += count * dtype.itemsize
     return total
+
+
+def layer_prefix(index: int) -> str:
+    """What the names of a layer's tensors begin with."""
+    return f"model.layers.{index}."
 
 
 def check_world_size(spec: DecoderSpec, world_size: int) -> None:
@@ -199,7 +204,9 @@ def check_world_size(spec: DecoderSpec, world_size: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Loader:
+class WeightLoader:
+    """Makes the pieces of one rank's weights, each on its device, in new memory."""
+
     source: WeightSource
     spec: DecoderSpec
     device: torch.device
@@ -209,19 +216,21 @@ class _Loader:
     quantized: bool
 
     def load(self, positions: int) -> DecoderWeights:
+        """All of them."""
         spec = self.spec
-        embedding = self._rows(_EMBEDDING, 0, spec.vocab_size).to(self.device, self.dtype).contiguous()
+        embedding = self.rows(EMBEDDING, 0, spec.vocab_size).to(self.device, self.dtype).contiguous()
         return DecoderWeights(
             rank=self.rank,
             world_size=self.world_size,
             embedding=embedding,
-            layers=tuple(self._layer(f"model.layers.{index}.") for index in range(len(spec.layers))),
-            final_norm=self._norm("model.norm"),
-            head=self._head(embedding),
+            layers=tuple(self.layer(layer_prefix(index)) for index in range(len(spec.layers))),
+            final_norm=self.norm("model.norm"),
+            head=self.head(embedding),
             rotary_tables=tuple(rotary.table(positions).to(self.device) for rotary in spec.rotaries),
         )
 
-    def _layer(self, prefix: str) -> LayerWeights:
+    def layer(self, prefix: str) -> LayerWeights:
+        """One layer; `prefix` is what its tensors' names begin with."""
         spec, attention, feed_forward = self.spec, f"{prefix}self_attn.", f"{prefix}mlp."
         query, key = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         qkv = [(f"{attention}q_proj", query), (f"{attention}k_proj", key), (f"{attention}v_proj", key)]
@@ -231,20 +240,20 @@ class _Loader:
         feed_forward_norm = "pre_feedforward_layernorm" if addend_norms else "post_attention_layernorm"
         after_attention, after_feed_forward = f"{prefix}post_attention_layernorm", f"{prefix}post_feedforward_layernorm"
         return LayerWeights(
-            attention_norm=self._norm(f"{prefix}input_layernorm"),
+            attention_norm=self.norm(f"{prefix}input_layernorm"),
             qkv=self._matrix(qkv),
             qkv_bias=self._stacked(qkv, "bias") if spec.qkv_bias else None,
-            query_norm=self._norm(f"{attention}q_norm") if head_norms else None,
-            key_norm=self._norm(f"{attention}k_norm") if head_norms else None,
+            query_norm=self.norm(f"{attention}q_norm") if head_norms else None,
+            key_norm=self.norm(f"{attention}k_norm") if head_norms else None,
             output=self._columns(f"{attention}o_proj.weight", query),
             output_bias=self._whole(f"{attention}o_proj.bias") if spec.output_bias else None,
-            attention_addend_norm=self._norm(after_attention) if addend_norms else None,
-            feed_forward_norm=self._norm(f"{prefix}{feed_forward_norm}"),
+            attention_addend_norm=self.norm(after_attention) if addend_norms else None,
+            feed_forward_norm=self.norm(f"{prefix}{feed_forward_norm}"),
             gate_up=self._matrix(gate_up),
             gate_up_bias=self._stacked(gate_up, "bias") if spec.feed_forward_bias else None,
             down=self._columns(f"{feed_forward}down_proj.weight", spec.intermediate_size),
             down_bias=self._whole(f"{feed_forward}down_proj.bias") if spec.feed_forward_bias else None,
-            feed_forward_addend_norm=self._norm(after_feed_forward) if addend_norms else None,
+            feed_forward_addend_norm=self.norm(after_feed_forward) if addend_norms else None,
         )
 
     def _part(self, size: int) -> tuple[int, int]:
@@ -283,11 +292,11 @@ class _Loader:
         begin = 0
         for (name, _), (start, stop) in zip(names, parts, strict=True):
             full = f"{name}.{kind}"
-            stacked[begin : begin + stop - start].copy_(self._rows(full, start, stop))
+            stacked[begin : begin + stop - start].copy_(self.rows(full, start, stop))
             begin += stop - start
         return stacked
 
-    def _rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
         """Rows of a tensor, whole: where only some matrices of an input come with 8 bits, none keeps them."""
         if self.source.factors(name) is None:
             return self.source.rows(name, start, stop)
@@ -307,27 +316,28 @@ class _Loader:
             return self._whole(name)
         return self._empty((self.spec.hidden_size, stop - start)).copy_(self.source.columns(name, start, stop))
 
-    def _norm(self, name: str) -> torch.Tensor:
+    def norm(self, name: str) -> torch.Tensor:
+        """A norm's factors as they are applied."""
         weight, offset = self._whole(f"{name}.weight"), self.spec.norm_offset
         return weight.float() + offset if offset else weight
 
     def _whole(self, name: str) -> torch.Tensor:
         return self.source.tensor(name).to(self.device, self.dtype).contiguous()
 
-    def _head(self, embedding: torch.Tensor) -> Weight:
+    def head(self, embedding: torch.Tensor) -> Weight:
         """The rank's rows of the output layer."""
         spec = self.spec
         share = -(-spec.vocab_size // self.world_size)
         start, stop = min(self.rank * share, spec.vocab_size), min((self.rank + 1) * share, spec.vocab_size)
         tied = embedding[start:stop]
         # As transformers does: an output layer of its own is taken, where the checkpoint has one that differs.
-        if spec.tied_head and not self.source.stores(_HEAD):
+        if spec.tied_head and not self.source.stores(HEAD):
             return tied if stop - start == share else self._padded(tied, share)
-        if self.source.factors(_HEAD) is not None:
-            scaled, missing = self._scaled_rows(_HEAD, start, stop), share - (stop - start)
+        if self.source.factors(HEAD) is not None:
+            scaled, missing = self._scaled_rows(HEAD, start, stop), share - (stop - start)
             values = functional.pad(scaled.values.view(torch.uint8), (0, 0, 0, missing))
             return ScaledWeight(values.view(torch.float8_e4m3fn), functional.pad(scaled.scales, (0, missing)))
-        head = self._whole(_HEAD) if self.world_size == 1 else self._padded(self.source.rows(_HEAD, start, stop), share)
+        head = self._whole(HEAD) if self.world_size == 1 else self._padded(self.source.rows(HEAD, start, stop), share)
         return tied if spec.tied_head and stop - start == share and torch.equal(head, tied) else head
 
     def _padded(self, rows: torch.Tensor, count: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ from outrider.engine.checkpoint import ModelCard, load_checkpoint, read_checkpoi
 from outrider.engine.config import EngineConfig
 from outrider.engine.decoder import Decoder
 from outrider.engine.decoder_spec import DecoderSpec
-from outrider.engine.decoder_weights import load_decoder_weights
+from outrider.engine.decoder_weights import HEAD, load_decoder_weights
 from outrider.engine.kv_slots import SlotTable
 from outrider.engine.packed_linear import can_pack, pack_linear_layers
 from outrider.engine.step_program import KvCaches, StepProgram
@@ -28,6 +28,7 @@ from outrider.engine.step_runner import StepRunner
 from outrider.engine.tapped_layers import TappedLayers
 from outrider.engine.tensor_parallel import Ranks, start_ranks
 from outrider.engine.tensor_parallel_collectives import SumOptions
+from outrider.engine.weight_reload import RunningModel, refill_decoder, refill_model, stored_value
 from outrider.engine.weight_source import SafetensorsSource, WeightSource
 from outrider.errors import CheckpointError
 from outrider.kernels.scaled_weight import ScaledWeight
@@ -39,6 +40,8 @@ __all__ = ["EngineConfig", "ModelCard", "ModelRunner"]
 _CPU_KV_BYTES = 1 << 30
 # From this compute capability on kernels read weights of 8 bits as they are.
 _CONVERTS_EIGHT_BITS = (8, 9)
+# Ranks that load other weights from a slow disk may take so long.
+REFILL_TIMEOUT_S = 1800.0
 # Rows of the largest step that is captured in a graph.
 _MOST_CAPTURED = 512
 # Rows of the largest prefill for which memory is left free of KV.
@@ -100,6 +103,7 @@ class ModelRunner:
         config = self.config
         self._model = self._decoder = self._output = None
         self._tapped: TappedLayers | None = None
+        self._is_tapped = False
         if decoder:
             self._decoder, model_config, self.info = _load_decoder(config, source, self.ranks)
         else:
@@ -110,6 +114,7 @@ class ModelRunner:
                 self._output = _weight_of(self._model.get_output_embeddings())
             if self.device.type == "cpu" and can_pack():
                 pack_linear_layers(self._model)
+        self._model_config = model_config
         shape = _KvShape(model_config, config)
         self._attend = _attention_operator(config, shape.head_dim)
         row_len = self.info.max_model_len + config.max_tree_nodes
@@ -126,7 +131,52 @@ class ModelRunner:
     def commands(self) -> Mapping[str, Callable[[Any], object]]:
         """What rank 0 tells the other ranks to do."""
         assert self.steps is not None
-        return {"launch": self.steps.launch, "compile": self.steps.compile, "capture": self.steps.capture}
+        steps = self.steps
+        return {
+            "launch": steps.launch,
+            "compile": steps.compile,
+            "capture": steps.capture,
+            "refill": self._refill,
+        }
+
+    def running(self) -> RunningModel:
+        """What other weights have to fit."""
+        decoder, model = self._decoder, self._model
+        output = None if model is None else getattr(model.get_output_embeddings(), "weight", None)
+        return RunningModel(
+            config=self.config,
+            card=self.info,
+            model_config=self._model_config,
+            weights=None if decoder is None else decoder.weights,
+            is_tied=model is not None and output is not None and output is model.get_input_embeddings().weight,
+        )
+
+    def refill(self, folder: Path) -> None:
+        """Puts a checkpoint's weights in the place of those that it runs with, on every rank, which stay where they
+        are. No step may be in flight, and no KV is of use any more.
+
+        Args:
+            folder: as `check_weights` has found it to fit `running`.
+
+        Raises:
+            CheckpointError: a file cannot be read. The weights are a mixture then: nothing may be run any more.
+            WorkerUnavailable: another rank was lost over it.
+        """
+        with self.ranks.guard(REFILL_TIMEOUT_S):
+            self.ranks.lead("refill", str(folder))
+            self._refill(str(folder))
+
+    @torch.inference_mode()
+    def _refill(self, folder: str) -> None:
+        source, quantized = SafetensorsSource(Path(folder)), self.config.quantization == "fp8"
+        if self._decoder is not None:
+            dtype = getattr(torch, self.config.dtype_name)
+            refill_decoder(self._decoder.weights, source, self._decoder.spec, dtype=dtype, quantized=quantized)
+        elif self._model is not None:
+            refill_model(self._model, source, quantize=quantized)
+            if self._output is not None:
+                self._output.copy_(stored_value(source, HEAD, self._output.dtype, quantize=False))
+        self.ranks.least(0)
 
     @property
     def vocab_size(self) -> int:
@@ -165,11 +215,17 @@ class ModelRunner:
         Args:
             taps: i is the residual stream after i layers, 0 the embeddings, -1 what the last norm returns.
         """
+        self._is_tapped = True
         if self.steps is not None:
             self.steps.tap(taps)
         else:
             assert self._model is not None
             self._tapped = TappedLayers(self._model.base_model, taps)
+
+    @property
+    def is_tapped(self) -> bool:
+        """Whether forwards leave `features`, which are to be read before the next one."""
+        return self._is_tapped
 
     @property
     def features(self) -> torch.Tensor:
@@ -199,7 +255,7 @@ class ModelRunner:
         if self.steps is not None:
             return self.steps.forward(batch)
         assert self._model is not None
-        step = self._attention_step(batch)
+        step = self.attention_step(batch)
         inputs = {
             "input_ids": self._put(batch.token_ids)[None],
             "position_ids": self._put(batch.positions).long()[None],
@@ -212,7 +268,8 @@ class ModelRunner:
         kept = self._put(batch.logit_rows)
         return self._model(**inputs, logits_to_keep=kept).logits[0].float()
 
-    def _attention_step(self, batch: ForwardBatch) -> AttentionStep:
+    def attention_step(self, batch: ForwardBatch) -> AttentionStep:
+        """A batch as attention takes it, on the device; its rows' slots are reserved."""
         slot_table = self.slots.table[batch.rows, : int(batch.key_len.max())]
         query_lens = np.diff(batch.query_start)
         write_slots = slot_table[np.repeat(np.arange(len(query_lens)), query_lens), batch.write_index]

@@ -37,8 +37,13 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
         self._bias = None if linear.bias is None else linear.bias.detach()
+        self.refill(linear.weight.detach(), self._bias)
+
+    def refill(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """Takes other numbers, [N, K] and [N] or None."""
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+        self._bias = bias
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows [..., K] to [..., N]."""

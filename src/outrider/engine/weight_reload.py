@@ -1,0 +1,265 @@
+"""Other weights into a model that runs: same architecture, same memory, so that CUDA graphs stay valid.
+
+    check    config.json, tokenizer, shards, shapes and kinds fit what runs; every byte is read once (its version)
+    refill   each tensor is read from its mapped file into the tensor that is there; beside them a layer's worth of
+             memory at a time, never a second model
+
+The weights that run are lost with the first tensor that is copied: whatever is wrong has to be found before, and a
+failure in the middle is the end of the model. Rotary tables, buffers and KV caches stay, since the configuration does.
+"""
+
+import json
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from outrider.engine.checkpoint import ModelCard, read_checkpoint
+from outrider.engine.config import EngineConfig
+from outrider.engine.decoder_spec import DecoderSpec
+from outrider.engine.decoder_weights import (
+    EMBEDDING,
+    HEAD,
+    DecoderWeights,
+    LayerWeights,
+    WeightLoader,
+    layer_prefix,
+    tensor_shapes,
+)
+from outrider.engine.packed_linear import PackedLinear
+from outrider.engine.weight_source import SafetensorsSource, WeightSource
+from outrider.engine.weight_version import Stamps, file_stamps, weights_version
+from outrider.errors import CheckpointError
+from outrider.kernels.scaled_weight import ScaledWeight, quantised
+from outrider.kernels.skinny_linear import Weight
+
+# Rows of the vocabulary that are copied at a time.
+_ROWS_AT_ONCE = 8192
+# Of config.json, what says nothing about what is computed.
+_TOLD_ONLY = {"_name_or_path", "architectures", "dtype", "quantization_config", "torch_dtype", "transformers_version",
+              "use_cache"}  # fmt: skip
+_CARD_FIELDS = ("vocab_size", "tokenizer_hash", "eos_token_ids", "max_model_len")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckedWeights:
+    """Weights that a model could run with.
+
+    Attributes:
+        folder: of the checkpoint.
+        version: see `outrider.engine.weight_version`.
+        stamps: of its files when they were read.
+    """
+
+    folder: Path
+    version: str
+    stamps: Stamps
+
+    def check_unchanged(self) -> None:
+        """Whether the folder still holds what was checked.
+
+        Raises:
+            CheckpointError: a file has been written or replaced since.
+        """
+        if file_stamps(self.folder) != self.stamps:
+            raise CheckpointError(f"{self.folder}: its files have changed since they were checked; ask again once it "
+                                  "is written")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RunningModel:
+    """What runs, as far as other weights have to fit it.
+
+    Attributes:
+        config: it was loaded with.
+        card: of it.
+        model_config: its config.json.
+        weights: the decoder's; None where transformers' code runs.
+        is_tied: with transformers' code, whether its output layer is its embedding's own memory.
+    """
+
+    config: EngineConfig
+    card: ModelCard
+    model_config: PretrainedConfig
+    weights: DecoderWeights | None
+    is_tied: bool = False
+
+
+def check_weights(running: RunningModel, folder: Path) -> CheckedWeights:
+    """Whether a model could run with a checkpoint's weights instead of its own; reads all of them, changes nothing.
+
+    Raises:
+        CheckpointError: why not.
+    """
+    stamps = file_stamps(folder)
+    model_config, card = read_checkpoint(replace(running.config, model_path=folder))
+    _check_configuration(folder, running.model_config, model_config)
+    for name in _CARD_FIELDS:
+        found, needed = getattr(card, name), getattr(running.card, name)
+        if found != needed:
+            raise CheckpointError(f"{folder}: {name} {_told(found)} given, {_told(needed)} needed: the model that runs "
+                                  f"({running.card.name}) has that")  # fmt: skip
+    spec, source = DecoderSpec.of(model_config), SafetensorsSource(folder)
+    source.check(tensor_shapes(spec))
+    _check_kinds(running, spec, source)
+    version = weights_version(folder)
+    checked = CheckedWeights(folder=folder, version=version, stamps=stamps)
+    # What is written while it is read has a version that nobody has.
+    checked.check_unchanged()
+    return checked
+
+
+def refill_decoder(
+    weights: DecoderWeights, source: WeightSource, spec: DecoderSpec, *, dtype: torch.dtype, quantized: bool
+) -> None:
+    """Copies a rank's part of other weights into the decoder's tensors.
+
+    Args:
+        weights: that the decoder reads.
+        source: of the others, which `check_weights` has found to fit.
+        spec: the architecture.
+        dtype: as the weights were loaded.
+        quantized: likewise.
+
+    Raises:
+        CheckpointError: a file cannot be read; the weights are a mixture then.
+    """
+    embedding = weights.embedding
+    loader = WeightLoader(source, spec, embedding.device, dtype, weights.rank, weights.world_size, quantized)
+    _refill_rows(embedding, loader, EMBEDDING, 0, spec.vocab_size)
+    for index, layer in enumerate(weights.layers):
+        fresh = loader.layer(layer_prefix(index))
+        for field in fields(LayerWeights):
+            _overwrite(getattr(layer, field.name), getattr(fresh, field.name))
+    _overwrite(weights.final_norm, loader.norm("model.norm"))
+    if isinstance(weights.head, ScaledWeight):
+        _overwrite(weights.head, loader.head(embedding))
+    elif not _is_view(weights.head, embedding):
+        share = len(weights.head)
+        start = min(weights.rank * share, spec.vocab_size)
+        name = HEAD if source.stores(HEAD) else EMBEDDING
+        # Rows beyond the vocabulary are zeros, and stay so.
+        _refill_rows(weights.head, loader, name, start, min(start + share, spec.vocab_size))
+    if embedding.device.type == "cuda":
+        torch.cuda.synchronize(embedding.device)
+        torch.cuda.empty_cache()
+
+
+def refill_model(model: PreTrainedModel, source: WeightSource, *, quantize: bool) -> None:
+    """The same for transformers' code, packed layers included; arguments and errors likewise."""
+    refilled = set()
+    for name, layer in model.named_modules():
+        if isinstance(layer, PackedLinear):
+            weight = stored_value(source, f"{name}.weight", torch.float32, quantize=quantize and name != "lm_head")
+            bias = f"{name}.bias"
+            layer.refill(weight, source.tensor(bias).to(torch.float32) if source.stores(bias) else None)
+        elif isinstance(layer, nn.Linear | nn.Embedding):
+            rounds = quantize and isinstance(layer, nn.Linear) and name != "lm_head"
+            layer.weight.data.copy_(stored_value(source, f"{name}.weight", layer.weight.dtype, quantize=rounds))
+            refilled.add(f"{name}.weight")
+    for name, held in model.named_parameters():
+        if name not in refilled:
+            held.data.copy_(stored_value(source, name, held.dtype, quantize=False))
+
+
+def stored_value(source: WeightSource, name: str, dtype: torch.dtype, *, quantize: bool) -> torch.Tensor:
+    """A tensor as transformers' code gets it: of 8 bits times its factors, rounded to 8 bits where that is asked for;
+    an output layer that is not stored is the embedding."""
+    if name == HEAD and not source.stores(HEAD):
+        name = EMBEDDING
+    factors, stored = source.factors(name), source.tensor(name)
+    if factors is not None:
+        return stored.to(dtype).float().mul_(factors[:, None]).to(dtype)
+    return quantised(stored.to(dtype)).dequantised(dtype) if quantize else stored.to(dtype)
+
+
+def _refill_rows(held: torch.Tensor, loader: WeightLoader, name: str, start: int, stop: int) -> None:
+    for first in range(start, stop, _ROWS_AT_ONCE):
+        last = min(first + _ROWS_AT_ONCE, stop)
+        held[first - start : last - start].copy_(loader.rows(name, first, last))
+
+
+def _overwrite(held: Weight | None, fresh: Weight | None) -> None:
+    if held is None or fresh is None:
+        assert held is fresh, "a weight that one has and the other lacks passed the check"
+    elif isinstance(held, ScaledWeight):
+        assert isinstance(fresh, ScaledWeight), "a weight of another kind passed the check"
+        held.values.copy_(fresh.values)
+        held.scales.copy_(fresh.scales)
+    else:
+        assert isinstance(fresh, torch.Tensor), "a weight of another kind passed the check"
+        held.copy_(fresh)
+
+
+def _is_view(held: torch.Tensor, whole: torch.Tensor) -> bool:
+    return held.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+# ------------------------------------------------------------------------------------------------------------- checks
+
+
+def _check_configuration(folder: Path, running: PretrainedConfig, found: PretrainedConfig) -> None:
+    one, other = _compared(running), _compared(found)
+    for name in sorted(one.keys() | other.keys()):
+        if one.get(name) != other.get(name):
+            raise CheckpointError(f"{folder}: config.json: {name} {_told(other.get(name))} given, "
+                                  f"{_told(one.get(name))} needed: only weights of the same architecture can be put in "
+                                  "the place of others")  # fmt: skip
+
+
+def _compared(config: PretrainedConfig) -> dict[str, Any]:
+    # As JSON has it: tuples and lists are the same.
+    told = json.loads(json.dumps(config.to_dict(), default=str))
+    return {name: value for name, value in told.items() if name not in _TOLD_ONLY}
+
+
+def _check_kinds(running: RunningModel, spec: DecoderSpec, source: SafetensorsSource) -> None:
+    """Whether matrices of 8 bits stand where such are, and an output layer of its own only where there is one."""
+    if running.weights is None:
+        own_head = not running.is_tied
+    else:
+        held = running.weights
+        own_head = isinstance(held.head, ScaledWeight) or not _is_view(held.head, held.embedding)
+        for index, layer in enumerate(held.layers):
+            for names, weight in _matrices(layer_prefix(index), layer):
+                _check_kind(running, source, names, weight)
+        if own_head:
+            name = HEAD if source.stores(HEAD) else EMBEDDING
+            _check_kind(running, source, [name], held.head, is_layer=False)
+    if spec.tied_head and not own_head and source.stores(HEAD) and not _same(source):
+        raise CheckpointError(f"{source.place}: it has an output layer of its own (lm_head.weight), and the model that "
+                              "runs uses its embedding: restart the targets with it")  # fmt: skip
+
+
+def _matrices(prefix: str, layer: LayerWeights) -> list[tuple[list[str], Weight]]:
+    attention, feed_forward = f"{prefix}self_attn.", f"{prefix}mlp."
+    return [
+        ([f"{attention}{each}_proj.weight" for each in "qkv"], layer.qkv),
+        ([f"{attention}o_proj.weight"], layer.output),
+        ([f"{feed_forward}{each}_proj.weight" for each in ("gate", "up")], layer.gate_up),
+        ([f"{feed_forward}down_proj.weight"], layer.down),
+    ]
+
+
+def _check_kind(
+    running: RunningModel, source: SafetensorsSource, names: list[str], weight: Weight, *, is_layer: bool = True
+) -> None:
+    comes_scaled = all(source.factors(name) is not None for name in names)
+    is_scaled = comes_scaled or (is_layer and running.config.quantization == "fp8")
+    if is_scaled != isinstance(weight, ScaledWeight):
+        given, needed = ("8", "16 or 32") if is_scaled else ("16 or 32", "8")
+        raise CheckpointError(f"{source.place}: {names[0]} has {given} bits a number, {needed} needed as the model "
+                              "that runs has: give a checkpoint of the same kind, or restart the targets")  # fmt: skip
+
+
+def _same(source: SafetensorsSource) -> bool:
+    head, embedding = source.tensor(HEAD), source.tensor(EMBEDDING)
+    return head.dtype == embedding.dtype and torch.equal(head, embedding)
+
+
+def _told(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,85 @@
+"""What tells one checkpoint's weights from another's: a digest over its tensors.
+
+    version = first 32 digits of SHA-256 over (name, dtype, shape, SHA-256 of its bytes) of every tensor, by name
+
+It is the same for the same tensors, however they are sharded and whatever their folder is called, and every byte has
+been read by then: a file that is torn or on a disk that fails is found out before anything depends on it, and is in the
+page cache when it is loaded. Processors that have instructions for SHA-256 do 1 to 2 GB/s a thread.
+"""
+
+import contextlib
+import hashlib
+import json
+import mmap
+import struct
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from outrider.engine.weight_source import SafetensorsSource
+from outrider.errors import CheckpointError
+
+_DIGITS = 32
+_THREADS = 4
+_CHUNK_BYTES = 16 << 20
+Stamps = tuple[tuple[str, int, int, int], ...]
+"""Of every file: name, size, time of its last change, number on its disk."""
+
+
+def weights_version(folder: Path) -> str:
+    """The digest of a checkpoint folder, as hexadecimal digits.
+
+    Raises:
+        CheckpointError: a file is missing or is no safetensors file.
+    """
+    digest = hashlib.sha256()
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="weights-version") as pool, contextlib.ExitStack() as files:
+        waiting: list[tuple[str, str, str, Future[bytes]]] = []
+        for file, names in SafetensorsSource(folder).files.items():
+            waiting += _begin(folder / file, names, pool, files)
+        for name, dtype, shape, content in sorted(waiting, key=lambda entry: entry[0]):
+            for field in (name.encode("utf-8"), dtype.encode("ascii"), shape.encode("ascii"), content.result()):
+                digest.update(struct.pack("<Q", len(field)) + field)
+    return digest.hexdigest()[:_DIGITS]
+
+
+def file_stamps(folder: Path) -> Stamps:
+    """What shows that a folder's files have changed since.
+
+    Raises:
+        CheckpointError: a file is missing.
+    """
+    stamps = []
+    for file in SafetensorsSource(folder).files:
+        found = (folder / file).stat()
+        stamps.append((file, found.st_size, found.st_mtime_ns, found.st_ino))
+    return tuple(stamps)
+
+
+def _begin(
+    path: Path, names: Iterable[str], pool: ThreadPoolExecutor, files: contextlib.ExitStack
+) -> Iterator[tuple[str, str, str, "Future[bytes]"]]:
+    """Has the tensors of one file digested, in the order in which they lie there."""
+    wanted = set(names)
+    try:
+        file = files.enter_context(path.open("rb"))
+        content = files.enter_context(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        (header_bytes,) = struct.unpack("<Q", content[:8])
+        header, begin = json.loads(content[8 : 8 + header_bytes]), 8 + header_bytes
+        found = [(name, each) for name, each in header.items() if name in wanted]
+        for name, each in sorted(found, key=lambda entry: entry[1]["data_offsets"][0]):
+            start, stop = (begin + offset for offset in each["data_offsets"])
+            if not begin <= start <= stop <= len(content):
+                raise ValueError(f"it ends after {len(content)} bytes, {stop} needed")
+            yield name, each["dtype"], str(each["shape"]), pool.submit(_digest, content, start, stop)
+    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        raise CheckpointError(f"{path}: cannot read it: {error}; copy this file again") from error
+
+
+def _digest(content: mmap.mmap, start: int, stop: int) -> bytes:
+    digest = hashlib.sha256()
+    with memoryview(content) as view:
+        for first in range(start, stop, _CHUNK_BYTES):
+            with view[first : min(first + _CHUNK_BYTES, stop)] as part:
+                digest.update(part)
+    return digest.digest()

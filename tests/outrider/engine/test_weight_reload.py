@@ -1,0 +1,223 @@
+"""Other weights in the place of those that run: afterwards it is the other model; what does not fit is told."""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PretrainedConfig
+
+from outrider.engine.batch import BatchBuilder
+from outrider.engine.model_runner import EngineConfig, ModelRunner
+from outrider.engine.weight_reload import check_weights
+from outrider.engine.weight_source import INDEX_FILE, SINGLE_FILE
+from outrider.engine.weight_version import weights_version
+from outrider.errors import CheckpointError
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+LLAMA = LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, tie_word_embeddings=False)
+TIED = LlamaConfig(**SIZES, tie_word_embeddings=True)
+# Norms with an offset, of heads and of what is added; a scaled embedding.
+GEMMA = Gemma3TextConfig(**SIZES, sliding_window=6, layer_types=["sliding_attention", "full_attention"])
+PROMPT = [5, 7, 90, 3, 41, 11, 2, 66, 8]
+
+
+def save(config: PretrainedConfig, folder: Path, *, seed: int) -> Path:
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[PretrainedConfig, int], Path]:
+    kept: dict[tuple[int, int], Path] = {}
+
+    def make(config: PretrainedConfig, seed: int) -> Path:
+        key = id(config), seed
+        if key not in kept:
+            kept[key] = save(config, tmp_path_factory.mktemp("weights"), seed=seed)
+        return kept[key]
+
+    return make
+
+
+@pytest.fixture
+def copy(folders, tmp_path: Path) -> Path:
+    """Of LLAMA's other weights, to be spoilt."""
+    return Path(shutil.copytree(folders(LLAMA, 2), tmp_path / "copy"))
+
+
+def runner_of(folder: Path, *, decoder: bool, **options: Any) -> ModelRunner:
+    config = EngineConfig(model_path=folder, num_slots=64, max_num_seqs=2, torch_threads=1, **options)
+    return ModelRunner(config, decoder=decoder)
+
+
+def logits(runner: ModelRunner) -> torch.Tensor:
+    row = runner.slots.acquire_row()
+    runner.slots.extend(row, len(PROMPT))
+    batch = BatchBuilder()
+    batch.add_chain(row, PROMPT, 0, True)
+    found = runner.forward(batch.build()).clone()
+    runner.slots.release_row(row)
+    return found
+
+
+def pointers(runner: ModelRunner) -> list[int]:
+    weights = runner.running().weights
+    assert weights is not None
+    tensors = [weights.embedding, weights.final_norm, weights.head]
+    for layer in weights.layers:
+        tensors += [getattr(layer, field.name) for field in dataclasses.fields(layer)]
+    found = []
+    for tensor in tensors:
+        values = getattr(tensor, "values", None)
+        held = values if isinstance(values, torch.Tensor) else tensor
+        found.append(0 if held is None else held.data_ptr())
+    return found
+
+
+@pytest.mark.parametrize("decoder", [True, False], ids=["decoder", "transformers"])
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [(LLAMA, {}), (TIED, {}), (GEMMA, {}), (LLAMA, {"quantization": "fp8"}), (TIED, {"dtype": "bfloat16"})],
+    ids=["llama", "tied", "gemma3", "fp8", "bfloat16"],
+)
+def test_what_runs_afterwards_is_the_other_model(folders, config, options, decoder):
+    old, new = folders(config, 1), folders(config, 2)
+    runner, fresh = runner_of(old, decoder=decoder, **options), runner_of(new, decoder=decoder, **options)
+    before, there = logits(runner), pointers(runner) if decoder else []
+    checked = check_weights(runner.running(), new)
+    assert checked.version == weights_version(new) != weights_version(old)
+    assert torch.equal(logits(runner), before)
+    runner.refill(new)
+    assert torch.equal(logits(runner), logits(fresh))
+    # A graph that was captured reads where it has always read.
+    assert not decoder or pointers(runner) == there
+    runner.refill(old)
+    assert torch.equal(logits(runner), before)
+    assert weights_version(old) == check_weights(runner.running(), old).version
+
+
+def test_the_parts_of_several_ranks_are_refilled_each(folders):
+    old, new = folders(LLAMA, 1), folders(LLAMA, 2)
+    pair, fresh = runner_of(old, decoder=True, tensor_parallel_size=2), runner_of(new, decoder=True)
+    try:
+        before = logits(pair)
+        check_weights(pair.running(), new)
+        pair.refill(new)
+        after = logits(pair)
+    finally:
+        pair.close()
+    torch.testing.assert_close(after, logits(fresh), atol=1e-4, rtol=1e-4)
+    assert not np.allclose(after.numpy(), before.numpy(), atol=0.1)
+
+
+def test_a_version_is_of_the_numbers_alone(folders, tmp_path):
+    whole = folders(LLAMA, 1)
+    tensors = load_file(whole / SINGLE_FILE)
+    sharded = tmp_path / "another-name"
+    sharded.mkdir()
+    names = sorted(tensors)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, held in parts.items():
+        save_file({name: tensors[name] for name in held}, sharded / file)
+    index = {"weight_map": {name: file for file, held in parts.items() for name in held}}
+    (sharded / INDEX_FILE).write_text(json.dumps(index))
+    assert weights_version(sharded) == weights_version(whole)
+    tensors[names[3]].view(-1)[0] += 1
+    save_file({name: tensors[name] for name in parts["b.safetensors"]}, sharded / "b.safetensors")
+    assert weights_version(sharded) != weights_version(whole)
+
+
+def spoil_config(folder: Path, **values: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def spoil_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / SINGLE_FILE)
+    change(tensors)
+    save_file(tensors, folder / SINGLE_FILE)
+
+
+def halve(folder: Path) -> None:
+    content = (folder / SINGLE_FILE).read_bytes()
+    (folder / SINGLE_FILE).write_bytes(content[: len(content) // 2])
+
+
+SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "missing": (lambda folder: (folder / SINGLE_FILE).unlink(), r"no \*\.safetensors|neither"),
+    "truncated": (halve, "truncated or corrupt"),
+    "fewer": (
+        lambda folder: spoil_tensors(folder, lambda held: held.pop("model.norm.weight")),
+        "1 weights are missing, model.norm.weight first",
+    ),
+    "shape": (
+        lambda folder: spoil_tensors(folder, lambda held: held.update({"model.norm.weight": torch.ones(65)})),
+        r"model.norm.weight has shape \[65\], \[64\] needed",
+    ),
+    "architecture": (
+        lambda folder: spoil_config(folder, rms_norm_eps=1e-3),
+        "config.json: rms_norm_eps 0.001 given, 1e-06 needed",
+    ),
+    "end": (lambda folder: spoil_config(folder, eos_token_id=7), "config.json: eos_token_id 7 given"),
+    "generation": (
+        lambda folder: (folder / "generation_config.json").write_text('{"eos_token_id": [7]}'),
+        r"eos_token_ids \(7,\) given, \(2,\) needed",
+    ),
+    "tokenizer": (
+        lambda folder: (folder / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}'),
+        "tokenizer_hash '[0-9a-f]+' given, '' needed",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_what_does_not_fit_is_told_and_changes_nothing(folders, copy: Path, name: str):
+    runner = runner_of(folders(LLAMA, 1), decoder=True)
+    before = logits(runner)
+    spoil, message = SPOILT[name]
+    spoil(copy)
+    with pytest.raises(CheckpointError, match=message):
+        check_weights(runner.running(), copy)
+    assert torch.equal(logits(runner), before)
+
+
+def test_weights_of_another_kind_are_refused(folders, tmp_path):
+    running = runner_of(folders(LLAMA, 1), decoder=True).running()
+    rounded = runner_of(folders(LLAMA, 1), decoder=True, quantization="fp8").running()
+    # As if what runs had come with 8 bits.
+    held = dataclasses.replace(running, weights=rounded.weights)
+    with pytest.raises(CheckpointError, match="q_proj[.]weight has 16 or 32 bits a number, 8 needed"):
+        check_weights(held, folders(LLAMA, 2))
+    untied = Path(shutil.copytree(folders(TIED, 2), tmp_path / "untied"))
+    spoil_tensors(untied, lambda found: found.update({"lm_head.weight": found["model.embed_tokens.weight"] * 2}))
+    with pytest.raises(CheckpointError, match="it has an output layer of its own"):
+        check_weights(runner_of(folders(TIED, 1), decoder=True).running(), untied)
+
+
+def test_files_that_are_written_meanwhile_are_noticed(folders, copy: Path):
+    checked = check_weights(runner_of(folders(LLAMA, 1), decoder=True).running(), copy)
+    checked.check_unchanged()
+    spoil_tensors(copy, lambda held: held["model.norm.weight"].add_(1))
+    with pytest.raises(CheckpointError, match="its files have changed since they were checked"):
+        checked.check_unchanged()
