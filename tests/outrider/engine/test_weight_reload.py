@@ -207,7 +207,7 @@ def test_weights_of_another_kind_are_refused(folders, tmp_path):
     rounded = runner_of(folders(LLAMA, 1), decoder=True, quantization="fp8").running()
     # As if what runs had come with 8 bits.
     held = dataclasses.replace(running, weights=rounded.weights)
-    with pytest.raises(CheckpointError, match="q_proj[.]weight has 16 or 32 bits a number, 8 needed"):
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight has 16 or 32 bits a number, 8 needed"):
         check_weights(held, folders(LLAMA, 2))
     untied = Path(shutil.copytree(folders(TIED, 2), tmp_path / "untied"))
     spoil_tensors(untied, lambda found: found.update({"lm_head.weight": found["model.embed_tokens.weight"] * 2}))
