@@ -6,6 +6,7 @@ from pathlib import Path
 
 from outrider.addresses import check_coordinators
 from outrider.engine.config import AttentionBackend, DtypeName, EngineConfig, KvCacheDtype, Quantization
+from outrider.engine.one_graph_shape import RoundShape
 from outrider.metrics.options import check_metrics_options
 from outrider.models import embedded_target_path
 from outrider.security.binding import check_bind
@@ -51,6 +52,10 @@ class TargetWorkerConfig:
         enforce_eager: one operator after the other, without CUDA graphs: slow, for finding errors.
         deterministic: on a GPU, the bits of a token's logits do not depend on what else is in its step.
         tensor_parallel_size: GPUs that share the model.
+        one_graph: with resident_draft, for large batches: a round verifies what the head has drafted, extends the head
+            and drafts on in one CUDA graph; the nodes never leave the device.
+        one_graph_steps: tokens that such a draft reaches ahead.
+        one_graph_candidates: tokens that it offers for each of them.
         tls_ca: certificates (PEM) of the authorities whose certificates are believed; with the next two, everything is
             encrypted and proven on both sides.
         tls_certificate: own certificate (PEM), of the role target (`outrider certs` makes one).
@@ -89,6 +94,9 @@ class TargetWorkerConfig:
     enforce_eager: bool = False
     deterministic: bool = False
     tensor_parallel_size: int = 1
+    one_graph: bool = False
+    one_graph_steps: int = 1
+    one_graph_candidates: int = 1
     tls_ca: Path | None = None
     tls_certificate: Path | None = None
     tls_key: Path | None = None
@@ -112,12 +120,33 @@ class TargetWorkerConfig:
             raise ValueError(f"max_prefill_tokens: {self.max_prefill_tokens} given, at least 1 needed")
         if not 0 <= self.prefill_slowdown < math.inf:
             raise ValueError(f"prefill_slowdown: {self.prefill_slowdown} given, 0 or more needed")
+        self._check_one_graph()
         check_coordinators(self.coordinators)
         if not 0 <= self.drain_s < math.inf:
             raise ValueError(f"drain_s: {self.drain_s} given, 0 or more needed")
         check_bind(self.host, insecure=self.insecure, tls_ca=self.tls)
         check_metrics_options(self.metrics_port, self.metrics_host, insecure=self.insecure, tls=self.tls)
         self.engine()
+
+    def _check_one_graph(self) -> None:
+        slots = self.round_shape.slots
+        if not self.one_graph:
+            return
+        if slots - 1 > self.max_tree_nodes:
+            raise ValueError(
+                f"max_tree_nodes: {self.max_tree_nodes} given, at least {slots - 1} needed for one_graph_steps "
+                f"{self.one_graph_steps} and one_graph_candidates {self.one_graph_candidates}"
+            )
+        refused = {"deterministic": self.deterministic, "tensor_parallel_size": self.tensor_parallel_size > 1}
+        for name in (name for name, given in refused.items() if given):
+            raise ValueError(f"one_graph: not with {name}: leave one of the two out")
+        if self.engine().attention_backend_name == "flashinfer":
+            raise ValueError("one_graph: not with attention_backend flashinfer: take triton, or leave one_graph out")
+
+    @property
+    def round_shape(self) -> RoundShape:
+        """Of the trees of one-graph rounds."""
+        return RoundShape(steps=self.one_graph_steps, candidates=self.one_graph_candidates)
 
     @property
     def address(self) -> str:

@@ -88,7 +88,7 @@ def round_runner(runner: ModelRunner, head: PairHead, shape: RoundShape) -> Roun
     assert runner.steps is not None
     caches = HeadCaches(keys=torch.zeros(1, 1, 1), values=torch.zeros(1, 1, 1))
     rows, row_len = runner.slots.table.shape
-    program = RoundProgram(runner.steps._program, head, caches, shape=shape, max_rows=rows)
+    program = RoundProgram(runner.steps.program, head, caches, shape=shape, max_rows=rows)
     ladder = RoundLadder(shape, max_tokens=512, max_sessions=rows, row_len=row_len)
     return RoundRunner(program, shape, ladder, runner.slots, graphs=runner.device.type == "cuda")
 

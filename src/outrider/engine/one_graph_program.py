@@ -118,7 +118,7 @@ class RoundProgram:
         self._paths = [(row, node) for row, path in enumerate(shape.paths) for node in path]
         self.device = device = program.device
         # One row more, for what belongs to no session.
-        self._known = torch.full((max_rows + 1, shape.nodes), -1, dtype=torch.int32, device=device)
+        self.known = torch.full((max_rows + 1, shape.nodes), -1, dtype=torch.int32, device=device)
         self._path_columns = torch.tensor([node - 1 for _, node in self._paths], dtype=torch.int64, device=device)
         lengths = torch.tensor([len(path) for path in shape.paths], dtype=torch.int32)
         self._path_ends = lengths.cumsum(0, dtype=torch.int32).to(device)
@@ -145,8 +145,8 @@ class RoundProgram:
         del after_layer
         assert isinstance(bucket, RoundBucket)
         arrays = RoundLayout.of_round(bucket).tensors(data)
-        table_rows = torch.where(arrays["rows"] < 0, len(self._known) - 1, arrays["rows"]).long()
-        known = torch.where(arrays["is_known"][:, None] > 0, self._known[table_rows], -1)
+        table_rows = torch.where(arrays["rows"] < 0, len(self.known) - 1, arrays["rows"]).long()
+        known = torch.where(arrays["is_known"][:, None] > 0, self.known[table_rows], -1)
         per = self._shape.rows
         roots = arrays["token_ids"].view(-1, per)[:, :1]
         tokens = torch.cat([roots, known.clamp(min=0)], 1).view(-1)
@@ -172,7 +172,7 @@ class RoundProgram:
             value_cache=self._caches.values,
         )
         drafted = self._draft(extended[walked.rows], walked, inputs.batch, arrays)
-        self._known[table_rows] = drafted
+        self.known[table_rows] = drafted
         return StepOutput(logits=None, answer=answer)
 
     def _verify(

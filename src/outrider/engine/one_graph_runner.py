@@ -54,7 +54,7 @@ class RoundGraphs(StepGraphs):
 
     def _nothing(self, bucket: Bucket) -> torch.Tensor:
         assert isinstance(bucket, RoundBucket)
-        return torch.from_numpy(RoundLayout.of_round(bucket).template).to(self._program.device)
+        return torch.from_numpy(RoundLayout.of_round(bucket).template).to(self.program.device)
 
 
 class RoundRunner:
@@ -72,7 +72,7 @@ class RoundRunner:
         self, program: RoundProgram, shape: RoundShape, ladder: RoundLadder, slots: SlotTable, *, graphs: bool
     ) -> None:
         self.shape, self.ladder = shape, ladder
-        self._program, self._slots = program, slots
+        self.program, self._slots = program, slots
         self._buffers = StepBuffers(program.device)
         self._graphs = RoundGraphs(program, max_tokens=ladder.max_sessions * shape.rows, enabled=graphs)
 
@@ -106,7 +106,7 @@ class RoundRunner:
         buffer.note_begin()
         if staged.more_updates.size:
             more = torch.from_numpy(np.ascontiguousarray(staged.more_updates))
-            self._program.update_slots(more.to(self._program.device))
+            self.program.update_slots(more.to(self.program.device))
         output = self._graphs.run(bucket, buffer.step_tensor(len(staged.data)))
         buffer.answer(len(output.answer)).copy_(output.answer, non_blocking=True)
         buffer.note_end()
@@ -115,7 +115,7 @@ class RoundRunner:
     def warm_up(self, buckets: Sequence[RoundBucket] | None = None) -> None:
         """Compiles and captures the rounds that serving begins with."""
         wanted = self.ladder.first_set() if buckets is None else buckets
-        if self._program.device.type != "cuda" or not wanted:
+        if self.program.device.type != "cuda" or not wanted:
             return
         begin = time.perf_counter()
         self._graphs.compile(wanted)

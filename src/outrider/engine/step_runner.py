@@ -110,6 +110,11 @@ class StepRunner:
         """[at least T, F] of the last step that was launched, where layers are tapped."""
 
     @property
+    def program(self) -> StepProgram:
+        """What steps run."""
+        return self._program
+
+    @property
     def ladder(self) -> BucketLadder:
         """The buckets that there are."""
         return self._ladder
