@@ -70,6 +70,7 @@ class ForwardStep:
         tokens: as given.
         forward_ns: how long forward, choices and walks took; 0 until `finish`.
         may_overlap: whether another step may be started before this one is finished, and gains by it.
+        first_rows: by id of a work, the first row of the forward that is its.
     """
 
     may_overlap = False
@@ -78,6 +79,7 @@ class ForwardStep:
         self._begin_ns, self._trees, self._logits = begin_ns, trees, logits
         self.tokens = tokens
         self.forward_ns = 0
+        self.first_rows: dict[int, int] = {}
 
     @property
     def is_done(self) -> bool:
@@ -108,13 +110,21 @@ class WalkedStep(ForwardStep):
         trees: what verifies, by id of its work.
         launched: the forward.
         tokens: rows of the forward.
+        may_overlap: whether nothing of the forward is needed after it but its walks.
     """
 
-    may_overlap = True
-
-    def __init__(self, begin_ns: int, trees: dict[int, NodeRows], launched: LaunchedStep, *, tokens: int) -> None:
+    def __init__(
+        self,
+        begin_ns: int,
+        trees: dict[int, NodeRows],
+        launched: LaunchedStep,
+        *,
+        tokens: int,
+        may_overlap: bool = True,
+    ) -> None:
         super().__init__(begin_ns, trees, None, tokens=tokens)
         self._launched = launched
+        self.may_overlap = may_overlap
 
     @property
     def is_done(self) -> bool:
@@ -138,6 +148,13 @@ def start_forward(runner: ModelRunner, works: Sequence[Work]) -> ForwardStep:
     active = [work for work in works if work.rows]
     if not active:
         return ForwardStep(0, {}, None, tokens=0)
+    step = _started(runner, active)
+    ends = np.cumsum([work.rows for work in active]).tolist()
+    step.first_rows = {id(work): end - work.rows for work, end in zip(active, ends, strict=True)}
+    return step
+
+
+def _started(runner: ModelRunner, active: Sequence[Work]) -> ForwardStep:
     begin_ns = time.perf_counter_ns()
     steps = runner.steps
     trees = {id(work): _node_rows(work) for work in active if work.verifies}
@@ -147,13 +164,13 @@ def start_forward(runner: ModelRunner, works: Sequence[Work]) -> ForwardStep:
         steps = None
     if steps is not None and steps.takes_trees and all(work.verifies and not work.prefill for work in active):
         launched = steps.launch(steps.stage_trees(_columns(parts)))
-        return WalkedStep(begin_ns, trees, launched, tokens=tokens)
+        return WalkedStep(begin_ns, trees, launched, tokens=tokens, may_overlap=not runner.is_tapped)
     forest = Forest(parts) if parts else None
     batch = _batch(active, forest, runner.slots)
     if steps is None:
         return ForwardStep(begin_ns, trees, runner.forward(batch), tokens=tokens)
     launched = steps.launch(steps.stage(batch, None if forest is None else forest.choices()))
-    return WalkedStep(begin_ns, trees, launched, tokens=tokens)
+    return WalkedStep(begin_ns, trees, launched, tokens=tokens, may_overlap=not runner.is_tapped)
 
 
 def _node_rows(work: Work) -> NodeRows:

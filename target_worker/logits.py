@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from outrider.kernels.grammar_mask import apply_grammar_masks
 from outrider.kernels.processors import ProcessorBatch, apply_processors
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.node_rows import NodeRows
-from outrider.target_worker.sessions import TokenLogprobs
+from outrider.target_worker.sessions import Session, TokenLogprobs
 
 
 def only_bans(spec: SamplingSpec) -> bool:
@@ -44,7 +45,7 @@ def process(logits: torch.Tensor, rows: Sequence[NodeRows]) -> torch.Tensor:
         The raw logits [T, V], kept where a session asks for log probabilities.
     """
     # Made while the forward runs, where it runs on a device of its own.
-    processors = _processors(rows, logits.device)
+    processors = processors_of(rows, logits.device)
     masked_rows, masks = _grammar_masks(rows)
     wants_raw = any(part.session.sampling.logprobs is not None for part in rows)
     raw = logits.clone() if wants_raw and not (processors.is_empty and masks is None) else logits
@@ -88,7 +89,29 @@ def _grammar_masks(rows: Sequence[NodeRows]) -> tuple[np.ndarray, np.ndarray | N
     return (np.concatenate(places), np.concatenate(found)) if found else (np.empty(0, dtype=np.int32), None)
 
 
-def _processors(rows: Sequence[NodeRows], device: torch.device) -> ProcessorBatch:
+class PathRows(Protocol):
+    """Rows of one session, each at the end of a path below its last token."""
+
+    @property
+    def session(self) -> Session:
+        """Whose."""
+        ...
+
+    @property
+    def count(self) -> int:
+        """Rows."""
+        ...
+
+    def paths(self) -> Sequence[Sequence[int]]:
+        """Each row's tokens, from below the session's last one to its own."""
+        ...
+
+    def bans_stop(self) -> np.ndarray:
+        """[count] bool: the row chooses a token before which fewer than min_new_tokens are out."""
+        ...
+
+
+def processors_of(rows: Sequence[PathRows], device: torch.device) -> ProcessorBatch:
     """What applies to which row; groups that no session uses are left out."""
     specs = [part.session.sampling for part in rows]
     groups: dict[str, np.ndarray] = {
@@ -112,8 +135,8 @@ def _processors(rows: Sequence[NodeRows], device: torch.device) -> ProcessorBatc
     return ProcessorBatch(**{name: torch.from_numpy(values).to(device) for name, values in groups.items()})
 
 
-def _penalties(rows: Sequence[NodeRows]) -> dict[str, np.ndarray]:
-    def column(value: Callable[[NodeRows], float]) -> np.ndarray:
+def _penalties(rows: Sequence[PathRows]) -> dict[str, np.ndarray]:
+    def column(value: Callable[[PathRows], float]) -> np.ndarray:
         return np.array([value(part) for part in rows], dtype=np.float32)
 
     counts = [part.session.counts() if part.session.sampling.has_penalties else _NO_COUNTS for part in rows]

@@ -78,6 +78,7 @@ class RoundStep(ForwardStep):
         super().__init__(time.perf_counter_ns(), {}, None, tokens=rows)
         self._works, self._known, self._launched, self._shape, self._before = works, known, launched, shape, before
         self.may_overlap = before is None or before.may_overlap
+        self.first_rows = {} if before is None else before.first_rows
 
     @property
     def is_done(self) -> bool:

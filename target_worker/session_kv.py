@@ -5,8 +5,10 @@ A session with a step in flight is left alone: its row has slots that the step s
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from outrider.engine.kv_slots import SlotTable
-from outrider.engine.prefix_cache import PrefixCache
+from outrider.engine.prefix_cache import PrefixCache, TokenIds, common_length
 from outrider.target_worker.sessions import Session
 
 
@@ -16,10 +18,12 @@ class SessionKv:
     Args:
         slots: the table.
         remembers: whether KV outlives its session, in a prefix cache.
+        looks_ahead: whether what lies in a slot depends on the token after its own, too: a draft head's KV does.
     """
 
-    def __init__(self, slots: SlotTable, *, remembers: bool) -> None:
+    def __init__(self, slots: SlotTable, *, remembers: bool, looks_ahead: bool = False) -> None:
         self.slots = slots
+        self._looks_ahead = looks_ahead
         self._cache = PrefixCache(slots) if remembers else None
 
     @property
@@ -42,7 +46,7 @@ class SessionKv:
         assert not session.in_flight
         session.seen_version = self._cache.version
         had = max(self.length(session), session.reached)
-        length = self._cache.take(session.row, session.token_ids()[: session.root_index])
+        length = self._cache.take(session.row, self._keys(session, session.root_index))
         # What the session had computed itself, and lost, is no gift.
         session.cached_tokens += max(0, min(length, session.prompt_len) - had)
         session.note_reached(length)
@@ -51,7 +55,7 @@ class SessionKv:
         """Remembers the KV of the session's tokens, for itself and for others."""
         assert not session.in_flight
         if self._cache is not None:
-            self._cache.keep(session.row, session.token_ids()[: self.length(session)])
+            self._cache.keep(session.row, self._keys(session, self.length(session)))
 
     def cut(self, session: Session, length: int) -> None:
         """The row keeps the KV of the first `length` tokens; the rest is remembered."""
@@ -63,6 +67,18 @@ class SessionKv:
         """Gives up the row."""
         self.keep(session)
         self.slots.release_row(session.row)
+
+    def common_length(self, one: Session, other: Session) -> int:
+        """How many slots of one session would do for the other."""
+        return common_length(*(self._keys(session, session.root_index) for session in (one, other)))
+
+    def _keys(self, session: Session, count: int) -> TokenIds:
+        """[count] what the session's first slots depend on, beside those before them: a token, or it and the next."""
+        ids = session.token_ids()
+        if not self._looks_ahead:
+            return ids[:count]
+        wide = ids.astype(np.int64)
+        return wide[:count] | wide[1 : count + 1] << 32
 
     def freed_by(self, sessions: Iterable[Session]) -> int:
         """How many slots would become free if all of these were cut to nothing."""

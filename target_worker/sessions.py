@@ -11,6 +11,7 @@ from outrider.draft_distribution import DraftDistribution
 from outrider.engine.kv_slots import SlotTable
 from outrider.grammar.matcher import SessionGrammar
 from outrider.sampling import SamplingSpec
+from outrider.target_worker.resident_growth import DraftLimits, GrownNodes, GrownTree
 from outrider.target_worker.synthetic import SyntheticCoins
 
 SessionKey = tuple[int, int]
@@ -37,13 +38,17 @@ class SessionFault(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class OpenRequest:
-    """Opens a session, or reopens it under a higher epoch with other committed tokens."""
+    """Opens a session, or reopens it under a higher epoch with other committed tokens.
+
+    `draft` is what a resident draft may grow for it; None: nothing.
+    """
 
     key: SessionKey
     epoch: int
     prompt: Sequence[int]
     output: Sequence[int]
     sampling: SamplingSpec
+    draft: DraftLimits | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +108,7 @@ class TreeResult:
         logprobs: of the emitted tokens, where the session asked for them.
         cached_tokens: of the session's prompt, tokens whose KV it found in the cache, where tokens were emitted.
         drafted: nodes that the worker had drafted itself and verified.
+        growth: what the worker has drafted below the last of the tokens; None where it did not draft.
         fault: what is wrong, where the outcome is an error.
     """
 
@@ -112,6 +118,7 @@ class TreeResult:
     logprobs: TokenLogprobs | None = None
     cached_tokens: int = 0
     drafted: int = 0
+    growth: GrownNodes | None = None
     fault: SessionFault | None = None
 
 
@@ -139,6 +146,9 @@ class Session:
         seen_version: of the prefix cache, when the session last looked for its tokens there.
         coins: that decide what it accepts, under the synthetic rule alone.
         grammar: that its output has to match; None where it may be anything.
+        draft: what a resident draft may grow for it; None: nothing.
+        drafted: what that has grown below its last token.
+        next_node_id: of what that grows.
         drafted_at: tokens that it had when the candidates that the device holds for its row were drafted; 0: none are.
     """
 
@@ -157,6 +167,9 @@ class Session:
     reached: int = 0
     seen_version: int | None = field(default=None, init=False)
     grammar: SessionGrammar | None = None
+    draft: DraftLimits | None = None
+    drafted: GrownTree | None = field(default=None, init=False, repr=False)
+    next_node_id: int = field(default=1, init=False)
     drafted_at: int = field(default=0, init=False)
     stop_token_ids: frozenset[int] = field(init=False)
     coins: SyntheticCoins | None = field(init=False, repr=False)
@@ -191,6 +204,7 @@ class Session:
         """Forgets the tokens from `length` on."""
         del self.tokens[length:]
         self.drafted_at = 0
+        self.drafted = None
         self._ids_count = min(self._ids_count, length)
         self._counts = None
 

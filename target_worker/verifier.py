@@ -14,7 +14,6 @@ import numpy as np
 
 from outrider.engine.model_runner import ModelCard, ModelRunner
 from outrider.engine.one_graph_runner import RoundRunner
-from outrider.engine.prefix_cache import common_length
 from outrider.engine.step_runner import StepRunner
 from outrider.errors import OutOfSlots
 from outrider.grammar.compiler import GrammarCompiler
@@ -24,6 +23,7 @@ from outrider.target_worker.one_graph import RoundDraft
 from outrider.target_worker.open_checks import check_open
 from outrider.target_worker.planning import Planner, Work, step_shape
 from outrider.target_worker.prefill_pace import PrefillPace
+from outrider.target_worker.resident import ResidentDraft
 from outrider.target_worker.session_kv import SessionKv
 from outrider.target_worker.sessions import (
     DEFERRED,
@@ -85,6 +85,7 @@ class Verifier:
         max_prefill_tokens: most rows of a step that only prefills; default a quarter of the others'.
         prefill_slowdown: how much longer than its verification alone a step may take for the sake of prefill.
         rounds: runs one-graph rounds, where the target drafts by itself so.
+        resident: drafts beside the target, where there is a head for it.
 
     Raises:
         ValueError: `max_step_tokens` or `max_prefill_tokens` below 1, or `prefill_slowdown` below 0.
@@ -98,6 +99,7 @@ class Verifier:
         max_prefill_tokens: int | None = None,
         prefill_slowdown: float = 0.3,
         rounds: RoundDraft | None = None,
+        resident: ResidentDraft | None = None,
     ) -> None:
         if max_prefill_tokens is None:
             max_prefill_tokens = -(-max_step_tokens // _PREFILL_PART)
@@ -106,12 +108,14 @@ class Verifier:
                 raise ValueError(f"{name}: {value} given, at least 1 needed")
         if not prefill_slowdown >= 0:
             raise ValueError(f"prefill_slowdown: {prefill_slowdown} given, at least 0 needed")
-        self._runner, self._rounds = runner, rounds
+        self._runner, self._rounds, self._resident = runner, rounds, resident
         self._slots = runner.slots
         self._max_rows = max(max_step_tokens, max_prefill_tokens)
         self._max_prefill_rows = max_prefill_tokens
         self._pace = PrefillPace(slowdown=prefill_slowdown, on_cpu=runner.config.device == "cpu")
-        self._kv = SessionKv(runner.slots, remembers=runner.config.enable_prefix_caching)
+        self._kv = SessionKv(
+            runner.slots, remembers=runner.config.enable_prefix_caching, looks_ahead=resident is not None
+        )
         self._planner = Planner(
             self._kv,
             self._pace.cost,
@@ -221,11 +225,13 @@ class Verifier:
             sampling=request.sampling,
             limit=min(len(request.prompt) + request.sampling.max_new_tokens, self._runner.info.max_model_len),
             grammar=self._grammar_of(request),
+            draft=request.draft,
         )
         session.set_token_ids(ids)
         if held is not None:
-            shared = common_length(held.token_ids(), session.token_ids())
-            self._kv.cut(held, min(shared, session.root_index))
+            shared = self._kv.common_length(held, session)
+            self._kv.cut(held, shared)
+            session.next_node_id = held.next_node_id
             session.cached_tokens, session.reached = held.cached_tokens, min(held.reached, shared)
         self._kv.take(session)
 
@@ -280,6 +286,12 @@ class Verifier:
         for place, work in zip(pending.places, pending.works, strict=False):
             verdict = judged.get(id(work))
             results[place] = DEFERRED if verdict is None else self._commit(work.session, verdict)
+        if self._resident is not None:
+            asked = [results[place] for place in pending.places]
+            for place, result in zip(
+                pending.places, self._resident.follow(pending.works, asked, pending.forward.first_rows), strict=True
+            ):
+                results[place] = result
         for work in pending.works:
             self._settle(work)
         self.steps += 1
@@ -373,7 +385,7 @@ class Verifier:
         accepted, emitted = emit(verdict.walk, stop_token_ids=session.stop_token_ids, room=room)
         if session.grammar is not None:
             if (fault := session.grammar.fault) is not None:
-                self._slots.retain(session.row, session.root_index, [0])
+                self._slots.truncate(session.row, session.root_index)
                 session.closing = True
                 message = f"structured_outputs: {fault}"
                 return TreeResult(outcome=Outcome.ERROR, fault=SessionFault(Code.INVALID_ARGUMENT, message))
