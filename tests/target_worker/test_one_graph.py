@@ -1,5 +1,6 @@
-"""One-graph rounds: the tokens of plain decoding, whatever the head drafts, and as many of them as it is right about."""
+"""One-graph rounds: the tokens of plain decoding, whatever the head drafts, and more of them where it is right."""
 
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -48,7 +49,7 @@ class PairHead:
     def __init__(self, texts: Sequence[Sequence[int]], vocab_size: int, device: torch.device) -> None:
         counts = torch.rand((vocab_size, vocab_size), generator=torch.Generator().manual_seed(1)) / 2
         for text in texts:
-            for first, second in zip(text, text[1:], strict=False):
+            for first, second in itertools.pairwise(text):
                 counts[first, second] += 1
         self.counts = counts.to(device)
 

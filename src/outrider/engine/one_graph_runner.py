@@ -54,7 +54,7 @@ class RoundGraphs(StepGraphs):
 
     def _nothing(self, bucket: Bucket) -> torch.Tensor:
         assert isinstance(bucket, RoundBucket)
-        return torch.from_numpy(RoundLayout.of_round(bucket).template).to(self.program.device)
+        return torch.from_numpy(RoundLayout.of_round(bucket).template).to(self._program.device)
 
 
 class RoundRunner:
