@@ -1,0 +1,112 @@
+"""An EAGLE head in one-graph rounds drafts what it would draft with the whole sequence before it."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from outrider.engine.batch import BatchBuilder
+from outrider.engine.config import EngineConfig
+from outrider.engine.eagle_random import write_random_eagle
+from outrider.engine.model_runner import ModelRunner
+from outrider.engine.one_graph_shape import RoundShape
+from outrider.kernels.coupled_sampling import coupled_topk
+from outrider.sampling import SamplingSpec
+from outrider.target_worker.one_graph_setup import make_rounds
+from outrider.target_worker.resident import ResidentDraft
+from outrider.target_worker.resident_config import ResidentConfig
+from outrider.target_worker.sessions import OpenRequest, Outcome, TreeRequest
+from outrider.target_worker.verifier import Verifier
+
+SPECS = [
+    SamplingSpec(max_new_tokens=40),
+    SamplingSpec(temperature=1.0, seed=11, max_new_tokens=40),
+    SamplingSpec(temperature=0.8, top_k=9, seed=-3, max_new_tokens=40),
+]
+
+
+@pytest.fixture(scope="module")
+def head_folder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_eagle(tmp_path_factory.mktemp("head"), checkpoint, taps=(0, 1, 2), seed=2)
+
+
+def make_runner(folder: Path) -> ModelRunner:
+    config = EngineConfig(
+        model_path=folder, dtype="float32", num_slots=300, max_num_seqs=4, max_model_len=96, max_tree_nodes=12,
+        torch_threads=1,
+    )  # fmt: skip
+    return ModelRunner(config, decoder=True, feeds_head=True)
+
+
+def drafted_anew(
+    runner: ModelRunner, resident: ResidentDraft, tokens: Sequence[int], spec: SamplingSpec, shape: RoundShape
+) -> list[int]:
+    """The candidates after `tokens`, from one forward of the model and one of the head over all of them."""
+    slots = runner.slots
+    row = slots.acquire_row()
+    # One row more for each token that the head drafts on from.
+    slots.extend(row, len(tokens) + shape.steps)
+    builder = BatchBuilder()
+    builder.add_chain(row, tokens[:-1], 0, want_last_logits=True)
+    batch = builder.build()
+    runner.forward(batch)
+    hidden = resident.head.fuse(runner.features[: batch.num_rows])
+    following, found = list(tokens[1:]), []
+    record = np.array([spec.seed], dtype=np.int64)
+    for step in range(shape.steps):
+        builder = BatchBuilder()
+        builder.add_chain(row, following, len(tokens) - 1 + step - len(following), want_last_logits=True)
+        view = runner.attention_step(builder.build())
+        assert view.batch.positions is not None
+        hidden = resident.head.forward(
+            hidden, torch.tensor(following), positions=view.batch.positions, write_slots=view.write_slots,
+            batch=view.batch, key_cache=resident.key_cache, value_cache=resident.value_cache,
+        )[-1:]  # fmt: skip
+        ids, _ = coupled_topk(
+            resident.head.logits(hidden), torch.from_numpy(record), torch.tensor([len(tokens) + step]),
+            torch.tensor([spec.temperature]), torch.tensor([spec.top_k]), torch.tensor([spec.top_p]),
+            torch.tensor([spec.min_p]), k=shape.candidates,
+        )  # fmt: skip
+        found += ids[0].tolist()
+        following = [found[-shape.candidates]]
+    slots.release_row(row)
+    return found
+
+
+@pytest.mark.parametrize("shape", [RoundShape(), RoundShape(steps=3, candidates=2)], ids=str)
+def test_candidates_are_those_of_the_whole_sequence(shape: RoundShape, checkpoint: Path, head_folder: Path) -> None:
+    runner = make_runner(checkpoint)
+    resident = ResidentDraft.load(ResidentConfig(head=head_folder), runner)
+    rounds = make_rounds(runner, resident, shape)
+    verifier = Verifier(runner, max_step_tokens=40, max_prefill_tokens=7, rounds=rounds, resident=resident)
+    other = make_runner(checkpoint)
+    anew = ResidentDraft.load(ResidentConfig(head=head_folder), other)
+    chance = random.Random(5)
+    texts = [[chance.randrange(61) for _ in range(5 + 6 * number)] for number in range(len(SPECS))]
+    for number, (text, spec) in enumerate(zip(texts, SPECS, strict=True)):
+        verifier.open(OpenRequest(key=(1, number), epoch=1, prompt=list(text), output=[], sampling=spec))
+    checked = accepted = 0
+    for step in range(12):
+        # A plain step now and then: the ordinary way has to keep the head's KV up, too.
+        requests = [
+            TreeRequest(key=(1, number), epoch=1, length=len(text), tokens=(), parents=(), resident=step % 5 != 3)
+            for number, text in enumerate(texts)
+        ]
+        if step == 6:
+            # What the target says decides: a session that is a few tokens back goes on from there.
+            texts[0] = texts[0][:-2]
+            requests[0] = replace(requests[0], length=len(texts[0]))
+        for text, result in zip(texts, verifier.step(requests).results, strict=True):
+            assert result.outcome is not Outcome.ERROR
+            text.extend(result.token_ids)
+            accepted += len(result.accepted_nodes)
+        for number, session in enumerate(verifier._sessions.values()):
+            if session.drafted_at == len(texts[number]):
+                found = rounds.runner.program.known[session.row].tolist()
+                assert found == drafted_anew(other, anew, texts[number], SPECS[number], shape)
+                checked += 1
+    assert checked > 20
