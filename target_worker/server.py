@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 
 from outrider.addresses import Resolve
 from outrider.engine.model_runner import ModelRunner
 from outrider.security.roles import Role
 from outrider.target_worker.config import TargetWorkerConfig
 from outrider.target_worker.metrics import target_metrics
+from outrider.target_worker.reload import Reloader
 from outrider.target_worker.service import TargetServicer, pack_load
 from outrider.target_worker.step_thread import StepThread
 from outrider.target_worker.verifier import Verifier
@@ -28,11 +30,13 @@ class TargetWorker(Worker[StepThread]):
         self._config = config
         self._runner: ModelRunner | None = None
         self.thread = StepThread(self._make_verifier)
-        self.servicer = TargetServicer(self.thread)
+        self._reloader = Reloader(self.thread)
+        self.servicer = TargetServicer(self.thread, self._reloader)
 
     def _make_verifier(self) -> Verifier:
         config = self._config
-        runner = self._runner = ModelRunner(config.engine())
+        engine = config.engine()
+        runner = self._runner = self._reloader.load(Path(engine.model_path), lambda: ModelRunner(engine))
         runner.warm_up()
         return Verifier(
             runner,
@@ -45,8 +49,10 @@ class TargetWorker(Worker[StepThread]):
         """See `Worker`."""
         card, config = self.thread.ready.result().model, self._config
         assert self._runner is not None
+        model = model_info(card)
+        model.weights.CopyFrom(self._reloader.running)
         return Loaded(
-            model=model_info(card),
+            model=model,
             limits=registry_pb2.WorkerLimits(
                 max_sessions=config.max_num_seqs,
                 max_tree_nodes=config.max_tree_nodes,
@@ -58,7 +64,9 @@ class TargetWorker(Worker[StepThread]):
 
     def load(self) -> common_pb2.WorkerLoad:
         """See `Worker`."""
-        return pack_load(self.thread.report())
+        load = pack_load(self.thread.report())
+        load.weights.CopyFrom(self._reloader.running)
+        return load
 
     def close(self) -> None:
         """Ends the processes that share the model."""

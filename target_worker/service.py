@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -11,9 +11,20 @@ import grpc.aio
 from outrider import rpc, tracing
 from outrider.draft_distribution import unpack_distributions
 from outrider.errors import FieldViolation, InvalidRequest, OutriderError
+from outrider.growth_source import ALL_SOURCES, GrowthSource, sources_from_proto
 from outrider.log_output import about
 from outrider.sampling import SamplingSpec
-from outrider.target_worker.sessions import Code, OpenRequest, Outcome, SessionFault, SessionKey, TreeRequest
+from outrider.target_worker.reload import Reloader
+from outrider.target_worker.resident_growth import DraftLimits
+from outrider.target_worker.sessions import (
+    Code,
+    OpenRequest,
+    Outcome,
+    SessionFault,
+    SessionKey,
+    TreeRequest,
+    TreeResult,
+)
 from outrider.target_worker.step_thread import Batch, BatchResult, Load, StepThread
 from outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
 from outrider.wire import floats_to_bytes, split_by_counts, tokens_from_bytes
@@ -53,12 +64,17 @@ class _Stream:
 class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     """Serves any number of coordinators from one step thread.
 
+    Args:
+        steps: the thread.
+        reloader: changes the model's weights; default one of this thread.
+
     Attributes:
         duplicates: messages ignored because their step had been seen.
     """
 
-    def __init__(self, steps: StepThread) -> None:
+    def __init__(self, steps: StepThread, reloader: Reloader | None = None) -> None:
         self._steps = steps
+        self._reloader = reloader or Reloader(steps)
         self.duplicates = 0
 
     async def Verify(  # noqa: N802 - the name is the protocol's
@@ -86,6 +102,17 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             while not stream.outgoing.empty():
                 if (answer := stream.outgoing.get_nowait()) is not None:
                     answer.cancel()
+
+    async def Reload(  # noqa: N802
+        self,
+        request: target_pb2.ReloadRequest,
+        context: "grpc.aio.ServicerContext[target_pb2.ReloadRequest, target_pb2.ReloadResponse]",
+    ) -> target_pb2.ReloadResponse:
+        """See target.proto. A caller that goes away changes nothing: what has begun is done."""
+        try:
+            return await asyncio.shield(asyncio.ensure_future(self._reloader.reload(request)))
+        except OutriderError as error:
+            await rpc.abort_with(context, error)
 
     async def _read(self, stream: _Stream, requests: AsyncIterator[target_pb2.VerifyRequest]) -> None:
         async for request in requests:
@@ -168,6 +195,7 @@ def _column_lengths(request: target_pb2.VerifyRequest) -> list[tuple[str, int, i
         ("trees.node_counts", len(trees.node_counts), sessions),
         ("trees.tokens", len(trees.tokens), nodes),
         ("trees.parents", len(trees.parents), nodes),
+        ("trees.resident", len(trees.resident), sessions if trees.resident else 0),
     ]
 
 
@@ -178,6 +206,22 @@ def _open_request(incarnation: int, opening: common_pb2.SessionOpen) -> OpenRequ
         prompt=tokens_from_bytes(opening.prompt),
         output=tokens_from_bytes(opening.output),
         sampling=SamplingSpec.from_proto(opening.sampling),
+        weights=opening.weights,
+        draft=_draft_limits(opening),
+    )
+
+
+def _draft_limits(opening: common_pb2.SessionOpen) -> DraftLimits | None:
+    """What a resident draft may grow; None: nothing."""
+    mode, limits = opening.limits.mode, opening.limits
+    wanted = sources_from_proto(opening.sources, default=ALL_SOURCES)
+    if mode == common_pb2.SPECULATION_MODE_OFF or GrowthSource.EAGLE not in wanted:
+        return None
+    is_sync = mode == common_pb2.SPECULATION_MODE_SYNC
+    return DraftLimits(
+        max_nodes=(limits.sync_nodes or None) if is_sync else None,
+        max_depth=limits.max_depth or None,
+        is_fixed=is_sync,
     )
 
 
@@ -196,9 +240,15 @@ def _tree_requests(request: target_pb2.VerifyRequest) -> list[TreeRequest]:
             tokens=tokens[nodes],
             parents=parents[nodes],
             distributions=distributions[nodes],
+            resident=resident,
         )
-        for session_id, epoch, length, nodes in zip(
-            trees.session_ids, trees.epochs, trees.lengths, split_by_counts(trees.node_counts), strict=True
+        for session_id, epoch, length, nodes, resident in zip(
+            trees.session_ids,
+            trees.epochs,
+            trees.lengths,
+            split_by_counts(trees.node_counts),
+            trees.resident or [False] * len(trees.session_ids),
+            strict=True,
         )
     ]
 
@@ -228,15 +278,38 @@ def pack(request: target_pb2.VerifyRequest, done: BatchResult, load: Load) -> _R
         if result.fault is not None:
             reported.add((trees.session_ids[row], trees.epochs[row]))
             response.errors.append(_session_error(trees.session_ids[row], trees.epochs[row], result.fault))
+    if any(trees.resident):
+        response.drafted_counts.extend(result.drafted for result in done.results)
     for key, epoch, fault in done.faults:
         if (key[1], epoch) not in reported:
             response.errors.append(_session_error(key[1], epoch, fault))
+    if any(result.growth is not None for result in done.results):
+        pack_growth(response, done.results)
     if done.step is not None:
         response.report.step_ns = done.step.step_ns
         response.report.forward_ns = done.step.forward_ns
         response.report.tokens = done.step.tokens
         response.report.sessions = done.step.sessions
     return response
+
+
+def pack_growth(response: _Response, results: Sequence[TreeResult]) -> None:
+    """Adds what a resident draft has grown; the response has its sessions already."""
+    growth = response.growth
+    acceptance: list[float] = []
+    for session_id, epoch, result in zip(response.session_ids, response.epochs, results, strict=True):
+        if (grown := result.growth) is None:
+            continue
+        growth.session_ids.append(session_id)
+        growth.epochs.append(epoch)
+        growth.as_of.append(grown.as_of)
+        growth.node_counts.append(len(grown.node_ids))
+        growth.node_ids.extend(grown.node_ids)
+        growth.parents.extend(grown.parents)
+        growth.tokens.extend(grown.tokens)
+        acceptance.extend(grown.acceptance)
+    growth.acceptance = floats_to_bytes(acceptance)
+    growth.sources.extend([common_pb2.GROWTH_SOURCE_EAGLE] * len(acceptance))
 
 
 def pack_load(load: Load) -> common_pb2.WorkerLoad:
