@@ -53,7 +53,7 @@ class TargetWorkerConfig:
         enforce_eager: one operator after the other, without CUDA graphs: slow, for finding errors.
         deterministic: on a GPU, the bits of a token's logits do not depend on what else is in its step.
         tensor_parallel_size: GPUs that share the model.
-        resident_draft: folder of an EAGLE or EAGLE-3 head with which the target drafts by itself; "embedded" is the head of
+        resident_draft: folder of an EAGLE or EAGLE-3 head with which the target drafts by itself; "embedded" is that of
             the embedded target.
         resident_depth: levels of the trees that it grows; each costs a step of the head.
         resident_topk: children of a node, and nodes of a level that are expanded.

@@ -6,10 +6,12 @@ from pathlib import Path
 
 from outrider.addresses import Resolve
 from outrider.engine.model_runner import ModelRunner
+from outrider.growth_source import GrowthSource
 from outrider.security.roles import Role
 from outrider.target_worker.config import TargetWorkerConfig
 from outrider.target_worker.metrics import target_metrics
 from outrider.target_worker.reload import Reloader
+from outrider.target_worker.resident import ResidentDraft
 from outrider.target_worker.service import TargetServicer, pack_load
 from outrider.target_worker.step_thread import StepThread
 from outrider.target_worker.verifier import Verifier
@@ -35,14 +37,18 @@ class TargetWorker(Worker[StepThread]):
 
     def _make_verifier(self) -> Verifier:
         config = self._config
-        engine = config.engine()
-        runner = self._runner = self._reloader.load(Path(engine.model_path), lambda: ModelRunner(engine))
+        engine, drafts = config.engine(), config.resident
+        runner = self._runner = self._reloader.load(
+            Path(engine.model_path), lambda: ModelRunner(engine, feeds_head=drafts is not None)
+        )
+        resident = None if drafts is None else ResidentDraft.load(drafts, runner)
         runner.warm_up()
         return Verifier(
             runner,
             max_step_tokens=config.max_step_tokens,
             max_prefill_tokens=config.prefill_tokens,
             prefill_slowdown=config.prefill_slowdown,
+            resident=resident,
         )
 
     def loaded(self) -> Loaded:
@@ -60,6 +66,7 @@ class TargetWorker(Worker[StepThread]):
             ),
             metrics=target_metrics(self.thread, model_name=card.name),
             failures=[self._runner.ranks.failed],
+            sources=() if config.resident_draft is None else (GrowthSource.EAGLE,),
         )
 
     def load(self) -> common_pb2.WorkerLoad:
