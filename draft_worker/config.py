@@ -3,14 +3,19 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from outrider.addresses import check_coordinators
 from outrider.draft_worker.growth_step import GrowthConfig
+from outrider.draft_worker.ngram_options import MatchType, check_ngram_options
 from outrider.engine.config import AttentionBackend, DtypeName, EngineConfig, Quantization
 from outrider.metrics.options import check_metrics_options
 from outrider.models import embedded_draft_path
 from outrider.security.binding import check_bind
 from outrider.security.tls import TlsConfig
+
+DraftSource = Literal["model", "ngram", "model+ngram"]
+SOURCES = ("model", "ngram", "model+ngram")
 
 # On a CPU every row costs time that the next step waits for; on a GPU some tens of rows cost no more than one.
 _CPU_STEP_NODES, _CPU_MIN_PATH_VALUE = 8, 0.03
@@ -22,7 +27,10 @@ class DraftWorkerConfig:
     """One draft worker process.
 
     Attributes:
-        model_path: checkpoint folder; default the embedded draft.
+        source: by what trees grow: model, ngram (of what prompts and outputs said before; no weights are loaded and no
+            GPU is used), or model+ngram.
+        model_path: checkpoint folder; default the embedded draft. With source ngram its tokenizer.json and config.json
+            are read.
         host: address to listen on.
         port: to listen on; 0 takes a free one.
         advertised_host: host under which coordinators dial this worker; default `host`.
@@ -41,6 +49,14 @@ class DraftWorkerConfig:
         max_live_nodes: most nodes of one session's tree, whatever its credit.
         max_step_nodes: most nodes expanded in one step, over all sessions; default 8 on a CPU, 64 on a GPU.
         max_step_tokens: most prefill tokens of one step.
+        ngram_capacity: most nodes of the trie of n-grams, of some 50 bytes each; the least recently used make room.
+        ngram_max_trie_depth: tokens of an n-gram: all but the last are compared, and what is longer is not seen.
+        ngram_min_breadth: most continuations of a node below the longest suffix that was seen before.
+        ngram_max_breadth: likewise, below the shortest one; 1 makes a single branch.
+        ngram_draft_tokens: most nodes that are guessed for a session at a time.
+        ngram_match_type: which continuations come first: prob, the most frequent; bfs, the most recent.
+        ngram_corpus: a file of texts that the trie begins with, read in the background; may be given several times.
+            JSON lines, each an object with "text" or "token_ids".
         branching: children of a node.
         min_path_value: nodes less likely to be reached are not expanded; default 0.03 on a CPU, 0.003 on a GPU.
         min_acceptance: children less likely to be accepted are not grown.
@@ -64,6 +80,7 @@ class DraftWorkerConfig:
         ValueError: a value out of range, with the value.
     """
 
+    source: DraftSource = "model"
     model_path: str | Path | None = None
     host: str = "127.0.0.1"
     port: int = 0
@@ -80,6 +97,13 @@ class DraftWorkerConfig:
     max_live_nodes: int = 256
     max_step_nodes: int | None = None
     max_step_tokens: int = 256
+    ngram_capacity: int = 10_000_000
+    ngram_max_trie_depth: int = 18
+    ngram_min_breadth: int = 1
+    ngram_max_breadth: int = 10
+    ngram_draft_tokens: int = 12
+    ngram_match_type: MatchType = "prob"
+    ngram_corpus: tuple[Path, ...] = ()
     branching: int = 4
     min_path_value: float | None = None
     min_acceptance: float = GrowthConfig.min_acceptance
@@ -107,8 +131,26 @@ class DraftWorkerConfig:
             raise ValueError(f"drain_s: {self.drain_s} given, 0 or more needed")
         check_bind(self.host, insecure=self.insecure, tls_ca=self.tls)
         check_metrics_options(self.metrics_port, self.metrics_host, insecure=self.insecure, tls=self.tls)
+        if self.source not in SOURCES:
+            raise ValueError(f"source: {self.source!r} given, {', '.join(SOURCES)} needed")
+        check_ngram_options(self)
         self.engine()
         self.growth(max_model_len=self.max_model_len or 1)
+
+    @property
+    def uses_model(self) -> bool:
+        """Whether a draft model grows."""
+        return "model" in self.source
+
+    @property
+    def uses_ngram(self) -> bool:
+        """Whether n-grams grow."""
+        return "ngram" in self.source
+
+    @property
+    def model_folder(self) -> Path:
+        """The checkpoint folder."""
+        return Path(self.model_path or embedded_draft_path())
 
     @property
     def address(self) -> str:
@@ -123,7 +165,7 @@ class DraftWorkerConfig:
     def engine(self) -> EngineConfig:
         """The model's part."""
         return EngineConfig(
-            model_path=self.model_path or embedded_draft_path(),
+            model_path=self.model_folder,
             device=self.device,
             dtype=self.dtype,
             quantization=self.quantization,

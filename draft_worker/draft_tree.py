@@ -124,6 +124,7 @@ class DraftTree:
         root: the last committed token's node.
         size: live nodes, the root not counted.
         last_position: as given.
+        new_id: gives the next node id.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class DraftTree:
         self._max_depth = max_depth
         self._max_children = max_children
         self._final_tokens = final_tokens
-        self._new_id = count(1).__next__
+        self.new_id = count(1).__next__
         self._frontier: list[_Entry] = []
         # What may be expanded once the root has come nearer.
         self._deep: list[_Entry] = []
@@ -195,7 +196,7 @@ class DraftTree:
         parent.child_tokens, parent.child_buckets, parent.child_distribution = tokens, buckets, distribution
         if len(tokens) > self._max_children:
             tokens = tokens[: self._max_children]
-        scale, new_id = -parent.value, self._new_id
+        scale, new_id = -parent.value, self.new_id
         # Fewer children than estimates where the vocabulary or the credit is smaller than the branching.
         parent.taken = {}
         parent.made = made = [

@@ -21,10 +21,11 @@ from outrider.acceptance_calibration import AcceptanceCalibration
 from outrider.draft_worker.choice import ChildChooser
 from outrider.draft_worker.growth_launch import FoundChildren, GrowthFlight, GrowthLauncher, Runner
 from outrider.draft_worker.growth_step import GrowthConfig, GrowthStep
-from outrider.draft_worker.session import CommitMismatch, DraftSession, SessionStart
+from outrider.draft_worker.session import DraftSession, SessionStart
+from outrider.draft_worker.session_checks import CommitMismatch, check_commit, check_start
 from outrider.draft_worker.step_plan import StepPlan, StepPlanner
 from outrider.engine.kv_slots import SlotTable
-from outrider.errors import FieldViolation, InvalidRequest, OutOfSlots, Superseded
+from outrider.errors import InvalidRequest, OutOfSlots, Superseded
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.matcher import SessionGrammar
 
@@ -77,7 +78,7 @@ class TreeGrowth:
         """The open session of this key."""
         return self._sessions.get(key)
 
-    def open(self, start: SessionStart) -> None:
+    def open(self, start: SessionStart) -> DraftSession:
         """Opens a session; one of the same key and an older epoch is replaced.
 
         Raises:
@@ -90,12 +91,16 @@ class TreeGrowth:
             if start.epoch <= held.epoch:
                 raise Superseded(f"epoch {start.epoch} given, epoch {held.epoch} is open")
             self._remove(held)
-        self._check(start)
+        check_start(start, vocab_size=self.runner.vocab_size, max_model_len=self.config.max_model_len)
+        length = len(start.prompt) + len(start.output)
+        if length > self.slots.num_slots:
+            raise self._too_long(length)
         live = min(start.limits.max_live_nodes, self.config.max_live_nodes)
         start = replace(start, limits=replace(start.limits, max_live_nodes=live))
         session = self._sessions[start.key] = DraftSession(start, self.slots, max_model_len=self.config.max_model_len)
         if start.sampling.grammar and self._grammars is not None:
             self._follow_grammar(session, self._grammars)
+        return session
 
     def commit(self, key: tuple[int, int], epoch: int, position: int, token_ids: Sequence[int]) -> None:
         """Tokens that the target committed after the first `position`.
@@ -110,14 +115,10 @@ class TreeGrowth:
         session = self._sessions.get(key)
         if session is None or session.epoch != epoch:
             raise Superseded(f"no session is open under epoch {epoch}")
-        highest, vocab_size = max(token_ids, default=0), self.runner.vocab_size
-        if highest >= vocab_size:
-            self._remove(session)
-            violation = FieldViolation("tokens", f"token {highest} given, ids below {vocab_size} needed")
-            raise InvalidRequest([violation])
         try:
+            check_commit(token_ids, vocab_size=self.runner.vocab_size)
             session.commit(position, token_ids, self.calibration)
-        except CommitMismatch:
+        except (InvalidRequest, CommitMismatch):
             self._remove(session)
             raise
         if session.length > self.slots.num_slots:
@@ -141,6 +142,9 @@ class TreeGrowth:
         self._launcher.warm_up(
             step_nodes=config.max_step_nodes, step_tokens=config.max_step_tokens, sessions=self.slots.free_rows
         )
+
+    def match(self, left_out: Container[tuple[int, int]] = ()) -> None:
+        """A model grows by its steps alone; see `Growth`."""
 
     def step(self) -> GrowthStep | None:
         """Runs one forward; None if there is nothing to do until the next open, commit or close."""
@@ -214,23 +218,6 @@ class TreeGrowth:
                     _end_level(session, step)
             elif grown:
                 step.add_children(session, grown)
-
-    def _check(self, start: SessionStart) -> None:
-        length, limit = len(start.prompt) + len(start.output), self.config.max_model_len
-        violations = []
-        if not start.prompt:
-            violations.append(FieldViolation("prompt", "empty, at least one token needed"))
-        if length > limit:
-            violations.append(FieldViolation("prompt", f"{length} tokens with the output given, at most {limit} fit"))
-        highest, vocab_size = max((*start.prompt, *start.output), default=0), self.runner.vocab_size
-        if highest >= vocab_size:
-            violations.append(FieldViolation("prompt", f"token {highest} given, ids below {vocab_size} needed"))
-        if (fault := start.sampling.fault(None)) is not None:
-            violations.append(FieldViolation("sampling", fault))
-        if violations:
-            raise InvalidRequest(violations)
-        if length > self.slots.num_slots:
-            raise self._too_long(length)
 
     def _too_long(self, length: int) -> OutOfSlots:
         return OutOfSlots(f"{length} tokens given, {self.slots.num_slots} fit the draft's KV cache")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from outrider.draft_distribution import DraftDistribution
+from outrider.growth_source import GrowthSource
 
 if TYPE_CHECKING:
     from outrider.draft_worker.draft_tree import DraftNode
@@ -102,13 +103,15 @@ class GrowthStep:
     """What one step gave and what it cost.
 
     Attributes:
+        source: of all its nodes.
         step_ns: from the step's plan to its nodes.
         forward_ns: of that the forward, from its launch until its children were there.
         tokens: rows of the forward.
         sessions: of the forward.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, source: GrowthSource = GrowthSource.MODEL) -> None:
+        self.source = source
         self.step_ns = self.forward_ns = self.tokens = self.sessions = 0
         self._growths: list[SessionGrowth] = []
         # Put together when somebody asks: the next step comes first. Lists of children do not change any more.
@@ -119,6 +122,10 @@ class GrowthStep:
         root = session.tree.root
         children = [(0 if node is root else node.node_id, node.made, node.child_distribution) for node in nodes]
         self._waiting.append((session, session.length, children))
+
+    def add(self, growth: SessionGrowth) -> None:
+        """Growth that is put together already."""
+        self._growths.append(growth)
 
     def add_nodes(self, session: "DraftSession", nodes: "Sequence[DraftNode]") -> None:
         """Growth: a sync session's whole tree."""

@@ -1,4 +1,4 @@
-"""The one thread that runs the draft model: applies commands between steps, grows, and hands growth to its owners.
+"""The one thread that grows: applies commands between steps, grows, and hands growth to its owners.
 
 It grows while there is anything to grow and sleeps on its queue otherwise. While a forward runs on its device, the
 growth of the one before is handed out and commands are applied as they arrive. A target commits to all its sessions at
@@ -11,15 +11,16 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol, TypeGuard
 
-from outrider.draft_worker.growth import TreeGrowth
+from outrider.draft_worker.growth_protocol import Growth
 from outrider.draft_worker.growth_step import GrowthStep, SessionGrowth
-from outrider.draft_worker.session import CommitMismatch, SessionStart
+from outrider.draft_worker.session import SessionStart
+from outrider.draft_worker.session_checks import CommitMismatch
 from outrider.errors import OutriderError
 from outrider.log_output import about
 from outrider.metrics.worker import StepCounts
@@ -116,7 +117,7 @@ Command = OpenCommand | CommitCommand | CloseCommand | LeaveCommand
 
 
 class GrowthThread:
-    """Runs a `TreeGrowth` on a thread of its own.
+    """Runs growth on a thread of its own.
 
     Args:
         make_growth: called on that thread, so that everything of torch happens on one.
@@ -128,8 +129,8 @@ class GrowthThread:
         counts: of its steps.
     """
 
-    def __init__(self, make_growth: Callable[[], TreeGrowth]) -> None:
-        self.ready: Future[TreeGrowth] = Future()
+    def __init__(self, make_growth: Callable[[], Growth]) -> None:
+        self.ready: Future[Growth] = Future()
         self.stopped: Future[None] = Future()
         # Running futures cannot be cancelled by whoever stops waiting for them.
         self.ready.set_running_or_notify_cancel()
@@ -188,12 +189,14 @@ class GrowthThread:
         else:
             self.stopped.set_result(None)
 
-    def _grow(self, growth: TreeGrowth) -> None:
+    def _grow(self, growth: Growth) -> None:
         step: GrowthStep | None = None
         idle = True
         while self._apply_some(growth, block=idle):
             self.watch.begins(None)
-            begun = growth.begin({command.key for command in self._backlog if _is_keyed(command)})
+            left_out = {command.key for command in self._backlog if _is_keyed(command)}
+            self._match(growth, left_out)
+            begun = growth.begin(left_out)
             idle = not begun
             self.watch.begins(self._usual_s.get(growth.step_tokens.bit_length()))
             if step is not None:
@@ -210,7 +213,7 @@ class GrowthThread:
             if idle:
                 self.watch.rests()
 
-    def _apply_some(self, growth: TreeGrowth, *, block: bool) -> bool:
+    def _apply_some(self, growth: Growth, *, block: bool) -> bool:
         """Applies commands that wait: a few, or all where nothing runs beside them. False once the thread is to end.
 
         Args:
@@ -227,7 +230,7 @@ class GrowthThread:
             count -= 1
         return True
 
-    def _apply_meanwhile(self, growth: TreeGrowth) -> None:
+    def _apply_meanwhile(self, growth: Growth) -> None:
         """Applies commands as they arrive, until the forward's end, or shortly before it where none come."""
         end = growth.expected_end_ns - _WAKE_UP_NS
         while not growth.is_done:
@@ -237,6 +240,8 @@ class GrowthThread:
                 command = self._backlog.popleft()
                 assert command is not None
                 _apply(growth, command)
+                if not self._backlog:
+                    self._match(growth)
             else:
                 left = min(end - time.perf_counter_ns(), _LONGEST_SLEEP_NS)
                 sleeps = left > _SHORTEST_SLEEP_NS
@@ -262,11 +267,21 @@ class GrowthThread:
         except Empty:
             return received
 
-    def _count(self, step: GrowthStep) -> None:
+    def _match(self, growth: Growth, left_out: Container[tuple[int, int]] = ()) -> None:
+        """Hands out what grows without a forward, before one is begun."""
+        step = growth.match(left_out)
+        if step is not None:
+            self._note_busy(step.step_ns)
+            self._hand_out(step)
+
+    def _note_busy(self, step_ns: int) -> None:
         now = time.perf_counter_ns()
         if now - self._window[0] > _BUSY_WINDOW_NS:
-            self._window = (now - step.step_ns, self._busy_ns)
-        self._busy_ns += step.step_ns
+            self._window = (now - step_ns, self._busy_ns)
+        self._busy_ns += step_ns
+
+    def _count(self, step: GrowthStep) -> None:
+        self._note_busy(step.step_ns)
         self.counts.note(step.step_ns, step.forward_ns, rows=step.tokens, sessions=step.sessions)
         self._usual_s[step.tokens.bit_length()] = step.step_ns / 1e9
 
@@ -294,7 +309,7 @@ def _is_keyed(command: Command | None) -> TypeGuard[OpenCommand | CommitCommand 
     return command is not None and not isinstance(command, LeaveCommand)
 
 
-def _apply(growth: TreeGrowth, command: Command) -> None:
+def _apply(growth: Growth, command: Command) -> None:
     if isinstance(command, LeaveCommand):
         growth.close_owned(command.owner)
         return

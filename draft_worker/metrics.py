@@ -1,12 +1,18 @@
 """A draft worker's metrics."""
 
+from typing import TYPE_CHECKING
+
 from outrider.draft_worker.growth_thread import GrowthThread
+from outrider.draft_worker.sourced_growth import SourcedGrowth
 from outrider.metrics.families import Describe, Families
 from outrider.metrics.worker import WorkerGauges, describe_worker
 
+if TYPE_CHECKING:
+    from outrider.draft_worker.ngram_source import NgramSource
 
-def draft_metrics(thread: GrowthThread, *, model_name: str) -> Describe:
-    """Reads a growth thread that is ready, from any thread."""
+
+def draft_metrics(thread: GrowthThread, growth: SourcedGrowth, *, model_name: str) -> Describe:
+    """Reads a growth thread that is ready, and what it drives, from any thread."""
 
     def describe(families: Families) -> None:
         load = thread.load()
@@ -19,5 +25,33 @@ def draft_metrics(thread: GrowthThread, *, model_name: str) -> Describe:
             step_age_s=thread.watch.age_s,
         )
         describe_worker(families, thread.counts, gauges, role="draft", model_name=model_name)
+        if growth.ngram is not None:
+            describe_ngram(families, growth.ngram.source)
 
     return describe
+
+
+def describe_ngram(families: Families, source: "NgramSource") -> None:
+    """What the n-gram source has done."""
+    counts, trie = source.counts, source.trie
+    families.counter("draft_ngram_matches", "Texts that were looked for in the trie.", counts.matches)
+    families.counter("draft_ngram_hits", "Of these, texts that end as one before that went on.", counts.hits)
+    families.counter("draft_ngram_matched_tokens", "Of the longest suffixes found, in sum.", counts.matched_tokens)
+    families.counter("draft_ngram_guessed_nodes", "Nodes of all trees that were found.", counts.guessed_nodes)
+    families.counter("draft_ngram_match_seconds", "Time that looking took.", counts.match_ns / 1e9)
+    families.gauge(
+        "draft_ngram_longest_wait_seconds",
+        "Longest that looking waited for an insertion.",
+        counts.longest_wait_ns / 1e9,
+    )
+    families.gauge("draft_ngram_nodes", "Nodes of the trie.", len(trie))
+    families.gauge("draft_ngram_capacity", "Most nodes that it may have.", trie.capacity)
+    families.counter("draft_ngram_evicted_nodes", "Least recently used nodes that made room.", trie.evicted)
+    families.gauge("draft_ngram_waiting_tokens", "Of texts that wait to be inserted.", source.waiting_tokens)
+    families.by_label(
+        "counter", "draft_ngram_queued_tokens", "Of texts that were taken for insertion.", "origin",
+        {"sessions": counts.queued_tokens, "corpus": counts.corpus_tokens},
+    )  # fmt: skip
+    families.counter("draft_ngram_inserted_tokens", "Of texts that are in the trie.", counts.inserted_tokens)
+    families.counter("draft_ngram_dropped_tokens", "Of texts that found the queue full.", counts.dropped_tokens)
+    families.gauge("draft_ngram_inserting", "0 once the thread that inserts has failed.", float(not source.failed))

@@ -18,16 +18,13 @@ is compiled takes columns in tuples, and many arguments: objects cost more than 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 
+from outrider.draft_worker.ngram_options import WEIGHED, MatchType
 from outrider.draft_worker.ngram_trie import NgramTrie, Nodes, compiled, find
 
-MatchType = Literal["prob", "bfs"]
-
-# Of a node's children, so many are weighed: those used last.
-_WEIGHED = 32
 # The share of a path that is in the tree already.
 _TAKEN = -1.0
 
@@ -57,11 +54,32 @@ class NgramConfig:
         for name in ("draft_tokens", "min_match", "min_breadth"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} given, at least 1 needed")
-        if not self.min_breadth <= self.max_breadth <= _WEIGHED:
-            needed = f"min_breadth ({self.min_breadth}) to {_WEIGHED} needed"
+        if not self.min_breadth <= self.max_breadth <= WEIGHED:
+            needed = f"min_breadth ({self.min_breadth}) to {WEIGHED} needed"
             raise ValueError(f"max_breadth: {self.max_breadth} given, {needed}")
         if self.match_type not in ("prob", "bfs"):
             raise ValueError(f"match_type: {self.match_type!r} given, prob or bfs needed")
+
+
+@dataclass(frozen=True, slots=True)
+class GuessColumns:
+    """Guesses after each of B texts, a row a text, at most S nodes, parents before their children.
+
+    Attributes:
+        tokens: int32 [B, S].
+        parents: int32 [B, S] places in the row; -1 is the text's end.
+        shares: float64 [B, S] each node's count by the sum of its siblings', in the trie.
+        counts: int32 [B, S] how often the trie has seen the node's path.
+        contexts: int32 [B, S] tokens before the node that the trie has counted it after.
+        found: int32 [B, 2] nodes of the row, and tokens of the longest suffix that the trie can continue.
+    """
+
+    tokens: Any
+    parents: Any
+    shares: Any
+    counts: Any
+    contexts: Any
+    found: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,26 +103,36 @@ class NgramTree:
 
 def guess(trie: NgramTrie, texts: Sequence[Sequence[int]], config: NgramConfig) -> list[NgramTree]:
     """What may follow each text, of which only the last D - 1 tokens are looked at; all texts in one call."""
+    columns = guess_columns(trie, texts, config)
+    rows = (columns.tokens, columns.parents, columns.shares, columns.counts)
+    tokens, parents, shares, counts = (cast("list[list[Any]]", column.tolist()) for column in rows)
+    return [
+        NgramTree(tokens[row][:n], parents[row][:n], shares[row][:n], counts[row][:n], matched)
+        for row, (n, matched) in enumerate(columns.found.tolist())
+    ]
+
+
+def guess_columns(trie: NgramTrie, texts: Sequence[Sequence[int]], config: NgramConfig) -> GuessColumns:
+    """`guess`, as columns."""
     size, suffix = config.draft_tokens, trie.max_trie_depth - 1
     tails = np.zeros((len(texts), suffix), np.int32)
     for row, text in zip(tails, texts, strict=True):
         tail = text[-suffix:]
         row[: len(tail)] = tail
     lengths = np.array([min(len(text), suffix) for text in texts], np.int32)
-    columns = tuple(np.zeros((len(texts), size), kind) for kind in (np.int32, np.int32, np.float64, np.int32))
+    columns = tuple[Any, ...](
+        np.zeros((len(texts), size), kind) for kind in (np.int32, np.int32, np.float64, np.int32, np.int32)
+    )
     found = np.zeros((len(texts), 2), np.int32)
     options = (config.min_match, config.min_breadth, config.max_breadth, config.match_type == "prob")
     build_all(trie.nodes, tails, lengths, options, columns, found)
-    tokens, parents, shares, counts = (cast("list[list[Any]]", column.tolist()) for column in columns)
-    return [
-        NgramTree(tokens[row][:n], parents[row][:n], shares[row][:n], counts[row][:n], matched)
-        for row, (n, matched) in enumerate(found.tolist())
-    ]
+    tokens, parents, shares, counts, contexts = columns
+    return GuessColumns(tokens, parents, shares, counts, contexts, found)
 
 
 @compiled
 def build_all(nodes: Nodes, tails: Any, lengths: Any, options: Any, columns: Any, found: Any) -> None:  # noqa: PLR0917
-    """Fills the rows of the columns (tokens, parents, shares, counts) and of `found` (nodes, longest match).
+    """Fills the rows of the columns (tokens, parents, shares, counts, contexts) and of `found` (nodes, longest match).
 
     `options` are those of the NgramConfig: (min_match, min_breadth, max_breadth, whether by frequency).
     """
@@ -118,9 +146,9 @@ def build_all(nodes: Nodes, tails: Any, lengths: Any, options: Any, columns: Any
         np.zeros(most, np.float32),
         np.zeros(most, np.float32),
     )
-    order = np.zeros(_WEIGHED, np.int32)
+    order = np.zeros(WEIGHED, np.int32)
     for row in range(len(tails)):
-        tree = (columns[0][row], columns[1][row], columns[2][row], columns[3][row])
+        tree = (columns[0][row], columns[1][row], columns[2][row], columns[3][row], columns[4][row])
         node, length = _longest_match(nodes, tails[row, : lengths[row]]), 0
         while nodes.depth[node] >= options[0] and length < len(tree[0]):
             if nodes.first[node] != 0:
@@ -166,7 +194,7 @@ def _grow(  # noqa: PLR0917
         place = _place_of(tree, length, parent, nodes.token[node])
         if place == length:
             tree[0][place], tree[1][place] = nodes.token[node], parent
-            tree[2][place], tree[3][place] = of_siblings, nodes.count[node]
+            tree[2][place], tree[3][place], tree[4][place] = of_siblings, nodes.count[node], nodes.depth[node] - 1
             length += 1
         if offered + options[1] <= len(waiting[0]):
             offered = _offer(nodes, node, place, of_path, options, waiting, offered, order)

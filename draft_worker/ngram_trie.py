@@ -32,7 +32,9 @@ except ImportError:
 
 ROOT = 0
 # Entries of Nodes.state.
-USED, LEVEL, SPLIT = 0, 1, 2
+USED, LEVEL, SPLIT, EVICTED = 0, 1, 2, 3
+# Nodes whose memory is made ready at a time; a page of the largest kind holds 2^19 entries.
+_READY = 1 << 15
 _MASK = 0xFFFFFFFF
 
 
@@ -58,7 +60,7 @@ class Nodes(NamedTuple):
         depth: tokens of the node's path.
         chain: the next node of the same bucket.
         heads: int32 [buckets] the first node of each.
-        state: int64 [3] nodes used, level and split of the linear hashing.
+        state: int64 [4] nodes used, level and split of the linear hashing, nodes evicted.
     """
 
     token: Any
@@ -94,7 +96,7 @@ class NgramTrie:
             raise ValueError(f"capacity: {capacity} given, {2 * max_trie_depth} (twice max_trie_depth) to 2^30 needed")
         self.capacity = capacity
         self.max_trie_depth = max_trie_depth
-        self.nodes = _empty(capacity)
+        self.clear()
 
     def __len__(self) -> int:
         """Nodes in use, the root left out."""
@@ -109,21 +111,53 @@ class NgramTrie:
         """
         insert_runs(self.nodes, _tokens(tokens), start, self.max_trie_depth, self.capacity)
 
+    @property
+    def evicted(self) -> int:
+        """Nodes that had to make room since the start."""
+        return int(self.nodes.state[EVICTED])
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Of memory that nodes may take; the system gives it as nodes are first used."""
+        return sum(column.nbytes for column in self._columns)
+
+    def insert_many(self, texts: Sequence[tuple[Sequence[int], int]]) -> None:
+        """`insert` for each (tokens, start), in one go.
+
+        Args:
+            texts: at least one; no tokens of one count for the next.
+        """
+        ends, starts = np.cumsum([len(tokens) for tokens, _ in texts]), np.array([start for _, start in texts])
+        tokens = np.concatenate([np.asarray(tokens, np.int32) for tokens, _ in texts])
+        insert_texts(self.nodes, _tokens(tokens), _numbers(ends), _numbers(starts), self.max_trie_depth, self.capacity)
+
+    def make_ready(self, nodes: int) -> None:
+        """Has the system give the memory of so many nodes to come, which it does a page at a time and slowly.
+
+        Only what no node uses yet is touched, so that others may read the trie meanwhile.
+        """
+        while self._ready < min(len(self) + 1 + nodes, self.capacity + 1):
+            end = self._ready + _READY
+            for column in self._columns:
+                column[self._ready : end] = 0
+            self._ready = end
+
     def clear(self) -> None:
         """Forgets everything."""
-        self.nodes = _empty(self.capacity)
+        self._columns = [np.zeros(self.capacity + 1, np.int32) for _ in range(11)]
+        self._columns.append(np.zeros(1 << self.capacity.bit_length(), np.int32))
+        self._ready = 2
+        arrays = [*self._columns, np.zeros(4, np.int64)]
+        # Entries of a memoryview are Python's own numbers, which are quicker there than numpy's.
+        self.nodes = Nodes(*(arrays if IS_COMPILED else map(memoryview, arrays)))
 
 
-def _empty(capacity: int) -> Nodes:
-    columns = [np.zeros(capacity + 1, np.int32) for _ in range(11)]
-    heads = np.zeros(1 << capacity.bit_length(), np.int32)
-    arrays = [*columns, heads, np.zeros(3, np.int64)]
-    # Entries of a memoryview are Python's own numbers, which are quicker there than numpy's.
-    return Nodes(*(arrays if IS_COMPILED else map(memoryview, arrays)))
+def _tokens(tokens: Any) -> Any:
+    return np.asarray(tokens, np.int32) if IS_COMPILED else np.asarray(tokens).tolist()
 
 
-def _tokens(tokens: Sequence[int]) -> Any:
-    return np.asarray(tokens, np.int32) if IS_COMPILED else tokens
+def _numbers(numbers: Any) -> Any:
+    return numbers.astype(np.int64) if IS_COMPILED else numbers.tolist()
 
 
 @compiled
@@ -133,6 +167,17 @@ def find(nodes: Nodes, parent: int, token: int) -> int:
     while node != 0 and (nodes.parent[node] != parent or nodes.token[node] != token):
         node = int(nodes.chain[node])
     return node
+
+
+@compiled
+def insert_texts(  # noqa: PLR0917
+    nodes: Nodes, tokens: Any, ends: Any, starts: Any, depth: int, capacity: int
+) -> None:
+    """`insert_runs` for each of the texts, which stand one after the other and end at `ends`."""
+    first = 0
+    for number in range(len(ends)):
+        insert_runs(nodes, tokens[first : ends[number]], starts[number], depth, capacity)
+        first = ends[number]
 
 
 @compiled
@@ -202,6 +247,7 @@ def _add(nodes: Nodes, parent: int, token: int, capacity: int) -> int:
 
 @compiled
 def _evict(nodes: Nodes, node: int) -> None:
+    nodes.state[EVICTED] += 1
     _unlink_sibling(nodes, node)
     _unlink_use(nodes, node)
     bucket = _bucket(nodes, int(nodes.parent[node]), int(nodes.token[node]))

@@ -4,16 +4,15 @@ import asyncio
 from collections.abc import Callable
 
 from outrider.addresses import Resolve
-from outrider.draft_worker.calibration_report import pack_calibration
+from outrider.draft_worker.calibration_report import pack_calibrations
 from outrider.draft_worker.config import DraftWorkerConfig
-from outrider.draft_worker.growth import TreeGrowth
+from outrider.draft_worker.growth_parts import GrowthParts, make_growth
 from outrider.draft_worker.growth_thread import GrowthThread, spare_collector
 from outrider.draft_worker.metrics import draft_metrics
 from outrider.draft_worker.service import DraftServicer, pack_load
-from outrider.engine.model_runner import ModelRunner
+from outrider.draft_worker.sourced_growth import SourcedGrowth
 from outrider.security.roles import Role
 from outrider.v1 import common_pb2, draft_pb2, registry_pb2
-from outrider.worker import model_info
 from outrider.worker_service import Loaded, Worker, serve_worker
 
 __all__ = ["DraftWorkerConfig", "serve"]
@@ -27,38 +26,47 @@ class DraftWorker(Worker[GrowthThread]):
 
     def __init__(self, config: DraftWorkerConfig) -> None:
         self._config = config
+        self._parts: GrowthParts | None = None
         self.thread = GrowthThread(self._make_growth)
         self.servicer = DraftServicer(self.thread)
 
-    def _make_growth(self) -> TreeGrowth:
-        runner = ModelRunner(self._config.engine())
-        growth = TreeGrowth(runner, self._config.growth(max_model_len=runner.info.max_model_len))
-        growth.warm_up()
+    def _make_growth(self) -> SourcedGrowth:
+        self._parts = parts = make_growth(self._config)
         spare_collector()
-        return growth
+        return parts.growth
+
+    @property
+    def _loaded(self) -> GrowthParts:
+        assert self._parts is not None, "asked for before the thread is ready"
+        return self._parts
 
     def loaded(self) -> Loaded:
         """See `Worker`."""
-        growth, config = self.thread.ready.result(), self._config
-        assert isinstance(growth.runner, ModelRunner)
-        card = growth.runner.info
+        parts, config = self._loaded, self._config
+        model = parts.growth.model
         return Loaded(
-            model=model_info(card),
+            model=parts.model,
             limits=registry_pb2.WorkerLimits(
                 max_sessions=config.max_num_seqs,
                 max_tree_nodes=config.max_live_nodes,
-                max_step_tokens=growth.config.max_step_nodes + growth.config.max_step_tokens,
+                max_step_tokens=config.max_step_tokens + (0 if model is None else model.config.max_step_nodes),
             ),
-            metrics=draft_metrics(self.thread, model_name=card.name),
+            metrics=draft_metrics(self.thread, parts.growth, model_name=parts.model.name),
+            sources=sorted(parts.growth.sources),
         )
 
     def load(self) -> common_pb2.WorkerLoad:
         """See `Worker`."""
         thread = self.thread
         load = pack_load(thread.load())
-        load.calibration.CopyFrom(pack_calibration(thread.ready.result().calibration))
+        load.calibration.CopyFrom(pack_calibrations(self._loaded.growth.calibrations))
         load.step_age_ms, load.preparing = int(1e3 * thread.watch.age_s), thread.watch.is_preparing
         return load
+
+    def close(self) -> None:
+        """See `Worker`."""
+        if self._parts is not None:
+            self._parts.close()
 
     async def end_streams(self) -> None:
         """See `Worker`."""
@@ -76,6 +84,7 @@ async def serve(
 
     Raises:
         CheckpointError: the model folder cannot be served.
+        CorpusError: a file of texts cannot be read, or begins with a line that is none.
         OSError: the address is taken.
         CertificateError: the TLS files cannot be used.
         WorkerRefused: a coordinator does not take this worker.

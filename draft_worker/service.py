@@ -23,6 +23,7 @@ from outrider.draft_worker.growth_thread import (
 )
 from outrider.draft_worker.session import GrowthLimits, GrowthMode, SessionStart
 from outrider.errors import FieldViolation, InvalidRequest, OutriderError
+from outrider.growth_source import ALL_SOURCES, GrowthSource, sources_from_proto, sources_to_proto
 from outrider.log_output import about
 from outrider.sampling import SamplingSpec
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc
@@ -209,10 +210,19 @@ def _session_start(opened: common_pb2.SessionOpen, incarnation: int, stream: _St
         output=output,
         sampling=sampling,
         limits=GrowthLimits(mode=_MODES[opened.limits.mode], **bounds),
+        sources=sources_from_proto(opened.sources, default=ALL_SOURCES),
     )
 
 
 def _growth_message(growths: Sequence[SessionGrowth], step: GrowthStep, load: Load) -> draft_pb2.DraftGrowth:
+    sources, report = [], None
+    if step.source is GrowthSource.MODEL:
+        report = common_pb2.StepReport(
+            step_ns=step.step_ns, forward_ns=step.forward_ns, tokens=step.tokens, sessions=step.sessions
+        )
+    else:
+        # Without a report: its time says nothing of when more is to be expected.
+        sources = sources_to_proto([step.source]) * sum(len(growth.node_ids) for growth in growths)
     return draft_pb2.DraftGrowth(
         session_ids=[growth.session_id for growth in growths],
         epochs=[growth.epoch for growth in growths],
@@ -223,9 +233,8 @@ def _growth_message(growths: Sequence[SessionGrowth], step: GrowthStep, load: Lo
         tokens=[token for growth in growths for token in growth.tokens],
         acceptance=floats_to_bytes([value for growth in growths for value in growth.acceptance]),
         complete=[growth.complete for growth in growths],
-        report=common_pb2.StepReport(
-            step_ns=step.step_ns, forward_ns=step.forward_ns, tokens=step.tokens, sessions=step.sessions
-        ),
+        report=report,
         load=pack_load(load),
+        sources=sources,
         distributions=pack_distributions([q for growth in growths for q in growth.distributions]),
     )

@@ -6,7 +6,7 @@ committed length; otherwise the tokens from `kv_len` on (prompt, gaps, the targe
 whose last row gives the root its children.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -16,9 +16,11 @@ import numpy.typing as npt
 
 from outrider.acceptance_calibration import AcceptanceCalibration
 from outrider.draft_worker.draft_tree import DraftNode, DraftTree, assign_keys
+from outrider.draft_worker.session_checks import final_tokens, new_tokens
 from outrider.engine.kv_slots import SlotTable
 from outrider.grammar.matcher import SessionGrammar
-from outrider.sampling import SamplingSpec, VerificationRule
+from outrider.growth_source import ALL_SOURCES, GrowthSource
+from outrider.sampling import SamplingSpec
 
 
 class GrowthMode(Enum):
@@ -59,6 +61,7 @@ class SessionStart:
         epoch: counts the opens of this session.
         prompt: at least one token.
         output: tokens committed so far.
+        sources: by which of the worker's sources it may grow.
     """
 
     key: tuple[int, int]
@@ -68,10 +71,7 @@ class SessionStart:
     output: Sequence[int]
     sampling: SamplingSpec
     limits: GrowthLimits
-
-
-class CommitMismatch(ValueError):
-    """A commit that does not continue what the session holds."""
+    sources: Collection[GrowthSource] = ALL_SOURCES
 
 
 class DraftSession:
@@ -114,7 +114,7 @@ class DraftSession:
             max_depth=start.limits.max_depth,
             max_children=start.limits.max_live_nodes,
             last_position=min(self.prompt_len + start.sampling.max_new_tokens, max_model_len) - 1,
-            final_tokens=_final_tokens(start.sampling),
+            final_tokens=final_tokens(start.sampling),
         )
 
     @property
@@ -146,13 +146,7 @@ class DraftSession:
         Raises:
             CommitMismatch: tokens are missing before `position`, or differ from what was committed.
         """
-        known = self.length - position
-        if known < 0:
-            raise CommitMismatch(f"commit at {position}, but only {self.length} tokens are known")
-        if known:
-            if list(token_ids[:known]) != self.tokens[position : position + len(token_ids)]:
-                raise CommitMismatch(f"commit at {position} differs from what was committed there")
-            token_ids = token_ids[known:]
+        token_ids = new_tokens(self.tokens, position, token_ids)
         if token_ids:
             self._observe(token_ids, calibration)
             self._reroot(token_ids)
@@ -207,11 +201,3 @@ class DraftSession:
         self._slots.retain(self.row, self.kv_len, [*kept, *[node.key_offset for node in survivors]])
         self.kv_len += len(kept)
         assign_keys(survivors, 0)
-
-
-def _final_tokens(sampling: SamplingSpec) -> frozenset[int]:
-    """The tokens that have no children."""
-    if sampling.rule is VerificationRule.REJECTION:
-        # How long a chain is must not depend on its tokens: it decides what is submitted.
-        return frozenset()
-    return frozenset(sampling.stop_token_ids)

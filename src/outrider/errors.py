@@ -7,10 +7,12 @@
     │   └── WorkerHung       a step of a worker does not come back: its process has to end  UNAVAILABLE
     ├── WorkerRefused        a worker does not fit this service                       FAILED_PRECONDITION
     ├── Superseded           another stream took the request over, or it was aborted  ABORTED
+    │   └── WeightsReplaced  it began with weights that the service does not run with any more  ABORTED
     ├── InternalError        a defect of the service ended this request               INTERNAL
     │   └── PoisonRequest    it crashed two target workers and is not tried again     INTERNAL
     ├── OutOfSlots           the KV cache has no room (inside a worker)               RESOURCE_EXHAUSTED
     ├── CheckpointError      a checkpoint folder cannot be served                     FAILED_PRECONDITION
+    ├── CorpusError          a file of texts for the n-gram source cannot be read      FAILED_PRECONDITION
     ├── CertificateError     own certificate or key cannot be used                    FAILED_PRECONDITION
     ├── TokenFileError       the coordinator's file of tokens cannot be used           FAILED_PRECONDITION
     ├── MissingPackage       an optional package is not installed                     FAILED_PRECONDITION
@@ -70,6 +72,10 @@ class Superseded(OutriderError):
     """The request was taken over by another stream or aborted."""
 
 
+class WeightsReplaced(Superseded):
+    """The request began with weights that have been replaced; whoever wants an answer of the new ones asks anew."""
+
+
 class InternalError(OutriderError):
     """A defect of the service ended this request, and no other."""
 
@@ -84,6 +90,10 @@ class OutOfSlots(OutriderError):
 
 class CheckpointError(OutriderError):
     """A checkpoint folder is missing files, unsafe or of an architecture that is not served."""
+
+
+class CorpusError(OutriderError):
+    """A file of texts for the n-gram source is missing or has a line that is no text."""
 
 
 class CertificateError(OutriderError):

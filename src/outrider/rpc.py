@@ -68,6 +68,7 @@ CODES: dict[type[errors.OutriderError], grpc.StatusCode] = {
     errors.WorkerUnavailable: grpc.StatusCode.UNAVAILABLE,
     errors.WorkerRefused: grpc.StatusCode.FAILED_PRECONDITION,
     errors.CheckpointError: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.CorpusError: grpc.StatusCode.FAILED_PRECONDITION,
     errors.MissingPackage: grpc.StatusCode.FAILED_PRECONDITION,
     errors.GrammarUnsupported: grpc.StatusCode.FAILED_PRECONDITION,
     errors.LoadtestFailed: grpc.StatusCode.FAILED_PRECONDITION,

@@ -9,7 +9,8 @@ from outrider.acceptance_calibration import AcceptanceCalibration
 from outrider.coordinator.answers import check_load
 from outrider.coordinator.commands import status_dict
 from outrider.coordinator.registered_worker import RegisteredWorker
-from outrider.draft_worker.calibration_report import pack_calibration
+from outrider.draft_worker.calibration_report import pack_calibrations
+from outrider.growth_source import GrowthSource
 from outrider.v1 import common_pb2, generation_pb2, registry_pb2
 from outrider.wire import floats_to_bytes
 
@@ -46,7 +47,7 @@ def test_what_drafts_report_is_taken():
     check_load(common_pb2.WorkerLoad())
     calibration = AcceptanceCalibration(branching=4)
     calibration.observe(np.array([0, 1]), 1)
-    packed = pack_calibration(calibration)
+    packed = pack_calibrations({GrowthSource.MODEL: calibration})
     assert packed.rules
     check_load(common_pb2.WorkerLoad(busy=1.0, calibration=packed))
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from outrider.draft_worker.growth_step import GrowthStep
-from outrider.draft_worker.session import CommitMismatch, GrowthLimits
+from outrider.draft_worker.session import GrowthLimits
+from outrider.draft_worker.session_checks import CommitMismatch
 from outrider.sampling import SamplingSpec
 
 Make = Callable[..., Any]

@@ -17,7 +17,8 @@ from outrider.draft_distribution import WEIGHT_SUM
 from outrider.draft_worker.draft_tree import DraftNode
 from outrider.draft_worker.growth import TreeGrowth
 from outrider.draft_worker.growth_step import GrowthStep
-from outrider.draft_worker.session import CommitMismatch, DraftSession, GrowthLimits, GrowthMode
+from outrider.draft_worker.session import DraftSession, GrowthLimits, GrowthMode
+from outrider.draft_worker.session_checks import CommitMismatch
 from outrider.errors import OutriderError
 from outrider.kernels.noise import gumbel_noise
 from outrider.sampling import SamplingSpec, VerificationRule

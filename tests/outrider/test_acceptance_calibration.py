@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 
 from outrider.acceptance_calibration import RELIABILITY_EDGES, AcceptanceCalibration
-from outrider.draft_worker.calibration_report import pack_calibration
+from outrider.draft_worker.calibration_report import pack_calibrations
+from outrider.growth_source import GrowthSource
 from outrider.wire import floats_from_bytes
 
 GREEDY = np.zeros(1, dtype=np.float32)
@@ -149,7 +150,7 @@ def test_the_report_has_a_rule_for_each_that_was_observed():
     log_q = np.log(np.array([[0.6, 0.3]], dtype=np.float32))
     calibration.observe(calibration.buckets(log_q, log_q + 2, COUPLED)[0], 1)
     calibration.observe(calibration.independent_buckets(log_q)[0], -1)
-    report = pack_calibration(calibration)
+    report = pack_calibrations({GrowthSource.MODEL: calibration})
     assert [rule.rule for rule in report.rules] == ["coupled", "target_only"]
     assert [sum(rule.hits) for rule in report.rules] == [1, 0]
     # Its own probability is the prior there.
