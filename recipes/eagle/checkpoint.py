@@ -7,7 +7,7 @@ import torch
 from export import load_checkpoint
 from head import Eagle3
 from llama import Llama, LlamaShape
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 
 def load_target(folder: Path, device: torch.device) -> Llama:
@@ -19,6 +19,11 @@ def load_target(folder: Path, device: torch.device) -> Llama:
     )  # fmt: skip
     shape = LlamaShape(**{name: config[name] for name in names}, rope_theta=config["rope_parameters"]["rope_theta"])
     return load_checkpoint(folder, shape, device).requires_grad_(False)
+
+
+def load_head(head: Eagle3, folder: Path) -> None:
+    """Takes the weights of a head that `save_head` wrote."""
+    head.load_state_dict({name: value.float() for name, value in load_file(folder / "model.safetensors").items()})
 
 
 def save_head(head: Eagle3, folder: Path) -> None:

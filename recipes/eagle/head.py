@@ -72,8 +72,14 @@ class Eagle3(nn.Module):
             elif parameter.ndim == 2:
                 nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
 
+    def start_from(self, target: Llama) -> None:
+        """Begins with the norm that the target's output layer is used to."""
+        self.norm.weight.data.copy_(target.model.norm.weight)
+
     def unroll(self, features: Tensor, embedded: Tensor, steps: int) -> list[Tensor]:
         """Normed hidden rows of `steps` drafting steps, each on the hidden rows of the one before.
+
+        Row i of each reads the token after position i + steps - 1: all steps look at the same places.
 
         At step s row r stands at position r + s: s tokens past the last whose features it knows. It sees the features'
         rows up to r, and of each step in between the row of its own chain.
@@ -84,7 +90,7 @@ class Eagle3(nn.Module):
             steps: how many.
 
         Returns:
-            [N, T - s, C] for s = 0, 1, ...
+            `steps` times [N, T + 1 - steps, C].
         """
         layer, dtype = self.midlayer, features.dtype
         length = features.shape[1]
@@ -103,7 +109,7 @@ class Eagle3(nn.Module):
             mixed = _attend(query, [k[:, :, :rows] for k in keys], [v[:, :, :rows] for v in values])
             hidden = entering + project(mixed.transpose(1, 2).flatten(2), layer.self_attn.o_proj)
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-            normed.append(self.norm(hidden))
+            normed.append(self.norm(hidden[:, steps - 1 - step :]))
         return normed
 
 

@@ -25,7 +25,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "recipes" / "embedded_pair")]
 
-from checkpoint import load_target, save_head  # noqa: E402 the pair's recipe must be found first
+from checkpoint import load_head, load_target, save_head  # noqa: E402 the pair's recipe must be found first
 from head import Eagle3, target_rows  # noqa: E402
 from llama import Llama, LlamaShape  # noqa: E402
 from optimisation import build_optimisers, set_learning_rate  # noqa: E402
@@ -55,6 +55,7 @@ class Recipe:
         windows: of a step.
         seconds: how long the loop runs; learning rates follow the clock.
         measured: windows at the end of the source that are not trained on.
+        begin_with: folder of a head to go on with; empty: fresh weights.
     """
 
     shape: LlamaShape
@@ -66,11 +67,12 @@ class Recipe:
     text_tokens: int = 30_000_000
     seconds: float = 600.0
     measured: int = 32
+    begin_with: str = ""
 
 
 FULL = Recipe(
     shape=LlamaShape(
-        hidden_size=384, intermediate_size=1024, num_hidden_layers=1, num_attention_heads=3, num_key_value_heads=1
+        hidden_size=384, intermediate_size=1536, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=1
     ),
     taps=(1, 3, 5),
     written=SamplingConfig(rounds=6, sequences=8192),
@@ -107,6 +109,9 @@ def train(recipe: Recipe, work: Path, device: torch.device) -> None:
     written = write_texts(target, source, recipe.written, compute_dtype(device))
     torch.manual_seed(recipe.windows.seed)
     head = Eagle3(recipe.shape, recipe.taps).to(device)
+    head.start_from(target)
+    if recipe.begin_with:
+        load_head(head, Path(recipe.begin_with))
     logger.info("%.3f M parameters", sum(p.numel() for p in head.parameters()) / 1e6)
     steps = run_loop(head, target, torch.cat((source, written)), recipe, lambda: save_head(head, work / "head"))
     report = {
@@ -167,17 +172,18 @@ def _losses(
     embedded = functional.embedding(tokens[:, 1:], embedding).to(dtype)
     normed = head.unroll(features[:, :-1], embedded, unroll)
     output = embedding.to(dtype)
-    return [
-        divergence(rows.flatten(0, 1), output, logits[:, step + 1 :].flatten(0, 1)) for step, rows in enumerate(normed)
-    ]
-
-
-def _divergence(rows: Tensor, output: Tensor, target_logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean KL(p || q) in nats and mean total variation; rows [R, C], output [V, C], target_logits [R, V]."""
-    log_q = functional.linear(rows, output).float().log_softmax(-1)
-    log_p = target_logits.float().log_softmax(-1)
+    log_p = logits[:, unroll:].flatten(0, 1).float().log_softmax(-1)
     p = log_p.exp()
-    return (p * (log_p - log_q)).sum(-1).mean(), 0.5 * (p - log_q.exp()).abs().sum(-1).mean()
+    entropy = -(p * log_p).sum(-1).mean()
+    p = p.to(dtype)
+    losses = [divergence(rows.flatten(0, 1), output, p) for rows in normed]
+    return [(cross_entropy - entropy, variation) for cross_entropy, variation in losses]
+
+
+def _divergence(rows: Tensor, output: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean cross entropy of q under p in nats, and mean total variation; rows [R, C], output [V, C], p [R, V]."""
+    log_q = functional.linear(rows, output).float().log_softmax(-1)
+    return -(p * log_q).sum(-1).mean(), 0.5 * (p - log_q.exp()).abs().sum(-1).mean()
 
 
 @torch.no_grad()
@@ -192,7 +198,7 @@ def measure(head: Eagle3, target: Llama, stream: Tensor, recipe: Recipe) -> list
         features, logits = target_rows(target, tokens, head.taps, dtype)
         embedded = functional.embedding(tokens[:, 1:], target.model.embed_tokens.weight).to(dtype)
         for step, rows in enumerate(head.unroll(features[:, :-1], embedded, recipe.unroll)):
-            q, p = functional.linear(rows, output).float(), logits[:, step + 1 :].float()
+            q, p = functional.linear(rows, output).float(), logits[:, recipe.unroll :].float()
             sums[step, 0] += (q.argmax(-1) == p.argmax(-1)).float().mean()
             sums[step, 1] += torch.minimum(q.softmax(-1), p.softmax(-1)).sum(-1).mean()
     means = (sums / recipe.measured).tolist()
@@ -219,6 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--window", type=int, help="tokens of a window")
     parser.add_argument("--unroll", type=int, help="drafting steps that are trained")
     parser.add_argument("--taps", type=int, nargs=3, help="after how many layers features are taken")
+    parser.add_argument("--begin-with", help="folder of a head to go on with")
     parser.add_argument("--matrix-lr", type=float, help="learning rate of the matrices")
     parser.add_argument("--no-compile", action="store_true", help="do without torch.compile")
     parser.add_argument("--tiny", action="store_true", help="a few seconds of each stage, to try the recipe itself")
@@ -245,6 +252,7 @@ def _recipe(options: argparse.Namespace) -> Recipe:
     changes = {
         "seconds": options.seconds,
         "unroll": options.unroll,
+        "begin_with": options.begin_with,
         "taps": None if options.taps is None else tuple(options.taps),
         "windows": replace(recipe.windows, **{name: value for name, value in windows.items() if value is not None}),
         "written": replace(recipe.written, **{name: value for name, value in written.items() if value is not None}),
