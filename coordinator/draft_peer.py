@@ -7,6 +7,7 @@ import numpy as np
 from outrider.coordinator.firing import Latency
 from outrider.coordinator.links import DraftLink
 from outrider.coordinator.messages import GrowthBatch
+from outrider.growth_source import GrowthSource
 from outrider.v1 import registry_pb2
 
 
@@ -18,6 +19,7 @@ class DraftPeer:
         last_growth_ns: when it last sent growth, of whatever session.
         response: from a commit to the first growth that knows of it.
         width: nodes of one session that a step of it expands, an average that forgets.
+        sources: by what it grows.
         is_draining: it takes no new sessions.
     """
 
@@ -28,6 +30,7 @@ class DraftPeer:
     last_growth_ns: int = 0
     response: Latency = field(default_factory=Latency)
     width: float = 8.0
+    sources: frozenset[GrowthSource] = frozenset({GrowthSource.MODEL})
     is_draining: bool = False
 
     @property

@@ -1,17 +1,19 @@
 """Which drafts grow which session's tree.
 
 A session gets the drafts with the fewest sessions. `async` trees merge the growth of up to `drafts_per_session` of
-them; a `sync` tree of a fixed shape has one, and so has a chain of rejection, each token of which was drawn from the q
-that travels with it. Nobody has a second draft at the cost of a session without any. docs/several-drafts.md says when a
-second one pays.
+them for each source (model, n-gram) that the session listens to and some draft has; a `sync` tree of a fixed shape has
+one draft, and so has a chain of rejection, each token of which was drawn from the q that travels with it. Nobody has a
+second draft of a source at the cost of a session without any. docs/several-drafts.md says when a second one pays,
+docs/sources.md when another source does.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.draft_peer import DraftPeer
 from outrider.coordinator.messages import SpeculationMode
 from outrider.coordinator.session import Session
+from outrider.growth_source import ALL_SOURCES, GrowthSource
 
 
 class DraftPlaces:
@@ -30,47 +32,74 @@ class DraftPlaces:
 
     def assign(self, session: Session) -> None:
         """Gives a session the drafts that it lacks, as far as there is room."""
-        while len(session.draft_epochs) < self._wanted(session):
-            peers = self._open_to(session)
-            if peers:
-                peer = min(peers, key=lambda peer: len(peer.sessions))
-            elif session.draft_epochs or (peer := self._reclaim(session)) is None:
-                return
-            opening = session.opening(max_live_nodes=self._config.max_live_nodes)
-            session.draft_epochs[peer.worker_id] = opening.epoch
-            peer.sessions.add(session.session_id)
-            peer.link.open_session(opening)
+        self._assign(session, self._kinds())
 
     def assign_all(self, sessions: Iterable[Session]) -> None:
         """The same for many; those without any draft come first."""
+        kinds = self._kinds()
         for session in sorted(sessions, key=lambda session: len(session.draft_epochs)):
-            self.assign(session)
-            if not session.draft_epochs and not session.refused_by and self._wanted(session):
+            self._assign(session, kinds)
+            is_left_out = not session.draft_epochs and not session.refused_by and self._wanted(session)
+            if is_left_out and session.request.sources == ALL_SOURCES:
                 # There is no place anywhere: to look through all sessions once is enough.
                 return
 
+    def _kinds(self) -> set[frozenset[GrowthSource]]:
+        """What drafts grow by, each combination once."""
+        return {peer.sources for peer in self._drafts.values()}
+
+    def _assign(self, session: Session, kinds: Collection[frozenset[GrowthSource]]) -> None:
+        wanted = self._wanted(session)
+        if not wanted or (len(kinds) == 1 and len(session.draft_epochs) >= wanted):
+            return
+        has_one = session.mode is SpeculationMode.SYNC or session.mirror.is_chain
+        for source in sorted(session.request.sources & frozenset().union(*kinds)):
+            while self._count(session, source) < wanted and not (has_one and session.draft_epochs):
+                peers = self._open_to(session, source)
+                if peers:
+                    peer = min(peers, key=lambda peer: len(peer.sessions))
+                elif self._count(session, source) or (peer := self._reclaim(session, source)) is None:
+                    break
+                self._open(session, peer)
+
+    def _open(self, session: Session, peer: DraftPeer) -> None:
+        opening = session.opening(max_live_nodes=self._config.max_live_nodes)
+        session.draft_epochs[peer.worker_id] = opening.epoch
+        peer.sessions.add(session.session_id)
+        peer.link.open_session(opening)
+
     def _wanted(self, session: Session) -> int:
+        """Drafts for each source."""
         if session.mode is SpeculationMode.OFF:
             return 0
         if session.mode is SpeculationMode.SYNC or session.mirror.is_chain:
             return 1
         return self._config.drafts_per_session
 
-    def _open_to(self, session: Session) -> list[DraftPeer]:
+    def _count(self, session: Session, source: GrowthSource) -> int:
+        """Drafts that grow a session's tree by this source."""
+        return sum(source in self._drafts[worker_id].sources for worker_id in session.draft_epochs)
+
+    def _open_to(self, session: Session, source: GrowthSource) -> list[DraftPeer]:
         return [
             peer
             for worker_id, peer in self._drafts.items()
-            if peer.has_room and worker_id not in session.refused_by and worker_id not in session.draft_epochs
+            if source in peer.sources
+            and peer.has_room
+            and worker_id not in session.refused_by
+            and worker_id not in session.draft_epochs
         ]
 
-    def _reclaim(self, session: Session) -> DraftPeer | None:
-        """A place for a session without any draft, of one that has several; None where there is none."""
+    def _reclaim(self, session: Session, source: GrowthSource) -> DraftPeer | None:
+        """A place for a session without any draft of this source, of one that has several; None where there is none."""
+        if self._config.drafts_per_session == 1:
+            return None
         for worker_id, peer in self._drafts.items():
-            if worker_id in session.refused_by:
+            if worker_id in session.refused_by or source not in peer.sources:
                 continue
             for session_id in peer.sessions:
                 other = self._sessions[session_id]
-                if len(other.draft_epochs) > 1:
+                if self._count(other, source) > 1:
                     peer.link.close_session(session_id, other.draft_epochs.pop(worker_id))
                     other.mirror.forget_worker(worker_id)
                     peer.sessions.discard(session_id)

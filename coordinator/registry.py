@@ -246,7 +246,8 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 worker.worker_id, link, worker.introduction.limits, on_failure=worker.lose, on_hang=worker.hang
             )
         else:
-            self._scheduler.add_draft(worker.worker_id, link, worker.introduction.limits)
+            told = worker.introduction
+            self._scheduler.add_draft(worker.worker_id, link, told.limits, sources=told.sources)
         worker.is_serving = True
         # What came meanwhile has not been acted upon.
         worker.news.set()

@@ -9,7 +9,7 @@ import functools
 import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from outrider.coordinator import clock, draining
 from outrider.coordinator.admission import Admission, Occupancy
@@ -29,6 +29,7 @@ from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.verify_loop import Totals, VerifyLoop
 from outrider.coordinator.watchdog import watch_steps
 from outrider.errors import FieldViolation, InvalidRequest, OutriderError, Overloaded, PoisonRequest, WorkerUnavailable
+from outrider.growth_source import GrowthSource, sources_from_proto
 from outrider.log_output import about
 from outrider.v1 import common_pb2, registry_pb2
 
@@ -36,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 # A worker's error of a session (a lost state, say) is answered by opening it anew; the same again is given up.
 MAX_REOPENINGS = 2
+# By what no draft grows.
+_TARGETS_OWN = frozenset({GrowthSource.EAGLE})
 # How long a session that a full target turned away waits before it asks again.
 _NO_ROOM_PAUSE_NS = 50_000_000
 
@@ -367,9 +370,12 @@ class Scheduler:
         finally:
             self._places_nobody = False
 
-    def add_draft(self, worker_id: str, link: DraftLink, limits: registry_pb2.WorkerLimits) -> None:
-        """A draft worker is ready; sessions without one are given to it."""
-        self._drafts[worker_id] = DraftPeer(worker_id=worker_id, link=link, limits=limits)
+    def add_draft(
+        self, worker_id: str, link: DraftLink, limits: registry_pb2.WorkerLimits, *, sources: Iterable[int] = ()
+    ) -> None:
+        """A draft worker is ready; sessions without one are given to it. `sources` as its introduction has them."""
+        known = sources_from_proto(sources, default=(GrowthSource.MODEL,))
+        self._drafts[worker_id] = DraftPeer(worker_id=worker_id, link=link, limits=limits, sources=known)
         self._assign_drafts()
 
     def remove_draft(self, worker_id: str) -> None:
@@ -408,7 +414,9 @@ class Scheduler:
             for session_id, epoch in zip(growth.session_ids, growth.epochs, strict=True)
         ]
         for session, as_of in zip(sessions, growth.as_of, strict=True):
-            if session is not None and session.unanswered_commits and as_of == len(session.token_ids):
+            if session is None or not session.unanswered_commits or as_of != len(session.token_ids):
+                continue
+            if self._is_waited_for(peer, session):
                 if session.unanswered_commits == 1 and not session.mirror.root_was_drafted:
                     peer.response.observe(peer.last_growth_ns - session.committed_ns)
                 session.unanswered_commits = 0
@@ -427,6 +435,12 @@ class Scheduler:
         for lane in self._lanes.values():
             if any(session is not None and session.session_id in lane.sessions for session in sessions):
                 lane.notify()
+
+    def _is_waited_for(self, peer: DraftPeer, session: Session) -> bool:
+        """Whether there is more to come of this draft: a trie answers at once and in full, a model goes on."""
+        if len(session.draft_epochs) == 1 or GrowthSource.MODEL in peer.sources:
+            return True
+        return all(GrowthSource.MODEL not in self._drafts[worker_id].sources for worker_id in session.draft_epochs)
 
     def take_draft_error(self, worker_id: str, session_id: int, epoch: int, message: str) -> None:
         """A draft cannot serve a session: it goes on without this draft."""
@@ -470,7 +484,7 @@ class Scheduler:
             bool(session.draft_epochs)
             for lane in self._lanes.values()
             for session in lane.sessions.values()
-            if session.may_speculate
+            if session.may_speculate and session.request.sources != _TARGETS_OWN
         ]
         return len(speculating), speculating.count(False)
 
