@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from outrider.engine.config import EngineConfig
 from outrider.engine.model_runner import ModelRunner
@@ -46,12 +48,12 @@ class PairHead:
     taps = (1, -1)
     feature_size = 64
 
-    def __init__(self, texts: Sequence[Sequence[int]], vocab_size: int, device: torch.device) -> None:
+    def __init__(self, texts: Sequence[Sequence[int]], vocab_size: int) -> None:
         counts = torch.rand((vocab_size, vocab_size), generator=torch.Generator().manual_seed(1)) / 2
         for text in texts:
             for first, second in itertools.pairwise(text):
                 counts[first, second] += 1
-        self.counts = counts.to(device)
+        self.counts = counts
 
     def fuse(self, features: torch.Tensor) -> torch.Tensor:
         return features
@@ -78,8 +80,9 @@ class PairHead:
 def make_verifier(
     folder: Path, head: PairHead | None = None, shape: RoundShape | None = None, **options: Any
 ) -> Verifier:
-    config: dict[str, Any] = {"num_slots": 600, "max_num_seqs": 12, "max_tree_nodes": 12, "max_model_len": 96}
-    engine = EngineConfig(model_path=folder, dtype="float32", torch_threads=1, **(config | options))
+    config: dict[str, Any] = {"num_slots": 600, "max_num_seqs": 12, "max_tree_nodes": 12}
+    config |= {"max_model_len": 96, "torch_threads": 1} | options
+    engine = EngineConfig(model_path=folder, dtype="float32", **config)
     runner = ModelRunner(engine, decoder=True)
     rounds = None if head is None or shape is None else RoundDraft(round_runner(runner, head, shape), runner.slots)
     return Verifier(runner, max_step_tokens=128, rounds=rounds)
@@ -87,11 +90,12 @@ def make_verifier(
 
 def round_runner(runner: ModelRunner, head: PairHead, shape: RoundShape) -> RoundRunner:
     assert runner.steps is not None
+    head.counts = head.counts.to(runner.device)
     caches = HeadCaches(keys=torch.zeros(1, 1, 1), values=torch.zeros(1, 1, 1))
     rows, row_len = runner.slots.table.shape
     program = RoundProgram(runner.steps.program, head, caches, shape=shape, max_rows=rows)
     ladder = RoundLadder(shape, max_tokens=512, max_sessions=rows, row_len=row_len)
-    return RoundRunner(program, shape, ladder, runner.slots, graphs=runner.device.type == "cuda")
+    return RoundRunner(program, shape, ladder, runner.slots, graphs=not runner.config.enforce_eager)
 
 
 class Client:
@@ -194,7 +198,7 @@ def plain(checkpoint: Path) -> Client:
 
 
 def head_of(plain: Client) -> PairHead:
-    return PairHead([[*p, *o] for p, o in zip(plain.prompts, plain.outputs, strict=True)], 61, torch.device("cpu"))
+    return PairHead([[*p, *o] for p, o in zip(plain.prompts, plain.outputs, strict=True)], 61)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -231,3 +235,64 @@ def test_sessions_come_and_go_between_rounds(seed: int, checkpoint: Path, plain:
     assert client.adventurous(random.Random(seed), expected_chains) == expected
     assert verifier.preemptions > 0
     assert verifier.slots_used == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_captured_rounds_give_the_tokens_of_plain_steps(
+    shape: RoundShape, enforce_eager: bool, checkpoint: Path
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    plain = Client(make_verifier(checkpoint, device="cuda", enforce_eager=True))
+    plain.all(resident=False)
+    verifier = make_verifier(checkpoint, head_of(plain), shape, device="cuda", enforce_eager=enforce_eager)
+    assert verifier._rounds is not None
+    rounds = verifier._rounds.runner
+    rounds.warm_up()
+    assert (rounds.graphs > 0) is not enforce_eager
+    for _ in range(2):
+        client = Client(verifier)
+        assert client.all(resident=True) == plain.outputs
+        for number, spec in enumerate(client.specs):
+            if spec.logprobs is not None:
+                for ours, theirs in zip(client.logprobs(number), plain.logprobs(number), strict=True):
+                    np.testing.assert_allclose(ours, theirs, atol=1e-4)
+        assert sum(len(result.accepted_nodes) for results in client.results for result in results) > len(SPECS)
+        # Rounds with lists and log probabilities have graphs of their own.
+        while (missing := rounds.missing) is not None:
+            rounds.capture(missing)
+    client = Client(verifier)
+    assert client.adventurous(random.Random(1), plain.outputs) == plain.outputs
+    assert verifier.slots_used == 0
+
+
+@pytest.mark.gpu
+def test_a_round_is_one_graph_and_waits_for_nothing(checkpoint: Path, plain: Client) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    verifier = make_verifier(checkpoint, head_of(plain), SHAPES[1], device="cuda")
+    assert verifier._rounds is not None
+    verifier._rounds.runner.warm_up()
+    specs = [replace(spec, stop_token_ids=()) for spec in SPECS if not spec.reads_logits and spec.max_new_tokens > 8]
+    client = Client(verifier, specs)
+    while any(len(results) < 4 for results in client.results):
+        client.step([client.request(number, resident=True) for number in client.live])
+    calls = Counter()
+    rounds = 3
+    for _ in range(rounds):
+        requests = [client.request(number, resident=True) for number in client.live]
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+            pending = verifier.begin(requests)
+            while not pending.forward.is_done:
+                pass
+            result = verifier.finish(pending)
+        calls.update(event.name for event in trace.events() or () if event.name.startswith("cu"))
+        for request, one in zip(requests, result.results, strict=True):
+            client.outputs[request.key[1]] += one.token_ids
+    assert sum(count for name, count in calls.items() if "GraphLaunch" in name) == rounds
+    # The profiler itself waits for the device when it ends.
+    waits = sum(count for name, count in calls.items() if "Synchronize" in name and "Device" not in name)
+    assert waits == 0, calls

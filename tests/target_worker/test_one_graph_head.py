@@ -29,15 +29,18 @@ SPECS = [
 ]
 
 
+SHAPES = [RoundShape(), RoundShape(steps=3, candidates=2)]
+
+
 @pytest.fixture(scope="module")
 def head_folder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_random_eagle(tmp_path_factory.mktemp("head"), checkpoint, taps=(0, 1, 2), seed=2)
 
 
-def make_runner(folder: Path) -> ModelRunner:
+def make_runner(folder: Path, device: str) -> ModelRunner:
     config = EngineConfig(
         model_path=folder, dtype="float32", num_slots=300, max_num_seqs=4, max_model_len=96, max_tree_nodes=12,
-        torch_threads=1,
+        torch_threads=1, device=device, enforce_eager=False,
     )  # fmt: skip
     return ModelRunner(config, decoder=True, feeds_head=True)
 
@@ -63,11 +66,11 @@ def drafted_anew(
         view = runner.attention_step(builder.build())
         assert view.batch.positions is not None
         hidden = resident.head.forward(
-            hidden, torch.tensor(following), positions=view.batch.positions, write_slots=view.write_slots,
-            batch=view.batch, key_cache=resident.key_cache, value_cache=resident.value_cache,
+            hidden, torch.tensor(following, device=runner.device), positions=view.batch.positions,
+            write_slots=view.write_slots, batch=view.batch, key_cache=resident.key_cache, value_cache=resident.value_cache,
         )[-1:]  # fmt: skip
         ids, _ = coupled_topk(
-            resident.head.logits(hidden), torch.from_numpy(record), torch.tensor([len(tokens) + step]),
+            resident.head.logits(hidden).cpu(), torch.from_numpy(record), torch.tensor([len(tokens) + step]),
             torch.tensor([spec.temperature]), torch.tensor([spec.top_k]), torch.tensor([spec.top_p]),
             torch.tensor([spec.min_p]), k=shape.candidates,
         )  # fmt: skip
@@ -77,19 +80,35 @@ def drafted_anew(
     return found
 
 
-@pytest.mark.parametrize("shape", [RoundShape(), RoundShape(steps=3, candidates=2)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_candidates_are_those_of_the_whole_sequence(shape: RoundShape, checkpoint: Path, head_folder: Path) -> None:
-    runner = make_runner(checkpoint)
+    check_candidates(shape, checkpoint, head_folder, device="cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_candidates_are_those_of_the_whole_sequence_on_cuda(
+    shape: RoundShape, checkpoint: Path, head_folder: Path
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    check_candidates(shape, checkpoint, head_folder, device="cuda")
+
+
+def check_candidates(shape: RoundShape, checkpoint: Path, head_folder: Path, *, device: str) -> None:
+    """Rounds of three sessions, and after each what the head says from scratch."""
+    runner = make_runner(checkpoint, device)
     resident = ResidentDraft.load(ResidentConfig(head=head_folder), runner)
     rounds = make_rounds(runner, resident, shape)
+    rounds.runner.warm_up()
     verifier = Verifier(runner, max_step_tokens=40, max_prefill_tokens=7, rounds=rounds, resident=resident)
-    other = make_runner(checkpoint)
+    other = make_runner(checkpoint, device)
     anew = ResidentDraft.load(ResidentConfig(head=head_folder), other)
     chance = random.Random(5)
     texts = [[chance.randrange(61) for _ in range(5 + 6 * number)] for number in range(len(SPECS))]
     for number, (text, spec) in enumerate(zip(texts, SPECS, strict=True)):
         verifier.open(OpenRequest(key=(1, number), epoch=1, prompt=list(text), output=[], sampling=spec))
-    checked = accepted = 0
+    checked = 0
     for step in range(12):
         # A plain step now and then: the ordinary way has to keep the head's KV up, too.
         requests = [
@@ -103,7 +122,6 @@ def test_candidates_are_those_of_the_whole_sequence(shape: RoundShape, checkpoin
         for text, result in zip(texts, verifier.step(requests).results, strict=True):
             assert result.outcome is not Outcome.ERROR
             text.extend(result.token_ids)
-            accepted += len(result.accepted_nodes)
         for number, session in enumerate(verifier._sessions.values()):
             if session.drafted_at == len(texts[number]):
                 found = rounds.runner.program.known[session.row].tolist()

@@ -82,6 +82,11 @@ class RoundRunner:
         return len(self._graphs)
 
     @property
+    def missing(self) -> Bucket | None:
+        """The bucket that `capture` should be called for when there is time, if any."""
+        return self._graphs.missing
+
+    @property
     def due(self) -> Bucket | None:
         """The bucket whose capture is worth holding rounds up, if any."""
         return self._graphs.due

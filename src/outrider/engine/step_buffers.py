@@ -185,7 +185,7 @@ class StepBuffer:
 
     def wait(self) -> None:
         """Until the step that used the buffers last is done."""
-        if self._events and self._used:
+        if not self.is_done:
             self._events[1].synchronize()
 
     def elapsed_ns(self) -> int:
