@@ -316,6 +316,9 @@ class TargetLane:
     def _opening(self, session: Session) -> SessionOpening:
         opening = session.opening(max_live_nodes=0)
         session.target_id, session.target_epoch = self.worker_id, opening.epoch
+        if not session.mirror.is_chain:
+            # What a target drafts by itself is numbered anew.
+            session.mirror.forget_worker(self.worker_id)
         return opening
 
     def learn(

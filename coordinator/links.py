@@ -30,6 +30,7 @@ from outrider.coordinator.messages import (
     TreeSubmission,
     VerifyResult,
 )
+from outrider.coordinator.resident import resident_growth
 from outrider.draft_distribution import pack_distributions
 from outrider.errors import WorkerUnavailable
 from outrider.growth_source import ALL_SOURCES, sources_to_proto
@@ -233,7 +234,7 @@ class TargetLink(_Link):
             future, node_counts = waiting
             if not future.done():
                 check_verification(response, node_counts, vocab_size=self._vocab_size)
-                future.set_result(_verify_result(response))
+                future.set_result(_verify_result(response, resident_growth(response, self._vocab_size)))
             # Only now: whatever is wrong with an answer, whoever waits for it hears of it as the link ends.
             del self._waiting[response.step]
 
@@ -250,7 +251,7 @@ def _packed_distributions(trees: Sequence[TreeSubmission]) -> common_pb2.DraftDi
     return pack_distributions([q for tree in trees for q in tree.distributions or [None] * len(tree.tokens)])
 
 
-def _verify_result(response: target_pb2.VerifyResponse) -> VerifyResult:
+def _verify_result(response: target_pb2.VerifyResponse, growth: GrowthBatch | None) -> VerifyResult:
     faults = {(error.session_id, error.epoch): _fault(error) for error in response.errors}
     logprobs = {entry.row: _logprobs(entry) for entry in response.logprobs}
     verdicts = []
@@ -295,6 +296,7 @@ def _verify_result(response: target_pb2.VerifyResponse) -> VerifyResult:
         step_ns=response.report.step_ns,
         forward_ns=response.report.forward_ns,
         step_tokens=response.report.tokens,
+        growth=growth,
     )
 
 

@@ -263,13 +263,14 @@ class SessionVerdict(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyResult:
-    """One step's verdicts, in the order of the batch, and what it cost."""
+    """One step's verdicts, in the order of the batch, and what it cost; and what the target drafted behind them."""
 
     step: int
     verdicts: Sequence[SessionVerdict]
     step_ns: int
     forward_ns: int
     step_tokens: int
+    growth: "GrowthBatch | None" = None
 
 
 class Commit(NamedTuple):

@@ -19,12 +19,21 @@ from outrider.coordinator.draft_demand import DraftDemand
 from outrider.coordinator.draft_peer import DraftPeer
 from outrider.coordinator.firing import GrowthForecast, Outlook, patience_ns
 from outrider.coordinator.lane import TargetLane
-from outrider.coordinator.messages import Commit, FaultKind, SessionFault, SpeculationMode, VerifyResult
+from outrider.coordinator.messages import (
+    Commit,
+    FaultKind,
+    GrowthBatch,
+    SessionFault,
+    SpeculationMode,
+    VerifyResult,
+)
 from outrider.coordinator.metrics_counts import ServingCounts
 from outrider.coordinator.mirror import Commitment
+from outrider.coordinator.resident import graft_resident
 from outrider.coordinator.rounds import Flight, Way
 from outrider.coordinator.session import Session
 from outrider.errors import WorkerUnavailable
+from outrider.growth_source import GrowthSource
 
 # A target that computed nothing has no room; asking again at once would only spin.
 _DEFERRED_PAUSE_NS = 5_000_000
@@ -194,7 +203,8 @@ class VerifyLoop:
         if len(epochs) == 1:
             return self._drafts.get(next(iter(epochs)))
         peers = [peer for worker_id in epochs if (peer := self._drafts.get(worker_id)) is not None]
-        return max(peers, key=lambda peer: peer.last_growth_ns, default=None)
+        # A trie answers a commit at once and then says no more: what there is to wait for is a model's.
+        return max(peers, key=lambda peer: (GrowthSource.MODEL in peer.sources, peer.last_growth_ns), default=None)
 
     def _sync_wait_left_ns(self, session: Session) -> float:
         """While a `sync` session's tree of this round is still growing, how long it is worth waiting for."""
@@ -248,6 +258,8 @@ class VerifyLoop:
         if in_flight:
             self._take_unanswered(in_flight.values())
         self._commit(committed, with_trees)
+        if result.growth is not None:
+            self._graft(result.growth)
         emitted = sum(len(commitment.token_ids) for _, commitment in committed)
         self._unlearned.append((flight, result, emitted, now_ns, since_ns))
         self.lane.applied_result_ns = now_ns
@@ -307,6 +319,13 @@ class VerifyLoop:
                 session.deliver()
             for session in finished:
                 self._owner.finish_session(session)
+
+    def _graft(self, growth: GrowthBatch) -> None:
+        """Takes what the target has drafted by itself."""
+        grown, dropped = graft_resident(self.lane.worker_id, growth, self.lane.sessions)
+        totals = self._owner.totals
+        totals.serving.grown_nodes += grown
+        totals.dropped_nodes += dropped
 
     def _learn(self) -> None:
         rounds, self._unlearned = self._unlearned, []
