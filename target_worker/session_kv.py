@@ -80,6 +80,10 @@ class SessionKv:
         wide = ids.astype(np.int64)
         return wide[:count] | wide[1 : count + 1] << 32
 
+    def forget(self) -> None:
+        """Remembers nothing any more of what no session holds."""
+        self.slots.reclaim()
+
     def freed_by(self, sessions: Iterable[Session]) -> int:
         """How many slots would become free if all of these were cut to nothing."""
         rows = [session.row for session in sessions]

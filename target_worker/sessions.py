@@ -25,6 +25,7 @@ class Code(IntEnum):
     NOT_FOUND = 5
     RESOURCE_EXHAUSTED = 8
     FAILED_PRECONDITION = 9
+    ABORTED = 10
 
 
 class SessionFault(Exception):
@@ -41,6 +42,7 @@ class OpenRequest:
     """Opens a session, or reopens it under a higher epoch with other committed tokens.
 
     `draft` is what a resident draft may grow for it; None: nothing.
+    `weights` is the version that its tokens are chosen with; empty: any.
     """
 
     key: SessionKey
@@ -48,6 +50,7 @@ class OpenRequest:
     prompt: Sequence[int]
     output: Sequence[int]
     sampling: SamplingSpec
+    weights: str = ""
     draft: DraftLimits | None = None
 
 

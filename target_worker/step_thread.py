@@ -13,11 +13,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 from outrider.errors import WorkerUnavailable
 from outrider.metrics.worker import StepCounts
 from outrider.step_watch import StepWatch
 from outrider.target_worker.sessions import (
+    Code,
     OpenRequest,
     Outcome,
     SessionFault,
@@ -29,6 +31,8 @@ from outrider.target_worker.verifier import PendingStep, StepResult, Verifier
 from outrider.worker import share_interpreter
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 # Steps that are begun and not finished: one that runs, and one that waits for it.
 _MOST_IN_FLIGHT = 2
@@ -127,6 +131,7 @@ class StepThread:
         self._make_verifier = make_verifier
         self._arrived = threading.Condition()
         self._jobs: list[_Job] = []
+        self._alone: deque[tuple[Callable[[Verifier], object], Future[Any]]] = deque()
         self._stopping = False
         # Why a session's latest open failed, with its epoch, told with the session's first tree: an open without trees
         # is not answered.
@@ -144,6 +149,8 @@ class StepThread:
         self.watch = StepWatch()
         """Whether it still gets on."""
         self.counts = StepCounts()
+        self.weights = ""
+        """Version of the model's weights, where it is known; sessions that began with other ones are not opened."""
         self.ready: Future[Verifier] = Future()
         """Done when the model is loaded; its exception says why it could not be."""
         self.stopped: Future[None] = Future()
@@ -168,6 +175,21 @@ class StepThread:
             self._jobs.append(job)
             self._arrived.notify()
         return job.done
+
+    def run_alone(self, work: "Callable[[Verifier], Result]") -> "Future[Result]":
+        """Has the thread run something while no step is in flight; batches that come meanwhile wait.
+
+        What `work` raises ends the thread, as what a step raises does.
+        """
+        done: Future[Any] = Future()
+        done.set_running_or_notify_cancel()
+        with self._arrived:
+            if self._stopping or self.stopped.done():
+                done.set_exception(WorkerUnavailable("the target worker is stopping"))
+                return done
+            self._alone.append((work, done))
+            self._arrived.notify()
+        return done
 
     def stop(self) -> None:
         """Ends the thread after the step in flight; what still waits fails with WorkerUnavailable."""
@@ -209,6 +231,8 @@ class StepThread:
         waiting = [*(job for flight in self._flights for job in flight.jobs), *waiting]
         self._flights.clear()
         reason = "the target worker is stopping" if error is None else f"the target worker failed: {error}"
+        while self._alone:
+            self._alone.popleft()[1].set_exception(WorkerUnavailable(reason))
         for job in waiting:
             job.done.set_exception(WorkerUnavailable(reason))
         if error is None:
@@ -230,6 +254,8 @@ class StepThread:
                 self._begin(verifier, jobs)
             elif self._flights:
                 self._finish(verifier)
+            elif self._alone:
+                self._run_alone(verifier)
             elif stopping:
                 return
             elif verifier.wants_capture:
@@ -251,7 +277,7 @@ class StepThread:
             The jobs to begin; or none, and the oldest step is to be finished, or where there is none the thread to be
             ended, a graph captured or a prefill begun.
         """
-        while not self._stopping:
+        while not self._stopping and not self._alone:
             running = [flight for flight in self._flights if flight.pending is not None]
             room = len(running) < _MOST_IN_FLIGHT and all(_may_overlap(flight) for flight in running)
             # Nothing may be in flight during a capture.
@@ -328,6 +354,15 @@ class StepThread:
             self.watch.begins(self._expected_s(verifier, flight))
         self._may_prefill = True
 
+    def _run_alone(self, verifier: Verifier) -> None:
+        work, done = self._alone[0]
+        # Nobody knows how long it takes.
+        self.watch.begins(None)
+        result = work(verifier)
+        self._alone.popleft()
+        self._may_prefill = True
+        done.set_result(result)
+
     def _prefill(self, verifier: Verifier) -> None:
         flight = _Flight()
         self._flights.append(flight)
@@ -389,6 +424,11 @@ class StepThread:
         faults: _Faults = []
         for request in opens:
             try:
+                if request.weights and self.weights and request.weights != self.weights:
+                    message = (
+                        f"weights were replaced: {self.weights} runs here, the session began with {request.weights}"
+                    )
+                    raise SessionFault(Code.ABORTED, message)
                 verifier.open(request)
                 self._refused.pop(request.key, None)
             except SessionFault as fault:

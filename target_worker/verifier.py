@@ -245,6 +245,13 @@ class Verifier:
             del self._sessions[key]
             self._kv.release(session)
 
+    def forget(self) -> None:
+        """Closes all sessions, none of which may be in flight, and remembers no KV: it is of weights that go."""
+        for session in list(self._sessions.values()):
+            self.close(session.key, session.epoch)
+        assert not self._sessions, "a session's step was in flight"
+        self._kv.forget()
+
     def step(self, trees: Sequence[TreeRequest]) -> StepResult:
         """Verifies a batch of trees in one forward and commits what it accepts.
 

@@ -140,6 +140,9 @@ class Registration:
                 lease.cancel()
 
     async def _reports(self, lease: asyncio.Future[registry_pb2.Lease]) -> AsyncIterator[registry_pb2.WorkerReport]:
+        if (load := self._load()).HasField("weights"):
+            # Those that the worker was started with may have been replaced.
+            self._introduction.model.weights.CopyFrom(load.weights)
         yield registry_pb2.WorkerReport(introduction=self._introduction)
         interval_s = max((await lease).heartbeat_interval_ms / 1e3, SHORTEST_HEARTBEAT_S)
         while True:

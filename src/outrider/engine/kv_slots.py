@@ -178,6 +178,11 @@ class SlotTable:
         self._borrowed[row] = self._lengths[row]
         return slots
 
+    def reclaim(self) -> None:
+        """Takes back what a lender has and no row borrows: none of it is remembered any more."""
+        if self.lender is not None:
+            self._put_back(self.lender.give_back(self.lender.unused))
+
     def retain(self, row: int, start: int, kept: Sequence[int]) -> None:
         """Keeps some of the row's slots from `start` on, in a new order, and frees the rest.
 

@@ -94,8 +94,10 @@ def check_weights(running: RunningModel, folder: Path) -> CheckedWeights:
     Raises:
         CheckpointError: why not.
     """
+    asked = replace(running.config, model_path=folder)
+    read_checkpoint(asked)  # says best what is no checkpoint at all
     stamps = file_stamps(folder)
-    model_config, card = read_checkpoint(replace(running.config, model_path=folder))
+    model_config, card = read_checkpoint(asked)
     _check_configuration(folder, running.model_config, model_config)
     for name in _CARD_FIELDS:
         found, needed = getattr(card, name), getattr(running.card, name)

@@ -16,11 +16,13 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from outrider.engine.weight_source import SafetensorsSource
+from outrider.engine.weight_source import INDEX_FILE, SafetensorsSource
 from outrider.errors import CheckpointError
 
 _DIGITS = 32
 _THREADS = 4
+# What says how the tensors are to be used.
+_DESCRIPTIONS = ("config.json", "generation_config.json", "tokenizer.json", INDEX_FILE)
 _CHUNK_BYTES = 16 << 20
 Stamps = tuple[tuple[str, int, int, int], ...]
 """Of every file: name, size, time of its last change, number on its disk."""
@@ -49,8 +51,9 @@ def file_stamps(folder: Path) -> Stamps:
     Raises:
         CheckpointError: a file is missing.
     """
+    described = [name for name in _DESCRIPTIONS if (folder / name).is_file()]
     stamps = []
-    for file in SafetensorsSource(folder).files:
+    for file in [*SafetensorsSource(folder).files, *described]:
         found = (folder / file).stat()
         stamps.append((file, found.st_size, found.st_mtime_ns, found.st_ino))
     return tuple(stamps)

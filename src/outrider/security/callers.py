@@ -2,7 +2,7 @@
 
 TargetService, DraftService   coordinator
 RegistryService               draft, target; each may register as what its certificate says, and nothing else
-RegistryService/Drain         coordinator: whoever runs the service
+RegistryService/Drain, Reload coordinator: whoever runs the service
 GenerationService             whoever has a token (coordinator/access.py)
 VllmEngine                    the same: another door to the same generations
 health, reflection            whoever could connect
@@ -23,6 +23,7 @@ _CALLERS: dict[str, frozenset[Role]] = {
     "outrider.v1.DraftService": frozenset({Role.COORDINATOR}),
     "outrider.v1.RegistryService": frozenset({Role.DRAFT, Role.TARGET}),
     "outrider.v1.RegistryService/Drain": frozenset({Role.COORDINATOR}),
+    "outrider.v1.RegistryService/Reload": frozenset({Role.COORDINATOR}),
 }
 _OPEN = frozenset(
     {
