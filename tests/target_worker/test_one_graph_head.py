@@ -67,7 +67,8 @@ def drafted_anew(
         assert view.batch.positions is not None
         hidden = resident.head.forward(
             hidden, torch.tensor(following, device=runner.device), positions=view.batch.positions,
-            write_slots=view.write_slots, batch=view.batch, key_cache=resident.key_cache, value_cache=resident.value_cache,
+            write_slots=view.write_slots, batch=view.batch, key_cache=resident.key_cache,
+            value_cache=resident.value_cache,
         )[-1:]  # fmt: skip
         ids, _ = coupled_topk(
             resident.head.logits(hidden).cpu(), torch.from_numpy(record), torch.tensor([len(tokens) + step]),
