@@ -361,6 +361,7 @@ class StepThread:
         result = work(verifier)
         self._alone.popleft()
         self._may_prefill = True
+        self._note(verifier)
         done.set_result(result)
 
     def _prefill(self, verifier: Verifier) -> None:

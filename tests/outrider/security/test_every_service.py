@@ -26,9 +26,11 @@ WORKERS, COORDINATOR = frozenset({Role.DRAFT, Role.TARGET}), frozenset({Role.COO
 # What whoever has a token may call is in test_access.py: certificates say nothing of it.
 ALLOWED = {
     "outrider.v1.TargetService/Verify": COORDINATOR,
+    "outrider.v1.TargetService/Reload": COORDINATOR,
     "outrider.v1.DraftService/Speculate": COORDINATOR,
     "outrider.v1.RegistryService/Register": WORKERS,
     "outrider.v1.RegistryService/Drain": COORDINATOR,
+    "outrider.v1.RegistryService/Reload": COORDINATOR,
     **{name: frozenset(Role) for name in METHODS if name.startswith("outrider.v1.GenerationService/")},
 }
 
