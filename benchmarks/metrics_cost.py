@@ -35,14 +35,10 @@ if __name__ == "__main__":
 from benchmarks.coordinator_cpu import Bench, OneGroupLoop, add_round_options, without_collector
 from prometheus_client import generate_latest
 
-from outrider.coordinator import clock
 from outrider.coordinator.access import Access
-from outrider.coordinator.messages import VerifyResult
 from outrider.coordinator.metrics import CoordinatorMetrics
 from outrider.coordinator.metrics_counts import ServingCounts
-from outrider.coordinator.mirror import Commitment
 from outrider.coordinator.registered_worker import RegisteredWorker
-from outrider.coordinator.session import Session
 from outrider.metrics.families import registry_of
 from outrider.v1 import registry_pb2
 
@@ -54,40 +50,18 @@ _TURNS = 12
 class UncountedLoop(OneGroupLoop):
     """The verify loop less its lines about `totals.serving`; a test has both emit the same tokens."""
 
-    def _apply(self, result: VerifyResult) -> None:
-        flight = self.lane.flights.popleft()
-        in_flight = {session.session_id: session for session in flight.sessions}
-        drafted = accepted = 0
-        committed: list[tuple[Session, Commitment]] = []
-        with_trees: set[int] = set()
-        now_ns = clock.now_ns()
-        for verdict in result.verdicts:
-            session = in_flight.get(verdict.session_id)
-            if session is None or session.is_finished or verdict.epoch != session.target_epoch:
-                continue
-            del in_flight[verdict.session_id]
-            assert session.submission is not None
-            accepted += min(len(verdict.accepted_nodes), len(verdict.token_ids))
-            if nodes := len(session.submission.tree.tokens):
-                drafted += nodes
-                with_trees.add(session.session_id)
-            committed.append((session, session.commit(verdict, result, now_ns)))
-        self._commit(committed, with_trees)
-        emitted = sum(len(commitment.token_ids) for _, commitment in committed)
-        self._unlearned.append((flight, result, emitted, now_ns, []))
-        self.lane.applied_result_ns = now_ns
-        totals = self._owner.totals
-        totals.verify_steps += len(committed)
-        totals.drafted_tokens += drafted
-        totals.accepted_tokens += accepted
-        totals.emitted_tokens += emitted
-        totals.steps += 1
-
     def _learn(self) -> None:
-        rounds, self._unlearned = self._unlearned, []
-        for flight, result, emitted, result_ns, _ in rounds:
-            demand = self._owner.totals.demand
-            self.lane.learn(flight, result, emitted=emitted, result_ns=result_ns, demand=demand)
+        rounds, self._uncounted = self._uncounted, []
+        totals = self._owner.totals
+        for committed in rounds:
+            emitted = int(committed.emitted.sum())
+            totals.verify_steps += len(committed.sessions)
+            totals.drafted_tokens += int(committed.nodes.sum())
+            totals.accepted_tokens += int(committed.accepted.sum())
+            totals.emitted_tokens += emitted
+            totals.steps += 1
+            flight, result, result_ns = committed.step
+            self.lane.learn(flight, result, emitted=emitted, result_ns=result_ns, demand=totals.demand)
 
 
 class Arm:

@@ -6,39 +6,17 @@ so every head of them is a tree: what is chosen of a session is a count.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from outrider.coordinator.chain_mirror import ChainMirror
 from outrider.coordinator.forest import Floats, Forest, Ints
 from outrider.coordinator.mirror import Mirror, TreeMirror
-from outrider.draft_distribution import DraftDistribution
+from outrider.coordinator.trees import Tree, Trees
 
 _DEPTH_BITS = 6
 _MOST_DEPTH = (1 << _DEPTH_BITS) - 1
 _ONE = int(np.float32(1.0).view(np.int32))
-
-
-class Tree(NamedTuple):
-    """What is submitted of one session.
-
-    Attributes:
-        slots: [n] where the forest has each node; empty for chains.
-        tokens: [n]
-        parents: [n] as numbered by `outrider.tree.parent_numbers`.
-        values: [n] path values.
-        distributions: [n] of a chain; empty otherwise.
-    """
-
-    slots: Sequence[int] = ()
-    tokens: Sequence[int] = ()
-    parents: Sequence[int] = ()
-    values: Sequence[float] = ()
-    distributions: Sequence[DraftDistribution] = ()
-
-
-_NOTHING = Tree()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,28 +42,37 @@ class Candidates:
     is_leaf: np.ndarray
     slots: Ints
 
-    def trees(self, counts: Sequence[int]) -> list[Tree]:
+    def trees(self, counts: Sequence[int] | Ints) -> Trees:
         """The trees of each session's first so many candidates, [S]."""
-        trees = [_NOTHING] * len(counts)
-        for place, (mirror, count) in enumerate(zip(self.mirrors, counts, strict=True)):
-            if count and isinstance(mirror, ChainMirror):
-                trees[place] = _chain_tree(mirror, count)
-        chosen = np.flatnonzero((self.ranks < np.array(counts, dtype=np.int64)[self.places]) & (self.slots >= 0))
-        if not len(chosen):
-            return trees
+        counts = np.asarray(counts, dtype=np.int64)
+        chains = [place for place, mirror in enumerate(self.mirrors) if isinstance(mirror, ChainMirror)]
+        if not chains:
+            return self._of_forest(counts)
+        is_tree = np.ones(len(counts), dtype=np.int64)
+        is_tree[chains] = 0
+        trees = list(self._of_forest(counts * is_tree))
+        for place in chains:
+            mirror = self.mirrors[place]
+            assert isinstance(mirror, ChainMirror)
+            trees[place] = _chain_tree(mirror, int(counts[place]))
+        return Trees.of(trees)
+
+    def _of_forest(self, counts: Ints) -> Trees:
+        chosen = np.flatnonzero(self.ranks < counts[self.places])
         forest = _forest_of(self.mirrors)
-        assert forest is not None
+        if forest is None or not len(chosen):
+            return Trees.of([Tree()] * len(counts))
         slots = self.slots[chosen]
         number = np.zeros(len(forest.row), dtype=np.int64)
         number[slots] = self.ranks[chosen] + 1
-        columns = (slots, forest.token[slots], number[forest.parent[slots]], self.values[chosen])
-        all_slots, tokens, parents, values = (column.tolist() for column in columns)
-        end = 0
-        for place, (mirror, count) in enumerate(zip(self.mirrors, counts, strict=True)):
-            if count and isinstance(mirror, TreeMirror):
-                start, end = end, end + count
-                trees[place] = Tree(all_slots[start:end], tokens[start:end], parents[start:end], values[start:end])
-        return trees
+        parents = number[forest.parent[slots]]
+        return Trees(
+            counts=counts,
+            slots=slots,
+            tokens=forest.token[slots].tolist(),
+            parents=parents.tolist(),
+            values=self.values[chosen],
+        )
 
 
 def candidates(mirrors: Sequence[Mirror | None], *, most: Sequence[int], deepest: Sequence[int]) -> Candidates:

@@ -1,5 +1,6 @@
 """A draft worker as the scheduler sees it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -7,6 +8,7 @@ import numpy as np
 from outrider.coordinator.firing import Latency
 from outrider.coordinator.links import DraftLink
 from outrider.coordinator.messages import GrowthBatch
+from outrider.coordinator.session import Session
 from outrider.growth_source import GrowthSource
 from outrider.v1 import registry_pb2
 
@@ -37,6 +39,22 @@ class DraftPeer:
     def has_room(self) -> bool:
         """Whether one more session may be placed here."""
         return not self.is_draining and len(self.sessions) < self.limits.max_sessions
+
+    def note_answers(self, growth: GrowthBatch, sessions: Sequence[Session | None]) -> None:
+        """Which commits the draft knows of now; a session is None where the growth is not wanted."""
+        states = next((session.rows for session in sessions if session is not None), None)
+        if states is None:
+            return
+        rows = np.array([0 if session is None else session.row for session in sessions])
+        unanswered = states.unanswered[rows]
+        knows_all = (unanswered > 0) & (np.asarray(growth.as_of) == states.length[rows])
+        if not knows_all.any():
+            return
+        # What was drafted before it was committed may have grown without any answer.
+        first = rows[knows_all & (unanswered == 1) & ~states.was_drafted[rows]]
+        for committed_ns in states.committed_ns[first].tolist():
+            self.response.observe(self.last_growth_ns - committed_ns)
+        states.unanswered[rows[knows_all]] = 0
 
     def note_width(self, growth: GrowthBatch) -> int:
         """What a step of this draft has grown; returns how many nodes it has expanded."""

@@ -27,5 +27,5 @@ async def empty(
         leaving = list(lane.sessions.values())[:room]
         for session in leaving:
             session.rests_until_ns = clock.now_ns() + _KEPT_BACK_NS
-        move(lane, [session for session in leaving if session.submission is None])
+        move(lane, [session for session in leaving if session.flight is None])
         await asyncio.sleep(_LOOK_S)

@@ -10,16 +10,17 @@ from typing import NamedTuple
 import numpy as np
 
 from outrider.coordinator import clock
-from outrider.coordinator.candidates import Candidates, Tree, candidates
+from outrider.coordinator.candidates import Candidates, candidates
 from outrider.coordinator.cost_model import StepCost
 from outrider.coordinator.draft_demand import DraftDemand
 from outrider.coordinator.firing import MissRates
 from outrider.coordinator.links import TargetLink
-from outrider.coordinator.messages import SessionOpening, SpeculationMode, TreeSubmission, VerifyResult
+from outrider.coordinator.messages import SessionOpening, SpeculationMode, VerifyResult
 from outrider.coordinator.mirror import TreeMirror
 from outrider.coordinator.rounds import Flight, RoundPace, Way
 from outrider.coordinator.selection import Ints, choose_counts
-from outrider.coordinator.session import Session, Submission
+from outrider.coordinator.session import Session
+from outrider.coordinator.trees import Submissions, Tree, Trees
 from outrider.coordinator.trials import Trials
 from outrider.v1 import registry_pb2
 
@@ -169,7 +170,7 @@ class TargetLane:
         return [
             session
             for session in self.sessions.values()
-            if session.submission is None
+            if session.flight is None
             and not session.is_finished
             and not session.generation.is_stalled
             and session.rests_until_ns <= now_ns
@@ -242,7 +243,7 @@ class TargetLane:
         assert self._offer.sessions is sessions
         return np.array(self._offer.most)
 
-    def choose(self, sessions: Sequence[Session]) -> list[Tree]:
+    def choose(self, sessions: Sequence[Session]) -> Trees:
         """The trees of all sessions together that promise the highest rate."""
         found = self.candidates(sessions)
         counts = self._best_counts(found, max_rows=self.limits.max_step_tokens)
@@ -250,7 +251,7 @@ class TargetLane:
         if self.steps % _PROBE_ROUNDS == _PROBE_ROUNDS - 1 and not self.cost.is_known(rows):
             # If smaller steps cost much less than the line through larger ones says, only a smaller one can show it.
             counts = self._best_counts(found, max_rows=rows)
-        return found.trees(self._with_fixed_trees(sessions, np.diff(found.starts).tolist(), counts.tolist()))
+        return found.trees(self._with_fixed_trees(sessions, np.diff(found.starts), counts))
 
     def _best_counts(self, found: Candidates, *, max_rows: int) -> Ints:
         choice = choose_counts(
@@ -263,53 +264,48 @@ class TargetLane:
         )
         return choice.counts
 
-    def _with_fixed_trees(
-        self, sessions: Sequence[Session], offered: Sequence[int], counts: Sequence[int]
-    ) -> Sequence[int]:
+    def _with_fixed_trees(self, sessions: Sequence[Session], offered: Ints, counts: Ints) -> Ints:
         """A fixed tree is what sync mode is for: it is submitted whole as long as the step has room for it."""
-        if all(session.mode is not SpeculationMode.SYNC for session in sessions):
+        fixed = [place for place, session in enumerate(sessions) if session.mode is SpeculationMode.SYNC]
+        if not fixed:
             return counts
-        room = self.limits.max_step_tokens - len(sessions) - sum(counts)
-        fixed = []
-        for session, most, count in zip(sessions, offered, counts, strict=True):
-            more = most - count if session.mode is SpeculationMode.SYNC else 0
-            fixed.append(most if 0 < more <= room else count)
-            room -= more if more <= room else 0
-        return fixed
+        counts = counts.copy()
+        room = self.limits.max_step_tokens - len(sessions) - int(counts.sum())
+        for place in fixed:
+            more = int(offered[place] - counts[place])
+            if 0 < more <= room:
+                counts[place] += more
+                room -= more
+        return counts
 
     def submit(self, sessions: Sequence[Session], chosen: Sequence[Tree], *, waited_ns: int) -> Flight:
         """Sends one batch."""
         openings = [self._opening(session) for session in sessions if session.target_id != self.worker_id]
+        trees = chosen if isinstance(chosen, Trees) else Trees.of(chosen)
+        submissions = Submissions(
+            session_ids=[session.session_id for session in sessions],
+            epochs=[session.target_epoch for session in sessions],
+            lengths=[len(session.token_ids) for session in sessions],
+            trees=trees,
+        )
         now_ns = clock.now_ns()
-        trees = []
-        for session, tree in zip(sessions, chosen, strict=True):
-            session.submission = Submission(tree, now_ns, waited_ns)
-            if session.tap is not None:
-                session.tap.note_sent()
-            trees.append(
-                TreeSubmission(
-                    session.session_id,
-                    session.target_epoch,
-                    len(session.token_ids),
-                    tree.tokens,
-                    tree.parents,
-                    tree.distributions,
-                )
-            )
-        rows = len(sessions) + sum(len(tree.tokens) for tree in chosen)
-        result = self.link.submit(trees, openings=openings)
+        result = self.link.submit(submissions, openings=openings)
         if self.suspects:
             first = sessions[0]
             self._probed = (first, len(first.token_ids)) if first.session_id in self.suspects else None
-        is_alone = not self.flights
         flight = Flight(
             sessions=list(sessions),
-            rows=rows,
+            trees=trees,
+            rows=len(sessions) + len(trees.tokens),
             submitted_ns=now_ns,
-            is_alone=is_alone,
+            is_alone=not self.flights,
             result=result,
             waited_ns=waited_ns,
         )
+        for session in sessions:
+            session.flight = flight
+            if session.tap is not None:
+                session.tap.note_sent()
         self.flights.append(flight)
         return flight
 

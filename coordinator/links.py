@@ -27,10 +27,10 @@ from outrider.coordinator.messages import (
     SessionVerdict,
     SpeculationMode,
     TokenLogprobs,
-    TreeSubmission,
     VerifyResult,
 )
 from outrider.coordinator.resident import resident_growth
+from outrider.coordinator.trees import Submissions
 from outrider.draft_distribution import pack_distributions
 from outrider.errors import WorkerUnavailable
 from outrider.growth_source import ALL_SOURCES, sources_to_proto
@@ -188,7 +188,7 @@ class TargetLink(_Link):
         self._start(target_pb2_grpc.TargetServiceStub(self._channel).Verify(metadata=metadata))
 
     def submit(
-        self, trees: Sequence[TreeSubmission], *, openings: Sequence[SessionOpening] = ()
+        self, submissions: Submissions, *, openings: Sequence[SessionOpening] = ()
     ) -> "asyncio.Future[VerifyResult]":
         """Sends a batch; the future gives its verdicts, or raises WorkerUnavailable when the stream is lost."""
         self._step += 1
@@ -196,19 +196,19 @@ class TargetLink(_Link):
         if self.is_lost:
             future.set_exception(WorkerUnavailable("the target worker's stream is lost"))
             return future
-        session_ids, epochs, lengths, tokens, parents, _ = zip(*trees, strict=True)
-        node_counts = list(map(len, tokens))
+        chosen = submissions.trees
+        node_counts = chosen.counts.tolist()
         batch = target_pb2.TreeBatch(
-            session_ids=session_ids,
-            epochs=epochs,
-            lengths=lengths,
+            session_ids=submissions.session_ids,
+            epochs=submissions.epochs,
+            lengths=submissions.lengths,
             node_counts=node_counts,
-            tokens=list(itertools.chain.from_iterable(tokens)),
-            parents=list(itertools.chain.from_iterable(parents)),
-            distributions=_packed_distributions(trees),
+            tokens=chosen.tokens,
+            parents=chosen.parents,
+            distributions=pack_distributions(chosen.distributions) if chosen.distributions else None,
         )
         opens = [opening_to_proto(opening) for opening in openings]
-        self._waiting[self._step] = future, dict(zip(session_ids, node_counts, strict=True))
+        self._waiting[self._step] = future, dict(zip(submissions.session_ids, node_counts, strict=True))
         self._send(target_pb2.VerifyRequest(step=self._step, opens=opens, trees=batch))
         return future
 
@@ -243,12 +243,6 @@ class TargetLink(_Link):
         for future, _ in waiting.values():
             if not future.done():
                 future.set_exception(WorkerUnavailable(f"the target worker's stream is lost ({reason})"))
-
-
-def _packed_distributions(trees: Sequence[TreeSubmission]) -> common_pb2.DraftDistributions | None:
-    if not any(tree.distributions for tree in trees):
-        return None
-    return pack_distributions([q for tree in trees for q in tree.distributions or [None] * len(tree.tokens)])
 
 
 def _verify_result(response: target_pb2.VerifyResponse, growth: GrowthBatch | None) -> VerifyResult:
@@ -351,9 +345,9 @@ class DraftLink(_Link):
         """Asks the worker to grow this session's tree from now on."""
         self._commands().opens.append(opening_to_proto(opening))
 
-    def commit(self, commit: Commit) -> None:
+    def commit(self, commits: Sequence[Commit]) -> None:
         """Tells the worker what was committed. Commits made together leave as one message."""
-        self._commits.append(commit)
+        self._commits += commits
         self._outgoing_ready.set()
 
     def close_session(self, session_id: int, epoch: int) -> None:

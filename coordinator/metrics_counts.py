@@ -5,12 +5,11 @@ have been read anyway. `metrics.py` makes of it what Prometheus reads.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from outrider.coordinator.messages import VerifyResult
-from outrider.coordinator.rounds import Flight
+import numpy as np
+
 from outrider.errors import (
     Forbidden,
     InternalError,
@@ -25,6 +24,7 @@ from outrider.errors import (
 from outrider.metrics.histogram import Histogram, request_seconds, step_seconds, token_seconds
 
 if TYPE_CHECKING:
+    from outrider.coordinator.commits import Committed
     from outrider.coordinator.session import Generation
 
 # The first that fits counts: PoisonRequest may be one of the others, too.
@@ -91,23 +91,25 @@ class ServingCounts:
     forward: Histogram = field(default_factory=step_seconds)
     travel: Histogram = field(default_factory=step_seconds)
 
-    def note_round(self, flight: Flight, result: VerifyResult, result_ns: int, since_ns: Sequence[int]) -> None:
-        """One round of a target.
-
-        Args:
-            flight: its batch.
-            result: the answer.
-            result_ns: when it came.
-            since_ns: of each session that got tokens and had some before, when that was.
-        """
+    def note_round(self, committed: "Committed") -> None:
+        """One round of a target."""
+        flight, result, result_ns = committed.step
         self.held_ns += flight.waited_ns
         self.held.observe(flight.waited_ns)
         self.step.observe(result.step_ns)
         self.forward.observe(result.forward_ns)
         self.travel.observe(max(0, result_ns - flight.submitted_ns - result.step_ns))
         # Most sessions of a batch had their last tokens at one time.
-        for before_ns, sessions in Counter(since_ns).items():
+        for before_ns, sessions in Counter(committed.told_ns[committed.told_ns > 0].tolist()).items():
             self.between_tokens.observe(result_ns - before_ns, sessions)
+        has_tree = committed.nodes > 0
+        for accepted, trees in Counter(committed.accepted[has_tree].tolist()).items():
+            self.accepted_depths[accepted] += trees
+        for place in np.flatnonzero(~has_tree).tolist():
+            session, emitted = committed.sessions[place], int(committed.emitted[place])
+            if session.could_speculate(session.output_length - emitted):
+                self.bare_drafted += bool(committed.is_drafted[place])
+                self.bare_undrafted += not committed.is_drafted[place]
 
     def note_refusal(self, error: OutriderError) -> None:
         """A request was refused before it began; for every door to call."""

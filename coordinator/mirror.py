@@ -85,14 +85,12 @@ class Commitment(NamedTuple):
     Attributes:
         accepted: slots of the drafted nodes among the first of them, as they were submitted.
         keeps_tree: whether what hangs below them is of use (not in sync mode, which grows every tree afresh).
-        submitted: slots of all the nodes that were submitted.
     """
 
     mirror: Mirror
     token_ids: Sequence[int]
     accepted: Sequence[int] = ()
     keeps_tree: bool = True
-    submitted: Sequence[int] = ()
 
 
 # ------------------------------------------------------------------------------------------------------------- growth
@@ -221,77 +219,93 @@ def _pass_by(forest: Forest, nodes: _Nodes, at: Ints, mirrors: Sequence[Mirror |
 # ------------------------------------------------------------------------------------------------------------ commits
 
 
-def note_round(commitments: Sequence[Commitment]) -> None:
-    """Counts what was verified by its sources; before anything of it is committed, sessions that end included."""
-    forest = next((mirror.forest for mirror, *_ in commitments if isinstance(mirror, TreeMirror)), None)
-    if forest is None or not forest.mix.is_active:
-        return
-    submitted = [slot for commitment in commitments for slot in commitment.submitted]
-    accepted = [slot for commitment in commitments for slot in commitment.accepted[: len(commitment.token_ids)]]
-    forest.mix.note_round(forest, np.array(submitted, dtype=np.int64), np.array(accepted, dtype=np.int64))
+@dataclass(frozen=True, kw_only=True)
+class Moves:
+    """Tokens that S sessions have committed, each once: appended to their lists already.
+
+    Attributes:
+        rows: [S] of the forest.
+        counts: [S] tokens of each.
+        tokens: [T] session by session.
+        accepted: [S] how many of them were submitted nodes, the first ones.
+        slots: [A] of these nodes.
+        keeps_tree: [S] as of `Commitment`.
+    """
+
+    rows: Ints
+    counts: Ints
+    tokens: Ints
+    accepted: Ints
+    slots: Ints
+    keeps_tree: npt.NDArray[np.bool_]
+
+    def only(self, which: npt.NDArray[np.bool_]) -> "Moves":
+        """Those of some of the sessions."""
+        return Moves(
+            rows=self.rows[which],
+            counts=self.counts[which],
+            tokens=self.tokens[np.repeat(which, self.counts)],
+            accepted=self.accepted[which],
+            slots=self.slots[np.repeat(which, self.accepted)],
+            keeps_tree=self.keeps_tree[which],
+        )
 
 
 def commit(commitments: Sequence[Commitment]) -> None:
     """Moves the roots of all these sessions, each at most once, along their tokens."""
-    moves: list[_Move] = []
-    passed: list[int] = []
-    passed_lengths: list[int] = []
-    for mirror, token_ids, accepted, keeps_tree, _ in commitments:
+    of_trees: list[tuple[TreeMirror, Sequence[int], Sequence[int], bool]] = []
+    for mirror, token_ids, accepted, keeps_tree in commitments:
         if isinstance(mirror, ChainMirror):
             mirror.commit(token_ids, keeps_chain=keeps_tree)
-            continue
-        count, known = len(token_ids), len(accepted)
-        if known > count:
-            accepted, known = accepted[:count], count  # noqa: PLW2901 - more than is committed is of no use
-        length = len(mirror.token_ids) - count
-        if known:
-            passed += accepted
-            passed_lengths += range(length + 1, length + 1 + known)
-        length += count
-        if count:
-            slot = accepted[-1] if known else _ROOT
-            moves.append((mirror, mirror.row, slot, token_ids[-1], length, token_ids[known:], keeps_tree))
-    if moves:
-        _move_roots(moves, passed, passed_lengths)
+        elif token_ids:
+            of_trees.append((mirror, token_ids, accepted[: len(token_ids)], keeps_tree))
+    if not of_trees:
+        return
+    mirrors, tokens, accepted, keeps_tree = zip(*of_trees, strict=True)
+    moves = Moves(
+        rows=np.array([mirror.row for mirror in mirrors]),
+        counts=np.array(list(map(len, tokens))),
+        tokens=np.concatenate([np.array(own, dtype=np.int64) for own in tokens]),
+        accepted=np.array(list(map(len, accepted))),
+        slots=np.concatenate([np.array(own, dtype=np.int64) for own in accepted]),
+        keeps_tree=np.array(keeps_tree),
+    )
+    move_roots(mirrors[0].forest, moves)
 
 
-# Mirror, row, slot of the last accepted node, last token, length, tokens behind that node, whether the tree is kept.
-_Move = tuple[TreeMirror, int, int, int, int, Sequence[int], bool]
-_ROOT = -2
-
-
-def _move_roots(moves: Sequence[_Move], passed: list[int], passed_lengths: list[int]) -> None:
-    mirrors, rows_, slots_, tokens, lengths, tails, keep_trees = zip(*moves, strict=True)
-    forest = mirrors[0].forest
-    rows, slots = np.array(rows_), np.array(slots_)
-    slots = np.where(slots == _ROOT, forest.root[rows], slots)
-    reached = slots.copy()
+def move_roots(forest: Forest, moves: Moves) -> None:
+    """Moves the roots of S trees of one forest along their tokens; every session has at least one."""
+    rows, counts, accepted = moves.rows, moves.counts, moves.accepted
+    ends = np.cumsum(counts)
+    lengths = forest.rows.length[rows] + counts
+    slots = forest.root[rows]
+    have = np.flatnonzero(accepted)
+    slots[have] = moves.slots[np.cumsum(accepted)[have] - 1]
+    passed, passed_lengths = [moves.slots], [_numbered(lengths - counts + 1, accepted)]
+    reached, tails = slots.copy(), counts - accepted
     # The token behind the accepted ones may have a node too, which was not submitted or has come meanwhile.
-    for depth in range(max(map(len, tails))):
-        going = [
-            n for n, (tail, slot) in enumerate(zip(tails, slots.tolist(), strict=True)) if tail[depth:] and slot >= 0
-        ]
-        if not going:
+    for depth in range(int(tails.max())):
+        going = np.flatnonzero((tails > depth) & (slots >= 0))
+        if not len(going):
             break
-        found = forest.child(rows[going], slots[going], np.array([tails[n][depth] for n in going]))
-        slots[going] = found
-        for n, slot in zip(going, found.tolist(), strict=True):
-            if slot >= 0:
-                reached[n] = slot
-                passed.append(slot)
-                passed_lengths.append(lengths[n] - len(tails[n]) + depth + 1)
+        at = ends[going] - tails[going] + depth
+        found = slots[going] = forest.child(rows[going], slots[going], moves.tokens[at])
+        going, found = going[found >= 0], found[found >= 0]
+        reached[going] = found
+        passed.append(found)
+        passed_lengths.append(lengths[going] - tails[going] + depth + 1)
+    all_passed = np.concatenate(passed)
     if forest.mix.is_active:
-        forest.mix.observe(forest, forest.root[rows], np.array(passed, dtype=np.int64), slots)
+        forest.mix.observe(forest, forest.root[rows], all_passed, slots)
     was_drafted = slots >= 0
     forest.rows.was_drafted[rows] = was_drafted
     forest.rows.was_missed[rows] = forest.has_children[reached] & ~was_drafted
-    if not all(keep_trees):
-        slots[np.logical_not(keep_trees)] = -1
+    slots[~moves.keeps_tree] = -1
     forest.move_roots(
-        rows,
-        slots,
-        np.array(tokens),
-        np.array(lengths),
-        passed=np.array(passed, dtype=np.int64),
-        passed_lengths=np.array(passed_lengths, dtype=np.int64),
+        rows, slots, moves.tokens[ends - 1], lengths, passed=all_passed, passed_lengths=np.concatenate(passed_lengths)
     )
+
+
+def _numbered(firsts: Ints, counts: Ints) -> Ints:
+    """first, first + 1, ... so many times, for each."""
+    return np.arange(int(counts.sum())) + np.repeat(firsts - (np.cumsum(counts) - counts), counts)

@@ -20,6 +20,7 @@ _COLUMNS: dict[str, tuple[type, Any]] = {
     "complete_at": (np.int64, _NOWHERE),
     "unanswered": (np.int64, 0),
     "committed_ns": (np.int64, 0),
+    "told_ns": (np.int64, 0),
     "was_drafted": (np.bool_, False),
     "was_missed": (np.bool_, False),
 }
@@ -35,6 +36,7 @@ class Rows:
         complete_at: the longest length at which a worker said that the tree of the round is whole (sync mode).
         unanswered: commits since a draft last showed that it knows all.
         committed_ns: when tokens were last committed, or the session was placed.
+        told_ns: when tokens were last committed; 0 before the first. Who reads waits on, over the loss of a target.
         was_drafted: whether the root was a node of the tree before it was committed: a draft may be expanding it.
         was_missed: whether its parent had been expanded, and it was none of the children.
     """
@@ -45,6 +47,7 @@ class Rows:
     complete_at: Ints
     unanswered: Ints
     committed_ns: Ints
+    told_ns: Ints
     was_drafted: npt.NDArray[np.bool_]
     was_missed: npt.NDArray[np.bool_]
 

@@ -102,7 +102,7 @@ class Scheduler:
                 self._sessions[session.session_id] = session
                 self._waiting.append(session)
             else:
-                session.mirror.close()
+                session.close()
         self.totals.requests += 1
         self._admit()
         self._expect_target()
@@ -155,15 +155,18 @@ class Scheduler:
         self._release_session(session)
         session.generation.finish_if_done()
 
-    def note_progress(self, session: Session) -> None:
-        """The session has emitted tokens: what went wrong before is no reason to give it up."""
-        self._reopenings.pop(session.session_id, None)
-        self._without_room_since.pop(session.session_id, None)
-        if session.probation:
-            self._suspects.note_result(session)
-            if not session.probation:
-                for lane in self._lanes.values():
-                    lane.suspects.discard(session.session_id)
+    def note_progress(self, sessions: Sequence[Session]) -> None:
+        """These sessions have emitted tokens: what went wrong before is no reason to give them up."""
+        for troubled in (self._reopenings, self._without_room_since):
+            if troubled:
+                for session in sessions:
+                    troubled.pop(session.session_id, None)
+        for session in sessions:
+            if session.probation:
+                self._suspects.note_result(session)
+                if not session.probation:
+                    for lane in self._lanes.values():
+                        lane.suspects.discard(session.session_id)
 
     def _release(self, generation: Generation) -> None:
         self.totals.serving.note_end(generation)
@@ -194,7 +197,7 @@ class Scheduler:
             peer.link.close_session(session.session_id, epoch)
         had_draft = bool(session.draft_epochs)
         session.draft_epochs.clear()
-        session.mirror.close()
+        session.close()
         for lane in self._lanes.values():
             if lane.let_go(session):
                 lane.notify()
@@ -280,7 +283,7 @@ class Scheduler:
         self._watches.pop(worker_id).cancel()
         sessions = list(lane.sessions.values())
         if not lane.is_draining:
-            self._suspects.note_loss(worker_id, [own for own in sessions if own.submission is not None], kind)
+            self._suspects.note_loss(worker_id, [own for own in sessions if own.flight is not None], kind)
         self.totals.serving.failovers += len(sessions)
         self._requeue([session for session in sessions if not self._suspects.condemns(session)])
         for session in sessions:
@@ -296,7 +299,7 @@ class Scheduler:
             # Its loop tells clients no more, and whom it had no room for has not asked another target yet.
             session.deliver()
             logger.debug("session %d has lost its target", session.session_id, extra=session.ids)
-            session.submission, session.target_id, session.rests_until_ns = None, None, 0
+            session.flight, session.target_id, session.rests_until_ns = None, None, 0
             self._without_room_since.pop(session.session_id, None)
             if not session.is_finished:
                 self._waiting.appendleft(session)
@@ -413,13 +416,13 @@ class Scheduler:
             else None
             for session_id, epoch in zip(growth.session_ids, growth.epochs, strict=True)
         ]
-        for session, as_of in zip(sessions, growth.as_of, strict=True):
-            if session is None or not session.unanswered_commits or as_of != len(session.token_ids):
-                continue
-            if self._is_waited_for(peer, session):
-                if session.unanswered_commits == 1 and not session.mirror.root_was_drafted:
-                    peer.response.observe(peer.last_growth_ns - session.committed_ns)
-                session.unanswered_commits = 0
+        by_model = GrowthSource.MODEL in peer.sources
+        peer.note_answers(
+            growth,
+            sessions
+            if by_model
+            else [own if own is not None and self._is_waited_for(peer, own) else None for own in sessions],
+        )
         grafted = graft(worker_id, growth, [None if session is None else session.mirror for session in sessions])
         self.totals.dropped_nodes += nodes - sum(grafted)
         for place, session in enumerate(sessions):

@@ -5,10 +5,9 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outrider.coordinator import clock
-from outrider.coordinator.candidates import Tree
 from outrider.coordinator.chain_mirror import ChainMirror
 from outrider.coordinator.forest import Forest
 from outrider.coordinator.live.tap import SessionTap
@@ -26,15 +25,18 @@ from outrider.coordinator.messages import (
     SpeculationCounts,
     SpeculationMode,
     TokenDelta,
-    VerifyResult,
 )
-from outrider.coordinator.mirror import Commitment, Mirror, TreeMirror
+from outrider.coordinator.mirror import Mirror, TreeMirror
 from outrider.coordinator.request_times import RequestTimes
 from outrider.coordinator.source_mix import NO_COUNTS, Kind, by_source
 from outrider.coordinator.text_stream import StreamedText, TextStream
+from outrider.coordinator.trees import Tree
 from outrider.errors import InternalError, OutriderError
 from outrider.log_output import about
 from outrider.sampling import VerificationRule
+
+if TYPE_CHECKING:
+    from outrider.coordinator.rounds import Flight, Step
 
 logger = logging.getLogger(__name__)
 
@@ -51,13 +53,10 @@ class _Undelivered(NamedTuple):
     """Tokens that are committed, and that the client has not been told of."""
 
     token_ids: Sequence[int]
-    offset: int
     text: str | None
     """None: still to be made."""
-    submission: Submission
     verdict: SessionVerdict
-    result: VerifyResult
-    result_ns: int
+    step: "Step"
     growth: Sequence[GrowthArrival]
 
 
@@ -91,27 +90,57 @@ class Session:
         self.draft_epochs: dict[str, int] = {}
         self.refused_by: set[str] = set()
         """Draft workers that gave this session up."""
-        self.submission: Submission | None = None
+        self.flight: Flight | None = None
+        """The batch that it is in."""
         self.arrivals: list[GrowthArrival] = []
-        self.committed_ns = 0
-        """When tokens were last committed, or the session was placed."""
-        self.told_ns = 0
-        """When tokens were last committed; 0 before the first. Who reads them waits on, over the loss of a target."""
         self.rests_until_ns = 0
         """A full target turned it away: not to be submitted before."""
         self.probation = 0
         """Results for which it is to be verified alone, after a worker crashed with it."""
-        self.unanswered_commits = 0
-        """Commits since the draft last showed that it knows all."""
         self.tap: SessionTap | None = None
         """Only while somebody watches its tree."""
         self._undelivered: _Undelivered | None = None
         self._take_received(request.received.get(index, ()))
         self.mirror: Mirror
+        self.rows = forest.rows
         if self.sampling.rule is VerificationRule.REJECTION:
             self.mirror = ChainMirror(self.token_ids)
+            self.row = forest.rows.add(len(self.token_ids))
         else:
             self.mirror = TreeMirror(forest, self.token_ids, self._kind)
+            self.row = self.mirror.row
+        self._stop_ids = frozenset(self.sampling.stop_token_ids)
+        self._end = self.prompt_length + self.sampling.max_new_tokens
+        self._is_plain = not request.stop and request.spans is None
+        """Nothing is asked of its tokens but where they end."""
+
+    def close(self) -> None:
+        """It has ended: its tree goes."""
+        self.mirror.close()
+        if self.mirror.is_chain:
+            self.rows.remove(self.row)
+
+    @property
+    def committed_ns(self) -> int:
+        """When tokens were last committed, or the session was placed."""
+        return int(self.rows.committed_ns[self.row])
+
+    @committed_ns.setter
+    def committed_ns(self, at_ns: int) -> None:
+        self.rows.committed_ns[self.row] = at_ns
+
+    @property
+    def unanswered_commits(self) -> int:
+        """Commits since the draft last showed that it knows all."""
+        return int(self.rows.unanswered[self.row])
+
+    @property
+    def submission(self) -> Submission | None:
+        """What it has in flight."""
+        flight = self.flight
+        if flight is None:
+            return None
+        return Submission(flight.tree_of(self.session_id), flight.submitted_ns, flight.waited_ns)
 
     @property
     def _kind(self) -> Kind:
@@ -167,14 +196,18 @@ class Session:
                 as_of=as_of,
                 nodes=nodes,
                 grafted=grafted,
-                during_verify=self.submission is not None,
+                during_verify=self.flight is not None,
             )
             self.arrivals.append(arrival)
 
     @property
     def may_speculate(self) -> bool:
         """Whether a tree could save this session a step."""
-        return self.mode is not SpeculationMode.OFF and self.sampling.max_new_tokens - self.output_length > 1
+        return self.could_speculate(self.output_length)
+
+    def could_speculate(self, output_length: int) -> bool:
+        """The same when it had so many tokens."""
+        return self.mode is not SpeculationMode.OFF and self.sampling.max_new_tokens - output_length > 1
 
     def reach(self, max_tree_nodes: int) -> tuple[int, int]:
         """(most nodes, greatest depth) of a tree that is submitted: none past the last output token."""
@@ -185,51 +218,59 @@ class Session:
         depth, most = request.max_depth, request.max_nodes
         return most if most < max_tree_nodes else max_tree_nodes, depth if depth < room else room
 
-    def commit(self, verdict: SessionVerdict, result: VerifyResult, committed_ns: int) -> Commitment:
-        """Takes what the target accepted.
+    def take(self, verdict: SessionVerdict, nodes: int, step: "Step") -> Sequence[int]:
+        """Appends what the target accepted; returns the tokens that are kept.
 
-        What is left to do is in what comes back, for the mirror, and in `deliver`, for the client: both can be done for
-        many sessions at a time, and the second one after the next batch has left.
+        `commits.py` does for all sessions of a step what is left to do before the next batch, and `deliver` tells the
+        client, after it.
 
         Args:
-            committed_ns: now.
+            nodes: of the tree that was verified.
         """
         if self._undelivered is not None:
             self.deliver()
-        submission, self.submission = self.submission, None
-        growth, self.arrivals = self.arrivals, []
-        assert submission is not None
-        self.committed_ns = self.told_ns = committed_ns
-        before = len(self.token_ids)
-        _, _, _, _, accepted_nodes, token_ids, _, cached_tokens = verdict
+        accepted, token_ids = verdict.accepted_nodes, verdict.token_ids
+        own, text = self.token_ids, None
+        if (
+            self._is_plain
+            and self.tap is None
+            and token_ids[-1] not in self._stop_ids
+            and len(own) + len(token_ids) < self._end
+        ):
+            own += token_ids
+        else:
+            token_ids, text = self._take_with_care(verdict, step)
+        self.flight = None
+        self.verify_steps += 1
+        self.drafted_tokens += nodes
+        self.accepted_tokens += min(len(accepted), len(token_ids))
+        growth: Sequence[GrowthArrival] = ()
+        if self.arrivals:
+            growth, self.arrivals = self.arrivals, []
+        self._undelivered = _Undelivered(token_ids, text, verdict, step, growth)
+        if self.cached_tokens is None:
+            self.cached_tokens = verdict.cached_tokens
+        return token_ids
+
+    def _take_with_care(self, verdict: SessionVerdict, step: "Step") -> tuple[Sequence[int], str | None]:
+        """The same where these may be its last tokens, or somebody looks on; (those that are kept, their text)."""
+        before, token_ids = len(self.token_ids), verdict.token_ids
+        self.committed_ns = step.result_ns
         try:
             text = self._extend(token_ids)
         except InternalError as error:
             text = ""
             self.generation.abort(error)
-        kept = len(self.token_ids) - before
-        if kept < len(token_ids):
-            token_ids = token_ids[:kept]
+        token_ids = token_ids[: len(self.token_ids) - before]
+        submission = self.submission
+        assert submission is not None
         if self.tap is not None:
-            self.tap.note_verdict(submission, verdict, result, token_ids)
-        self._undelivered = _Undelivered(
-            token_ids, before - self.prompt_length, text, submission, verdict, result, committed_ns, growth
-        )
-        if self.cached_tokens is None:
-            self.cached_tokens = cached_tokens
+            self.tap.note_verdict(submission, verdict, step.result, token_ids)
         if (spans := self.request.spans) is not None:
-            nodes, held_ns = len(submission.tree.tokens), submission.waited_ns
-            since = {"submitted_ns": submission.submitted_ns, "now_ns": committed_ns, "held_ns": held_ns}
-            spans.note_round(self.index, result, nodes=nodes, accepted=len(accepted_nodes), tokens=kept, **since)
-        tree = submission[0]
-        self.verify_steps += 1
-        self.drafted_tokens += len(tree[1])
-        accepted: Sequence[int] = ()
-        if accepted_nodes:
-            self.accepted_tokens += min(len(accepted_nodes), kept)
-            if slots := tree.slots:
-                accepted = [slots[number - 1] for number in accepted_nodes]
-        return Commitment(self.mirror, token_ids, accepted, self.mode is not SpeculationMode.SYNC, tree.slots)
+            nodes, accepted, held_ns = len(submission.tree.tokens), len(verdict.accepted_nodes), submission.waited_ns
+            since = {"submitted_ns": submission.submitted_ns, "now_ns": step.result_ns, "held_ns": held_ns}
+            spans.note_round(self.index, step.result, nodes=nodes, accepted=accepted, tokens=len(token_ids), **since)
+        return token_ids, text
 
     def deliver(self) -> None:
         """Tells the client of what was committed, if anything was since the last time."""
@@ -249,7 +290,7 @@ class Session:
                 index=self.index,
                 token_ids=news.token_ids,
                 text=text,
-                offset=news.offset,
+                offset=self.output_length - len(news.token_ids),
                 text_offset=self.text_bytes,
                 logprobs=None if logprobs is None else logprobs.head(len(news.token_ids)),
             )
@@ -322,19 +363,20 @@ class Session:
         )
 
     def _round_record(self, news: _Undelivered) -> RoundRecord:
-        submission, kept = news.submission, len(news.token_ids)
+        flight, result, kept = news.step.flight, news.step.result, len(news.token_ids)
+        tree = flight.tree_of(self.session_id)
         return RoundRecord(
             index=self.index,
-            step=news.result.step,
-            length=self.prompt_length + news.offset,
-            submitted_ns=submission.submitted_ns,
-            result_ns=news.result_ns,
-            waited_ns=submission.waited_ns,
-            step_ns=news.result.step_ns,
-            forward_ns=news.result.forward_ns,
-            node_tokens=submission.tree.tokens,
-            node_parents=submission.tree.parents,
-            node_values=submission.tree.values,
+            step=result.step,
+            length=len(self.token_ids) - kept,
+            submitted_ns=flight.submitted_ns,
+            result_ns=news.step.result_ns,
+            waited_ns=flight.waited_ns,
+            step_ns=result.step_ns,
+            forward_ns=result.forward_ns,
+            node_tokens=tree.tokens,
+            node_parents=tree.parents,
+            node_values=tree.values,
             accepted_nodes=news.verdict.accepted_nodes[:kept],
             emitted_token_ids=news.token_ids,
             growth=news.growth,

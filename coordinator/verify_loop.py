@@ -8,30 +8,32 @@ docs/scheduling.md explains what is decided here, and has the formulas.
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from outrider.coordinator import clock, mirror
-from outrider.coordinator.candidates import Tree
+import numpy as np
+
+from outrider.coordinator import clock
+from outrider.coordinator.commits import Committed, commit, tell_drafts
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.draft_demand import DraftDemand
 from outrider.coordinator.draft_peer import DraftPeer
 from outrider.coordinator.firing import GrowthForecast, Outlook, patience_ns
 from outrider.coordinator.lane import TargetLane
 from outrider.coordinator.messages import (
-    Commit,
     FaultKind,
     GrowthBatch,
     SessionFault,
+    SessionVerdict,
     SpeculationMode,
     VerifyResult,
 )
 from outrider.coordinator.metrics_counts import ServingCounts
-from outrider.coordinator.mirror import Commitment
 from outrider.coordinator.resident import graft_resident
-from outrider.coordinator.rounds import Flight, Way
+from outrider.coordinator.rounds import Step, Way
 from outrider.coordinator.session import Session
+from outrider.coordinator.trees import Tree
 from outrider.errors import WorkerUnavailable
 from outrider.growth_source import GrowthSource
 
@@ -58,6 +60,17 @@ class Totals:
     demand: DraftDemand = field(default_factory=DraftDemand)
     serving: ServingCounts = field(default_factory=ServingCounts)
 
+    def note_round(self, committed: Committed) -> int:
+        """Counts a step's result; returns the tokens that were emitted."""
+        emitted = int(committed.emitted.sum())
+        self.verify_steps += len(committed.sessions)
+        self.drafted_tokens += int(committed.nodes.sum())
+        self.accepted_tokens += int(committed.accepted.sum())
+        self.emitted_tokens += emitted
+        self.steps += 1
+        self.serving.note_round(committed)
+        return emitted
+
 
 class SessionOwner(Protocol):
     """Who places sessions and ends them: the scheduler."""
@@ -70,8 +83,8 @@ class SessionOwner(Protocol):
     def take_fault(self, session: Session, fault: SessionFault) -> None:
         """The target has lost or refused the session."""
 
-    def note_progress(self, session: Session) -> None:
-        """The session has emitted tokens."""
+    def note_progress(self, sessions: Sequence[Session]) -> None:
+        """These sessions have emitted tokens, and go on."""
 
     def remove_target(self, worker_id: str, reason: str) -> None:
         """The target is gone."""
@@ -89,7 +102,7 @@ class VerifyLoop:
         self._owner = owner
         self._free_since_ns: int | None = None
         self._undelivered: OrderedDict[int, Session] = OrderedDict()
-        self._unlearned: list[tuple[Flight, VerifyResult, int, int, list[int]]] = []
+        self._uncounted: list[Committed] = []
 
     async def run(self) -> None:
         """Rounds for ever, until the target is lost."""
@@ -152,7 +165,7 @@ class VerifyLoop:
             result.exception()
         self.lane.notify()
 
-    def choose(self, sessions: Sequence[Session]) -> list[Tree]:
+    def choose(self, sessions: Sequence[Session]) -> Sequence[Tree]:
         """Each session's tree."""
         return self.lane.choose(sessions)
 
@@ -218,107 +231,82 @@ class VerifyLoop:
     # --------------------------------------------------------------------------------------------------------- commits
 
     def _apply(self, result: VerifyResult) -> None:
-        """Commits a step's verdicts: drafts first, since they are what the next round waits for; clients hear later."""
-        flight = self.lane.flights.popleft()
-        in_flight = {session.session_id: session for session in flight.sessions}
-        drafted = accepted = 0
-        committed: list[tuple[Session, Commitment]] = []
-        with_trees: set[int] = set()
-        since_ns: list[int] = []
-        counts = self._owner.totals.serving
-        now_ns = clock.now_ns()
-        for verdict in result.verdicts:
-            session = in_flight.get(verdict.session_id)
-            if session is None or session.is_finished or verdict.epoch != session.target_epoch:
-                continue
-            del in_flight[verdict.session_id]
-            if verdict.fault is not None:
-                session.submission, session.target_id = None, None
-                self._owner.take_fault(session, verdict.fault)
-            elif verdict.deferred:
-                session.submission = None
-                counts.deferred += 1
-                if not result.step_tokens:
-                    session.rests_until_ns = now_ns + _DEFERRED_PAUSE_NS
-            else:
-                assert session.submission is not None
-                taken = min(len(verdict.accepted_nodes), len(verdict.token_ids))
-                if nodes := len(session.submission.tree.tokens):
-                    drafted += nodes
-                    with_trees.add(session.session_id)
-                    counts.accepted_depths[taken] += 1
-                elif session.may_speculate:
-                    counts.bare_drafted += bool(session.draft_epochs)
-                    counts.bare_undrafted += not session.draft_epochs
-                if session.told_ns:
-                    since_ns.append(session.told_ns)
-                accepted -= session.accepted_tokens
-                committed.append((session, session.commit(verdict, result, now_ns)))
-                accepted += session.accepted_tokens
-        if in_flight:
-            self._take_unanswered(in_flight.values())
-        self._commit(committed, with_trees)
+        """Commits a step's verdicts: what the next batch waits for. It is counted, and told to clients, later."""
+        step = Step(self.lane.flights.popleft(), result, clock.now_ns())
+        committed = commit(step, self._answered(step))
+        tell_drafts(committed, self._drafts)
+        self._note_misses(committed)
+        self._go_on(committed)
         if result.growth is not None:
             self._graft(result.growth)
-        emitted = sum(len(commitment.token_ids) for _, commitment in committed)
-        self._unlearned.append((flight, result, emitted, now_ns, since_ns))
-        self.lane.applied_result_ns = now_ns
-        totals = self._owner.totals
-        totals.verify_steps += len(committed)
-        totals.drafted_tokens += drafted
-        totals.accepted_tokens += accepted
-        totals.emitted_tokens += emitted
-        totals.steps += 1
+        self._uncounted.append(committed)
+        self.lane.applied_result_ns = step.result_ns
 
-    def _take_unanswered(self, sessions: Iterable[Session]) -> None:
-        """An answer has to name every session it was asked for, under its epoch: the others are lost there."""
-        for session in sessions:
-            if not session.is_finished:
-                session.submission, session.target_id = None, None
-                self._owner.take_fault(session, _UNANSWERED)
-
-    def _commit(self, committed: Sequence[tuple[Session, Commitment]], with_trees: Set[int]) -> None:
-        """Tells mirrors and drafts; sessions that have ended go."""
-        mirror.note_round([commitment for _, commitment in committed])
-        going_on = [(session, commitment) for session, commitment in committed if not session.is_finished]
-        mirror.commit([commitment for session, commitment in going_on if session.mode is not SpeculationMode.OFF])
-        rounds = tokens = misses = wrong = tree_rounds = tree_misses = 0
-        for session, (_, token_ids, *_) in going_on:
-            self._undelivered[session.session_id] = session
-            self._owner.note_progress(session)
-            if session.tap is not None:
-                session.tap.note_moved()
-            if not session.draft_epochs:
+    def _answered(self, step: Step) -> list[tuple[int, Session, SessionVerdict]]:
+        """Places in the batch, sessions and verdicts with tokens; sessions without are seen to."""
+        flight, result, _ = step
+        places, answered = dict(flight.places), []
+        for verdict in result.verdicts:
+            place = places.get(verdict.session_id)
+            if place is None:
                 continue
-            if session.mode is SpeculationMode.ASYNC:
-                rounds += 1
-                tokens += len(token_ids)
-                missed = not session.mirror.root_was_drafted
-                misses += missed
-                wrong += session.mirror.root_was_missed
-                if session.session_id in with_trees:
-                    tree_rounds += 1
-                    tree_misses += missed
-            position = len(session.token_ids) - len(token_ids)
-            for worker_id, epoch in session.draft_epochs.items():
-                self._drafts[worker_id].link.commit(Commit(session.session_id, epoch, position, token_ids))
-            session.unanswered_commits += 1
-        if rounds:
-            demand = self._owner.totals.demand
-            demand.rounds += rounds
-            demand.tokens += tokens
-            demand.missed_rounds += wrong
-            demand.starved_rounds += misses - wrong
-            demand.bare_rounds += rounds - tree_rounds
+            session = flight.sessions[place]
+            if session.is_finished or verdict.epoch != session.target_epoch:
+                continue
+            del places[verdict.session_id]
+            if verdict.fault is not None:
+                session.flight, session.target_id = None, None
+                self._owner.take_fault(session, verdict.fault)
+            elif verdict.deferred:
+                session.flight = None
+                self._owner.totals.serving.deferred += 1
+                if not result.step_tokens:
+                    session.rests_until_ns = step.result_ns + _DEFERRED_PAUSE_NS
+            else:
+                answered.append((place, session, verdict))
+        # An answer has to name every session it was asked for, under its epoch: the others are lost there.
+        for place in places.values():
+            session = flight.sessions[place]
+            if not session.is_finished:
+                session.flight, session.target_id = None, None
+                self._owner.take_fault(session, _UNANSWERED)
+        return answered
+
+    def _note_misses(self, committed: Committed) -> None:
+        """How the rounds of sessions ended that drafts run ahead of."""
+        is_async = np.array([session.mode is SpeculationMode.ASYNC for session in committed.sessions], dtype=np.bool_)
+        ran = committed.is_on & committed.is_drafted & is_async
+        missed, with_tree = ran & ~committed.is_covered, ran & (committed.nodes > 0)
+        rounds, misses, tree_rounds = (int(np.count_nonzero(which)) for which in (ran, missed, with_tree))
+        tokens = int(committed.emitted[ran].sum())
+        wrong, tree_misses = (int(np.count_nonzero(missed & which)) for which in (committed.is_wrong, with_tree))
         self.lane.misses.observe_many(
             rounds, tokens=tokens, misses=misses, tree_rounds=tree_rounds, tree_misses=tree_misses
         )
-        if len(going_on) < len(committed):
-            finished = [session for session, _ in committed if session.is_finished]
-            for session in finished:
-                session.deliver()
-            for session in finished:
-                self._owner.finish_session(session)
+        demand = self._owner.totals.demand
+        demand.rounds += rounds
+        demand.tokens += tokens
+        demand.missed_rounds += wrong
+        demand.starved_rounds += misses - wrong
+        demand.bare_rounds += rounds - tree_rounds
+
+    def _go_on(self, committed: Committed) -> None:
+        """Clients are to hear; sessions that have ended go."""
+        sessions = committed.sessions
+        if not committed.is_on.all():
+            finished = [session for session in sessions if session.is_finished]
+            sessions = [session for session in sessions if not session.is_finished]
+        else:
+            finished = []
+        self._undelivered.update((session.session_id, session) for session in sessions)
+        self._owner.note_progress(sessions)
+        for session in sessions:
+            if session.tap is not None:
+                session.tap.note_moved()
+        for session in finished:
+            session.deliver()
+        for session in finished:
+            self._owner.finish_session(session)
 
     def _graft(self, growth: GrowthBatch) -> None:
         """Takes what the target has drafted by itself."""
@@ -328,11 +316,13 @@ class VerifyLoop:
         totals.dropped_nodes += dropped
 
     def _learn(self) -> None:
-        rounds, self._unlearned = self._unlearned, []
-        for flight, result, emitted, result_ns, since_ns in rounds:
-            totals = self._owner.totals
+        """What rounds that were applied have shown."""
+        rounds, self._uncounted = self._uncounted, []
+        totals = self._owner.totals
+        for committed in rounds:
+            emitted = totals.note_round(committed)
+            flight, result, result_ns = committed.step
             self.lane.learn(flight, result, emitted=emitted, result_ns=result_ns, demand=totals.demand)
-            totals.serving.note_round(flight, result, result_ns, since_ns)
 
     async def _deliver(self) -> None:
         """Lets the clients have what was committed since the last time: a few at a time, behind results and growth."""

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from outrider.coordinator.candidates import Tree
 from outrider.coordinator.lane import TargetLane
 from outrider.coordinator.rounds import Way
 from outrider.coordinator.selection import choose_each
 from outrider.coordinator.session import Session
+from outrider.coordinator.trees import Tree
 from outrider.coordinator.trials import Trials
 from outrider.coordinator.verify_loop import VerifyLoop
 
@@ -28,7 +28,7 @@ def fixed_tree(count: int, *, waits: bool) -> type[VerifyLoop]:
             super().__init__(lane, *others)
             lane.way = Trials((Way.WAIT,))
 
-        def choose(self, sessions: Sequence[Session]) -> list[Tree]:
+        def choose(self, sessions: Sequence[Session]) -> Sequence[Tree]:
             found = self.lane.candidates(sessions)
             return found.trees(choose_each(found.places, sessions=len(sessions), count=count).tolist())
 

@@ -6,6 +6,7 @@ The target takes batches one after the other, the next as soon as the one before
 """
 
 import asyncio
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -132,11 +133,14 @@ class VirtualDraft:
             )
         )
 
-    def commit(self, commit: Commit) -> None:
+    def commit(self, commits: Sequence[Commit]) -> None:
         """Tells of tokens."""
-        position, token_ids = commit.position, list(commit.token_ids)
-        self._send(
-            lambda: self._grower.commit(commit.session_id, epoch=commit.epoch, position=position, token_ids=token_ids)
+        for commit in commits:
+            self._send(functools.partial(self._apply, commit))
+
+    def _apply(self, commit: Commit) -> None:
+        self._grower.commit(
+            commit.session_id, epoch=commit.epoch, position=commit.position, token_ids=list(commit.token_ids)
         )
 
     def close_session(self, session_id: int, epoch: int) -> None:

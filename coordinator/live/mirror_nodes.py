@@ -6,9 +6,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from outrider.coordinator.candidates import Tree
 from outrider.coordinator.chain_mirror import ChainMirror
 from outrider.coordinator.mirror import Mirror, TreeMirror
+from outrider.coordinator.trees import Tree
 from outrider.draft_distribution import DraftDistribution
 
 

@@ -2,8 +2,8 @@
 
 from typing import Any, Protocol
 
-from outrider.coordinator.candidates import Tree
 from outrider.coordinator.messages import ChoiceResult, GenerationRequest, SpeculationMode
+from outrider.coordinator.trees import Tree
 from outrider.sampling import SamplingSpec
 
 
@@ -44,11 +44,15 @@ class WatchedSession(Protocol):
         """How it ended."""
         ...
 
+    @property
+    def committed_ns(self) -> int:
+        """When tokens were last committed."""
+        ...
+
     index: int
     mode: SpeculationMode
     sampling: SamplingSpec
     token_ids: list[int]
     prompt_length: int
-    committed_ns: int
     mirror: Any
     tap: Any

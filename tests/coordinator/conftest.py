@@ -139,11 +139,12 @@ class FakeDraft:
         self.sessions[opening.session_id] = (opening.epoch, [*opening.prompt, *opening.output])
         self._grow_later(opening.session_id)
 
-    def commit(self, commit: Commit) -> None:
-        epoch, tokens = self.sessions[commit.session_id]
-        assert (epoch, len(tokens)) == (commit.epoch, commit.position)
-        tokens.extend(commit.token_ids)
-        self._grow_later(commit.session_id)
+    def commit(self, commits: Sequence[Commit]) -> None:
+        for commit in commits:
+            epoch, tokens = self.sessions[commit.session_id]
+            assert (epoch, len(tokens)) == (commit.epoch, commit.position)
+            tokens.extend(commit.token_ids)
+            self._grow_later(commit.session_id)
 
     def close_session(self, session_id: int, epoch: int) -> None:
         self.closed.append((session_id, epoch))

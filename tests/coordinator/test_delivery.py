@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from outrider.coordinator.candidates import Tree
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.links import TargetLink
 from outrider.coordinator.messages import GenerationEvent, GenerationRequest, SpeculationMode, TokenDelta
@@ -15,6 +14,7 @@ from outrider.coordinator.rounds import Way
 from outrider.coordinator.scheduler import Scheduler
 from outrider.coordinator.session import Generation, Session
 from outrider.coordinator.text_stream import TextStream
+from outrider.coordinator.trees import Tree
 from outrider.coordinator.verify_loop import VerifyLoop
 from outrider.errors import WorkerUnavailable
 from outrider.sampling import SamplingSpec
@@ -109,7 +109,7 @@ async def test_who_has_not_heard_yet_is_remembered_once(bench):
     waiting: list[int] = []
 
     class Noting(VerifyLoop):
-        def choose(self, sessions: Sequence[Session]) -> list[Tree]:
+        def choose(self, sessions: Sequence[Session]) -> Sequence[Tree]:
             waiting.append(len(self._undelivered))
             return super().choose(sessions)
 

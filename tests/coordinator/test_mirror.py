@@ -429,7 +429,7 @@ def test_chains_and_trees_share_a_message_and_a_batch():
     found = candidates([None, chain.mirror, tree.mirror], most=[9, 9, 9], deepest=[9, 9, 9])
     assert found.starts.tolist() == [0, 0, 2, 4]
     none, chained, grown = found.trees([0, 1, 2])
-    assert (none.tokens, chained.tokens, sorted(grown.tokens)) == ((), [5], [4, 5])
+    assert (none.tokens, chained.tokens, sorted(grown.tokens)) == ([], [5], [4, 5])
     assert [len(tree.distributions) for tree in (none, chained, grown)] == [0, 1, 0]
     tree.token_ids.append(4)
     chain.token_ids += [5, 6]

@@ -21,6 +21,7 @@ from scipy import stats
 from outrider.coordinator import lane
 from outrider.coordinator.candidates import Candidates
 from outrider.coordinator.chain_mirror import ChainMirror
+from outrider.coordinator.commits import commit
 from outrider.coordinator.forest import Forest
 from outrider.coordinator.lane import TargetLane
 from outrider.coordinator.messages import (
@@ -31,7 +32,8 @@ from outrider.coordinator.messages import (
     TreeSubmission,
     VerifyResult,
 )
-from outrider.coordinator.mirror import commit, graft
+from outrider.coordinator.mirror import graft
+from outrider.coordinator.rounds import Step
 from outrider.coordinator.session import Generation, Session
 from outrider.coordinator.text_stream import TextStream
 from outrider.draft_distribution import WEIGHT_SUM, DraftDistribution
@@ -179,19 +181,20 @@ class Bench:
         self.untold.clear()
 
     def _verify(self, running: Sequence[Session]) -> None:
-        result: Any = self.lane.submit(running, self.lane.choose(running), waited_ns=0).result
+        flight = self.lane.submit(running, self.lane.choose(running), waited_ns=0)
         self.lane.flights.clear()
-        for session, verdict in zip(running, result.verdicts, strict=True):
+        result: Any = flight.result
+        step = Step(flight, result, 0)
+        for place, (session, verdict) in enumerate(zip(running, result.verdicts, strict=True)):
             if self.chance.random() < 0.1:
                 # The result is lost with its target; the session goes on at another one.
-                session.submission, session.target_id = None, None
+                session.flight, session.target_id = None, None
                 continue
             position = len(session.token_ids)
             self.accepted += len(verdict.accepted_nodes)
-            commitment = session.commit(verdict, result, 0)
-            commit([commitment])
+            commit(step, [(place, session, verdict)])
             session.deliver()
-            self.untold.append((session, position, list(commitment.token_ids)))
+            self.untold.append((session, position, session.token_ids[position:]))
 
     def submit(self, trees: Sequence[TreeSubmission], *, openings: Sequence[Any] = ()) -> VerifyResult:
         """The target's end of the lane."""

@@ -1,0 +1,175 @@
+"""What a step's result does to its sessions, all of them together.
+
+The next batch waits for this, so it does what that needs and no more: tokens are appended, trees move their roots, and
+drafts are told. Counting and learning come when the batch has left (`VerifyLoop`), clients hear after that.
+"""
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from outrider.coordinator.chain_mirror import ChainMirror
+from outrider.coordinator.draft_peer import DraftPeer
+from outrider.coordinator.messages import Commit, SessionVerdict, SpeculationMode
+from outrider.coordinator.mirror import Moves, TreeMirror, move_roots
+from outrider.coordinator.rounds import Step
+from outrider.coordinator.rows import Ints
+from outrider.coordinator.session import Session
+from outrider.coordinator.trees import Trees
+
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Committed:
+    """Of S sessions to whom a step gave tokens.
+
+    Attributes:
+        step: whose result it was.
+        sessions: [S]
+        token_ids: [S] those of each that are kept.
+        emitted: [S] how many these are.
+        nodes: [S] of the tree that was verified.
+        accepted: [S] nodes that were accepted, and kept.
+        is_on: [S] whether it goes on.
+        is_drafted: [S] whether a draft grows for it.
+        told_ns: [S] when it had its last tokens before; 0 where these are the first.
+        is_covered: [S] whether its last token was a node of its tree.
+        is_wrong: [S] not, although there were other nodes there.
+    """
+
+    step: Step
+    sessions: Sequence[Session]
+    token_ids: Sequence[Sequence[int]]
+    emitted: Ints
+    nodes: Ints
+    accepted: Ints
+    is_on: Bools
+    is_drafted: Bools
+    told_ns: Ints
+    is_covered: Bools
+    is_wrong: Bools
+
+
+def commit(step: Step, answered: Sequence[tuple[int, Session, SessionVerdict]]) -> Committed:
+    """Takes what a target accepted.
+
+    Args:
+        answered: places in the batch, sessions and verdicts with tokens.
+    """
+    if not answered:
+        return _nothing(step)
+    places_, sessions, verdicts = zip(*answered, strict=True)
+    trees, places = step.flight.trees, np.array(places_)
+    nodes = trees.counts[places]
+    token_ids = [
+        session.take(verdict, count, step)
+        for session, verdict, count in zip(sessions, verdicts, nodes.tolist(), strict=True)
+    ]
+    emitted = np.array(list(map(len, token_ids)))
+    numbers = [verdict.accepted_nodes for verdict in verdicts]
+    accepted, slots = _accepted_slots(numbers, emitted, trees.starts[places], trees.slots)
+    is_on = np.array([session.result is None and not session.generation.is_closed for session in sessions])
+    rows = np.array([session.row for session in sessions])
+    moves = Moves(
+        rows=rows,
+        counts=emitted,
+        tokens=_joined(token_ids),
+        accepted=accepted,
+        slots=slots,
+        keeps_tree=_keeping(sessions),
+    )
+    states = sessions[0].rows
+    told_ns = states.told_ns[rows]
+    states.committed_ns[rows] = states.told_ns[rows] = step.result_ns
+    _note_sources(sessions, trees, places, slots)
+    _move(sessions, token_ids, moves, is_on)
+    is_drafted = np.array([bool(session.draft_epochs) for session in sessions])
+    states.unanswered[rows[is_drafted & is_on]] += 1
+    return Committed(
+        step=step,
+        sessions=sessions,
+        token_ids=token_ids,
+        emitted=emitted,
+        nodes=nodes,
+        accepted=accepted,
+        is_on=is_on,
+        is_drafted=is_drafted,
+        told_ns=told_ns,
+        is_covered=states.was_drafted[rows],
+        is_wrong=states.was_missed[rows],
+    )
+
+
+def _nothing(step: Step) -> Committed:
+    none, no = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.bool_)
+    numbers = dict.fromkeys(("emitted", "nodes", "accepted", "told_ns"), none)
+    answers = dict.fromkeys(("is_on", "is_drafted", "is_covered", "is_wrong"), no)
+    return Committed(step=step, sessions=(), token_ids=(), **numbers, **answers)
+
+
+def _joined(parts: Iterable[Sequence[int]]) -> Ints:
+    return np.array(list(itertools.chain.from_iterable(parts)), dtype=np.int64)
+
+
+def _keeping(sessions: Sequence[Session]) -> Bools:
+    """[S] sync mode grows every tree afresh."""
+    return np.array([session.mode is not SpeculationMode.SYNC for session in sessions])
+
+
+def _accepted_slots(numbers: Sequence[Sequence[int]], emitted: Ints, starts: Ints, slots: Ints) -> tuple[Ints, Ints]:
+    """[S] how many accepted nodes of each session are kept, and [A] their slots; `numbers`: in its tree, from 1."""
+    accepted = np.array(list(map(len, numbers)))
+    if (accepted > emitted).any():
+        # Where a stop string ended the text, what was accepted behind it is of no use.
+        numbers = [own[:most] for own, most in zip(numbers, emitted.tolist(), strict=True)]
+        accepted = np.minimum(accepted, emitted)
+    return accepted, slots[_joined(numbers) - 1 + np.repeat(starts, accepted)]
+
+
+def _note_sources(sessions: Sequence[Session], trees: Trees, places: Ints, accepted: Ints) -> None:
+    """Credits the sources of what was verified, once there are several."""
+    forest = next((own.mirror.forest for own in sessions if isinstance(own.mirror, TreeMirror)), None)
+    if forest is None or not forest.mix.is_active:
+        return
+    is_answered = np.zeros(len(trees), dtype=np.bool_)
+    is_answered[places] = True
+    sent = trees.slots[np.repeat(is_answered, trees.counts)]
+    forest.mix.note_round(forest, sent[sent >= 0], accepted[accepted >= 0])
+
+
+def _move(sessions: Sequence[Session], token_ids: Sequence[Sequence[int]], moves: Moves, is_on: Bools) -> None:
+    """Moves the roots of the trees and chains of those that go on, and speculate."""
+    is_tree = np.array([not own.mirror.is_chain and own.mode is not SpeculationMode.OFF for own in sessions])
+    moved = is_on & is_tree
+    forest = next((own.mirror.forest for own in sessions if isinstance(own.mirror, TreeMirror)), None)
+    if moved.all():
+        assert forest is not None
+        move_roots(forest, moves)
+        return
+    states = sessions[0].rows
+    states.length[moves.rows[~moved]] += moves.counts[~moved]
+    if forest is not None and moved.any():
+        move_roots(forest, moves.only(moved))
+    for place in np.flatnonzero(is_on & ~is_tree).tolist():
+        session = sessions[place]
+        if isinstance(session.mirror, ChainMirror) and session.mode is not SpeculationMode.OFF:
+            session.mirror.commit(token_ids[place], keeps_chain=bool(moves.keeps_tree[place]))
+            states.was_drafted[session.row] = session.mirror.root_was_drafted
+            states.was_missed[session.row] = session.mirror.root_was_missed
+
+
+def tell_drafts(committed: Committed, drafts: Mapping[str, DraftPeer]) -> None:
+    """Each draft hears of what its sessions have committed that go on; `drafts` by worker id."""
+    commits: defaultdict[str, list[Commit]] = defaultdict(list)
+    for session, new, goes_on in zip(committed.sessions, committed.token_ids, committed.is_on.tolist(), strict=True):
+        if goes_on and session.draft_epochs:
+            position = len(session.token_ids) - len(new)
+            for worker_id, epoch in session.draft_epochs.items():
+                commits[worker_id].append(Commit(session.session_id, epoch, position, new))
+    for worker_id, own in commits.items():
+        drafts[worker_id].link.commit(own)
