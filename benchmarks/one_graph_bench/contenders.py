@@ -1,0 +1,147 @@
+"""The contenders over one loaded target: plain steps, trees of the resident head, one-graph rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.one_graph_bench.drive import Pace, Sessions
+from benchmarks.target_bench.models import BenchModel
+from tokenizers import Tokenizer
+
+from outrider.engine.buckets import Bucket
+from outrider.engine.model_runner import ModelRunner
+from outrider.engine.one_graph_buckets import RoundNeeds
+from outrider.engine.one_graph_shape import RoundShape
+from outrider.models import held_out_prompts
+from outrider.target_worker.config import TargetWorkerConfig
+from outrider.target_worker.one_graph import RoundDraft
+from outrider.target_worker.one_graph_setup import make_rounds
+from outrider.target_worker.resident import ResidentDraft
+from outrider.target_worker.resident_config import ResidentConfig
+from outrider.target_worker.verifier import Verifier
+
+_DEPTH, _TOP_K, _TREE = 4, 4, 12
+# Rows of the largest captured step: a coordinator's trees stay within them, too.
+_MOST_ROWS = 512
+_NEW_TOKENS = 1024
+
+
+class Bench:
+    """A target that is loaded once.
+
+    Args:
+        model: the target.
+        head: folder of the head.
+        device: of both.
+        context: tokens of each prompt.
+        most: sessions of the largest batch.
+    """
+
+    def __init__(self, model: BenchModel, head: Path, *, device: str, context: int, most: int) -> None:
+        config = TargetWorkerConfig(
+            model_path=model.folder,
+            device=device,
+            enable_prefix_caching=False,
+            max_num_seqs=max(most, 2),
+            max_model_len=context + _NEW_TOKENS,
+            max_tree_nodes=64,
+            max_step_tokens=max(_MOST_ROWS, most),
+        )
+        self._config = config
+        self.runner = ModelRunner(config.engine(), decoder=True, source=model.source, feeds_head=True)
+        resident = ResidentConfig(head=head, depth=_DEPTH, top_k=_TOP_K, nodes=_TREE, max_sessions=most)
+        self.resident = ResidentDraft.load(resident, self.runner)
+        self._rounds: dict[RoundShape, RoundDraft] = {}
+        self._prompts = self._tokenised(model, context)
+
+    def measure(
+        self, count: int, shapes: Sequence[RoundShape], *, rounds: int, contenders: Sequence[str]
+    ) -> dict[str, Pace]:
+        """Every contender with so many sessions, by name."""
+        paces: dict[str, Pace] = {}
+        if "off" in contenders:
+            self._capture([count])
+            paces["off"] = self._paced(self._verifier(), count, rounds)
+        if "tree" in contenders:
+            found: list[tuple[str, Pace]] = []
+            for nodes in self._tree_sizes(count):
+                self._capture([count * (1 + nodes)], sessions=count, query_len=1 + nodes)
+                self.resident.grows = True
+                verifier = self._verifier(resident=self.resident)
+                name = f"tree of {nodes}"
+                found.append((name, self._paced(verifier, count, rounds, nodes=nodes, draft=self.resident)))
+            paces |= dict(sorted(found, key=lambda entry: -entry[1].tokens_per_second)[:1])
+        if "one-graph" in contenders:
+            for shape in shapes:
+                if count * shape.rows <= _MOST_ROWS:
+                    verifier = self._round_verifier(count, shape)
+                    name = f"one-graph {shape.steps}x{shape.candidates}"
+                    paces[name] = self._paced(verifier, count, rounds, resident=True)
+        return paces
+
+    def warm_rounds(self, count: int, shape: RoundShape) -> tuple[Verifier, Sessions]:
+        """Sessions of one-graph rounds that have run some."""
+        verifier = self._round_verifier(count, shape)
+        sessions = Sessions(verifier, self._prompts_of(count), resident=True)
+        sessions.warm_up()
+        return verifier, sessions
+
+    def _paced(
+        self,
+        verifier: Verifier,
+        count: int,
+        rounds: int,
+        *,
+        nodes: int = 0,
+        resident: bool = False,
+        draft: ResidentDraft | None = None,
+    ) -> Pace:
+        sessions = Sessions(verifier, self._prompts_of(count), nodes=nodes, resident=resident, draft=draft)
+        sessions.warm_up()
+        pace = sessions.run(rounds=rounds)
+        sessions.close()
+        return pace
+
+    def _verifier(self, *, resident: ResidentDraft | None = None, rounds: RoundDraft | None = None) -> Verifier:
+        config = self._config
+        return Verifier(
+            self.runner,
+            max_step_tokens=config.max_step_tokens,
+            max_prefill_tokens=config.prefill_tokens,
+            resident=resident,
+            rounds=rounds,
+        )
+
+    def _round_verifier(self, count: int, shape: RoundShape) -> Verifier:
+        if shape not in self._rounds:
+            self._rounds[shape] = make_rounds(self.runner, self.resident, shape)
+        rounds = self._rounds[shape]
+        self.resident.grows = False
+        rounds.runner.warm_up([rounds.runner.ladder.bucket(count, RoundNeeds())])
+        return self._verifier(resident=self.resident, rounds=rounds)
+
+    def _capture(self, tokens: Sequence[int], *, sessions: int | None = None, query_len: int = 1) -> None:
+        """The graphs of steps that verify so many rows."""
+        steps = self.runner.steps
+        assert steps is not None
+        need = Bucket(tokens=1, sessions=1, keys=1, query_len=query_len, logit_rows=1, nodes=query_len, words=1)
+        buckets = [
+            steps.ladder.bucket(replace(need, tokens=count, sessions=sessions or count, logit_rows=count))
+            for count in tokens
+        ]
+        steps.warm_up(buckets)
+
+    def _tree_sizes(self, count: int) -> list[int]:
+        """Nodes a session: what a large batch may send, and less."""
+        most = min(_TREE, _MOST_ROWS // count - 1)
+        return sorted({size for size in (1, 3, 6, _TREE) if size <= most} or {0})[-2:] if most > 0 else [0]
+
+    def _prompts_of(self, count: int) -> list[list[int]]:
+        return [self._prompts[number % len(self._prompts)] for number in range(count)]
+
+    def _tokenised(self, model: BenchModel, context: int) -> list[list[int]]:
+        tokenizer = Tokenizer.from_file(str(model.folder / "tokenizer.json"))
+        ids = [tokenizer.encode(text).ids[:context] for text in held_out_prompts()]
+        return [prompt for prompt in ids if len(prompt) == context] or ids

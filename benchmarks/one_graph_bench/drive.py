@@ -1,0 +1,193 @@
+"""Sessions of one verifier, driven round after round, each in its contender's way."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outrider.sampling import SamplingSpec
+from outrider.target_worker.resident import ResidentDraft
+from outrider.target_worker.resident_growth import DraftLimits, GrownNodes
+from outrider.target_worker.sessions import OpenRequest, Outcome, TreeRequest, TreeResult
+from outrider.target_worker.verifier import Verifier
+
+_WARM_ROUNDS = 3
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """What some rounds gave.
+
+    Attributes:
+        rounds: of all sessions together.
+        seconds: for all of them.
+        drafting_seconds: of these, for trees.
+        tokens: emitted.
+        drafted, accepted: nodes that were verified, and those of them that were accepted.
+        sessions: in each round.
+    """
+
+    rounds: int
+    seconds: float
+    drafting_seconds: float
+    tokens: int
+    drafted: int
+    accepted: int
+    sessions: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all sessions."""
+        return self.tokens / self.seconds
+
+    @property
+    def free_tokens_per_second(self) -> float:
+        """The same, had drafting taken no time."""
+        return self.tokens / (self.seconds - self.drafting_seconds)
+
+    @property
+    def round_ms(self) -> float:
+        """Of one round."""
+        return 1e3 * self.seconds / self.rounds
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Of a session."""
+        return self.tokens / self.rounds / self.sessions
+
+
+class Sessions:
+    """Some sessions that are always stepped together.
+
+    Args:
+        verifier: that has them.
+        prompts: token ids, one a session.
+        nodes: of a tree that is sent; 0 sends none.
+        resident: whether the worker's own candidates are asked for.
+        draft: that grows the trees.
+    """
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        prompts: Sequence[Sequence[int]],
+        *,
+        nodes: int = 0,
+        resident: bool = False,
+        draft: ResidentDraft | None = None,
+    ) -> None:
+        self._verifier, self._nodes, self._resident, self._draft = verifier, nodes, resident, draft
+        sampling = SamplingSpec(max_new_tokens=1 << 20)
+        self._lengths = {(1, next(_numbers)): len(prompt) for prompt in prompts}
+        self._growth: dict[tuple[int, int], GrownNodes | None] = dict.fromkeys(self._lengths)
+        for key, prompt in zip(self._lengths, prompts, strict=True):
+            verifier.open(
+                OpenRequest(key=key, epoch=1, prompt=list(prompt), output=(), sampling=sampling, draft=DraftLimits())
+            )
+
+    def requests(self) -> list[TreeRequest]:
+        """The next round's."""
+        return [
+            TreeRequest(key=key, epoch=1, length=length, tokens=tree[0], parents=tree[1], resident=self._resident)
+            for (key, length), tree in zip(self._lengths.items(), map(self._tree, self._lengths), strict=True)
+        ]
+
+    def take(self, results: Sequence[TreeResult]) -> int:
+        """Follows a round; how many sessions emitted tokens."""
+        for key, result in zip(self._lengths, results, strict=True):
+            if result.outcome is Outcome.ERROR:
+                raise RuntimeError(f"session {key[1]}: {result.fault}")
+            self._lengths[key] += len(result.token_ids)
+            self._growth[key] = result.growth
+        return sum(result.outcome is Outcome.ACCEPTED for result in results)
+
+    def warm_up(self) -> None:
+        """Prefills, and runs the first rounds."""
+        rounds = 0
+        while rounds < _WARM_ROUNDS:
+            rounds += self.take(self._verifier.step(self.requests()).results) == len(self._lengths)
+
+    def run(self, *, rounds: int) -> Pace:
+        """So many rounds, timed."""
+        tokens = drafted = accepted = 0
+        clock = _DraftingClock(self._draft)
+        began = time.perf_counter()
+        for _ in range(rounds):
+            requests = self.requests()
+            results = self._verifier.step(requests).results
+            self.take(results)
+            tokens += sum(len(result.token_ids) for result in results)
+            drafted += sum(
+                result.drafted + len(request.tokens) for request, result in zip(requests, results, strict=True)
+            )
+            accepted += sum(len(result.accepted_nodes) for result in results)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+        return Pace(
+            rounds=rounds,
+            seconds=seconds,
+            drafting_seconds=clock.stop(),
+            tokens=tokens,
+            drafted=drafted,
+            accepted=accepted,
+            sessions=len(self._lengths),
+        )
+
+    def close(self) -> None:
+        """Ends the sessions."""
+        for key in self._lengths:
+            self._verifier.close(key, 1)
+
+    def _tree(self, key: tuple[int, int]) -> tuple[Sequence[int], Sequence[int]]:
+        """The best nodes of what was grown last, as a coordinator would send them."""
+        growth = self._growth[key]
+        return ((), ()) if growth is None or not self._nodes else best_nodes(growth, most=self._nodes)
+
+
+def best_nodes(growth: GrownNodes, *, most: int) -> tuple[list[int], list[int]]:
+    """The tokens and parents (node numbers) of the nodes of highest path value."""
+    values: dict[int, float] = {0: 1.0}
+    for node, parent, acceptance in zip(growth.node_ids, growth.parents, growth.acceptance, strict=True):
+        values[node] = values[parent] * acceptance
+    ranked = sorted(growth.node_ids, key=lambda node: -values[node])[:most]
+    kept = [place for place, node in enumerate(growth.node_ids) if node in set(ranked)]
+    numbers = {0: 0} | {growth.node_ids[place]: number for number, place in enumerate(kept, start=1)}
+    return [growth.tokens[place] for place in kept], [numbers[growth.parents[place]] for place in kept]
+
+
+def _limits():
+    from outrider.target_worker.resident_growth import DraftLimits
+
+    return DraftLimits()
+
+
+class _DraftingClock:
+    """How long a resident draft takes behind steps, where there is one that grows trees."""
+
+    def __init__(self, draft: ResidentDraft | None) -> None:
+        self._draft, self._seconds = draft, 0.0
+        if draft is None or not draft.grows:
+            self._draft = None
+            return
+        follow = draft.follow
+
+        def timed(*arguments: object) -> object:
+            began = time.perf_counter()
+            try:
+                return follow(*arguments)  # type: ignore[arg-type]
+            finally:
+                self._seconds += time.perf_counter() - began
+
+        setattr(draft, "follow", timed)  # noqa: B010 it is a method, for pyright
+
+    def stop(self) -> float:
+        """The seconds; the draft is left as it was."""
+        if self._draft is not None:
+            del self._draft.__dict__["follow"]
+        return self._seconds
