@@ -1,7 +1,6 @@
 """The verifier against a plain loop over transformers' own forward with the same choice rule."""
 
 import random
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.target_worker.plain_decoding import Plain, plain_decode
 from transformers import PreTrainedModel
 
 from outrider.engine.model_runner import EngineConfig, ModelRunner
-from outrider.kernels.coupled_sampling import coupled_choice
 from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.target_worker.sessions import Code, OpenRequest, Outcome, SessionFault, TreeRequest, TreeResult
 from outrider.target_worker.verifier import Verifier
@@ -24,62 +23,8 @@ NO_TREE: Tree = ([], [])
 TARGET_ONLY = SamplingSpec(temperature=1.0, verification=VerificationRule.TARGET_ONLY)
 
 
-@dataclass
-class Plain:
-    """What plain decoding gives: tokens, and the raw log probabilities [V] each was chosen at."""
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[torch.Tensor] = field(default_factory=list)
-
-
-def plain_decode(model: PreTrainedModel, prompt: Sequence[int], spec: SamplingSpec) -> Plain:
-    out = Plain()
-    while len(out.tokens) < spec.max_new_tokens:
-        sequence = [*prompt, *out.tokens]
-        with torch.inference_mode():
-            raw = model(torch.tensor([sequence])).logits[0, -1]
-        out.logprobs.append(raw.log_softmax(-1))
-        logits = processed(raw.clone(), prompt, out.tokens, spec)
-        out.tokens.append(choice(logits, len(sequence), spec))
-        if out.tokens[-1] in spec.stop_token_ids:
-            break
-    return out
-
-
-def processed(logits: torch.Tensor, prompt: Sequence[int], output: Sequence[int], spec: SamplingSpec) -> torch.Tensor:
-    counts = Counter(output)
-    for token in {*prompt, *output}:
-        value = logits[token]
-        logits[token] = value / spec.repetition_penalty if value > 0 else value * spec.repetition_penalty
-        logits[token] -= spec.frequency_penalty * counts[token] + spec.presence_penalty * (counts[token] > 0)
-    for token, bias in spec.logit_bias.items():
-        logits[token] += bias
-    if spec.allowed_token_ids:
-        banned = [token for token in range(len(logits)) if token not in spec.allowed_token_ids]
-        logits[banned] = -torch.inf
-    if len(output) < spec.min_new_tokens:
-        logits[list(spec.stop_token_ids)] = -torch.inf
-    return logits
-
-
-def choice(logits: torch.Tensor, position: int, spec: SamplingSpec) -> int:
-    seed = np.array([spec.seed], dtype=np.uint64).view(np.int64)
-    return int(
-        coupled_choice(
-            logits[None],
-            torch.from_numpy(seed),
-            torch.tensor([position]),
-            torch.tensor([spec.temperature]),
-            torch.tensor([spec.top_k]),
-            torch.tensor([spec.top_p]),
-            torch.tensor([spec.min_p]),
-            choice_index=torch.tensor([spec.choice_index]),
-        )
-    )
-
-
 def make_verifier(checkpoint: Path, **overrides: Any) -> Verifier:
-    steps = {"max_step_tokens": 64}
+    steps: dict[str, Any] = {"max_step_tokens": 64}
     steps |= {name: overrides.pop(name) for name in ("max_step_tokens", "max_prefill_tokens") if name in overrides}
     config: dict[str, Any] = {"num_slots": 512, "max_num_seqs": 8, "max_tree_nodes": 16, "torch_threads": 1} | overrides
     return Verifier(ModelRunner(EngineConfig(model_path=checkpoint, **config)), **steps)

@@ -1,0 +1,146 @@
+"""A verifier with a draft head, driven by what that head grows: for the tests of resident drafts."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from outrider.engine.batch import BatchBuilder
+from outrider.engine.eagle_random import write_random_eagle
+from outrider.engine.model_runner import EngineConfig, ModelRunner
+from outrider.sampling import SamplingSpec
+from outrider.target_worker.resident import ResidentDraft
+from outrider.target_worker.resident_config import ResidentConfig
+from outrider.target_worker.resident_growth import DraftLimits, GrownNodes
+from outrider.target_worker.sessions import OpenRequest, Outcome, TreeRequest, TreeResult
+from outrider.target_worker.verifier import Verifier
+
+PROMPT = [5, 9, 33, 2, 17, 40, 8]
+
+
+@dataclass
+class Rig:
+    """One target with its draft."""
+
+    runner: ModelRunner
+    resident: ResidentDraft
+    verifier: Verifier
+    outputs: dict[int, list[int]] = field(default_factory=dict)
+    prompts: dict[int, Sequence[int]] = field(default_factory=dict)
+    growth: dict[int, GrownNodes | None] = field(default_factory=dict)
+    results: list[TreeResult] = field(default_factory=list)
+
+    def open(
+        self,
+        number: int,
+        spec: SamplingSpec,
+        *,
+        prompt: Sequence[int] = PROMPT,
+        output: Sequence[int] = (),
+        epoch: int = 1,
+        draft: DraftLimits | None = DraftLimits(),  # noqa: B008 - frozen
+    ) -> None:
+        self.verifier.open(
+            OpenRequest(key=(7, number), epoch=epoch, prompt=prompt, output=output, sampling=spec, draft=draft)
+        )
+        self.outputs[number], self.prompts[number], self.growth[number] = list(output), prompt, None
+
+    def step(self, numbers: Sequence[int], *, epoch: int = 1) -> list[TreeResult]:
+        """Verifies what was grown for each of these."""
+        requests = []
+        for number in numbers:
+            length = len(self.prompts[number]) + len(self.outputs[number])
+            grown = self.growth[number]
+            tokens, parents = tree_of(grown) if grown is not None and grown.as_of == length else ([], [])
+            requests.append(TreeRequest(key=(7, number), epoch=epoch, length=length, tokens=tokens, parents=parents))
+        results = self.verifier.step(requests).results
+        for number, result in zip(numbers, results, strict=True):
+            assert result.outcome is not Outcome.ERROR, result.fault
+            if result.outcome is Outcome.ACCEPTED:
+                self.outputs[number] += result.token_ids
+                self.growth[number] = result.growth
+                self.results.append(result)
+        return results
+
+    def decode(self, number: int, spec: SamplingSpec) -> list[int]:
+        """All of a session's output."""
+        out = self.outputs[number]
+        while len(out) < spec.max_new_tokens and not (out and out[-1] in spec.stop_token_ids):
+            self.step([number])
+        return out
+
+
+def tree_of(grown: GrownNodes) -> tuple[list[int], list[int]]:
+    """Growth as a tree to verify: ids become node numbers."""
+    numbers = {0: 0} | {node: number for number, node in enumerate(grown.node_ids, start=1)}
+    return list(grown.tokens), [numbers[parent] for parent in grown.parents]
+
+
+def make_rig(checkpoint: Path, head: Path, *, trees: dict[str, Any] | None = None, **overrides: Any) -> Rig:
+    """A rig on the CPU; `overrides` are the engine's and the verifier's."""
+    steps: dict[str, Any] = {"max_step_tokens": overrides.pop("max_step_tokens", 64)}
+    decoder = overrides.pop("decoder", None)
+    config: dict[str, Any] = {"num_slots": 512, "max_num_seqs": 8, "max_tree_nodes": 16, "torch_threads": 1} | overrides
+    runner = ModelRunner(EngineConfig(model_path=checkpoint, **config), decoder=decoder, feeds_head=True)
+    shape = {"depth": 3, "top_k": 3, "nodes": 8, "min_value": 0.0} | (trees or {})
+    resident = ResidentDraft.load(ResidentConfig(head=head, **shape), runner)
+    return Rig(runner, resident, Verifier(runner, resident=resident, **steps))
+
+
+def random_head(folder: Path, checkpoint: Path, **options: Any) -> Path:
+    """A head of random weights for a checkpoint."""
+    return write_random_eagle(folder, checkpoint, **options)
+
+
+@torch.inference_mode()
+def fresh_entries(rig: Rig, tokens: Sequence[int]) -> torch.Tensor:
+    """[len(tokens) - 1, 2, Hkv D] keys and values of the head over a sequence, computed in one go elsewhere."""
+    config = dataclasses.replace(rig.runner.config, num_slots=128, max_num_seqs=1)
+    runner = ModelRunner(config, decoder=rig.runner.steps is not None, feeds_head=True)
+    runner.tap(rig.resident.head.taps)
+    row, count = runner.slots.acquire_row(), len(tokens) - 1
+    runner.slots.extend(row, count)
+    caches = [torch.zeros_like(rig.resident.key_cache[:128]) for _ in range(2)]
+    builder = BatchBuilder()
+    builder.add_chain(row, tokens[:-1], 0, want_last_logits=False)
+    batch = builder.build()
+    runner.forward(batch)
+    step = runner.attention_step(batch)
+    assert step.batch.positions is not None
+    head = rig.resident.head
+    head.forward(
+        head.fuse(runner.features[:count]),
+        torch.tensor(tokens[1:]),
+        positions=step.batch.positions,
+        write_slots=step.write_slots,
+        batch=step.batch,
+        key_cache=caches[0],
+        value_cache=caches[1],
+    )
+    return _entries(caches, runner.slots.table[row, :count])
+
+
+def held_entries(rig: Rig, number: int) -> tuple[list[int], torch.Tensor]:
+    """The tokens that a session's slots stand for, with the one behind them, and what the head has in these slots."""
+    session = rig.verifier._sessions[7, number]  # pyright: ignore[reportPrivateUsage]
+    count = rig.runner.slots.length(session.row)
+    caches = [rig.resident.key_cache, rig.resident.value_cache]
+    return session.tokens[: count + 1], _entries(caches, rig.runner.slots.table[session.row, :count])
+
+
+def _entries(caches: Sequence[torch.Tensor], slots: np.ndarray) -> torch.Tensor:
+    chosen = torch.from_numpy(slots.astype(np.int64))
+    return torch.stack([cache[chosen].flatten(1) for cache in caches], dim=1)
+
+
+@contextmanager
+def no_growth(rig: Rig) -> Iterator[None]:
+    """Inside, no trees are grown."""
+    rig.resident.grows = False
+    yield
+    rig.resident.grows = True

@@ -1,0 +1,311 @@
+"""A target that drafts by itself: the same tokens as plain decoding, and a head whose KV is right whatever happened."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.target_worker.conftest import VOCAB_SIZE
+from tests.target_worker.plain_decoding import plain_decode
+from tests.target_worker.resident_support import (
+    PROMPT,
+    Rig,
+    fresh_entries,
+    held_entries,
+    make_rig,
+    random_head,
+    tree_of,
+)
+from transformers import PreTrainedModel
+
+from outrider.acceptance_calibration import AcceptanceCalibration
+from outrider.sampling import SamplingSpec, VerificationRule
+from outrider.target_worker.resident_choice import CandidateRanker, RankedSessions
+from outrider.target_worker.resident_growth import DraftLimits, GrownTree
+from outrider.target_worker.sessions import Outcome, Session, TreeRequest
+
+SPECS = {
+    "greedy": SamplingSpec(max_new_tokens=20),
+    "coupled": SamplingSpec(temperature=1.0, seed=2**63 + 11, max_new_tokens=20),
+    "filters": SamplingSpec(
+        temperature=0.8, top_k=20, top_p=0.9, min_p=0.02, seed=5, choice_index=2, max_new_tokens=20
+    ),
+    "penalties": SamplingSpec(
+        temperature=1.0, seed=3, repetition_penalty=1.2, frequency_penalty=0.5, logprobs=3, max_new_tokens=20
+    ),
+    "stop": SamplingSpec(temperature=1.0, seed=4, stop_token_ids=tuple(range(0, 61, 9)), max_new_tokens=40),
+    "min-new": SamplingSpec(
+        temperature=1.0, seed=4, stop_token_ids=tuple(range(0, 61, 3)), min_new_tokens=9, max_new_tokens=40
+    ),
+    "allowed": SamplingSpec(allowed_token_ids=(4, 8, 15), temperature=1.0, seed=1, max_new_tokens=24),
+    "short": SamplingSpec(max_new_tokens=3),
+    "one": SamplingSpec(max_new_tokens=1, temperature=1.0, seed=2),
+}
+
+
+@pytest.fixture(scope="module")
+def head(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return random_head(tmp_path_factory.mktemp("head"), checkpoint, taps=(0, 1, 2))
+
+
+@pytest.fixture(scope="module")
+def rig(checkpoint: Path, head: Path) -> Rig:
+    return make_rig(checkpoint, head)
+
+
+def check_head(rig: Rig, number: int) -> None:
+    """What the head has in a session's slots is what it would have computed of the session's tokens alone."""
+    tokens, entries = held_entries(rig, number)
+    if not len(entries):
+        return
+    torch.testing.assert_close(entries, fresh_entries(rig, tokens), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_what_the_head_grows_changes_no_token(name: str, rig: Rig, reference_model: PreTrainedModel) -> None:
+    spec = SPECS[name]
+    rig.results.clear()
+    rig.open(1, spec)
+    assert rig.decode(1, spec) == plain_decode(reference_model, PROMPT, spec).tokens
+    if spec.max_new_tokens > 3:
+        # One token before the end no tree can save a step.
+        grown = [result.growth for result in rig.results[:-2]]
+        assert all(growth is not None and growth.tokens for growth in grown), "nothing was grown"
+        check_head(rig, 1)
+    rig.verifier.close((7, 1), 1)
+    assert rig.runner.slots.used == 0
+    assert rig.results[-1].growth is None, "grown behind the last token"
+
+
+@pytest.mark.parametrize("layout", ["eagle1", "eagle3"])
+def test_a_head_that_guesses_right_saves_steps(
+    layout: str, checkpoint: Path, tmp_path: Path, reference_model: PreTrainedModel
+) -> None:
+    """Three allowed tokens, three children of a node: some child is always right, whatever the head."""
+    rig = make_rig(
+        checkpoint,
+        random_head(tmp_path, checkpoint, layout=layout),
+        trees={"depth": 3, "top_k": 3, "nodes": 3 + 9 + 9},
+        max_tree_nodes=32,
+    )
+    spec = SPECS["allowed"]
+    rig.open(1, spec)
+    assert rig.decode(1, spec) == plain_decode(reference_model, PROMPT, spec).tokens
+    # All of the first two levels are in every tree but the last ones: at least three tokens a step.
+    assert len(rig.results) <= 1 + -(-23 // 3)
+    check_head(rig, 1)
+
+
+def test_sessions_share_a_step_and_a_prefix(rig: Rig, reference_model: PreTrainedModel) -> None:
+    """Prompts that part after a while: what the head has of the last common token depends on what comes next."""
+    long = [*PROMPT, *range(20, 40)]
+    prompts = {1: long, 2: [*long[:15], 50, 51, 52], 3: long, 4: [*long, 3, 1, 4]}
+    spec = SamplingSpec(temperature=1.0, seed=6, max_new_tokens=9)
+    plain = {n: plain_decode(reference_model, prompt, spec).tokens for n, prompt in prompts.items()}
+    for number in (1, 2, 3, 4):
+        rig.open(number, spec, prompt=prompts[number])
+        rig.step([number])
+        check_head(rig, number)
+    while live := [n for n in prompts if len(rig.outputs[n]) < 9]:
+        rig.step(live)
+    assert rig.outputs == {**rig.outputs, **plain}
+    for number in prompts:
+        check_head(rig, number)
+        rig.verifier.close((7, number), 1)
+    # What is remembered now is right for whoever goes on in another way.
+    rig.open(5, spec, prompt=[*long[:20], 9, 9, 9])
+    assert rig.decode(5, spec) == plain_decode(reference_model, [*long[:20], 9, 9, 9], spec).tokens
+    assert rig.results[-1].cached_tokens >= 15
+    check_head(rig, 5)
+    rig.verifier.close((7, 5), 1)
+    assert rig.runner.slots.used == 0
+
+
+def test_preemption_and_want_of_slots_lose_nothing(
+    checkpoint: Path, head: Path, reference_model: PreTrainedModel
+) -> None:
+    rig = make_rig(checkpoint, head, num_slots=60)
+    spec = SamplingSpec(temperature=1.0, seed=6, max_new_tokens=30)
+    plain = plain_decode(reference_model, PROMPT, spec).tokens
+    for number in range(4):
+        rig.open(number, spec)
+    for _ in range(400):
+        live = [number for number in range(4) if len(rig.outputs[number]) < 30]
+        if not live:
+            break
+        rig.step(live)
+        for number in live:
+            check_head(rig, number)
+            if len(rig.outputs[number]) >= 30:
+                rig.verifier.close((7, number), 1)
+    assert [rig.outputs[number] for number in range(4)] == [plain] * 4
+    assert rig.verifier.preemptions > 0
+    assert rig.resident.missed > 0, "there were slots for every tree"
+    assert rig.runner.slots.used == 0
+
+
+def test_a_session_that_is_opened_anew_or_cut_goes_on(rig: Rig, reference_model: PreTrainedModel) -> None:
+    spec = SamplingSpec(temperature=1.0, seed=12, max_new_tokens=16)
+    plain = plain_decode(reference_model, PROMPT, spec).tokens
+    rig.open(1, spec)
+    while len(rig.outputs[1]) < 8:
+        rig.step([1])
+    ids = set(rig.growth[1].node_ids) if rig.growth[1] else set()
+    rig.open(1, spec, output=plain[:5], epoch=2)
+    rig.step([1], epoch=2)
+    assert rig.growth[1] is not None
+    assert not ids & set(rig.growth[1].node_ids), "an id was used twice"
+    check_head(rig, 1)
+    # A shorter length than the worker has: it goes back.
+    del rig.outputs[1][4:]
+    rig.step([1], epoch=2)
+    assert rig.outputs[1] == plain[: len(rig.outputs[1])]
+    check_head(rig, 1)
+    # Other tokens after the sixth.
+    other = [*plain[:6], (plain[6] + 1) % VOCAB_SIZE]
+    rig.open(1, spec, output=other, epoch=3)
+    rig.step([1], epoch=3)
+    check_head(rig, 1)
+    rig.verifier.close((7, 1), 3)
+
+
+def test_long_prompts_come_in_parts(checkpoint: Path, head: Path, reference_model: PreTrainedModel) -> None:
+    rig = make_rig(checkpoint, head, max_step_tokens=8)
+    prompt = [(7 * place) % VOCAB_SIZE for place in range(50)]
+    spec = SamplingSpec(max_new_tokens=5)
+    rig.open(1, spec, prompt=prompt)
+    while rig.verifier.prefill():
+        check_head(rig, 1)
+    assert rig.decode(1, spec) == plain_decode(reference_model, prompt, spec).tokens
+    check_head(rig, 1)
+
+
+def test_the_decoder_gives_the_same_trees(checkpoint: Path, head: Path, rig: Rig) -> None:
+    """The program that CUDA graphs are captured of, on the CPU, in deterministic mode as well."""
+    spec = SPECS["coupled"]
+    rig.open(1, spec, draft=DraftLimits(is_fixed=True))
+    rig.step([1])
+    rig.step([1])
+    expected = rig.growth[1]
+    rig.verifier.close((7, 1), 1)
+    assert expected is not None
+    for deterministic in (False, True):
+        other = make_rig(checkpoint, head, decoder=True, deterministic=deterministic)
+        other.open(1, spec, draft=DraftLimits(is_fixed=True))
+        other.step([1])
+        other.step([1])
+        found = other.growth[1]
+        assert found is not None
+        assert (found.tokens, found.as_of) == (expected.tokens, expected.as_of)
+        np.testing.assert_allclose(found.acceptance, expected.acceptance, rtol=1e-3)
+        check_head(other, 1)
+
+
+def test_what_a_session_asks_for_bounds_its_trees(rig: Rig) -> None:
+    spec = SamplingSpec(temperature=1.0, seed=2, max_new_tokens=20)
+    chain = replace(spec, verification=VerificationRule.REJECTION)
+    limits = {1: DraftLimits(max_nodes=2), 2: DraftLimits(max_depth=1), 3: None, 4: DraftLimits()}
+    for number, draft in limits.items():
+        rig.open(number, chain if number == 4 else spec, draft=draft)
+    rig.step([1, 2, 3, 4])
+    first, second = rig.growth[1], rig.growth[2]
+    assert first is not None and len(first.tokens) == 2
+    assert second is not None and set(second.parents) == {0}
+    assert rig.growth[3] is None
+    assert rig.growth[4] is None
+    for number in limits:
+        rig.verifier.close((7, number), 1)
+
+
+def test_in_a_large_step_nothing_is_grown_and_the_head_goes_on(
+    checkpoint: Path, head: Path, reference_model: PreTrainedModel
+) -> None:
+    rig = make_rig(checkpoint, head, trees={"max_sessions": 1})
+    spec = SamplingSpec(max_new_tokens=6)
+    for number in (1, 2):
+        rig.open(number, spec)
+    rig.step([1, 2])
+    assert rig.growth == {1: None, 2: None}
+    rig.step([1])
+    assert rig.growth[1] is not None
+    for number in (1, 2):
+        check_head(rig, number)
+        assert rig.decode(number, spec) == plain_decode(reference_model, PROMPT, spec).tokens
+
+
+def test_growth_of_a_session_that_ends_is_not_told(rig: Rig) -> None:
+    """A step's tree that reaches the limit, and a session that is closed while its step is in flight."""
+    spec = SamplingSpec(max_new_tokens=8)
+    rig.open(1, spec)
+    pending = rig.verifier.begin([TreeRequest(key=(7, 1), epoch=1, length=len(PROMPT), tokens=(), parents=())])
+    rig.verifier.close((7, 1), 1)
+    result = rig.verifier.finish(pending).results[0]
+    assert (result.outcome, result.growth) == (Outcome.ACCEPTED, None)
+    assert rig.runner.slots.used == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("rule", [VerificationRule.COUPLED, VerificationRule.TARGET_ONLY])
+def test_estimates_are_those_of_the_calibration(temperature: float, rule: VerificationRule) -> None:
+    """What the device looks up is what draft workers compute on the host."""
+    calibration = AcceptanceCalibration(branching=4)
+    generator = np.random.default_rng(1)
+    for _ in range(200):
+        calibration.observe(generator.integers(0, len(calibration.prior), 4), int(generator.integers(-1, 4)))
+    ranker = CandidateRanker(calibration, top_k=4, vocab_size=40, device=torch.device("cpu"))
+    spec = SamplingSpec(temperature=temperature, seed=9, verification=rule)
+    sessions = [
+        Session(key=(1, n), epoch=1, order=n, row=n, tokens=[1, 2, 3], prompt_len=3, sampling=spec, limit=9,
+                draft=DraftLimits(is_fixed=n == 1))
+        for n in (0, 1)
+    ]  # fmt: skip
+    logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(3)) * 3
+    logits[0, 3:] = -torch.inf
+    found = ranker.rank(RankedSessions(sessions, torch.device("cpu")), logits, depth=1)
+    assert found.tokens[0].tolist()[3] == -1
+    assert found.acceptance[0].tolist()[3] == 0
+    if spec.rule is VerificationRule.TARGET_ONLY:
+        return
+    log_q = (logits / (temperature or 1)).log_softmax(-1).gather(1, found.tokens.clamp(min=0)).numpy()
+    buckets = calibration.buckets(log_q, log_q, np.zeros(6, dtype=np.float32))
+    if temperature == 0:
+        assert found.buckets[1:].tolist() == buckets[1:].tolist()
+    expected = calibration.estimate(found.buckets.numpy(), np.array([True] * 3 + [False] * 3))
+    np.testing.assert_allclose(found.acceptance[1:], np.minimum(expected[1:], 0.9999), rtol=1e-5)
+
+
+def test_commits_teach_the_calibration() -> None:
+    calibration = AcceptanceCalibration(branching=2)
+    # Below the root 5 and 6; below 6 (column 1) 7 and 8; below 5 (column 0) 9 and 1.
+    tree = GrownTree(
+        tokens=np.array([[5, 6], [7, 8], [9, 1]], dtype=np.int32),
+        buckets=np.array([[0, 16], [1, 17], [2, 18]], dtype=np.int32),
+        acceptance=np.full((3, 2), 0.5, dtype=np.float32),
+        values=np.array([[0.5, 0.5], [0.25, 0.25], [0.25, 0.25]], dtype=np.float32),
+        above=np.array([-1, 1, 0], dtype=np.int32),
+    )
+    before = calibration.learned.copy()
+    tree.observe(calibration, [6, 8, 3])
+    changed = np.flatnonzero(calibration.learned != before).tolist()
+    assert changed == [0, 1, 16, 17]
+    assert calibration.learned[[16, 17]].tolist() > before[[16, 17]].tolist()
+    assert calibration.learned[[0, 1]].tolist() < before[[0, 1]].tolist()
+
+
+def test_the_best_nodes_come_with_their_parents() -> None:
+    tree = GrownTree(
+        tokens=np.array([[5, 6], [7, 8], [9, -1]], dtype=np.int32),
+        buckets=np.zeros((3, 2), dtype=np.int32),
+        acceptance=np.array([[0.9, 0.1], [0.8, 0.1], [0.5, 0.5]], dtype=np.float32),
+        values=np.array([[0.9, 0.1], [0.72, 0.09], [0.05, 0.05]], dtype=np.float32),
+        above=np.array([-1, 0, 1], dtype=np.int32),
+    )
+    columns = tree.best(most=3, max_depth=2, min_value=0.0)
+    assert columns == [0, 1, 2]
+    assert tree.best(most=9, max_depth=1, min_value=0.0) == [0, 1]
+    assert tree.best(most=9, max_depth=2, min_value=0.08) == [0, 1, 2, 3]
+    assert 5 not in tree.best(most=9, max_depth=2, min_value=0.0), "a candidate without a token"
+    grown = tree.nodes(columns, as_of=4, first_id=11)
+    assert (grown.node_ids, grown.parents, grown.tokens) == ([11, 12, 13], [0, 0, 11], [5, 6, 7])
+    assert tree_of(grown) == ([5, 6, 7], [0, 0, 1])
