@@ -10,6 +10,7 @@ from outrider.growth_source import GrowthSource
 from outrider.security.roles import Role
 from outrider.target_worker.config import TargetWorkerConfig
 from outrider.target_worker.metrics import target_metrics
+from outrider.target_worker.one_graph_setup import make_rounds
 from outrider.target_worker.reload import Reloader
 from outrider.target_worker.resident import ResidentDraft
 from outrider.target_worker.service import TargetServicer, pack_load
@@ -39,16 +40,21 @@ class TargetWorker(Worker[StepThread]):
         config = self._config
         engine, drafts = config.engine(), config.resident
         runner = self._runner = self._reloader.load(
-            Path(engine.model_path), lambda: ModelRunner(engine, feeds_head=drafts is not None)
+            Path(engine.model_path),
+            lambda: ModelRunner(engine, decoder=True if config.one_graph else None, feeds_head=drafts is not None),
         )
         resident = None if drafts is None else ResidentDraft.load(drafts, runner)
+        rounds = make_rounds(runner, resident, config.round_shape) if config.one_graph and resident else None
         runner.warm_up()
+        if rounds is not None:
+            rounds.runner.warm_up()
         return Verifier(
             runner,
             max_step_tokens=config.max_step_tokens,
             max_prefill_tokens=config.prefill_tokens,
             prefill_slowdown=config.prefill_slowdown,
             resident=resident,
+            rounds=rounds,
         )
 
     def loaded(self) -> Loaded:
@@ -67,6 +73,7 @@ class TargetWorker(Worker[StepThread]):
             metrics=target_metrics(self.thread, model_name=card.name),
             failures=[self._runner.ranks.failed],
             sources=() if config.resident_draft is None else (GrowthSource.EAGLE,),
+            one_graph=config.one_graph,
         )
 
     def load(self) -> common_pb2.WorkerLoad:
