@@ -22,15 +22,24 @@ def load_target(folder: Path, device: torch.device) -> Llama:
 
 
 def load_head(head: Eagle3, folder: Path) -> None:
-    """Takes the weights of a head that `save_head` wrote."""
-    head.load_state_dict({name: value.float() for name, value in load_file(folder / "model.safetensors").items()})
+    """Takes the weights of a head that `save_head` wrote.
+
+    Where it had fewer query heads or feed-forward units, the others keep what they begin with: they write nothing yet,
+    so the function is the same.
+    """
+    held = load_file(folder / "model.safetensors")
+    for name, parameter in head.state_dict().items():
+        given = held[name].float()
+        parameter[tuple(slice(size) for size in given.shape)] = given
 
 
 def save_head(head: Eagle3, folder: Path) -> None:
     """Writes config.json and model.safetensors, bfloat16; output layer and embedding stay the target's."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in head.state_dict().items()}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    file = folder / "model.safetensors"
+    save_file(weights, file, metadata={"format": "pt"})
+    file.chmod(0o644)  # safetensors keeps its files to the user
     shape = head.shape
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],

@@ -225,6 +225,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--window", type=int, help="tokens of a window")
     parser.add_argument("--unroll", type=int, help="drafting steps that are trained")
     parser.add_argument("--taps", type=int, nargs=3, help="after how many layers features are taken")
+    parser.add_argument("--seed", type=int, help="of windows and of what the target writes")
+    parser.add_argument("--decay-share", type=float, help="of the time, in which learning rates fall to zero")
     parser.add_argument("--begin-with", help="folder of a head to go on with")
     parser.add_argument("--matrix-lr", type=float, help="learning rate of the matrices")
     parser.add_argument("--no-compile", action="store_true", help="do without torch.compile")
@@ -245,10 +247,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _recipe(options: argparse.Namespace) -> Recipe:
     """The full or the tiny recipe with what the options change."""
     recipe = TINY if options.tiny else FULL
-    windows = {"batch_sequences": options.batch, "sequence_tokens": options.window, "matrix_lr": options.matrix_lr}
+    windows = {
+        "batch_sequences": options.batch,
+        "sequence_tokens": options.window,
+        "matrix_lr": options.matrix_lr,
+        "decay_share": options.decay_share,
+        "seed": options.seed,
+    }
     if options.no_compile:
         windows["compile"] = False
-    written = {"sequences": options.sequences, "rounds": options.rounds}
+    written = {"sequences": options.sequences, "rounds": options.rounds, "seed": options.seed}
     changes = {
         "seconds": options.seconds,
         "unroll": options.unroll,

@@ -21,6 +21,11 @@ def embedded_draft_path() -> Path:
     return _MODELS_FOLDER / "draft"
 
 
+def embedded_eagle_path() -> Path:
+    """Folder of the embedded target's EAGLE-3 head: the published layout, without a tokenizer of its own."""
+    return _MODELS_FOLDER / "eagle"
+
+
 def held_out_prompts() -> list[str]:
     """Python prompts cut from files that neither model was trained on, in a fixed order."""
     lines = (_MODELS_FOLDER / "held_out_prompts.jsonl").read_text(encoding="utf-8").splitlines()
