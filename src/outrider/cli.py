@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from outrider.awake import cores_awake
 from outrider.command_options import OtlpEndpoint
 from outrider.errors import InvalidRequest, OutriderError, WorkerHung
 from outrider.log_output import LogFormat, log_to_stderr
@@ -48,6 +49,15 @@ _ROLE_OPTIONS = [
         inspect.Parameter.KEYWORD_ONLY,
         default=None,
         annotation=OtlpEndpoint,
+    ),
+    inspect.Parameter(
+        "keep_cores_awake",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=False,
+        annotation=Annotated[
+            bool,
+            typer.Option(help="Let no core of this machine sleep: shorter rounds for more power (docs/tuning.md)."),
+        ],
     ),
     inspect.Parameter(
         "stop_with_stdin",
@@ -153,11 +163,21 @@ def _role(config_type: type, serve: Callable[..., Awaitable[None]]) -> Callable[
     from outrider.command_options import config_command
 
     def run_role(
-        config: Any, *, log_level: LogLevel, log_format: LogFormat, otlp_endpoint: str | None, stop_with_stdin: bool
+        config: Any,
+        *,
+        log_level: LogLevel,
+        log_format: LogFormat,
+        otlp_endpoint: str | None,
+        keep_cores_awake: bool,
+        stop_with_stdin: bool,
     ) -> None:
         role = serve.__name__.strip("_").removesuffix("_worker")
         log_to_stderr(log_level, log_format, role=role)
-        with exporting(role, otlp_endpoint), asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with (
+            exporting(role, otlp_endpoint),
+            cores_awake(keep_cores_awake),
+            asyncio.Runner(loop_factory=_loop_factory()) as runner,
+        ):
             runner.run(_serve_until_stopped(serve, config, stop_with_stdin=stop_with_stdin))
 
     run_role.__doc__ = serve.__doc__
