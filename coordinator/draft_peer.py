@@ -36,6 +36,11 @@ class DraftPeer:
     is_draining: bool = False
 
     @property
+    def has_model(self) -> bool:
+        """Whether it grows on without being asked; a trie answers a commit at once, in full, and then says no more."""
+        return GrowthSource.MODEL in self.sources
+
+    @property
     def has_room(self) -> bool:
         """Whether one more session may be placed here."""
         return not self.is_draining and len(self.sessions) < self.limits.max_sessions

@@ -17,6 +17,7 @@ from outrider.coordinator.firing import MissRates
 from outrider.coordinator.links import TargetLink
 from outrider.coordinator.messages import SessionOpening, SpeculationMode, VerifyResult
 from outrider.coordinator.mirror import TreeMirror
+from outrider.coordinator.open_leaves import open_leaves
 from outrider.coordinator.rounds import Flight, RoundPace, Way
 from outrider.coordinator.selection import Ints, choose_counts
 from outrider.coordinator.session import Session
@@ -213,13 +214,17 @@ class TargetLane:
             offer = self._offer = _Offer(sessions, version, most, found)
         return offer.found
 
-    def leaf_values(self, sessions: Sequence[Session], *, widths: Sequence[float]) -> Leaves:
+    def leaf_values(
+        self, sessions: Sequence[Session], *, widths: Sequence[float], by_model: Sequence[bool] | None = None
+    ) -> Leaves:
         """The leaves that the next level of each session will hang from.
 
         Args:
             widths: [S] nodes that one step of the session's draft expands of it.
+            by_model: [S] whether that is a model; asked where other sources grow too. None: all are.
         """
         found = self.candidates(sessions)
+        leaves = open_leaves(found, by_model)
         counts = np.diff(found.starts)
         hit, price = self.misses.hit, self.pace.rate(len(sessions)) * self._row_ns
         # A session that has all the nodes that it may send pays with the last of them, any other with the row.
@@ -227,15 +232,22 @@ class TargetLane:
         displaced = np.full(len(sessions), price)
         full = np.flatnonzero((counts >= most) & (counts > 0))
         displaced[full] = np.maximum(found.values[found.starts[full + 1] - 1], price)
-        values, places = found.values[found.is_leaf], found.places[found.is_leaf]
+        values, places = leaves.values, leaves.places
         # Each leaf's rank among its session's, best first, as they come.
-        leaves = np.bincount(places, minlength=len(sessions))
-        ranks = np.arange(len(places)) - np.repeat(np.cumsum(leaves) - leaves, leaves)
-        shares = np.clip(np.asarray(widths)[places] - ranks, 0.0, 1.0)
+        own = np.bincount(places, minlength=len(sessions))
+        ranks = np.arange(len(places)) - np.repeat(np.cumsum(own) - own, own)
+        shares = np.clip(np.asarray(widths)[places] - ranks, 0.0, 1.0) * leaves.shares
         net = shares * np.maximum(values - displaced[places] / hit, 0.0)
         sums = np.bincount(places, weights=net, minlength=len(sessions)).astype(np.float64)
-        sums[(counts == 0) & (most > 0)] = max(1.0 - price / hit, 0.0)
-        return Leaves(values=sums.tolist(), has_tree=(counts > 0).tolist())
+        bare = (counts == 0) & (most > 0)
+        sums[bare] = max(1.0 - price / hit, 0.0)
+        has_tree = counts > 0
+        if leaves.root_shares is not None:
+            # Below these roots others have grown, and the model has not: it begins anew there.
+            anew = ~bare & (most > 0) & (leaves.root_shares > 0)
+            sums[anew] = leaves.root_shares[anew] * np.maximum(1.0 - displaced[anew] / hit, 0.0)
+            has_tree &= leaves.root_shares == 0
+        return Leaves(values=sums.tolist(), has_tree=has_tree.tolist())
 
     def _most(self, sessions: Sequence[Session]) -> Ints:
         """[S] nodes that a session may send; those of the last candidates."""

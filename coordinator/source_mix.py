@@ -41,8 +41,8 @@ _NO_MODEL = 0
 _MOST, _LEAST = 0.995, 1e-6
 # What is learned of a session counts for so many undecided trials (p' = 1/2) at most, of a kind for so many.
 _SESSION_WEIGHT, _KIND_WEIGHT = 80 / 4, 800 / 4
-# One commit is no reason to turn everything round, and no source is a thousand times better than it says.
-_LONGEST_STEP, _LARGEST_SHIFT = 2.0, 7.0
+# One commit is no reason to turn everything round; and what is never right may yet be some day.
+_LONGEST_STEP, _LARGEST_SHIFT = 2.0, 10.0
 
 
 class Kind(IntEnum):
@@ -93,6 +93,7 @@ class SourceMix:
         self._of_rows = _Shifts(1, most=_SESSION_WEIGHT)
         self._of_kinds = _Shifts(len(Kind), most=_KIND_WEIGHT)
         self._estimate: npt.NDArray[np.float32] = np.zeros((0, _SOURCES), dtype=np.float32)
+        self._is_expanded: npt.NDArray[np.bool_] = np.zeros(0, dtype=np.bool_)
         self._serial: Ints = np.zeros(0, dtype=np.int64)
 
     def open(self, row: int, kind: Kind) -> None:
@@ -128,10 +129,13 @@ class SourceMix:
         if sources is None:
             sources = np.full(len(parents), int(GrowthSource.MODEL))
         first_new = forest.next_serial
+        # Noted while they are as they were.
+        self._freshen(forest, parents, first_new)
         slots = forest.add(parents, tokens, self.corrected(forest.row[parents], sources, estimates))
         self._freshen(forest, slots, first_new)
         told = np.clip(estimates, _LEAST, _MOST).astype(np.float32)
         np.maximum.at(self._estimate, (slots, sources), told)
+        self._is_expanded[parents[sources == GrowthSource.MODEL]] = True
         return slots
 
     def _freshen(self, forest: "Forest", slots: "Ints", first_new: int) -> None:
@@ -139,20 +143,40 @@ class SourceMix:
         if (more := len(forest.row) - len(self._serial)) > 0:
             self._serial = np.concatenate((self._serial, np.zeros(more, dtype=np.int64)))
             self._estimate = np.concatenate((self._estimate, np.zeros((more, _SOURCES), dtype=np.float32)))
+            self._is_expanded = np.concatenate((self._is_expanded, np.zeros(more, dtype=np.bool_)))
         serial = forest.serial[slots]
         stale = serial != self._serial[slots]
         if stale.any():
             slots, serial = slots[stale], serial[stale]
             self._estimate[slots] = 0
+            self._is_expanded[slots] = False
             self._serial[slots] = serial
             # Of before anything was noted: a model's.
             known = slots[serial < first_new]
             self._estimate[known, GrowthSource.MODEL] = np.clip(forest.acceptance[known], _LEAST, _MOST)
+            self._is_expanded[known] = forest.has_children[known]
 
     def _estimates(self, forest: "Forest", slots: "Ints") -> npt.NDArray[np.float32]:
         """[n, 4] what each source said of these nodes; 0 where it said nothing."""
         self._freshen(forest, slots, forest.next_serial)
         return self._estimate[slots]
+
+    def open_shares(self, forest: "Forest", slots: "Ints", offered: "Ints") -> "Floats":
+        """What a model's next step would find new below each of n slots, as a share of what may come there.
+
+        All of it below a leaf, nothing where the model has been already; else what the others' children leave.
+
+        Args:
+            slots: [n] nodes and roots.
+            offered: [m] nodes that are there to be sent.
+        """
+        estimates = self._estimates(forest, slots)
+        covered = np.bincount(forest.parent[offered], weights=forest.acceptance[offered], minlength=len(forest.row))
+        shares: Floats = np.clip(1.0 - covered[slots], 0.0, 1.0).astype(np.float64)
+        # What only others have grown a model cannot expand before it is committed.
+        is_known = (estimates[:, GrowthSource.MODEL] > 0) | (forest.depth[slots] == 0)
+        shares[self._is_expanded[slots] | ~is_known] = 0.0
+        return shares
 
     # --------------------------------------------------------------------------------------------------------- counting
 

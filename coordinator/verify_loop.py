@@ -35,7 +35,6 @@ from outrider.coordinator.rounds import Step, Way
 from outrider.coordinator.session import Session
 from outrider.coordinator.trees import Tree
 from outrider.errors import WorkerUnavailable
-from outrider.growth_source import GrowthSource
 
 # A target that computed nothing has no room; asking again at once would only spin.
 _DEFERRED_PAUSE_NS = 5_000_000
@@ -191,9 +190,13 @@ class VerifyLoop:
         found: dict[tuple[str, int], tuple[GrowthForecast, float]] = {}
         now_ns = clock.now_ns()
         peers = [self._speaker(session) for session in sessions]
-        leaves = self.lane.leaf_values(sessions, widths=[peer.width if peer else 0.0 for peer in peers])
+        leaves = self.lane.leaf_values(
+            sessions,
+            widths=[peer.width if peer else 0.0 for peer in peers],
+            by_model=[peer is None or peer.has_model for peer in peers],
+        )
         for session, peer, value, has_tree in zip(sessions, peers, leaves.values, leaves.has_tree, strict=True):
-            if peer is None or value <= 0:
+            if peer is None or value <= 0 or not (peer.has_model or session.unanswered_commits):
                 continue
             step, since_ns = peer.link.step_latency, peer.last_growth_ns
             latency = step
@@ -217,7 +220,7 @@ class VerifyLoop:
             return self._drafts.get(next(iter(epochs)))
         peers = [peer for worker_id in epochs if (peer := self._drafts.get(worker_id)) is not None]
         # A trie answers a commit at once and then says no more: what there is to wait for is a model's.
-        return max(peers, key=lambda peer: (GrowthSource.MODEL in peer.sources, peer.last_growth_ns), default=None)
+        return max(peers, key=lambda peer: (peer.has_model, peer.last_growth_ns), default=None)
 
     def _sync_wait_left_ns(self, session: Session) -> float:
         """While a `sync` session's tree of this round is still growing, how long it is worth waiting for."""

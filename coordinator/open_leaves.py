@@ -1,0 +1,53 @@
+"""Where a draft's next level would hang, and how much of it would be new, when several sources grow the same trees."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from outrider.coordinator.candidates import Candidates
+from outrider.coordinator.forest import Floats
+from outrider.coordinator.mirror import TreeMirror
+from outrider.coordinator.rows import Ints
+
+
+class OpenLeaves(NamedTuple):
+    """Of S sessions, m leaves in all; each session's stand together, the best first.
+
+    Attributes:
+        values: [m] path values.
+        places: [m] the session of each.
+        shares: [m] of what may come below each, what is not there yet.
+        root_shares: [S] the same of roots below which a model has not grown, 0 of others; None: only models grow.
+    """
+
+    values: Floats
+    places: Ints
+    shares: Floats
+    root_shares: Floats | None
+
+
+def open_leaves(found: Candidates, by_model: Sequence[bool] | None) -> OpenLeaves:
+    """The leaves among candidates.
+
+    Args:
+        by_model: [S] whether what is waited for is a model's growth; None: it is.
+    """
+    forest = next((mirror.forest for mirror in found.mirrors if isinstance(mirror, TreeMirror)), None)
+    if forest is None or not forest.mix.is_active:
+        values, places = found.values[found.is_leaf], found.places[found.is_leaf]
+        return OpenLeaves(values, places, np.ones(len(places)), None)
+    rows = np.array([mirror.row if isinstance(mirror, TreeMirror) else 0 for mirror in found.mirrors])
+    is_tree = found.slots >= 0
+    offered = found.slots[is_tree]
+    shares = found.is_leaf.astype(np.float64)
+    shares[is_tree] = forest.mix.open_shares(forest, offered, offered)
+    roots = np.maximum(forest.root[rows], 0)
+    root_shares = forest.mix.open_shares(forest, roots, offered)
+    root_shares[rows == 0] = 0.0
+    if by_model is not None and not all(by_model):
+        other = ~np.array(by_model)
+        shares = np.where(other[found.places], found.is_leaf, shares)
+        root_shares[other] = 0.0
+    kept = shares > 0
+    return OpenLeaves(found.values[kept], found.places[kept], shares[kept], root_shares)
