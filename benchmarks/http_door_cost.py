@@ -50,6 +50,8 @@ _DOORS = ("grpc", "completions", "chat")
 class Script:
     """A generation and the scheduler that gives it: `rounds` events, a turn of the loop before each."""
 
+    weights = ""
+
     def __init__(self, rounds: int) -> None:
         self._rounds = rounds
 

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from outrider import tracing
 from outrider.coordinator.access import Caller
-from outrider.coordinator.messages import GenerationEvent, GenerationRequest, TokenDelta
+from outrider.coordinator.messages import GenerationEvent, GenerationRequest, GenerationResult, TokenDelta
 from outrider.coordinator.request_trace import RequestTrace
 from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.tokenizer import TextTokenizer
@@ -38,7 +38,13 @@ _MOST_STRUCTURED_WAITING = 32
 
 
 class RunningGeneration(Protocol):
-    """The events of one request, as the scheduler gives them."""
+    """The events of one request, as the scheduler gives them.
+
+    Attributes:
+        weights: version of those that its tokens are chosen with.
+    """
+
+    weights: str
 
     def __aiter__(self) -> AsyncIterator[GenerationEvent]: ...
 
@@ -161,9 +167,17 @@ class Generations:
                 live = self.live[key] = LiveGeneration(generation, checked.sampling.seed)
                 try:
                     yield checked
+                    begun: set[int] = set()
                     async for event in generation:
                         if isinstance(event, TokenDelta):
                             caller.note_output(len(event.token_ids))
+                            if event.index not in begun:
+                                begun.add(event.index)
+                                yield replace(event, weights=generation.weights)
+                                continue
+                        elif isinstance(event, GenerationResult):
+                            yield replace(event, weights=generation.weights)
+                            continue
                         yield event
                 finally:
                     # Reached also when the client cancels or disconnects: the handler is then cancelled or closed.

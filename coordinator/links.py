@@ -51,6 +51,7 @@ _FAULT_KINDS = {
     grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]: FaultKind.NO_ROOM,
     grpc.StatusCode.INVALID_ARGUMENT.value[0]: FaultKind.REFUSED,
     grpc.StatusCode.OUT_OF_RANGE.value[0]: FaultKind.REFUSED,
+    grpc.StatusCode.ABORTED.value[0]: FaultKind.REPLACED,
 }
 _NO_REASON = SessionFault(kind=FaultKind.LOST, message="the target worker gave no reason")
 
@@ -70,6 +71,7 @@ def opening_to_proto(opening: SessionOpening) -> common_pb2.SessionOpen:
             sync_nodes=opening.sync_nodes,
         ),
         traceparent=opening.traceparent,
+        weights=opening.weights,
         sources=() if opening.sources == ALL_SOURCES else sources_to_proto(opening.sources),
     )
 

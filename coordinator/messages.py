@@ -50,6 +50,7 @@ class GenerationRequest:
         sources: what may grow its tree.
         received: choice index to the output tokens that the client has already got (a resumed request).
         trace: whether a RoundRecord follows every verification.
+        weights: version of those that `received` is of; empty: any.
         caller: whose it is: ids are its callers' own, and another's request may have the same.
         spans: of its trace; None while nobody traces.
     """
@@ -65,6 +66,7 @@ class GenerationRequest:
     n: int = 1
     received: Mapping[int, Sequence[int]] = field(default_factory=dict)
     trace: bool = False
+    weights: str = ""
     caller: str = ""
     spans: "RequestTrace | None" = field(default=None, compare=False)
 
@@ -94,7 +96,10 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenDelta:
-    """New tokens of one choice. `offset` tokens and `text_offset` UTF-8 bytes went before."""
+    """New tokens of one choice. `offset` tokens and `text_offset` UTF-8 bytes went before.
+
+    Each choice's first has the version of the `weights` that all are of.
+    """
 
     index: int
     token_ids: Sequence[int]
@@ -102,6 +107,7 @@ class TokenDelta:
     offset: int
     text_offset: int
     logprobs: TokenLogprobs | None = None
+    weights: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +187,7 @@ class GenerationResult:
     ttft_s: float
     total_s: float
     cached_tokens: int = 0
+    weights: str = ""
 
 
 GenerationEvent = TokenDelta | RoundRecord | GenerationResult
@@ -203,6 +210,7 @@ class SessionOpening:
     max_depth: int
     sync_nodes: int
     traceparent: str = ""
+    weights: str = ""
     sources: frozenset[GrowthSource] = ALL_SOURCES
 
 
@@ -231,6 +239,8 @@ class FaultKind(StrEnum):
     """The worker is full: try again later."""
     REFUSED = "refused"
     """It can never be served."""
+    REPLACED = "replaced"
+    """It began with weights that the worker does not run with any more."""
 
 
 class SessionFault(NamedTuple):

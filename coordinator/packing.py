@@ -56,6 +56,7 @@ def _delta(event: TokenDelta) -> generation_pb2.Delta:
         text=event.text,
         offset=event.offset,
         text_offset=event.text_offset,
+        weights=event.weights,
     )
     if event.logprobs is not None:
         delta.logprobs.CopyFrom(_logprobs(event.logprobs))
@@ -130,6 +131,7 @@ def _finished(result: GenerationResult, request: GenerationRequest) -> generatio
             sources=source_stats(counts.sources),
         ),
         timings=_timings(result, request),
+        weights=result.weights,
     )
 
 

@@ -25,6 +25,8 @@ class RegisteredWorker:
         drain_asked: it is to be told to drain.
         has_left: it drained, and nothing of this coordinator's is left there: its end is no loss.
         loss: what its loss says of what it was verifying.
+        has_weights: a target has been found to run with the service's weights.
+        weights_problem: why it has not; empty while nobody has looked.
     """
 
     introduction: registry_pb2.WorkerIntroduction
@@ -38,6 +40,8 @@ class RegisteredWorker:
     has_left: bool = False
     is_lost: bool = False
     loss: LossKind = LossKind.BROKEN
+    has_weights: bool = False
+    weights_problem: str = ""
     lost_reason: str = "its lease ended without a word"
     news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -62,6 +66,11 @@ class RegisteredWorker:
         return self.introduction.role == registry_pb2.WORKER_ROLE_TARGET
 
     @property
+    def weights(self) -> common_pb2.Weights:
+        """What its model runs with, as it last said."""
+        return self.introduction.model.weights
+
+    @property
     def is_to_go(self) -> bool:
         """Whether it drains, or is to be told to."""
         return self.is_draining or self.drain_asked
@@ -75,6 +84,8 @@ class RegisteredWorker:
             return "draining"
         if self.is_quarantined:
             return "quarantined"
+        if self.weights_problem:
+            return "other weights"
         return "serving" if self.is_serving else "connecting"
 
     def lose(self, reason: str, kind: LossKind = LossKind.BROKEN) -> None:
@@ -102,9 +113,17 @@ class RegisteredWorker:
         if report.WhichOneof("report") == "load":
             check_load(report.load)
             self.load = report.load
+            if report.load.HasField("weights"):
+                self.note_weights(report.load.weights)
         self.reported_ns = time.monotonic_ns()
         if report.draining and not self.is_draining:
             self.is_draining = True
+            self.news.set()
+
+    def note_weights(self, weights: common_pb2.Weights) -> None:
+        """It has said what its model runs with."""
+        if weights != self.weights:
+            self.introduction.model.weights.CopyFrom(weights)
             self.news.set()
 
     def ask_to_drain(self) -> None:

@@ -1,6 +1,7 @@
 """The registry: workers announce themselves here and keep a lease; the coordinator dials their data streams."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -15,6 +16,7 @@ from outrider.coordinator.links import DraftLink, TargetLink
 from outrider.coordinator.poison import LossKind
 from outrider.coordinator.quarantine import Quarantine
 from outrider.coordinator.registered_worker import RegisteredWorker
+from outrider.coordinator.reload import Reloads
 from outrider.coordinator.scheduler import Scheduler
 from outrider.errors import InvalidRequest, OutriderError, WorkerRefused, WorkerUnavailable
 from outrider.security.callers import check_registration
@@ -51,6 +53,20 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
             losses=config.quarantine_losses, window_s=config.quarantine_window_s, pause_s=config.quarantine_s
         )
         self.workers: dict[str, RegisteredWorker] = {}
+        self.reloads = Reloads(scheduler, self.workers, model=model, tls=config.tls)
+
+    async def Reload(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[registry_pb2.ReloadCommand],
+        context: ServicerContext[registry_pb2.ReloadCommand, registry_pb2.ReloadReport],
+    ) -> None:
+        """Changes the weights of all targets; see registry.proto."""
+        try:
+            async with contextlib.aclosing(self.reloads.serve(request_iterator)) as reports:
+                async for report in reports:
+                    await context.write(report)
+        except OutriderError as error:
+            await rpc.abort_with(context, error)
 
     async def Drain(  # noqa: N802
         self, request: registry_pb2.DrainRequest, context: ServicerContext[Any, Any]
@@ -132,6 +148,8 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         try:
             await context.write(lease)
             await self._sit_out_quarantine(worker)
+            if worker.is_target:
+                await self.reloads.fit(worker)
             if not worker.is_to_go:
                 await self._connect(worker)
                 logger.info(
@@ -161,6 +179,8 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 is_emptied = True
                 logger.info("worker %s drains", worker.worker_id, extra=worker.ids)
                 self._scheduler.drain_worker(worker.worker_id, on_empty=worker.leave)
+            if worker.is_target:
+                self.reloads.follow(worker)
             await worker.until_news()
 
     async def _sit_out_quarantine(self, worker: RegisteredWorker) -> None:

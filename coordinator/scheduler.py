@@ -28,7 +28,16 @@ from outrider.coordinator.source_mix import by_source
 from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.verify_loop import Totals, VerifyLoop
 from outrider.coordinator.watchdog import watch_steps
-from outrider.errors import FieldViolation, InvalidRequest, OutriderError, Overloaded, PoisonRequest, WorkerUnavailable
+from outrider.coordinator.weights_gate import WeightsGate
+from outrider.errors import (
+    FieldViolation,
+    InvalidRequest,
+    OutriderError,
+    Overloaded,
+    PoisonRequest,
+    WeightsReplaced,
+    WorkerUnavailable,
+)
 from outrider.growth_source import GrowthSource, sources_from_proto
 from outrider.log_output import about
 from outrider.v1 import common_pb2, registry_pb2
@@ -71,6 +80,7 @@ class Scheduler:
             max_queue=config.max_queue, max_wait_s=config.max_queue_wait_s, retry_after_s=config.retry_after_s
         )
         self._suspects = Suspects()
+        self.weights = WeightsGate()
         self._drains: set[asyncio.Task[None]] = set()
         self._is_draining = False
         self._places_nobody = False
@@ -86,12 +96,14 @@ class Scheduler:
             Overloaded: the queue is full, or the wait too long.
             WorkerUnavailable: there is no target worker.
             PoisonRequest: targets have crashed of it.
+            WeightsReplaced: it goes on where another ended, whose weights are gone.
         """
         if self._is_draining:
             raise WorkerUnavailable("the coordinator is shutting down; try another one")
         if not self.has_target and not self._config.target_wait_s:
             raise WorkerUnavailable("no target worker is registered; start one, then try again")
         self._suspects.check(request)
+        self.weights.check(request.weights)
         self.check_room(request.n)
         generation = Generation(request, max_buffered_events=self._config.max_buffered_events, release=self._release)
         for index, text_stream in enumerate(text_streams):
@@ -104,7 +116,7 @@ class Scheduler:
             else:
                 session.close()
         self.totals.requests += 1
-        self._admit()
+        self.admit()
         self._expect_target()
         generation.finish_if_done()
         return generation
@@ -125,13 +137,17 @@ class Scheduler:
         )
         self._admission.check(choices, occupancy)
 
-    def _admit(self) -> None:
+    def admit(self) -> None:
         """Places waiting sessions at targets that know how they begin or have least to do, and at drafts."""
+        replaced: list[Session] = []
         while self._waiting and self.running_sessions < self._config.max_running_sessions:
             lanes = [lane for lane in self._lanes.values() if lane.has_room]
-            if not lanes:
-                return
-            session = self._waiting.popleft()
+            if not lanes or (session := self.weights.next_of(self._waiting)) is None:
+                break
+            if not self.weights.fits(session.generation.weights):
+                replaced.append(session)
+                continue
+            session.generation.weights = self.weights.version or session.generation.weights
             lane = self._router.choose(session.token_ids, lanes)
             session.generation.note_admitted()
             self._admission.note_start(session.session_id)
@@ -141,6 +157,9 @@ class Scheduler:
             logger.debug("session %d goes to %s", session.session_id, lane.worker_id, extra=session.ids)
             self._draft_places.assign(session)
             lane.notify()
+        if replaced:
+            self.end(replaced, self.weights.refusal(replaced[0].generation.weights))
+            self.admit()
 
     def _notify_all(self) -> None:
         for lane in self._lanes.values():
@@ -205,12 +224,14 @@ class Scheduler:
             return
         if had_draft:
             self._assign_drafts()
-        self._admit()
+        self.admit()
 
     def take_fault(self, session: Session, fault: SessionFault) -> None:
         """The target has lost or refused a session."""
         if fault.kind is FaultKind.REFUSED:
             session.generation.abort(InvalidRequest([FieldViolation("request", fault.message)]))
+        elif fault.kind is FaultKind.REPLACED:
+            session.generation.abort(WeightsReplaced(f"{fault.message}; the tokens delivered stay valid"))
         elif fault.kind is FaultKind.NO_ROOM:
             self._wait_for_room(session, fault.message)
         else:
@@ -262,7 +283,7 @@ class Scheduler:
         loop.add_done_callback(functools.partial(self._on_loop_done, worker_id, on_failure))
         watch = watch_steps(lane, least_s=self._config.step_timeout_s, on_hang=on_hang)
         self._watches[worker_id] = asyncio.create_task(watch, name=f"watch {worker_id}")
-        self._admit()
+        self.admit()
 
     def _on_loop_done(self, worker_id: str, on_failure: Callable[[str], None], loop: "asyncio.Task[None]") -> None:
         if not loop.cancelled() and (error := loop.exception()) is not None:
@@ -290,7 +311,7 @@ class Scheduler:
             if self._suspects.condemns(session):
                 self._doubt(session)
         logger.warning("target %s is gone: %s", worker_id, reason, extra=about(worker_id=worker_id))
-        self._admit()
+        self.admit()
         self._expect_target()
 
     def _requeue(self, sessions: Sequence[Session]) -> None:
@@ -312,7 +333,7 @@ class Scheduler:
                 session.generation.abort(self._suspects.refusal(session.request))
             elif not session.is_finished:
                 self._requeue([session])
-                self._admit()
+                self.admit()
                 self._expect_target()
 
         session.deliver()
@@ -345,7 +366,7 @@ class Scheduler:
         for session in sessions:
             lane.let_go(session)
         self._requeue(sessions)
-        self._admit()
+        self.admit()
 
     def note_load(self, worker_id: str, load: common_pb2.WorkerLoad) -> None:
         """A worker's heartbeat."""
@@ -364,14 +385,18 @@ class Scheduler:
             self._end_all(WorkerUnavailable("the last target worker is gone; the tokens delivered stay valid"))
 
     def _end_all(self, error: OutriderError) -> None:
-        """Ends every request. Nobody takes over what it frees: looking for takers at each would cost their square."""
+        """Ends every request."""
         self._waiting.clear()
-        self._places_nobody = True
+        self.end(list(self._sessions.values()), error)
+
+    def end(self, sessions: Sequence[Session], error: OutriderError) -> None:
+        """Ends requests. Nobody takes over what each frees: looking for takers every time would cost their square."""
+        outer, self._places_nobody = self._places_nobody, True
         try:
-            for session in list(self._sessions.values()):
+            for session in sessions:
                 session.generation.abort(error)
         finally:
-            self._places_nobody = False
+            self._places_nobody = outer
 
     def add_draft(
         self, worker_id: str, link: DraftLink, limits: registry_pb2.WorkerLimits, *, sources: Iterable[int] = ()

@@ -183,6 +183,7 @@ class CoordinatorServer:
             dropped_nodes_total=totals.dropped_nodes,
             steps_total=totals.steps,
             refused_total=sum(totals.serving.refused.values()),
+            weights=self.registry.reloads.running if self.registry.reloads.running.version else None,
             draft_demand=totals.demand.message(sessions=speculating, undrafted_sessions=undrafted),
         )
 

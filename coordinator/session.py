@@ -185,6 +185,7 @@ class Session:
             sync_nodes=self.request.max_nodes,
             traceparent="" if self.request.spans is None else self.request.spans.traceparent,
             sources=self.request.sources,
+            weights=self.generation.weights,
         )
 
     def note_growth(self, worker_id: str, *, as_of: int, nodes: int, grafted: int) -> None:
@@ -403,12 +404,19 @@ class Generation:
         self._wake = asyncio.Event()
         self._error: OutriderError | None = None
         self.times = RequestTimes()
+        self.weights = request.weights
+        """Version of those that its tokens are chosen with; empty before it is placed, or where nobody knows."""
         self.on_resume: Callable[[], None] | None = None
 
     @property
     def is_stalled(self) -> bool:
         """Whether the reader is so far behind that generating more would only fill memory."""
         return len(self._events) >= self._max_buffered_events
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has been placed at a target, or goes on where another has ended."""
+        return bool(self.times.admitted_ns or self.weights)
 
     def note_admitted(self) -> None:
         """The request leaves the queue."""

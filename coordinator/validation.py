@@ -173,6 +173,7 @@ class _Check:
             n=n,
             received=self._received(sampling.max_new_tokens),
             trace=request.trace,
+            weights=request.weights,
         )
         self._check_received(generation)
         return generation

@@ -297,6 +297,8 @@ class Progress:
                 if response.delta.index >= len(self._choices):
                     raise OutriderError(f"the server sent choice {response.delta.index}, which was not asked for")
                 delta = self._choices[response.delta.index].take(response.delta)
+                # Whoever goes on with these tokens has to go on with these weights.
+                self._request.weights = self._request.weights or response.delta.weights
                 if delta is not None:
                     self._breaks_in_a_row = 0
                     yield delta

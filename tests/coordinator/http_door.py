@@ -45,6 +45,8 @@ A, B, C = (ALPHABET[char] for char in "abc")
 class ScriptedGeneration:
     """Plays one event after the other; None waits until it is told to go on, or ended."""
 
+    weights = ""
+
     def __init__(self, events: Sequence[GenerationEvent | OutriderError | None]) -> None:
         self._events = events
         self._error: OutriderError | None = None

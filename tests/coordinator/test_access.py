@@ -49,6 +49,8 @@ ALICE, BOB, UNKNOWN = new_token(), new_token(), new_token()
 class Generation:
     """Four tokens, then what the test lets come."""
 
+    weights = ""
+
     def __init__(self) -> None:
         self.go_on = asyncio.Event()
         self.error: OutriderError | None = None

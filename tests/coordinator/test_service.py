@@ -43,6 +43,8 @@ TOKENIZER = tokenizer_of_bytes()
 class ScriptedGeneration:
     """Plays one event after the other; None waits for an abort or a cancel."""
 
+    weights = ""
+
     def __init__(self, events: Sequence[GenerationEvent | OutriderError | None]) -> None:
         self._events = events
         self._error: OutriderError | None = None

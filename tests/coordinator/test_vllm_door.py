@@ -44,6 +44,8 @@ MODEL = common_pb2.ModelInfo(name="tiny", vocab_size=256, max_model_len=64, eos_
 class Script:
     """A scheduler that plays events, and notes what it was asked."""
 
+    weights = ""
+
     def __init__(self) -> None:
         self.asked: list[GenerationRequest] = []
         self.events: Sequence[GenerationEvent] = ()
