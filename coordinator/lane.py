@@ -17,6 +17,7 @@ from outrider.coordinator.firing import MissRates
 from outrider.coordinator.links import TargetLink
 from outrider.coordinator.messages import SessionOpening, SpeculationMode, VerifyResult
 from outrider.coordinator.mirror import TreeMirror
+from outrider.coordinator.one_graph import resident_flags
 from outrider.coordinator.open_leaves import open_leaves
 from outrider.coordinator.rounds import Flight, RoundPace, Way
 from outrider.coordinator.selection import Ints, choose_counts
@@ -63,9 +64,17 @@ class TargetLane:
     """A target's sessions and the state of its verify loop."""
 
     def __init__(
-        self, worker_id: str, link: TargetLink, limits: registry_pb2.WorkerLimits, *, fair_slowdown: float = 1.5
+        self,
+        worker_id: str,
+        link: TargetLink,
+        limits: registry_pb2.WorkerLimits,
+        *,
+        fair_slowdown: float = 1.5,
+        one_graph: bool = False,
     ) -> None:
         self.worker_id = worker_id
+        self.one_graph = one_graph
+        """It drafts in the graph that verifies, for sessions that let it."""
         self.link = link
         self.limits = limits
         self.sessions: dict[int, Session] = {}
@@ -263,7 +272,10 @@ class TargetLane:
         if self.steps % _PROBE_ROUNDS == _PROBE_ROUNDS - 1 and not self.cost.is_known(rows):
             # If smaller steps cost much less than the line through larger ones says, only a smaller one can show it.
             counts = self._best_counts(found, max_rows=rows)
-        return found.trees(self._with_fixed_trees(sessions, np.diff(found.starts), counts))
+        counts = self._with_fixed_trees(sessions, np.diff(found.starts), counts)
+        if self.one_graph:
+            counts = np.where(resident_flags(sessions), 0, counts)
+        return found.trees(counts)
 
     def _best_counts(self, found: Candidates, *, max_rows: int) -> Ints:
         choice = choose_counts(
@@ -299,6 +311,8 @@ class TargetLane:
             epochs=[session.target_epoch for session in sessions],
             lengths=[len(session.token_ids) for session in sessions],
             trees=trees,
+            # A tree that was chosen all the same is a tree as any other.
+            resident=(resident_flags(sessions) & (trees.counts == 0)).tolist() if self.one_graph else (),
         )
         now_ns = clock.now_ns()
         result = self.link.submit(submissions, openings=openings)

@@ -29,6 +29,7 @@ from outrider.coordinator.messages import (
     TokenLogprobs,
     VerifyResult,
 )
+from outrider.coordinator.one_graph_answers import RESIDENT, counted_apart, expected_counts
 from outrider.coordinator.resident import resident_growth
 from outrider.coordinator.trees import Submissions
 from outrider.draft_distribution import pack_distributions
@@ -184,6 +185,7 @@ class TargetLink(_Link):
         self._step = 0
         self._waiting: dict[int, tuple[asyncio.Future[VerifyResult], Mapping[int, int]]] = {}
         """Batches by step, and how many nodes each session sent."""
+        self._resident_steps: set[int] = set()
         self._outgoing: list[target_pb2.VerifyRequest] = []
         self.load = common_pb2.WorkerLoad()
         metadata = tracing.stream_metadata("target", address)
@@ -208,7 +210,12 @@ class TargetLink(_Link):
             tokens=chosen.tokens,
             parents=chosen.parents,
             distributions=pack_distributions(chosen.distributions) if chosen.distributions else None,
+            resident=submissions.resident,
         )
+        if any(submissions.resident):
+            self._resident_steps.add(self._step)
+            counts = zip(submissions.resident, node_counts, strict=True)
+            node_counts = [RESIDENT if resident else count for resident, count in counts]
         opens = [opening_to_proto(opening) for opening in openings]
         self._waiting[self._step] = future, dict(zip(submissions.session_ids, node_counts, strict=True))
         self._send(target_pb2.VerifyRequest(step=self._step, opens=opens, trees=batch))
@@ -235,8 +242,13 @@ class TargetLink(_Link):
                 continue
             future, node_counts = waiting
             if not future.done():
+                drafted: Mapping[int, int] = {}
+                if response.step in self._resident_steps:
+                    self._resident_steps.discard(response.step)
+                    node_counts, drafted = expected_counts(response, node_counts)
                 check_verification(response, node_counts, vocab_size=self._vocab_size)
-                future.set_result(_verify_result(response, resident_growth(response, self._vocab_size)))
+                result = _verify_result(response, resident_growth(response, self._vocab_size))
+                future.set_result(counted_apart(result, drafted))
             # Only now: whatever is wrong with an answer, whoever waits for it hears of it as the link ends.
             del self._waiting[response.step]
 

@@ -8,6 +8,7 @@ service <── TokenDelta, RoundRecord, GenerationResult ── scheduler <─�
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
@@ -220,6 +221,7 @@ class TreeSubmission(NamedTuple):
     Attributes:
         parents: [n] as numbered by `outrider.tree.parent_numbers`.
         distributions: [n] the q each token was drawn from, None where the rule needs none.
+        resident: the tree is what the target has drafted itself; none is sent.
     """
 
     session_id: int
@@ -228,6 +230,7 @@ class TreeSubmission(NamedTuple):
     tokens: Sequence[int]
     parents: Sequence[int]
     distributions: Sequence[DraftDistribution | None] = ()
+    resident: bool = False
 
 
 class FaultKind(StrEnum):
@@ -271,9 +274,22 @@ class SessionVerdict(NamedTuple):
     cached_tokens: int = 0
 
 
+class ResidentCount(NamedTuple):
+    """Nodes that a target drafted for a session, verified and accepted in one round."""
+
+    drafted: int
+    accepted: int
+
+
+_NOTHING_RESIDENT: Mapping[int, ResidentCount] = MappingProxyType({})
+
+
 @dataclass(frozen=True, kw_only=True)
 class VerifyResult:
-    """One step's verdicts, in the order of the batch, and what it cost; and what the target drafted behind them."""
+    """One step's verdicts, in the order of the batch, and what it cost; and what the target drafted behind them.
+
+    Of sessions whose draft stays on the target, `resident` has the nodes by session id: their verdicts name none.
+    """
 
     step: int
     verdicts: Sequence[SessionVerdict]
@@ -281,6 +297,7 @@ class VerifyResult:
     forward_ns: int
     step_tokens: int
     growth: "GrowthBatch | None" = None
+    resident: Mapping[int, ResidentCount] = _NOTHING_RESIDENT
 
 
 class Commit(NamedTuple):

@@ -263,7 +263,12 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         await until_any(link.ready(timeout_s=self._config.connect_timeout_s), _lost(worker))
         if isinstance(link, TargetLink):
             self._scheduler.add_target(
-                worker.worker_id, link, worker.introduction.limits, on_failure=worker.lose, on_hang=worker.hang
+                worker.worker_id,
+                link,
+                worker.introduction.limits,
+                on_failure=worker.lose,
+                on_hang=worker.hang,
+                one_graph=worker.introduction.one_graph,
             )
         else:
             told = worker.introduction

@@ -263,6 +263,7 @@ class Scheduler:
         *,
         on_failure: Callable[[str], None] = lambda reason: None,
         on_hang: Callable[[str], None] = lambda reason: None,
+        one_graph: bool = False,
     ) -> None:
         """A target worker is ready.
 
@@ -272,11 +273,12 @@ class Scheduler:
             limits: of it.
             on_failure: called with the reason when its loop fails.
             on_hang: called with the reason when a step of it does not come back.
+            one_graph: it drafts in the graph that verifies.
         """
         if self._target_deadline is not None:
             self._target_deadline.cancel()
             self._target_deadline = None
-        lane = TargetLane(worker_id, link, limits, fair_slowdown=self._config.fair_slowdown)
+        lane = TargetLane(worker_id, link, limits, fair_slowdown=self._config.fair_slowdown, one_graph=one_graph)
         self._lanes[worker_id] = lane
         verify = self._loop_type(lane, self._config, self._drafts, self)
         loop = self._loops[worker_id] = asyncio.create_task(verify.run(), name=f"verify {worker_id}")

@@ -109,10 +109,19 @@ class Submissions(Sequence[TreeSubmission]):
         epochs: [S]
         lengths: [S] committed tokens.
         trees: [S]
+        resident: [S] whether the target has the tree itself; empty where it has none.
     """
 
-    def __init__(self, session_ids: Sequence[int], epochs: Sequence[int], lengths: Sequence[int], trees: Trees) -> None:
+    def __init__(
+        self,
+        session_ids: Sequence[int],
+        epochs: Sequence[int],
+        lengths: Sequence[int],
+        trees: Trees,
+        resident: Sequence[bool] = (),
+    ) -> None:
         self.session_ids, self.epochs, self.lengths, self.trees = session_ids, epochs, lengths, trees
+        self.resident = resident
 
     def __len__(self) -> int:
         return len(self.session_ids)
@@ -132,4 +141,5 @@ class Submissions(Sequence[TreeSubmission]):
             tree.tokens,
             tree.parents,
             tree.distributions,
+            bool(self.resident) and self.resident[place],
         )

@@ -30,6 +30,7 @@ from outrider.coordinator.messages import (
     VerifyResult,
 )
 from outrider.coordinator.metrics_counts import ServingCounts
+from outrider.coordinator.one_graph import credit, is_resident
 from outrider.coordinator.resident import graft_resident
 from outrider.coordinator.rounds import Step, Way
 from outrider.coordinator.session import Session
@@ -175,7 +176,10 @@ class VerifyLoop:
         if all(session.mode is SpeculationMode.SYNC for session in sessions):
             return max(self._sync_wait_left_ns(session) for session in sessions)
         lane = self.lane
-        if lane.way.current != Way.WAIT:
+        if lane.one_graph:
+            # Those whose draft is the target's own have nothing to wait for.
+            sessions = [session for session in sessions if not is_resident(session)]
+        if lane.way.current != Way.WAIT or not sessions:
             return 0.0
         return patience_ns(
             self._outlooks(sessions),
@@ -237,6 +241,8 @@ class VerifyLoop:
         """Commits a step's verdicts: what the next batch waits for. It is counted, and told to clients, later."""
         step = Step(self.lane.flights.popleft(), result, clock.now_ns())
         committed = commit(step, self._answered(step))
+        if result.resident:
+            credit(committed, result.resident)
         tell_drafts(committed, self._drafts)
         self._note_misses(committed)
         self._go_on(committed)
