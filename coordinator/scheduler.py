@@ -431,25 +431,29 @@ class Scheduler:
         if peer is None:
             self.totals.dropped_nodes += nodes
             return
-        peer.last_growth_ns = clock.now_ns()
-        self.totals.demand.note_growth(
-            sessions=len(growth.session_ids),
-            expanded=peer.note_width(growth),
-            step_ns=peer.link.step_latency.mean_ns,
-        )
+        by_model = growth.sources is None or bool((growth.sources == GrowthSource.MODEL).any())
+        is_step = peer.has_model and by_model
+        if is_step or not peer.has_model:
+            # What a trie beside a model finds comes before the model's step, and says nothing of when that ends.
+            peer.last_growth_ns = clock.now_ns()
+        if is_step:
+            self.totals.demand.note_growth(
+                sessions=len(growth.session_ids),
+                expanded=peer.note_width(growth),
+                step_ns=peer.link.step_latency.mean_ns,
+            )
         sessions = [
             session
             if (session := self._sessions.get(session_id)) is not None and session.draft_epochs.get(worker_id) == epoch
             else None
             for session_id, epoch in zip(growth.session_ids, growth.epochs, strict=True)
         ]
-        by_model = GrowthSource.MODEL in peer.sources
-        peer.note_answers(
-            growth,
-            sessions
-            if by_model
-            else [own if own is not None and self._is_waited_for(peer, own) else None for own in sessions],
-        )
+        if peer.has_model:
+            answered = sessions if is_step else ()
+        else:
+            answered = [own if own is not None and self._is_waited_for(peer, own) else None for own in sessions]
+        if answered:
+            peer.note_answers(growth, answered)
         grafted = graft(worker_id, growth, [None if session is None else session.mirror for session in sessions])
         self.totals.dropped_nodes += nodes - sum(grafted)
         for place, session in enumerate(sessions):
@@ -467,10 +471,10 @@ class Scheduler:
                 lane.notify()
 
     def _is_waited_for(self, peer: DraftPeer, session: Session) -> bool:
-        """Whether there is more to come of this draft: a trie answers at once and in full, a model goes on."""
-        if len(session.draft_epochs) == 1 or GrowthSource.MODEL in peer.sources:
+        """Whether it is this draft's growth that a free target would wait for."""
+        if len(session.draft_epochs) == 1 or peer.has_model:
             return True
-        return all(GrowthSource.MODEL not in self._drafts[worker_id].sources for worker_id in session.draft_epochs)
+        return not any(self._drafts[worker_id].has_model for worker_id in session.draft_epochs)
 
     def take_draft_error(self, worker_id: str, session_id: int, epoch: int, message: str) -> None:
         """A draft cannot serve a session: it goes on without this draft."""
