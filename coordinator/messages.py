@@ -8,7 +8,6 @@ service <── TokenDelta, RoundRecord, GenerationResult ── scheduler <─�
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
@@ -281,14 +280,12 @@ class ResidentCount(NamedTuple):
     accepted: int
 
 
-_NOTHING_RESIDENT: Mapping[int, ResidentCount] = MappingProxyType({})
-
-
 @dataclass(frozen=True, kw_only=True)
 class VerifyResult:
     """One step's verdicts, in the order of the batch, and what it cost; and what the target drafted behind them.
 
-    Of sessions whose draft stays on the target, `resident` has the nodes by session id: their verdicts name none.
+    Of sessions whose draft stays on the target, `resident` has the nodes by session id, where there are any: their verdicts
+    name none.
     """
 
     step: int
@@ -297,7 +294,7 @@ class VerifyResult:
     forward_ns: int
     step_tokens: int
     growth: "GrowthBatch | None" = None
-    resident: Mapping[int, ResidentCount] = _NOTHING_RESIDENT
+    resident: Mapping[int, ResidentCount] | None = None
 
 
 class Commit(NamedTuple):
