@@ -284,8 +284,8 @@ class ResidentCount(NamedTuple):
 class VerifyResult:
     """One step's verdicts, in the order of the batch, and what it cost; and what the target drafted behind them.
 
-    Of sessions whose draft stays on the target, `resident` has the nodes by session id, where there are any: their verdicts
-    name none.
+    Of sessions whose draft stays on the target, `resident` has the nodes by session id, where there are any: their
+    verdicts name none.
     """
 
     step: int
