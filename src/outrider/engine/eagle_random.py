@@ -42,6 +42,8 @@ def write_random_eagle(
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLMEagle3" if layout == "eagle3" else "LlamaForCausalLM"],
         "model_type": "llama",
+        "attention_bias": False,
+        "mlp_bias": False,
         "hidden_act": "silu",
         "hidden_size": hidden,
         "intermediate_size": intermediate_size or given["intermediate_size"],

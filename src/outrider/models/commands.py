@@ -2,24 +2,26 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from outrider.models import embedded_draft_path, embedded_target_path
+from outrider.models import embedded_draft_path, embedded_eagle_path, embedded_target_path
 
 if TYPE_CHECKING:
-    from outrider.models.widen import CheckpointPlan
-    from outrider.models.widened_weights import WidenedLlama
+    from outrider.models.widen import CheckpointPlan, WidenedModel
 
 # One shard is in memory at a time. A layer of the largest shape fits in; its vocabulary matrix is a shard alone.
 _MAX_SHARD_BYTES = 2_000_000_000
 
 
 def widen(
-    role: Annotated[Literal["target", "draft"], typer.Argument(help="Which model of the embedded pair.")],
+    role: Annotated[
+        Literal["target", "draft", "eagle"],
+        typer.Argument(help="Which model of the embedded pair; eagle: the target's head, for a target of that shape."),
+    ],
     shape: Annotated[Literal["160m", "1b", "8b", "70b"], typer.Argument(help="Llama shape to write it in.")],
     folder: Annotated[Path, typer.Argument(help="New folder for the checkpoint.")],
     *,
@@ -35,42 +37,54 @@ def widen(
         typer.Option(help="Compare logits with the embedded model: layer by layer, or loaded whole as float32."),
     ] = "layers",
 ) -> None:
-    """Write the embedded target or draft as a checkpoint of a large Llama shape that computes the same logits."""
+    """Write the embedded target, draft or head as a checkpoint of a large Llama shape that computes the same logits."""
     import torch
 
     from outrider.models.widen import SHAPES, check_destination, load_small, plan_checkpoint
+    from outrider.models.widened_eagle import WidenedEagle
     from outrider.models.widened_weights import WidenedLlama
 
     console = Console(highlight=False, soft_wrap=True, stderr=True)
-    source = embedded_target_path() if role == "target" else embedded_draft_path()
-    config, weights = load_small(source)
-    model = WidenedLlama(
-        config,
-        weights,
-        SHAPES[shape],
-        dtype=getattr(torch, dtype),
-        fill_seed=seed if fill else None,
-        max_position_embeddings=max_position_embeddings,
-    )
+    source = {"target": embedded_target_path, "draft": embedded_draft_path, "eagle": embedded_eagle_path}[role]()
+    options: dict[str, Any] = {
+        "dtype": getattr(torch, dtype),
+        "fill_seed": seed if fill else None,
+        "max_position_embeddings": max_position_embeddings,
+    }
+    llama = embedded_target_path() if role == "eagle" else source
+    config, weights = load_small(llama)
+    wide = WidenedLlama(config, weights, SHAPES[shape], **options)
+    model: WidenedModel = wide
+    if role == "eagle":
+        embedding = weights["model.embed_tokens.weight"]
+        model = WidenedEagle(*load_small(source), target=config, embedding=embedding, shape=SHAPES[shape], **options)
     plan = plan_checkpoint(model, source, max_shard_bytes=_MAX_SHARD_BYTES)
     console.print(f"{role} as {shape}: {plan.weight_bytes / model.dtype.itemsize / 1e9:.2f} billion weights, "
                   f"{plan.disk_bytes / 1e9:.2f} GB on disk in {len(plan.shards)} files")  # fmt: skip
     check_destination(folder, plan)
 
     def compare(written: Path) -> None:
-        if check != "none":
-            from outrider.models.widen_check import check_checkpoint, check_tokens
+        if check == "none":
+            return
+        from outrider.models.widen_check import check_checkpoint, check_tokens
 
-            report = check_checkpoint(written, source, check_tokens(source), layer_by_layer=check == "layers")
-            report.raise_if_wrong()
-            console.print(f"checked {'layer by layer' if check == 'layers' else 'as a whole'}: {report}")
+        if role == "eagle":
+            from outrider.models.widen_eagle_check import check_eagle
+
+            of_head = check_eagle(written, source, llama, wide, check_tokens(llama))
+            of_head.raise_if_wrong()
+            console.print(f"checked: {of_head}")
+            return
+        report = check_checkpoint(written, source, check_tokens(source), layer_by_layer=check == "layers")
+        report.raise_if_wrong()
+        console.print(f"checked {'layer by layer' if check == 'layers' else 'as a whole'}: {report}")
 
     _write(model, source, folder, plan, before_publishing=compare, console=console)
     typer.echo(folder)
 
 
 def _write(
-    model: "WidenedLlama",
+    model: "WidenedModel",
     source: Path,
     folder: Path,
     plan: "CheckpointPlan",

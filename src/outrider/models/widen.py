@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from outrider.models.widened_weights import LlamaShape, WidenedLlama
+from outrider.models.widened_weights import LlamaShape
 
 SHAPES = {
     "160m": LlamaShape(hidden=768, layers=12, heads=6, kv_heads=6, intermediate=3072),
@@ -27,7 +27,8 @@ SHAPES = {
 }
 
 INDEX_FILE = "model.safetensors.index.json"
-_COPIED_FILES = ("generation_config.json", "tokenizer.json")
+# Those of them that the small checkpoint has.
+_COPIED_FILES = ("generation_config.json", "tokenizer.json", "chat_template.jinja")
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 # config.json, index and the headers of the shards are far below this.
 _SMALL_FILES_BYTES = 4 << 20
@@ -58,7 +59,26 @@ class CheckpointPlan:
     disk_bytes: int
 
 
-def plan_checkpoint(model: WidenedLlama, source: Path, *, max_shard_bytes: int) -> CheckpointPlan:
+class WidenedModel(Protocol):
+    """Tensors of a checkpoint, made one at a time."""
+
+    dtype: torch.dtype
+    max_positions: int
+
+    def config(self) -> dict[str, Any]:
+        """Its config.json."""
+        ...
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor, in the order of the files."""
+        ...
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One of them, contiguous."""
+        ...
+
+
+def plan_checkpoint(model: WidenedModel, source: Path, *, max_shard_bytes: int) -> CheckpointPlan:
     """Tensors in their order, so many to a shard as `max_shard_bytes` allows, at least one."""
     shards: list[list[str]] = []
     total, in_shard = 0, max_shard_bytes + 1
@@ -70,7 +90,7 @@ def plan_checkpoint(model: WidenedLlama, source: Path, *, max_shard_bytes: int) 
         shards[-1].append(name)
         in_shard += tensor_bytes
         total += tensor_bytes
-    copied = sum((source / name).stat().st_size for name in _COPIED_FILES)
+    copied = sum(path.stat().st_size for path in _copied(source))
     return CheckpointPlan(tuple(map(tuple, shards)), total, total + copied + _SMALL_FILES_BYTES)
 
 
@@ -91,7 +111,7 @@ def check_destination(folder: Path, plan: CheckpointPlan) -> None:
 
 
 def write_checkpoint(
-    model: WidenedLlama,
+    model: WidenedModel,
     source: Path,
     folder: Path,
     plan: CheckpointPlan,
@@ -103,7 +123,7 @@ def write_checkpoint(
 
     Args:
         model: makes the tensors.
-        source: checkpoint folder of the small model; its tokenizer and generation settings are kept.
+        source: checkpoint folder of the small model; its tokenizer, chat template and generation settings are kept.
         folder: must not exist.
         plan: of `plan_checkpoint`.
         before_publishing: called with the complete folder under its temporary name; what it raises stops the renaming.
@@ -123,16 +143,21 @@ def write_checkpoint(
             shutil.copymode(partial / "config.json", partial / file)
             files |= dict.fromkeys(names, file)
         _write_json(partial / INDEX_FILE, {"metadata": {"total_size": plan.weight_bytes}, "weight_map": files})
-        for name in _COPIED_FILES:
-            shutil.copyfile(source / name, partial / name)
-        tokenizer = json.loads((source / _TOKENIZER_CONFIG).read_text(encoding="utf-8"))
-        _write_json(partial / _TOKENIZER_CONFIG, tokenizer | {"model_max_length": model.max_positions})
+        for path in _copied(source):
+            shutil.copyfile(path, partial / path.name)
+        if (source / _TOKENIZER_CONFIG).is_file():
+            tokenizer = json.loads((source / _TOKENIZER_CONFIG).read_text(encoding="utf-8"))
+            _write_json(partial / _TOKENIZER_CONFIG, tokenizer | {"model_max_length": model.max_positions})
         before_publishing(partial)
         check_destination(folder, CheckpointPlan((), 0, 0))
         partial.rename(folder)
 
 
-def _write_shard(model: WidenedLlama, names: tuple[str, ...], path: Path) -> int:
+def _copied(source: Path) -> list[Path]:
+    return [path for name in _COPIED_FILES if (path := source / name).is_file()]
+
+
+def _write_shard(model: WidenedModel, names: tuple[str, ...], path: Path) -> int:
     tensors = {name: model.tensor(name) for name in names}
     save_file(tensors, path, metadata={"format": "pt"})
     return sum(tensor.nbytes for tensor in tensors.values())

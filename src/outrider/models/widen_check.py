@@ -85,7 +85,7 @@ def check_checkpoint(folder: Path, source: Path, token_ids: torch.Tensor, *, lay
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     inputs = {"input_ids": token_ids, "position_ids": _positions(token_ids, config.max_position_embeddings)}
-    with _no_progress_bar():
+    with no_progress_bar():
         small = _load(source, torch.float32)(**inputs).logits
         large = (_load_layer_by_layer if layer_by_layer else _load)(folder, torch.float32)(**inputs).logits
         if config.dtype == torch.float32:
@@ -178,7 +178,8 @@ class _Shards:
 
 
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
+def no_progress_bar() -> Iterator[None]:
+    """Loading is quiet: commands show how far they are themselves."""
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

@@ -196,7 +196,7 @@ class WidenedLlama:
         """A projection; `own` is the small model's, None in an extra layer."""
         width, units, dim = self.small.hidden, self.small.intermediate if own is not None else 0, self.head_dim
         # Values of heads that do not count reach the cache, as in a real model; so their way out has to be zero.
-        large = torch.zeros(size, dtype=self.dtype) if kind == "o_proj" else self._fill(name, size)
+        large = torch.zeros(size, dtype=self.dtype) if kind == "o_proj" else self.fill(name, size)
         if kind == "up_proj":
             large[:, :width] = 0
         if kind == "down_proj":
@@ -229,7 +229,7 @@ class WidenedLlama:
     def _embedding(self, size: tuple[int, ...]) -> torch.Tensor:
         """Embedding and output layer in one: real rows write the constant channel, padding rows read it."""
         width, tokens = self.small.hidden, self.small.vocab
-        large = self._fill("model.embed_tokens.weight", size)
+        large = self.fill("model.embed_tokens.weight", size)
         large[:tokens, width:] = 0
         large[:tokens, :width] = self._weights["model.embed_tokens.weight"]
         large[:tokens, width] = _CONSTANT
@@ -237,8 +237,8 @@ class WidenedLlama:
         large[tokens:, width] = _PADDING_READS
         return large
 
-    def _fill(self, name: str, size: tuple[int, ...]) -> torch.Tensor:
-        """Noise that a tensor's name and the seed decide, or zeros."""
+    def fill(self, name: str, size: tuple[int, ...]) -> torch.Tensor:
+        """Noise that a tensor's name and the seed decide, or zeros; of `dtype`."""
         if self._noise is None:
             return torch.zeros(size, dtype=self.dtype)
         large = torch.empty(size, dtype=self.dtype)

@@ -158,10 +158,18 @@ def test_shards_index_and_settings(small: Callable[..., Path], tmp_path: Path) -
     assert config.dtype == torch.bfloat16
     for kept in ("head_dim", "rope_parameters", "max_position_embeddings", "eos_token_id", "tie_word_embeddings"):
         assert getattr(config, kept) == getattr(own, kept)
+    assert not (folder / "chat_template.jinja").exists()
     assert (folder / "generation_config.json").read_bytes() == (source / "generation_config.json").read_bytes()
     assert tokenizer_hash(folder) == tokenizer_hash(source)
     assert {file.stat().st_mode for file in folder.iterdir()} == {(source / "tokenizer.json").stat().st_mode}
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_chat_template_goes_along(small: Callable[..., Path], tmp_path: Path) -> None:
+    source = small()
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    folder = write(source, tmp_path / "wide", TINY)
+    assert (folder / "chat_template.jinja").read_text() == "{{ messages }}"
 
 
 def test_random_weights_leave_every_bit_of_the_logits(small: Callable[..., Path], tmp_path: Path) -> None:
