@@ -11,6 +11,7 @@ import numpy as np
 
 from outrider.coordinator.chain_mirror import ChainMirror
 from outrider.coordinator.forest import Floats, Forest, Ints
+from outrider.coordinator.group import Group
 from outrider.coordinator.mirror import Mirror, TreeMirror
 from outrider.coordinator.trees import Tree, Trees
 
@@ -31,6 +32,7 @@ class Candidates:
         depths: [n] below the root, from 1.
         is_leaf: [n] whether nothing is known below it.
         slots: [n] where the forest has it; -1 for a chain's.
+        chains: places of the sessions that have chains.
     """
 
     mirrors: Sequence[Mirror | None]
@@ -41,17 +43,17 @@ class Candidates:
     depths: Ints
     is_leaf: np.ndarray
     slots: Ints
+    chains: Sequence[int]
 
     def trees(self, counts: Sequence[int] | Ints) -> Trees:
         """The trees of each session's first so many candidates, [S]."""
         counts = np.asarray(counts, dtype=np.int64)
-        chains = [place for place, mirror in enumerate(self.mirrors) if isinstance(mirror, ChainMirror)]
-        if not chains:
+        if not self.chains:
             return self._of_forest(counts)
         is_tree = np.ones(len(counts), dtype=np.int64)
-        is_tree[chains] = 0
+        is_tree[list(self.chains)] = 0
         trees = list(self._of_forest(counts * is_tree))
-        for place in chains:
+        for place in self.chains:
             mirror = self.mirrors[place]
             assert isinstance(mirror, ChainMirror)
             trees[place] = _chain_tree(mirror, int(counts[place]))
@@ -83,16 +85,29 @@ def candidates(mirrors: Sequence[Mirror | None], *, most: Sequence[int], deepest
         most: [S] how many of each.
         deepest: [S] nodes below that are left out; of a tree, those below depth 63 as well.
     """
+    rows = np.array([mirror.row if isinstance(mirror, TreeMirror) else 0 for mirror in mirrors], dtype=np.int64)
+    chains = [place for place, mirror in enumerate(mirrors) if isinstance(mirror, ChainMirror)]
+    return _candidates(mirrors, rows, chains, np.array(most, dtype=np.int64), np.array(deepest, dtype=np.int64))
+
+
+def group_candidates(group: Group, max_tree_nodes: int) -> Candidates:
+    """The candidates of sessions, as far as their requests go and a tree of so many nodes."""
+    most, deepest = group.reaches(max_tree_nodes)
+    return _candidates(group.mirrors, group.rows, group.chains, most, deepest)
+
+
+def _candidates(
+    mirrors: Sequence[Mirror | None], rows: Ints, chains: Sequence[int], most: Ints, deepest: Ints
+) -> Candidates:
     forest = _forest_of(mirrors)
     places, slots, values, depths, is_leaf = (
         np.zeros(0, dtype=kind) for kind in (np.int64, np.int64, float, int, bool)
     )
     if forest is not None:
-        places, slots = _best_slots(forest, mirrors, most, deepest)
-        values, depths, is_leaf = forest.value[slots], forest.depth[slots].astype(np.int64), ~forest.has_children[slots]
-    chains = [place for place, mirror in enumerate(mirrors) if isinstance(mirror, ChainMirror) and mirror.tokens]
+        places, slots = _best_slots(forest, rows, most, deepest)
+        values, depths, is_leaf = forest.value[slots], forest.depth[slots], ~forest.has_children[slots]
     if chains:
-        parts = [_chain_columns(place, mirrors[place], min(most[place], deepest[place])) for place in chains]
+        parts = [_chain_columns(place, mirrors[place], int(min(most[place], deepest[place]))) for place in chains]
         columns = zip((places, slots, values, depths, is_leaf), *parts, strict=True)
         places, slots, values, depths, is_leaf = (np.concatenate(column) for column in columns)
         order = np.argsort(places, kind="stable")
@@ -100,47 +115,44 @@ def candidates(mirrors: Sequence[Mirror | None], *, most: Sequence[int], deepest
     starts = np.zeros(len(mirrors) + 1, dtype=np.int64)
     np.cumsum(np.bincount(places, minlength=len(mirrors)), out=starts[1:])
     ranks = np.arange(len(places)) - starts[places]
-    return Candidates(mirrors, starts, places, ranks, values, depths, is_leaf, slots)
+    return Candidates(mirrors, starts, places, ranks, values, depths, is_leaf, slots, chains)
 
 
 def _forest_of(mirrors: Sequence[Mirror | None]) -> Forest | None:
     return next((mirror.forest for mirror in mirrors if isinstance(mirror, TreeMirror)), None)
 
 
-def _best_slots(
-    forest: Forest, mirrors: Sequence[Mirror | None], most: Sequence[int], deepest: Sequence[int]
-) -> tuple[Ints, Ints]:
-    """Places and slots of the tree mirrors' candidates, in their order."""
-    rows = np.array([mirror.row if isinstance(mirror, TreeMirror) else 0 for mirror in mirrors])
+def _best_slots(forest: Forest, rows: Ints, most: Ints, deepest: Ints) -> tuple[Ints, Ints]:
+    """Places and slots of the tree mirrors' candidates, in their order; row 0 has none."""
     place_of = np.zeros(len(forest.root), dtype=np.int64)
     limit = np.zeros(len(forest.root), dtype=np.int64)
     place_of[rows] = np.arange(len(rows))
     limit[rows] = np.minimum(deepest, _MOST_DEPTH)
     limit[0] = 0
-    slots = np.flatnonzero((forest.depth > 0) & (forest.depth <= limit[forest.row]))
-    ordered = _in_order(forest, slots, place_of[forest.row[slots]], len(rows))
-    places = place_of[forest.row[ordered]]
+    slots = np.flatnonzero((forest.depth > 0) & (forest.depth <= limit.take(forest.row)))
+    slots, places = _in_order(forest, slots, place_of.take(forest.row.take(slots)), len(rows))
     counts = np.bincount(places, minlength=len(rows))
-    ranks = np.arange(len(places)) - (np.cumsum(counts) - counts)[places]
-    kept = ranks < np.array(most)[places]
-    return places[kept], ordered[kept]
+    ranks = np.arange(len(places)) - (np.cumsum(counts) - counts).take(places)
+    kept = ranks < most.take(places)
+    return places[kept], slots[kept]
 
 
-def _in_order(forest: Forest, slots: Ints, places: Ints, sessions: int) -> Ints:
-    """Slots by session, then falling value, then depth (a certain child is worth as much as its parent).
+def _in_order(forest: Forest, slots: Ints, places: Ints, sessions: int) -> tuple[Ints, Ints]:
+    """Slots and places by session, then falling value, then depth (a certain child is worth as much as its parent).
 
     One sort of one whole number each: session, value, depth and the number's own place, from high bits to low.
     """
     own_bits = len(slots).bit_length()
     value_bits = min(30, 63 - own_bits - sessions.bit_length() - _DEPTH_BITS)
     # The bits of a float of 0 to 1 are in its order.
-    worth = forest.value[slots].astype(np.float32).view(np.int32)
+    worth = forest.value.take(slots).astype(np.float32).view(np.int32)
     falling = (_ONE - worth).astype(np.int64) >> (30 - value_bits)
     keys = places << value_bits | falling
-    keys = keys << _DEPTH_BITS | forest.depth[slots]
+    keys = keys << _DEPTH_BITS | forest.depth.take(slots)
     keys = keys << own_bits | np.arange(len(slots))
     keys.sort()
-    return slots[keys & ((1 << own_bits) - 1)]
+    order = keys & ((1 << own_bits) - 1)
+    return slots.take(order), places.take(order)
 
 
 def _chain_columns(place: int, mirror: Mirror | None, most: int) -> tuple[np.ndarray, ...]:

@@ -10,18 +10,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from outrider.coordinator.chain_mirror import ChainMirror
 from outrider.coordinator.draft_peer import DraftPeer
-from outrider.coordinator.messages import Commit, SessionVerdict, SpeculationMode
-from outrider.coordinator.mirror import Moves, TreeMirror, move_roots
+from outrider.coordinator.forest import Forest
+from outrider.coordinator.group import Bools, Group
+from outrider.coordinator.messages import Commit, SessionVerdict
+from outrider.coordinator.mirror import Moves, move_roots
 from outrider.coordinator.rounds import Step
 from outrider.coordinator.rows import Ints
 from outrider.coordinator.session import Session
 from outrider.coordinator.trees import Trees
-
-Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +29,7 @@ class Committed:
 
     Attributes:
         step: whose result it was.
-        sessions: [S]
+        group: the sessions.
         token_ids: [S] those of each that are kept.
         emitted: [S] how many these are.
         nodes: [S] of the tree that was verified.
@@ -43,7 +42,7 @@ class Committed:
     """
 
     step: Step
-    sessions: Sequence[Session]
+    group: Group
     token_ids: Sequence[Sequence[int]]
     emitted: Ints
     nodes: Ints
@@ -53,6 +52,11 @@ class Committed:
     told_ns: Ints
     is_covered: Bools
     is_wrong: Bools
+
+    @property
+    def sessions(self) -> Sequence[Session]:
+        """[S]"""
+        return self.group.sessions
 
 
 def commit(step: Step, answered: Sequence[tuple[int, Session, SessionVerdict]]) -> Committed:
@@ -64,8 +68,11 @@ def commit(step: Step, answered: Sequence[tuple[int, Session, SessionVerdict]]) 
     if not answered:
         return _nothing(step)
     places_, sessions, verdicts = zip(*answered, strict=True)
-    trees, places = step.flight.trees, np.array(places_)
+    trees, group, places = step.flight.trees, step.flight.group, np.array(places_)
     nodes = trees.counts[places]
+    if list(places_) != list(range(len(group))):
+        # Not all of them have got tokens, or in another order.
+        group = Group(sessions)
     token_ids = [
         session.take(verdict, count, step)
         for session, verdict, count in zip(sessions, verdicts, nodes.tolist(), strict=True)
@@ -74,25 +81,26 @@ def commit(step: Step, answered: Sequence[tuple[int, Session, SessionVerdict]]) 
     numbers = [verdict.accepted_nodes for verdict in verdicts]
     accepted, slots = _accepted_slots(numbers, emitted, trees.starts[places], trees.slots)
     is_on = np.array([session.result is None and not session.generation.is_closed for session in sessions])
-    rows = np.array([session.row for session in sessions])
+    states, rows = group.states, group.rows
+    told_ns = states.told_ns[rows]
+    states.committed_ns[rows] = states.told_ns[rows] = step.result_ns
+    if group.forest is not None and group.forest.mix.is_active:
+        _note_sources(group.forest, trees, places, slots)
+    # Sync mode grows every tree afresh.
     moves = Moves(
         rows=rows,
         counts=emitted,
         tokens=_joined(token_ids),
         accepted=accepted,
         slots=slots,
-        keeps_tree=_keeping(sessions),
+        keeps_tree=~group.is_sync,
     )
-    states = sessions[0].rows
-    told_ns = states.told_ns[rows]
-    states.committed_ns[rows] = states.told_ns[rows] = step.result_ns
-    _note_sources(sessions, trees, places, slots)
-    _move(sessions, token_ids, moves, is_on)
+    _move(group, moves, token_ids, is_on)
     is_drafted = np.array([bool(session.draft_epochs) for session in sessions])
     states.unanswered[rows[is_drafted & is_on]] += 1
     return Committed(
         step=step,
-        sessions=sessions,
+        group=group,
         token_ids=token_ids,
         emitted=emitted,
         nodes=nodes,
@@ -109,16 +117,11 @@ def _nothing(step: Step) -> Committed:
     none, no = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.bool_)
     numbers = dict.fromkeys(("emitted", "nodes", "accepted", "told_ns"), none)
     answers = dict.fromkeys(("is_on", "is_drafted", "is_covered", "is_wrong"), no)
-    return Committed(step=step, sessions=(), token_ids=(), **numbers, **answers)
+    return Committed(step=step, group=Group(()), token_ids=(), **numbers, **answers)
 
 
 def _joined(parts: Iterable[Sequence[int]]) -> Ints:
     return np.array(list(itertools.chain.from_iterable(parts)), dtype=np.int64)
-
-
-def _keeping(sessions: Sequence[Session]) -> Bools:
-    """[S] sync mode grows every tree afresh."""
-    return np.array([session.mode is not SpeculationMode.SYNC for session in sessions])
 
 
 def _accepted_slots(numbers: Sequence[Sequence[int]], emitted: Ints, starts: Ints, slots: Ints) -> tuple[Ints, Ints]:
@@ -131,36 +134,31 @@ def _accepted_slots(numbers: Sequence[Sequence[int]], emitted: Ints, starts: Int
     return accepted, slots[_joined(numbers) - 1 + np.repeat(starts, accepted)]
 
 
-def _note_sources(sessions: Sequence[Session], trees: Trees, places: Ints, accepted: Ints) -> None:
+def _note_sources(forest: Forest, trees: Trees, places: Ints, accepted: Ints) -> None:
     """Credits the sources of what was verified, once there are several."""
-    forest = next((own.mirror.forest for own in sessions if isinstance(own.mirror, TreeMirror)), None)
-    if forest is None or not forest.mix.is_active:
-        return
     is_answered = np.zeros(len(trees), dtype=np.bool_)
     is_answered[places] = True
     sent = trees.slots[np.repeat(is_answered, trees.counts)]
     forest.mix.note_round(forest, sent[sent >= 0], accepted[accepted >= 0])
 
 
-def _move(sessions: Sequence[Session], token_ids: Sequence[Sequence[int]], moves: Moves, is_on: Bools) -> None:
+def _move(group: Group, moves: Moves, token_ids: Sequence[Sequence[int]], is_on: Bools) -> None:
     """Moves the roots of the trees and chains of those that go on, and speculate."""
-    is_tree = np.array([not own.mirror.is_chain and own.mode is not SpeculationMode.OFF for own in sessions])
-    moved = is_on & is_tree
-    forest = next((own.mirror.forest for own in sessions if isinstance(own.mirror, TreeMirror)), None)
+    moved = is_on & group.is_tree
     if moved.all():
-        assert forest is not None
-        move_roots(forest, moves)
+        assert group.forest is not None
+        move_roots(group.forest, moves)
         return
-    states = sessions[0].rows
+    states = group.states
     states.length[moves.rows[~moved]] += moves.counts[~moved]
-    if forest is not None and moved.any():
-        move_roots(forest, moves.only(moved))
-    for place in np.flatnonzero(is_on & ~is_tree).tolist():
-        session = sessions[place]
-        if isinstance(session.mirror, ChainMirror) and session.mode is not SpeculationMode.OFF:
-            session.mirror.commit(token_ids[place], keeps_chain=bool(moves.keeps_tree[place]))
-            states.was_drafted[session.row] = session.mirror.root_was_drafted
-            states.was_missed[session.row] = session.mirror.root_was_missed
+    if group.forest is not None and moved.any():
+        move_roots(group.forest, moves.only(moved))
+    for place in group.chains:
+        chain = group.mirrors[place]
+        if is_on[place] and isinstance(chain, ChainMirror):
+            chain.commit(token_ids[place], keeps_chain=bool(moves.keeps_tree[place]))
+            states.was_drafted[group.rows[place]] = chain.root_was_drafted
+            states.was_missed[group.rows[place]] = chain.root_was_missed
 
 
 def tell_drafts(committed: Committed, drafts: Mapping[str, DraftPeer]) -> None:

@@ -10,13 +10,13 @@ from typing import NamedTuple
 import numpy as np
 
 from outrider.coordinator import clock
-from outrider.coordinator.candidates import Candidates, candidates
+from outrider.coordinator.candidates import Candidates, group_candidates
 from outrider.coordinator.cost_model import StepCost
 from outrider.coordinator.draft_demand import DraftDemand
 from outrider.coordinator.firing import MissRates
+from outrider.coordinator.group import Group
 from outrider.coordinator.links import TargetLink
-from outrider.coordinator.messages import SessionOpening, SpeculationMode, VerifyResult
-from outrider.coordinator.mirror import TreeMirror
+from outrider.coordinator.messages import SessionOpening, VerifyResult
 from outrider.coordinator.one_graph import resident_flags
 from outrider.coordinator.open_leaves import open_leaves
 from outrider.coordinator.rounds import Flight, RoundPace, Way
@@ -52,11 +52,10 @@ class Leaves:
 
 
 class _Offer(NamedTuple):
-    """The candidates of a list of sessions, as their forest was then; `most`: nodes that each may send."""
+    """The candidates of a list of sessions, as their forest was then."""
 
     sessions: Sequence[Session]
     version: int | None
-    most: Sequence[int]
     found: Candidates
 
 
@@ -95,6 +94,7 @@ class TargetLane:
         """Its last heartbeat said that what it runs may be compiling."""
         self._fair_slowdown = fair_slowdown
         self._offer: _Offer | None = None
+        self._group: Group | None = None
         self._row_ns = 0.0
         self._changed = asyncio.Event()
 
@@ -143,6 +143,7 @@ class TargetLane:
         self.suspects.discard(session.session_id)
         if self.sessions.pop(session.session_id, None) is None:
             return False
+        self._group = self._offer = None
         if session.target_id == self.worker_id:
             self.link.close_session(session.session_id, session.target_epoch)
         return True
@@ -209,18 +210,20 @@ class TargetLane:
             if timer is not None:
                 timer.cancel()
 
+    def group(self, sessions: Sequence[Session]) -> Group:
+        """These sessions in columns; mostly they are those of the last batch."""
+        if self._group is None or self._group.sessions != sessions:
+            self._group = Group(sessions)
+        return self._group
+
     def candidates(self, sessions: Sequence[Session]) -> Candidates:
         """The best nodes of each session, as far as its request and this target go."""
-        version = next((own.mirror.forest.version for own in sessions if isinstance(own.mirror, TreeMirror)), None)
+        group = self.group(sessions)
+        version = None if group.forest is None else group.forest.version
         offer = self._offer
         # Whether to wait and what to send are asked of the same list, with nothing in between.
         if offer is None or version is None or offer.sessions is not sessions or offer.version != version:
-            reaches = [session.reach(self.limits.max_tree_nodes) for session in sessions]
-            most = [most for most, _ in reaches]
-            found = candidates(
-                [session.mirror for session in sessions], most=most, deepest=[deepest for _, deepest in reaches]
-            )
-            offer = self._offer = _Offer(sessions, version, most, found)
+            offer = self._offer = _Offer(sessions, version, group_candidates(group, self.limits.max_tree_nodes))
         return offer.found
 
     def leaf_values(
@@ -259,10 +262,8 @@ class TargetLane:
         return Leaves(values=sums.tolist(), has_tree=has_tree.tolist())
 
     def _most(self, sessions: Sequence[Session]) -> Ints:
-        """[S] nodes that a session may send; those of the last candidates."""
-        assert self._offer is not None
-        assert self._offer.sessions is sessions
-        return np.array(self._offer.most)
+        """[S] nodes that a session may send."""
+        return self.group(sessions).reaches(self.limits.max_tree_nodes)[0]
 
     def choose(self, sessions: Sequence[Session]) -> Trees:
         """The trees of all sessions together that promise the highest rate."""
@@ -290,7 +291,7 @@ class TargetLane:
 
     def _with_fixed_trees(self, sessions: Sequence[Session], offered: Ints, counts: Ints) -> Ints:
         """A fixed tree is what sync mode is for: it is submitted whole as long as the step has room for it."""
-        fixed = [place for place, session in enumerate(sessions) if session.mode is SpeculationMode.SYNC]
+        fixed = np.flatnonzero(self.group(sessions).is_sync).tolist()
         if not fixed:
             return counts
         counts = counts.copy()
@@ -306,8 +307,9 @@ class TargetLane:
         """Sends one batch."""
         openings = [self._opening(session) for session in sessions if session.target_id != self.worker_id]
         trees = chosen if isinstance(chosen, Trees) else Trees.of(chosen)
+        group = self.group(sessions)
         submissions = Submissions(
-            session_ids=[session.session_id for session in sessions],
+            session_ids=group.ids,
             epochs=[session.target_epoch for session in sessions],
             lengths=[len(session.token_ids) for session in sessions],
             trees=trees,
@@ -320,7 +322,8 @@ class TargetLane:
             first = sessions[0]
             self._probed = (first, len(first.token_ids)) if first.session_id in self.suspects else None
         flight = Flight(
-            sessions=list(sessions),
+            sessions=group.sessions,
+            group=group,
             trees=trees,
             rows=len(sessions) + len(trees.tokens),
             submitted_ns=now_ns,

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import cached_property
 from typing import NamedTuple
 
+from outrider.coordinator.group import Group
 from outrider.coordinator.messages import VerifyResult
 from outrider.coordinator.session import Session
 from outrider.coordinator.trees import Tree, Trees
@@ -30,10 +30,12 @@ class Flight:
     Attributes:
         is_alone: no other was on its way when it was sent.
         waited_ns: how long the free target was held for growth before.
+        group: the sessions in columns.
         trees: [S] what was sent of each session.
     """
 
     sessions: Sequence[Session]
+    group: Group = field(default_factory=lambda: Group(()))
     trees: Trees = field(default_factory=lambda: Trees.of(()))
     rows: int
     submitted_ns: int
@@ -41,14 +43,9 @@ class Flight:
     waited_ns: int = 0
     result: "asyncio.Future[VerifyResult]"
 
-    @cached_property
-    def places(self) -> dict[int, int]:
-        """Session ids to places in the batch."""
-        return {session.session_id: place for place, session in enumerate(self.sessions)}
-
     def tree_of(self, session_id: int) -> Tree:
         """What was sent of a session."""
-        return self.trees[self.places[session_id]]
+        return self.trees[self.group.places[session_id]]
 
 
 class Step(NamedTuple):

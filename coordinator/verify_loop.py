@@ -254,7 +254,7 @@ class VerifyLoop:
     def _answered(self, step: Step) -> list[tuple[int, Session, SessionVerdict]]:
         """Places in the batch, sessions and verdicts with tokens; sessions without are seen to."""
         flight, result, _ = step
-        places, answered = dict(flight.places), []
+        places, answered = dict(flight.group.places), []
         for verdict in result.verdicts:
             place = places.get(verdict.session_id)
             if place is None:
@@ -283,8 +283,7 @@ class VerifyLoop:
 
     def _note_misses(self, committed: Committed) -> None:
         """How the rounds of sessions ended that drafts run ahead of."""
-        is_async = np.array([session.mode is SpeculationMode.ASYNC for session in committed.sessions], dtype=np.bool_)
-        ran = committed.is_on & committed.is_drafted & is_async
+        ran = committed.is_on & committed.is_drafted & committed.group.is_async
         missed, with_tree = ran & ~committed.is_covered, ran & (committed.nodes > 0)
         rounds, misses, tree_rounds = (int(np.count_nonzero(which)) for which in (ran, missed, with_tree))
         tokens = int(committed.emitted[ran].sum())
