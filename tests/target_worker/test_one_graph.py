@@ -19,11 +19,15 @@ from outrider.engine.one_graph_buckets import RoundLadder
 from outrider.engine.one_graph_program import HeadCaches, RoundProgram
 from outrider.engine.one_graph_runner import RoundRunner
 from outrider.engine.one_graph_shape import RoundShape
+from outrider.errors import InvalidRequest
 from outrider.kernels.tree_attention import TreeAttentionBatch
 from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.target_worker.one_graph import RoundDraft
+from outrider.target_worker.service import pack, unpack
 from outrider.target_worker.sessions import OpenRequest, Outcome, TreeRequest, TreeResult
+from outrider.target_worker.step_thread import BatchResult, Load
 from outrider.target_worker.verifier import Verifier
+from outrider.v1 import target_pb2
 
 NEW_TOKENS = 16
 SPECS = [
@@ -235,6 +239,26 @@ def test_sessions_come_and_go_between_rounds(seed: int, checkpoint: Path, plain:
     assert client.adventurous(random.Random(seed), expected_chains) == expected
     assert verifier.preemptions > 0
     assert verifier.slots_used == 0
+
+
+def test_the_wire_says_who_is_resident_and_what_was_drafted() -> None:
+    trees = target_pb2.TreeBatch(
+        session_ids=[1, 2], epochs=[1, 1], lengths=[5, 6], node_counts=[0, 1], tokens=[7], parents=[0],
+        resident=[True, False],
+    )  # fmt: skip
+    request = target_pb2.VerifyRequest(step=3, incarnation=4, trees=trees)
+    batch, _ = unpack(request)
+    assert [tree.resident for tree in batch.trees] == [True, False]
+    results = [
+        TreeResult(outcome=Outcome.ACCEPTED, accepted_nodes=[1], token_ids=[8, 9], drafted=3),
+        TreeResult(outcome=Outcome.ACCEPTED, token_ids=[8]),
+    ]
+    response = pack(request, BatchResult(results=results, faults=[], step=None), Load())
+    assert list(response.drafted_counts) == [3, 0]
+    assert list(response.accepted_counts) == [1, 0]
+    del trees.resident[1:]
+    with pytest.raises(InvalidRequest, match=r"trees\.resident"):
+        unpack(target_pb2.VerifyRequest(step=3, trees=trees))
 
 
 @pytest.mark.gpu
