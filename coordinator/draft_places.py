@@ -8,6 +8,7 @@ docs/sources.md when another source does.
 """
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.draft_peer import DraftPeer
@@ -64,6 +65,9 @@ class DraftPlaces:
 
     def _open(self, session: Session, peer: DraftPeer) -> None:
         opening = session.opening(max_live_nodes=self._config.max_live_nodes)
+        if not peer.has_model:
+            # It speaks once a commit: what is deeper than a tree that is sent is there for the next one.
+            opening = replace(opening, max_depth=2 * opening.max_depth)
         session.draft_epochs[peer.worker_id] = opening.epoch
         peer.sessions.add(session.session_id)
         peer.link.open_session(opening)
