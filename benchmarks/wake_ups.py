@@ -1,10 +1,10 @@
 """What sleeping cores cost: a message's way to another process and back, with pauses in between.
 
-    python benchmarks/wake_ups.py                 # needs write access to /dev/cpu_dma_latency for the last columns
+    python benchmarks/wake_ups.py
 
 Two processes of this machine hold a gRPC stream, as a coordinator and a worker do. One sends a small message, waits for
-it to come back, sleeps for the pause, and so on. Turns alternate between cores as they are, cores kept awake
-(`--keep-cores-awake` of the roles), and, with --spin, a process of idle priority that spins on every core.
+it to come back, sleeps for the pause, and so on. Turns alternate between cores as they are and cores that are kept
+awake (`--keep-cores-awake` of the roles).
 """
 
 import argparse
@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
@@ -27,7 +27,6 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.awake import cores_awake
-from outrider.errors import OutriderError
 
 _SERVICE, _METHOD = "benchmark.Echo", "Echo"
 
@@ -37,12 +36,13 @@ async def _echo(requests: AsyncIterator[bytes], _context: object) -> AsyncIterat
         yield message
 
 
-async def _serve() -> None:
+async def _serve(settle: Callable[[], None]) -> None:
     server = grpc.aio.server()
     handler = grpc.stream_stream_rpc_method_handler(_echo)  # pyright: ignore[reportArgumentType]
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler}),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
+    settle()
     sys.stdout.write(f"{port}\n")
     sys.stdout.flush()
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
@@ -64,46 +64,30 @@ async def _measure(port: int, pause_s: float, count: int) -> list[float]:
     return taken[5:]
 
 
-_SPIN = """
-import os, sys
-os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-os.sched_setaffinity(0, {int(sys.argv[1])})
-parent = os.getppid()
-while os.getppid() == parent:
-    for _ in range(20000): pass
-"""
-_AS_THEY_ARE, _AWAKE, _SPINNING = "as they are", "kept awake", "spinning"
+_WAYS = "as they are", "kept awake"
 
 
 @contextlib.contextmanager
-def _cores_spinning(wanted: bool) -> Iterator[None]:
-    cores = os.sched_getaffinity(0) if wanted else ()
-    children = [subprocess.Popen([sys.executable, "-c", _SPIN, str(core)]) for core in cores]
+def _echo_process(cores: int) -> Iterator[int]:
+    """The port of a process that answers, on cores that are kept awake if any."""
+    command = [sys.executable, __file__, "--serve", "--cores", str(cores)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        yield int(child.stdout.readline())
+
+
+def _turn(pause_s: float, count: int, cores: int) -> list[float]:
+    before = os.sched_getaffinity(0)
     try:
-        yield
+        with (
+            _echo_process(cores) as port,
+            cores_awake(cores) as settle,
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        ):
+            settle()
+            return runner.run(_measure(port, pause_s, count))
     finally:
-        for child in children:
-            child.kill()
-            child.wait()
-
-
-def _turn(port: int, pause_s: float, count: int, way: str) -> list[float]:
-    with (
-        cores_awake(way == _AWAKE),
-        _cores_spinning(way == _SPINNING),
-        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
-    ):
-        return runner.run(_measure(port, pause_s, count))
-
-
-def _ways(spin: bool) -> list[str]:
-    ways = [_AS_THEY_ARE]
-    try:
-        with cores_awake(True):
-            ways.append(_AWAKE)
-    except OutriderError as error:
-        sys.stderr.write(f"{error}\n")
-    return [*ways, _SPINNING] if spin else ways
+        os.sched_setaffinity(0, before)
 
 
 def main() -> int:
@@ -112,32 +96,25 @@ def main() -> int:
     parser.add_argument("--pauses-ms", nargs="+", type=float, default=[0.0, 1.0, 4.0, 8.0])
     parser.add_argument("--messages", type=int, default=200, help="of a turn")
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--spin", action="store_true", help="also with cores that spin")
+    parser.add_argument("--cores", type=int, default=max((os.cpu_count() or 2) // 8, 1), help="kept awake, a process")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        uvloop.run(_serve())
+        with cores_awake(options.cores) as settle:
+            uvloop.run(_serve(settle))
         return 0
-    ways = _ways(options.spin)
-    child = subprocess.Popen([sys.executable, __file__, "--serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert child.stdout is not None and child.stdin is not None
-    try:
-        port = int(child.stdout.readline())
-        table = Table(title="There and back, microseconds")
-        for name in ("pause ms", "cores", "p50", "p90", "p99"):
-            table.add_column(name, justify="right")
-        for pause in options.pauses_ms:
-            taken: dict[str, list[float]] = {way: [] for way in ways}
-            for _ in range(options.turns):
-                for way in ways:
-                    taken[way] += _turn(port, pause / 1e3, options.messages, way)
-            for way, times in taken.items():
-                cuts = statistics.quantiles(times, n=100)
-                table.add_row(f"{pause:g}", way, *(f"{cuts[at]:.0f}" for at in (49, 89, 98)))
-        Console().print(table)
-    finally:
-        child.stdin.close()
-        child.wait()
+    table = Table(title="There and back, microseconds")
+    for name in ("pause ms", "cores", "p50", "p90", "p99"):
+        table.add_column(name, justify="right")
+    for pause in options.pauses_ms:
+        taken: dict[str, list[float]] = {way: [] for way in _WAYS}
+        for _ in range(options.turns):
+            for way, cores in zip(_WAYS, (0, options.cores), strict=True):
+                taken[way] += _turn(pause / 1e3, options.messages, cores)
+        for way, times in taken.items():
+            cuts = statistics.quantiles(times, n=100)
+            table.add_row(f"{pause:g}", way, *(f"{cuts[at]:.0f}" for at in (49, 89, 98)))
+    Console().print(table)
     return 0
 
 

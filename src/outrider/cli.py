@@ -53,10 +53,13 @@ _ROLE_OPTIONS = [
     inspect.Parameter(
         "keep_cores_awake",
         inspect.Parameter.KEYWORD_ONLY,
-        default=False,
+        default=0,
         annotation=Annotated[
-            bool,
-            typer.Option(help="Let no core of this machine sleep: shorter rounds for more power (docs/tuning.md)."),
+            int,
+            typer.Option(
+                metavar="CORES",
+                help="Run on so many cores once it serves, and never let them sleep: shorter rounds (docs/tuning.md).",
+            ),
         ],
     ),
     inspect.Parameter(
@@ -74,7 +77,7 @@ def build_app() -> typer.Typer:
     from outrider.coordinator.config import CoordinatorConfig
     from outrider.coordinator.loadtest.command import loadtest_command
     from outrider.coordinator.top import top
-    from outrider.deploy import cluster_commands
+    from outrider.deploy import cluster_commands, reload_command
     from outrider.deploy.commands import demo, up
     from outrider.draft_worker.config import DraftWorkerConfig
     from outrider.health_command import health
@@ -98,6 +101,7 @@ def build_app() -> typer.Typer:
     app.command("scale")(cluster_commands.scale)
     app.command("drain")(cluster_commands.drain)
     app.command("replace")(cluster_commands.replace)
+    app.command("reload")(reload_command.reload)
     app.command("down")(cluster_commands.down)
     app.command("widen")(widen)
     app.command("certs")(certs)
@@ -168,17 +172,17 @@ def _role(config_type: type, serve: Callable[..., Awaitable[None]]) -> Callable[
         log_level: LogLevel,
         log_format: LogFormat,
         otlp_endpoint: str | None,
-        keep_cores_awake: bool,
+        keep_cores_awake: int,
         stop_with_stdin: bool,
     ) -> None:
         role = serve.__name__.strip("_").removesuffix("_worker")
         log_to_stderr(log_level, log_format, role=role)
         with (
             exporting(role, otlp_endpoint),
-            cores_awake(keep_cores_awake),
+            cores_awake(keep_cores_awake) as settle,
             asyncio.Runner(loop_factory=_loop_factory()) as runner,
         ):
-            runner.run(_serve_until_stopped(serve, config, stop_with_stdin=stop_with_stdin))
+            runner.run(_serve_until_stopped(serve, config, settle, stop_with_stdin=stop_with_stdin))
 
     run_role.__doc__ = serve.__doc__
     return config_command(config_type, run_role, more=_ROLE_OPTIONS)
@@ -205,8 +209,14 @@ async def _draft_worker(config: Any, **options: Any) -> None:
     await server.serve(config, **options)
 
 
-async def _serve_until_stopped(serve: Callable[..., Awaitable[None]], config: Any, *, stop_with_stdin: bool) -> None:
+async def _serve_until_stopped(
+    serve: Callable[..., Awaitable[None]], config: Any, settle: Callable[[], None], *, stop_with_stdin: bool
+) -> None:
     import grpc.aio
+
+    def ready(address: str) -> None:
+        settle()
+        typer.echo(f"ready {address}")
 
     # Otherwise grpc.aio waits, with the last channel that is closed, for operations that may never come to their end.
     grpc.aio.init_grpc_aio()  # pyright: ignore[reportAttributeAccessIssue]
@@ -215,7 +225,7 @@ async def _serve_until_stopped(serve: Callable[..., Awaitable[None]], config: An
         loop.add_signal_handler(number, stop.set)
     if stop_with_stdin:
         threading.Thread(target=_watch_stdin, args=(loop, stop), daemon=True).start()
-    await serve(config, ready=lambda address: typer.echo(f"ready {address}"), stop=stop)
+    await serve(config, ready=ready, stop=stop)
     for number in (signal.SIGINT, signal.SIGTERM):
         # What it was told has been done: being told again while the interpreter ends is no reason to die of it.
         loop.remove_signal_handler(number)

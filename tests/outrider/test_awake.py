@@ -1,3 +1,7 @@
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -5,30 +9,73 @@ import pytest
 from outrider.awake import cores_awake
 from outrider.errors import OutriderError
 
+pytestmark = pytest.mark.skipif(not hasattr(os, "SCHED_IDLE"), reason="needs Linux")
 
-def _is_open(device: Path) -> bool:
-    return device.resolve() in [entry.resolve() for entry in Path("/proc/self/fd").iterdir()]
-
-
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux")
-def test_the_device_holds_the_request_for_the_time_of_the_block(tmp_path):
-    device = tmp_path / "cpu_dma_latency"
-    device.touch()
-    with cores_awake(True, device):
-        assert device.read_bytes() == b"\0\0\0\0"
-        assert _is_open(device)
-    assert not _is_open(device)
+_ROLE = """
+import sys
+from pathlib import Path
+from outrider.awake import cores_awake
+with cores_awake(1, Path(sys.argv[1])) as settle:
+    settle()
+    print("settled", flush=True)
+    sys.stdin.read()
+"""
 
 
-def test_nothing_is_touched_unless_wanted(tmp_path):
-    with cores_awake(False, tmp_path / "cpu_dma_latency"):
+def _children(process: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+@pytest.fixture
+def role(tmp_path):
+    with subprocess.Popen(
+        [sys.executable, "-c", _ROLE, str(tmp_path / "cores")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"settled\n"
+        yield process
+        process.kill()
+
+
+def test_a_role_and_a_spinner_of_idle_priority_share_one_core(role):
+    (spinner,) = _children(role.pid)
+    (core,) = os.sched_getaffinity(role.pid)
+    deadline = time.monotonic() + 30
+    # It sets its own priority first thing.
+    while os.sched_getscheduler(spinner) != os.SCHED_IDLE or os.sched_getaffinity(spinner) != {core}:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_core_is_taken_once_and_given_back(role, tmp_path):
+    cores = len(os.sched_getaffinity(0))
+    with (
+        pytest.raises(OutriderError, match=rf"{cores} cores asked for, {cores - 1} of this process's cores"),
+        cores_awake(cores, tmp_path / "cores"),
+    ):
         pass
+    role.communicate()
+    with cores_awake(cores, tmp_path / "cores"):
+        pass
+
+
+def test_no_spinner_outlives_a_role_that_is_killed(role):
+    (spinner,) = _children(role.pid)
+    role.kill()
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{spinner}").exists() and "State:\tZ" not in Path(f"/proc/{spinner}/status").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_nothing_is_touched_unless_asked_for(tmp_path):
+    before = os.sched_getaffinity(0)
+    with cores_awake(0, tmp_path / "cores") as settle:
+        settle()
+        assert os.sched_getaffinity(0) == before
     assert not list(tmp_path.iterdir())
 
 
-def test_a_machine_without_the_interface_says_what_it_takes(tmp_path):
-    with (
-        pytest.raises(OutriderError, match=r"--keep-cores-awake: cannot write .*nowhere.*root"),
-        cores_awake(True, tmp_path / "nowhere" / "device"),
-    ):
+def test_a_bad_count_is_named(tmp_path):
+    with pytest.raises(OutriderError, match="--keep-cores-awake: -1 given"), cores_awake(-1, tmp_path):
         pass
