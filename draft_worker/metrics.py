@@ -44,6 +44,7 @@ def describe_ngram(families: Families, source: "NgramSource") -> None:
         "Longest that looking waited for an insertion.",
         counts.longest_wait_ns / 1e9,
     )
+    families.counter("draft_ngram_put_off", "Looks that were put off instead of waiting longer.", counts.put_off)
     families.gauge("draft_ngram_nodes", "Nodes of the trie.", len(trie))
     families.gauge("draft_ngram_capacity", "Most nodes that it may have.", trie.capacity)
     families.counter("draft_ngram_evicted_nodes", "Least recently used nodes that made room.", trie.evicted)

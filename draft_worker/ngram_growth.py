@@ -94,6 +94,7 @@ class NgramGrowth:
         calibration: of all sessions.
         steps: matches so far.
         slots: there are none.
+        wake: called when a match was put off.
     """
 
     def __init__(self, source: NgramSource, config: NgramGrowthConfig) -> None:
@@ -195,6 +196,10 @@ class NgramGrowth:
             return
         suffix = self.source.suffix_tokens
         found = self.source.guess([session.tokens[-suffix:] for session in sessions])
+        if found is None:
+            self._due |= {session.key: session for session in sessions}
+            self.wake()
+            return
         buckets = self.calibration.buckets(found, [session.rule for session in sessions])
         columns = (found.tokens, found.parents, self.calibration.estimates(buckets), buckets)
         rows = zip(sessions, found.found[:, 0].tolist(), *(column.tolist() for column in columns), strict=True)
@@ -245,4 +250,4 @@ def _growth(session: NgramSession, new: NewGuesses) -> SessionGrowth:
 
 
 def _nobody() -> None:
-    """Nothing here wakes anybody."""
+    """Wakes nobody: whoever drives the growth by hand asks again."""

@@ -2,7 +2,8 @@
 
 Insertions are queued and done by a thread of their own, a few tokens at a time: a match waits for at most those few.
 How many they are follows from how long they take, so that it holds on any machine, with numba and without. A match that
-waits is next; without that, the inserting thread would take the lock again before the other one has woken up.
+waits is next; without that, the inserting thread would take the lock again before the other one has woken up. And where
+the system has put the inserting thread to sleep in the middle of its few, a match is put off instead of waiting.
 
 The queue is bounded in tokens. What does not fit is dropped and counted: a trie that has not seen a text guesses worse,
 and nothing else. If the inserting thread fails, what was inserted is forgotten, and matches find nothing from then on.
@@ -23,7 +24,9 @@ from outrider.draft_worker.ngram_trie import NgramTrie
 logger = logging.getLogger(__name__)
 
 # How long the lock is held for insertions, about; a match waits for as long at most.
-_HOLD_NS = 200_000
+_HOLD_NS = 400_000
+# Longest that a match waits, in each of two turns, before it is put off.
+_PATIENCE_S = 0.0007
 # Tokens that are inserted at once: bounds of what the time above says.
 _FEWEST, _MOST = 1, 512
 # Memory is made ready for so many tokens, each of which is new in every context and makes a node of every depth.
@@ -47,6 +50,7 @@ class NgramCounts:
         guessed_nodes: of all trees.
         match_ns: that looking took, with waiting.
         longest_wait_ns: that looking waited for an insertion.
+        put_off: times that looking waited too long, and nothing was looked for.
         queued_tokens: of sessions' texts that were accepted for insertion.
         corpus_tokens: likewise, of corpora.
         inserted_tokens: of those, what is in the trie.
@@ -59,6 +63,7 @@ class NgramCounts:
     guessed_nodes: int = 0
     match_ns: int = 0
     longest_wait_ns: int = 0
+    put_off: int = 0
     queued_tokens: int = 0
     corpus_tokens: int = 0
     inserted_tokens: int = 0
@@ -150,26 +155,35 @@ class NgramSource:
             self.counts.corpus_tokens += len(piece) - (start - first)
             self._queue.put((piece, start - first))
 
-    def guess(self, texts: Sequence[Sequence[int]]) -> GuessColumns:
-        """What may follow each text, by what is in the trie now."""
-        began = time.perf_counter_ns()
-        # In turn with the inserting thread, which takes both for each of its few tokens.
-        self._next.acquire()
-        self._lock.acquire()
-        self._next.release()
+    def guess(self, texts: Sequence[Sequence[int]]) -> GuessColumns | None:
+        """What may follow each text, by what is in the trie now; None if it has to be asked again, soon."""
+        counts, began = self.counts, time.perf_counter_ns()
+        is_mine = self._take_lock()
+        waited = time.perf_counter_ns() - began
+        counts.longest_wait_ns = max(counts.longest_wait_ns, waited)
+        if not is_mine:
+            counts.put_off += 1
+            return None
         try:
-            waited = time.perf_counter_ns() - began
             found = guess_columns(self.trie, texts, self.config)
         finally:
             self._lock.release()
-        counts, sums = self.counts, found.found.sum(axis=0).tolist()
+        sums = found.found.sum(axis=0).tolist()
         counts.matches += len(texts)
         counts.hits += int((found.found[:, 1] > 0).sum())
         counts.guessed_nodes += sums[0]
         counts.matched_tokens += sums[1]
-        counts.longest_wait_ns = max(counts.longest_wait_ns, waited)
         counts.match_ns += time.perf_counter_ns() - began
         return found
+
+    def _take_lock(self) -> bool:
+        """In turn with the inserting thread, which takes both for each of its few tokens; False: not in time."""
+        if not self._next.acquire(timeout=_PATIENCE_S):
+            return False
+        try:
+            return self._lock.acquire(timeout=_PATIENCE_S)
+        finally:
+            self._next.release()
 
     def settle(self, timeout_s: float = 60.0) -> bool:
         """Waits until everything that was queued is inserted; False if that does not come in time."""

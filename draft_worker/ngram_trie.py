@@ -33,6 +33,8 @@ except ImportError:
 ROOT = 0
 # Entries of Nodes.state.
 USED, LEVEL, SPLIT, EVICTED = 0, 1, 2, 3
+# Numbers of a node, and one that fills up.
+_ROW = 12
 # Nodes whose memory is made ready at a time; a page of the largest kind holds 2^19 entries.
 _READY = 1 << 15
 _MASK = 0xFFFFFFFF
@@ -44,7 +46,7 @@ def compiled(function: _Function) -> _Function:
 
 
 class Nodes(NamedTuple):
-    """The trie as columns; entry 0 is the root, which is never evicted, and 0 stands for "none".
+    """The trie as columns of a table; entry 0 is the root, which is never evicted, and 0 stands for "none".
 
     Attributes:
         token: int32 [capacity + 1].
@@ -119,7 +121,7 @@ class NgramTrie:
     @property
     def reserved_bytes(self) -> int:
         """Of memory that nodes may take; the system gives it as nodes are first used."""
-        return sum(column.nbytes for column in self._columns)
+        return sum(table.nbytes for table in self._tables)
 
     def insert_many(self, texts: Sequence[tuple[Sequence[int], int]]) -> None:
         """`insert` for each (tokens, start), in one go.
@@ -134,20 +136,24 @@ class NgramTrie:
     def make_ready(self, nodes: int) -> None:
         """Has the system give the memory of so many nodes to come, which it does a page at a time and slowly.
 
-        Only what no node uses yet is touched, so that others may read the trie meanwhile.
+        Only what no node uses yet is touched, so that others may read the trie meanwhile; whoever inserts calls it.
         """
+        # Entry n of either table is first used by the n-th node.
+        self._ready = max(self._ready, len(self) + 1)
         while self._ready < min(len(self) + 1 + nodes, self.capacity + 1):
             end = self._ready + _READY
-            for column in self._columns:
-                column[self._ready : end] = 0
+            for table in self._tables:
+                table[self._ready : end] = 0
             self._ready = end
 
     def clear(self) -> None:
         """Forgets everything."""
-        self._columns = [np.zeros(self.capacity + 1, np.int32) for _ in range(11)]
-        self._columns.append(np.zeros(1 << self.capacity.bit_length(), np.int32))
-        self._ready = 2
-        arrays = [*self._columns, np.zeros(4, np.int64)]
+        # A node's numbers stand together, for whoever reads one reads the others: one line of the cache, not ten.
+        rows = np.zeros((self.capacity + 1, _ROW), np.int32)
+        heads = np.zeros(1 << self.capacity.bit_length(), np.int32)
+        self._tables = (rows, heads)
+        self._ready = 1
+        arrays = [*rows.T[: len(Nodes._fields) - 2], heads, np.zeros(4, np.int64)]
         # Entries of a memoryview are Python's own numbers, which are quicker there than numpy's.
         self.nodes = Nodes(*(arrays if IS_COMPILED else map(memoryview, arrays)))
 

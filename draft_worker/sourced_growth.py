@@ -88,6 +88,8 @@ class SourcedGrowth:
     @wake.setter
     def wake(self, wake: Callable[[], None]) -> None:
         self._stepping.wake = wake
+        if self.ngram is not None:
+            self.ngram.wake = wake
 
     def open(self, start: SessionStart) -> None:
         """Opens a session; one of the same key and an older epoch is replaced.

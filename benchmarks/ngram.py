@@ -1,0 +1,198 @@
+"""The n-gram source by itself: how fast it inserts and matches, what it takes of memory, and whether matches wait.
+
+    python benchmarks/ngram.py
+
+insert   tokens of a text that repeats itself, in one go, into an empty trie
+match    suffixes of that text for all sessions at once, longest match and tree, nothing else going on
+soak     many more tokens: the trie is full after some of them, and evicts from then on; memory before and after
+stalls   on the full trie: matches for all sessions every millisecond, while the source inserts as fast as it gets on.
+         A match that would have to wait longer for an insertion is put off; it counts with its wait. What else the
+         machine does is in all these times.
+
+The text: passages of 2,000 tokens, of which a part is quoted again and again, and words by Zipf's law between quotes.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+_VOCABULARY = 32_000
+_PASSAGES, _PASSAGE = 200, 2_000
+_AT_ONCE = 512
+_MATCH_LIMIT_MS, _WAIT_LIMIT_MS = 1.0, 2.0
+
+
+class Text:
+    """An endless text that repeats itself.
+
+    Args:
+        seed: the same gives the same text.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = np.random.default_rng(seed)
+        self._passages = [self._words(_PASSAGE) for _ in range(_PASSAGES)]
+
+    def _words(self, count: int) -> Any:
+        return self._random.zipf(1.3, size=count).astype(np.int64) % _VOCABULARY
+
+    def tokens(self, count: int) -> list[int]:
+        """The next so many tokens."""
+        parts, length = [], 0
+        while length < count:
+            passage = self._passages[self._random.integers(_PASSAGES)]
+            first = int(self._random.integers(_PASSAGE - 5))
+            parts += [passage[first : first + int(self._random.integers(5, 100))], self._words(20)]
+            length += len(parts[-1]) + len(parts[-2])
+        return np.concatenate(parts)[:count].tolist()
+
+
+def resident_mb() -> float:
+    """Memory of this process that is there, in MB; 0 where the system does not say."""
+    status = Path("/proc/self/statm")
+    return int(status.read_text().split()[1]) * 4096 / 1e6 if status.is_file() else 0.0
+
+
+def insert(trie: Any, tokens: Sequence[int]) -> float:
+    """Seconds that it takes."""
+    began, suffix = time.perf_counter(), trie.max_trie_depth - 1
+    for first in range(0, len(tokens), _AT_ONCE):
+        before = min(first, suffix)
+        trie.insert_many([(tokens[first - before : first + _AT_ONCE], before)])
+        trie.make_ready(_AT_ONCE * trie.max_trie_depth)
+    return time.perf_counter() - began
+
+
+def queries(tokens: Sequence[int], sessions: int, random: Any) -> list[Sequence[int]]:
+    """A place in the text for each session, and what stands before it."""
+    return [tokens[place : place + 32] for place in random.integers(0, max(len(tokens) - 32, 1), size=sessions)]
+
+
+def match_times_ms(guess: Any, tokens: Sequence[int], *, sessions: int, rounds: int, pause_s: float = 0.0) -> Any:
+    """[rounds] milliseconds that it takes to match all sessions."""
+    random, times = np.random.default_rng(1), []
+    for _ in range(rounds):
+        texts = queries(tokens, sessions, random)
+        time.sleep(pause_s)
+        began = time.perf_counter()
+        guess(texts)
+        times.append(1e3 * (time.perf_counter() - began))
+    return np.array(times)
+
+
+def spread(times: Any) -> dict[str, float]:
+    """Of [n] milliseconds."""
+    return {
+        "median_ms": float(np.median(times)),
+        "p99_ms": float(np.percentile(times, 99)),
+        "longest_ms": float(times.max()),
+    }
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """All parts, one after the other on one trie."""
+    from outrider.draft_worker.ngram_source import NgramSource
+    from outrider.draft_worker.ngram_tree import NgramConfig, guess_columns
+    from outrider.draft_worker.ngram_trie import IS_COMPILED, NgramTrie
+
+    config, text, sessions = NgramConfig(), Text(), options.sessions
+    tiny = NgramTrie(capacity=100)
+    tiny.insert_many([([1, 2, 1, 2], 0)])
+    guess_columns(tiny, [[1]], config)
+    before_mb = resident_mb()
+    trie = NgramTrie(capacity=options.capacity)
+    figures: dict[str, Any] = {"compiled": IS_COMPILED, "sessions": sessions, "capacity": options.capacity}
+
+    tokens = text.tokens(options.tokens)
+    seconds = insert(trie, tokens)
+    figures["insert"] = {"tokens": len(tokens), "seconds": seconds, "us_per_token": 1e6 * seconds / len(tokens),
+                         "nodes": len(trie)}  # fmt: skip
+    times = match_times_ms(lambda texts: guess_columns(trie, texts, config), tokens, sessions=sessions, rounds=200)
+    figures["match"] = spread(times)
+
+    seconds, soaked, rss = 0.0, 0, [resident_mb()]
+    while soaked < options.soak_tokens:
+        piece = text.tokens(min(1_000_000, options.soak_tokens - soaked))
+        seconds += insert(trie, piece)
+        soaked += len(piece)
+        rss.append(resident_mb())
+        tokens = piece
+    figures["soak"] = {"tokens": soaked, "seconds": seconds, "nodes": len(trie), "evicted": trie.evicted,
+                       "reserved_mb": trie.reserved_bytes / 1e6,
+                       "resident_mb": [round(mb - before_mb) for mb in rss]}  # fmt: skip
+
+    source = NgramSource(trie, config)
+    source.start()
+    alone = match_times_ms(source.guess, tokens, sessions=sessions, rounds=options.stall_rounds, pause_s=1e-3)
+    source.counts.longest_wait_ns = 0
+    # More than it can insert meanwhile.
+    source.add(text.tokens(min(2_000_000, 150 * options.stall_rounds)))
+    beside = match_times_ms(source.guess, tokens, sessions=sessions, rounds=options.stall_rounds, pause_s=1e-3)
+    inserted = source.counts.inserted_tokens
+    source.stop()
+    source.join(60)
+    figures["stalls"] = {"rounds": options.stall_rounds, "alone": spread(alone), "beside_insertions": spread(beside),
+                         "inserted_tokens": inserted, "evicted": trie.evicted - figures["soak"]["evicted"],
+                         "put_off": source.counts.put_off,
+                         "longest_wait_ms": source.counts.longest_wait_ns / 1e6}  # fmt: skip
+    return figures
+
+
+def show(figures: dict[str, Any], console: Console) -> None:
+    """The table."""
+    table = Table("", "figure", "target", title="n-gram source" + ("" if figures["compiled"] else ", plain Python"))
+    of_insert, soak, stalls = figures["insert"], figures["soak"], figures["stalls"]
+    a_token = f"{of_insert['us_per_token']:.1f} us a token, {of_insert['nodes']:,} nodes"
+    table.add_row(f"insert {of_insert['tokens']:,} tokens", f"{of_insert['seconds']:.1f} s, {a_token}")
+    limit = f"below {_MATCH_LIMIT_MS} ms" if figures["compiled"] else ""
+    table.add_row(f"match and build, {figures['sessions']} sessions", _words(figures["match"]), limit)
+    table.add_row(f"soak {soak['tokens']:,} tokens",
+                  f"{soak['nodes']:,} nodes, {soak['evicted']:,} evicted; {max(soak['resident_mb'])} MB at most, "
+                  f"{soak['resident_mb'][-1]} at the end", f"{soak['reserved_mb']:.0f} MB and the text")  # fmt: skip
+    table.add_row("matches without insertions", _words(stalls["alone"]))
+    table.add_row("matches beside insertions", _words(stalls["beside_insertions"]))
+    table.add_row("longest wait for an insertion",
+                  f"{stalls['longest_wait_ms']:.2f} ms, {stalls['put_off']} put off, "
+                  f"{stalls['inserted_tokens']:,} tokens inserted meanwhile",
+                  f"below {_WAIT_LIMIT_MS} ms")  # fmt: skip
+    console.print(table)
+
+
+def _words(times: dict[str, float]) -> str:
+    return f"{times['median_ms']:.2f} ms, 99 %: {times['p99_ms']:.2f} ms, longest {times['longest_ms']:.2f} ms"
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Measures, and prints a table or JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="tokens that are inserted first")
+    parser.add_argument("--sessions", type=int, default=64, help="texts that are matched at once")
+    parser.add_argument("--soak-tokens", type=int, default=20_000_000, help="tokens that are inserted afterwards")
+    parser.add_argument("--capacity", type=int, default=10_000_000, help="nodes of the trie")
+    parser.add_argument("--stall-rounds", type=int, default=5_000, help="matches that are looked at for waits")
+    parser.add_argument("--no-numba", action="store_true", help="as on a machine without numba")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    options = parser.parse_args(arguments)
+    if options.no_numba:
+        sys.modules["numba"] = None  # pyright: ignore[reportArgumentType]
+    figures = measure(options)
+    if options.json:
+        print(json.dumps(figures, indent=1))  # noqa: T201
+    else:
+        show(figures, Console(width=140))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))
