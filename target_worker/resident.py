@@ -14,38 +14,29 @@ Shapes: T rows of a forward, N hidden, S sessions that grow, k nodes of a level.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from outrider.acceptance_calibration import AcceptanceCalibration
-from outrider.engine.batch import BatchBuilder
 from outrider.engine.decoder_weights import TREE_POSITIONS
 from outrider.engine.eagle import EagleHead, load_eagle_head
 from outrider.engine.model_runner import ModelRunner
 from outrider.errors import OutOfSlots
-from outrider.kernels.tree_attention import TreeAttentionBatch
 from outrider.sampling import VerificationRule
 from outrider.target_worker.planning import Work
-from outrider.target_worker.resident_choice import CandidateRanker, RankedSessions
+from outrider.target_worker.resident_choice import CandidateRanker, reads_path
 from outrider.target_worker.resident_config import ResidentConfig
+from outrider.target_worker.resident_eager import EagerDraft, Kept
 from outrider.target_worker.resident_growth import GrownTree
-from outrider.target_worker.resident_trees import grow_trees
+from outrider.target_worker.resident_head import HeadLayer
+from outrider.target_worker.resident_program import MOST_ROWS, RoundProgram
+from outrider.target_worker.resident_rounds import DraftRounds, RoundPart
+from outrider.target_worker.resident_trees import CandidateTrees
 from outrider.target_worker.sessions import Outcome, Session, TreeResult
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class _Kept:
-    """What a session keeps of a forward: `rows` of it, whose slots stand at `first_index` and on."""
-
-    session: Session
-    rows: Sequence[int]
-    first_index: int
 
 
 class ResidentDraft:
@@ -67,18 +58,34 @@ class ResidentDraft:
     def __init__(self, head: EagleHead, runner: ModelRunner, config: ResidentConfig) -> None:
         self.head, self._runner, self._config = head, runner, config
         runner.tap(head.taps)
-        # Zeros, not empty: what lies in a slot never written is multiplied by a weight of 0, and 0 * NaN is NaN.
-        shape = (runner.slots.num_slots, head.kv_heads, head.head_dim)
-        self.key_cache, self.value_cache = (
-            torch.zeros(shape, dtype=runner.embedding.dtype, device=runner.device) for _ in range(2)
-        )
-        self._top_k = min(config.top_k, runner.vocab_size)
-        self.calibration = AcceptanceCalibration(branching=self._top_k)
+        layer = HeadLayer.of(head, runner.slots.num_slots)
+        self.key_cache, self.value_cache = layer.keys, layer.values
+        top_k = min(config.top_k, runner.vocab_size)
+        self.calibration = AcceptanceCalibration(branching=top_k)
         self._ranker = CandidateRanker(
-            self.calibration, top_k=self._top_k, vocab_size=runner.vocab_size, device=runner.device
+            self.calibration, top_k=top_k, vocab_size=runner.vocab_size, device=runner.device
         )
+        self._eager = EagerDraft(layer, runner, self._ranker, config)
+        self._tree_slots = config.tree_slots(top_k)
+        self._rounds: DraftRounds | None = None
+        if runner.steps is not None and self._tree_slots:
+            program = RoundProgram(layer, runner.steps.program, self._ranker, depth=config.depth, bits=self._eager.bits)
+            engine = runner.config
+            self._rounds = DraftRounds(
+                program,
+                runner.slots,
+                tree_slots=self._tree_slots,
+                max_sessions=min(config.max_sessions, engine.max_num_seqs),
+                device=runner.device,
+                graphs=engine.attention_backend_name == "triton" and not engine.enforce_eager,
+            )
         self.grows = True
         self.trees = self.missed = 0
+
+    def warm_up(self) -> None:
+        """Captures what drafting begins with."""
+        if self._rounds is not None and self.grows:
+            self._rounds.warm_up()
 
     @classmethod
     def load(cls, config: ResidentConfig, runner: ModelRunner) -> ResidentDraft:
@@ -116,54 +123,85 @@ class ResidentDraft:
             The results, with what was grown.
         """
         results = list(results)
-        kept: list[_Kept] = []
-        places: list[int | None] = []
+        kept: list[Kept] = []
+        growing: dict[int, int] = {}
         for place, work in enumerate(works):
             result = results[place] if place < len(results) else None
             if (first_row := first_rows.get(id(work))) is None:
                 continue
             rows = _kept_rows(work, result, first_row)
-            kept.append(_Kept(session=work.session, rows=rows, first_index=work.context))
-            committed = result is not None and result.outcome is Outcome.ACCEPTED
-            places.append(place if committed else None)
-            if committed:
-                self._observe(work.session, results[place].token_ids)
-        if not any(part.rows for part in kept):
-            return results
-        hidden = self._extend(kept)
-        lasts = np.cumsum([len(part.rows) for part in kept]) - 1
-        growing = [
-            (place, part.session, int(last))
-            for part, place, last in zip(kept, places, lasts, strict=True)
-            if place is not None and self._may_grow(part.session)
-        ]
-        if self.grows and len(growing) <= self._config.max_sessions:
-            self._grow(growing, hidden, results)
+            if not rows:
+                continue
+            if result is not None and result.outcome is Outcome.ACCEPTED:
+                self._observe(work.session, result.token_ids)
+                if self._may_grow(work.session):
+                    growing[len(kept)] = place
+            kept.append(Kept(session=work.session, rows=rows, first_index=work.context))
+        if not self.grows or len(growing) > self._config.max_sessions:
+            growing.clear()
+        growing = {number: place for number, place in growing.items() if self._reserve(kept[number].session)}
+        try:
+            grown = self._drafted(kept, growing)
+        finally:
+            for number in growing:
+                session = kept[number].session
+                self._runner.slots.truncate(session.row, session.root_index)
+        for number, tree in grown.items():
+            results[growing[number]] = self._told(kept[number].session, tree, results[growing[number]])
         return results
 
-    def _extend(self, kept: Sequence[_Kept]) -> torch.Tensor:
-        """The head over what sessions keep, session after session; its rows [T, N]."""
-        builder = BatchBuilder()
-        rows: list[int] = []
-        for part in kept:
-            if part.rows:
-                begin = part.first_index + 1
-                tokens = part.session.tokens[begin : begin + len(part.rows)]
-                builder.add_chain(part.session.row, tokens, part.first_index, want_last_logits=False)
-                rows.extend(part.rows)
-        batch = builder.build()
-        step = self._runner.attention_step(batch)
-        features = self._runner.features.index_select(0, self._put(np.array(rows, dtype=np.int64)))
-        assert step.batch.positions is not None
-        return self.head.forward(
-            self.head.fuse(features),
-            self._put(batch.token_ids),
-            positions=step.batch.positions,
-            write_slots=step.write_slots,
-            batch=step.batch,
-            key_cache=self.key_cache,
-            value_cache=self.value_cache,
-        )
+    def _drafted(self, kept: Sequence[Kept], growing: Collection[int]) -> dict[int, GrownTree]:
+        """Extends the head by all that is kept; the trees of those that grow, by their number."""
+        if not kept:
+            return {}
+        self._ranker.refresh()
+        in_round = self._of_round(kept, growing)
+        # What a round does not extend itself.
+        rest: dict[int, Kept] = {}
+        for number, part in enumerate(kept):
+            rows = part.rows[:-MOST_ROWS] if number in in_round else part.rows
+            if rows:
+                rest[number] = replace(part, rows=rows)
+        hidden = self._eager.extend(list(rest.values())) if rest else None
+        trees: dict[int, GrownTree] = {}
+        if in_round:
+            assert self._rounds is not None
+            parts = [RoundPart(session=kept[n].session, rows=kept[n].rows[-MOST_ROWS:]) for n in in_round]
+            trees |= self._trees(in_round, self._rounds.run(parts))
+        others = [number for number in growing if number not in in_round]
+        if others:
+            assert hidden is not None
+            ends = np.cumsum([len(part.rows) for part in rest.values()])
+            lasts = [int(ends[list(rest).index(number)]) - 1 for number in others]
+            index = torch.tensor(lasts).to(hidden.device, non_blocking=True)
+            sessions = [kept[number].session for number in others]
+            trees |= self._trees(others, self._eager.grow(sessions, hidden.index_select(0, index)))
+        return trees
+
+    def _of_round(self, kept: Sequence[Kept], growing: Collection[int]) -> list[int]:
+        """Which of those that grow a round takes."""
+        rounds = self._rounds
+        # A step too large to be captured leaves its hidden states elsewhere.
+        if rounds is None or not growing or not rounds.reads(self._runner.features):
+            return []
+        return [
+            number
+            for number in growing
+            if not reads_path(spec := kept[number].session.sampling) and spec.rule is VerificationRule.COUPLED
+        ]
+
+    def _trees(self, numbers: Sequence[int], packed: npt.NDArray[np.int32]) -> dict[int, GrownTree]:
+        grown = CandidateTrees.of(packed, depth=self._config.depth, top_k=self._ranker.top_k)
+        return {
+            number: GrownTree(
+                tokens=grown.tokens[place],
+                buckets=grown.buckets[place],
+                acceptance=grown.acceptance[place],
+                values=grown.values[place],
+                above=grown.above[place],
+            )
+            for place, number in enumerate(numbers)
+        }
 
     def _may_grow(self, session: Session) -> bool:
         """Whether a tree could save the session a step."""
@@ -175,38 +213,6 @@ class ResidentDraft:
         if session.drafted is not None:
             session.drafted.observe(self.calibration, token_ids)
             session.drafted = None
-
-    def _grow(
-        self, growing: Sequence[tuple[int, Session, int]], hidden: torch.Tensor, results: list[TreeResult]
-    ) -> None:
-        slots = self._runner.slots
-        growing = [entry for entry in growing if self._reserve(entry[1])]
-        if not growing:
-            return
-        sessions = [session for _, session, _ in growing]
-        try:
-            levels = _Levels(self, self._runner, sessions, depth=self._config.depth, top_k=self._top_k)
-            grown = grow_trees(
-                self.head,
-                levels.step,
-                self._ranker,
-                RankedSessions(sessions, self._runner.device),
-                hidden.index_select(0, self._put(np.array([last for _, _, last in growing], dtype=np.int64))),
-                depth=self._config.depth,
-                top_k=self._top_k,
-            )
-        finally:
-            for session in sessions:
-                slots.truncate(session.row, session.root_index)
-        for number, (place, session, _) in enumerate(growing):
-            tree = GrownTree(
-                tokens=grown.tokens[number],
-                buckets=grown.buckets[number],
-                acceptance=grown.acceptance[number],
-                values=grown.values[number],
-                above=grown.above[number],
-            )
-            results[place] = self._told(session, tree, results[place])
 
     def _told(self, session: Session, tree: GrownTree, result: TreeResult) -> TreeResult:
         """The result with the best nodes of a tree."""
@@ -227,67 +233,11 @@ class ResidentDraft:
     def _reserve(self, session: Session) -> bool:
         """Takes the slots of a tree; False where there are none."""
         try:
-            self._runner.slots.extend(session.row, (self._config.depth - 1) * self._top_k)
+            self._runner.slots.extend(session.row, self._tree_slots)
         except OutOfSlots:
             self.missed += 1
             return False
         return True
-
-    def _put(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._runner.device, non_blocking=True)
-
-
-class _Levels:
-    """The head over one level after the other: what each row sees, and where it stores.
-
-    Args:
-        draft: whose head and caches.
-        runner: whose slot table.
-        sessions: S, their rows extended by the slots of a tree.
-        depth: levels.
-        top_k: k.
-    """
-
-    def __init__(
-        self, draft: ResidentDraft, runner: ModelRunner, sessions: Sequence[Session], *, depth: int, top_k: int
-    ) -> None:
-        self._draft, self._top_k = draft, top_k
-        device = runner.device
-        roots = np.array([session.root_index for session in sessions], dtype=np.int32)
-        rows = np.array([session.row for session in sessions])
-        self._most = int(roots.max()) + (depth - 1) * top_k
-        table = runner.slots.table[rows, : self._most]
-        nodes = np.arange((depth - 1) * top_k)
-        slots = runner.slots.table[rows[:, None], roots[:, None] + nodes].astype(np.int64)
-        self._table = torch.from_numpy(table).to(device)
-        self._slots = torch.from_numpy(slots).to(device)
-        self._roots = torch.from_numpy(roots).to(device)
-        self._prefix = self._roots.repeat_interleave(top_k)
-        self._starts = torch.arange(len(sessions) + 1, dtype=torch.int32, device=device) * top_k
-
-    def step(self, level: int, hidden: torch.Tensor, tokens: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
-        """See `resident_trees.Step`."""
-        end = level * self._top_k
-        batch = TreeAttentionBatch(
-            slot_table=self._table,
-            query_start=self._starts,
-            tree_start=self._roots,
-            prefix_len=self._prefix,
-            key_len=self._roots + end,
-            tree_mask=masks,
-            max_query_len=self._top_k,
-            max_key_len=self._most,
-        )
-        return self._draft.head.forward(
-            hidden,
-            tokens,
-            # The entry of a token stands one before it.
-            positions=self._prefix + (level - 1),
-            write_slots=self._slots[:, end - self._top_k : end].flatten(),
-            batch=batch,
-            key_cache=self._draft.key_cache,
-            value_cache=self._draft.value_cache,
-        )
 
 
 def _kept_rows(work: Work, result: TreeResult | None, first_row: int) -> list[int]:

@@ -10,7 +10,7 @@ Shapes: S sessions, b rows of each, R = S b rows, V vocabulary, k children.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,32 +49,56 @@ class Candidates:
 
 
 class RankedSessions:
-    """What S sessions rank by, on the device.
+    """What S sessions rank by.
 
     Args:
-        sessions: whose trees grow.
-        device: of the head.
+        columns: [S] each, on the device, as of `ranking_columns`.
+        sessions: whose trees grow; none where their paths are not needed.
+        any_independent: whether any has coins of its own (target_only).
     """
 
-    def __init__(self, sessions: Sequence[Session], device: torch.device) -> None:
-        self.sessions = sessions
-        specs = [session.sampling for session in sessions]
-        record = np.frombuffer(b"".join([spec.record for spec in specs]), dtype=RECORD)
-        self._columns = {name: torch.from_numpy(record[name].copy()).to(device) for name in RECORD.names or ()}
-        lengths = np.array([len(session.tokens) for session in sessions], dtype=np.int32)
-        independent = [spec.rule is VerificationRule.TARGET_ONLY for spec in specs]
-        fixed = [session.draft is not None and session.draft.is_fixed for session in sessions]
-        self._columns["positions"] = torch.from_numpy(lengths).to(device)
-        self._columns["independent"] = torch.tensor(independent, device=device)
-        self._columns["fixed"] = torch.tensor(fixed, device=device)
-        self.any_independent = any(independent)
-        self.needs_paths = any(_reads_path(spec) for spec in specs)
+    def __init__(
+        self,
+        columns: Mapping[str, torch.Tensor],
+        *,
+        sessions: Sequence[Session] = (),
+        any_independent: bool = False,
+    ) -> None:
+        self._columns, self.sessions, self.any_independent = columns, sessions, any_independent
+        self.needs_paths = any(reads_path(session.sampling) for session in sessions)
+
+    @classmethod
+    def of(cls, sessions: Sequence[Session], device: torch.device) -> RankedSessions:
+        """Those of sessions."""
+        columns = {
+            name: torch.from_numpy(values).to(device, non_blocking=True)
+            for name, values in ranking_columns(sessions).items()
+        }
+        independent = any(session.sampling.rule is VerificationRule.TARGET_ONLY for session in sessions)
+        return cls(columns, sessions=sessions, any_independent=independent)
+
+    @property
+    def count(self) -> int:
+        """S."""
+        return self._columns["seeds"].shape[0]
 
     def rows(self, depth: int, repeats: int) -> dict[str, torch.Tensor]:
         """The columns of all rows at a depth; `positions` are those of the tokens that the rows choose."""
         rows = {name: values.repeat_interleave(repeats) for name, values in self._columns.items()}
         rows["positions"] += depth
         return rows
+
+
+def ranking_columns(sessions: Sequence[Session]) -> dict[str, np.ndarray]:
+    """[S] each: sampling parameters, and `positions` of the next tokens, `independent` coins, `fixed` estimates."""
+    record = np.frombuffer(b"".join([session.sampling.record for session in sessions]), dtype=RECORD)
+    columns = {name: record[name].copy() for name in RECORD.names or ()}
+    columns["positions"] = np.array([len(session.tokens) for session in sessions], dtype=np.int32)
+    independent = [session.sampling.rule is VerificationRule.TARGET_ONLY for session in sessions]
+    columns["independent"] = np.array(independent, dtype=np.int32)
+    fixed = [session.draft is not None and session.draft.is_fixed for session in sessions]
+    columns["fixed"] = np.array(fixed, dtype=np.int32)
+    return columns
 
 
 class CandidateRanker:
@@ -90,13 +114,18 @@ class CandidateRanker:
     def __init__(
         self, calibration: AcceptanceCalibration, *, top_k: int, vocab_size: int, device: torch.device
     ) -> None:
-        self._calibration, self._top_k, self._device = calibration, top_k, device
+        self._calibration, self._top_k = calibration, top_k
         # The best child's estimate needs the second's score, whether or not that becomes a node.
         self._scored = min(max(top_k, 2), vocab_size)
         self._edges = torch.from_numpy(calibration.edges).to(device)
         self._tables = torch.from_numpy(np.stack([calibration.learned, calibration.prior])).to(device)
         self._version = calibration.version
         self._ranks = torch.arange(top_k, device=device) * BINS
+
+    @property
+    def top_k(self) -> int:
+        """k."""
+        return self._top_k
 
     def rank(
         self, sessions: RankedSessions, logits: torch.Tensor, *, depth: int, paths: Paths | None = None
@@ -109,7 +138,7 @@ class CandidateRanker:
             depth: of the nodes, 0 for roots.
             paths: of the nodes; needed where `sessions.needs_paths`.
         """
-        rows = sessions.rows(depth, logits.shape[0] // len(sessions.sessions))
+        rows = sessions.rows(depth, logits.shape[0] // sessions.count)
         logits = logits.float()
         if sessions.needs_paths:
             assert paths is not None
@@ -119,12 +148,11 @@ class CandidateRanker:
         tokens, log_q, scores = found
         if sessions.any_independent:
             probs = filtered_probs(logits, *sampling[2:]).topk(self._scored)
-            independent = rows["independent"][:, None]
+            independent = rows["independent"][:, None] > 0
             tokens = torch.where(independent, torch.where(probs.values > 0, probs.indices, -1), tokens)
             log_q = torch.where(independent, probs.values.log(), log_q)
         buckets = self._buckets(log_q, scores, rows)[:, : self._top_k]
         tokens = tokens[:, : self._top_k]
-        self._refresh()
         estimates = self._tables[rows["fixed"].long()[:, None], buckets].masked_fill(tokens < 0, 0)
         acceptance = estimates / estimates.sum(dim=1, keepdim=True).clamp(min=1)
         return Candidates(tokens=tokens, acceptance=acceptance.clamp(max=_MOST_ACCEPTANCE), buckets=buckets)
@@ -135,14 +163,15 @@ class CandidateRanker:
         gaps = scores[:, :1] - scores
         if gaps.shape[1] > 1:
             gaps[:, 0] = gaps[:, 1]
-        temperature, independent = rows["temperature"][:, None], rows["independent"][:, None]
+        temperature, independent = rows["temperature"][:, None], rows["independent"][:, None] > 0
         by_surprise = torch.bucketize(-log_q, self._edges[0])
         by_gap = torch.bucketize(gaps * temperature, self._edges[1])
         rule = torch.where(independent, 2, (temperature > 0).long())
         bins = torch.where(rule == 1, by_gap, by_surprise)[:, : self._top_k]
         return bins + self._ranks[: bins.shape[1]] + rule * (self._top_k * BINS)
 
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
+        """Takes what the calibration has learned since the last call."""
         if self._version != self._calibration.version:
             self._version = self._calibration.version
             self._tables[0].copy_(torch.from_numpy(self._calibration.learned), non_blocking=True)
@@ -167,7 +196,7 @@ class _PathRows:
         return out_before < session.sampling.min_new_tokens
 
 
-def _reads_path(spec: SamplingSpec) -> bool:
+def reads_path(spec: SamplingSpec) -> bool:
     """Whether a row's logits are changed before the choice."""
     changed = spec.has_penalties or spec.logit_bias or spec.allowed_token_ids or spec.grammar
     return bool(changed or (spec.min_new_tokens > 0 and spec.stop_token_ids))

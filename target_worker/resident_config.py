@@ -34,10 +34,9 @@ class ResidentConfig:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} given, at least 1 needed")
 
-    @property
-    def tree_slots(self) -> int:
-        """KV slots that a tree takes while it grows: its last level has no KV."""
-        return (self.depth - 1) * self.top_k
+    def tree_slots(self, top_k: int) -> int:
+        """KV slots that a tree of so many children takes while it grows: its last level has no KV."""
+        return (self.depth - 1) * top_k
 
 
 def head_folder(option: str) -> Path:

@@ -44,6 +44,24 @@ class CandidateTrees:
     values: npt.NDArray[np.float32]
     above: npt.NDArray[np.int32]
 
+    @classmethod
+    def of(cls, packed: npt.NDArray[np.int32], *, depth: int, top_k: int) -> CandidateTrees:
+        """From what `grow_trees` gives, [S, words], copied to the host."""
+        groups = 1 + (depth - 1) * top_k
+        width = groups * top_k
+
+        def part(place: int, dtype: Any = np.int32) -> npt.NDArray[Any]:
+            columns = np.ascontiguousarray(packed[:, place * width : (place + 1) * width])
+            return columns.view(dtype).reshape(-1, groups, top_k)
+
+        return cls(
+            tokens=part(0),
+            buckets=part(1),
+            acceptance=part(2, np.float32),
+            values=part(3, np.float32),
+            above=packed[:, 4 * width :],
+        )
+
 
 class TreeHead(Protocol):
     """What a tree is grown with."""
@@ -67,8 +85,9 @@ def grow_trees(
     *,
     depth: int,
     top_k: int,
-) -> CandidateTrees:
-    """Grows one tree a session.
+    bits: torch.Tensor,
+) -> torch.Tensor:
+    """Grows one tree a session, as one row of `CandidateTrees.of`, [S, words] int32 on the device.
 
     Args:
         head: gives logits.
@@ -78,15 +97,15 @@ def grow_trees(
         hidden: [S, N] the head's at each root.
         depth: D.
         top_k: k.
+        bits: of `own_bits`.
     """
     count = hidden.shape[0]
     paths: Paths | None = [[[]] for _ in range(count)] if sessions.needs_paths else None
     found = ranker.rank(sessions, head.logits(hidden), depth=0, paths=paths)
     values = found.acceptance
     levels = [_Level(found, values, torch.full((count, 1), ROOT, device=hidden.device))]
-    words = max(1, -(-(depth - 1) * top_k // 64))
+    words = bits.shape[1]
     masks = torch.zeros((count, 1, words), dtype=torch.int64, device=hidden.device)
-    bits = _own_bits((depth - 1) * top_k, words, hidden.device)
     first = 0
     for level in range(1, depth):
         best = values.view(count, -1).topk(top_k, dim=1)
@@ -102,7 +121,7 @@ def grow_trees(
         found = ranker.rank(sessions, head.logits(hidden), depth=level, paths=paths)
         values = (best.values[:, :, None] * found.acceptance.view(count, top_k, top_k)).view(count, -1)
         levels.append(_Level(found, values, above))
-    return _on_host(levels, count, top_k)
+    return _packed(levels, count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +136,10 @@ def _wide(index: torch.Tensor, width: int) -> torch.Tensor:
     return index[:, :, None].expand(-1, -1, width)
 
 
-def _own_bits(rows: int, words: int, device: torch.device) -> torch.Tensor:
-    """[rows, W] int64: of row i bit i alone."""
-    bits = np.zeros((rows, words), dtype=np.uint64)
+def own_bits(depth: int, top_k: int, device: torch.device) -> torch.Tensor:
+    """[(D - 1) k, W] int64: of row i bit i alone, the mask of a node without ancestors."""
+    rows = (depth - 1) * top_k
+    bits = np.zeros((rows, max(1, -(-rows // 64))), dtype=np.uint64)
     places = np.arange(rows)
     bits[places, places // 64] = np.uint64(1) << (places % 64).astype(np.uint64)
     return torch.from_numpy(bits.view(np.int64)).to(device)
@@ -132,29 +152,11 @@ def _extended(paths: Paths, beams: Sequence[Sequence[int]], tokens: Sequence[Seq
     ]
 
 
-def _on_host(levels: Sequence[_Level], count: int, top_k: int) -> CandidateTrees:
-    """One copy brings everything back."""
-    ints = [
-        torch.cat([getattr(level.found, name).view(count, -1) for level in levels], 1) for name in ("tokens", "buckets")
-    ]
-    floats = [
-        torch.cat([level.found.acceptance.view(count, -1) for level in levels], 1),
-        torch.cat([level.values.view(count, -1) for level in levels], 1),
-    ]
-    above = torch.cat([level.above for level in levels], 1)
-    columns = [*(each.to(torch.int32) for each in ints), *(each.contiguous().view(torch.int32) for each in floats)]
-    packed = torch.cat([*columns, above.to(torch.int32)], dim=1).cpu().numpy()
-    width = ints[0].shape[1]
-    parts = [np.ascontiguousarray(packed[:, place * width : (place + 1) * width]) for place in range(4)]
-    shape = (count, -1, top_k)
-
-    def shaped(part: npt.NDArray[Any], dtype: Any) -> npt.NDArray[Any]:
-        return part.view(dtype).reshape(shape)
-
-    return CandidateTrees(
-        tokens=shaped(parts[0], np.int32),
-        buckets=shaped(parts[1], np.int32),
-        acceptance=shaped(parts[2], np.float32),
-        values=shaped(parts[3], np.float32),
-        above=packed[:, 4 * width :],
-    )
+def _packed(levels: Sequence[_Level], count: int) -> torch.Tensor:
+    """[S, words] int32: tokens, buckets, acceptance and values of all candidates, and what is above each group."""
+    columns = [level.found.tokens for level in levels], [level.found.buckets for level in levels]
+    floats = [level.found.acceptance for level in levels], [level.values for level in levels]
+    parts = [torch.cat([each.reshape(count, -1) for each in column], 1).to(torch.int32) for column in columns]
+    parts += [torch.cat([each.reshape(count, -1) for each in column], 1).view(torch.int32) for column in floats]
+    above = torch.cat([level.above for level in levels], 1).to(torch.int32)
+    return torch.cat([*parts, above], dim=1)

@@ -46,6 +46,8 @@ class TargetWorker(Worker[StepThread]):
         resident = None if drafts is None else ResidentDraft.load(drafts, runner)
         rounds = make_rounds(runner, resident, config.round_shape) if config.one_graph and resident else None
         runner.warm_up()
+        if resident is not None:
+            resident.warm_up()
         if rounds is not None:
             rounds.runner.warm_up()
         return Verifier(

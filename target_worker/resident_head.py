@@ -1,0 +1,103 @@
+"""A draft head with its KV, and how it goes over one level of trees after the other.
+
+Shapes: T rows, N hidden, S sessions, k nodes of a level, M slots of a tree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from outrider.engine.eagle import EagleHead
+from outrider.kernels.tree_attention import TreeAttentionBatch
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HeadLayer:
+    """A head and what it has in every slot.
+
+    Attributes:
+        head: the draft head.
+        keys, values: [num_slots, Hkv, D].
+    """
+
+    head: EagleHead
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @classmethod
+    def of(cls, head: EagleHead, num_slots: int) -> HeadLayer:
+        """With empty caches, on the head's device."""
+        like = head.weights.embedding
+        # Zeros, not empty: what lies in a slot never written is multiplied by a weight of 0, and 0 * NaN is NaN.
+        shape = (num_slots, head.kv_heads, head.head_dim)
+        keys, values = (torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(2))
+        return cls(head=head, keys=keys, values=values)
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        token_ids: torch.Tensor,
+        *,
+        positions: torch.Tensor,
+        write_slots: torch.Tensor,
+        batch: TreeAttentionBatch,
+    ) -> torch.Tensor:
+        """`EagleHead.forward` over these caches."""
+        return self.head.forward(
+            hidden,
+            token_ids,
+            positions=positions,
+            write_slots=write_slots,
+            batch=batch,
+            key_cache=self.keys,
+            value_cache=self.values,
+        )
+
+
+class TreeLevels:
+    """What each row of a level sees, and where it stores.
+
+    Args:
+        layer: the head.
+        slot_table: [S, at least roots + M] int32, slots of every session and behind them of its tree.
+        roots: [S] int32, keys of each session before its tree.
+        tree_slots: [S, M] int64, those of the tree.
+        top_k: k.
+    """
+
+    def __init__(
+        self,
+        layer: HeadLayer,
+        slot_table: torch.Tensor,
+        roots: torch.Tensor,
+        tree_slots: torch.Tensor,
+        *,
+        top_k: int,
+    ) -> None:
+        self._layer, self._table, self._roots, self._slots, self._top_k = layer, slot_table, roots, tree_slots, top_k
+        self._prefix = roots.repeat_interleave(top_k)
+        self._starts = torch.arange(roots.shape[0] + 1, dtype=torch.int32, device=roots.device) * top_k
+
+    def step(self, level: int, hidden: torch.Tensor, tokens: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+        """See `resident_trees.Step`."""
+        end = level * self._top_k
+        batch = TreeAttentionBatch(
+            slot_table=self._table,
+            query_start=self._starts,
+            tree_start=self._roots,
+            prefix_len=self._prefix,
+            key_len=self._roots + end,
+            tree_mask=masks,
+            max_query_len=self._top_k,
+            max_key_len=self._table.shape[1],
+        )
+        return self._layer.forward(
+            hidden,
+            tokens,
+            # The entry of a token stands one before it.
+            positions=self._prefix + (level - 1),
+            write_slots=self._slots[:, end - self._top_k : end].flatten(),
+            batch=batch,
+        )
