@@ -33,8 +33,6 @@ def main(arguments: Sequence[str]) -> int:
             rows = measure(services, chosen, say=lambda line: console.print(f"[dim]{line}"))
     # A terminal may be narrower than the table; a file need not be.
     Console(stderr=chosen.json, width=max(console.width, 150)).print(table(rows))
-    if chosen.output is not None:
-        chosen.output.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     if chosen.json:
         sys.stdout.write(json.dumps(rows, indent=2) + "\n")
     return 0
@@ -60,6 +58,9 @@ def measure(services: Services, chosen: argparse.Namespace, *, say: Any) -> list
             for number, figures in enumerate(passes, start=1):
                 rows.append(key | {"pass": number} | _row(figures, plain, truth, passes[0]))
                 say(f"{own.name}, {temperature:g}, {sessions} at a time, {mixture}, pass {number}: {_line(rows[-1])}")
+            if chosen.output is not None:
+                # A run that is cut short leaves what it has.
+                chosen.output.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
     return rows
 
 
