@@ -107,7 +107,10 @@ class Reloads:
         """From now on these are the service's: who serves with others starts over."""
         logger.info("the service runs with weights %s of %s", weights.version, weights.path)
         self._model.weights.CopyFrom(weights)
-        self._scheduler.weights.version = weights.version
+        gate = self._scheduler.weights
+        gate.version = weights.version
+        if replaced := [own for own in self._scheduler.sessions if not gate.fits(own.generation.weights)]:
+            self._scheduler.end(replaced, gate.refusal(replaced[0].generation.weights))
         for other in self._targets():
             if other.has_weights and other.weights.version not in ("", weights.version):
                 other.lose(f"its weights {other.weights.version} were replaced by {weights.version}")

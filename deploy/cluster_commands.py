@@ -44,12 +44,12 @@ def status(
     token: TokenPath = None,
 ) -> None:
     """Show a deployment and its workers; with --endpoint, or where none runs, what one server says of itself."""
-    if calibration or not _means_deployment(ctx, name):
+    if calibration or not means_deployment(ctx, name):
         access = client_options(tls_ca, token)
         server_status(endpoint, json_output=json_output, calibration=calibration, **access)
         return
-    with _controller(address, name) as controller:
-        found = _ask(controller.status.remote(), timeout_s=STATUS_TIMEOUT_S)
+    with controller_of(address, name) as controller:
+        found = ask(controller.status.remote(), timeout_s=STATUS_TIMEOUT_S)
     if json_output:
         typer.echo(json.dumps(found))
         return
@@ -69,15 +69,15 @@ def scale(
 ) -> None:
     """Change how many workers of a role there are; returns when all of them serve."""
     asked = dict(_count(entry) for entry in counts)
-    with _controller(address, name) as controller:
-        _ask(controller.scale.remote(asked))
+    with controller_of(address, name) as controller:
+        ask(controller.scale.remote(asked))
         _await_serving(controller, timeout_s)
 
 
 def drain(worker: str, *, address: Address = "auto", name: Name = "outrider") -> None:
     """Let one WORKER (a name that status shows) finish, and take it away: there is one fewer from then on."""
-    with _controller(address, name) as controller:
-        _ask(controller.drain.remote(worker))
+    with controller_of(address, name) as controller:
+        ask(controller.drain.remote(worker))
 
 
 def replace(
@@ -90,22 +90,23 @@ def replace(
     name: Name = "outrider",
 ) -> None:
     """Replace the workers of a role one after the other; each new one serves before the old one goes."""
-    with _controller(address, name) as controller:
-        for fresh in _ask(controller.replace.remote(role, model)):
+    with controller_of(address, name) as controller:
+        for fresh in ask(controller.replace.remote(role, model)):
             typer.echo(fresh)
 
 
 def down(*, address: Address = "auto", name: Name = "outrider", timeout_s: Timeout = 60.0) -> None:
     """End a deployment: requests that run get a few seconds, then every role stops."""
-    with _controller(address, name) as controller:
+    with controller_of(address, name) as controller:
         import ray
 
-        _ask(controller.down.remote(), timeout_s=timeout_s)
+        ask(controller.down.remote(), timeout_s=timeout_s)
         ray.kill(controller, no_restart=True)
 
 
 @contextlib.contextmanager
-def _controller(address: str, name: str) -> Iterator[Any]:
+def controller_of(address: str, name: str) -> Iterator[Any]:
+    """A deployment's controller, while the block lasts."""
     prefer_token(address)
     import ray
 
@@ -119,7 +120,7 @@ def _controller(address: str, name: str) -> Iterator[Any]:
             ray.shutdown()
 
 
-def _ask(answer: Any, *, timeout_s: float | None = None) -> Any:
+def ask(answer: Any, *, timeout_s: float | None = None) -> Any:
     """What the controller answers; its errors as this process's own.
 
     Raises:
@@ -146,7 +147,7 @@ def _ask(answer: Any, *, timeout_s: float | None = None) -> Any:
 def _await_serving(controller: Any, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while True:
-        found = _ask(controller.status.remote(), timeout_s=STATUS_TIMEOUT_S)
+        found = ask(controller.status.remote(), timeout_s=STATUS_TIMEOUT_S)
         late = [own["name"] for own in found["workers"] if own["state"] != "serving"]
         if not late and len(found["workers"]) == sum(found["wanted"].values()):
             return
@@ -162,7 +163,7 @@ def _count(entry: str) -> tuple[str, int]:
     return role, int(count)
 
 
-def _means_deployment(ctx: typer.Context, name: str) -> bool:
+def means_deployment(ctx: typer.Context, name: str) -> bool:
     """Whether a deployment is asked about: one is named, or one of `outrider up` runs on this machine."""
 
     def is_given(option: str) -> bool:

@@ -17,12 +17,13 @@ from typing import Any
 
 import ray
 
+from outrider.coordinator.reload_client import InFlight, outcome_dict, reload_weights
 from outrider.deploy.config import DeployConfig
 from outrider.deploy.coordinator_view import CoordinatorView
 from outrider.deploy.crew import Crew
 from outrider.deploy.demand import Demand
 from outrider.deploy.moving import Mover
-from outrider.deploy.roles import Roles
+from outrider.deploy.roles import Roles, tls_of
 from outrider.deploy.saved_state import SavedState
 from outrider.deploy.staff import POLL_INTERVAL_S, Staff, role_named
 from outrider.deploy.status import Started, worker_status
@@ -161,6 +162,34 @@ class Controller:
             if model is not None:
                 self._staff.draft_model = Path(model)
         return fresh
+
+    async def reload(self, path: str, in_flight: str, timeout_s: float) -> dict[str, Any]:
+        """Has all targets run with the weights of another checkpoint folder, those that start later as well.
+
+        Returns:
+            As `outrider reload --json` prints it.
+
+        Raises:
+            WorkerRefused: a target cannot run with them; nothing has changed.
+            WorkerUnavailable: it could not be done in time, or the deployment does not serve.
+        """
+        async with self._change():
+            outcome = await reload_weights(
+                self._crew.worker_endpoints,
+                path,
+                in_flight=InFlight(in_flight),
+                tls=tls_of(self._config, Role.COORDINATOR),
+                timeout_s=timeout_s,
+                tell=logger.info,
+            )
+            if len(outcome.failed) < len(outcome.targets):
+                self._staff.target_model = Path(path)
+                self._save()
+        return outcome_dict(outcome)
+
+    async def target_model(self) -> str | None:
+        """Checkpoint folder that targets start with, where a reload has changed it."""
+        return self._staff.target_model and str(self._staff.target_model)
 
     async def down(self) -> None:
         """Lets the coordinators drain, then the workers, and forgets the deployment; kill this actor then."""

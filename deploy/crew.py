@@ -19,7 +19,7 @@ from outrider.deploy import placement, standby_start
 from outrider.deploy.actors import CoordinatorActor, RoleActor, Serve
 from outrider.deploy.config import Bind, DeployConfig
 from outrider.deploy.connection import NAMESPACE
-from outrider.deploy.coordinator_list import CoordinatorList
+from outrider.deploy.coordinator_list import CoordinatorList, TargetModel
 from outrider.deploy.health import RoleHandle
 from outrider.deploy.placement import KeptPlaces, Node
 from outrider.deploy.roles import Roles, WorkerSetting, tls_of
@@ -268,6 +268,7 @@ class Crew:
             resolve=CoordinatorList(self._controller),
             device="cuda" if gpus else "cpu",
             model=handle.model,
+            model_now=TargetModel(self._controller) if role is Role.TARGET else None,
         )
         serve_role = self._roles.target if role is Role.TARGET else self._roles.draft
         # Loopback reaches no other node; elsewhere each worker takes its own node's address.

@@ -5,6 +5,7 @@ has to answer, and the deployment itself needs none of it.
 """
 
 import asyncio
+import dataclasses
 import importlib
 import os
 from collections.abc import Awaitable, Callable, Sequence
@@ -32,6 +33,7 @@ class WorkerSetting:
         resolve: gives the list as it is later.
         device: "cpu" or "cuda".
         model: checkpoint folder; default the configured one.
+        model_now: gives what is to be loaded instead of both, where that has changed since this was made.
     """
 
     name: str
@@ -39,6 +41,7 @@ class WorkerSetting:
     resolve: Callable[[], Awaitable[Sequence[str]]] | None = None
     device: str = "cpu"
     model: Path | None = None
+    model_now: Callable[[], Awaitable[str | None]] | None = None
 
 
 class ServeCoordinator(Protocol):
@@ -117,6 +120,9 @@ async def serve_target(
     await asyncio.to_thread(importlib.import_module, "outrider.target_worker.server")
     from outrider.target_worker import server
 
+    if setting.model_now is not None and (changed := await setting.model_now()) is not None:
+        # This actor may be an old one's successor, which was given what the deployment began with.
+        setting = dataclasses.replace(setting, model=Path(changed))
     own = target_config(config, setting, host=host)
     await server.serve(own, ready=ready, stop=stop, resolve=setting.resolve)
 

@@ -36,12 +36,14 @@ class Staff:
     Attributes:
         wanted: how many there are to be.
         draft_model: checkpoint folder of drafts that are added; None for the configured one.
+        target_model: checkpoint folder of all targets since a reload; None for the configured one.
     """
 
     def __init__(self, config: DeployConfig, crew: Crew, view: CoordinatorView, save: Callable[[], None]) -> None:
         self._config, self._crew, self._view, self._save = config, crew, view, save
         self.wanted = {role: getattr(config, field) for role, field in FIELDS.items()}
         self.draft_model: Path | None = None
+        self.target_model: Path | None = None
         self._watches: dict[str, asyncio.Task[None]] = {}
 
     @property
@@ -54,12 +56,14 @@ class Staff:
         return {
             "wanted": {str(role): count for role, count in self.wanted.items()},
             "draft_model": self.draft_model and str(self.draft_model),
+            "target_model": self.target_model and str(self.target_model),
         }
 
     def recover(self, state: Mapping[str, Any]) -> None:
         """Goes on from where a controller that has died was."""
         self.wanted = {Role(role): count for role, count in state["wanted"].items()}
         self.draft_model = state["draft_model"] and Path(state["draft_model"])
+        self.target_model = state["target_model"] and Path(state["target_model"])
 
     def check_count(self, role: Role, count: int) -> None:
         """Raises ValueError where so many of a role are too few, or more than the configuration lets there be."""

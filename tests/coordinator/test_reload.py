@@ -1,0 +1,438 @@
+"""Weights changed under a coordinator: targets that are fake, streams and registrations that are real."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Self
+
+import grpc
+import grpc.aio
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from outrider.client import AsyncClient
+from outrider.coordinator import reload
+from outrider.coordinator.config import CoordinatorConfig
+from outrider.coordinator.reload_client import InFlight, ReloadOutcome, outcome_dict, reload_weights
+from outrider.coordinator.server import CoordinatorServer
+from outrider.errors import Superseded, WorkerRefused, WorkerUnavailable
+from outrider.registration import Registration
+from outrider.rpc import RoleServer, open_channel
+from outrider.tokenizer_hash import tokenizer_hash
+from outrider.v1 import (
+    common_pb2,
+    generation_pb2,
+    generation_pb2_grpc,
+    registry_pb2,
+    registry_pb2_grpc,
+    target_pb2,
+    target_pb2_grpc,
+)
+
+VOCABULARY = 256
+LENGTH = 12
+OLD, NEW = common_pb2.Weights(version="old", path="/old"), common_pb2.Weights(version="new", path="/new", reloads=1)
+Response = generation_pb2.GenerateResponse
+
+
+def said(version: str) -> list[int]:
+    """What a target of these weights answers: the letters of its version, again and again."""
+    return [ord(version[place % len(version)]) for place in range(LENGTH)]
+
+
+@pytest.fixture
+def model_folder(tmp_path):
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[])).save(
+        str(tmp_path / "tokenizer.json")
+    )
+    config = {"model_type": "llama", "vocab_size": VOCABULARY, "max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+class FakeTarget(target_pb2_grpc.TargetServiceServicer):
+    """A target process: loads whatever folder it knows, and speaks by its weights. Use as a context.
+
+    Attributes:
+        folders: that it can run with, and their versions.
+        runs: cleared, it answers no batch.
+        pauses_in: after so many batches it clears that itself.
+        breaks: a swap fails with this.
+    """
+
+    def __init__(self, name: str, folder, coordinators: list[CoordinatorServer], weights=OLD) -> None:
+        self.name, self._folder, self._coordinators = name, folder, coordinators
+        self.weights = common_pb2.Weights()
+        self.weights.CopyFrom(weights)
+        self.folders = {"/old": "old", "/new": "new"}
+        self.runs = asyncio.Event()
+        self.runs.set()
+        self.breaks = ""
+        self.sessions: dict[tuple[int, int], int] = {}
+        self.pauses_in = 0
+
+    async def __aenter__(self) -> Self:
+        add = target_pb2_grpc.add_TargetServiceServicer_to_server
+        self._server = RoleServer(services=[], add_services=lambda server: add(self, server), address="127.0.0.1:0")
+        await self._server.start()
+        model = common_pb2.ModelInfo(
+            name="fake", vocab_size=VOCABULARY, tokenizer_hash=tokenizer_hash(self._folder), max_model_len=512
+        )
+        model.weights.CopyFrom(self.weights)
+        introduction = registry_pb2.WorkerIntroduction(
+            worker_id=self.name,
+            name=self.name,
+            role=registry_pb2.WORKER_ROLE_TARGET,
+            address=self._server.address,
+            model=model,
+            limits=registry_pb2.WorkerLimits(max_sessions=8, max_tree_nodes=32, max_step_tokens=128),
+        )
+        self._registered = [
+            asyncio.create_task(Registration(each.address, introduction, self._load).keep())
+            for each in self._coordinators
+        ]
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        for task in self._registered:
+            task.cancel()
+        await asyncio.gather(*self._registered, return_exceptions=True)
+        await self._server.stop(grace_s=0)
+
+    def _load(self) -> common_pb2.WorkerLoad:
+        return common_pb2.WorkerLoad(weights=self.weights)
+
+    async def Verify(self, request_iterator, context):  # noqa: N802
+        async for request in request_iterator:
+            response = target_pb2.VerifyResponse(step=request.step, report=common_pb2.StepReport(step_ns=10, tokens=1))
+            for opening in request.opens:
+                if opening.weights in ("", self.weights.version):
+                    self.sessions[request.incarnation, opening.session_id] = len(opening.prompt) // 4
+                else:
+                    self._fault(response, opening.session_id, opening.epoch, grpc.StatusCode.ABORTED)
+            if not request.step:
+                continue
+            await asyncio.sleep(0.001)
+            await self.runs.wait()
+            self.pauses_in -= 1
+            if self.pauses_in == 0:
+                self.runs.clear()
+            trees = request.trees
+            for session, epoch, length in zip(trees.session_ids, trees.epochs, trees.lengths, strict=True):
+                response.session_ids.append(session)
+                response.epochs.append(epoch)
+                prompt = self.sessions.get((request.incarnation, session))
+                response.outcomes.append(target_pb2.OUTCOME_ERROR if prompt is None else target_pb2.OUTCOME_ACCEPTED)
+                response.accepted_counts.append(0)
+                response.token_counts.append(0 if prompt is None else 1)
+                if prompt is None:
+                    if not any(error.session_id == session for error in response.errors):
+                        self._fault(response, session, epoch, grpc.StatusCode.NOT_FOUND)
+                else:
+                    response.tokens.append(said(self.weights.version)[(length - prompt) % LENGTH])
+            yield response
+
+    def _fault(self, response, session_id: int, epoch: int, code: grpc.StatusCode) -> None:
+        response.errors.add(session_id=session_id, epoch=epoch, code=code.value[0], message="weights were replaced")
+
+    async def Reload(self, request, context):  # noqa: N802
+        version = self.folders.get(request.path)
+        if version is None or (request.HasField("swap") and self.breaks):
+            message = self.breaks if version else f"{request.path}: model.norm.weight is missing"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, message)
+        found = common_pb2.Weights(version=version, path=request.path, reloads=request.swap.reloads)
+        if request.HasField("swap") and version != self.weights.version:
+            self.swap(found)
+            return target_pb2.ReloadResponse(found=found, running=self.weights, swap_ns=5)
+        return target_pb2.ReloadResponse(found=found, running=self.weights)
+
+    def swap(self, weights: common_pb2.Weights) -> None:
+        self.sessions.clear()
+        self.weights.CopyFrom(weights)
+
+
+@contextlib.asynccontextmanager
+async def coordinator_of(model_folder) -> AsyncIterator[CoordinatorServer]:
+    config = CoordinatorConfig(port=0, model_path=model_folder, heartbeat_interval_ms=20, lease_ms=600_000, drain_s=0.1)
+    server = CoordinatorServer(config)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+@pytest.fixture
+async def coordinator(model_folder) -> AsyncIterator[CoordinatorServer]:
+    async with coordinator_of(model_folder) as server:
+        yield server
+
+
+@pytest.fixture
+async def pair(coordinator, model_folder) -> AsyncIterator[list[FakeTarget]]:
+    """Two targets that serve."""
+    async with FakeTarget("a", model_folder, [coordinator]) as one, FakeTarget("b", model_folder, [coordinator]) as two:
+        await until(lambda: states(coordinator) == ["serving", "serving"])
+        yield [one, two]
+
+
+async def until(condition) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def states(coordinator: CoordinatorServer) -> list[str]:
+    return [status.state for status in coordinator.registry.statuses()]
+
+
+def versions(coordinator: CoordinatorServer) -> list[str]:
+    info = coordinator.info()
+    return [info.weights.version, *(own.introduction.model.weights.version for own in info.workers)]
+
+
+async def generate(coordinator: CoordinatorServer, **fields) -> list[Response]:
+    sampling = generation_pb2.SamplingParams(max_new_tokens=LENGTH)
+    request = generation_pb2.GenerateRequest(
+        token_ids=generation_pb2.TokenIds(ids=[1, 2, 3]), sampling_params=sampling, **fields
+    )
+    async with open_channel(coordinator.address) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        return [response async for response in stub.Generate(request, timeout=300)]
+
+
+def tokens_of(responses: list[Response]) -> list[int]:
+    return [token for response in responses if response.HasField("delta") for token in response.delta.token_ids]
+
+
+def weights_of(responses: list[Response]) -> list[str]:
+    """As the first delta and the last message say, and no other."""
+    deltas = [response.delta.weights for response in responses if response.HasField("delta")]
+    assert not any(deltas[1:])
+    return [deltas[0], responses[-1].finished.weights]
+
+
+async def reloaded(*coordinators: CoordinatorServer, path: str = "/new", **options) -> ReloadOutcome:
+    return await reload_weights([each.address for each in coordinators], path, timeout_s=300, **options)
+
+
+async def running_request(coordinator: CoordinatorServer, targets: list[FakeTarget]) -> "asyncio.Task[list[Response]]":
+    """A request that has begun, and goes on once its target runs again."""
+    for target in targets:
+        target.pauses_in = 3
+    task = asyncio.create_task(generate(coordinator))
+    await until(lambda: any(not target.runs.is_set() for target in targets))
+    for target in targets:
+        target.pauses_in = 0
+    return task
+
+
+# ----------------------------------------------------------------------------------------------- what runs, and waits
+
+
+async def test_what_runs_finishes_on_the_old_weights_and_what_waits_begins_on_the_new(coordinator, pair):
+    before = await running_request(coordinator, pair)
+    reloading = asyncio.create_task(reloaded(coordinator))
+    await until(lambda: coordinator.scheduler.weights.is_held)
+    after = asyncio.create_task(generate(coordinator))
+    await until(lambda: coordinator.scheduler.waiting_requests == 1)
+    assert versions(coordinator) == ["old", "old", "old"]
+    assert not reloading.done()
+    for target in pair:
+        target.runs.set()
+    outcome, old, new = await asyncio.gather(reloading, before, after)
+    assert (tokens_of(old), weights_of(old)) == (said("old"), ["old", "old"])
+    assert (tokens_of(new), weights_of(new)) == (said("new"), ["new", "new"])
+    assert (outcome.weights, outcome.failed, outcome.aborted, outcome.is_same) == (NEW, [], 0, False)
+    assert versions(coordinator) == ["new", "new", "new"]
+    async with AsyncClient(coordinator.address) as client:
+        assert (await client.model_info()).model.weights == NEW
+    told = outcome_dict(outcome)
+    assert (told["version"], told["reloads"], told["changed"]) == ("new", 1, True)
+    # Once more is nothing.
+    assert (await reloaded(coordinator)).is_same
+
+
+async def test_what_runs_can_be_aborted_and_is_told_why(coordinator, pair):
+    async with AsyncClient(coordinator.address) as client:
+        for target in pair:
+            target.pauses_in = 3
+        running = asyncio.create_task(client.generate([1, 2, 3], max_new_tokens=LENGTH))
+        await until(lambda: any(not target.runs.is_set() for target in pair))
+        for target in pair:
+            target.pauses_in = 0
+        reloading = asyncio.create_task(reloaded(coordinator, in_flight=InFlight.ABORT))
+        # The client goes on after what breaks, but not after this.
+        with pytest.raises(Superseded, match="weights were replaced while it ran"):
+            await running
+        for target in pair:
+            target.runs.set()
+        assert (await reloading).aborted == 1
+    assert tokens_of(await generate(coordinator)) == said("new")
+
+
+async def test_whoever_goes_on_with_tokens_of_the_old_weights_is_told(coordinator, pair):
+    first = next(response.delta for response in await generate(coordinator) if response.HasField("delta"))
+    text_bytes = len(first.text.encode())
+    received = [generation_pb2.Received(index=0, token_ids=first.token_ids, text_bytes=text_bytes)]
+    on_old = await generate(coordinator, received=received, weights="old")
+    assert tokens_of(on_old) == said("old")[len(first.token_ids) :]
+    await reloaded(coordinator)
+    with pytest.raises(grpc.aio.AioRpcError) as ended:
+        await generate(coordinator, received=received, weights="old")
+    assert ended.value.code() is grpc.StatusCode.ABORTED
+    assert "the service runs with new, and the request began with old" in (ended.value.details() or "")
+
+
+async def test_requests_go_on_when_whoever_reloads_goes_away(coordinator, pair):
+    before = await running_request(coordinator, pair)
+    reloading = asyncio.create_task(reloaded(coordinator))
+    await until(lambda: coordinator.scheduler.weights.is_held)
+    after = asyncio.create_task(generate(coordinator))
+    await until(lambda: coordinator.scheduler.waiting_requests == 1)
+    reloading.cancel()
+    await until(lambda: not coordinator.scheduler.weights.is_held)
+    for target in pair:
+        target.runs.set()
+    assert [tokens_of(each) for each in await asyncio.gather(before, after)] == 2 * [said("old")]
+
+
+async def test_a_hold_that_takes_too_long_changes_nothing(coordinator, pair):
+    before = await running_request(coordinator, pair)
+    with pytest.raises(WorkerUnavailable, match="nothing has changed"):
+        # It cannot end before the request, which does not.
+        await reload_weights([coordinator.address], "/new", timeout_s=1.0)
+    for target in pair:
+        target.runs.set()
+    assert tokens_of(await before) == said("old")
+    assert tokens_of(await generate(coordinator)) == said("old")
+
+
+# -------------------------------------------------------------------------------------------------- who cannot follow
+
+
+async def test_where_one_target_cannot_run_with_them_nothing_changes(coordinator, pair):
+    del pair[1].folders["/new"]
+    with pytest.raises(WorkerRefused, match=r"1 of 2 targets .*: b \(127.*\): /new: model.norm.weight is missing"):
+        await reloaded(coordinator)
+    pair[1].folders["/new"] = "other"
+    with pytest.raises(WorkerRefused, match="not hold the same weights on every machine"):
+        await reloaded(coordinator)
+    assert versions(coordinator) == ["old", "old", "old"]
+    assert tokens_of(await generate(coordinator)) == said("old")
+
+
+async def test_a_target_that_fails_to_swap_is_left_alone_until_it_has(coordinator, pair, monkeypatch):
+    monkeypatch.setattr(reload, "_RETRY_S", 0.05)
+    pair[1].breaks = "the disk is gone"
+    outcome = await reloaded(coordinator)
+    assert [(target.name, target.error) for target in outcome.failed] == [("b", "the disk is gone")]
+    await until(lambda: sorted(states(coordinator)) == ["other weights", "serving"])
+    answers = await asyncio.gather(*(generate(coordinator) for _ in range(12)))
+    assert [tokens_of(each) for each in answers] == 12 * [said("new")]
+    pair[1].breaks = ""
+    await until(lambda: states(coordinator) == ["serving", "serving"])
+    assert pair[1].weights == NEW
+
+
+async def test_one_that_comes_back_with_old_weights_is_told_to_load(coordinator, pair, model_folder):
+    await reloaded(coordinator)
+    async with FakeTarget("c", model_folder, [coordinator]) as back:
+        await until(lambda: states(coordinator) == 3 * ["serving"])
+        assert back.weights == NEW
+
+
+async def test_a_coordinator_that_has_forgotten_takes_the_newest(model_folder):
+    newest = common_pb2.Weights(version="new", path="/new", reloads=4)
+    async with coordinator_of(model_folder) as coordinator, FakeTarget("a", model_folder, [coordinator]) as old:
+        await until(lambda: states(coordinator) == ["serving"])
+        old.runs.clear()
+        begun = asyncio.create_task(generate(coordinator))
+        await until(lambda: old.sessions)
+        async with FakeTarget("b", model_folder, [coordinator], weights=newest):
+            # It began on the old weights, and there is nobody left to go on with them.
+            with pytest.raises(grpc.aio.AioRpcError, match="weights were replaced") as ended:
+                await begun
+            assert ended.value.code() is grpc.StatusCode.ABORTED
+            old.runs.set()
+            await until(lambda: states(coordinator) == ["serving", "serving"])
+            assert old.weights == newest
+            assert tokens_of(await generate(coordinator)) == said("new")
+
+
+async def test_targets_that_were_started_with_different_weights_do_not_mix(model_folder, monkeypatch):
+    monkeypatch.setattr(reload, "_RETRY_S", 0.05)
+    other = common_pb2.Weights(version="new", path="/elsewhere")
+    async with coordinator_of(model_folder) as coordinator:
+        async with FakeTarget("a", model_folder, [coordinator]):
+            await until(lambda: states(coordinator) == ["serving"])
+            stranger = FakeTarget("b", model_folder, [coordinator], weights=other)
+            await stranger.__aenter__()
+            await until(lambda: states(coordinator) == ["serving", "other weights"])
+            assert tokens_of(await generate(coordinator)) == said("old")
+        try:
+            # Nobody else serves any more.
+            await until(lambda: states(coordinator) == ["serving"])
+            assert tokens_of(await generate(coordinator)) == said("new")
+        finally:
+            await stranger.__aexit__()
+
+
+# ----------------------------------------------------------------------------------------------- several coordinators
+
+
+async def test_several_coordinators_hold_before_any_target_swaps(model_folder):
+    async with (
+        coordinator_of(model_folder) as one,
+        coordinator_of(model_folder) as two,
+        FakeTarget("a", model_folder, [one, two]) as a,
+        FakeTarget("b", model_folder, [one, two]) as b,
+    ):
+        await until(lambda: states(one) == states(two) == ["serving", "serving"])
+        before = await running_request(two, [a, b])
+        reloading = asyncio.create_task(reloaded(one, two))
+        await until(lambda: one.scheduler.weights.is_held and two.scheduler.weights.is_held)
+        assert versions(one) == versions(two) == ["old", "old", "old"]
+        a.runs.set()
+        b.runs.set()
+        assert tokens_of(await before) == said("old")
+        assert (await reloading).failed == []
+        assert versions(one) == versions(two) == ["new", "new", "new"]
+        assert [tokens_of(await generate(each)) for each in (one, two)] == 2 * [said("new")]
+
+
+async def test_a_coordinator_that_was_not_asked_never_mixes(model_folder):
+    async with (
+        coordinator_of(model_folder) as asked,
+        coordinator_of(model_folder) as other,
+        FakeTarget("a", model_folder, [asked, other]) as target,
+    ):
+        await until(lambda: states(asked) == states(other) == ["serving"])
+        before = await running_request(other, [target])
+        assert (await reloaded(asked)).failed == []
+        target.runs.set()
+        with pytest.raises(grpc.aio.AioRpcError, match="weights were replaced") as ended:
+            await before
+        assert ended.value.code() is grpc.StatusCode.ABORTED
+        await until(lambda: versions(other) == ["new", "new"])
+        answer = await generate(other)
+        assert (tokens_of(answer), weights_of(answer)) == (said("new"), ["new", "new"])
+
+
+async def test_two_reloads_at_a_time_and_a_swap_without_a_hold_are_refused(coordinator, pair):
+    before = await running_request(coordinator, pair)
+    reloading = asyncio.create_task(reloaded(coordinator))
+    await until(lambda: coordinator.scheduler.weights.is_held)
+    with pytest.raises(WorkerRefused, match="another reload is under way"):
+        await reloaded(coordinator)
+    for target in pair:
+        target.runs.set()
+    await asyncio.gather(before, reloading)
+    async with open_channel(coordinator.address) as channel:
+        call = registry_pb2_grpc.RegistryServiceStub(channel).Reload(timeout=60)
+        await call.write(registry_pb2.ReloadCommand(swap=registry_pb2.ReloadSwap(weights=OLD)))
+        with pytest.raises(grpc.aio.AioRpcError, match="hold them first"):
+            await call.read()
+    assert tokens_of(await generate(coordinator)) == said("new")
