@@ -24,6 +24,7 @@ from outrider.draft_worker.session_checks import CommitMismatch
 from outrider.errors import OutriderError
 from outrider.log_output import about
 from outrider.metrics.worker import StepCounts
+from outrider.step_holdups import StepHoldups
 from outrider.step_watch import StepWatch
 from outrider.worker import share_interpreter
 
@@ -144,6 +145,7 @@ class GrowthThread:
         self._busy_ns = 0
         self.watch = StepWatch()
         self.counts = StepCounts()
+        self._holdups = StepHoldups(logger, "growth")
         # By rows: about how long a step took last.
         self._usual_s: dict[int, float] = {}
         # When the window of `busy` began, and the time in steps until then.
@@ -180,6 +182,7 @@ class GrowthThread:
         try:
             growth = self._make_growth()
             growth.wake = lambda: self.submit(())
+            self._holdups.begin()
             self.ready.set_result(growth)
             self._grow(growth)
         except BaseException as error:  # noqa: BLE001 - handed on through `stopped`, where the server ends
@@ -283,6 +286,7 @@ class GrowthThread:
     def _count(self, step: GrowthStep) -> None:
         self._note_busy(step.step_ns)
         self.counts.note(step.step_ns, step.forward_ns, rows=step.tokens, sessions=step.sessions)
+        self._holdups.note(step.step_ns, rows=step.tokens, sessions=step.sessions)
         self._usual_s[step.tokens.bit_length()] = step.step_ns / 1e9
 
     def _hand_out(self, step: GrowthStep) -> None:

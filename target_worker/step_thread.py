@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from outrider.errors import WorkerUnavailable
 from outrider.metrics.worker import StepCounts
+from outrider.step_holdups import StepHoldups
 from outrider.step_watch import StepWatch
 from outrider.target_worker.sessions import (
     Code,
@@ -149,6 +150,7 @@ class StepThread:
         self.watch = StepWatch()
         """Whether it still gets on."""
         self.counts = StepCounts()
+        self._holdups = StepHoldups(logger, "verification")
         self.weights = ""
         """Version of the model's weights, where it is known; sessions that began with other ones are not opened."""
         self.ready: Future[Verifier] = Future()
@@ -221,6 +223,7 @@ class StepThread:
         try:
             verifier = self._make_verifier()
             self._note(verifier)
+            self._holdups.begin()
             self.ready.set_result(verifier)
             self._serve(verifier)
         except BaseException as failure:  # noqa: BLE001 - handed on through `stopped`, where the server ends
@@ -382,7 +385,9 @@ class StepThread:
             self.counts.note(
                 step.step_ns, step.forward_ns, rows=step.tokens, sessions=step.sessions, is_prefill=not flight.jobs
             )
-            if not flight.jobs:
+            if flight.jobs:
+                self._holdups.note(step.step_ns, rows=step.tokens, sessions=step.sessions)
+            else:
                 # Nothing computed: older sessions hold the slots, until a batch changes that.
                 self._may_prefill = step.tokens > 0
             self._learn(flight)

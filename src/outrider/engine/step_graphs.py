@@ -8,6 +8,7 @@ as several graphs, short ones first: the device computes the first layers while 
 """
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -19,6 +20,7 @@ import torch
 from outrider.engine.buckets import Bucket
 from outrider.engine.step_buffers import StepLayout
 from outrider.engine.step_program import StepOutput
+from outrider.step_holdups import note_preparation
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +145,7 @@ class StepGraphs:
         self._missing.pop(bucket, None)
         if not self._enabled or bucket in self._captured or bucket in self._refused:
             return
+        begun = time.perf_counter()
         try:
             if bucket.tokens > self._max_tokens:
                 self._program.run(bucket, self._nothing(bucket))
@@ -154,6 +157,9 @@ class StepGraphs:
                 raise
             self._refused.add(bucket)
             logger.warning("no GPU memory for a CUDA graph of %s: such steps run slower: %s", bucket, error)
+        note_preparation(
+            f"graph captured: {bucket.tokens} rows, {bucket.sessions} sessions", time.perf_counter() - begun
+        )
 
     def compile(self, buckets: Sequence[Bucket], advance: Callable[[], object] = lambda: None) -> None:
         """Compiles what buckets need, several kernels at a time: most of a compilation runs beside others in threads.
