@@ -115,7 +115,7 @@ def fresh_entries(rig: Rig, tokens: Sequence[int]) -> torch.Tensor:
     head = rig.resident.head
     head.forward(
         head.fuse(runner.features[:count]),
-        torch.tensor(tokens[1:]),
+        torch.tensor(tokens[1:], device=runner.device),
         positions=step.batch.positions,
         write_slots=step.write_slots,
         batch=step.batch,
@@ -134,7 +134,7 @@ def held_entries(rig: Rig, number: int) -> tuple[list[int], torch.Tensor]:
 
 
 def _entries(caches: Sequence[torch.Tensor], slots: np.ndarray) -> torch.Tensor:
-    chosen = torch.from_numpy(slots.astype(np.int64))
+    chosen = torch.from_numpy(slots.astype(np.int64)).to(caches[0].device)
     return torch.stack([cache[chosen].flatten(1) for cache in caches], dim=1)
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -262,7 +263,7 @@ def test_estimates_are_those_of_the_calibration(temperature: float, rule: Verifi
     ]  # fmt: skip
     logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(3)) * 3
     logits[0, 3:] = -torch.inf
-    found = ranker.rank(RankedSessions(sessions, torch.device("cpu")), logits, depth=1)
+    found = ranker.rank(RankedSessions.of(sessions, torch.device("cpu")), logits, depth=1)
     assert found.tokens[0].tolist()[3] == -1
     assert found.acceptance[0].tolist()[3] == 0
     if spec.rule is VerificationRule.TARGET_ONLY:
@@ -309,3 +310,62 @@ def test_the_best_nodes_come_with_their_parents() -> None:
     grown = tree.nodes(columns, as_of=4, first_id=11)
     assert (grown.node_ids, grown.parents, grown.tokens) == ([11, 12, 13], [0, 0, 11], [5, 6, 7])
     assert tree_of(grown) == ([5, 6, 7], [0, 0, 1])
+
+
+def cuda_rig(checkpoint: Path, head: Path, **overrides: Any) -> Rig:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return make_rig(checkpoint, head, device="cuda", dtype="float32", **overrides)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}, {"deterministic": True}], ids=str)
+def test_on_a_gpu_tokens_and_the_heads_kv_are_the_same(
+    options: dict[str, Any], checkpoint: Path, head: Path, reference_model: PreTrainedModel
+) -> None:
+    rig = cuda_rig(checkpoint, head, **options)
+    rig.resident.warm_up()
+    prompts = {number: [*PROMPT, *range(number, number + 20)] for number in range(len(SPECS))}
+    for number, spec in enumerate(SPECS.values()):
+        rig.open(number, spec, prompt=prompts[number])
+    specs = dict(enumerate(SPECS.values()))
+
+    def is_live(number: int) -> bool:
+        out, spec = rig.outputs[number], specs[number]
+        return len(out) < spec.max_new_tokens and not (out and out[-1] in spec.stop_token_ids)
+
+    while live := [number for number in specs if is_live(number)]:
+        rig.step(live)
+        for number in live:
+            check_head(rig, number)
+    for number, spec in specs.items():
+        assert rig.outputs[number] == plain_decode(reference_model, prompts[number], spec).tokens, spec
+        rig.verifier.close((7, number), 1)
+    assert rig.runner.slots.used == 0
+
+
+@pytest.mark.gpu
+def test_a_round_is_one_graph_and_gives_the_trees_of_the_cpu(checkpoint: Path, head: Path, rig: Rig) -> None:
+    """Nothing in it asks the device for a value, and what comes back is what single operators give."""
+    other = cuda_rig(checkpoint, head)
+    other.resident.warm_up()
+    spec = SPECS["coupled"]
+    for each in (rig, other):
+        for number in (1, 2, 3):
+            each.open(number, replace(spec, seed=number), draft=DraftLimits(is_fixed=True))
+        each.step([1, 2, 3])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as trace:
+            other.step([1, 2, 3])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    rig.step([1, 2, 3])
+    launched = [event.name for event in trace.events() or () if event.name.startswith("cudaGraphLaunch")]
+    # The target's own step is three pieces (`outrider.engine.step_graphs`).
+    assert len(launched) <= 4
+    for number in (1, 2, 3):
+        mine, theirs = other.growth[number], rig.growth[number]
+        assert mine is not None and theirs is not None
+        assert (mine.tokens, mine.parents) == (theirs.tokens, theirs.parents)
+        rig.verifier.close((7, number), 1)
