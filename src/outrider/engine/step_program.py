@@ -7,7 +7,7 @@ Every launch depends on the bucket alone.
 Shapes: as in `outrider.engine.step_buffers`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,7 +99,26 @@ class StepProgram:
         """
         self._taps = taps
         size = (rows, len(taps) * self._decoder.spec.hidden_size)
-        self._features = torch.empty(size, dtype=self._features.dtype, device=self.device)
+        self._features = torch.zeros(size, dtype=self._features.dtype, device=self.device)
+
+    @property
+    def features(self) -> torch.Tensor:
+        """[rows, F] where steps of so many rows leave the tapped hidden states, each over the last one's."""
+        return self._features
+
+    def slot_rows(self, updates: Sequence[torch.Tensor], rows: torch.Tensor, key_len: torch.Tensor) -> torch.Tensor:
+        """The slots of sessions that no step is about, [S, row length]; valid until the next step.
+
+        Args:
+            updates: three [U], row, column and slot of entries that have changed; -1 for none.
+            rows: [S] of the slot table; -1 for none.
+            key_len: [S] slots of each.
+        """
+        update_slot_table(self._table, *updates)
+        sessions, row_len = rows.shape[0], self._table.shape[1]
+        slot_table = self._gathered[: sessions * row_len].view(sessions, row_len)
+        gather_slot_rows(self._table, rows, key_len, slot_table)
+        return slot_table
 
     @torch.inference_mode()
     def update_slots(self, updates: torch.Tensor) -> None:
