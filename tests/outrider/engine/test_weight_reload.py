@@ -19,6 +19,7 @@ from outrider.engine.weight_reload import check_weights
 from outrider.engine.weight_source import INDEX_FILE, SINGLE_FILE
 from outrider.engine.weight_version import weights_version
 from outrider.errors import CheckpointError
+from outrider.models import embedded_target_path
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -221,3 +222,42 @@ def test_files_that_are_written_meanwhile_are_noticed(folders, copy: Path):
     spoil_tensors(copy, lambda held: held["model.norm.weight"].add_(1))
     with pytest.raises(CheckpointError, match="its files have changed since they were checked"):
         checked.check_unchanged()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"quantization": "fp8"}, {"tensor_parallel_size": 2}], ids=str)
+def test_graphs_that_were_captured_run_the_other_weights(tmp_path: Path, options: dict[str, Any]):
+    if torch.cuda.device_count() < options.get("tensor_parallel_size", 1):
+        pytest.skip("needs as many CUDA devices")
+    other = Path(shutil.copytree(embedded_target_path(), tmp_path / "other"))
+    spoil_tensors(other, lambda held: [tensor.mul_(1.25) for tensor in held.values()])
+    runners = [
+        ModelRunner(EngineConfig(model_path=path, device="cuda", num_slots=4096, max_num_seqs=4, **options))
+        for path in (embedded_target_path(), other)
+    ]
+    try:
+        for runner in runners:
+            runner.warm_up()
+            logits(runner)
+            assert runner.steps is not None
+            while (missing := runner.steps.missing) is not None:
+                runner.steps.capture(missing)
+            assert runner.steps.graphs > 0
+        running, fresh = runners
+        before, there = logits(running), pointers(running)
+        check_weights(running.running(), other)
+        held = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        running.refill(other)
+        # A layer at a time beside what is there, never a second model.
+        weights = sum(file.stat().st_size for file in other.glob("*.safetensors"))
+        assert torch.cuda.max_memory_allocated() - held < weights / 2
+        assert pointers(running) == there
+        after = logits(running)
+        assert torch.equal(after, logits(fresh))
+        assert not torch.equal(after, before)
+        running.refill(Path(embedded_target_path()))
+        assert torch.equal(logits(running), before)
+    finally:
+        for runner in runners:
+            runner.close()
