@@ -4,7 +4,6 @@ Whoever registers as a worker is trusted with its own part: a target may choose 
 not trusted with the coordinator: ids that stand for nothing, numbers that no clock gives, columns that do not fit.
 """
 
-import operator
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -33,7 +32,11 @@ def check_verification(
     check_report(response.report)
     _check_total("tokens", response.token_counts, len(response.tokens))
     _check_total("accepted_nodes", response.accepted_counts, len(response.accepted_nodes))
-    if vocab_size is not None and response.tokens and (highest := max(response.tokens)) >= vocab_size:
+    if (
+        vocab_size is not None
+        and response.tokens
+        and (highest := int(np.array(response.tokens, dtype=np.int64).max())) >= vocab_size
+    ):
         raise ValueError(f"token {highest} emitted, ids below {vocab_size} needed")
     if len(set(response.session_ids)) < len(response.session_ids):
         raise ValueError("a session is answered twice in one step")
@@ -44,19 +47,25 @@ def check_verification(
 
 
 def _check_paths(response: target_pb2.VerifyResponse, node_counts: Mapping[int, int]) -> None:
-    nodes, before = list(response.accepted_nodes), 0
-    for session_id, count, emitted in zip(
-        response.session_ids, response.accepted_counts, response.token_counts, strict=True
-    ):
-        path, before = nodes[before : before + count], before + count
-        if not path:
-            continue
-        # Of the sessions that were not asked for nothing is taken.
-        most = node_counts.get(session_id, path[-1])
-        if path[0] < 1 or path[-1] > most or any(map(operator.ge, path, path[1:])):
-            raise ValueError(f"nodes {path[:8]} accepted of a tree of {most}; ascending ones from 1 needed")
-        if emitted > count + 1:
-            raise ValueError(f"{emitted} tokens emitted for {count} accepted nodes; one more at most")
+    nodes = np.array(response.accepted_nodes, dtype=np.int64)
+    counts = np.array(response.accepted_counts, dtype=np.int64)
+    emitted = np.array(response.token_counts, dtype=np.int64)
+    if not len(counts) == len(emitted) == len(response.session_ids):
+        raise ValueError("columns of different lengths in an answer")
+    # Of the sessions that were not asked for nothing is taken.
+    most = np.array([node_counts.get(session_id, _MOST_ROWS) for session_id in response.session_ids])
+    before = np.concatenate(([0], nodes[:-1]))
+    ends = np.cumsum(counts)
+    before[(ends - counts)[counts > 0]] = 0
+    wrong = np.flatnonzero((nodes <= before) | (nodes > np.repeat(most, counts)))
+    if len(wrong):
+        place = int(np.searchsorted(ends, wrong[0], side="right"))
+        path = nodes[ends[place] - counts[place] : ends[place]].tolist()
+        raise ValueError(f"nodes {path[:8]} accepted of a tree of {most[place]}; ascending ones from 1 needed")
+    wrong = np.flatnonzero((counts > 0) & (emitted > counts + 1))
+    if len(wrong):
+        place = int(wrong[0])
+        raise ValueError(f"{emitted[place]} tokens emitted for {counts[place]} accepted nodes; one more at most")
 
 
 def _check_total(name: str, counts: Sequence[int], entries: int) -> None:

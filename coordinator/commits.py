@@ -96,7 +96,7 @@ def commit(step: Step, answered: Sequence[tuple[int, Session, SessionVerdict]]) 
         keeps_tree=~group.is_sync,
     )
     _move(group, moves, token_ids, is_on)
-    is_drafted = np.array([bool(session.draft_epochs) for session in sessions])
+    is_drafted = states.draft[rows] != 0
     states.unanswered[rows[is_drafted & is_on]] += 1
     return Committed(
         step=step,

@@ -1,5 +1,6 @@
 """A draft worker as the scheduler sees it."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -23,6 +24,7 @@ class DraftPeer:
         width: nodes of one session that a step of it expands, an average that forgets.
         sources: by what it grows.
         is_draining: it takes no new sessions.
+        number: its own, as sessions note it in `Rows.draft`.
     """
 
     worker_id: str
@@ -34,6 +36,7 @@ class DraftPeer:
     width: float = 8.0
     sources: frozenset[GrowthSource] = frozenset({GrowthSource.MODEL})
     is_draining: bool = False
+    number: int = field(default_factory=itertools.count(1).__next__)
 
     @property
     def has_model(self) -> bool:

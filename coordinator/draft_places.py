@@ -68,7 +68,7 @@ class DraftPlaces:
         if not peer.has_model:
             # It speaks once a commit: what is deeper than a tree that is sent is there for the next one.
             opening = replace(opening, max_depth=2 * opening.max_depth)
-        session.draft_epochs[peer.worker_id] = opening.epoch
+        session.join_draft(peer.worker_id, peer.number, opening.epoch)
         peer.sessions.add(session.session_id)
         peer.link.open_session(opening)
 
@@ -104,8 +104,8 @@ class DraftPlaces:
             for session_id in peer.sessions:
                 other = self._sessions[session_id]
                 if self._count(other, source) > 1:
-                    peer.link.close_session(session_id, other.draft_epochs.pop(worker_id))
-                    other.mirror.forget_worker(worker_id)
+                    peer.link.close_session(session_id, other.draft_epochs[worker_id])
+                    other.leave_draft(worker_id)
                     peer.sessions.discard(session_id)
                     return peer
         return None

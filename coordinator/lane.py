@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from outrider.coordinator import clock
 from outrider.coordinator.candidates import Candidates, group_candidates
@@ -47,14 +48,14 @@ class Leaves:
         has_tree: [S] whether anything is known below the root.
     """
 
-    values: Sequence[float]
-    has_tree: Sequence[bool]
+    values: npt.NDArray[np.float64]
+    has_tree: npt.NDArray[np.bool_]
 
 
 class _Offer(NamedTuple):
-    """The candidates of a list of sessions, as their forest was then."""
+    """The candidates of some sessions, as their forest was then."""
 
-    sessions: Sequence[Session]
+    group: Group
     version: int | None
     found: Candidates
 
@@ -94,7 +95,7 @@ class TargetLane:
         """Its last heartbeat said that what it runs may be compiling."""
         self._fair_slowdown = fair_slowdown
         self._offer: _Offer | None = None
-        self._group: Group | None = None
+        self._groups: list[Group] = []
         self._row_ns = 0.0
         self._changed = asyncio.Event()
 
@@ -143,7 +144,7 @@ class TargetLane:
         self.suspects.discard(session.session_id)
         if self.sessions.pop(session.session_id, None) is None:
             return False
-        self._group = self._offer = None
+        self._groups, self._offer = [], None
         if session.target_id == self.worker_id:
             self.link.close_session(session.session_id, session.target_epoch)
         return True
@@ -211,23 +212,29 @@ class TargetLane:
                 timer.cancel()
 
     def group(self, sessions: Sequence[Session]) -> Group:
-        """These sessions in columns; mostly they are those of the last batch."""
-        if self._group is None or self._group.sessions != sessions:
-            self._group = Group(sessions)
-        return self._group
+        """These sessions in columns; mostly they are those of the last batch, or of the one before."""
+        for group in self._groups:
+            if group.sessions == sessions:
+                return group
+        self._groups = [Group(sessions), *self._groups[:1]]
+        return self._groups[0]
 
     def candidates(self, sessions: Sequence[Session]) -> Candidates:
         """The best nodes of each session, as far as its request and this target go."""
         group = self.group(sessions)
         version = None if group.forest is None else group.forest.version
         offer = self._offer
-        # Whether to wait and what to send are asked of the same list, with nothing in between.
-        if offer is None or version is None or offer.sessions is not sessions or offer.version != version:
-            offer = self._offer = _Offer(sessions, version, group_candidates(group, self.limits.max_tree_nodes))
+        # Whether to wait and what to send are asked of the same sessions, with nothing in between.
+        if offer is None or version is None or offer.group is not group or offer.version != version:
+            offer = self._offer = _Offer(group, version, group_candidates(group, self.limits.max_tree_nodes))
         return offer.found
 
     def leaf_values(
-        self, sessions: Sequence[Session], *, widths: Sequence[float], by_model: Sequence[bool] | None = None
+        self,
+        sessions: Sequence[Session],
+        *,
+        widths: Sequence[float] | npt.NDArray[np.floating],
+        by_model: Sequence[bool] | npt.NDArray[np.bool_] | None = None,
     ) -> Leaves:
         """The leaves that the next level of each session will hang from.
 
@@ -259,7 +266,7 @@ class TargetLane:
             anew = ~bare & (most > 0) & (leaves.root_shares > 0)
             sums[anew] = leaves.root_shares[anew] * np.maximum(1.0 - displaced[anew] / hit, 0.0)
             has_tree &= leaves.root_shares == 0
-        return Leaves(values=sums.tolist(), has_tree=has_tree.tolist())
+        return Leaves(values=sums, has_tree=has_tree)
 
     def _most(self, sessions: Sequence[Session]) -> Ints:
         """[S] nodes that a session may send."""

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 
 import grpc
 import grpc.aio
@@ -260,44 +260,35 @@ class TargetLink(_Link):
 
 
 def _verify_result(response: target_pb2.VerifyResponse, growth: GrowthBatch | None) -> VerifyResult:
-    faults = {(error.session_id, error.epoch): _fault(error) for error in response.errors}
-    logprobs = {entry.row: _logprobs(entry) for entry in response.logprobs}
-    verdicts = []
-    columns = zip(
+    sessions = len(response.session_ids)
+    accepted, tokens = list(response.accepted_nodes), list(response.tokens)
+    token_counts = list(response.token_counts)
+    outcomes = list(response.outcomes)
+    if 0 in token_counts and any(
+        not count and outcome == target_pb2.OUTCOME_ACCEPTED
+        for count, outcome in zip(token_counts, outcomes, strict=True)
+    ):
+        raise ValueError("an accepted tree without a token")
+    deferred: Iterable[bool] = itertools.repeat(False, sessions)
+    faults: Iterable[SessionFault | None] = itertools.repeat(None, sessions)
+    logprobs: Iterable[TokenLogprobs | None] = itertools.repeat(None, sessions)
+    if outcomes.count(target_pb2.OUTCOME_ACCEPTED) < sessions:
+        deferred = [outcome == target_pb2.OUTCOME_DEFERRED for outcome in outcomes]
+        faults = _faults(response)
+    if response.logprobs:
+        of_rows = {entry.row: _logprobs(entry) for entry in response.logprobs}
+        logprobs = map(of_rows.get, range(sessions))
+    columns = (
         response.session_ids,
         response.epochs,
-        response.outcomes,
-        response.accepted_counts,
-        response.token_counts,
-        response.cached_tokens or itertools.repeat(0, len(response.session_ids)),
-        strict=True,
+        deferred,
+        faults,
+        _split(accepted, response.accepted_counts),
+        _split(tokens, token_counts),
+        logprobs,
+        response.cached_tokens or itertools.repeat(0, sessions),
     )
-    accepted_nodes, tokens = list(response.accepted_nodes), list(response.tokens)
-    nodes_before = tokens_before = 0
-    for row, (session_id, epoch, outcome, accepted, emitted, cached_tokens) in enumerate(columns):
-        token_ids = tokens[tokens_before : tokens_before + emitted]
-        tokens_before += emitted
-        nodes_before += accepted
-        deferred, fault = False, None
-        if outcome == target_pb2.OUTCOME_ACCEPTED:
-            if not token_ids:
-                raise ValueError("an accepted tree without a token")
-        else:
-            deferred = outcome == target_pb2.OUTCOME_DEFERRED
-            if outcome == target_pb2.OUTCOME_ERROR:
-                fault = faults.get((session_id, epoch), _NO_REASON)
-        verdicts.append(
-            SessionVerdict(
-                session_id,
-                epoch,
-                deferred,
-                fault,
-                accepted_nodes[nodes_before - accepted : nodes_before],
-                token_ids,
-                logprobs.get(row) if logprobs else None,
-                cached_tokens,
-            )
-        )
+    verdicts = list(map(SessionVerdict._make, zip(*columns, strict=True)))
     return VerifyResult(
         step=response.step,
         verdicts=verdicts,
@@ -306,6 +297,21 @@ def _verify_result(response: target_pb2.VerifyResponse, growth: GrowthBatch | No
         step_tokens=response.report.tokens,
         growth=growth,
     )
+
+
+def _split(values: Sequence[int], counts: Sequence[int]) -> list[Sequence[int]]:
+    """The first so many, the next so many, ..."""
+    ends = list(itertools.accumulate(counts))
+    return [values[end - count : end] for end, count in zip(ends, counts, strict=True)]
+
+
+def _faults(response: target_pb2.VerifyResponse) -> list[SessionFault | None]:
+    """[S] why a session is closed; None of those that are not."""
+    faults = {(error.session_id, error.epoch): _fault(error) for error in response.errors}
+    return [
+        faults.get((session_id, epoch), _NO_REASON) if outcome == target_pb2.OUTCOME_ERROR else None
+        for session_id, epoch, outcome in zip(response.session_ids, response.epochs, response.outcomes, strict=True)
+    ]
 
 
 def _fault(error: common_pb2.SessionError) -> SessionFault:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from outrider.coordinator.candidates import Candidates
 from outrider.coordinator.forest import Floats
@@ -27,7 +28,7 @@ class OpenLeaves(NamedTuple):
     root_shares: Floats | None
 
 
-def open_leaves(found: Candidates, by_model: Sequence[bool] | None) -> OpenLeaves:
+def open_leaves(found: Candidates, by_model: Sequence[bool] | npt.NDArray[np.bool_] | None) -> OpenLeaves:
     """The leaves among candidates.
 
     Args:
@@ -45,8 +46,8 @@ def open_leaves(found: Candidates, by_model: Sequence[bool] | None) -> OpenLeave
     roots = np.maximum(forest.root[rows], 0)
     root_shares = forest.mix.open_shares(forest, roots, offered)
     root_shares[rows == 0] = 0.0
-    if by_model is not None and not all(by_model):
-        other = ~np.array(by_model)
+    if by_model is not None and not np.all(by_model):
+        other = ~np.asarray(by_model)
         shares = np.where(other[found.places], found.is_leaf, shares)
         root_shares[other] = 0.0
     kept = shares > 0

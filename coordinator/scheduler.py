@@ -215,7 +215,8 @@ class Scheduler:
             peer.sessions.discard(session.session_id)
             peer.link.close_session(session.session_id, epoch)
         had_draft = bool(session.draft_epochs)
-        session.draft_epochs.clear()
+        for worker_id in list(session.draft_epochs):
+            session.leave_draft(worker_id)
         session.close()
         for lane in self._lanes.values():
             if lane.let_go(session):
@@ -417,8 +418,7 @@ class Scheduler:
 
     def _take_from_draft(self, peer: DraftPeer, sessions: Sequence[Session]) -> None:
         for session in sessions:
-            session.draft_epochs.pop(peer.worker_id, None)
-            session.mirror.forget_worker(peer.worker_id)
+            session.leave_draft(peer.worker_id)
         peer.sessions.clear()
         self._draft_places.assign_all(sessions)
         self._notify_all()
@@ -482,8 +482,7 @@ class Scheduler:
         if session is None or peer is None or session.draft_epochs.get(worker_id) != epoch:
             return
         logger.info("draft %s gave up session %d: %s", worker_id, session_id, message, extra=session.ids)
-        del session.draft_epochs[worker_id]
-        session.mirror.forget_worker(worker_id)
+        session.leave_draft(worker_id)
         peer.sessions.discard(session_id)
         session.refused_by.add(worker_id)
         self._draft_places.assign(session)

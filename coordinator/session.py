@@ -121,6 +121,18 @@ class Session:
         if self.mirror.is_chain:
             self.rows.remove(self.row)
 
+    def join_draft(self, worker_id: str, number: int, epoch: int) -> None:
+        """A draft grows its tree from now on."""
+        self.rows.draft[self.row] = -1 if self.draft_epochs else number
+        self.draft_epochs[worker_id] = epoch
+
+    def leave_draft(self, worker_id: str) -> int | None:
+        """A draft does so no more, what it has grown stays; its epoch there, if it did."""
+        epoch = self.draft_epochs.pop(worker_id, None)
+        self.rows.draft[self.row] = -1 if self.draft_epochs else 0
+        self.mirror.forget_worker(worker_id)
+        return epoch
+
     @property
     def committed_ns(self) -> int:
         """When tokens were last committed, or the session was placed."""

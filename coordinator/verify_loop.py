@@ -19,7 +19,7 @@ from outrider.coordinator.commits import Committed, commit, tell_drafts
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.draft_demand import DraftDemand
 from outrider.coordinator.draft_peer import DraftPeer
-from outrider.coordinator.firing import GrowthForecast, Outlook, patience_ns
+from outrider.coordinator.firing import patience_ns
 from outrider.coordinator.lane import TargetLane
 from outrider.coordinator.messages import (
     FaultKind,
@@ -31,6 +31,7 @@ from outrider.coordinator.messages import (
 )
 from outrider.coordinator.metrics_counts import ServingCounts
 from outrider.coordinator.one_graph import credit, is_resident
+from outrider.coordinator.outlooks import outlooks
 from outrider.coordinator.resident import graft_resident
 from outrider.coordinator.rounds import Step, Way
 from outrider.coordinator.session import Session
@@ -41,8 +42,6 @@ from outrider.errors import WorkerUnavailable
 _DEFERRED_PAUSE_NS = 5_000_000
 # Sessions whose clients hear before the event loop looks for results and growth again: some 40 us each.
 _DELIVERED_AT_ONCE = 16
-# A draft that has answered none of a session's last commits is waited for at every so many of them only.
-_RETRY_COMMITS = 8
 _UNANSWERED = SessionFault(kind=FaultKind.LOST, message="the target left it out of its answer")
 
 
@@ -139,6 +138,8 @@ class VerifyLoop:
     def _ready(self, now_ns: int) -> Sequence[Session]:
         """The next batch's sessions: while others can run, those whose fixed tree is still growing stay out of it."""
         sessions = self.lane.next_group(now_ns)
+        if not self.lane.group(sessions).is_sync.any():
+            return sessions
         return [session for session in sessions if self._sync_wait_left_ns(session) <= 0] or sessions
 
     def _hold_s(self, sessions: Sequence[Session], now_ns: int) -> float:
@@ -173,58 +174,23 @@ class VerifyLoop:
 
     def patience_ns(self, sessions: Sequence[Session], *, waited_ns: int) -> float:
         """How long the free target should wait for these sessions' drafts; 0 is not at all."""
-        if all(session.mode is SpeculationMode.SYNC for session in sessions):
-            return max(self._sync_wait_left_ns(session) for session in sessions)
         lane = self.lane
+        group = lane.group(sessions)
+        if group.is_sync.all():
+            return max(self._sync_wait_left_ns(session) for session in sessions)
         if lane.one_graph:
             # Those whose draft is the target's own have nothing to wait for.
-            sessions = [session for session in sessions if not is_resident(session)]
-        if lane.way.current != Way.WAIT or not sessions:
+            group = lane.group([session for session in sessions if not is_resident(session)])
+        if lane.way.current != Way.WAIT or not len(group):
             return 0.0
+        now_ns = clock.now_ns()
         return patience_ns(
-            self._outlooks(sessions),
+            outlooks(lane, group, self._drafts, now_ns),
             gains=lane.misses.level_gains(),
-            rate=lane.pace.rate(len(sessions)),
-            now_ns=clock.now_ns(),
+            rate=lane.pace.rate(len(group)),
+            now_ns=now_ns,
             left_ns=self._config.verify_wait_cap_ms * 1e6 - waited_ns,
         )
-
-    def _outlooks(self, sessions: Sequence[Session]) -> list[Outlook]:
-        """What growth is expected, together for all sessions that expect it of one draft at one time."""
-        found: dict[tuple[str, int], tuple[GrowthForecast, float]] = {}
-        now_ns = clock.now_ns()
-        peers = [self._speaker(session) for session in sessions]
-        leaves = self.lane.leaf_values(
-            sessions,
-            widths=[peer.width if peer else 0.0 for peer in peers],
-            by_model=[peer is None or peer.has_model for peer in peers],
-        )
-        for session, peer, value, has_tree in zip(sessions, peers, leaves.values, leaves.has_tree, strict=True):
-            if peer is None or value <= 0 or not (peer.has_model or session.unanswered_commits):
-                continue
-            step, since_ns = peer.link.step_latency, peer.last_growth_ns
-            latency = step
-            # The step that the draft is in may expand what has just become the root, although it does not know of it
-            # yet; else it has to hear of it first.
-            by_itself = session.mirror.root_was_drafted and has_tree and step.left_ns(now_ns - since_ns)
-            if session.unanswered_commits and not by_itself:
-                since_ns, latency = session.committed_ns, peer.response
-            key = peer.worker_id, since_ns
-            if (known := found.get(key)) is None:
-                known = GrowthForecast(since_ns=since_ns, latency=latency, step=step), 0.0
-            found[key] = known[0], known[1] + value
-        return [Outlook(forecast=forecast, value=value) for forecast, value in found.values()]
-
-    def _speaker(self, session: Session) -> DraftPeer | None:
-        """The draft that is expected to speak of this session next; None where it is not waited for."""
-        epochs, unanswered = session.draft_epochs, session.unanswered_commits
-        if session.mode is not SpeculationMode.ASYNC or (unanswered > 1 and unanswered % _RETRY_COMMITS):
-            return None
-        if len(epochs) == 1:
-            return self._drafts.get(next(iter(epochs)))
-        peers = [peer for worker_id in epochs if (peer := self._drafts.get(worker_id)) is not None]
-        # A trie answers a commit at once and then says no more: what there is to wait for is a model's.
-        return max(peers, key=lambda peer: (peer.has_model, peer.last_growth_ns), default=None)
 
     def _sync_wait_left_ns(self, session: Session) -> float:
         """While a `sync` session's tree of this round is still growing, how long it is worth waiting for."""
