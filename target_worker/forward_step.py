@@ -27,10 +27,11 @@ from outrider.target_worker.rules import verify
 from outrider.target_worker.sessions import TokenLogprobs
 from outrider.target_worker.walk import Walk, completed, walks_of
 
-_NO_LOGITS = torch.empty(0)
+NO_LOGITS = torch.empty(0)
+"""Of a session whose logits nobody asks for."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, slots=True)
 class Verdict:
     """What a forward decides for one session.
 
@@ -42,7 +43,7 @@ class Verdict:
     """
 
     walk: Walk
-    raw: torch.Tensor = field(default_factory=lambda: _NO_LOGITS)
+    raw: torch.Tensor = field(default_factory=lambda: NO_LOGITS)
     drafted: int = 0
     drafts: bool = False
 
@@ -140,7 +141,7 @@ class WalkedStep(ForwardStep):
         else:
             self._launched.wait()
         self.forward_ns = self._launched.device_ns()
-        return {work: Verdict(walk=walk, raw=_NO_LOGITS) for work, walk in zip(self._trees, walks, strict=True)}
+        return {work: Verdict(walk=walk, raw=NO_LOGITS) for work, walk in zip(self._trees, walks, strict=True)}
 
 
 def start_forward(runner: ModelRunner, works: Sequence[Work]) -> ForwardStep:

@@ -21,17 +21,20 @@ from outrider.engine.one_graph_buckets import RoundNeeds
 from outrider.engine.one_graph_runner import LaunchedRound, RoundRunner
 from outrider.engine.one_graph_shape import RoundShape
 from outrider.engine.one_graph_staging import RoundAnswer, RoundColumns
-from outrider.target_worker.forward_step import ForwardStep, Verdict
+from outrider.target_worker.forward_step import NO_LOGITS, ForwardStep, Verdict
 from outrider.target_worker.one_graph_lists import NO_NEEDS, SessionNeeds, lists_of, needs_of
 from outrider.target_worker.planning import Work
 from outrider.target_worker.sessions import Session, TokenLogprobs, TreeRequest
-from outrider.target_worker.walk import Walk, walks_of
+from outrider.target_worker.walk import walks_of
+
+NO_ROUND_NEEDS = RoundNeeds()
+"""Of sessions that ask for nothing but choices."""
 
 # Of a node whose token only the device knows.
 _UNKNOWN = -1
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, slots=True)
 class RoundVerdict(Verdict):
     """What a round decides for one session.
 
@@ -91,19 +94,14 @@ class RoundStep(ForwardStep):
         answer = self._launched.result()
         step = answer.step
         walks = walks_of(step.tokens, step.rows, step.accepted)
-        for place, (work, walk, known) in enumerate(zip(self._works, walks, self._known, strict=True)):
-            verdicts[id(work)] = self._verdict(place, walk, known, answer)
+        nodes, row = self._shape.nodes, 0
+        for work, walk, known in zip(self._works, walks, self._known, strict=True):
+            verdicts[id(work)] = RoundVerdict(
+                walk=walk, raw=NO_LOGITS, drafted=nodes if known else 0, drafts=True, answer=answer, row=row
+            )
+            row += nodes + 1
         self.forward_ns = self._launched.device_ns() + (0 if self._before is None else self._before.forward_ns)
         return verdicts
-
-    def _verdict(self, place: int, walk: Walk, known: bool, answer: RoundAnswer) -> RoundVerdict:
-        return RoundVerdict(
-            walk=walk,
-            drafted=self._shape.nodes if known else 0,
-            drafts=True,
-            answer=answer,
-            row=place * self._shape.rows,
-        )
 
 
 class RoundDraft:
@@ -117,6 +115,26 @@ class RoundDraft:
     def __init__(self, runner: RoundRunner, slots: SlotTable) -> None:
         self.runner, self._slots = runner, slots
         self._parents = runner.shape.parents
+
+    def alone(self, asked: Sequence[tuple[Session, TreeRequest]]) -> list[Work] | None:
+        """The works of a batch that a round takes as it is, their slots reserved: the usual case, in little time.
+
+        Args:
+            asked: sessions whose prompts are computed, and what is asked of each.
+
+        Returns:
+            None where a session asks for something else, or not all fit: then there is something to plan.
+        """
+        shape, slots = self.runner.shape, self._slots
+        fits = 0 < len(asked) <= self.runner.ladder.max_sessions and len(asked) * shape.slots <= slots.free
+        if not fits or not all(tree.resident and session.only_chooses and not tree.tokens for session, tree in asked):
+            return None
+        works = []
+        for session, tree in asked:
+            context = slots.length(session.row)
+            slots.extend(session.row, shape.slots)
+            works.append(Work(session=session, tree=tree, context=context, verifies=True, nodes=shape.nodes))
+        return works
 
     def expanded(self, tree: TreeRequest, session: Session) -> TreeRequest:
         """A request for resident candidates, or for a plain step, as the planner counts it: with nodes of no token."""

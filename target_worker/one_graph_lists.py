@@ -60,11 +60,11 @@ NO_NEEDS = SessionNeeds()
 
 def needs_of(session: Session, shape: RoundShape) -> SessionNeeds | None:
     """What the session asks for; None where it is something that no round can do."""
+    if session.only_chooses:
+        return NO_NEEDS
     spec = session.sampling
     if spec.grammar or spec.is_synthetic or spec.rule is not VerificationRule.COUPLED:
         return None
-    if not spec.reads_logits:
-        return NO_NEEDS
     return SessionNeeds(
         entries=len(session.counts()[0]) if spec.has_penalties else 0,
         biased=len(spec.logit_bias),

@@ -95,6 +95,11 @@ class Planner:
         self._waiting_for: tuple[int, int] | None = None
         self.preemptions = 0
 
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether a session keeps younger ones from slots that it waits for."""
+        return self._waiting_for is not None
+
     def plan(
         self,
         asked: Sequence[tuple[Session, TreeRequest]],

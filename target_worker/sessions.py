@@ -153,6 +153,7 @@ class Session:
         drafted: what that has grown below its last token.
         next_node_id: of what that grows.
         drafted_at: tokens that it had when the candidates that the device holds for its row were drafted; 0: none are.
+        only_chooses: nothing but the coupled rule's choice is asked for: all that most one-graph rounds need to know.
     """
 
     key: SessionKey
@@ -174,6 +175,7 @@ class Session:
     drafted: GrownTree | None = field(default=None, init=False, repr=False)
     next_node_id: int = field(default=1, init=False)
     drafted_at: int = field(default=0, init=False)
+    only_chooses: bool = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)
     coins: SyntheticCoins | None = field(init=False, repr=False)
     _counts: "TokenCounts | None" = field(default=None, init=False, repr=False)
@@ -182,6 +184,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.stop_token_ids = frozenset(self.sampling.stop_token_ids)
+        self.only_chooses = not (self.sampling.reads_logits or self.sampling.is_synthetic)
         self.coins = None
         if self.sampling.is_synthetic:
             self.coins = SyntheticCoins(self.sampling)

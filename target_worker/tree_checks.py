@@ -13,6 +13,8 @@ def check_length(tree: TreeRequest, session: Session, *, num_slots: int) -> None
     Raises:
         SessionFault: FAILED_PRECONDITION where tokens are missing here, else INVALID_ARGUMENT.
     """
+    if session.prompt_len <= tree.length <= min(len(session.tokens), session.limit - 1, num_slots):
+        return
     given = f"length {tree.length} given"
     if tree.length > len(session.tokens):
         held = len(session.tokens)
@@ -35,6 +37,8 @@ def check_tree(tree: TreeRequest, rule: VerificationRule, vocab_size: int) -> No
         SessionFault: INVALID_ARGUMENT, with what is wrong.
     """
     count = len(tree.tokens)
+    if not count and not tree.parents and not tree.distributions:
+        return
     if count != len(tree.parents):
         raise _fault(f"{count} tokens and {len(tree.parents)} parents given, as many needed")
     if any(not 0 <= token < vocab_size for token in tree.tokens):

@@ -19,7 +19,7 @@ from outrider.errors import OutOfSlots
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.matcher import SessionGrammar
 from outrider.target_worker.forward_step import ForwardStep, Verdict, start_forward
-from outrider.target_worker.one_graph import RoundDraft
+from outrider.target_worker.one_graph import NO_ROUND_NEEDS, RoundDraft
 from outrider.target_worker.open_checks import check_open
 from outrider.target_worker.planning import Planner, Work, step_shape
 from outrider.target_worker.prefill_pace import PrefillPace
@@ -327,8 +327,6 @@ class Verifier:
                 session = self._checked(tree, repeated=count[tree.key] > 1)
                 # Until its grammar is compiled nothing can be chosen; the others do not wait for that.
                 if session.grammar is None or session.grammar.is_ready:
-                    if rounds is not None and self._kv.pending(session) == 0:
-                        tree = rounds.expanded(tree, session)  # noqa: PLW2901 - what stands for it from here on
                     asked.append((session, tree))
                     places.append(place)
             except SessionFault as fault:
@@ -336,11 +334,28 @@ class Verifier:
         for place, result in enumerate(results):
             if result.outcome is Outcome.ERROR:
                 self.close(trees[place].key, trees[place].epoch)
-        works = self._planner.plan(asked, self._sessions.values(), max_rows=max_rows, chunk_ns=chunk_ns)
+        works = self._round_alone(asked, rounds)
+        if rounds is not None and works is not None:
+            forward = rounds.launch(works, NO_ROUND_NEEDS, None)
+        else:
+            if rounds is not None:
+                asked = [
+                    (session, rounds.expanded(tree, session) if self._kv.pending(session) == 0 else tree)
+                    for session, tree in asked
+                ]
+            works = self._planner.plan(asked, self._sessions.values(), max_rows=max_rows, chunk_ns=chunk_ns)
+            forward = self._start(works, rounds)
         for work in works:
             work.session.in_flight = work.rows > 0
-        forward = self._start(works, rounds)
         return PendingStep(begin_ns=begin_ns, results=results, places=places, works=works, forward=forward)
+
+    def _round_alone(
+        self, asked: Sequence[tuple[Session, TreeRequest]], rounds: RoundDraft | None
+    ) -> list[Work] | None:
+        """The usual batch in one-graph mode, which leaves nothing to plan; None where something does."""
+        if rounds is None or self._planner.is_waited_for or self.has_pending_prefill:
+            return None
+        return rounds.alone(asked)
 
     def _start(self, works: list[Work], rounds: RoundDraft | None) -> ForwardStep:
         """The forward of all works: a one-graph round, an ordinary step, or one behind the other."""
