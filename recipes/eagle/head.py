@@ -117,11 +117,12 @@ def _attend(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     """Causal attention to the first keys, and to the row's own of the others; all [N, H, T, D]."""
     if len(keys) == 1:
         return functional.scaled_dot_product_attention(query, keys[0], values[0], is_causal=True)
-    rows, scale = query.shape[2], query.shape[3] ** -0.5
-    hidden = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)
-    scores = [(query @ keys[0].mT * scale).masked_fill(hidden, float("-inf"))]
-    scores += [(query * key).sum(-1, keepdim=True) * scale for key in keys[1:]]
-    weights = torch.cat(scores, dim=-1).float().softmax(-1).to(query.dtype)
+    rows, query = query.shape[2], query * query.shape[3] ** -0.5
+    hidden = torch.full((rows, rows), float("-inf"), dtype=query.dtype, device=query.device).triu(1)
+    # These matrices are most of what a step moves: masked as they are made, and never widened.
+    causal = torch.baddbmm(hidden, query.flatten(0, 1), keys[0].flatten(0, 1).mT).unflatten(0, query.shape[:2])
+    scores = [causal, *((query * key).sum(-1, keepdim=True) for key in keys[1:])]
+    weights = torch.cat(scores, dim=-1).softmax(-1)
     mixed = weights[..., :rows] @ values[0]
     for place, value in enumerate(values[1:]):
         mixed = mixed + weights[..., rows + place, None] * value

@@ -49,6 +49,8 @@ class Recipe:
         shape: of the head; hidden size and vocabulary are the target's.
         taps: after how many of the target's layers features are taken.
         unroll: drafting steps that are trained.
+        judged: how many of them, drawn anew for every step of the loop, are held against the target: the vocabulary's
+            rows are most of the arithmetic.
         step_share: how much less each of them counts than the one before.
         text_tokens: source that is read.
         written: what the target writes.
@@ -63,6 +65,7 @@ class Recipe:
     written: SamplingConfig
     windows: TrainingConfig
     unroll: int = 6
+    judged: int = 3
     step_share: float = 0.9
     text_tokens: int = 30_000_000
     seconds: float = 600.0
@@ -137,8 +140,9 @@ def run_loop(head: Eagle3, target: Llama, stream: Tensor, recipe: Recipe, save: 
     for step, (tokens, _) in enumerate(token_windows(stream, config)):
         now = time.perf_counter() - begin
         set_learning_rate(optimisers, min(int(10_000 * now / recipe.seconds), 9_999), 10_000, config.decay_share)
-        losses = _losses(head, target, tokens, recipe.unroll, divergence)
-        total = sum(share * (kl + variation) for share, (kl, variation) in zip(shares, losses, strict=True))
+        drawn = sorted(int(place) for place in torch.randperm(recipe.unroll)[: recipe.judged])
+        losses = _losses(head, target, tokens, unroll=recipe.unroll, drawn=drawn, divergence=divergence)
+        total = sum(shares[place] * (kl + variation) for place, (kl, variation) in zip(drawn, losses, strict=True))
         assert isinstance(total, Tensor)
         total.backward()
         for optimiser in optimisers:
@@ -146,7 +150,8 @@ def run_loop(head: Eagle3, target: Llama, stream: Tensor, recipe: Recipe, save: 
             optimiser.zero_grad(set_to_none=True)
         if time.perf_counter() - shown > recipe.seconds / 30 or step == 0:
             shown = time.perf_counter()
-            values = " ".join(f"{kl.item():.3f}/{variation.item():.3f}" for kl, variation in losses)
+            pairs = zip(drawn, losses, strict=True)
+            values = " ".join(f"{place}: {kl.item():.3f}/{variation.item():.3f}" for place, (kl, variation) in pairs)
             if not math.isfinite(total.item()):
                 raise FloatingPointError(f"loss {total.item()} at step {step}")
             logger.info("%.0f s, step %d: kl/variation of each drafting step %s", now, step + 1, values)
@@ -162,10 +167,12 @@ def _losses(
     head: Eagle3,
     target: Llama,
     tokens: Tensor,
+    *,
     unroll: int,
+    drawn: Sequence[int],
     divergence: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
 ) -> list[tuple[Tensor, Tensor]]:
-    """KL and total variation of each drafting step, on windows [N, T]."""
+    """KL and total variation of the drawn ones of `unroll` drafting steps, on windows [N, T]."""
     dtype = compute_dtype(tokens.device)
     features, logits = target_rows(target, tokens, head.taps, dtype)
     embedding = target.model.embed_tokens.weight
@@ -176,7 +183,7 @@ def _losses(
     p = log_p.exp()
     entropy = -(p * log_p).sum(-1).mean()
     p = p.to(dtype)
-    losses = [divergence(rows.flatten(0, 1), output, p) for rows in normed]
+    losses = [divergence(rows.flatten(0, 1), output, p) for rows in (normed[place] for place in drawn)]
     return [(cross_entropy - entropy, variation) for cross_entropy, variation in losses]
 
 
@@ -224,6 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch", type=int, help="windows of a training step")
     parser.add_argument("--window", type=int, help="tokens of a window")
     parser.add_argument("--unroll", type=int, help="drafting steps that are trained")
+    parser.add_argument("--judged", type=int, help="how many of them are held against the target in each step")
     parser.add_argument("--taps", type=int, nargs=3, help="after how many layers features are taken")
     parser.add_argument("--seed", type=int, help="of windows and of what the target writes")
     parser.add_argument("--decay-share", type=float, help="of the time, in which learning rates fall to zero")
@@ -260,6 +268,7 @@ def _recipe(options: argparse.Namespace) -> Recipe:
     changes = {
         "seconds": options.seconds,
         "unroll": options.unroll,
+        "judged": options.judged,
         "begin_with": options.begin_with,
         "taps": None if options.taps is None else tuple(options.taps),
         "windows": replace(recipe.windows, **{name: value for name, value in windows.items() if value is not None}),
