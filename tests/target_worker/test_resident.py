@@ -60,7 +60,8 @@ def check_head(rig: Rig, number: int) -> None:
     tokens, entries = held_entries(rig, number)
     if not len(entries):
         return
-    torch.testing.assert_close(entries, fresh_entries(rig, tokens), rtol=1e-4, atol=1e-4)
+    near = 1e-4 if rig.runner.device.type == "cpu" else 1e-3
+    torch.testing.assert_close(entries, fresh_entries(rig, tokens), rtol=near, atol=near)
 
 
 @pytest.mark.parametrize("name", SPECS)
