@@ -195,14 +195,6 @@ class SourceMix:
             nodes, sources = np.nonzero(has)
             self._count(count, forest.row[slots[nodes]], sources)
 
-    def note_own(self, row: int, source: GrowthSource, *, drafted: int, accepted: int) -> None:
-        """A target has verified so many nodes that it had drafted itself, and that never came here."""
-        self.is_active = True
-        for count, nodes in ((Count.DRAFTED, drafted), (Count.SUBMITTED, drafted), (Count.ACCEPTED, accepted)):
-            for column in (_NO_MODEL, source):
-                self.counts[row, count, column] += nodes
-                self.totals[count, column] += nodes
-
     def _count(self, count: Count, rows: npt.NDArray[np.integer], sources: "Ints") -> None:
         size = len(self.counts) * _SOURCES
         more = np.bincount(rows.astype(np.int64) * _SOURCES + sources, minlength=size).reshape(-1, _SOURCES)

@@ -123,7 +123,8 @@ class FakeTarget:
 class FakeDraft:
     """Grows guesses of which a given share is right; growth reaches the scheduler after a random delay."""
 
-    def __init__(self, *, accuracy: float, delay_s: float, seed: int = 0) -> None:
+    def __init__(self, *, accuracy: float, delay_s: float, seed: int = 0, source: int | None = None) -> None:
+        self.source = source
         self.step_latency = Latency()
         self.step_latency.observe(1e6)
         self.accuracy = accuracy
@@ -178,6 +179,7 @@ class FakeDraft:
             tokens=token_ids,
             acceptance=acceptance,
             complete=True,
+            sources=() if self.source is None else [self.source] * len(node_ids),
         )
         self.deliver(GrowthBatch.of([growth]))
 
@@ -196,10 +198,12 @@ class Bench:
         self.scheduler.add_target(name, target, self.limits, on_hang=on_hang)  # type: ignore[arg-type]
         return target
 
-    def add_draft(self, name: str = "draft", *, accuracy: float = 0.8, delay_s: float = 0.002) -> FakeDraft:
-        draft = FakeDraft(accuracy=accuracy, delay_s=delay_s)
+    def add_draft(
+        self, name: str = "draft", *, accuracy: float = 0.8, delay_s: float = 0.002, sources: Sequence[int] = ()
+    ) -> FakeDraft:
+        draft = FakeDraft(accuracy=accuracy, delay_s=delay_s, source=sources[0] if sources else None)
         draft.deliver = lambda growth: self.scheduler.take_growth(name, growth)
-        self.scheduler.add_draft(name, draft, self.limits)  # type: ignore[arg-type]
+        self.scheduler.add_draft(name, draft, self.limits, sources=sources)  # type: ignore[arg-type]
         return draft
 
     async def generate(self, request: GenerationRequest) -> tuple[list[list[int]], GenerationResult]:

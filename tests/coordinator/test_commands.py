@@ -47,7 +47,15 @@ INFO = generation_pb2.ServerInfo(
     steps_total=400,
     dropped_nodes_total=17,
     speculation=generation_pb2.SpeculationStats(
-        verify_steps=300, spec_draft_tokens=2000, spec_accepted_tokens=600, acceptance_length=3.0
+        verify_steps=300,
+        spec_draft_tokens=2000,
+        spec_accepted_tokens=600,
+        acceptance_length=3.0,
+        sources=[
+            generation_pb2.SourceStats(
+                source=common_pb2.GROWTH_SOURCE_EAGLE, drafted_tokens=30, submitted_tokens=20, accepted_tokens=10
+            )
+        ],
     ),
     workers=[
         generation_pb2.WorkerStatus(
@@ -106,7 +114,18 @@ class ScriptedServicer:
                 choices=[generation_pb2.Choice(finish_reason=generation_pb2.FINISH_REASON_LENGTH, completion_tokens=3)],
                 usage=generation_pb2.Usage(prompt_tokens=3, completion_tokens=3, cached_tokens=2),
                 speculation=generation_pb2.SpeculationStats(
-                    verify_steps=2, spec_draft_tokens=6, spec_accepted_tokens=1, acceptance_length=1.5
+                    verify_steps=2,
+                    spec_draft_tokens=6,
+                    spec_accepted_tokens=1,
+                    acceptance_length=1.5,
+                    sources=[
+                        generation_pb2.SourceStats(
+                            source=common_pb2.GROWTH_SOURCE_MODEL,
+                            drafted_tokens=7,
+                            submitted_tokens=6,
+                            accepted_tokens=1,
+                        )
+                    ],
                 ),
                 timings=generation_pb2.Timings(queue_ms=0.5, ttft_ms=4, tpot_ms=2, total_ms=8),
             )
@@ -167,7 +186,13 @@ def test_json_is_exactly_one_object(server: ScriptedServicer, capsys: pytest.Cap
         "token_ids": [5, 8, 9],
         "finish_reason": "length",
         "usage": {"prompt_tokens": 3, "completion_tokens": 3, "cached_tokens": 2},
-        "speculation": {"verify_steps": 2, "drafted_tokens": 6, "accepted_tokens": 1, "acceptance_length": 1.5},
+        "speculation": {
+            "verify_steps": 2,
+            "drafted_tokens": 6,
+            "accepted_tokens": 1,
+            "acceptance_length": 1.5,
+            "sources": {"model": {"drafted_tokens": 7, "submitted_tokens": 6, "accepted_tokens": 1}},
+        },
         "timings": {"ttft_ms": 4, "tpot_ms": 2, "total_ms": 8},
     }
     assert err == ""
@@ -179,6 +204,7 @@ def test_every_option_reaches_the_request(server: ScriptedServicer) -> None:
         "--repetition-penalty 1.5 --presence-penalty 0.5 --frequency-penalty -0.5 --seed 3 --stop a --stop b "
         "--ignore-eos --speculation sync --max-nodes 5 --max-depth 4 --json "
         "--verification target_only --threshold-single 0.25 --threshold-acc 0.5 --synthetic-rate 0.5 --synthetic-rate 1"
+        " --sources eagle,model --sources eagle"
     )
     assert cli.run(["generate", "hi", *line.split()]) == 0
     server.requests[0].ClearField("request_id")
@@ -206,8 +232,15 @@ def test_every_option_reaches_the_request(server: ScriptedServicer) -> None:
             threshold_single=0.25,
             threshold_acc=0.5,
             synthetic_rates=[0.5, 1.0],
+            sources=[common_pb2.GROWTH_SOURCE_EAGLE, common_pb2.GROWTH_SOURCE_MODEL],
         ),
     )
+
+
+def test_a_source_that_there_is_not(server: ScriptedServicer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["generate", "hi", "--sources", "model,trie"]) == 2
+    assert "'trie' given, model, ngram, eagle needed" in " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert server.requests == []
 
 
 def test_trace_file_has_one_line_a_round(server: ScriptedServicer, tmp_path: Path) -> None:
@@ -338,6 +371,9 @@ def test_status_as_json(server: ScriptedServicer, capsys: pytest.CaptureFixture[
     status = json.loads(capsys.readouterr().out)
     assert (status["version"], status["running_sessions"], status["waiting_requests"]) == ("1.2.3", 2, 1)
     assert status["speculation"]["acceptance_length"] == 3.0
+    assert status["speculation"]["sources"] == {
+        "eagle": {"drafted_tokens": 30, "submitted_tokens": 20, "accepted_tokens": 10}
+    }
     assert status["workers"] == [
         {
             "worker_id": "target-1",
@@ -347,6 +383,7 @@ def test_status_as_json(server: ScriptedServicer, capsys: pytest.CaptureFixture[
             "lease_age_ms": 12.0,
             "model": "tiny",
             "dtype": "float32",
+            "sources": [],
             "sessions": 2,
             "slots_used": 50,
             "slots_cached": 30,

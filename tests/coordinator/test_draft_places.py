@@ -6,6 +6,7 @@ import pytest
 
 from outrider.coordinator.messages import GenerationRequest, Growth, GrowthBatch, SpeculationMode
 from outrider.coordinator.text_stream import TextStream
+from outrider.growth_source import GrowthSource
 from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.v1 import registry_pb2
 
@@ -214,3 +215,82 @@ async def test_commits_are_counted_once_however_many_drafts_hear_of_them(make_be
         await asyncio.sleep(0.001)
     assert session.unanswered_commits == session.verify_steps > 0
     generation.cancel()
+
+
+MODEL, NGRAM, EAGLE = GrowthSource
+
+
+async def test_a_session_has_a_draft_of_each_source_that_it_asks_for(make_bench):
+    bench = make_bench()
+    bench.add_target(step_s=0.01)
+    drafts = {"model": [MODEL], "trie": [NGRAM], "another": [MODEL], "both": [MODEL, NGRAM]}
+    for name in ("model", "trie", "another"):
+        bench.add_draft(name, delay_s=1000.0, sources=drafts[name])
+
+    def placed(**changes) -> set[str]:
+        generation = bench.scheduler.submit(make_request(**changes), [TextStream(None)])
+        found = set(generation.sessions[0].draft_epochs)
+        generation.cancel()
+        return found
+
+    assert placed() == {"model", "trie"}
+    assert placed(sources=frozenset({NGRAM})) == {"trie"}
+    assert placed(sources=frozenset({MODEL})) == {"model"}
+    # Its target may; no draft does, and it goes on without.
+    assert placed(sources=frozenset({EAGLE})) == set()
+    assert placed(sources=frozenset({EAGLE, NGRAM})) == {"trie"}
+    assert placed(mode=SpeculationMode.SYNC) == {"model"}
+    assert placed(mode=SpeculationMode.SYNC, sources=frozenset({NGRAM})) == {"trie"}
+    for name in ("model", "another"):
+        bench.scheduler.remove_draft(name)
+    assert placed() == {"trie"}
+    # One that has both is enough, and the trie has had its session.
+    bench.scheduler.remove_draft("trie")
+    bench.add_draft("both", delay_s=1000.0, sources=drafts["both"])
+    assert placed() == {"both"}
+
+
+async def test_who_listens_to_its_target_alone_keeps_nobody_from_a_draft(make_bench):
+    bench = make_bench()
+    bench.add_target(step_s=0.01)
+    own, all_sources = (
+        bench.scheduler.submit(make_request(number, **changes), [TextStream(None)])
+        for number, changes in ((1, {"sources": frozenset({EAGLE})}), (2, {}))
+    )
+    assert bench.scheduler.speculating_sessions() == (1, 1)
+    bench.add_draft("late", delay_s=1000.0)
+    assert (set(own.sessions[0].draft_epochs), set(all_sources.sessions[0].draft_epochs)) == (set(), {"late"})
+    assert bench.scheduler.speculating_sessions() == (1, 0)
+    for generation in (own, all_sources):
+        generation.cancel()
+
+
+async def test_a_trie_hears_what_was_asked_for_and_may_look_further(make_bench):
+    bench = make_bench()
+    bench.add_target(step_s=0.01)
+    opened = {}
+    for name, sources in (("model", [MODEL]), ("trie", [NGRAM])):
+        draft = bench.add_draft(name, delay_s=1000.0, sources=sources)
+        draft.open_session = lambda opening, name=name: opened.setdefault(name, opening)
+    sources = frozenset({MODEL, NGRAM})
+    generation = bench.scheduler.submit(make_request(max_depth=4, sources=sources), [TextStream(None)])
+    assert {name: opening.max_depth for name, opening in opened.items()} == {"model": 4, "trie": 8}
+    assert all(opening.sources == sources for opening in opened.values())
+    generation.cancel()
+
+
+async def test_sources_are_counted_for_the_request_and_for_the_server(make_bench, expect_output):
+    bench = make_bench()
+    bench.add_target(step_s=0.001)
+    bench.add_draft("model", accuracy=0.9, delay_s=0.0005)
+    bench.add_draft("trie", accuracy=0.9, delay_s=0.0005, sources=[NGRAM])
+    request = make_request(sampling=SamplingSpec(max_new_tokens=120))
+    outputs, result = await bench.generate(request)
+    assert outputs == [expect_output(request.prompt_token_ids, request.sampling)]
+    counted = {own.source: own for own in result.speculation.sources}
+    assert set(counted) == {MODEL, NGRAM}
+    for own in counted.values():
+        assert own.drafted >= own.submitted >= own.accepted > 0
+        assert own.accepted <= result.speculation.accepted_tokens
+    assert sum(own.accepted for own in counted.values()) >= result.speculation.accepted_tokens
+    assert bench.scheduler.source_counts() == list(result.speculation.sources)

@@ -110,6 +110,11 @@ def test_speculation_by_name_or_in_full() -> None:
         verification=common_pb2.VERIFICATION_RULE_TARGET_ONLY,
         threshold_acc=0.5,
     )
+    listed = completion(speculation={"sources": ["eagle", "ngram"]}).requests[0].speculation.sources
+    assert list(listed) == [common_pb2.GROWTH_SOURCE_EAGLE, common_pb2.GROWTH_SOURCE_NGRAM]
+    for given in ("ngram", ["trie"], [2], {}):
+        found = wrong(completion, speculation={"sources": given})
+        assert found == {"speculation.sources": "a list of model, ngram, eagle needed"}
     assert "speculation" in wrong(completion, speculation="fast")
     assert "speculation" in wrong(completion, speculation=3)
     found = wrong(completion, speculation={"mod": "off", "max_nodes": "x"})

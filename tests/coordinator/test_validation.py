@@ -12,6 +12,7 @@ from tests.coordinator.byte_tokenizer import tokenizer_of_bytes
 from outrider.coordinator.messages import SpeculationMode
 from outrider.coordinator.validation import RequestLimits, RequestValidator, max_request_bytes
 from outrider.errors import InvalidRequest
+from outrider.growth_source import ALL_SOURCES, GrowthSource
 from outrider.rpc import MAX_MESSAGE_BYTES, status_of
 from outrider.sampling import VerificationRule
 from outrider.v1 import common_pb2, generation_pb2
@@ -54,6 +55,20 @@ def test_defaults() -> None:
     assert (generation.n, len(streams), generation.trace, dict(generation.received)) == (1, 1, False, {})
     assert sampling.verification is VerificationRule.COUPLED
     assert (sampling.threshold_single, sampling.threshold_acc) == (1.0, 1.0)
+
+
+def test_sources_of_growth() -> None:
+    def asked(*numbers: int) -> generation_pb2.GenerateRequest:
+        return request_with(speculation={"sources": numbers})
+
+    assert VALIDATOR.check(asked())[0].sources == ALL_SOURCES
+    assert VALIDATOR.check(asked(3, 2))[0].sources == {GrowthSource.NGRAM, GrowthSource.EAGLE}
+    assert violations(asked(1, 0, 9)) == {
+        f"speculation.sources[{place}]": f"{number} given, 1 (model) or 2 (ngram) or 3 (eagle) needed"
+        for place, number in ((1, 0), (2, 9))
+    }
+    assert violations(asked(2, 2)) == {"speculation.sources[1]": "ngram given twice: name it once"}
+    assert violations(asked(*[1] * 1000)) == {"speculation.sources": "1000 given, at most 3 needed: each source once"}
 
 
 def test_every_parameter_arrives() -> None:

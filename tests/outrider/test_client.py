@@ -70,7 +70,15 @@ def finished(n: int = 1) -> Response:
             ],
             usage=generation_pb2.Usage(prompt_tokens=4, completion_tokens=n * len(TEXT), cached_tokens=3),
             speculation=generation_pb2.SpeculationStats(
-                verify_steps=5, spec_draft_tokens=40, spec_accepted_tokens=10, acceptance_length=3.0
+                verify_steps=5,
+                spec_draft_tokens=40,
+                spec_accepted_tokens=10,
+                acceptance_length=3.0,
+                sources=[
+                    generation_pb2.SourceStats(
+                        source=common_pb2.GROWTH_SOURCE_NGRAM, drafted_tokens=9, submitted_tokens=8, accepted_tokens=7
+                    )
+                ],
             ),
             timings=generation_pb2.Timings(queue_ms=1, ttft_ms=2, tpot_ms=3, total_ms=4),
         )
@@ -152,6 +160,9 @@ def test_result() -> None:
     speculation = result.speculation
     assert (speculation.verify_steps, speculation.drafted_tokens, speculation.accepted_tokens) == (5, 40, 10)
     assert speculation.acceptance_length == 3.0
+    (word,) = speculation.sources
+    own = speculation.sources[word]
+    assert (word, own.drafted_tokens, own.submitted_tokens, own.accepted_tokens) == ("ngram", 9, 8, 7)
     timings = result.timings
     assert (timings.queue_ms, timings.ttft_ms, timings.tpot_ms, timings.total_ms) == (1, 2, 3, 4)
     assert result.choices[0].stop_reason == "\n"
@@ -177,6 +188,7 @@ def test_every_option_reaches_the_request() -> None:
             [7, 8],
             speculation="sync",
             verification="target_only",
+            sources=["ngram", "model"],
             request_id="id",
             regex="a|b",
             **speculation,
@@ -191,10 +203,11 @@ def test_every_option_reaches_the_request() -> None:
         speculation=generation_pb2.SpeculationParams(
             mode=common_pb2.SPECULATION_MODE_SYNC,
             verification=common_pb2.VERIFICATION_RULE_TARGET_ONLY,
+            sources=[common_pb2.GROWTH_SOURCE_NGRAM, common_pb2.GROWTH_SOURCE_MODEL],
             **speculation,
         ),
     )
-    named = {"mode", "verification", *speculation}
+    named = {"mode", "verification", "sources", *speculation}
     assert named == set(generation_pb2.SpeculationParams.DESCRIPTOR.fields_by_name)
     assert {"structured_outputs", *sampling} == set(generation_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
 
