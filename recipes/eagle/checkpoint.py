@@ -24,8 +24,8 @@ def load_target(folder: Path, device: torch.device) -> Llama:
 def load_head(head: Eagle3, folder: Path) -> None:
     """Takes the weights of a head that `save_head` wrote.
 
-    Where it had fewer query heads or feed-forward units, the others keep what they begin with: they write nothing yet,
-    so the function is the same.
+    Where it had fewer feed-forward units, or fewer query heads of its one key and value head, the others keep what they
+    begin with: they write nothing yet, so the function is the same.
     """
     held = load_file(folder / "model.safetensors")
     for name, parameter in head.state_dict().items():

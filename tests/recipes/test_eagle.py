@@ -1,0 +1,140 @@
+"""The head as it is trained is the head as it serves: the recipe's unrolled drafting and the engine's; its loop."""
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from outrider.engine.eagle import EagleHead, load_eagle_head
+from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention_reference
+from outrider.models import embedded_eagle_path, embedded_target_path
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+HIDDEN, VOCAB, LENGTH, STEPS = 32, 61, 9, 4
+
+
+@pytest.fixture
+def recipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The recipe's `train` module; it finds its neighbours as a script does."""
+    for folder in ("embedded_pair", "eagle"):
+        monkeypatch.syspath_prepend(str(RECIPES / folder))
+    before = set(sys.modules)
+    yield importlib.import_module("train")
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(RECIPES)):
+            del sys.modules[name]
+
+
+def small_head(recipe: Any, *, kv_heads: int = 2) -> Any:
+    shape = recipe.LlamaShape(
+        hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=kv_heads,
+        head_dim=16, vocab_size=VOCAB,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    head = recipe.Eagle3(shape, (0, 1, 2))
+    for parameter in head.parameters():
+        parameter.data.add_(0.2 * torch.randn_like(parameter))
+    return head
+
+
+def rows_alone(head: EagleHead, table: np.ndarray, positions: np.ndarray, slots: np.ndarray) -> dict[str, Any]:
+    """Rows that are sessions of their own: row r sees the first `positions[r]` + 1 slots of its row of the table."""
+    lengths = torch.from_numpy((positions + 1).astype(np.int32))
+    return {
+        "positions": torch.from_numpy(positions.astype(np.int32)),
+        "write_slots": torch.from_numpy(slots.astype(np.int64)),
+        "batch": TreeAttentionBatch(
+            slot_table=torch.from_numpy(table.astype(np.int32)), prefix_len=lengths, key_len=lengths,
+            query_start=torch.arange(len(positions) + 1, dtype=torch.int32), tree_start=lengths,
+            tree_mask=torch.zeros((len(positions), 1), dtype=torch.int64), max_query_len=1, max_key_len=table.shape[1],
+        ),
+    }  # fmt: skip
+
+
+def served_logits(head: EagleHead, features: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """By drafting step the logits [LENGTH - step, V] of chains that begin at every row."""
+    shape = (LENGTH * STEPS, head.kv_heads, head.head_dim)
+    caches: dict[str, Any] = {name: torch.zeros(shape) for name in ("key_cache", "value_cache")}
+    table = np.tile(np.arange(LENGTH), (LENGTH, 1))
+    roots = np.arange(LENGTH)
+    hidden = head.forward(head.fuse(features), tokens, **rows_alone(head, table, roots, roots), **caches)
+    logits = [head.logits(hidden)]
+    for step in range(1, STEPS):
+        roots = roots[:-1]
+        # A chain's own rows stand behind the features': that of step s in slot s LENGTH + root.
+        table[roots, roots + step] = step * LENGTH + roots
+        arguments = rows_alone(head, table[: len(roots)], roots + step, step * LENGTH + roots)
+        hidden = head.forward(hidden[: len(roots)], tokens[roots + step], **arguments, **caches)
+        logits.append(head.logits(hidden))
+    return logits
+
+
+def test_unrolled_drafting_is_what_the_engine_drafts(recipe: Any, tmp_path: Path) -> None:
+    head = small_head(recipe)
+    recipe.save_head(head, tmp_path)
+    recipe.load_head(head, tmp_path)  # rounded, as the checkpoint is
+    table = torch.randn(VOCAB, HIDDEN)
+    served = load_eagle_head(
+        tmp_path, embedding=table, output=table, target_layers=2, max_positions=64, attend=tree_attention_reference
+    )
+    assert served.taps == (0, 1, 2)
+    features, tokens = torch.randn(LENGTH, 3 * HIDDEN), torch.randint(VOCAB, (LENGTH,))
+    expected = served_logits(served, features, tokens)
+    with torch.no_grad():
+        unrolled = head.unroll(features[None], table[tokens][None], STEPS)
+    for step, rows in enumerate(unrolled):
+        # All steps look at the same places: those that the last one can reach.
+        found = functional.linear(rows[0], table)
+        torch.testing.assert_close(found, expected[step][STEPS - 1 - step :], rtol=1e-4, atol=1e-4)
+
+
+def test_a_larger_head_goes_on_as_the_same_function(recipe: Any, tmp_path: Path) -> None:
+    head = small_head(recipe, kv_heads=1)
+    recipe.save_head(head, tmp_path)
+    recipe.load_head(head, tmp_path)
+    larger = recipe.Eagle3(recipe.replace(head.shape, intermediate_size=80, num_attention_heads=6), head.taps)
+    recipe.load_head(larger, tmp_path)
+    inputs = torch.randn(2, LENGTH, 3 * HIDDEN), torch.randn(2, LENGTH, HIDDEN)
+    with torch.no_grad():
+        expected, found = head.unroll(*inputs, 2), larger.unroll(*inputs, 2)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-4, atol=1e-4)
+
+
+def test_the_whole_recipe_in_little(recipe: Any, tmp_path: Path) -> None:
+    """Text of the target, a few steps, a checkpoint that the engine loads, and a report."""
+    np.random.default_rng(0).integers(1, 8192, 4000).astype(np.uint16).tofile(tmp_path / "source.bin")
+    recipe.main(["--tiny", "--stages", "train", "--work", str(tmp_path), "--device", "cpu", "--seconds", "0.1"])
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["steps"] >= 1
+    assert report["written_tokens"] == 10 * 24
+    assert len(report["held_out_source"]) == report["recipe"]["unroll"]
+    table = torch.zeros(8192, 384)
+    head = load_eagle_head(tmp_path / "head", embedding=table, output=table, target_layers=5, max_positions=64)
+    assert head.taps == (1, 3, 5)
+
+
+def test_what_the_target_writes_is_its_own_choice(recipe: Any) -> None:
+    """At temperature 0 every token behind the prompt is the argmax of a forward over all before it."""
+    target = recipe.load_target(embedded_target_path(), torch.device("cpu"))
+    config = recipe.SamplingConfig(rounds=1, sequences=2, tokens=14, prompt_tokens=8, temperatures=(0.0,))
+    stream = torch.randint(1, 8192, (100,), generator=torch.Generator().manual_seed(0))
+    texts = recipe.write_texts(target, stream, config, torch.float32).view(2, 14).long()
+    with torch.no_grad():
+        assert torch.equal(target(texts)[:, 7:-1].argmax(-1), texts[:, 8:])
+
+
+def test_the_shipped_head_is_the_recipe_s(recipe: Any) -> None:
+    config = json.loads((embedded_eagle_path() / "config.json").read_text())
+    shape = recipe.FULL.shape
+    assert (config["intermediate_size"], config["num_attention_heads"]) == (
+        shape.intermediate_size,
+        shape.num_attention_heads,
+    )
+    assert tuple(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]) == recipe.FULL.taps
