@@ -124,9 +124,11 @@ def test_growth_begins_with_a_bucket_for_every_width(checkpoint: Path):
     steps = ModelRunner(config, decoder=True).steps
     assert steps is not None
     words = words_per_mask(200)
-    found = growth_buckets(steps.ladder, step_nodes=64, step_tokens=256, sessions=16, children=4, words=words)
+    found = growth_buckets(
+        steps.ladder, step_nodes=64, step_tokens=256, level_nodes=8, sessions=16, children=4, words=words
+    )
     assert words == 4
-    assert len(found) == len(set(found)) < 60
+    assert len(found) == len(set(found)) < 70
     for sessions in (1, 3, 16):
         for rows in range(sessions, 81):
             for query_len in {rows - sessions + 1, -(-rows // sessions)}:
@@ -137,6 +139,12 @@ def test_growth_begins_with_a_bucket_for_every_width(checkpoint: Path):
                     )
                 )  # fmt: skip
                 assert need in found, (sessions, rows, query_len)
+    # A level of every sync session, by itself and beside a chunk of a prompt.
+    for rows, query_len in ((16 * 8, 8), (256 + 16 * 8, 256), (250 + 10 * 8, 100)):
+        need = Bucket(
+            tokens=rows, sessions=16, keys=99, query_len=query_len, logit_rows=rows, nodes=0, words=words, children=4
+        )
+        assert any(bucket.holds(need) and bucket.children == 4 for bucket in found), (rows, query_len)
 
 
 class TimedSteps:

@@ -83,6 +83,24 @@ def test_a_sync_tree_is_the_best_of_a_much_wider_one(tools: Any, make_growth: Ma
     assert worth(record) > 0.98 * worth(best)
 
 
+def test_levels_of_many_sync_sessions_are_spread_over_steps_and_none_is_left_behind(
+    tools: Any, make_growth: Make, make_start: Make
+):
+    trees, widths = [], []
+    for most in (1000, 20):
+        growth, runner = make_growth(max_step_rows=most)
+        for number in range(1, 7):
+            growth.open(sync_start(make_start, number, prompt=[3 + number, 5, 9]))
+        trees.append({one.session_id: tree_of(one) for step in tools.finish(growth) for one in step.growths})
+        # The roots come first, all of them together.
+        widths.append([len(batch.token_ids) for batch in runner.batches[1:]])
+    assert len(trees[0]) == 6
+    assert trees[0] == trees[1]
+    # Then whole levels, of eight nodes at most, as far as there is room.
+    assert max(widths[1]) <= 20 < max(widths[0])
+    assert sum(widths[1]) == sum(widths[0])
+
+
 def test_sync_rounds_end_even_where_nothing_can_grow(tools: Any, make_growth: Make, make_start: Make):
     growth, _ = make_growth()
     growth.open(sync_start(make_start, sampling=SamplingSpec(max_new_tokens=2, stop_token_ids=(5,))))

@@ -1,0 +1,173 @@
+"""Several sources in one worker: who grows for whom, ids, credit, and faults of one of them."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from outrider.draft_worker.ngram_growth import NgramGrowth, NgramGrowthConfig
+from outrider.draft_worker.ngram_source import NgramSource
+from outrider.draft_worker.ngram_tree import NgramConfig
+from outrider.draft_worker.ngram_trie import NgramTrie
+from outrider.draft_worker.session import GrowthLimits
+from outrider.draft_worker.session_checks import CommitMismatch
+from outrider.draft_worker.sourced_growth import SourcedGrowth
+from outrider.errors import InvalidRequest, OutOfSlots, Superseded
+from outrider.growth_source import GrowthSource
+from outrider.sampling import SamplingSpec
+
+Make = Callable[..., Any]
+KEY = (7, 1)
+SONG = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
+MODEL, NGRAM, EAGLE = GrowthSource.MODEL, GrowthSource.NGRAM, GrowthSource.EAGLE
+
+
+@pytest.fixture
+def ngram() -> Iterator[NgramGrowth]:
+    source = NgramSource(NgramTrie(capacity=5000, max_trie_depth=6), NgramConfig())
+    source.start()
+    source.add(SONG)
+    assert source.settle()
+    yield NgramGrowth(source, NgramGrowthConfig(vocab_size=24, max_model_len=200))
+    source.stop()
+    assert source.join(30)
+
+
+def drive(growth: SourcedGrowth, steps: int = 200) -> list[tuple[GrowthSource, Any]]:
+    """Every record until there is nothing to do, with its source, as the thread would hand them out."""
+    records = []
+    for _ in range(steps):
+        matched = growth.match()
+        begun = growth.begin()
+        for step in (matched, growth.finish() if begun else None):
+            if step is not None:
+                records += [(step.source, record) for record in step.growths]
+        if matched is None and not begun:
+            return records
+    raise AssertionError("does not come to rest")
+
+
+def test_both_grow_one_session_from_one_counter_of_ids(make_growth: Make, ngram: NgramGrowth, make_start: Make):
+    model, _ = make_growth()
+    growth = SourcedGrowth(model, ngram)
+    assert growth.sources == {MODEL, NGRAM}
+    growth.open(make_start(prompt=[7, 3, 1, 4]))
+    records = drive(growth)
+    assert {source for source, _ in records} == {MODEL, NGRAM}
+    # What was said before leaves first.
+    assert records[0][0] is NGRAM
+    assert records[0][1].tokens[:2] == [1, 5]
+    ids = [node for _, record in records for node in record.node_ids]
+    assert len(set(ids)) == len(ids) > 12
+    assert all(record.as_of == 4 and not record.complete for _, record in records)
+    growth.commit(KEY, 1, 4, [1])
+    later = drive(growth)
+    assert {record.as_of for _, record in later} == {5}
+    assert {source for source, _ in later} == {MODEL, NGRAM}
+    assert not {node for _, record in later for node in record.node_ids} & set(ids)
+    growth.close(KEY, 1)
+    assert (growth.num_sessions, model.num_sessions, ngram.num_sessions, growth.slots.used) == (0, 0, 0, 0)
+
+
+def test_a_session_grows_by_what_it_asks_for(make_growth: Make, ngram: NgramGrowth, make_start: Make):
+    model, _ = make_growth()
+    growth = SourcedGrowth(model, ngram)
+    asked = {1: {MODEL}, 2: {NGRAM}, 3: {MODEL, NGRAM}, 4: {EAGLE}, 5: {NGRAM, EAGLE}}
+    for number, sources in asked.items():
+        growth.open(make_start(number, prompt=[7, 3, 1, 4], sources=sources))
+    # All but the first and the fourth have fed the trie.
+    assert ngram.source.settle()
+    assert ngram.source.counts.inserted_tokens == len(SONG) + 3 * 4
+    seen: dict[int, set[GrowthSource]] = {}
+    for source, record in drive(growth):
+        seen.setdefault(record.session_id, set()).add(source)
+    assert seen == {1: {MODEL}, 2: {NGRAM}, 3: {MODEL, NGRAM}, 5: {NGRAM}}
+    # One that nobody grows takes commits like the others.
+    for number in asked:
+        growth.commit((7, number), 1, 4, [1])
+    assert {record.session_id for _, record in drive(growth)} == {1, 2, 3, 5}
+    growth.close_owned("owner")
+    assert (growth.num_sessions, growth.slots.used) == (0, 0)
+
+
+def test_a_worker_of_one_source_stays_silent_where_it_is_not_asked_for(
+    make_growth: Make, ngram: NgramGrowth, make_start: Make
+):
+    model, _ = make_growth()
+    for growth, other in ((SourcedGrowth(model, None), NGRAM), (SourcedGrowth(None, ngram), MODEL)):
+        growth.open(make_start(prompt=[7, 3, 1, 4], sources={other}))
+        assert drive(growth) == []
+        growth.commit(KEY, 1, 4, [1])
+        assert drive(growth) == []
+        growth.close(KEY, 1)
+        with pytest.raises(Superseded):
+            growth.commit(KEY, 1, 5, [1])
+
+
+def test_together_they_hold_no_more_nodes_than_the_session_may(make_growth: Make, ngram: NgramGrowth, make_start: Make):
+    model, _ = make_growth()
+    growth = SourcedGrowth(model, ngram)
+    growth.open(make_start(prompt=[7, 3, 1, 4], limits=GrowthLimits(max_live_nodes=15)))
+    drive(growth)
+    of_model, of_ngram = model.session(KEY), ngram.session(KEY)
+    assert of_model is not None
+    assert of_ngram is not None
+    assert of_ngram.tree.size == 5
+    assert 5 < of_model.tree.size <= 10
+
+
+def test_what_one_source_refuses_is_open_nowhere(make_growth: Make, ngram: NgramGrowth, make_start: Make):
+    model, _ = make_growth(runner={"num_slots": 20, "max_rows": 1, "max_row_len": 300})
+    growth = SourcedGrowth(model, ngram)
+    with pytest.raises(OutOfSlots):
+        growth.open(make_start(prompt=[1] * 21))
+    with pytest.raises(InvalidRequest):
+        growth.open(make_start(prompt=[24], sources={NGRAM}))
+    assert (growth.num_sessions, model.num_sessions, ngram.num_sessions) == (0, 0, 0)
+    for tokens, kind in (([24], InvalidRequest), ([1] * 20, OutOfSlots)):
+        growth.open(make_start(prompt=[1, 2, 3]))
+        with pytest.raises(kind):
+            growth.commit(KEY, 1, 3, tokens)
+        assert (growth.num_sessions, model.num_sessions, ngram.num_sessions) == (0, 0, 0)
+    growth.open(make_start(prompt=[1, 2, 3]))
+    with pytest.raises(CommitMismatch):
+        growth.commit(KEY, 1, 5, [1])
+    assert (growth.num_sessions, model.num_sessions, ngram.num_sessions) == (0, 0, 0)
+
+
+def test_epochs_hold_over_all_sources(make_growth: Make, ngram: NgramGrowth, make_start: Make):
+    model, _ = make_growth()
+    growth = SourcedGrowth(model, ngram)
+    growth.open(make_start(epoch=3, sources={EAGLE}))
+    for epoch in (1, 3):
+        with pytest.raises(Superseded):
+            growth.open(make_start(epoch=epoch))
+    growth.open(make_start(epoch=4))
+    growth.open(make_start(epoch=5, sources={NGRAM}))
+    assert (growth.num_sessions, model.num_sessions, ngram.num_sessions) == (1, 0, 1)
+    with pytest.raises(Superseded):
+        growth.commit(KEY, 4, 3, [1])
+    growth.close(KEY, 4)
+    assert growth.num_sessions == 1
+    growth.close(KEY, 5)
+    assert (growth.num_sessions, ngram.num_sessions) == (0, 0)
+
+
+def test_waking_reaches_every_source(make_growth: Make, ngram: NgramGrowth):
+    model, _ = make_growth()
+    growth = SourcedGrowth(model, ngram)
+    woken: list[int] = []
+    growth.wake = lambda: woken.append(1)
+    model.wake()
+    ngram.wake()
+    assert woken == [1, 1]
+    assert growth.wake is model.wake
+
+
+def test_a_session_without_noise_or_with_coins_is_guessed_for_as_well(ngram: NgramGrowth, make_start: Make):
+    growth = SourcedGrowth(None, ngram)
+    for number, temperature in ((1, 0.0), (2, 1.3)):
+        sampling = SamplingSpec(temperature=temperature, max_new_tokens=50)
+        growth.open(make_start(number, prompt=[7, 3, 1, 4], sampling=sampling))
+    records = {record.session_id: record for _, record in drive(growth)}
+    assert records[1].tokens[:4] == records[2].tokens[:4] == [1, 5, 9, 2]
