@@ -4,6 +4,7 @@ Whoever registers as a worker is trusted with its own part: a target may choose 
 not trusted with the coordinator: ids that stand for nothing, numbers that no clock gives, columns that do not fit.
 """
 
+import operator
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -47,25 +48,19 @@ def check_verification(
 
 
 def _check_paths(response: target_pb2.VerifyResponse, node_counts: Mapping[int, int]) -> None:
-    nodes = np.array(response.accepted_nodes, dtype=np.int64)
-    counts = np.array(response.accepted_counts, dtype=np.int64)
-    emitted = np.array(response.token_counts, dtype=np.int64)
-    if not len(counts) == len(emitted) == len(response.session_ids):
-        raise ValueError("columns of different lengths in an answer")
-    # Of the sessions that were not asked for nothing is taken.
-    most = np.array([node_counts.get(session_id, _MOST_ROWS) for session_id in response.session_ids])
-    before = np.concatenate(([0], nodes[:-1]))
-    ends = np.cumsum(counts)
-    before[(ends - counts)[counts > 0]] = 0
-    wrong = np.flatnonzero((nodes <= before) | (nodes > np.repeat(most, counts)))
-    if len(wrong):
-        place = int(np.searchsorted(ends, wrong[0], side="right"))
-        path = nodes[ends[place] - counts[place] : ends[place]].tolist()
-        raise ValueError(f"nodes {path[:8]} accepted of a tree of {most[place]}; ascending ones from 1 needed")
-    wrong = np.flatnonzero((counts > 0) & (emitted > counts + 1))
-    if len(wrong):
-        place = int(wrong[0])
-        raise ValueError(f"{emitted[place]} tokens emitted for {counts[place]} accepted nodes; one more at most")
+    nodes, before = list(response.accepted_nodes), 0
+    for session_id, count, emitted in zip(
+        response.session_ids, response.accepted_counts, response.token_counts, strict=True
+    ):
+        path, before = nodes[before : before + count], before + count
+        if not path:
+            continue
+        # Of the sessions that were not asked for nothing is taken.
+        most = node_counts.get(session_id, path[-1])
+        if path[0] < 1 or path[-1] > most or any(map(operator.ge, path, path[1:])):
+            raise ValueError(f"nodes {path[:8]} accepted of a tree of {most}; ascending ones from 1 needed")
+        if emitted > count + 1:
+            raise ValueError(f"{emitted} tokens emitted for {count} accepted nodes; one more at most")
 
 
 def _check_total(name: str, counts: Sequence[int], entries: int) -> None:

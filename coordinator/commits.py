@@ -15,7 +15,7 @@ from outrider.coordinator.chain_mirror import ChainMirror
 from outrider.coordinator.draft_peer import DraftPeer
 from outrider.coordinator.forest import Forest
 from outrider.coordinator.group import Bools, Group
-from outrider.coordinator.messages import Commit, SessionVerdict
+from outrider.coordinator.messages import Commit, Commits, SessionVerdict
 from outrider.coordinator.mirror import Moves, move_roots
 from outrider.coordinator.rounds import Step
 from outrider.coordinator.rows import Ints
@@ -163,11 +163,25 @@ def _move(group: Group, moves: Moves, token_ids: Sequence[Sequence[int]], is_on:
 
 def tell_drafts(committed: Committed, drafts: Mapping[str, DraftPeer]) -> None:
     """Each draft hears of what its sessions have committed that go on; `drafts` by worker id."""
-    commits: defaultdict[str, list[Commit]] = defaultdict(list)
-    for session, new, goes_on in zip(committed.sessions, committed.token_ids, committed.is_on.tolist(), strict=True):
-        if goes_on and session.draft_epochs:
-            position = len(session.token_ids) - len(new)
-            for worker_id, epoch in session.draft_epochs.items():
-                commits[worker_id].append(Commit(session.session_id, epoch, position, new))
-    for worker_id, own in commits.items():
-        drafts[worker_id].link.commit(own)
+    group, states = committed.group, committed.group.states
+    numbers = np.where(committed.is_on, states.draft[group.rows], 0)
+    positions = states.length[group.rows] - committed.emitted
+    for peer in drafts.values():
+        places = np.flatnonzero(numbers == peer.number)
+        if not len(places):
+            continue
+        rows, token_ids = group.rows[places], committed.token_ids
+        commits = Commits(
+            session_ids=[group.ids[place] for place in places.tolist()],
+            epochs=states.draft_epoch[rows].tolist(),
+            positions=positions[places].tolist(),
+            token_ids=[token_ids[place] for place in places.tolist()] if len(places) < len(group) else token_ids,
+        )
+        peer.link.commit(commits)
+    several: defaultdict[str, list[Commit]] = defaultdict(list)
+    for place in np.flatnonzero(numbers < 0).tolist():
+        session, new = group.sessions[place], committed.token_ids[place]
+        for worker_id, epoch in session.draft_epochs.items():
+            several[worker_id].append(Commit(session.session_id, epoch, int(positions[place]), new))
+    for worker_id, commits in several.items():
+        drafts[worker_id].link.commit(Commits.of(commits))

@@ -19,7 +19,7 @@ from outrider.coordinator.answers import check_report, check_verification
 from outrider.coordinator.firing import Latency
 from outrider.coordinator.growth import growth_batch
 from outrider.coordinator.messages import (
-    Commit,
+    Commits,
     FaultKind,
     GrowthBatch,
     SessionFault,
@@ -354,7 +354,6 @@ class DraftLink(_Link):
         self._on_growth = on_growth
         self._on_error = on_error
         self._outgoing: draft_pb2.DraftCommands | None = None
-        self._commits: list[Commit] = []
         self.load = common_pb2.WorkerLoad()
         self.step_latency = Latency()
         """The worker's step time."""
@@ -365,10 +364,14 @@ class DraftLink(_Link):
         """Asks the worker to grow this session's tree from now on."""
         self._commands().opens.append(opening_to_proto(opening))
 
-    def commit(self, commits: Sequence[Commit]) -> None:
+    def commit(self, commits: Commits) -> None:
         """Tells the worker what was committed. Commits made together leave as one message."""
-        self._commits += commits
-        self._outgoing_ready.set()
+        batch = self._commands().commits
+        batch.session_ids.extend(commits.session_ids)
+        batch.epochs.extend(commits.epochs)
+        batch.positions.extend(commits.positions)
+        batch.token_counts.extend(map(len, commits.token_ids))
+        batch.tokens.extend(itertools.chain.from_iterable(commits.token_ids))
 
     def close_session(self, session_id: int, epoch: int) -> None:
         """Frees a session at the worker."""
@@ -383,9 +386,6 @@ class DraftLink(_Link):
         return self._outgoing
 
     def _take_outgoing(self) -> Sequence[draft_pb2.DraftCommands]:
-        commits, self._commits = self._commits, []
-        if commits:
-            self._commands().commits.CopyFrom(_commit_batch(commits))
         commands, self._outgoing = self._outgoing, None
         return [] if commands is None else [commands]
 
@@ -400,14 +400,3 @@ class DraftLink(_Link):
                 self._on_error(error.session_id, error.epoch, error.message)
             if message.session_ids:
                 self._on_growth(growth_batch(message, self._vocab_size))
-
-
-def _commit_batch(commits: Sequence[Commit]) -> draft_pb2.CommitBatch:
-    session_ids, epochs, positions, token_ids = zip(*commits, strict=True)
-    return draft_pb2.CommitBatch(
-        session_ids=session_ids,
-        epochs=epochs,
-        positions=positions,
-        token_counts=list(map(len, token_ids)),
-        tokens=list(itertools.chain.from_iterable(token_ids)),
-    )

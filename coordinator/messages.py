@@ -5,7 +5,8 @@ service <── TokenDelta, RoundRecord, GenerationResult ── scheduler <─�
                                                          scheduler <── Growth ── draft
 """
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -304,6 +305,27 @@ class Commit(NamedTuple):
     epoch: int
     position: int
     token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commits:
+    """What S sessions have committed together, in columns as of `Commit`."""
+
+    session_ids: Sequence[int]
+    epochs: Sequence[int]
+    positions: Sequence[int]
+    token_ids: Sequence[Sequence[int]]
+
+    @classmethod
+    def of(cls, commits: Sequence[Commit]) -> Self:
+        """These; at least one."""
+        session_ids, epochs, positions, token_ids = zip(*commits, strict=True)
+        return cls(session_ids=session_ids, epochs=epochs, positions=positions, token_ids=token_ids)
+
+    def __iter__(self) -> Iterator[Commit]:
+        return itertools.starmap(
+            Commit, zip(self.session_ids, self.epochs, self.positions, self.token_ids, strict=True)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

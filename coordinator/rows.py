@@ -20,6 +20,7 @@ _COLUMNS: dict[str, tuple[type, Any]] = {
     "complete_at": (np.int64, _NOWHERE),
     "unanswered": (np.int64, 0),
     "draft": (np.int64, 0),
+    "draft_epoch": (np.int64, 0),
     "committed_ns": (np.int64, 0),
     "told_ns": (np.int64, 0),
     "was_drafted": (np.bool_, False),
@@ -37,6 +38,7 @@ class Rows:
         complete_at: the longest length at which a worker said that the tree of the round is whole (sync mode).
         unanswered: commits since a draft last showed that it knows all.
         draft: number of the one draft that grows its tree; 0 where none does, -1 where there may be several.
+        draft_epoch: of the session at the one draft.
         committed_ns: when tokens were last committed, or the session was placed.
         told_ns: when tokens were last committed; 0 before the first. Who reads waits on, over the loss of a target.
         was_drafted: whether the root was a node of the tree before it was committed: a draft may be expanding it.
@@ -49,6 +51,7 @@ class Rows:
     complete_at: Ints
     unanswered: Ints
     draft: Ints
+    draft_epoch: Ints
     committed_ns: Ints
     told_ns: Ints
     was_drafted: npt.NDArray[np.bool_]

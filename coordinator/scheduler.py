@@ -180,6 +180,8 @@ class Scheduler:
             if troubled:
                 for session in sessions:
                     troubled.pop(session.session_id, None)
+        if not any(lane.suspects for lane in self._lanes.values()):
+            return
         for session in sessions:
             if session.probation:
                 self._suspects.note_result(session)

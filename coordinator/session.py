@@ -124,6 +124,7 @@ class Session:
     def join_draft(self, worker_id: str, number: int, epoch: int) -> None:
         """A draft grows its tree from now on."""
         self.rows.draft[self.row] = -1 if self.draft_epochs else number
+        self.rows.draft_epoch[self.row] = epoch
         self.draft_epochs[worker_id] = epoch
 
     def leave_draft(self, worker_id: str) -> int | None:

@@ -18,6 +18,7 @@ from outrider.coordinator import clock
 from outrider.coordinator.firing import Latency
 from outrider.coordinator.messages import (
     Commit,
+    Commits,
     GrowthBatch,
     SessionOpening,
     SessionVerdict,
@@ -133,7 +134,7 @@ class VirtualDraft:
             )
         )
 
-    def commit(self, commits: Sequence[Commit]) -> None:
+    def commit(self, commits: Commits) -> None:
         """Tells of tokens."""
         for commit in commits:
             self._send(functools.partial(self._apply, commit))

@@ -17,7 +17,7 @@ from outrider.coordinator import clock
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.firing import Latency
 from outrider.coordinator.messages import (
-    Commit,
+    Commits,
     FaultKind,
     GenerationRequest,
     GenerationResult,
@@ -140,7 +140,7 @@ class FakeDraft:
         self.sessions[opening.session_id] = (opening.epoch, [*opening.prompt, *opening.output])
         self._grow_later(opening.session_id)
 
-    def commit(self, commits: Sequence[Commit]) -> None:
+    def commit(self, commits: Commits) -> None:
         for commit in commits:
             epoch, tokens = self.sessions[commit.session_id]
             assert (epoch, len(tokens)) == (commit.epoch, commit.position)
