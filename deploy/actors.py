@@ -6,13 +6,14 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc.aio
 import ray
 import ray.util
 
 from outrider import rpc
+from outrider.awake import cores_awake
 from outrider.deploy.telemetry import Telemetry
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
@@ -59,9 +60,18 @@ class RoleActor:
     `report` answers from the first moment on.
     """
 
-    def __init__(self, serve: Serve, *, name: str, host: str | None, telemetry: Telemetry = _DEFAULT) -> None:
+    def __init__(
+        self,
+        serve: Serve,
+        *,
+        name: str,
+        host: str | None,
+        telemetry: Telemetry = _DEFAULT,
+        keep_cores_awake: int = 0,
+    ) -> None:
         telemetry.start_log(name)
         self._otlp_endpoint = telemetry.otlp_endpoint
+        self._cores, self._settle = keep_cores_awake, lambda: None
         self._role = name.rpartition("/")[2].rpartition("-")[0]
         self._stop = asyncio.Event()
         self._address: str | None = None
@@ -88,7 +98,7 @@ class RoleActor:
 
     async def _run(self) -> None:
         try:
-            with exporting(self._role, self._otlp_endpoint):
+            with exporting(self._role, self._otlp_endpoint), cores_awake(self._cores) as self._settle:
                 await self._serve(host=self._host, ready=self._ready, stop=self._stop)
         except Exception as error:
             logger.exception("the server ended")  # and whoever watches this actor is told, and decides
@@ -100,6 +110,7 @@ class RoleActor:
 
     def _ready(self, address: str) -> None:
         self._address = address
+        self._settle()
 
 
 class CoordinatorActor(RoleActor):
@@ -108,6 +119,7 @@ class CoordinatorActor(RoleActor):
     Args:
         info_address: host:port where it takes workers in, and answers whoever has a certificate of its own.
         tls: its certificate; None without TLS.
+        options: of every role.
     """
 
     def __init__(
@@ -118,9 +130,9 @@ class CoordinatorActor(RoleActor):
         host: str | None,
         info_address: str,
         tls: TlsConfig | None = None,
-        telemetry: Telemetry = _DEFAULT,
+        **options: Any,
     ) -> None:
-        super().__init__(serve, name=name, host=host, telemetry=telemetry)
+        super().__init__(serve, name=name, host=host, **options)
         self._info_address = info_address
         self._tls = tls
 

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Literal
 
 from outrider.deploy.autoscaler_config import AutoscalerConfig
+from outrider.draft_worker.config import DraftSource, DraftWorkerConfig
+from outrider.draft_worker.ngram_options import MatchType
 from outrider.engine.config import EngineConfig, KvCacheDtype, Quantization
 from outrider.log_output import LogFormat
+from outrider.target_worker.config import TargetWorkerConfig
 
 
 class Bind(StrEnum):
@@ -72,6 +75,25 @@ class DeployConfig:
         prefill_slowdown: how much longer than its verification alone a target's step may take for the sake of prefill.
         enforce_eager: targets run one operator after the other, without CUDA graphs: slow, for finding errors.
         deterministic: on a GPU, the bits of a token's logits do not depend on what else is in its target's step.
+        resident_draft: folder of an EAGLE or EAGLE-3 head, on every node that may hold a target, with which targets
+            draft by themselves; "embedded" is that of the embedded target.
+        resident_depth: levels of the trees that it grows.
+        resident_topk: children of a node, and nodes of a level that are expanded.
+        resident_nodes: most nodes of such a tree.
+        resident_max_sessions: with more sessions in a step it grows no trees.
+        one_graph: with resident_draft: verify, draft and the next verify in one CUDA graph, for large batches.
+        one_graph_steps: tokens that such a draft reaches ahead.
+        one_graph_candidates: tokens that it offers for each of them.
+        source: by what draft workers grow trees: model, ngram (of what prompts and outputs said before; they take no
+            GPU), or model+ngram.
+        ngram_capacity: most nodes of each draft worker's trie of n-grams.
+        ngram_max_trie_depth: tokens of an n-gram.
+        ngram_min_breadth: most continuations of a node below the longest suffix that was seen before.
+        ngram_max_breadth: likewise, below the shortest one; 1 makes a single branch.
+        ngram_draft_tokens: most nodes that are guessed for a session at a time.
+        ngram_match_type: which continuations come first: prob, the most frequent; bfs, the most recent.
+        ngram_corpus: a file of texts that the tries begin with, on every node that may hold a draft; may be given
+            several times.
         coordinator_resources: custom Ray resources per coordinator, as NAME=AMOUNT.
         target_resources: custom Ray resources per target worker, as NAME=AMOUNT.
         draft_resources: custom Ray resources per draft worker, as NAME=AMOUNT.
@@ -93,6 +115,8 @@ class DeployConfig:
         standby: on every machine with workers a process that has imported what they need forks them, which saves each
             some four seconds of CPU. By default with `bind` loopback, where the machine is known to have this
             package at the same path (on Linux).
+        keep_cores_awake: run each role on so many cores of its own once it serves, and never let them sleep: shorter
+            rounds (docs/tuning.md).
         role_logs: print what the roles log; otherwise it is only in Ray's session folder.
         log_level: least severity that the roles log.
         log_format: of the roles' logs: lines for people, or a JSON object a line for programs.
@@ -139,6 +163,22 @@ class DeployConfig:
     prefill_slowdown: float = 0.3
     enforce_eager: bool = False
     deterministic: bool = False
+    resident_draft: str | None = None
+    resident_depth: int = 5
+    resident_topk: int = 4
+    resident_nodes: int = 16
+    resident_max_sessions: int = 64
+    one_graph: bool = False
+    one_graph_steps: int = 1
+    one_graph_candidates: int = 1
+    source: DraftSource = "model"
+    ngram_capacity: int = 10_000_000
+    ngram_max_trie_depth: int = 18
+    ngram_min_breadth: int = 1
+    ngram_max_breadth: int = 10
+    ngram_draft_tokens: int = 12
+    ngram_match_type: MatchType = "prob"
+    ngram_corpus: tuple[Path, ...] = ()
     coordinator_resources: tuple[str, ...] = ()
     target_resources: tuple[str, ...] = ()
     draft_resources: tuple[str, ...] = ()
@@ -157,6 +197,7 @@ class DeployConfig:
     stop_timeout_s: float = 10.0
     object_store_bytes: int = 200_000_000
     standby: bool | None = None
+    keep_cores_awake: int = 0
     role_logs: bool = False
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: LogFormat = "text"
@@ -214,6 +255,12 @@ class DeployConfig:
             kv_cache_memory_fraction=self.kv_cache_memory_fraction,
             kv_cache_dtype=self.kv_cache_dtype,
         )
+        # Files of texts are on the nodes, not here.
+        DraftWorkerConfig(**{name: getattr(self, name) for name in DRAFT_FIELDS if name != "ngram_corpus"})
+        shared = {name: getattr(self, name) for name in (*RESIDENT_FIELDS, "tensor_parallel_size", "enforce_eager")}
+        TargetWorkerConfig(device="cuda", kv_cache_dtype=self.kv_cache_dtype, **shared)
+        if self.keep_cores_awake < 0:
+            raise ValueError(f"keep_cores_awake: {self.keep_cores_awake} given, 0 or more needed")
         if self.max_prefill_tokens is not None and self.max_prefill_tokens < 1:
             raise ValueError(f"max_prefill_tokens: {self.max_prefill_tokens} given, at least 1 needed")
         if not 0 <= self.prefill_slowdown < math.inf:
@@ -264,6 +311,35 @@ _DURATIONS = (
     "owner_timeout_s",
     "stop_timeout_s",
 )
+
+
+RESIDENT_FIELDS = (
+    "resident_draft",
+    "resident_depth",
+    "resident_topk",
+    "resident_nodes",
+    "resident_max_sessions",
+    "one_graph",
+    "one_graph_steps",
+    "one_graph_candidates",
+)
+"""What targets take over as it is, of drafts of their own."""
+DRAFT_FIELDS = (
+    "source",
+    "ngram_capacity",
+    "ngram_max_trie_depth",
+    "ngram_min_breadth",
+    "ngram_max_breadth",
+    "ngram_draft_tokens",
+    "ngram_match_type",
+    "ngram_corpus",
+)
+"""What draft workers take over as it is."""
+
+
+def asked_draft_gpus(config: DeployConfig) -> float | None:
+    """GPUs per draft worker that the configuration settles: n-grams need none."""
+    return 0.0 if config.draft_gpus is None and config.source == "ngram" else config.draft_gpus
 
 
 def most_drafts(config: DeployConfig) -> int:

@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
-from outrider.deploy.config import DeployConfig
+from outrider.deploy.config import DRAFT_FIELDS, RESIDENT_FIELDS, DeployConfig
 
 # Section -> key -> field; the section "" is the top of the file. A key that is only given here is a field of its name.
 SECTIONS: dict[str, dict[str, str]] = {
@@ -45,6 +45,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "prefill_slowdown": "prefill_slowdown",
         "enforce_eager": "enforce_eager",
         "deterministic": "deterministic",
+        **{name: name for name in RESIDENT_FIELDS},
     },
     "draft": {
         "workers": "drafts",
@@ -56,6 +57,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "resources": "draft_resources",
         "threads": "draft_threads",
         "beside_target": "drafts_beside_target",
+        **{name: name for name in DRAFT_FIELDS},
     },
     "security": {key: key for key in ("certs", "token_file", "insecure")},
     "autoscale": {
@@ -77,7 +79,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         )
     },
     "observe": {key: key for key in ("log_level", "log_format", "otlp_endpoint")},
-    "ray": {key: key for key in ("object_store_bytes", "standby", "role_logs")},
+    "ray": {key: key for key in ("object_store_bytes", "standby", "keep_cores_awake", "role_logs")},
 }
 
 
@@ -159,6 +161,10 @@ def _read(field: str, value: object, key: str) -> Any:
     (kind,) = kinds
     if value is None and NoneType in get_args(hint):
         return None
+    if get_origin(kind) is tuple and get_args(kind)[0] is Path:
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise ValueError(f"{key}: {value!r} given, a list of paths needed")
+        return tuple(Path(each) for each in value)
     if get_origin(kind) is tuple:
         return tuple(_resource(key, name, amount) for name, amount in _mapping(key, value).items())
     choices = [member.value for member in kind] if _is_enum(kind) else get_args(kind)

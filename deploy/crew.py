@@ -351,13 +351,13 @@ class Crew:
             max_task_retries=0,
             **needs,
         )
-        telemetry = Telemetry.of(self._config)
+        more |= {"telemetry": Telemetry.of(self._config), "keep_cores_awake": self._config.keep_cores_awake}
         deadline = time.monotonic() + _NAME_TIMEOUT_S
         while True:
             if self.is_ending or handle.is_draining:
                 raise WorkerUnavailable(f"{self._full(handle.name)} is to end")
             try:
-                return placed.remote(serve, name=self._full(handle.name), host=host, telemetry=telemetry, **more)
+                return placed.remote(serve, name=self._full(handle.name), host=host, **more)
             except ValueError as error:
                 if time.monotonic() > deadline:
                     raise WorkerUnavailable(f"{self._full(handle.name)}: {error}") from error

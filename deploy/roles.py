@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from outrider.deploy.config import DeployConfig, target_threads
+from outrider.deploy.config import DRAFT_FIELDS, RESIDENT_FIELDS, DeployConfig, target_threads
 from outrider.draft_worker.config import DraftWorkerConfig
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
@@ -165,6 +165,7 @@ def target_config(config: DeployConfig, setting: WorkerSetting, *, host: str) ->
         enforce_eager=config.enforce_eager,
         deterministic=config.deterministic,
         tensor_parallel_size=config.tensor_parallel_size,
+        **{name: getattr(config, name) for name in RESIDENT_FIELDS},
         metrics_port=_metrics_port(config, setting, first=0),
         metrics_host=host,
         **security(config, Role.TARGET),
@@ -184,6 +185,7 @@ def draft_config(config: DeployConfig, setting: WorkerSetting, *, host: str) -> 
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
         kv_cache_memory_fraction=config.kv_cache_memory_fraction,
+        **{name: getattr(config, name) for name in DRAFT_FIELDS},
         metrics_port=_metrics_port(config, setting, first=_DRAFTS_METRICS),
         metrics_host=host,
         **security(config, Role.DRAFT),

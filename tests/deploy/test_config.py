@@ -1,9 +1,24 @@
 """Deployment settings: what is refused, and how GPUs are shared out."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from outrider.deploy.config import Bind, DeployConfig, amounts, asked_target_gpus, shared_gpus, target_threads
+from outrider.deploy.config import (
+    DRAFT_FIELDS,
+    RESIDENT_FIELDS,
+    Bind,
+    DeployConfig,
+    amounts,
+    asked_draft_gpus,
+    asked_target_gpus,
+    shared_gpus,
+    target_threads,
+)
 from outrider.deploy.roles import WorkerSetting, draft_config, target_config
+from outrider.draft_worker.config import DraftWorkerConfig
+from outrider.target_worker.config import TargetWorkerConfig
 
 
 @pytest.mark.parametrize(
@@ -102,6 +117,43 @@ def test_workers_get_the_options_of_their_own():
     assert all(getattr(draft.engine(), name) == getattr(config, name) for name in shared)
     on_cpu = WorkerSetting(name="d/target-0", coordinators=("h:1",))
     assert target_config(DeployConfig(), on_cpu, host="127.0.0.1").max_step_tokens == 512
+
+
+def test_drafts_and_targets_draft_as_was_asked_for(tmp_path: Path):
+    resident: dict[str, Any] = {
+        "resident_draft": "embedded",
+        "resident_depth": 3,
+        "resident_topk": 2,
+        "resident_nodes": 9,
+    }
+    resident |= {"resident_max_sessions": 7, "one_graph": True, "one_graph_steps": 2, "one_graph_candidates": 2}
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("")
+    grown: dict[str, Any] = {
+        "source": "model+ngram",
+        "ngram_capacity": 5000,
+        "ngram_max_trie_depth": 9,
+        "ngram_min_breadth": 2,
+    }
+    grown |= {"ngram_max_breadth": 3, "ngram_draft_tokens": 5, "ngram_match_type": "bfs", "ngram_corpus": (corpus,)}
+    assert set(resident) == set(RESIDENT_FIELDS)
+    assert set(grown) == set(DRAFT_FIELDS)
+    config = DeployConfig(**resident, **grown)
+    setting = WorkerSetting(name="d/target-0", coordinators=("h:1",), device="cuda")
+    target = target_config(config, setting, host="127.0.0.1")
+    draft = draft_config(config, setting, host="127.0.0.1")
+    for own, fields in ((target, resident), (draft, grown)):
+        assert {name: getattr(own, name) for name in fields} == fields
+    # What is asked for by default is what the workers have by default.
+    for own, fields in ((TargetWorkerConfig(), resident), (DraftWorkerConfig(), grown)):
+        assert {name: getattr(DeployConfig(), name) for name in fields} == {name: getattr(own, name) for name in fields}
+    with pytest.raises(ValueError, match="one_graph: needs resident_draft"):
+        DeployConfig(one_graph=True)
+    with pytest.raises(ValueError, match="ngram_capacity: 0 given"):
+        DeployConfig(ngram_capacity=0)
+    assert asked_draft_gpus(DeployConfig(source="ngram")) == 0
+    assert asked_draft_gpus(DeployConfig(source="ngram", draft_gpus=1)) == 1
+    assert asked_draft_gpus(DeployConfig()) is None
 
 
 def test_workers_are_read_on_ports_of_their_numbers():

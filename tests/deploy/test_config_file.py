@@ -51,7 +51,7 @@ def test_values_arrive_as_the_fields_want_them(tmp_path: Path):
     bind: node
     security: {insecure: true}
     target: {model: /m, gpus: 2, kv_cache_dtype: fp8_e4m3, quantization: null}
-    draft: {workers: 0, resources: {cheap: 0.5, any: 2}}
+    draft: {workers: 0, resources: {cheap: 0.5, any: 2}, source: ngram, ngram_corpus: [/a.jsonl, b.jsonl]}
     timeouts: {hang_timeout_s: 3}
     observe: {log_format: json, otlp_endpoint: "http://collector:4317"}
     ray:
@@ -61,6 +61,7 @@ def test_values_arrive_as_the_fields_want_them(tmp_path: Path):
     assert isinstance(config.target_gpus, float)
     assert config.draft_resources == ("cheap=0.5", "any=2")
     assert (config.hang_timeout_s, config.quantization, config.drafts) == (3.0, None, 0)
+    assert (config.source, config.ngram_corpus) == ("ngram", (Path("/a.jsonl"), Path("b.jsonl")))
     assert (config.log_format, config.otlp_endpoint) == ("json", "http://collector:4317")
     assert read_config(written(tmp_path, "")) == DeployConfig()
 
@@ -86,6 +87,8 @@ def test_values_arrive_as_the_fields_want_them(tmp_path: Path):
         ("draft: {resources: {cheap: much}}", "draft.resources.cheap: 'much' given, a number needed"),
         ("draft: {resources: [cheap]}", "draft.resources: ['cheap'] given, keys with values needed"),
         ("draft: {resources: {cheap: 0}}", "draft.resources: 'cheap=0' given, NAME=AMOUNT with an amount above 0"),
+        ("draft: {ngram_corpus: a.jsonl}", "draft.ngram_corpus: 'a.jsonl' given, a list of paths needed"),
+        ("draft: {source: words}", "draft.source: 'words' given, one of model, ngram, model+ngram needed"),
         ("target: {enforce_eager: 1}", "target.enforce_eager: 1 given, true or false needed"),
         ("target: {kv_cache_dtype: int4}", "target.kv_cache_dtype: 'int4' given, one of auto, fp8_e4m3 needed"),
         ("bind: everywhere", "bind: 'everywhere' given, one of loopback, node needed"),
