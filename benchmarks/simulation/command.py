@@ -53,6 +53,7 @@ _ROWS: Sequence[tuple[str, str]] = (
     ("nodes_per_step", "{:.1f}"),
     ("scheduling_ms", "{:.2f}"),
     ("own_scheduling_ms", "{:.2f}"),
+    ("scheduling_cpu_ms", "{:.2f}"),
     ("held_ms", "{:.2f}"),
     ("coordinator_cpu", "{:.1%}"),
     ("cpu_ms_per_round", "{:.2f}"),

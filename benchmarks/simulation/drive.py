@@ -30,10 +30,14 @@ _PATIENCE_S = 300.0
 
 @dataclass
 class Departure:
-    """One batch: when it was written to its stream, and when the result before it had been read (0: none had)."""
+    """One batch: when it was written to its stream, and when the result before it had been read (0: none had).
+
+    `cpu_ns`: what the coordinator's thread has used of a core in between.
+    """
 
     left_ns: int
     result_ns: int
+    cpu_ns: int
     step: int
     first_session: int
 
@@ -72,17 +76,18 @@ class _StampedCall:
 
     def __init__(self, call: Any, departures: list[Departure]) -> None:
         self._call, self._departures = call, departures
-        self._result_ns = 0
+        self._result_ns = self._result_cpu_ns = 0
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         async for response in self._call:
-            self._result_ns = time.monotonic_ns()
+            self._result_ns, self._result_cpu_ns = time.monotonic_ns(), time.thread_time_ns()
             yield response
 
     async def write(self, message: Any) -> None:
         if message.step:
             first = message.trees.session_ids[0]
-            self._departures.append(Departure(time.monotonic_ns(), self._result_ns, message.step, first))
+            cpu_ns = time.thread_time_ns() - self._result_cpu_ns
+            self._departures.append(Departure(time.monotonic_ns(), self._result_ns, cpu_ns, message.step, first))
         await self._call.write(message)
 
     def cancel(self) -> bool:

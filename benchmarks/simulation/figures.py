@@ -10,7 +10,9 @@ target_busy        share of the time in which a target is in a step, mean over t
 nodes_per_step     drafted nodes in a batch of all sessions
 scheduling_ms      from the reading of a result to the writing of the next batch, in the coordinator
 own_scheduling_ms  the same less the time for which growth was waited for: the coordinator's own work
-held_ms            that time
+scheduling_cpu_ms  what the coordinator's thread used of a core in that time, growth that came meanwhile included; by
+                   what the delay is longer, it waited for a core, or for the threads of gRPC
+held_ms            the time for which growth was waited for
 coordinator_cpu    CPU seconds a second of the coordinator's process, its clients included
 cpu_ms_per_round   the same a step of a target
 worker_late_ms     how much longer the fake steps took than they should have: the simulator's own error
@@ -83,16 +85,22 @@ def _scheduling(run: RunTraces) -> Figures:
     waited = {
         (client.session_id, step): held_ns for client in run.clients for step, held_ns in client.waited_ns.items()
     }
-    delays, own, held = [], [], []
+    delays, own, held, used = [], [], [], []
     for departure in (departure for departures in run.departures for departure in departures):
         if not departure.result_ns or not run.began_ns <= departure.left_ns <= run.ended_ns:
             continue
         delays.append(departure.left_ns - departure.result_ns)
+        used.append(departure.cpu_ns)
         held_ns = waited.get((departure.first_session, departure.step))
         if held_ns is not None:
             held.append(held_ns)
             own.append(delays[-1] - held_ns)
-    return {"scheduling_ms": _spread(delays), "own_scheduling_ms": _spread(own), "held_ms": _spread(held)}
+    return {
+        "scheduling_ms": _spread(delays),
+        "own_scheduling_ms": _spread(own),
+        "scheduling_cpu_ms": _spread(used),
+        "held_ms": _spread(held),
+    }
 
 
 def _spread(values_ns: Iterable[float]) -> dict[str, float] | None:

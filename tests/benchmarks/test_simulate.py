@@ -120,6 +120,7 @@ def test_chains_reach_the_length_that_their_rate_gives_and_off_one_token(capsys)
         rounds_in_tokens = result["rounds"] * result["sessions_per_step"] * result["acceptance_length"]
         assert result["tokens_per_s"] * result["seconds"] == pytest.approx(rounds_in_tokens, rel=0.2)
         assert result["own_scheduling_ms"]["p50"] <= result["scheduling_ms"]["p99"]
+        assert 0 < result["scheduling_cpu_ms"]["p50"] <= result["scheduling_ms"]["p99"]
 
 
 def test_async_speculates_over_several_workers_and_a_distant_target_is_exposed(capsys):
