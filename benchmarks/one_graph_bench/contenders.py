@@ -22,10 +22,13 @@ from outrider.target_worker.resident import ResidentDraft
 from outrider.target_worker.resident_config import ResidentConfig
 from outrider.target_worker.verifier import Verifier
 
-_DEPTH, _TOP_K, _TREE = 4, 4, 12
+# What trees are grown with: small batches have room for deep ones.
+_DEEP = {"depth": 4, "top_k": 4, "nodes": 12}
+_SHALLOW = {"depth": 2, "top_k": 3, "nodes": 3}
 # Rows of the largest captured step: a coordinator's trees stay within them, too.
 _MOST_ROWS = 512
 _NEW_TOKENS = 1024
+_FEW_SESSIONS, _MANY_SESSIONS = 8, 48
 
 
 class Bench:
@@ -51,8 +54,9 @@ class Bench:
         )
         self._config = config
         self.runner = ModelRunner(config.engine(), decoder=True, source=model.source, feeds_head=True)
-        resident = ResidentConfig(head=head, depth=_DEPTH, top_k=_TOP_K, nodes=_TREE, max_sessions=most)
-        self.resident = ResidentDraft.load(resident, self.runner)
+        deep, shallow = (ResidentConfig(head=head, max_sessions=most, **sizes) for sizes in (_DEEP, _SHALLOW))
+        self.resident = ResidentDraft.load(deep, self.runner)
+        self._shallow = ResidentDraft(self.resident.head, self.runner, shallow)
         self._rounds: dict[RoundShape, RoundDraft] = {}
         self._prompts = self._tokenised(model, context)
 
@@ -68,10 +72,10 @@ class Bench:
             found: list[tuple[str, Pace]] = []
             for nodes in self._tree_sizes(count):
                 self._capture([count * (1 + nodes)], sessions=count, query_len=1 + nodes)
-                self.resident.grows = True
-                verifier = self._verifier(resident=self.resident)
-                name = f"tree of {nodes}"
-                found.append((name, self._paced(verifier, count, rounds, nodes=nodes, draft=self.resident)))
+                draft = self.resident if nodes > _SHALLOW["nodes"] else self._shallow
+                draft.grows = True
+                pace = self._paced(self._verifier(resident=draft), count, rounds, nodes=nodes, draft=draft)
+                found.append((f"tree of {nodes}", pace))
             paces |= dict(sorted(found, key=lambda entry: -entry[1].tokens_per_second)[:1])
         if "one-graph" in contenders:
             for shape in shapes:
@@ -134,9 +138,9 @@ class Bench:
         steps.warm_up(buckets)
 
     def _tree_sizes(self, count: int) -> list[int]:
-        """Nodes a session: what a large batch may send, and less."""
-        most = min(_TREE, _MOST_ROWS // count - 1)
-        return sorted({size for size in (1, 3, 6, _TREE) if size <= most} or {0})[-2:] if most > 0 else [0]
+        """Nodes a session: as many as such a batch may have room for, and less."""
+        sizes = (6, 12) if count <= _FEW_SESSIONS else (3, 6) if count < _MANY_SESSIONS else (1, 3)
+        return [size for size in sizes if count * (1 + size) <= _MOST_ROWS] or [0]
 
     def _prompts_of(self, count: int) -> list[list[int]]:
         return [self._prompts[number % len(self._prompts)] for number in range(count)]
