@@ -80,7 +80,7 @@ def random_head(shape_name: str) -> EagleHead:
         down=matrix(width, shape.intermediate),
         final_norm=ones,
         output=matrix(DRAFT_VOCAB, width),
-        target_ids=torch.arange(DRAFT_VOCAB, device=_DEVICE),
+        target_ids=None,
         rotary_table=spec.layer.rotaries[0].table(8192).to(_DEVICE),
     )
     return EagleHead(spec, weights, attend=tree_attention)
@@ -135,8 +135,9 @@ def head_steps(head: EagleHead, point: Point, context: int) -> dict[str, Callabl
 
     return {
         "layer": layer,
-        "layer, logits": lambda: head.logits(layer()),
-        "step": lambda: ranked(head.logits(layer())),
+        "layer, logits": lambda: head.draft_logits(layer()),
+        "step": lambda: ranked(head.ranking_logits(layer())),
+        "step, whole vocabulary": lambda: ranked(head.logits(layer())),
     }
 
 

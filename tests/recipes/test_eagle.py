@@ -34,8 +34,8 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def small_head(recipe: Any, *, kv_heads: int = 2) -> Any:
     shape = recipe.LlamaShape(
-        hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=kv_heads,
-        head_dim=16, vocab_size=VOCAB,
+        hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, head_dim=16,
+        num_key_value_heads=kv_heads, vocab_size=VOCAB,
     )  # fmt: skip
     torch.manual_seed(0)
     head = recipe.Eagle3(shape, (0, 1, 2))

@@ -90,7 +90,7 @@ class EagleHead:
 
     @property
     def target_ids(self) -> torch.Tensor | None:
-        """[Vd] int64, the target's id of each column of `draft_logits`; None where they are the same."""
+        """[Vd] int64, the target's id of each column of `draft_logits`; None where column i is token i."""
         return self.weights.target_ids
 
     @torch.inference_mode()
@@ -166,8 +166,16 @@ class EagleHead:
         """Logits [R, V] of rows [R, N] of `forward`; -inf for tokens that the head has no row for."""
         logits, ids = self.draft_logits(hidden), self.weights.target_ids
         if ids is None:
-            return logits
+            missing = self.vocab_size - logits.shape[1]
+            return functional.pad(logits, (0, missing), value=float("-inf")) if missing else logits
         return logits.new_full((len(logits), self.vocab_size), float("-inf")).index_copy_(1, ids, logits)
+
+    def ranking_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`logits` without the columns past the last token that has a row, where that spares a copy; for ranking.
+
+        Noise belongs to a token's id, so ranking needs every token in its own column, and not that there are V of them.
+        """
+        return self.draft_logits(hidden) if self.weights.target_ids is None else self.logits(hidden)
 
     def _enter(self, hidden: torch.Tensor, embedded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The residual stream [T, N], to be changed, and what the attention reads, [T, N or 2 N]."""

@@ -41,7 +41,7 @@ class EagleWeights:
         down: [N, F].
         final_norm: [N] before the output layer, or None.
         output: [Vd, N].
-        target_ids: [Vd] int64, the target's id of each row of `output`; None where they are the same.
+        target_ids: [Vd] int64, the target's id of each row of `output`; None where row i is token i.
         rotary_table: [positions, 2, D / 2] float32.
     """
 
@@ -154,8 +154,7 @@ class _Loader:
         ids = offsets.long() + torch.arange(count)
         if int(ids.min()) < 0 or int(ids.max()) >= vocab or len(ids.unique()) < count:
             raise CheckpointError(f"{place}: {name} names tokens twice, or outside the {vocab} of the target")
-        same = count == vocab and bool((offsets == 0).all())
-        return None if same else ids.to(self._embedding.device)
+        return ids.to(self._embedding.device) if bool(offsets.any()) else None
 
     def _qkv_bias(self, attention: str, query: int, key: int) -> torch.Tensor | None:
         parts = [self._optional(f"{attention}{name}_proj.bias", (rows,)) for name, rows in

@@ -284,6 +284,22 @@ def test_prefixed_and_older_names_load_as_well(layout: EagleLayout, target: Path
     assert torch.equal(head.weights.embedding, expected.weights.embedding)
 
 
+def test_a_vocabulary_cut_at_its_end_needs_no_map(target: Path, tmp_path: Path) -> None:
+    write_random_eagle(tmp_path, target, draft_vocab_size=DRAFT_VOCAB)
+    rows = torch.randn(3, HIDDEN)
+    mapped = load_head(tmp_path, target)
+    assert mapped.target_ids is not None
+    assert torch.equal(mapped.ranking_logits(rows), mapped.logits(rows))
+    assert torch.equal(mapped.logits(rows)[:, mapped.target_ids], mapped.draft_logits(rows))
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({**tensors, "d2t": torch.zeros_like(tensors["d2t"])}, tmp_path / "model.safetensors")
+    head = load_head(tmp_path, target)
+    assert head.target_ids is None
+    assert torch.equal(head.ranking_logits(rows), mapped.draft_logits(rows))
+    assert torch.equal(head.logits(rows)[:, :DRAFT_VOCAB], mapped.draft_logits(rows))
+    assert (head.logits(rows)[:, DRAFT_VOCAB:] == float("-inf")).all()
+
+
 def test_taps(target: Path, tmp_path: Path) -> None:
     write_random_eagle(tmp_path, target, taps=(1, 3, 5))
     head = load_head(tmp_path, target)
