@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
+from outrider.growth_source import GrowthSource, sources_from_proto
 from outrider.v1 import common_pb2, generation_pb2
 from outrider.wire import floats_from_bytes
 
@@ -17,9 +18,17 @@ _BAR_CELLS = 20
 
 
 def calibration_dict(report: common_pb2.CalibrationReport) -> dict[str, Any]:
-    """Rule to its bins and figures; empty for a worker that has not observed anything."""
+    """Rule to its bins and figures; empty for a worker that has not observed anything.
+
+    Of other sources than a model the key is the rule and the source, such as "greedy, ngram".
+    """
     edges = [0.0, *(round(edge, 6) for edge in floats_from_bytes(report.edges).tolist()), 1.0]
-    return {found.rule: _rule_dict(found, edges) for found in report.rules}
+    return {_key(found): _rule_dict(found, edges) for found in report.rules}
+
+
+def _key(found: common_pb2.RuleReliability) -> str:
+    sources = sources_from_proto([found.source] if found.source else [], default=(GrowthSource.MODEL,))
+    return ", ".join([found.rule, *(source.word for source in sources - {GrowthSource.MODEL})])
 
 
 def _rule_dict(found: common_pb2.RuleReliability, edges: list[float]) -> dict[str, Any]:

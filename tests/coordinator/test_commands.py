@@ -83,7 +83,14 @@ DRAFT = generation_pb2.WorkerStatus(
             rules=[
                 common_pb2.RuleReliability(
                     rule="coupled", children=[60, 0, 40], predicted=floats_to_bytes([0.05, 0, 0.75]), hits=[6, 0, 20]
-                )
+                ),
+                common_pb2.RuleReliability(
+                    rule="coupled",
+                    source=common_pb2.GROWTH_SOURCE_NGRAM,
+                    children=[4, 0, 0],
+                    predicted=floats_to_bytes([0.05, 0, 0]),
+                    hits=[1, 0, 0],
+                ),
             ],
         )
     ),
@@ -406,6 +413,9 @@ def with_draft() -> Iterator[None]:
 def test_status_says_how_estimates_came_true(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["status", "--json"]) == 0
     worker = json.loads(capsys.readouterr().out)["workers"][1]
+    assert worker["sources"] == ["model"]
+    # A source that is no model has a diagram of its own.
+    assert worker["calibration"].pop("coupled, ngram")["children"] == 4
     rule = worker["calibration"].pop("coupled")
     assert worker["calibration"] == {}
     assert (rule["children"], rule["accepted"]) == (100, 26)

@@ -1,0 +1,84 @@
+"""Where drafts come from changes nothing: every source and mixture gives the tokens of the plain loop."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from outrider.client import AsyncClient
+from outrider.local import LocalService
+from outrider.sampling import SamplingSpec
+
+NEW_TOKENS, REQUESTS = 20, 6
+SAMPLED = {"temperature": 1.0, "seed": 2**63 + 11}
+MIXTURES = ("ngram", "eagle", "model+ngram", "ngram+eagle", "model+ngram+eagle")
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[LocalService]:
+    # What a loaded machine takes for a second is no fault of anybody here.
+    patient = ("--lease-ms", "30000", "--step-timeout-s", "60", "--sync-wait-cap-ms", "60000")
+    with LocalService(
+        drafts=1,
+        draft_args=("--source", "model+ngram"),
+        target_args=("--resident-draft", "embedded"),
+        coordinator_args=patient,
+    ) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def expected(reference, prompts) -> dict[str, list]:
+    def outputs(spec: SamplingSpec) -> list:
+        specs = [replace(spec, seed=(spec.seed + number) % 2**64) for number in range(REQUESTS)]
+        return reference.generate_all(prompts[:REQUESTS], specs)
+
+    stop = (reference.eos,)
+    return {
+        "greedy": outputs(SamplingSpec(max_new_tokens=NEW_TOKENS, stop_token_ids=stop)),
+        "sampled": outputs(SamplingSpec(max_new_tokens=NEW_TOKENS, stop_token_ids=stop, **SAMPLED)),
+    }
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("rule", ["greedy", "sampled"])
+@pytest.mark.parametrize("mixture", MIXTURES)
+async def test_every_source_and_mixture_gives_the_same_tokens(service, prompts, expected, differs, *, mixture, rule):
+    options: dict[str, Any] = dict(SAMPLED) if rule == "sampled" else {}
+    words = mixture.split("+")
+    async with AsyncClient(service.endpoint) as client:
+
+        async def one(number: int) -> Any:
+            own = options | ({"seed": (options["seed"] + number) % 2**64} if options else {})
+            return await client.generate(prompts[number], max_new_tokens=NEW_TOKENS, sources=words, **own)
+
+        # The second time, a trie knows the output.
+        outputs = [result for _ in range(2) for result in await asyncio.gather(*map(one, range(REQUESTS)))]
+    for place, output in enumerate(outputs):
+        wanted = expected[rule][place % REQUESTS]
+        parted = differs(output.token_ids, wanted)
+        assert parted is None, f"prompt {place % REQUESTS} parts at token {parted}"
+        # Nobody drafts who was not asked.
+        assert set(output.speculation.sources) <= set(words)
+    if "eagle" in words:
+        # Its growth comes with the results, so that no machine is too slow for it.
+        assert all(output.speculation.sources["eagle"].drafted_tokens > 0 for output in outputs)
+
+
+@pytest.mark.timeout(120)
+async def test_a_trie_knows_what_was_said_before(service, prompts):
+    """In turns, so that it does not hang on time whether its tree is there; inserts take place beside everything."""
+    async with AsyncClient(service.endpoint) as client:
+        deadline = time.monotonic() + 60
+        while True:
+            result = await client.generate(
+                prompts[REQUESTS], max_new_tokens=NEW_TOKENS, speculation="sync", sources=cast("Any", ["ngram"])
+            )
+            found = result.speculation.sources.get("ngram")
+            if found is not None and found.accepted_tokens >= NEW_TOKENS // 2:
+                break
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
