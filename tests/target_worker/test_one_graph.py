@@ -26,7 +26,7 @@ from outrider.target_worker.one_graph import RoundDraft
 from outrider.target_worker.service import pack, unpack
 from outrider.target_worker.sessions import OpenRequest, Outcome, TreeRequest, TreeResult
 from outrider.target_worker.step_thread import BatchResult, Load
-from outrider.target_worker.verifier import Verifier
+from outrider.target_worker.verifier import PendingStep, Verifier
 from outrider.v1 import target_pb2
 
 NEW_TOKENS = 16
@@ -239,6 +239,40 @@ def test_sessions_come_and_go_between_rounds(seed: int, checkpoint: Path, plain:
     assert client.adventurous(random.Random(seed), expected_chains) == expected
     assert verifier.preemptions > 0
     assert verifier.slots_used == 0
+
+
+def test_rounds_overlap_and_sessions_may_be_closed_within_them(checkpoint: Path, plain: Client) -> None:
+    specs = SPECS[:6]
+    client = Client(make_verifier(checkpoint, head_of(plain), SHAPES[1]), specs)
+    verifier = client.verifier
+    client.step([client.request(number, resident=True) for number in client.live])
+    groups = [[0, 1, 2], [3, 4, 5]]
+    pending: dict[int, tuple[list[int], PendingStep]] = {}
+    closed: set[int] = set()
+    for turn in range(8):
+        group = groups[turn % 2]
+        # The other group's round is still in flight when this one's begins.
+        numbers = [number for number in group if number in client.live and number not in closed]
+        pending[turn] = numbers, verifier.begin([client.request(number, resident=True) for number in numbers])
+        if turn == 4:
+            verifier.close((1, 1), 1)
+            closed.add(1)
+        if turn:
+            before, step = pending.pop(turn - 1)
+            for number, result in zip(before, verifier.finish(step).results, strict=True):
+                assert result.outcome is Outcome.ACCEPTED
+                client.outputs[number] += result.token_ids
+                if client.is_done(number):
+                    verifier.close((1, number), 1)
+    numbers, step = pending.pop(7)
+    for number, result in zip(numbers, verifier.finish(step).results, strict=True):
+        client.outputs[number] += result.token_ids
+    for number, output in enumerate(client.outputs):
+        assert output == plain.outputs[number][: len(output)]
+        assert len(output) > 4
+        verifier.close((1, number), 1)
+    assert verifier.slots_used == 0
+    assert verifier.session_count == 0
 
 
 def test_the_wire_says_who_is_resident_and_what_was_drafted() -> None:
