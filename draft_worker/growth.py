@@ -140,7 +140,10 @@ class TreeGrowth:
         """Compiles and captures what steps need, on a device where that is done ahead."""
         config = self.config
         self._launcher.warm_up(
-            step_nodes=config.max_step_nodes, step_tokens=config.max_step_tokens, sessions=self.slots.free_rows
+            step_nodes=config.max_step_nodes,
+            step_tokens=config.max_step_tokens,
+            level_nodes=config.sync_step_nodes,
+            sessions=self.slots.free_rows,
         )
 
     def match(self, left_out: Container[tuple[int, int]] = ()) -> None:

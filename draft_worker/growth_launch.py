@@ -109,18 +109,19 @@ class GrowthLauncher:
         self._device_ns: dict[int, float] = {}
         self._seen: Counter[int] = Counter()
 
-    def warm_up(self, *, step_nodes: int, step_tokens: int, sessions: int) -> None:
+    def warm_up(self, *, step_nodes: int, step_tokens: int, level_nodes: int, sessions: int) -> None:
         """Compiles and captures what growth begins with."""
         if self._steps is not None:
             buckets = growth_buckets(
                 self._steps.ladder,
                 step_nodes=step_nodes,
                 step_tokens=step_tokens,
+                level_nodes=level_nodes,
                 sessions=sessions,
                 children=self._chooser.scored,
                 words=self._words,
             )
-            self._steps.warm_up(buckets)
+            self._steps.warm_up(buckets, words=[self._words])
 
     def launch(self, plan: StepPlan) -> GrowthFlight:
         """Starts a step; on a device with staged steps nothing is waited for."""

@@ -21,6 +21,7 @@ class GrowthConfig:
         max_step_nodes: most nodes expanded in one step, over all sessions.
         min_session_nodes: nodes a step leaves to each session that can grow before the best of all are taken.
         max_step_tokens: most prefill tokens of one step.
+        max_step_rows: rows of one step that levels of sync sessions fill it up to, each of which comes whole.
         max_live_nodes: most nodes of a session, whatever its credit.
         max_model_len: most tokens of a session.
         min_path_value: nodes less likely to be reached are not expanded: a commit would wait for that step.
@@ -41,6 +42,7 @@ class GrowthConfig:
     max_step_nodes: int = 8
     min_session_nodes: int = 1
     max_step_tokens: int = 256
+    max_step_rows: int = 512
     max_live_nodes: int = 64
     max_model_len: int = 2048
     min_path_value: float = 0.03
@@ -53,8 +55,8 @@ class GrowthConfig:
 
     def __post_init__(self) -> None:
         for name in (
-            "branching", "max_step_nodes", "min_session_nodes", "max_step_tokens", "max_live_nodes", "max_model_len",
-            "sync_step_nodes", "rejection_top_k",
+            "branching", "max_step_nodes", "min_session_nodes", "max_step_tokens", "max_step_rows", "max_live_nodes",
+            "max_model_len", "sync_step_nodes", "rejection_top_k",
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} given, at least 1 needed")

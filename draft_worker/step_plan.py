@@ -95,7 +95,7 @@ class StepPlanner:
         self._sessions = sessions
         self._slots = slots
         self._config = config
-        self._turn = 0
+        self._turn = self._turn_of_levels = 0
 
     def plan(self, left_out: Container[tuple[int, int]] = ()) -> StepPlan:
         """The next forward, perhaps empty.
@@ -151,7 +151,7 @@ class StepPlanner:
         return True
 
     def _plan_trees(self, plan: StepPlan, sessions: Collection[DraftSession]) -> None:
-        growing, least = [], self._config.min_path_value
+        growing, levels, least = [], [], self._config.min_path_value
         for session in sessions:
             # It may have lost its slots just now, and there may be no other step that would say so.
             if session.is_sync and session.level == 0 and (session.starved or not session.root_is_open):
@@ -160,12 +160,30 @@ class StepPlanner:
             if session.kv_len < session.length or session.tree.root.child_tokens is None:
                 continue
             if session.is_sync:
-                self._plan_level(session, plan)
+                levels.append(session)
             elif (value := session.tree.best_value) > 0 and value >= least and (room := self._room(session)) > 0:
                 growing.append((session, room))
+        if levels:
+            # Beside prompts and what grows by itself.
+            self._plan_levels(
+                levels, plan, self._config.max_step_rows - (self._config.max_step_nodes if growing else 0)
+            )
         if growing:
             for session, nodes in self._share_out(growing):
                 self._add_nodes(session, nodes, plan)
+
+    def _plan_levels(self, sessions: list[DraftSession], plan: StepPlan, most: int) -> None:
+        """Levels of sync sessions up to so many rows of the step; one at least. The next step begins with the others.
+
+        Steps of more rows run without a graph, and take as long as two.
+        """
+        turn = self._turn_of_levels % len(sessions)
+        self._turn_of_levels = 0
+        for place, session in enumerate(sessions[turn:] + sessions[:turn]):
+            if place and plan.rows.num_rows + self._config.sync_step_nodes > most:
+                self._turn_of_levels = turn + place
+                return
+            self._plan_level(session, plan)
 
     def _plan_level(self, session: DraftSession, plan: StepPlan) -> None:
         """A sync session's next level whole, whatever the others do: its tree must not depend on them."""

@@ -8,7 +8,7 @@ Shapes: T rows, S sessions, R rows whose logits are wanted, W mask words.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 _TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 72, 96, 128, 160, 192, 256, 320, 384, 512)
@@ -164,6 +164,39 @@ class BucketLadder:
                 )  # fmt: skip
                 found[self.bucket(need)] = None
         return list(found)
+
+    def rehearsal(self, *, words: Collection[int]) -> list[Bucket]:
+        """Buckets whose layers need, between them, every kernel that the layers of any step need.
+
+        Kernels are compiled for what a bucket bounds: by rows and sessions, by whether a session has many of them, by
+        words. Those of the captured set are a part of it; what is captured later, and what runs without a graph, would
+        be compiled when it first comes, for seconds, while everybody waits. Neighbours differ, for several are compiled
+        at a time. Empty where tree rows are sessions of their own: there the kernels are few.
+
+        Args:
+            words: W that steps may have.
+        """
+        if self._unrolled:
+            return []
+        found: dict[Bucket, None] = {}
+        most = self.max_tokens + 1
+        need = Bucket(tokens=1, sessions=1, keys=1, query_len=1, logit_rows=0, nodes=0, words=1)
+        for tokens in (*self._tokens, most):
+            for query_len in (tokens, 1):
+                # Each may be the bound of as few as one more than the one before it.
+                for sessions in self._sessions[: 1 + bisect_left(self._sessions, tokens)]:
+                    for wide in words:
+                        # Without a graph, bounds of keys are the steps' own.
+                        for keys in (1, self._keys[-1]) if tokens == most else (1,):
+                            own = replace(need, tokens=tokens, sessions=sessions, query_len=query_len, keys=keys)
+                            found[self.bucket(replace(own, words=wide))] = None
+        return list(found)
+
+    @property
+    def words(self) -> list[int]:
+        """W of the steps that verify trees."""
+        most = 1 << ((self._max_nodes + 63) // 64 - 1).bit_length()
+        return [1 << power for power in range(most.bit_length())]
 
 
 def _up_to(rungs: Sequence[int], most: int) -> tuple[int, ...]:

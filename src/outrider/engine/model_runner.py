@@ -135,6 +135,7 @@ class ModelRunner:
         return {
             "launch": steps.launch,
             "compile": steps.compile,
+            "rehearse": steps.rehearse,
             "capture": steps.capture,
             "refill": self._refill,
         }

@@ -24,10 +24,11 @@ from outrider.step_holdups import note_preparation
 
 logger = logging.getLogger(__name__)
 
-# A capture holds steps up, so sizes that come up once are not worth it: a bucket is captured after so many steps that
+# A capture holds steps up for as long as some hundred of a small model take, and saves each of those that follow a part
+# of its time: it is worth it when as much has been lost for want of it. A bucket is captured after so many steps that
 # ran in a larger one instead, or a few that had to run without a graph.
-_WORTH_CAPTURING = 16
-_WEIGHT_WITHOUT_GRAPH = 8
+_WORTH_CAPTURING = 128
+_WEIGHT_WITHOUT_GRAPH = 32
 _COMPILING_THREADS = 8
 # Graphs at a time, a few megabytes each.
 _MOST_GRAPHS = 192
@@ -53,6 +54,10 @@ class _Captured:
     graphs: Sequence[torch.cuda.CUDAGraph]
     data: torch.Tensor
     output: StepOutput
+
+
+class _Rehearsed(Exception):
+    """The layers that matter have run."""
 
 
 @dataclass(slots=True)
@@ -182,6 +187,28 @@ class StepGraphs:
         run(buckets[0])
         with ThreadPoolExecutor(_COMPILING_THREADS) as pool:
             list(pool.map(run, buckets[1:]))
+        torch.cuda.synchronize(self._program.device)
+
+    def rehearse(self, buckets: Sequence[Bucket], *, layers: int) -> None:
+        """Compiles what the first layers of buckets need that need not be captured, several kernels at a time.
+
+        Args:
+            buckets: which.
+            layers: so many; the others' kernels are the same.
+        """
+        if not self._enabled:
+            return
+
+        def after_layer(count: int) -> None:
+            if count >= layers:
+                raise _Rehearsed
+
+        def run(bucket: Bucket) -> None:
+            with suppress(torch.OutOfMemoryError, _Rehearsed), torch.cuda.device(self._program.device):
+                self._program.run(bucket, self._nothing(bucket), after_layer)
+
+        with ThreadPoolExecutor(_COMPILING_THREADS) as pool:
+            list(pool.map(run, buckets))
         torch.cuda.synchronize(self._program.device)
 
     def _nothing(self, bucket: Bucket) -> torch.Tensor:

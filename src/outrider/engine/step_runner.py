@@ -6,7 +6,7 @@ Shapes: as in `outrider.engine.step_buffers`, V vocabulary size.
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -15,6 +15,7 @@ import torch
 
 from outrider.engine.batch import ForwardBatch, TreeChoices
 from outrider.engine.buckets import Bucket, BucketLadder
+from outrider.engine.decoder_spec import DecoderSpec
 from outrider.engine.draft_staging import GrowthRows, RankedChildren, stage_growth
 from outrider.engine.kv_slots import SlotTable
 from outrider.engine.step_buffers import StagedStep, StepBuffer, StepBuffers
@@ -237,11 +238,25 @@ class StepRunner:
             with self._ranks.apart():
                 self._graphs.compile(buckets, advance)
 
-    def warm_up(self, buckets: Sequence[Bucket] | None = None, *, verifies: bool = True) -> None:
-        """Compiles and captures what serving begins with, showing how far it is.
+    def rehearse(self, buckets: Sequence[Bucket]) -> None:
+        """Compiles what the layers of buckets need that are not captured yet, on every rank by itself.
+
+        Raises:
+            WorkerUnavailable: another rank was lost.
+        """
+        with self._ranks.guard(_CAPTURE_TIMEOUT_S):
+            self._ranks.lead("rehearse", list(buckets))
+            with self._ranks.apart():
+                self._graphs.rehearse(buckets, layers=_layers_of_each_kind(self._program.decoder.spec))
+
+    def warm_up(
+        self, buckets: Sequence[Bucket] | None = None, *, words: Collection[int] | None = None, verifies: bool = True
+    ) -> None:
+        """Compiles what any step may need, and captures what serving begins with, showing how far it is.
 
         Args:
-            buckets: which; by default the ladder's first set.
+            buckets: that are captured; by default the ladder's first set.
+            words: of the masks of steps; by default those that a target may have.
             verifies: whether the first set's steps walk trees.
         """
         wanted = self._ladder.first_set(verifies=verifies) if buckets is None else buckets
@@ -251,11 +266,18 @@ class StepRunner:
         logger.info("compiling and capturing %d CUDA graphs", len(wanted))
         with _progress(2 * len(wanted)) as advance:
             self.compile(wanted, advance)
+            self.rehearse(self._ladder.rehearsal(words=self._ladder.words if words is None else words))
             # From the largest on: what smaller ones need of memory is then there.
             for bucket in sorted(wanted, reverse=True):
                 self.capture(bucket)
                 advance()
         logger.info("%d CUDA graphs captured in %.1f s", self.graphs, time.perf_counter() - begin)
+
+
+def _layers_of_each_kind(spec: DecoderSpec) -> int:
+    """How many layers, from the first on, have between them every kind of layer, after another layer and first."""
+    first = {layer: place for place, layer in reversed(list(enumerate(spec.layers)))}
+    return max(1 + max(first.values()), 2)
 
 
 @contextmanager

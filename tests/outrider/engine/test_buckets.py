@@ -78,6 +78,27 @@ def test_past_the_largest_graph_a_prompt_and_mixtures_are_all_there_is_to_compil
             assert kind(LADDER.bucket(need)) in kinds, need
 
 
+def test_a_rehearsal_has_every_combination_of_rows_sessions_and_words_that_a_step_may_have() -> None:
+    chance = random.Random(2)
+    rehearsed = LADDER.rehearsal(words=LADDER.words)
+    assert LADDER.words == [1, 2]
+    assert len(rehearsed) == len(set(rehearsed)) < 300
+    assert all(LADDER.bucket(bucket) == bucket for bucket in rehearsed)
+    found = {of_layers(bucket) for bucket in rehearsed}
+    for _ in range(4000):
+        need = random_need(chance)
+        bucket = LADDER.bucket(replace(need, words=min(need.words, 2)))
+        if bucket.tokens <= 512:
+            assert of_layers(bucket) in found, need
+    # Past the largest graph, for short sequences and long ones.
+    assert {bucket.keys for bucket in rehearsed if bucket.tokens > 512} == {1024, 3000}
+
+
+def of_layers(bucket: Bucket) -> Bucket:
+    """What the layers of a bucket depend on."""
+    return replace(bucket, logit_rows=0, nodes=0)
+
+
 def kind(bucket: Bucket) -> Bucket:
     """What is left of a large bucket beside its rows and keys, which kernels take as they come."""
     return replace(bucket, tokens=0, keys=0, query_len=0)
@@ -94,3 +115,4 @@ def test_unrolled_rows_are_sessions() -> None:
     assert ladder.bucket(need).holds(need)
     first = ladder.first_set(verifies=True)
     assert len(first) < 30 and all(ladder.bucket(bucket) == bucket for bucket in first)
+    assert ladder.rehearsal(words=ladder.words) == []

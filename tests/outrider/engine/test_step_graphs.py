@@ -54,12 +54,14 @@ def test_a_step_runs_in_its_bucket_or_in_the_smallest_captured_one_that_holds_it
     assert graphs.choose(SMALL) == SMALL
 
 
-def test_what_is_asked_for_twice_is_missing_until_it_is_captured() -> None:
+def test_what_is_asked_for_twice_is_missing_until_it_is_captured_and_due_after_a_few_steps() -> None:
     graphs = NotedGraphs()
     graphs.choose(LARGE)
     assert graphs.missing is None
     for bucket in (SMALL, LARGE, SMALL, SMALL):
         graphs.choose(bucket)
+    assert (graphs.missing, graphs.due) == (SMALL, None)
+    graphs.choose(SMALL)
     assert graphs.missing == graphs.due == SMALL
     graphs.capture(SMALL)
     assert graphs.missing == LARGE
@@ -70,9 +72,9 @@ def test_what_is_asked_for_twice_is_missing_until_it_is_captured() -> None:
         graphs.choose(replace(LARGE, tokens=17))
     assert graphs.missing is None
     assert graphs.noted == [SMALL, LARGE]
-    # Where a larger one serves meanwhile, it takes more steps.
+    # Where a larger one serves meanwhile, it takes more steps: a capture takes longer than some tens of them.
     other = replace(SMALL, tokens=2, query_len=2)
-    for _ in range(15):
+    for _ in range(127):
         assert graphs.choose(other) == SMALL
     assert graphs.missing == other
     assert graphs.due is None
@@ -80,9 +82,34 @@ def test_what_is_asked_for_twice_is_missing_until_it_is_captured() -> None:
     assert graphs.due == other
 
 
+def test_a_rehearsal_runs_the_first_layers_of_every_bucket_and_nothing_after_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran: list[tuple[int, int]] = []
+
+    def run(bucket: Bucket, _data: torch.Tensor, after_layer: Any) -> StepOutput:
+        if bucket == LARGEST:
+            raise torch.OutOfMemoryError("no memory")
+        for layer in range(9):
+            ran.append((bucket.tokens, layer))
+            after_layer(layer + 1)
+        raise AssertionError("the rest of the step is of no use")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_given: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
+    program = cast(StepProgram, SimpleNamespace(device=torch.device("cpu"), run=run))
+    graphs = StepGraphs(program, max_tokens=16, enabled=True)
+    graphs.rehearse([SMALL], layers=2)
+    assert not ran
+    graphs._enabled = True
+    graphs.rehearse([SMALL, LARGEST, LARGE], layers=2)
+    assert sorted(ran) == [(4, 0), (4, 1), (8, 0), (8, 1)]
+    assert len(graphs) == 0
+
+
 def test_where_a_capture_must_not_fail_none_is_due_and_those_asked_for_are_made() -> None:
     graphs = NotedGraphs(strict=True)
-    for _ in range(9):
+    for _ in range(200):
         graphs.choose(SMALL)
     assert (graphs.missing, graphs.due) == (SMALL, None)
     graphs.capture(SMALL)
