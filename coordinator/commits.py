@@ -163,7 +163,10 @@ def _move(group: Group, moves: Moves, token_ids: Sequence[Sequence[int]], is_on:
 
 def tell_drafts(committed: Committed, drafts: Mapping[str, DraftPeer]) -> None:
     """Each draft hears of what its sessions have committed that go on; `drafts` by worker id."""
-    group, states = committed.group, committed.group.states
+    group = committed.group
+    if not len(group):
+        return
+    states = group.states
     numbers = np.where(committed.is_on, states.draft[group.rows], 0)
     positions = states.length[group.rows] - committed.emitted
     for peer in drafts.values():

@@ -132,7 +132,11 @@ def graft(worker_id: str, growth: GrowthBatch, mirrors: Sequence[Mirror | None])
         as_of = np.array(growth.as_of)
         complete = np.array(growth.complete) if any(growth.complete) else None
         views = forest.views.hear(worker_id, rows, as_of, complete)
-        grafted = _graft_trees(forest, _nodes(growth, views, as_of), mirrors, rows).tolist()
+        nodes = _nodes(growth, views, as_of)
+        if not forest.views.are_new(worker_id, rows.take(nodes.place), nodes.node_id):
+            # What comes a second time is dropped.
+            nodes = nodes.only(forest.find(nodes.view, nodes.node_id) < 0)
+        grafted = _graft_trees(forest, nodes, mirrors, rows).tolist()
     for place, mirror in enumerate(mirrors):
         if isinstance(mirror, ChainMirror):
             grafted[place] = mirror.graft(worker_id, growth.of_session(place))
@@ -160,12 +164,13 @@ def _graft_trees(
 ) -> npt.NDArray[np.integer]:
     counts = np.zeros(len(mirrors), dtype=np.int64)
     lengths, roots = forest.rows.length.take(rows), forest.root.take(rows)
-    # What comes a second time is dropped.
-    if (known := forest.find(nodes.view, nodes.node_id) >= 0).any():
-        nodes = nodes.only(~known)
     # A parent stands before its children, be it in the same message: then they are found the next time round.
     while len(nodes.place):
         slots = forest.find(nodes.view, nodes.parent)
+        if slots.min() >= 0 and not forest.length.take(slots).any():
+            # Tree nodes all of them, as it mostly is.
+            counts += _grow(forest, nodes, slots, len(counts))
+            break
         length = lengths[nodes.place]
         # Of parents that are committed, the length they end; of tree nodes 0.
         at = np.where(nodes.parent == 0, nodes.as_of, np.where(slots >= 0, forest.length[slots], 0))
@@ -177,9 +182,7 @@ def _graft_trees(
             grown, rest = nodes.only(alive), ~alive
             slots = slots[alive]
         if len(slots):
-            made = _add(forest, slots, grown)
-            forest.name(grown.view, grown.node_id, made)
-            counts += np.bincount(grown.place, minlength=len(counts))
+            counts += _grow(forest, grown, slots, len(counts))
         if rest is None:
             break
         passed = (at > 0) & (at < length)
@@ -190,6 +193,12 @@ def _graft_trees(
             break
         nodes = nodes.only(rest)
     return counts
+
+
+def _grow(forest: Forest, nodes: _Nodes, parents: Ints, sessions: int) -> npt.NDArray[np.integer]:
+    """Adds and names nodes whose parents are there; [S] how many of each session."""
+    forest.name(nodes.view, nodes.node_id, _add(forest, nodes=nodes, parents=parents))
+    return np.bincount(nodes.place, minlength=sessions)
 
 
 def _add(forest: Forest, parents: Ints, nodes: _Nodes) -> Ints:
