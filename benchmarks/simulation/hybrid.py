@@ -6,6 +6,7 @@ The second grows every session's tree too, with luck of its own: `rates` is the 
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -13,8 +14,10 @@ import numpy as np
 from benchmarks.simulation import virtual_time
 from benchmarks.simulation.path_model import PathModel
 from benchmarks.simulation.settings import Settings
-from benchmarks.simulation.virtual_run import VirtualFigures, VirtualSimulation
+from benchmarks.simulation.virtual_run import VirtualFigures, VirtualSimulation, simulate
 from benchmarks.simulation.virtual_workers import VirtualDraft
+from rich.console import Console
+from rich.table import Table
 
 from outrider.coordinator.messages import GrowthBatch, SourceCounts
 from outrider.growth_source import GrowthSource
@@ -67,3 +70,42 @@ def simulate_hybrid(settings: Settings, second: SecondSource) -> tuple[VirtualFi
         return figures, simulation.scheduler.source_counts()
 
     return virtual_time.run(main())
+
+
+# What the second source's two children are worth, and what it says of them.
+_SECONDS = {
+    "right and says so": SecondSource(rates=(0.5, 0.1), claims=(0.5, 0.1)),
+    "right, says less": SecondSource(rates=(0.5, 0.1), claims=(0.05, 0.01)),
+    "half right, says more": SecondSource(rates=(0.5, 0.1), claims=(0.9, 0.5)),
+    "wrong, boasts": SecondSource(rates=(0.05, 0.02), claims=(0.9, 0.5)),
+    "wrong, is certain": SecondSource(rates=(0.02, 0.0), claims=(1.0, 1.0)),
+    "wrong, says so": SecondSource(rates=(0.02, 0.02), claims=(0.02, 0.02)),
+}
+_SESSIONS = (1, 4, 16)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """A table; the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="benchmarks/hybrid_sources.py",
+        description="A model draft and a second source that rates itself as it likes: tokens/s by the model's alone.",
+    )
+    parser.add_argument("--duration", type=float, default=2.0, help="virtual seconds of each run (default 2)")
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args(arguments)
+    shown = Table(title="tokens per second of both, by the model's alone")
+    for heading in ("second source", *(f"{sessions} sessions" for sessions in _SESSIONS), "its nodes sent", "accepted"):
+        shown.add_column(heading, justify="right")
+    settings = [
+        Settings(sessions=sessions, duration_s=chosen.duration, warmup_s=0.5, seed=chosen.seed)
+        for sessions in _SESSIONS
+    ]
+    alone = [simulate(own).tokens_per_s for own in settings]
+    for name, second in _SECONDS.items():
+        found = [simulate_hybrid(own, second) for own in settings]
+        ratios = [figures.tokens_per_s / base for (figures, _), base in zip(found, alone, strict=True)]
+        (own,) = (own for own in found[-1][1] if own.source is GrowthSource.NGRAM)
+        counts = (f"{own.submitted / own.drafted:.0%}", f"{own.accepted / max(1, own.submitted):.0%}")
+        shown.add_row(name, *(f"{ratio:.2f}" for ratio in ratios), *counts)
+    Console().print(shown)
+    return 0
