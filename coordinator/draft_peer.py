@@ -20,6 +20,7 @@ class DraftPeer:
 
     Attributes:
         last_growth_ns: when it last sent growth, of whatever session.
+        given_up_ns: when a sync round had waited for it as long as one may, and it had said nothing meanwhile.
         response: from a commit to the first growth that knows of it.
         width: nodes of one session that a step of it expands, an average that forgets.
         sources: by what it grows.
@@ -32,6 +33,7 @@ class DraftPeer:
     limits: registry_pb2.WorkerLimits
     sessions: set[int] = field(default_factory=set)
     last_growth_ns: int = 0
+    given_up_ns: int = 0
     response: Latency = field(default_factory=Latency)
     width: float = 8.0
     sources: frozenset[GrowthSource] = frozenset({GrowthSource.MODEL})
@@ -42,6 +44,11 @@ class DraftPeer:
     def has_model(self) -> bool:
         """Whether it grows on without being asked; a trie answers a commit at once, in full, and then says no more."""
         return GrowthSource.MODEL in self.sources
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it was given up and has not spoken since."""
+        return self.given_up_ns > self.last_growth_ns
 
     @property
     def has_room(self) -> bool:

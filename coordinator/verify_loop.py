@@ -26,7 +26,6 @@ from outrider.coordinator.messages import (
     GrowthBatch,
     SessionFault,
     SessionVerdict,
-    SpeculationMode,
     VerifyResult,
 )
 from outrider.coordinator.metrics_counts import ServingCounts
@@ -35,6 +34,7 @@ from outrider.coordinator.outlooks import outlooks
 from outrider.coordinator.resident import graft_resident
 from outrider.coordinator.rounds import Step, Way
 from outrider.coordinator.session import Session
+from outrider.coordinator.sync_wait import SyncWait
 from outrider.coordinator.trees import Tree
 from outrider.errors import WorkerUnavailable
 
@@ -98,6 +98,7 @@ class VerifyLoop:
         self.lane = lane
         self._config = config
         self._drafts = drafts
+        self._sync_wait = SyncWait(config.sync_wait_cap_ms, drafts)
         self._owner = owner
         self._free_since_ns: int | None = None
         self._undelivered: OrderedDict[int, Session] = OrderedDict()
@@ -140,7 +141,7 @@ class VerifyLoop:
         sessions = self.lane.next_group(now_ns)
         if not self.lane.group(sessions).is_sync.any():
             return sessions
-        return [session for session in sessions if self._sync_wait_left_ns(session) <= 0] or sessions
+        return [session for session in sessions if self._sync_wait.left_ns(session, now_ns) <= 0] or sessions
 
     def _hold_s(self, sessions: Sequence[Session], now_ns: int) -> float:
         """How long the batch is held before the question is asked again: 0 is to fire."""
@@ -158,6 +159,8 @@ class VerifyLoop:
         waited_ns = clock.now_ns() - (self._free_since_ns or clock.now_ns())
         flight = self.lane.submit(sessions, self.choose(sessions), waited_ns=waited_ns)
         flight.result.add_done_callback(self._note_result)
+        if self.lane.group(sessions).is_sync.any():
+            self._sync_wait.note_fired(sessions, clock.now_ns())
         self._free_since_ns = None
 
     def _note_result(self, result: "asyncio.Future[VerifyResult]") -> None:
@@ -177,7 +180,8 @@ class VerifyLoop:
         lane = self.lane
         group = lane.group(sessions)
         if group.is_sync.all():
-            return max(self._sync_wait_left_ns(session) for session in sessions)
+            now_ns = clock.now_ns()
+            return max(self._sync_wait.left_ns(session, now_ns) for session in sessions)
         if lane.one_graph:
             # Those whose draft is the target's own have nothing to wait for.
             group = lane.group([session for session in sessions if not is_resident(session)])
@@ -191,15 +195,6 @@ class VerifyLoop:
             now_ns=now_ns,
             left_ns=self._config.verify_wait_cap_ms * 1e6 - waited_ns,
         )
-
-    def _sync_wait_left_ns(self, session: Session) -> float:
-        """While a `sync` session's tree of this round is still growing, how long it is worth waiting for."""
-        if session.mode is not SpeculationMode.SYNC or not session.draft_epochs or session.mirror.is_complete:
-            return 0.0
-        if session.sampling.max_new_tokens - session.output_length <= 1:
-            return 0.0
-        waited_ns = clock.now_ns() - session.committed_ns
-        return max(0.0, self._config.sync_wait_cap_ms * 1e6 - waited_ns)
 
     # --------------------------------------------------------------------------------------------------------- commits
 

@@ -143,6 +143,34 @@ async def test_a_sync_session_is_not_starved_by_others(make_bench, expect_output
     endless.cancel()
 
 
+async def test_sync_rounds_wait_once_for_a_draft_that_says_nothing_and_again_once_it_speaks(
+    make_bench, expect_output, until, make_request
+):
+    bench = make_bench(sync_wait_cap_ms=1000.0)
+    target = bench.add_target(step_s=0.001)
+    draft = bench.add_draft(accuracy=1.0, delay_s=0.001)
+    clock, deliver, held = asyncio.get_running_loop(), draft.deliver, []
+    draft.deliver = held.append
+    sampling = SamplingSpec(max_new_tokens=400)
+    requests = [make_request(number, mode=SpeculationMode.SYNC, sampling=sampling) for number in range(1, 5)]
+    tasks = [asyncio.create_task(bench.generate(request)) for request in requests]
+    began_s = clock.time()
+    # Everybody waits together at first, and nobody thereafter: 60 plain steps take their own time.
+    await until(lambda: len(target.batches) > 60)
+    assert 1.0 <= clock.time() - began_s < 1.5
+    assert not any(tree.tokens for batch in target.batches for tree in batch)
+    draft.deliver = deliver
+    for growth in held:
+        deliver(growth)
+    began, began_s = len(target.batches), clock.time()
+    results = await asyncio.gather(*tasks)
+    for (outputs, _), request in zip(results, requests, strict=True):
+        assert outputs == [expect_output(request.prompt_token_ids, sampling)]
+    # From the next retry on, trees are waited for again, and six tokens of a tree are right.
+    assert clock.time() - began_s < 1.0
+    assert len(target.batches) - began < 4 * 340 / 4
+
+
 async def test_choices_on_two_targets_all_wake_when_the_reader_reads_on(make_bench, until, make_request):
     bench = make_bench(max_buffered_events=4)
     bench.limits.max_sessions = 1
