@@ -95,7 +95,7 @@ class _Stream:
         self._outgoing: asyncio.Queue[draft_pb2.DraftGrowth | BaseException | None] = asyncio.Queue()
 
     def deliver(self, growths: Sequence[SessionGrowth], step: GrowthStep, load: Load) -> None:
-        self._put(_growth_message(growths, step, load))
+        self._put(growth_message(growths, step, load))
         if self.traces is not None:
             ids = [growth.session_id for growth in growths]
             self.traces.stepped(ids, step_ns=step.step_ns, forward_ns=step.forward_ns, rows=step.tokens)
@@ -214,7 +214,8 @@ def _session_start(opened: common_pb2.SessionOpen, incarnation: int, stream: _St
     )
 
 
-def _growth_message(growths: Sequence[SessionGrowth], step: GrowthStep, load: Load) -> draft_pb2.DraftGrowth:
+def growth_message(growths: Sequence[SessionGrowth], step: GrowthStep, load: Load) -> draft_pb2.DraftGrowth:
+    """A step's nodes as they travel, of the sessions of one owner."""
     sources, report = [], None
     if step.source is GrowthSource.MODEL:
         report = common_pb2.StepReport(
