@@ -70,6 +70,10 @@ class TreeHead(Protocol):
         """[R, N] to [R, V]."""
         ...
 
+    def ranking_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The same, or its first columns, where all others are -inf."""
+        ...
+
 
 Step = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Level (from 1), hidden [S k, N], tokens [S k], masks [S k, W]: the hidden states of that level's nodes [S k, N]."""
@@ -101,7 +105,9 @@ def grow_trees(
     """
     count = hidden.shape[0]
     paths: Paths | None = [[[]] for _ in range(count)] if sessions.needs_paths else None
-    found = ranker.rank(sessions, head.logits(hidden), depth=0, paths=paths)
+    # What is changed before the choice is told of the whole vocabulary.
+    logits = head.ranking_logits if paths is None else head.logits
+    found = ranker.rank(sessions, logits(hidden), depth=0, paths=paths)
     values = found.acceptance
     levels = [_Level(found, values, torch.full((count, 1), ROOT, device=hidden.device))]
     words = bits.shape[1]
@@ -118,7 +124,7 @@ def grow_trees(
             paths = _extended(paths, beam.tolist(), tokens.tolist())
         above = first + best.indices
         first += values.numel() // count
-        found = ranker.rank(sessions, head.logits(hidden), depth=level, paths=paths)
+        found = ranker.rank(sessions, logits(hidden), depth=level, paths=paths)
         values = (best.values[:, :, None] * found.acceptance.view(count, top_k, top_k)).view(count, -1)
         levels.append(_Level(found, values, above))
     return _packed(levels, count)
