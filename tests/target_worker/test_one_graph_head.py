@@ -1,6 +1,7 @@
 """An EAGLE head in one-graph rounds drafts what it would draft with the whole sequence before it."""
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,9 @@ SPECS = [
     SamplingSpec(max_new_tokens=40),
     SamplingSpec(temperature=1.0, seed=11, max_new_tokens=40),
     SamplingSpec(temperature=0.8, top_k=9, seed=-3, max_new_tokens=40),
+    SamplingSpec(
+        repetition_penalty=1.4, presence_penalty=2.0, frequency_penalty=1.0, logit_bias={3: 6.0}, max_new_tokens=40
+    ),
 ]
 
 
@@ -45,8 +49,28 @@ def make_runner(folder: Path, device: str) -> ModelRunner:
     return ModelRunner(config, decoder=True, feeds_head=True)
 
 
+def processed(logits: torch.Tensor, prompt: Sequence[int], output: Sequence[int], spec: SamplingSpec) -> torch.Tensor:
+    """[1, V] the logits after penalties and bias, token by token."""
+    logits = logits.clone()
+    counts = Counter(output)
+    for token in {*prompt, *output}:
+        value = float(logits[0, token])
+        value = value / spec.repetition_penalty if value > 0 else value * spec.repetition_penalty
+        value -= spec.frequency_penalty * counts[token] + spec.presence_penalty * (counts[token] > 0)
+        logits[0, token] = value
+    for token, bias in spec.logit_bias.items():
+        logits[0, token] += bias
+    return logits
+
+
 def drafted_anew(
-    runner: ModelRunner, resident: ResidentDraft, tokens: Sequence[int], spec: SamplingSpec, shape: RoundShape
+    runner: ModelRunner,
+    resident: ResidentDraft,
+    tokens: Sequence[int],
+    *,
+    prompt_len: int,
+    spec: SamplingSpec,
+    shape: RoundShape,
 ) -> list[int]:
     """The candidates after `tokens`, from one forward of the model and one of the head over all of them."""
     slots = runner.slots
@@ -70,11 +94,13 @@ def drafted_anew(
             write_slots=view.write_slots, batch=view.batch, key_cache=resident.key_cache,
             value_cache=resident.value_cache,
         )[-1:]  # fmt: skip
+        output = [*tokens[prompt_len:], *found[:: shape.candidates]]
+        logits = processed(resident.head.logits(hidden).cpu(), tokens[:prompt_len], output, spec)
+        numbers = (spec.temperature, spec.top_k, spec.top_p, spec.min_p)
+        place = torch.tensor([len(tokens) + step])
         ids, _ = coupled_topk(
-            resident.head.logits(hidden).cpu(), torch.from_numpy(record), torch.tensor([len(tokens) + step]),
-            torch.tensor([spec.temperature]), torch.tensor([spec.top_k]), torch.tensor([spec.top_p]),
-            torch.tensor([spec.min_p]), k=shape.candidates,
-        )  # fmt: skip
+            logits, torch.from_numpy(record), place, *(torch.tensor([each]) for each in numbers), k=shape.candidates
+        )
         found += ids[0].tolist()
         following = [found[-shape.candidates]]
     slots.release_row(row)
@@ -107,6 +133,7 @@ def check_candidates(shape: RoundShape, checkpoint: Path, head_folder: Path, *, 
     anew = ResidentDraft.load(ResidentConfig(head=head_folder), other)
     chance = random.Random(5)
     texts = [[chance.randrange(61) for _ in range(5 + 6 * number)] for number in range(len(SPECS))]
+    lengths = [len(text) for text in texts]
     for number, (text, spec) in enumerate(zip(texts, SPECS, strict=True)):
         verifier.open(OpenRequest(key=(1, number), epoch=1, prompt=list(text), output=[], sampling=spec))
     checked = 0
@@ -126,6 +153,8 @@ def check_candidates(shape: RoundShape, checkpoint: Path, head_folder: Path, *, 
         for number, session in enumerate(verifier._sessions.values()):
             if session.drafted_at == len(texts[number]):
                 found = rounds.runner.program.known[session.row].tolist()
-                assert found == drafted_anew(other, anew, texts[number], SPECS[number], shape)
+                assert found == drafted_anew(
+                    other, anew, texts[number], prompt_len=lengths[number], spec=SPECS[number], shape=shape
+                )
                 checked += 1
     assert checked > 20

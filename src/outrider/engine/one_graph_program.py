@@ -93,11 +93,13 @@ class _Walked:
         choices: [T] the token chosen at every row.
         rows: [S] the last accepted one.
         accepted: [S] how many candidates.
+        tokens: [S, k + 1] that were chosen along the path; -1 behind its end.
     """
 
     choices: torch.Tensor
     rows: torch.Tensor
     accepted: torch.Tensor
+    tokens: torch.Tensor
 
 
 class RoundProgram:
@@ -171,7 +173,7 @@ class RoundProgram:
             key_cache=self._caches.keys,
             value_cache=self._caches.values,
         )
-        drafted = self._draft(extended[walked.rows], walked, inputs.batch, arrays)
+        drafted = self._draft(bucket, extended[walked.rows], walked, inputs.batch, arrays)
         self.known[table_rows] = drafted
         return StepOutput(logits=None, answer=answer)
 
@@ -207,7 +209,10 @@ class RoundProgram:
         if len(told):
             _tell(raw, choices, told, bucket.alternatives)
         ends = paths.gather(1, accepted.long()[:, None]).squeeze(1).long()
-        return _Walked(choices=choices, rows=ends, accepted=accepted)
+        on_path = paths[:, : self._shape.steps + 1]
+        place = torch.arange(on_path.shape[1], device=self.device)
+        tokens = torch.where(place <= accepted[:, None], choices[on_path.long()], -1)
+        return _Walked(choices=choices, rows=ends, accepted=accepted, tokens=tokens)
 
     def _processors(
         self, bucket: RoundBucket, arrays: dict[str, torch.Tensor], known: torch.Tensor
@@ -224,12 +229,46 @@ class RoundProgram:
             **{name: arrays[name] for name in _LISTS},
         )
 
+    def _head_logits(
+        self, bucket: RoundBucket, hidden: torch.Tensor, path: torch.Tensor, arrays: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """The head's logits [S, V] with what the target's get: bans of stop tokens alone are left to the target.
+
+        Args:
+            bucket: of the round.
+            hidden: [S, N].
+            path: [S, p] tokens since the round's roots; -1 for none.
+            arrays: of the round.
+        """
+        logits = self._head.logits(hidden)
+        if not bucket.entries:
+            return logits
+        logits = logits.to(torch.float32, copy=True)
+        count, length = path.shape
+        number = torch.arange(count + 1, dtype=torch.int32, device=self.device)
+        apply_processors(
+            logits,
+            ProcessorBatch(
+                row_session=number[:-1],
+                path_start=number * length,
+                path_tokens=path.reshape(-1),
+                **{name: arrays[name] for name in _LISTS if not name.startswith("banned")},
+            ),
+        )
+        return logits
+
     def _draft(
-        self, hidden: torch.Tensor, walked: _Walked, batch: TreeAttentionBatch, arrays: dict[str, torch.Tensor]
+        self,
+        bucket: RoundBucket,
+        hidden: torch.Tensor,
+        walked: _Walked,
+        batch: TreeAttentionBatch,
+        arrays: dict[str, torch.Tensor],
     ) -> torch.Tensor:
         """The candidates [S, m] that follow where the walks ended.
 
         Args:
+            bucket: of the round.
             hidden: [S, N] the head's at the last accepted rows.
             walked: the walks.
             batch: of the round.
@@ -244,7 +283,9 @@ class RoundProgram:
         for step in range(shape.steps):
             # The entry before the candidate is one position before it, and so are the choice at its end and its own.
             sampling[1] = arrays["choice_positions"][ends] + (step + 1)
-            tokens, _ = coupled_topk(self._head.logits(hidden), *sampling, choice_index=index, k=shape.candidates)
+            path = torch.cat([walked.tokens, *(tokens[:, :1] for tokens in found)], 1)
+            logits = self._head_logits(bucket, hidden, path, arrays)
+            tokens, _ = coupled_topk(logits, *sampling, choice_index=index, k=shape.candidates)
             found.append(tokens.to(torch.int32))
             if step == shape.steps - 1:
                 break
