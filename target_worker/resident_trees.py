@@ -107,7 +107,9 @@ def grow_trees(
     paths: Paths | None = [[[]] for _ in range(count)] if sessions.needs_paths else None
     # What is changed before the choice is told of the whole vocabulary.
     logits = head.ranking_logits if paths is None else head.logits
-    found = ranker.rank(sessions, logits(hidden), depth=0, paths=paths)
+    rows = logits(hidden)
+    vocab_size = rows.shape[1]
+    found = ranker.rank(sessions, rows, depth=0, paths=paths)
     values = found.acceptance
     levels = [_Level(found, values, torch.full((count, 1), ROOT, device=hidden.device))]
     words = bits.shape[1]
@@ -115,7 +117,8 @@ def grow_trees(
     first = 0
     for level in range(1, depth):
         best = values.view(count, -1).topk(top_k, dim=1)
-        tokens = found.tokens.reshape(count, -1).gather(1, best.indices).clamp(min=0)
+        # Rows of no session may hold anything: what they rank has to be a token all the same.
+        tokens = found.tokens.reshape(count, -1).gather(1, best.indices).clamp(0, vocab_size - 1)
         beam = best.indices // top_k
         parent = hidden.view(count, -1, hidden.shape[1]).gather(1, _wide(beam, hidden.shape[1]))
         masks = masks.gather(1, _wide(beam, words)) | bits[(level - 1) * top_k : level * top_k]
