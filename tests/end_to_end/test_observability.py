@@ -10,6 +10,7 @@ import re
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -96,7 +97,7 @@ async def run(observed: Observed) -> None:
     try:
         for module, make in (
             (target_server, target_server.TargetWorkerConfig),
-            (draft_server, draft_server.DraftWorkerConfig),
+            (draft_server, partial(draft_server.DraftWorkerConfig, source="model+ngram")),
         ):
             config = make(coordinators=(server.worker_address,), metrics_port=0, drain_s=0)
             ready = asyncio.Event()
