@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, cast
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from outrider.client import Client, GenerateOptions, GenerationOutput, Stream
@@ -19,7 +20,7 @@ from outrider.coordinator.calibration_status import calibration_dict, calibratio
 from outrider.growth_source import WORDS, GrowthSource, sources_from_proto
 from outrider.security.commands import TlsCa, TokenPath, client_options
 from outrider.tracing import exporting
-from outrider.v1 import generation_pb2, registry_pb2
+from outrider.v1 import common_pb2, generation_pb2, registry_pb2
 from outrider.wire import floats_from_bytes
 
 DEFAULT_ENDPOINT = "127.0.0.1:50051"
@@ -315,8 +316,15 @@ def status_dict(info: generation_pb2.ServerInfo) -> dict[str, Any]:
             "acceptance_length": info.speculation.acceptance_length,
             "sources": {word: asdict(own) for word, own in source_speculation(info.speculation).items()},
         },
+        "weights": _weights_dict(info.weights),
         "workers": [_worker_dict(worker) for worker in info.workers],
     }
+
+
+def _weights_dict(weights: common_pb2.Weights) -> dict[str, Any] | None:
+    if not weights.version:
+        return None
+    return {"version": weights.version, "path": weights.path, "reloads": weights.reloads}
 
 
 def _worker_dict(worker: generation_pb2.WorkerStatus) -> dict[str, Any]:
@@ -329,6 +337,7 @@ def _worker_dict(worker: generation_pb2.WorkerStatus) -> dict[str, Any]:
         "lease_age_ms": worker.lease_age_ms,
         "model": introduction.model.name,
         "dtype": introduction.model.dtype,
+        "weights": _weights_dict(introduction.model.weights),
         "sources": _source_words(introduction),
         "sessions": load.sessions,
         "slots_used": load.slots_used,
@@ -367,8 +376,11 @@ def _server_table(endpoint: str, info: generation_pb2.ServerInfo) -> Table:
         rows[f"grown by {word}"] = (
             f"{own.drafted_tokens} drafted, {own.submitted_tokens} verified, {own.accepted_tokens} accepted"
         )
+    if info.weights.version:
+        reloads = f", reload {info.weights.reloads}" if info.weights.reloads else ""
+        rows["weights"] = f"{info.weights.version} of {info.weights.path}{reloads}"
     for name, value in rows.items():
-        table.add_row(name, value)
+        table.add_row(name, escape(value))
     return table
 
 

@@ -98,6 +98,7 @@ def worker_status(handle: RoleHandle, served: ServedBy) -> dict[str, Any]:
         "state": _state(handle, served),
         "reason": handle.failure,
         "model": known[0].introduction.model.name if known else None,
+        "weights": (known[0].introduction.model.weights.version or None) if known else None,
         "sessions": served.sessions(handle),
         "busy": max((status.load.busy for status in known), default=0.0),
         "restarts": handle.restarts,

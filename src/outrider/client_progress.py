@@ -161,6 +161,7 @@ class GenerationOutput:
         seed: with the same request it gives the same tokens again.
         rounds: one entry a verification, if the request asked for a trace.
         resumes: how often the stream broke and was resumed.
+        weights: version of those that the tokens were chosen with; empty where the service does not know.
     """
 
     request_id: str
@@ -171,6 +172,7 @@ class GenerationOutput:
     timings: Timings
     rounds: Sequence[generation_pb2.Round] = field(default=(), repr=False)
     resumes: int = 0
+    weights: str = ""
 
     @property
     def text(self) -> str:
@@ -408,6 +410,7 @@ class Progress:
             ),
             rounds=self._rounds,
             resumes=self._resumes,
+            weights=finished.weights,
         )
 
 

@@ -37,8 +37,10 @@ ROUND = generation_pb2.Round(
         generation_pb2.GrowthArrival(worker_id="d", arrived_ns=150, as_of=9, nodes=2, grafted=1, during_verify=True)
     ],
 )
+WEIGHTS = common_pb2.Weights(version="abc", path="/new", reloads=2)
 INFO = generation_pb2.ServerInfo(
     version="1.2.3",
+    weights=WEIGHTS,
     uptime_s=61.5,
     running_sessions=2,
     waiting_requests=1,
@@ -63,7 +65,7 @@ INFO = generation_pb2.ServerInfo(
                 worker_id="target-1",
                 role=registry_pb2.WORKER_ROLE_TARGET,
                 address="127.0.0.1:7",
-                model=common_pb2.ModelInfo(name="tiny", dtype="float32"),
+                model=common_pb2.ModelInfo(name="tiny", dtype="float32", weights=WEIGHTS),
             ),
             load=common_pb2.WorkerLoad(
                 sessions=2, slots_used=50, slots_cached=30, slots_total=100, steps=400, busy=0.5
@@ -377,6 +379,7 @@ def test_status_as_json(server: ScriptedServicer, capsys: pytest.CaptureFixture[
     assert cli.run(["status", "--json"]) == 0
     status = json.loads(capsys.readouterr().out)
     assert (status["version"], status["running_sessions"], status["waiting_requests"]) == ("1.2.3", 2, 1)
+    assert status["weights"] == {"version": "abc", "path": "/new", "reloads": 2}
     assert status["speculation"]["acceptance_length"] == 3.0
     assert status["speculation"]["sources"] == {
         "eagle": {"drafted_tokens": 30, "submitted_tokens": 20, "accepted_tokens": 10}
@@ -390,6 +393,7 @@ def test_status_as_json(server: ScriptedServicer, capsys: pytest.CaptureFixture[
             "lease_age_ms": 12.0,
             "model": "tiny",
             "dtype": "float32",
+            "weights": {"version": "abc", "path": "/new", "reloads": 2},
             "sources": [],
             "sessions": 2,
             "slots_used": 50,

@@ -11,6 +11,7 @@ import grpc.aio
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from outrider import cli
 from outrider.client import AsyncClient
 from outrider.coordinator import reload
 from outrider.coordinator.config import CoordinatorConfig
@@ -378,6 +379,28 @@ async def test_targets_that_were_started_with_different_weights_do_not_mix(model
             assert tokens_of(await generate(coordinator)) == said("new")
         finally:
             await stranger.__aexit__()
+
+
+async def test_the_command_tells_what_was_done_and_what_was_not(coordinator, pair, capsys):
+    async def command(*arguments: str) -> int:
+        return await asyncio.to_thread(cli.run, ["reload", "--endpoint", coordinator.address, *arguments])
+
+    assert await command("--target", "/nowhere") == cli.FAILED
+    assert "2 of 2 targets cannot run with it, nothing has changed: a (" in capsys.readouterr().err
+    assert await command("--target", "/new", "--json") == 0
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert (told["version"], told["reloads"], err) == ("new", 1, "")
+    assert [(each["name"], each["error"]) for each in told["targets"]] == [("a", None), ("b", None)]
+    assert await command("--target", "/new") == 0
+    assert "run with these already: weights new of /new" in capsys.readouterr().out
+    pair[0].breaks = "the disk is gone"
+    assert await command("--target", "/old", "--in-flight", "abort") == cli.FAILED
+    out, err = capsys.readouterr()
+    assert "weights old of /old" in out
+    assert "the disk is gone" in out
+    assert "1 of 2 targets are out of service" in out
+    assert "the targets read /old" in err
 
 
 # ----------------------------------------------------------------------------------------------- several coordinators

@@ -250,7 +250,7 @@ async def test_status_tells_of_every_worker(
         "decisions": [],
     }
     draft = status["workers"][-1]
-    keys = "address busy model name node node_id pid reason restarts role sessions state"
+    keys = "address busy model name node node_id pid reason restarts role sessions state weights"
     assert " ".join(sorted(draft)) == keys
     assert (draft["name"], draft["state"], draft["restarts"]) == ("draft-3", "serving", 0)
     assert [own["running_sessions"] for own in status["coordinators"]] == [3, 3]

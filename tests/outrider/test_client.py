@@ -288,6 +288,21 @@ def test_broken_stream_is_resumed_and_duplicates_are_dropped(overlap: int) -> No
     assert list(third.received[0].token_ids) == list(range(9))
 
 
+def test_a_resume_names_the_weights_of_what_was_received() -> None:
+    async def script(request: Request, attempt: int) -> AsyncIterator[Response]:
+        async for response in breaking_at(3, 9)(request, attempt):
+            if response.HasField("delta"):
+                response.delta.weights = "abc"
+            if response.HasField("finished"):
+                response.finished.weights = "abc"
+            yield response
+
+    with serving(script) as (servicer, endpoint), Client(endpoint) as client:
+        result = client.generate("x")
+    assert (result.text, result.resumes, result.weights) == (TEXT, 2, "abc")
+    assert [request.weights for request in servicer.requests] == ["", "abc", "abc"]
+
+
 @pytest.mark.parametrize("served_before", [False, True])
 def test_what_broke_before_it_started_is_sent_again(served_before: bool) -> None:
     """A stream that breaks without a word, and once the client was served, also one that is refused."""
