@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.target_worker.resident_support import fresh_entries, held_entries, make_rig, random_head, tree_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel
 
@@ -309,3 +310,44 @@ def test_a_grammar_without_an_end_is_refused(verifier: Verifier) -> None:
     with pytest.raises(SessionFault, match="grammar_end_ids: empty"):
         verifier.open(open_request(replace(SPECS["greedy"], grammar_end_ids=())))
     assert verifier.session_count == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_a_head_grows_follows_the_grammar(
+    temperature: float, folder: Path, tmp_path: Path, reference_model: PreTrainedModel
+) -> None:
+    rig = make_rig(folder, random_head(tmp_path, folder), trees={"depth": 4, "top_k": 3, "nodes": 16})
+    spec = SamplingSpec(temperature=temperature, seed=5, max_new_tokens=14, repetition_penalty=1.1, **GRAMMAR)
+    rig.open(1, spec)
+    nodes = 0
+    while END not in rig.outputs[1] and len(rig.outputs[1]) < spec.max_new_tokens:
+        rig.step([1])
+        grown = rig.growth[1]
+        if grown is None:
+            continue
+        tokens, parents = tree_of(grown)
+        paths: list[list[int]] = [[]]
+        for token, parent in zip(tokens, parents, strict=True):
+            assert token in allowed_after([*rig.outputs[1], *paths[parent]])
+            paths.append([*paths[parent], token])
+        nodes += len(tokens)
+    assert rig.outputs[1] == plain_decode(reference_model, spec)
+    assert nodes > 0
+    assert len(rig.results) < len(rig.outputs[1]), "few tokens may follow each: some guess must have been right"
+
+
+def test_a_head_survives_an_output_that_breaks_the_grammar(folder: Path, tmp_path: Path) -> None:
+    """The session ends at once; what is remembered of it is of use to the next."""
+    rig = make_rig(folder, random_head(tmp_path, folder))
+    spec = SamplingSpec(max_new_tokens=14, **GRAMMAR)
+    rig.open(1, spec, output=[PIECES.index("z")])
+    # Until its grammar is compiled, the session waits.
+    while (result := rig.verifier.step([request(len(PROMPT) + 1)]).results[0]).outcome is Outcome.DEFERRED:
+        pass
+    assert result.outcome is Outcome.ERROR
+    assert rig.runner.slots.used == 0
+    rig.open(2, spec)
+    while not rig.outputs[2]:
+        rig.step([2])
+    tokens, entries = held_entries(rig, 2)
+    torch.testing.assert_close(entries, fresh_entries(rig, tokens), rtol=1e-4, atol=1e-4)
