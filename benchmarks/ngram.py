@@ -28,7 +28,7 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 _VOCABULARY = 32_000
-_PASSAGES, _PASSAGE = 200, 2_000
+_PASSAGES, _PASSAGE = 50, 2_000
 _AT_ONCE = 512
 _MATCH_LIMIT_MS, _WAIT_LIMIT_MS = 1.0, 2.0
 
@@ -105,7 +105,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from outrider.draft_worker.ngram_source import NgramSource
     from outrider.draft_worker.ngram_tree import NgramConfig, guess_columns
     from outrider.draft_worker.ngram_trie import IS_COMPILED, NgramTrie
+    from outrider.worker import share_interpreter
 
+    # As every worker does.
+    share_interpreter()
     config, text, sessions = NgramConfig(), Text(), options.sessions
     tiny = NgramTrie(capacity=100)
     tiny.insert_many([([1, 2, 1, 2], 0)])

@@ -1,0 +1,29 @@
+"""The measurement of the n-gram source, small; its figures are for a quiet machine."""
+
+import json
+
+from benchmarks.ngram import Text, run
+
+SMALL = ["--tokens", "3000", "--soak-tokens", "2000", "--capacity", "5000", "--sessions", "3", "--stall-rounds", "20"]
+
+
+def test_every_part_is_measured(capsys):
+    assert run([*SMALL, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["insert"]["tokens"] == 3000
+    assert figures["soak"]["nodes"] == 5000
+    assert figures["soak"]["evicted"] > 0
+    assert figures["match"]["longest_ms"] >= figures["match"]["median_ms"] > 0
+    assert figures["stalls"]["inserted_tokens"] <= 3000
+
+
+def test_it_prints_a_table(capsys):
+    assert run(SMALL) == 0
+    assert "longest wait for an insertion" in capsys.readouterr().out
+
+
+def test_the_text_repeats_itself():
+    tokens = Text().tokens(20_000)
+    runs = [tuple(tokens[place : place + 8]) for place in range(len(tokens) - 8)]
+    assert len(tokens) == 20_000
+    assert len(set(runs)) < 0.97 * len(runs)
