@@ -57,8 +57,9 @@ def credit(committed: Committed, resident: Mapping[int, ResidentCount]) -> None:
 def _credit_source(mirror: TreeMirror, drafted: int, accepted: int) -> None:
     mix = mirror.forest.mix
     for counts in (mix.counts[mirror.row], mix.totals):
+        # It never came here, so that it is no part of what the models' share is found from.
+        counts[Count.DRAFTED, GrowthSource.EAGLE] += drafted
         # Column 0 has what no model has grown.
         for column in (0, GrowthSource.EAGLE):
-            counts[Count.DRAFTED, column] += drafted
             counts[Count.SUBMITTED, column] += drafted
             counts[Count.ACCEPTED, column] += accepted

@@ -207,6 +207,7 @@ class Driver:
             is_traced=number in self._job.traced,
             keeps_output=not is_last,
             timeout_s=config.timeout,
+            sources=config.source_words,
         )
 
 

@@ -124,6 +124,7 @@ def _request(ask: Ask) -> generation_pb2.GenerateRequest:
         "seed": ask.seed,
         "ignore_eos": ask.ignore_eos,
         "speculation": ask.speculation,
+        "sources": ask.sources,
         "trace": ask.is_traced,
     }
     request = Progress(ask.prompt, options, max_resumes=0, endpoints=1).request()  # pyright: ignore[reportArgumentType]

@@ -119,7 +119,8 @@ class HttpSender:
             "ignore_eos": ask.ignore_eos,
             "stream": True,
             "stream_options": {"include_usage": True},
-            "speculation": ask.speculation,
+            # In full only where there is more to say: other servers than this one take a word, if that.
+            "speculation": {"mode": ask.speculation, "sources": ask.sources} if ask.sources else ask.speculation,
             "per_request_spec_decode_metrics": "summary",
             **({} if isinstance(ask.prompt, str) or not ask.keeps_output else {"return_token_ids": True}),
         }

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal, cast
 
 from outrider.coordinator.loadtest.arrivals import Arrivals
+from outrider.growth_source import WORDS
 
 Mode = Literal["async", "sync", "off"]
 Dataset = Literal["python", "random", "shared-prefix", "multi-turn", "jsonl", "sharegpt", "trace"]
@@ -69,6 +70,7 @@ class LoadtestConfig:
         temperature: 0 is greedy.
         ignore_eos: go on after end-of-sequence, so that outputs are as long as asked for.
         speculation: how drafts are used; servers other than this project's ignore it.
+        sources: what may draft: model, ngram, eagle, with commas between them; default all that there are.
         seed: of arrivals, prompts and sampling: the same seed sends the same.
         timeout: seconds after which a request has failed.
         goodput: service level objectives in ms, such as "ttft:500 tpot:50 e2el:2000"; may be repeated.
@@ -119,6 +121,7 @@ class LoadtestConfig:
     temperature: float = 0.0
     ignore_eos: bool = True
     speculation: Mode = "async"
+    sources: str | None = None
     seed: int = 0
     timeout: float = 600.0
     goodput: tuple[str, ...] = ()
@@ -158,6 +161,8 @@ class LoadtestConfig:
                     raise ValueError(
                         f"duration: {self.duration:g} given, which needs a rate, --max-concurrency or --num-prompts"
                     )
+        if wrong := [word for word in self.source_words if word not in WORDS]:
+            raise ValueError(f"sources: {wrong[0]!r} given, {', '.join(WORDS)} needed, with commas between several")
         # What is wrong with them is told before anything is started.
         self.arrivals_of(points[0])
 
@@ -173,6 +178,11 @@ class LoadtestConfig:
             Point(request_rate=rate, max_concurrency=cap, speculation=cast("Mode", mode))
             for mode, cap, rate in itertools.product(modes, caps, rates)
         ]
+
+    @property
+    def source_words(self) -> tuple[str, ...]:
+        """`sources`, each once; none are all."""
+        return () if self.sources is None else tuple(dict.fromkeys(self.sources.split(",")))
 
     @property
     def max_new_tokens(self) -> int:

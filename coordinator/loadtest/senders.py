@@ -22,6 +22,7 @@ class Ask:
         is_traced: have its verifications reported.
         keeps_output: whether the answer is needed as the beginning of a further turn.
         timeout_s: after which it has failed.
+        sources: what may draft; none are all.
     """
 
     prompt: Prompt
@@ -33,6 +34,7 @@ class Ask:
     is_traced: bool
     keeps_output: bool
     timeout_s: float
+    sources: tuple[str, ...] = ()
 
 
 class Sender(Protocol):

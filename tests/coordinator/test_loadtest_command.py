@@ -17,9 +17,11 @@ from outrider.coordinator.http.server import HttpServer
 from outrider.coordinator.loadtest import command, running
 from outrider.coordinator.loadtest.http_connection import server_sent_events
 from outrider.coordinator.loadtest.options import LoadtestConfig
+from outrider.coordinator.messages import GenerationRequest
 from outrider.coordinator.service import GenerationServicer
 from outrider.coordinator.validation import RequestLimits
 from outrider.errors import InternalError, LoadtestFailed
+from outrider.growth_source import GrowthSource
 from outrider.rpc import RoleServer
 from outrider.v1 import common_pb2, generation_pb2
 
@@ -152,6 +154,22 @@ def test_turns_follow_each_other_and_prompts_grow(doors, tmp_path):
         assert all(later > earlier + 12 for earlier, later in zip(inputs[::2], inputs[1::2], strict=True))
 
 
+def test_sources_are_asked_for_by_both_doors(doors, monkeypatch, tmp_path):
+    asked = []
+    whole = GenerationRequest.__init__
+
+    def noted(self, **fields):
+        asked.append(fields["sources"])
+        whole(self, **fields)
+
+    monkeypatch.setattr(GenerationRequest, "__init__", noted)
+    for protocol, endpoint in (("grpc", doors.grpc), ("openai", doors.http)):
+        arguments = ["--num-prompts", "2", "--num-warmups", "0", "--sources", "ngram,eagle", "--protocol", protocol]
+        assert run(*arguments, "--endpoint", endpoint, "--output-json", str(tmp_path / "s.json")) == 0
+    assert len(asked) >= 4
+    assert set(asked) == {frozenset({GrowthSource.NGRAM, GrowthSource.EAGLE})}
+
+
 def test_a_sweep_runs_every_combination(doors, tmp_path, capsys):
     path = tmp_path / "c.json"
     arguments = ["--num-prompts", "4", "--num-warmups", "0", "--sweep-pause", "0", "--output-json", str(path)]
@@ -244,6 +262,7 @@ def test_a_service_that_is_not_there_is_told(protocol, capsys):
         (["--goodput", "ttft:soon"], "goodput: 'ttft:soon'"),
         (["tpot:50"], "tpot:50"),
         (["--sweep-speculation", "async,on"], "sweep_speculation: 'on'"),
+        (["--sources", "ngram,trie"], "sources: 'trie' given, model, ngram, eagle needed"),
         (["--sweep-request-rate", "1,x"], "sweep_request_rate: '1,x'"),
         (["--dataset-name", "sharegpt"], "dataset_path"),
         (["--duration", "5"], "duration: 5"),
