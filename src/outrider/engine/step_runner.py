@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 # A capture compiles what its bucket needs, on every rank.
 _CAPTURE_TIMEOUT_S = 900.0
+# Of entries that found no place in a step: a kernel is compiled for each way that so many lie in memory.
+_UPDATE_COUNTS = (1, 2, 3, 4, 16)
 
 
 class LaunchedStep:
@@ -248,6 +250,11 @@ class StepRunner:
             self._ranks.lead("rehearse", list(buckets))
             with self._ranks.apart():
                 self._graphs.rehearse(buckets, layers=_layers_of_each_kind(self._program.decoder.spec))
+                for count in _UPDATE_COUNTS:
+                    # Entries that point nowhere.
+                    self._program.update_slots(
+                        torch.full((3, count), -1, dtype=torch.int32, device=self._program.device)
+                    )
 
     def warm_up(
         self, buckets: Sequence[Bucket] | None = None, *, words: Collection[int] | None = None, verifies: bool = True
