@@ -56,7 +56,7 @@ def measure(services: Services, chosen: argparse.Namespace, *, say: Any) -> list
             truth = known.setdefault((own.name, temperature), passes[0])
             key = {"workload": own.name, "temperature": temperature, "sessions": sessions, "mixture": mixture}
             for number, figures in enumerate(passes, start=1):
-                rows.append(key | {"pass": number} | _row(figures, plain, truth, passes[0]))
+                rows.append(key | {"pass": number} | compared(figures, plain, truth, passes[0]))
                 say(f"{own.name}, {temperature:g}, {sessions} at a time, {mixture}, pass {number}: {_line(rows[-1])}")
             if chosen.output is not None:
                 # A run that is cut short leaves what it has.
@@ -74,7 +74,8 @@ def _passes(services: Services, own: Workload, mixture: str, **how: Any) -> list
         return [asyncio.run(drive(services.endpoint, prompts, mixture, **how)) for _ in range(count)]
 
 
-def _row(figures: PassFigures, plain: PassFigures | None, truth: PassFigures, first: PassFigures) -> dict[str, Any]:
+def compared(figures: PassFigures, plain: PassFigures | None, truth: PassFigures, first: PassFigures) -> dict[str, Any]:
+    """A pass beside `off`, the first mixture's outputs, and the first pass of its own."""
     return {
         "tokens_per_s": figures.tokens_per_s,
         "to_off": figures.tokens_per_s / plain.tokens_per_s if plain is not None else None,

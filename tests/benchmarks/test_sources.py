@@ -1,0 +1,54 @@
+"""The requests of benchmarks/sources.py, and how its figures are made up; no service is started."""
+
+import pytest
+from benchmarks.source_bench import command
+from benchmarks.source_bench.driving import PassFigures, options_of
+from benchmarks.source_bench.services import MIXTURES
+from benchmarks.source_bench.workloads import NAMES, edit_request, quote_request, workload
+
+TEXT = "def total(prices):\n    result = 0\n    for price in prices:\n        result += price\n    return result\n"
+
+
+def test_requests_repeat_what_they_show():
+    edited = edit_request(TEXT)
+    assert edited.startswith(TEXT)
+    assert edited.endswith("# The same with result renamed to new_result:\ndef total(prices):\n    new_result = 0\n")
+    quoted = quote_request(TEXT)
+    assert TEXT in quoted
+    assert quoted.endswith("is about result? This one:\ndef total(prices):\n    result = 0\n")
+
+
+def test_workloads_are_the_same_every_time():
+    for name in NAMES:
+        own = workload(name, 50)
+        assert len(own.prompts) == 50
+        assert len({*own.prompts}) == 50
+        assert own == workload(name, 50)
+        assert own.passes == (2 if name == "twice" else 1)
+    with pytest.raises(ValueError, match="'thrice' given, edits or quotes or twice needed"):
+        workload("thrice", 1)
+
+
+def test_a_mixture_asks_for_its_sources():
+    asked = {name: options_of(name, temperature=0.0, max_new_tokens=8, seed=1) for name in MIXTURES}
+    assert asked["off"].get("speculation") == "off"
+    assert "sources" not in asked["off"]
+    assert asked["ngram+eagle"].get("sources") == ["ngram", "eagle"]
+    assert {options.get("speculation") for name, options in asked.items() if name != "off"} == {"async"}
+
+
+def test_figures_are_compared_with_off_and_with_the_first_pass():
+    def figures(seconds: float, accepted: int, *outputs: tuple[int, ...]) -> PassFigures:
+        counts = {"ngram": [9, 8, accepted]}
+        return PassFigures(
+            seconds=seconds, outputs=[*outputs], verify_steps=4, accepted=accepted, tpot_ms=[1.0], sources=counts
+        )
+
+    plain = figures(2.0, 0, (1, 2), (3, 4))
+    first, second = figures(2.0, 4, (1, 2), (3, 4)), figures(0.5, 12, (1, 2), (3, 5))
+    row = command.compared(second, plain, plain, first)
+    assert (row["tokens_per_s"], row["to_off"], row["acceptance_length"]) == (8.0, 4.0, 4.0)
+    assert (row["to_first_pass"], row["different_outputs"], row["requests"]) == (2.0, 1, 2)
+    assert row["sources"] == {"ngram": {"drafted": 9, "submitted": 8, "accepted": 12}}
+    key = {"workload": "twice", "temperature": 0.0, "sessions": 1, "mixture": "ngram", "pass": 2}
+    assert command.table([key | row]).row_count == 1
