@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
 import pytest_asyncio
 import ray
@@ -35,7 +36,7 @@ from outrider.deploy.health import LONGEST_BACKOFF_S, RoleHandle, patience_s, wa
 from outrider.deploy.roles import Roles, WorkerSetting
 from outrider.errors import WorkerRefused, WorkerUnavailable
 from outrider.security.roles import Role
-from outrider.v1 import generation_pb2, generation_pb2_grpc, registry_pb2
+from outrider.v1 import generation_pb2, generation_pb2_grpc, registry_pb2, registry_pb2_grpc
 
 # The actors cannot import this file: it travels to them by value.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -97,6 +98,23 @@ def what_this_process_tells() -> list[Any]:
     return [logging.getLogger().level, type(handler.formatter).__name__, tracing.active is not None]
 
 
+class Reloading(registry_pb2_grpc.RegistryServiceServicer):
+    """A coordinator whose targets run with whatever folder they are told, but for one that is broken."""
+
+    async def Reload(self, request_iterator, context):  # noqa: N802
+        async for command in request_iterator:
+            if command.WhichOneof("command") == "hold":
+                yield registry_pb2.ReloadReport(running=0)
+                continue
+            path = command.check.path or command.swap.weights.path
+            report = registry_pb2.TargetReport(worker_id="t", name="several/target-0", address="127.0.0.1:1", swap_ns=5)
+            report.found.version = "new"
+            report.running.version = "new" if command.HasField("swap") else "old"
+            if path.endswith("broken"):
+                report.error = "model.norm.weight is missing"
+            yield registry_pb2.ReloadReport(targets=registry_pb2.TargetReports(targets=[report]))
+
+
 async def serve_registry(
     config: DeployConfig,
     *,
@@ -107,11 +125,14 @@ async def serve_registry(
     stop: asyncio.Event,
 ) -> None:
     assert worker_port == port
+
+    def add_services(grpc_server: grpc.aio.Server) -> None:
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(Registry(config.name), grpc_server)
+        registry_pb2_grpc.add_RegistryServiceServicer_to_server(Reloading(), grpc_server)
+
     server = rpc.RoleServer(
         services=["outrider.v1.GenerationService"],
-        add_services=lambda grpc_server: generation_pb2_grpc.add_GenerationServiceServicer_to_server(
-            Registry(config.name), grpc_server
-        ),
+        add_services=add_services,
         address=f"{host}:{port}",
     )
     await server.start()
@@ -137,7 +158,9 @@ async def serve_worker(
     await server.start()
     note = SERVING / setting.name.replace("/", ".")
     whole = note.with_name(f"new-{note.name}")
+    changed = None if setting.model_now is None else await setting.model_now()
     own = {
+        "changed": changed,
         "address": server.address,
         "pid": os.getpid(),
         "model": str(setting.model),
@@ -269,6 +292,24 @@ async def test_every_role_logs_and_traces_as_was_asked_for(deployment: Deploymen
             info = await stub.GetServerInfo(generation_pb2.GetServerInfoRequest(), timeout=60)
         notes.append({"tells": json.loads(info.version)})
     assert [note["tells"] for note in notes] == 8 * [[logging.DEBUG, "JsonFormatter", HAS_TRACING]]
+
+
+async def test_a_reload_is_for_targets_that_start_later_as_well(
+    deployment: Deployment, capsys: pytest.CaptureFixture[str]
+):
+    def starts_with(name: str) -> str | None:
+        return json.loads((SERVING / f"{SEVERAL.name}.{name}").read_text())["changed"]
+
+    assert await command("reload", "--target", "/models/broken") == cli.FAILED
+    assert "1 of 1 targets cannot run with it, nothing has changed: several/target-0" in capsys.readouterr().err
+    before = (await workers_of(deployment))["target-1"]
+    assert (starts_with("target-0"), starts_with("target-1")) == (None, None)
+    assert await command("reload", "--target", "/models/new", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["path"], [each["error"] for each in told["targets"]]) == ("/models/new", [None])
+    os.kill(before["pid"], signal.SIGKILL)
+    await until(deployment, lambda workers: all_serve(workers) and workers["target-1"]["pid"] != before["pid"])
+    assert (starts_with("target-0"), starts_with("target-1"), starts_with("draft-0")) == (None, "/models/new", None)
 
 
 async def test_drafts_are_scaled_and_drained_by_command(deployment: Deployment, capsys: pytest.CaptureFixture[str]):
