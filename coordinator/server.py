@@ -1,7 +1,6 @@
 """The coordinator process: build its parts, serve, stop."""
 
 import asyncio
-import gc
 import logging
 import secrets
 import time
@@ -12,6 +11,7 @@ import grpc.aio
 from starlette.routing import BaseRoute
 
 from outrider import __version__
+from outrider.coordinator import collector
 from outrider.coordinator.access import Access, TokenInterceptor
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.http.app import create_app
@@ -230,9 +230,7 @@ async def serve(
     """
     server = CoordinatorServer(config)
     await server.start()
-    # What exists now stays: Python's collector need not look through it again and again, tens of milliseconds a time.
-    gc.collect()
-    gc.freeze()
+    collector.begin_serving()
     if ready is not None:
         ready(server.address)
     try:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from outrider.coordinator import clock
+from outrider.coordinator import clock, collector
 from outrider.coordinator.commits import Committed, commit, tell_drafts
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.draft_demand import DraftDemand
@@ -131,6 +131,8 @@ class VerifyLoop:
                 await asyncio.sleep(0)
                 self._learn()
                 await self._deliver()
+                if lane.flights and not lane.flights[0].result.done():
+                    collector.between_rounds()
         except WorkerUnavailable as error:
             self._owner.remove_target(lane.worker_id, str(error))
 

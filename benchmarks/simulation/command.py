@@ -16,6 +16,7 @@ from benchmarks.simulation.settings import COLLECTORS, MAX_SESSIONS, MAX_WORKERS
 from rich.console import Console
 from rich.table import Table
 
+from outrider.coordinator import collector
 from outrider.coordinator.messages import SpeculationMode
 from outrider.errors import OutriderError
 
@@ -80,7 +81,10 @@ def run(arguments: Sequence[str]) -> int:
 def _collector(kind: str) -> Iterator[None]:
     """Python's garbage collector as asked for; afterwards as it was."""
     gc.collect()
-    if kind == "frozen":
+    thresholds = gc.get_threshold()
+    if kind == "serving":
+        collector.begin_serving()
+    elif kind == "frozen":
         gc.freeze()
     elif kind == "off":
         gc.disable()
@@ -88,6 +92,7 @@ def _collector(kind: str) -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+        gc.set_threshold(*thresholds)
         gc.enable()
 
 
@@ -110,7 +115,9 @@ def _parse(arguments: Sequence[str]) -> tuple[list[SpeculationMode], bool, dict]
         "--rank-rates", type=float, nargs="+", default=defaults["rank_rates"], metavar="SHARE",
         help="how often the draft's first, second, ... child is the target's choice (default 0.7 0.12 0.05 0.03)",
     )  # fmt: skip
-    parser.add_argument("--collector", choices=COLLECTORS, default="on", help="Python's, in this process (default on)")
+    parser.add_argument(
+        "--collector", choices=COLLECTORS, default="serving", help="Python's, in this process (default serving)"
+    )
     parser.add_argument("--duration", dest="duration_s", type=float, default=5.0, help="seconds measured (default 5)")
     parser.add_argument("--warmup", dest="warmup_s", type=float, default=1.0, help="seconds before (default 1)")
     parser.add_argument(

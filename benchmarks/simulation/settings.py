@@ -8,7 +8,7 @@ from outrider.coordinator.messages import SpeculationMode
 from outrider.v1 import registry_pb2
 
 MAX_SESSIONS, MAX_WORKERS = 1000, 64
-COLLECTORS = ("on", "frozen", "off")
+COLLECTORS = ("serving", "on", "frozen", "off")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,8 @@ class Settings:
         max_live_nodes: most nodes that a draft holds for a session.
         max_step_rows: most rows of a target's step.
         wait_cap_ms: longest that a free target waits for growth.
-        collector: Python's garbage collector in the coordinator: "on" as Python has it, "frozen" with what exists
-            before the first session left out of it, "off".
+        collector: Python's garbage collector in the coordinator: "serving" as a coordinator has it, "on" as Python has
+            it, "frozen" with what exists before the first session left out of it, "off".
 
     Raises:
         ValueError: a value out of range, with the value.
@@ -76,7 +76,7 @@ class Settings:
     max_live_nodes: int = 128
     max_step_rows: int = 4096
     wait_cap_ms: float = 20.0
-    collector: str = "on"
+    collector: str = "serving"
 
     def __post_init__(self) -> None:
         for name, most in (("sessions", MAX_SESSIONS), ("workers", MAX_WORKERS), ("targets", MAX_WORKERS)):

@@ -31,7 +31,7 @@ def simulate(capsys, *options: str) -> list[dict]:
         ({"draft_rtt_ms": -1.0}, "draft_rtt_ms: -1.0 given, 0 or more"),
         ({"rank_rates": (0.9, 0.2)}, "sum of at most 1"),
         ({"rank_rates": (0.9,), "spread": 0.2}, "spread: 0.2 given"),
-        ({"collector": "sometimes"}, "one of on, frozen, off"),
+        ({"collector": "sometimes"}, "one of serving, on, frozen, off"),
         ({"draft_width": 0}, "draft_width: 0 given, at least 1"),
     ],
 )
