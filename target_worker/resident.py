@@ -38,6 +38,10 @@ from outrider.target_worker.resident_rounds import DraftRounds, RoundPart
 from outrider.target_worker.resident_trees import CandidateTrees
 from outrider.target_worker.sessions import Outcome, Session, TreeResult
 
+# Trees of a session of which no node came back for verification: its rows are worth more without them. Every so many
+# steps it is tried again.
+_UNUSED_TREES, _PROBE_STEPS = 4, 32
+
 
 class ResidentDraft:
     """Follows a verifier's steps and drafts for its sessions.
@@ -79,6 +83,7 @@ class ResidentDraft:
                 device=runner.device,
                 graphs=engine.attention_backend_name == "triton" and not engine.enforce_eager,
             )
+        self._steps = 0
         self.grows = True
         self.trees = self.missed = 0
 
@@ -123,6 +128,7 @@ class ResidentDraft:
             The results, with what was grown.
         """
         results = list(results)
+        self._steps += 1
         kept: list[Kept] = []
         growing: dict[int, int] = {}
         for place, work in enumerate(works):
@@ -133,7 +139,7 @@ class ResidentDraft:
             if not rows:
                 continue
             if result is not None and result.outcome is Outcome.ACCEPTED:
-                self._observe(work.session, result.token_ids)
+                self._observe(work, result.token_ids)
                 if self._may_grow(work.session):
                     growing[len(kept)] = place
             kept.append(Kept(session=work.session, rows=rows, first_index=work.context))
@@ -205,14 +211,19 @@ class ResidentDraft:
 
     def _may_grow(self, session: Session) -> bool:
         """Whether a tree could save the session a step."""
+        if session.unused_trees >= _UNUSED_TREES and self._steps % _PROBE_STEPS:
+            return False
         goes_on = not session.closing and session.tokens[-1] not in session.stop_token_ids
         wants = session.draft is not None and session.sampling.rule is not VerificationRule.REJECTION
         return goes_on and wants and session.limit - len(session.tokens) > 1
 
-    def _observe(self, session: Session, token_ids: Sequence[int]) -> None:
+    def _observe(self, work: Work, token_ids: Sequence[int]) -> None:
+        session = work.session
         if session.drafted is not None:
             session.drafted.observe(self.calibration, token_ids)
             session.drafted = None
+            was_asked = work.tree is not None and len(work.tree.tokens) > 0
+            session.unused_trees = 0 if was_asked else session.unused_trees + 1
 
     def _told(self, session: Session, tree: GrownTree, result: TreeResult) -> TreeResult:
         """The result with the best nodes of a tree."""

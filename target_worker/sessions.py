@@ -152,6 +152,7 @@ class Session:
         draft: what a resident draft may grow for it; None: nothing.
         drafted: what that has grown below its last token.
         next_node_id: of what that grows.
+        unused_trees: of what that grew last, trees in a row of which no node was sent for verification.
         drafted_at: tokens that it had when the candidates that the device holds for its row were drafted; 0: none are.
         only_chooses: nothing but the coupled rule's choice is asked for: all that most one-graph rounds need to know.
     """
@@ -174,6 +175,7 @@ class Session:
     draft: DraftLimits | None = None
     drafted: GrownTree | None = field(default=None, init=False, repr=False)
     next_node_id: int = field(default=1, init=False)
+    unused_trees: int = field(default=0, init=False)
     drafted_at: int = field(default=0, init=False)
     only_chooses: bool = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)

@@ -236,6 +236,26 @@ def test_in_a_large_step_nothing_is_grown_and_the_head_goes_on(
         assert rig.decode(number, spec) == plain_decode(reference_model, PROMPT, spec).tokens
 
 
+def test_trees_that_nobody_asks_for_are_not_grown(checkpoint: Path, head: Path) -> None:
+    rig = make_rig(checkpoint, head)
+    rig.open(1, SamplingSpec(temperature=1.0, seed=3, max_new_tokens=80))
+    grown = []
+    for step in range(1, 72):
+        length = len(PROMPT) + len(rig.outputs[1])
+        wanted = tree_of(rig.growth[1]) if rig.growth[1] and step > 64 else ([], [])
+        tree = TreeRequest(key=(7, 1), epoch=1, length=length, tokens=wanted[0], parents=wanted[1])
+        result = rig.verifier.step([tree]).results[0]
+        rig.outputs[1] += result.token_ids
+        rig.growth[1] = result.growth
+        if result.growth is not None:
+            grown.append(step)
+    # Four trees in vain; then one step in 32 asks again.
+    assert grown[:6] == [1, 2, 3, 4, 32, 64]
+    # Somebody has asked for that one: trees are grown as before.
+    assert grown[6:] == list(range(65, 72))
+    check_head(rig, 1)
+
+
 def test_growth_of_a_session_that_ends_is_not_told(rig: Rig) -> None:
     """A step's tree that reaches the limit, and a session that is closed while its step is in flight."""
     spec = SamplingSpec(max_new_tokens=8)
