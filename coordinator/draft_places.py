@@ -65,8 +65,8 @@ class DraftPlaces:
 
     def _open(self, session: Session, peer: DraftPeer) -> None:
         opening = session.opening(max_live_nodes=self._config.max_live_nodes)
-        if not peer.has_model:
-            # It speaks once a commit: what is deeper than a tree that is sent is there for the next one.
+        if GrowthSource.NGRAM in peer.sources and session.mode is SpeculationMode.ASYNC:
+            # A trie speaks once a commit: what is deeper than a tree that is sent is there for the next one.
             opening = replace(opening, max_depth=2 * opening.max_depth)
         session.join_draft(peer.worker_id, peer.number, opening.epoch)
         peer.sessions.add(session.session_id)

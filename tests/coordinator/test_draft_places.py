@@ -273,10 +273,13 @@ async def test_a_trie_hears_what_was_asked_for_and_may_look_further(make_bench):
         draft = bench.add_draft(name, delay_s=1000.0, sources=sources)
         draft.open_session = lambda opening, name=name: opened.setdefault(name, opening)
     sources = frozenset({MODEL, NGRAM})
-    generation = bench.scheduler.submit(make_request(max_depth=4, sources=sources), [TextStream(None)])
-    assert {name: opening.max_depth for name, opening in opened.items()} == {"model": 4, "trie": 8}
-    assert all(opening.sources == sources for opening in opened.values())
-    generation.cancel()
+    for mode, depths in ((SpeculationMode.ASYNC, {"model": 4, "trie": 8}), (SpeculationMode.SYNC, {"model": 4})):
+        opened.clear()
+        request = make_request(max_depth=4, sources=sources, mode=mode)
+        generation = bench.scheduler.submit(request, [TextStream(None)])
+        assert {name: opening.max_depth for name, opening in opened.items()} == depths
+        assert all(opening.sources == sources for opening in opened.values())
+        generation.cancel()
 
 
 async def test_sources_are_counted_for_the_request_and_for_the_server(make_bench, expect_output):
