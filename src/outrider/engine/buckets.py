@@ -179,15 +179,15 @@ class BucketLadder:
         if self._unrolled:
             return []
         found: dict[Bucket, None] = {}
-        most = self.max_tokens + 1
         need = Bucket(tokens=1, sessions=1, keys=1, query_len=1, logit_rows=0, nodes=0, words=1)
-        for tokens in (*self._tokens, most):
+        # Past the largest graph, some rows more, and so many that they fill the device by themselves.
+        for tokens in (*self._tokens, self.max_tokens + 1, 4 * self.max_tokens):
             for query_len in (tokens, 1):
                 # Each may be the bound of as few as one more than the one before it.
                 for sessions in self._sessions[: 1 + bisect_left(self._sessions, tokens)]:
                     for wide in words:
                         # Without a graph, bounds of keys are the steps' own.
-                        for keys in (1, self._keys[-1]) if tokens == most else (1,):
+                        for keys in _doublings(_UNCAPTURED_KEYS, self._keys[-1]) if tokens > self.max_tokens else (1,):
                             own = replace(need, tokens=tokens, sessions=sessions, query_len=query_len, keys=keys)
                             found[self.bucket(replace(own, words=wide))] = None
         return list(found)
@@ -197,6 +197,11 @@ class BucketLadder:
         """W of the steps that verify trees."""
         most = 1 << ((self._max_nodes + 63) // 64 - 1).bit_length()
         return [1 << power for power in range(most.bit_length())]
+
+
+def _doublings(first: int, most: int) -> list[int]:
+    """`first` and its doublings below `most`, and `most`."""
+    return [*(first << power for power in range(most.bit_length()) if first << power < most), most]
 
 
 def _up_to(rungs: Sequence[int], most: int) -> tuple[int, ...]:
