@@ -9,7 +9,7 @@ import pytest
 
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.links import TargetLink
-from outrider.coordinator.messages import GenerationEvent, GenerationRequest, SpeculationMode, TokenDelta
+from outrider.coordinator.messages import GenerationEvent, GenerationRequest, GrowthBatch, SpeculationMode, TokenDelta
 from outrider.coordinator.rounds import Way
 from outrider.coordinator.scheduler import Scheduler
 from outrider.coordinator.session import Generation, Session
@@ -158,6 +158,8 @@ async def test_clients_hear_while_growth_is_waited_for(make_bench):
         request_id="a", prompt_token_ids=(1, 2), sampling=SamplingSpec(max_new_tokens=9), mode=SpeculationMode.SYNC
     )
     generation = bench.scheduler.submit(request, [TextStream(None)])
+    # It says something, if not of this session: a silent draft is waited for once.
+    bench.scheduler.take_growth("draft", GrowthBatch.of([]))
     async with asyncio.timeout(30):
         await anext(aiter(generation))
     assert len(target.batches) == 1
