@@ -40,7 +40,7 @@ from outrider.target_worker.sessions import Outcome, Session, TreeResult
 
 # Trees of a session of which no node came back for verification: its rows are worth more without them. Every so many
 # steps it is tried again.
-_UNUSED_TREES, _PROBE_STEPS = 4, 32
+_UNUSED_TREES, _PROBE_STEPS = 8, 8
 
 
 class ResidentDraft:

@@ -240,19 +240,19 @@ def test_trees_that_nobody_asks_for_are_not_grown(checkpoint: Path, head: Path) 
     rig = make_rig(checkpoint, head)
     rig.open(1, SamplingSpec(temperature=1.0, seed=3, max_new_tokens=80))
     grown = []
-    for step in range(1, 72):
+    for step in range(1, 40):
         length = len(PROMPT) + len(rig.outputs[1])
-        wanted = tree_of(rig.growth[1]) if rig.growth[1] and step > 64 else ([], [])
+        wanted = tree_of(rig.growth[1]) if rig.growth[1] and step > 32 else ([], [])
         tree = TreeRequest(key=(7, 1), epoch=1, length=length, tokens=wanted[0], parents=wanted[1])
         result = rig.verifier.step([tree]).results[0]
         rig.outputs[1] += result.token_ids
         rig.growth[1] = result.growth
         if result.growth is not None:
             grown.append(step)
-    # Four trees in vain; then one step in 32 asks again.
-    assert grown[:6] == [1, 2, 3, 4, 32, 64]
+    # Eight trees in vain; then one step in eight asks again.
+    assert grown[:11] == [*range(1, 9), 16, 24, 32]
     # Somebody has asked for that one: trees are grown as before.
-    assert grown[6:] == list(range(65, 72))
+    assert grown[11:] == list(range(33, 40))
     check_head(rig, 1)
 
 
