@@ -44,12 +44,12 @@ from benchmarks.simulation.path_model import PathModel
 from benchmarks.simulation.tree_grower import GrownRows, TreeGrower
 
 from outrider.coordinator.config import CoordinatorConfig
+from outrider.coordinator.generation import Generation
 from outrider.coordinator.lane import TargetLane
 from outrider.coordinator.links import DraftLink, TargetLink
 from outrider.coordinator.messages import GenerationRequest
 from outrider.coordinator.rounds import Way
 from outrider.coordinator.scheduler import Scheduler
-from outrider.coordinator.session import Generation
 from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.trials import Trials
 from outrider.coordinator.verify_loop import VerifyLoop

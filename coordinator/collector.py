@@ -21,7 +21,7 @@ def begin_serving() -> None:
 
 
 def between_rounds() -> None:
-    """Now is a good time. Nothing is done in a process that does not serve, or where there is little to look through."""
+    """Now is a good time. Nothing is done in a process that does not serve, or where there is little to collect."""
     if gc.get_threshold()[0] != _BY_ITSELF_AFTER:
         return
     counts = gc.get_count()

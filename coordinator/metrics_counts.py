@@ -25,7 +25,7 @@ from outrider.metrics.histogram import Histogram, request_seconds, step_seconds,
 
 if TYPE_CHECKING:
     from outrider.coordinator.commits import Committed
-    from outrider.coordinator.session import Generation
+    from outrider.coordinator.generation import Generation
 
 # The first that fits counts: PoisonRequest may be one of the others, too.
 _REASONS: tuple[tuple[type[OutriderError], str], ...] = (

@@ -11,8 +11,8 @@ from outrider.errors import OutriderError, Superseded
 from outrider.tracing import Tracing, named
 
 if TYPE_CHECKING:
+    from outrider.coordinator.generation import Generation
     from outrider.coordinator.messages import VerifyResult
-    from outrider.coordinator.session import Generation
 
 # The first rounds are told one by one, then every so many, up to the most that a span keeps.
 _FIRST_ROUNDS, _EVERY, _MOST_EVENTS = 32, 16, 120

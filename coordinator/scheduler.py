@@ -17,13 +17,14 @@ from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.draft_peer import DraftPeer
 from outrider.coordinator.draft_places import DraftPlaces
 from outrider.coordinator.forest import Forest
+from outrider.coordinator.generation import Generation
 from outrider.coordinator.lane import TargetLane
 from outrider.coordinator.links import DraftLink, TargetLink
 from outrider.coordinator.messages import FaultKind, GenerationRequest, GrowthBatch, SessionFault, SourceCounts
 from outrider.coordinator.mirror import graft
 from outrider.coordinator.poison import DOUBT_S, LossKind, Suspects
 from outrider.coordinator.routing import PrefixRouter
-from outrider.coordinator.session import Generation, Session
+from outrider.coordinator.session import Session
 from outrider.coordinator.source_mix import by_source
 from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.verify_loop import Totals, VerifyLoop

@@ -41,7 +41,7 @@ from outrider.errors import WorkerUnavailable
 # A target that computed nothing has no room; asking again at once would only spin.
 _DEFERRED_PAUSE_NS = 5_000_000
 # Sessions whose clients hear before the event loop looks for results and growth again: some 40 us each.
-_DELIVERED_AT_ONCE = 16
+_DELIVERED_AT_ONCE = 8
 _UNANSWERED = SessionFault(kind=FaultKind.LOST, message="the target left it out of its answer")
 
 

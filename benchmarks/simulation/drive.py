@@ -13,10 +13,10 @@ from benchmarks.simulation.path_model import PathModel
 from benchmarks.simulation.settings import Settings
 from benchmarks.simulation.worker_process import WorkerProcess
 
+from outrider.coordinator.generation import Generation
 from outrider.coordinator.links import DraftLink, TargetLink
 from outrider.coordinator.messages import GenerationRequest, GrowthBatch, RoundRecord, SpeculationMode, TokenDelta
 from outrider.coordinator.scheduler import Scheduler
-from outrider.coordinator.session import Generation
 from outrider.coordinator.text_stream import TextStream
 from outrider.errors import OutriderError, WorkerUnavailable
 from outrider.sampling import SamplingSpec

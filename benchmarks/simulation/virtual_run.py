@@ -9,9 +9,9 @@ from benchmarks.simulation.path_model import PathModel
 from benchmarks.simulation.settings import Settings
 from benchmarks.simulation.virtual_workers import VirtualDraft, VirtualTarget
 
+from outrider.coordinator.generation import Generation
 from outrider.coordinator.messages import GenerationRequest, GrowthBatch, SpeculationMode, TokenDelta
 from outrider.coordinator.scheduler import Scheduler
-from outrider.coordinator.session import Generation
 from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.verify_loop import VerifyLoop
 from outrider.errors import OutriderError, WorkerUnavailable

@@ -9,6 +9,7 @@ import pytest
 
 from outrider.coordinator.commits import Committed, commit, tell_drafts
 from outrider.coordinator.forest import Forest
+from outrider.coordinator.generation import Generation
 from outrider.coordinator.group import Group
 from outrider.coordinator.messages import (
     Commits,
@@ -21,7 +22,7 @@ from outrider.coordinator.messages import (
 )
 from outrider.coordinator.mirror import graft
 from outrider.coordinator.rounds import Flight, Step
-from outrider.coordinator.session import Generation, Session
+from outrider.coordinator.session import Session
 from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.trees import Tree, Trees
 from outrider.sampling import SamplingSpec

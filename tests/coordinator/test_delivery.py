@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from outrider.coordinator.config import CoordinatorConfig
+from outrider.coordinator.generation import Generation
 from outrider.coordinator.links import TargetLink
 from outrider.coordinator.messages import GenerationEvent, GenerationRequest, GrowthBatch, SpeculationMode, TokenDelta
 from outrider.coordinator.rounds import Way
 from outrider.coordinator.scheduler import Scheduler
-from outrider.coordinator.session import Generation, Session
+from outrider.coordinator.session import Session
 from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.trees import Tree
 from outrider.coordinator.verify_loop import VerifyLoop

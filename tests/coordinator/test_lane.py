@@ -8,11 +8,12 @@ import pytest
 from outrider.coordinator import clock
 from outrider.coordinator.firing import MissRates
 from outrider.coordinator.forest import Forest
+from outrider.coordinator.generation import Generation
 from outrider.coordinator.lane import TargetLane
 from outrider.coordinator.messages import GenerationRequest, Growth, GrowthBatch, VerifyResult
 from outrider.coordinator.mirror import graft
 from outrider.coordinator.rounds import Flight, RoundPace, Way
-from outrider.coordinator.session import Generation, Session
+from outrider.coordinator.session import Session
 from outrider.coordinator.text_stream import TextStream
 from outrider.sampling import SamplingSpec
 from outrider.v1 import registry_pb2

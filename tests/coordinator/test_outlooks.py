@@ -9,10 +9,11 @@ import pytest
 from outrider.coordinator.draft_peer import DraftPeer
 from outrider.coordinator.firing import Latency
 from outrider.coordinator.forest import Forest
+from outrider.coordinator.generation import Generation
 from outrider.coordinator.group import Group
 from outrider.coordinator.messages import GenerationRequest, SpeculationMode
 from outrider.coordinator.outlooks import outlooks
-from outrider.coordinator.session import Generation, Session
+from outrider.coordinator.session import Session
 from outrider.coordinator.text_stream import TextStream
 from outrider.growth_source import GrowthSource
 from outrider.sampling import SamplingSpec

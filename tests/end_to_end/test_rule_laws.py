@@ -19,10 +19,12 @@ import torch
 from scipy import stats
 
 from outrider.coordinator import lane
-from outrider.coordinator.candidates import Candidates
+from outrider.coordinator.candidates import Candidates, candidates
 from outrider.coordinator.chain_mirror import ChainMirror
 from outrider.coordinator.commits import commit
 from outrider.coordinator.forest import Forest
+from outrider.coordinator.generation import Generation
+from outrider.coordinator.group import Group
 from outrider.coordinator.lane import TargetLane
 from outrider.coordinator.messages import (
     GenerationRequest,
@@ -34,7 +36,7 @@ from outrider.coordinator.messages import (
 )
 from outrider.coordinator.mirror import graft
 from outrider.coordinator.rounds import Step
-from outrider.coordinator.session import Generation, Session
+from outrider.coordinator.session import Session
 from outrider.coordinator.text_stream import TextStream
 from outrider.draft_distribution import WEIGHT_SUM, DraftDistribution
 from outrider.draft_worker.choice import ChildChooser, Children
@@ -167,7 +169,7 @@ class Bench:
         for worker_id, draft in self.drafts.items():
             step = draft.step()
             for made in step.growths if step is not None else ():
-                fields = {name: getattr(made, name) for name in Growth.__dataclass_fields__}
+                fields = {name: getattr(made, name) for name in Growth.__dataclass_fields__ if hasattr(made, name)}
                 session = self.sessions[made.session_id]
                 assert session.draft_epochs[worker_id] == made.epoch
                 graft(worker_id, GrowthBatch.of([Growth(**fields)]), [session.mirror])
@@ -261,9 +263,8 @@ def own_q(token: int, q: DraftDistribution | None) -> float:
 
 
 def test_a_selection_that_looks_at_the_draws_q_is_found_out(monkeypatch: pytest.MonkeyPatch):
-    honest = lane.candidates
-
-    def biased(mirrors: Sequence[ChainMirror], *, most: Sequence[int], deepest: Sequence[int]) -> Candidates:
+    def biased(group: Group, max_tree_nodes: int) -> Candidates:
+        most, deepest = group.reaches(max_tree_nodes)
         likely = [
             len(
                 list(
@@ -272,11 +273,12 @@ def test_a_selection_that_looks_at_the_draws_q_is_found_out(monkeypatch: pytest.
                     )
                 )
             )
-            for chain in mirrors
+            for chain in group.mirrors
+            if isinstance(chain, ChainMirror)
         ]
-        return honest(mirrors, most=list(map(min, most, likely)), deepest=deepest)
+        return candidates(group.mirrors, most=list(map(min, most.tolist(), likely)), deepest=deepest.tolist())
 
-    monkeypatch.setattr(lane, "candidates", biased)
+    monkeypatch.setattr(lane, "group_candidates", biased)
     assert sampled(VerificationRule.REJECTION, count=1250)[0] < 1e-6
 
 
