@@ -88,7 +88,7 @@ class StepHoldups:
             return
         now_s = self._now()
         if self._told_s is not None and now_s - self._told_s < _LEAST_APART_S:
-            self._untold += 1
+            self._untold += has_news or step_ns >= LONG_STEP_NS
             return
         self._logger.warning(
             "%s: a step of %d rows of %d sessions took %.0f ms; %s%s",
