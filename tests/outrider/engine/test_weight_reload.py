@@ -230,7 +230,8 @@ def test_graphs_that_were_captured_run_the_other_weights(tmp_path: Path, options
     if torch.cuda.device_count() < options.get("tensor_parallel_size", 1):
         pytest.skip("needs as many CUDA devices")
     other = Path(shutil.copytree(embedded_target_path(), tmp_path / "other"))
-    spoil_tensors(other, lambda held: [tensor.mul_(1.25) for tensor in held.values()])
+    for file in other.glob("*.safetensors"):
+        save_file({name: tensor * 1.25 for name, tensor in load_file(file).items()}, file)
     runners = [
         ModelRunner(EngineConfig(model_path=path, device="cuda", num_slots=4096, max_num_seqs=4, **options))
         for path in (embedded_target_path(), other)
@@ -254,8 +255,8 @@ def test_graphs_that_were_captured_run_the_other_weights(tmp_path: Path, options
         assert torch.cuda.max_memory_allocated() - held < weights / 2
         assert pointers(running) == there
         after = logits(running)
-        assert torch.equal(after, logits(fresh))
-        assert not torch.equal(after, before)
+        torch.testing.assert_close(after, logits(fresh), atol=0.05, rtol=0.01)
+        assert (after - before).abs().max() > 0.5
         running.refill(Path(embedded_target_path()))
         assert torch.equal(logits(running), before)
     finally:
