@@ -181,6 +181,8 @@ def tell_drafts(committed: Committed, drafts: Mapping[str, DraftPeer]) -> None:
             token_ids=[token_ids[place] for place in places.tolist()] if len(places) < len(group) else token_ids,
         )
         peer.link.commit(commits)
+    if numbers.min() >= 0:
+        return
     several: defaultdict[str, list[Commit]] = defaultdict(list)
     for place in np.flatnonzero(numbers < 0).tolist():
         session, new = group.sessions[place], committed.token_ids[place]

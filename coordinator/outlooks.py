@@ -3,9 +3,11 @@
 Sessions that expect it of one draft at one time are one outlook. `firing.py` says whether to wait for it.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
 
 import numpy as np
+import numpy.typing as npt
 
 from outrider.coordinator.draft_peer import DraftPeer
 from outrider.coordinator.firing import GrowthForecast, Outlook
@@ -30,7 +32,8 @@ def outlooks(lane: TargetLane, group: Group, drafts: Mapping[str, DraftPeer], no
     states, rows, peers = group.states, group.rows, list(drafts.values())
     unanswered = states.unanswered[rows]
     is_due = group.is_async & ((unanswered <= 1) | (unanswered % _RETRY_COMMITS == 0))
-    speakers = np.where(is_due, _speakers(group, states.draft[rows], peers, drafts), _NOBODY)
+    speakers = _speakers(group, states.draft[rows], peers, drafts)
+    speakers[~is_due] = _NOBODY
     if not peers or speakers.max() == _NOBODY:
         return []
     # A last entry stands for nobody, which is what -1 finds.
@@ -62,16 +65,15 @@ def _speakers(group: Group, numbers: Ints, peers: list[DraftPeer], drafts: Mappi
 
 
 def _together(
-    peers: list[DraftPeer], speakers: Ints, since_ns: Ints, answers: Bools, values: np.ndarray
+    peers: list[DraftPeer], speakers: Ints, since_ns: Ints, answers: Bools, values: npt.NDArray[np.float64]
 ) -> list[Outlook]:
-    times, which = np.unique(since_ns, return_inverse=True)
-    kinds = (which * len(peers) + speakers) * 2 + answers
-    sums = np.bincount(kinds, weights=values)
+    sums: defaultdict[tuple[int, int, bool], float] = defaultdict(float)
+    for *kind, value in zip(*(column.tolist() for column in (speakers, since_ns, answers, values)), strict=True):
+        sums[tuple(kind)] += value
     found = []
-    for kind in np.flatnonzero(sums).tolist():
-        (time, speaker), answer = divmod(kind // 2, len(peers)), kind % 2
+    for (speaker, since, is_answer), value in sums.items():
         peer = peers[speaker]
         step = peer.link.step_latency
-        forecast = GrowthForecast(since_ns=int(times[time]), latency=peer.response if answer else step, step=step)
-        found.append(Outlook(forecast=forecast, value=float(sums[kind])))
+        forecast = GrowthForecast(since_ns=since, latency=peer.response if is_answer else step, step=step)
+        found.append(Outlook(forecast=forecast, value=value))
     return found
