@@ -19,12 +19,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 
-from outrider.draft_worker.ngram_source import NgramSource
 from outrider.errors import CheckpointError, CorpusError
+
+if TYPE_CHECKING:
+    from outrider.draft_worker.ngram_source import NgramSource
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +133,7 @@ class CorpusLoader:
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
 
-    def start(self, source: NgramSource) -> None:
+    def start(self, source: "NgramSource") -> None:
         """Begins to hand texts to `source`; `finished` tells when all are queued."""
         process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
         self._process = process
@@ -145,7 +147,7 @@ class CorpusLoader:
             self._process.kill()
             self._thread.join()
 
-    def _run(self, process: subprocess.Popen[bytes], source: NgramSource) -> None:
+    def _run(self, process: subprocess.Popen[bytes], source: "NgramSource") -> None:
         assert process.stdout is not None
         with process.stdout as stream:
             for kind, data in _frames(stream):
@@ -196,7 +198,7 @@ def _write_frames(out: IO[bytes], paths: Sequence[Path], encode: Encode, vocab_s
 def main(arguments: Sequence[str]) -> int:
     """Writes the frames of the files to stdout."""
     checkpoint, vocab_size, *files = arguments
-    os.nice(10)
+    os.nice(5)
     try:
         _write_frames(sys.stdout.buffer, [Path(file) for file in files], encoder(Path(checkpoint)), int(vocab_size))
     except BrokenPipeError:

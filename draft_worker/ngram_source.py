@@ -25,8 +25,6 @@ logger = logging.getLogger(__name__)
 
 # How long the lock is held for insertions, about; a match waits for as long at most.
 _HOLD_NS = 400_000
-# Longest that a match waits, in each of two turns, before it is put off.
-_PATIENCE_S = 0.0007
 # Tokens that are inserted at once: bounds of what the time above says.
 _FEWEST, _MOST = 1, 512
 # Memory is made ready for so many tokens, each of which is new in every context and makes a node of every depth.
@@ -77,17 +75,20 @@ class NgramSource:
         trie: nobody else touches it from now on.
         config: how trees are made.
         queue_tokens: most tokens that wait to be inserted.
+        patience_s: longest that a match waits, in each of two turns, before it is put off.
 
     Attributes:
         counts: what happened so far.
         failed: whether the inserting thread has come to grief.
     """
 
-    def __init__(self, trie: NgramTrie, config: NgramConfig, *, queue_tokens: int = 2_000_000) -> None:
+    def __init__(
+        self, trie: NgramTrie, config: NgramConfig, *, queue_tokens: int = 2_000_000, patience_s: float = 0.0007
+    ) -> None:
         self.trie, self.config = trie, config
         self.counts = NgramCounts()
         self.failed = False
-        self._queue_tokens = queue_tokens
+        self._queue_tokens, self._patience_s = queue_tokens, patience_s
         # None ends the thread.
         self._queue: SimpleQueue[Text | None] = SimpleQueue()
         self._lock, self._next = threading.Lock(), threading.Lock()
@@ -178,10 +179,10 @@ class NgramSource:
 
     def _take_lock(self) -> bool:
         """In turn with the inserting thread, which takes both for each of its few tokens; False: not in time."""
-        if not self._next.acquire(timeout=_PATIENCE_S):
+        if not self._next.acquire(timeout=self._patience_s):
             return False
         try:
-            return self._lock.acquire(timeout=_PATIENCE_S)
+            return self._lock.acquire(timeout=self._patience_s)
         finally:
             self._next.release()
 

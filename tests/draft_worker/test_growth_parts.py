@@ -38,7 +38,7 @@ def test_ngrams_alone_take_the_folders_tokenizer_and_sizes(folder: Path):
         assert parts.model.vocab_size == json.loads((folder / "config.json").read_text())["vocab_size"]
         assert len(parts.model.tokenizer_hash) == 64
         assert parts.corpus is not None
-        assert parts.corpus.finished.wait(120)
+        assert parts.corpus.finished.wait(200)
         assert parts.growth.ngram is not None
         assert parts.growth.ngram.source.settle()
         assert parts.growth.ngram.source.counts.corpus_tokens == 4

@@ -69,12 +69,12 @@ def test_files_are_read_beside_the_work_and_bad_lines_further_down_are_named(
     good = [{"text": "the cat sat on the mat"}] * 150
     first = write(folder, *good, "{", {"token_ids": [9]})
     second = write(folder, {"token_ids": [4, 4, 4, 1]}, name="more.jsonl")
-    source = NgramSource(NgramTrie(capacity=1000, max_trie_depth=5), NgramConfig())
+    source = NgramSource(NgramTrie(capacity=1000, max_trie_depth=5), NgramConfig(), patience_s=60)
     source.start()
     loader = CorpusLoader([first, second], folder, 5)
     loader.start(source)
     try:
-        assert loader.finished.wait(120)
+        assert loader.finished.wait(250)
     finally:
         loader.stop()
     assert source.settle()

@@ -30,7 +30,7 @@ LOAD = Load(1, 0, 0, 1, 0.0)
 
 @pytest.fixture
 def ngram() -> Iterator[NgramGrowth]:
-    source = NgramSource(NgramTrie(capacity=5000, max_trie_depth=6), NgramConfig())
+    source = NgramSource(NgramTrie(capacity=5000, max_trie_depth=6), NgramConfig(), patience_s=60)
     source.start()
     source.add(SONG)
     assert source.settle()

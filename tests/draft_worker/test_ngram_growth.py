@@ -23,7 +23,7 @@ SONG = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 
 @pytest.fixture
 def growth() -> Iterator[NgramGrowth]:
-    source = NgramSource(NgramTrie(capacity=5000, max_trie_depth=6), NgramConfig())
+    source = NgramSource(NgramTrie(capacity=5000, max_trie_depth=6), NgramConfig(), patience_s=60)
     source.start()
     yield NgramGrowth(source, NgramGrowthConfig(vocab_size=30, max_model_len=200))
     source.stop()
@@ -188,12 +188,14 @@ def test_what_was_put_off_is_due_again_and_says_so(growth: NgramGrowth, make_sta
     woken: list[int] = []
     growth.wake = lambda: woken.append(1)
     growth.open(make_start(prompt=[7, 3, 1, 4]))
+    growth.source._patience_s = 0.001
     growth.source._lock.acquire()
     try:
         assert growth.match() is None
     finally:
         growth.source._lock.release()
     assert woken == [1]
+    growth.source._patience_s = 60
     assert matched(growth)[1].tokens[:2] == [1, 5]
 
 

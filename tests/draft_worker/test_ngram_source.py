@@ -15,6 +15,7 @@ DEPTH = 5
 
 
 def make_source(*, capacity: int = 10_000, **options: Any) -> NgramSource:
+    options = {"patience_s": 60.0} | options
     return NgramSource(NgramTrie(capacity=capacity, max_trie_depth=DEPTH), NgramConfig(), **options)
 
 
@@ -95,7 +96,7 @@ def test_nothing_grows_beyond_the_capacity():
 
 
 def test_a_match_is_put_off_while_an_insertion_hangs_and_succeeds_after(monkeypatch: pytest.MonkeyPatch):
-    source = make_source()
+    source = make_source(patience_s=0.001)
     source.start()
     source.add([1, 2, 3])
     assert source.settle()
@@ -115,6 +116,7 @@ def test_a_match_is_put_off_while_an_insertion_hangs_and_succeeds_after(monkeypa
     assert source.counts.put_off == 1
     go_on.set()
     assert source.settle()
+    source._patience_s = 60
     assert set(first_guesses(source, [1, 2])) == {3, 9}
     end(source)
 

@@ -24,7 +24,7 @@ MODEL, NGRAM, EAGLE = GrowthSource.MODEL, GrowthSource.NGRAM, GrowthSource.EAGLE
 
 @pytest.fixture
 def ngram() -> Iterator[NgramGrowth]:
-    source = NgramSource(NgramTrie(capacity=5000, max_trie_depth=6), NgramConfig())
+    source = NgramSource(NgramTrie(capacity=5000, max_trie_depth=6), NgramConfig(), patience_s=60)
     source.start()
     source.add(SONG)
     assert source.settle()
