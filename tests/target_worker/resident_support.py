@@ -97,32 +97,64 @@ def random_head(folder: Path, checkpoint: Path, **options: Any) -> Path:
     return write_random_eagle(folder, checkpoint, **options)
 
 
-@torch.inference_mode()
-def fresh_entries(rig: Rig, tokens: Sequence[int]) -> torch.Tensor:
-    """[len(tokens) - 1, 2, Hkv D] keys and values of the head over a sequence, computed in one go elsewhere."""
-    config = dataclasses.replace(rig.runner.config, num_slots=128, max_num_seqs=1)
-    runner = ModelRunner(config, decoder=rig.runner.steps is not None, feeds_head=True)
-    runner.tap(rig.resident.head.taps)
-    row, count = runner.slots.acquire_row(), len(tokens) - 1
-    runner.slots.extend(row, count)
-    caches = [torch.zeros_like(rig.resident.key_cache[:128]) for _ in range(2)]
-    builder = BatchBuilder()
-    builder.add_chain(row, tokens[:-1], 0, want_last_logits=False)
-    batch = builder.build()
-    runner.forward(batch)
-    step = runner.attention_step(batch)
-    assert step.batch.positions is not None
-    head = rig.resident.head
-    head.forward(
-        head.fuse(runner.features[:count]),
-        torch.tensor(tokens[1:], device=runner.device),
-        positions=step.batch.positions,
-        write_slots=step.write_slots,
-        batch=step.batch,
-        key_cache=caches[0],
-        value_cache=caches[1],
-    )
-    return _entries(caches, runner.slots.table[row, :count])
+class FreshHead:
+    """The head over one sequence, computed in one go elsewhere: no trees, no steps, no shared slots.
+
+    Args:
+        rig: whose head and target.
+        tokens: the sequence; the last one has no entry of its own.
+    """
+
+    @torch.inference_mode()
+    def __init__(self, rig: Rig, tokens: Sequence[int]) -> None:
+        config = dataclasses.replace(rig.runner.config, num_slots=128, max_num_seqs=1)
+        self._runner = runner = ModelRunner(config, decoder=rig.runner.steps is not None, feeds_head=True)
+        self._head = rig.resident.head
+        runner.tap(self._head.taps)
+        self._caches = [torch.zeros_like(rig.resident.key_cache[:128]) for _ in range(2)]
+        self._row, count = runner.slots.acquire_row(), len(tokens) - 1
+        runner.slots.extend(self._row, count)
+        builder = BatchBuilder()
+        builder.add_chain(self._row, tokens[:-1], 0, want_last_logits=False)
+        runner.forward(builder.build())
+        hidden = self._forward(self._head.fuse(runner.features[:count]), tokens[1:], 0)
+        self.last = hidden[-1:]
+        """[1, N] what the next token is drafted from."""
+
+    @torch.inference_mode()
+    def draft(self, hidden: torch.Tensor, token: int) -> torch.Tensor:
+        """[1, N] behind one more token, drafted from `hidden`."""
+        length = self._runner.slots.length(self._row)
+        self._runner.slots.extend(self._row, 1)
+        return self._forward(hidden, [token], length)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[1, V]."""
+        return self._head.logits(hidden)
+
+    def take_back(self, length: int) -> None:
+        """Only the first entries stay."""
+        self._runner.slots.truncate(self._row, length)
+
+    def entries(self) -> torch.Tensor:
+        """[n, 2, Hkv D] keys and values."""
+        slots = self._runner.slots
+        return _entries(self._caches, slots.table[self._row, : slots.length(self._row)])
+
+    def _forward(self, hidden: torch.Tensor, next_tokens: Sequence[int], first: int) -> torch.Tensor:
+        builder = BatchBuilder()
+        builder.add_chain(self._row, next_tokens, first, want_last_logits=False)
+        step = self._runner.attention_step(builder.build())
+        assert step.batch.positions is not None
+        return self._head.forward(
+            hidden,
+            torch.tensor(next_tokens, device=self._runner.device),
+            positions=step.batch.positions,
+            write_slots=step.write_slots,
+            batch=step.batch,
+            key_cache=self._caches[0],
+            value_cache=self._caches[1],
+        )
 
 
 def held_entries(rig: Rig, number: int) -> tuple[list[int], torch.Tensor]:

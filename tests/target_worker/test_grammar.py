@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.target_worker.resident_support import fresh_entries, held_entries, make_rig, random_head, tree_of
+from tests.target_worker.resident_support import FreshHead, held_entries, make_rig, random_head, tree_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel
 
@@ -350,4 +350,4 @@ def test_a_head_survives_an_output_that_breaks_the_grammar(folder: Path, tmp_pat
     while not rig.outputs[2]:
         rig.step([2])
     tokens, entries = held_entries(rig, 2)
-    torch.testing.assert_close(entries, fresh_entries(rig, tokens), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(entries, FreshHead(rig, tokens).entries(), rtol=1e-4, atol=1e-4)

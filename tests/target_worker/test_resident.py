@@ -11,8 +11,8 @@ from tests.target_worker.conftest import VOCAB_SIZE
 from tests.target_worker.plain_decoding import plain_decode
 from tests.target_worker.resident_support import (
     PROMPT,
+    FreshHead,
     Rig,
-    fresh_entries,
     held_entries,
     make_rig,
     random_head,
@@ -61,7 +61,7 @@ def check_head(rig: Rig, number: int) -> None:
     if not len(entries):
         return
     near = 1e-4 if rig.runner.device.type == "cpu" else 1e-3
-    torch.testing.assert_close(entries, fresh_entries(rig, tokens), rtol=near, atol=near)
+    torch.testing.assert_close(entries, FreshHead(rig, tokens).entries(), rtol=near, atol=near)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -202,6 +202,34 @@ def test_the_decoder_gives_the_same_trees(checkpoint: Path, head: Path, rig: Rig
         assert (found.tokens, found.as_of) == (expected.tokens, expected.as_of)
         np.testing.assert_allclose(found.acceptance, expected.acceptance, rtol=1e-3)
         check_head(other, 1)
+
+
+@pytest.mark.parametrize("decoder", [False, True])
+def test_every_candidate_is_what_the_head_says_after_its_path(decoder: bool, checkpoint: Path, head: Path) -> None:
+    """Each group of a grown tree, computed anew as if its path were the sequence."""
+    rig = make_rig(checkpoint, head, decoder=decoder, trees={"depth": 4, "top_k": 3, "nodes": 9})
+    spec = SPECS["coupled"]
+    rig.open(1, spec, draft=DraftLimits(is_fixed=True))
+    for _ in range(3):
+        rig.step([1])
+    session = rig.verifier._sessions[7, 1]  # pyright: ignore[reportPrivateUsage]
+    tree = session.drafted
+    assert tree is not None
+    fresh = FreshHead(rig, session.tokens)
+    ranker = CandidateRanker(AcceptanceCalibration(branching=3), top_k=3, vocab_size=61, device=torch.device("cpu"))
+    columns = RankedSessions.of([session], torch.device("cpu"))
+    for group in range(len(tree.tokens)):
+        path, above = [], int(tree.above[group])
+        while above >= 0:
+            path.append(int(tree.tokens.flat[above]))
+            above = int(tree.above[above // 3])
+        hidden = fresh.last
+        for token in reversed(path):
+            hidden = fresh.draft(hidden, token)
+        found = ranker.rank(columns, fresh.logits(hidden), depth=len(path))
+        assert tree.tokens[group].tolist() == found.tokens[0].tolist(), path
+        np.testing.assert_allclose(tree.acceptance[group], found.acceptance[0], rtol=1e-4)
+        fresh.take_back(len(session.tokens) - 1)
 
 
 def test_what_a_session_asks_for_bounds_its_trees(rig: Rig) -> None:
