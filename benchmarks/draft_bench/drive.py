@@ -28,7 +28,7 @@ from outrider.draft_worker.growth_thread import (
     SessionFailure,
     spare_collector,
 )
-from outrider.draft_worker.service import _growth_message
+from outrider.draft_worker.service import growth_message
 from outrider.draft_worker.session import DraftSession, GrowthLimits, SessionStart
 from outrider.sampling import SamplingSpec
 
@@ -130,7 +130,7 @@ class Owner:
 
     def deliver(self, growths: Sequence[SessionGrowth], step: GrowthStep, load: Load) -> None:
         """New nodes: packed as a message, as in serving."""
-        _growth_message(growths, step, load)
+        growth_message(growths, step, load)
         self.noted.append((time.perf_counter_ns(), step.tokens, step.forward_ns))
         if len(self.noted) >= self._wanted:
             self.reached.set()
