@@ -11,6 +11,7 @@ growth       one message of a draft, from reading to grafted
 nodes        drafted nodes of such a message
 delivery     after the batch: text and events to the clients, which read them in this thread
 round        all of it: batch, delivery and the growth of `--draft-steps` steps
+p10          what it takes when little comes between: on a machine with other work the mean tells of that work's caches
 yardstick    a fixed piece of Python, once a round
 gRPC's own work (its threads, its sockets) is in none of them.
 """
@@ -313,9 +314,11 @@ async def measure(sessions: int, *, rounds: int, draft_steps: int, width: int, m
     return {
         "sessions": sessions,
         "batch_us": fmean(batches),
+        "batch_p10_us": float(np.percentile(batches, 10)),
         "batch_p99_us": float(np.percentile(batches, 99)),
         "delivery_us": fmean(deliveries),
         "growth_us": fmean(growths),
+        "growth_p10_us": float(np.percentile(growths, 10)),
         "growth_p99_us": float(np.percentile(growths, 99)),
         "nodes": fmean(nodes),
         "round_us": fmean(batches) + fmean(deliveries) + draft_steps * fmean(growths),
