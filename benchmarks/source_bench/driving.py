@@ -55,7 +55,7 @@ def options_of(mixture: str, *, temperature: float, max_new_tokens: int, seed: i
         "speculation": "off" if mixture == "off" else "async",
     }
     if mixture != "off":
-        options["sources"] = cast("Any", mixture.split("+"))
+        options["sources"] = cast("Any", mixture.replace("/", "+").split("+"))
     return options
 
 

@@ -14,14 +14,15 @@ from outrider.errors import WorkerUnavailable
 from outrider.role_process import RoleProcess, stop_all
 
 _POLL_S = 0.05
-# Mixture to the --source of its draft worker; none where nothing drafts but the target.
-MIXTURES = {
-    "off": None,
-    "model": "model",
-    "ngram": "ngram",
-    "model+ngram": "model+ngram",
-    "eagle": None,
-    "ngram+eagle": "ngram",
+# Mixture to the --source of each of its draft workers. A slash parts workers, a plus sources of one worker.
+MIXTURES: dict[str, Sequence[str]] = {
+    "off": (),
+    "model": ("model",),
+    "ngram": ("ngram",),
+    "model+ngram": ("model+ngram",),
+    "model/ngram": ("model", "ngram"),
+    "eagle": (),
+    "ngram+eagle": ("ngram",),
 }
 
 
@@ -82,20 +83,18 @@ class Services:
     @contextmanager
     def mixture(self, name: str) -> Iterator[None]:
         """While the drafts of a mixture serve."""
-        source = MIXTURES[name]
-        if source is None:
-            yield
-            return
-        options = self._options
-        arguments = ["--source", source, *_model(options.draft), *options.draft_args]
-        # A trie alone computes nothing that a GPU could.
-        worker = self._start_worker("draft-worker", arguments, gpu=min(1, options.gpus - 1))
+        options, workers = self._options, []
         try:
-            self._await_workers(2)
+            for source in MIXTURES[name]:
+                arguments = ["--source", source, *_model(options.draft), *options.draft_args]
+                # A trie alone computes nothing that a GPU could.
+                workers.append(self._start_worker("draft-worker", arguments, gpu=min(1, options.gpus - 1)))
+            self._await_workers(1 + len(workers))
             yield
         finally:
-            stop_all([worker])
-            self._roles.remove(worker)
+            stop_all(workers)
+            for worker in workers:
+                self._roles.remove(worker)
             self._await_workers(1)
 
     def _start(self, role: str, arguments: Sequence[str], **environment: str) -> RoleProcess:

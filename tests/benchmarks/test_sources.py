@@ -34,6 +34,7 @@ def test_a_mixture_asks_for_its_sources():
     assert asked["off"].get("speculation") == "off"
     assert "sources" not in asked["off"]
     assert asked["ngram+eagle"].get("sources") == ["ngram", "eagle"]
+    assert asked["model/ngram"].get("sources") == asked["model+ngram"].get("sources") == ["model", "ngram"]
     assert {options.get("speculation") for name, options in asked.items() if name != "off"} == {"async"}
 
 
