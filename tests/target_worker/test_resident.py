@@ -208,10 +208,17 @@ def test_the_decoder_gives_the_same_trees(checkpoint: Path, head: Path, rig: Rig
 def test_every_candidate_is_what_the_head_says_after_its_path(decoder: bool, checkpoint: Path, head: Path) -> None:
     """Each group of a grown tree, computed anew as if its path were the sequence."""
     rig = make_rig(checkpoint, head, decoder=decoder, trees={"depth": 4, "top_k": 3, "nodes": 9})
+    # What a row sees has to count, more than in a head of small random weights.
+    weights = rig.resident.head.weights
+    assert isinstance(weights.attention_output, torch.Tensor) and isinstance(weights.qkv, torch.Tensor)
+    weights.attention_output.mul_(40)
+    weights.qkv.mul_(6)
     spec = SPECS["coupled"]
-    rig.open(1, spec, draft=DraftLimits(is_fixed=True))
+    # Another session mixes up which slots are free.
+    for number in (1, 2):
+        rig.open(number, spec, prompt=PROMPT[: 4 + number], draft=DraftLimits(is_fixed=True))
     for _ in range(3):
-        rig.step([1])
+        rig.step([1, 2])
     session = rig.verifier._sessions[7, 1]  # pyright: ignore[reportPrivateUsage]
     tree = session.drafted
     assert tree is not None
@@ -364,7 +371,37 @@ def test_the_best_nodes_come_with_their_parents() -> None:
 def cuda_rig(checkpoint: Path, head: Path, **overrides: Any) -> Rig:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    return make_rig(checkpoint, head, device="cuda", dtype="float32", **overrides)
+    return make_rig(checkpoint, head, device="cuda", dtype="float32", max_num_seqs=16, **overrides)
+
+
+def check_all(rig: Rig, model: PreTrainedModel) -> None:
+    """All kinds of sessions in the same steps."""
+    specs = dict(enumerate(SPECS.values()))
+    prompts = {number: [*PROMPT, *range(number, number + 20)] for number in specs}
+    for number, spec in specs.items():
+        rig.open(number, spec, prompt=prompts[number])
+
+    def is_live(number: int) -> bool:
+        out, spec = rig.outputs[number], specs[number]
+        return len(out) < spec.max_new_tokens and not (out and out[-1] in spec.stop_token_ids)
+
+    steps = 0
+    while live := [number for number in specs if is_live(number)]:
+        rig.step(live)
+        steps += 1
+        for number in live if steps % 4 == 1 else ():
+            check_head(rig, number)
+    for number, spec in specs.items():
+        assert rig.outputs[number] == plain_decode(model, prompts[number], spec).tokens, spec
+        check_head(rig, number)
+        rig.verifier.close((7, number), 1)
+    assert rig.runner.slots.used == 0
+
+
+def test_all_kinds_of_sessions_share_steps_of_the_decoder(
+    checkpoint: Path, head: Path, reference_model: PreTrainedModel
+) -> None:
+    check_all(make_rig(checkpoint, head, decoder=True, max_num_seqs=16), reference_model)
 
 
 @pytest.mark.gpu
@@ -374,23 +411,7 @@ def test_on_a_gpu_tokens_and_the_heads_kv_are_the_same(
 ) -> None:
     rig = cuda_rig(checkpoint, head, **options)
     rig.resident.warm_up()
-    prompts = {number: [*PROMPT, *range(number, number + 20)] for number in range(len(SPECS))}
-    for number, spec in enumerate(SPECS.values()):
-        rig.open(number, spec, prompt=prompts[number])
-    specs = dict(enumerate(SPECS.values()))
-
-    def is_live(number: int) -> bool:
-        out, spec = rig.outputs[number], specs[number]
-        return len(out) < spec.max_new_tokens and not (out and out[-1] in spec.stop_token_ids)
-
-    while live := [number for number in specs if is_live(number)]:
-        rig.step(live)
-        for number in live:
-            check_head(rig, number)
-    for number, spec in specs.items():
-        assert rig.outputs[number] == plain_decode(reference_model, prompts[number], spec).tokens, spec
-        rig.verifier.close((7, number), 1)
-    assert rig.runner.slots.used == 0
+    check_all(rig, reference_model)
 
 
 @pytest.mark.gpu
