@@ -7,7 +7,7 @@ tree       the same head grows a tree below every root, the host picks its best 
            several sizes; `free` is the same without the time that drafting takes, as with a draft on another GPU
 one-graph  the head's candidates stay on the device: verify, choose, walk, extend the head and draft in one graph
 
-All three drive the verifier of one target worker in this process, greedily, on held-out prompts: no network, no
+All three drive the verifier of one target worker in this process, on held-out prompts: no network, no
 coordinator. `--head` is a head that was trained for the target (widened as the target is). Without it a random head of
 that shape is made: it costs what a trained one costs and is never right; the columns `at` then say what the same
 rounds would give if candidates were accepted as `--assume` says.

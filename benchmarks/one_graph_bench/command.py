@@ -44,7 +44,14 @@ def run(arguments: Sequence[str]) -> int:
         vocab = min(_DRAFT_VOCAB, model.sizes.vocab)
         head = options.head or write_random_eagle(folder / "head", model.folder, draft_vocab_size=vocab)
         shapes = [RoundShape(steps=steps, candidates=candidates) for steps, candidates in options.shapes]
-        bench = Bench(model, head, device=options.device, context=options.context, most=max(options.sessions))
+        bench = Bench(
+            model,
+            head,
+            device=options.device,
+            context=options.context,
+            most=max(options.sessions),
+            temperature=options.temperature,
+        )
         console.print(f"loaded in {time.perf_counter() - began:.1f} s; {_what(options, model)}")
         rows: list[dict[str, Any]] = []
         for count in options.sessions:
@@ -137,6 +144,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=24, help="measured of each")
     parser.add_argument("--context", type=int, default=128, help="tokens of each prompt")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="of all sessions (0: greedy, which soon repeats)"
+    )
     parser.add_argument("--assume", type=float, default=0.75, help="acceptance of a random head's candidates")
     parser.add_argument("--count", type=int, default=64, help="sessions of the rounds whose calls are counted; 0: none")
     parser.add_argument("--seconds", type=float, default=1e9, help="no further batch size is begun after so many")

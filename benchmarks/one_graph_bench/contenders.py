@@ -40,9 +40,13 @@ class Bench:
         device: of both.
         context: tokens of each prompt.
         most: sessions of the largest batch.
+        temperature: at which sessions sample.
     """
 
-    def __init__(self, model: BenchModel, head: Path, *, device: str, context: int, most: int) -> None:
+    def __init__(
+        self, model: BenchModel, head: Path, *, device: str, context: int, most: int, temperature: float = 0.0
+    ) -> None:
+        self._temperature = temperature
         config = TargetWorkerConfig(
             model_path=model.folder,
             device=device,
@@ -88,7 +92,7 @@ class Bench:
     def warm_rounds(self, count: int, shape: RoundShape) -> tuple[Verifier, Sessions]:
         """Sessions of one-graph rounds that have run some."""
         verifier = self._round_verifier(count, shape)
-        sessions = Sessions(verifier, self._prompts_of(count), resident=True)
+        sessions = Sessions(verifier, self._prompts_of(count), resident=True, temperature=self._temperature)
         sessions.warm_up()
         return verifier, sessions
 
@@ -102,7 +106,14 @@ class Bench:
         resident: bool = False,
         draft: ResidentDraft | None = None,
     ) -> Pace:
-        sessions = Sessions(verifier, self._prompts_of(count), nodes=nodes, resident=resident, draft=draft)
+        sessions = Sessions(
+            verifier,
+            self._prompts_of(count),
+            nodes=nodes,
+            resident=resident,
+            draft=draft,
+            temperature=self._temperature,
+        )
         sessions.warm_up()
         pace = sessions.run(rounds=rounds)
         sessions.close()

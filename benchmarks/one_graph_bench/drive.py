@@ -12,7 +12,7 @@ import torch
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.resident import ResidentDraft
 from outrider.target_worker.resident_growth import DraftLimits, GrownNodes
-from outrider.target_worker.sessions import OpenRequest, Outcome, TreeRequest, TreeResult
+from outrider.target_worker.sessions import OpenRequest, Outcome, SessionKey, TreeRequest, TreeResult
 from outrider.target_worker.verifier import Verifier
 
 _WARM_ROUNDS = 3
@@ -70,6 +70,7 @@ class Sessions:
         nodes: of a tree that is sent; 0 sends none.
         resident: whether the worker's own candidates are asked for.
         draft: that grows the trees.
+        temperature: at which all of them sample, each with a seed of its own.
     """
 
     def __init__(
@@ -80,37 +81,42 @@ class Sessions:
         nodes: int = 0,
         resident: bool = False,
         draft: ResidentDraft | None = None,
+        temperature: float = 0.0,
     ) -> None:
         self._verifier, self._nodes, self._resident, self._draft = verifier, nodes, resident, draft
-        sampling = SamplingSpec(max_new_tokens=1 << 20)
         self._lengths = {(1, next(_numbers)): len(prompt) for prompt in prompts}
-        self._growth: dict[tuple[int, int], GrownNodes | None] = dict.fromkeys(self._lengths)
-        for key, prompt in zip(self._lengths, prompts, strict=True):
+        self._growth: dict[SessionKey, GrownNodes | None] = dict.fromkeys(self._lengths)
+        for seed, (key, prompt) in enumerate(zip(self._lengths, prompts, strict=True)):
+            sampling = SamplingSpec(temperature=temperature, seed=seed, max_new_tokens=1 << 20)
             verifier.open(
                 OpenRequest(key=key, epoch=1, prompt=list(prompt), output=(), sampling=sampling, draft=DraftLimits())
             )
 
     def requests(self) -> list[TreeRequest]:
         """The next round's."""
-        return [
-            TreeRequest(key=key, epoch=1, length=length, tokens=tree[0], parents=tree[1], resident=self._resident)
-            for (key, length), tree in zip(self._lengths.items(), map(self._tree, self._lengths), strict=True)
-        ]
+        return [self._request(key) for key in self._lengths]
 
-    def take(self, results: Sequence[TreeResult]) -> int:
-        """Follows a round; how many sessions emitted tokens."""
+    def take(self, results: Sequence[TreeResult]) -> None:
+        """Follows a round."""
         for key, result in zip(self._lengths, results, strict=True):
-            if result.outcome is Outcome.ERROR:
-                raise RuntimeError(f"session {key[1]}: {result.fault}")
-            self._lengths[key] += len(result.token_ids)
-            self._growth[key] = result.growth
-        return sum(result.outcome is Outcome.ACCEPTED for result in results)
+            self._take(key, result)
 
     def warm_up(self) -> None:
-        """Prefills, and runs the first rounds."""
-        rounds = 0
-        while rounds < _WARM_ROUNDS:
-            rounds += self.take(self._verifier.step(self.requests()).results) == len(self._lengths)
+        """Prefills, and runs the first rounds.
+
+        Whoever has its first token rests until all have: prefill beside sessions that run is slow on purpose, and they
+        would be at their end before the last of many prompts is done.
+        """
+        waiting = list(self._lengths)
+        while waiting:
+            results = self._verifier.step([self._request(key) for key in waiting]).results
+            for key, result in zip(waiting, results, strict=True):
+                self._take(key, result)
+            waiting = [
+                key for key, result in zip(waiting, results, strict=True) if result.outcome is not Outcome.ACCEPTED
+            ]
+        for _ in range(_WARM_ROUNDS):
+            self.take(self._verifier.step(self.requests()).results)
 
     def run(self, *, rounds: int) -> Pace:
         """So many rounds, timed."""
@@ -144,7 +150,19 @@ class Sessions:
         for key in self._lengths:
             self._verifier.close(key, 1)
 
-    def _tree(self, key: tuple[int, int]) -> tuple[Sequence[int], Sequence[int]]:
+    def _request(self, key: SessionKey) -> TreeRequest:
+        tokens, parents = self._tree(key)
+        return TreeRequest(
+            key=key, epoch=1, length=self._lengths[key], tokens=tokens, parents=parents, resident=self._resident
+        )
+
+    def _take(self, key: SessionKey, result: TreeResult) -> None:
+        if result.outcome is Outcome.ERROR:
+            raise RuntimeError(f"session {key[1]}: {result.fault}")
+        self._lengths[key] += len(result.token_ids)
+        self._growth[key] = result.growth
+
+    def _tree(self, key: SessionKey) -> tuple[Sequence[int], Sequence[int]]:
         """The best nodes of what was grown last, as a coordinator would send them."""
         growth = self._growth[key]
         return ((), ()) if growth is None or not self._nodes else best_nodes(growth, most=self._nodes)
