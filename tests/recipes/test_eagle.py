@@ -33,7 +33,7 @@ def recipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def small_head(recipe: Any, *, kv_heads: int = 2) -> Any:
-    shape = recipe.LlamaShape(
+    shape = importlib.import_module("llama").LlamaShape(
         hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4, head_dim=16,
         num_key_value_heads=kv_heads, vocab_size=VOCAB,
     )  # fmt: skip
@@ -123,7 +123,9 @@ def test_the_whole_recipe_in_little(recipe: Any, tmp_path: Path) -> None:
 def test_what_the_target_writes_is_its_own_choice(recipe: Any) -> None:
     """At temperature 0 every token behind the prompt is the argmax of a forward over all before it."""
     target = recipe.load_target(embedded_target_path(), torch.device("cpu"))
-    config = recipe.SamplingConfig(rounds=1, sequences=2, tokens=14, prompt_tokens=8, temperatures=(0.0,))
+    config = importlib.import_module("sampling").SamplingConfig(
+        rounds=1, sequences=2, tokens=14, prompt_tokens=8, temperatures=(0.0,)
+    )
     stream = torch.randint(1, 8192, (100,), generator=torch.Generator().manual_seed(0))
     texts = recipe.write_texts(target, stream, config, torch.float32).view(2, 14).long()
     with torch.no_grad():

@@ -1,0 +1,57 @@
+"""What the head is and how it is trained: the full recipe, and one of a few seconds to try the recipe itself."""
+
+from dataclasses import dataclass, replace
+
+from llama import LlamaShape
+from sampling import SamplingConfig
+from training import TrainingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Everything that determines the head, apart from the text.
+
+    Attributes:
+        shape: of the head; hidden size and vocabulary are the target's.
+        taps: after how many of the target's layers features are taken.
+        unroll: drafting steps that are trained.
+        judged: how many of them, drawn anew for every step of the loop, are held against the target: the vocabulary's
+            rows are most of the arithmetic.
+        step_share: how much less each of them counts than the one before.
+        text_tokens: source that is read.
+        written: what the target writes.
+        windows: of a step.
+        seconds: how long the loop runs; learning rates follow the clock.
+        measured: windows at the end of the source that are not trained on.
+        begin_with: folder of a head to go on with; empty: fresh weights.
+    """
+
+    shape: LlamaShape
+    taps: tuple[int, ...]
+    written: SamplingConfig
+    windows: TrainingConfig
+    unroll: int = 6
+    judged: int = 3
+    step_share: float = 0.9
+    text_tokens: int = 30_000_000
+    seconds: float = 600.0
+    measured: int = 32
+    begin_with: str = ""
+
+
+FULL = Recipe(
+    shape=LlamaShape(
+        hidden_size=384, intermediate_size=1536, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=1
+    ),
+    taps=(1, 3, 5),
+    written=SamplingConfig(rounds=6, sequences=8192),
+    windows=TrainingConfig(steps=1, batch_sequences=32, sequence_tokens=1024, matrix_lr=0.02, other_lr=0.004, seed=4),
+)
+TINY = replace(
+    FULL,
+    written=SamplingConfig(rounds=1, sequences=10, tokens=24, prompt_tokens=16),
+    windows=replace(FULL.windows, batch_sequences=2, sequence_tokens=32, compile=False),
+    text_tokens=4_000,
+    seconds=2.0,
+    measured=2,
+)
