@@ -19,18 +19,21 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from outrider.draft_worker.ngram_tree import GuessColumns, NgramConfig, guess_columns
-from outrider.draft_worker.ngram_trie import NgramTrie
+from outrider.draft_worker.ngram_trie import IS_COMPILED, NgramTrie
 
 logger = logging.getLogger(__name__)
 
-# How long the lock is held for insertions, about; a match waits for as long at most.
-_HOLD_NS = 400_000
+# How long the lock is held for insertions, about; a match waits for as long at most. Fewer tokens at once cost more
+# each, for the runs that they go on with are looked for anew: plain Python would get nowhere.
+_HOLD_NS = 400_000 if IS_COMPILED else 1_000_000
 # Tokens that are inserted at once: bounds of what the time above says.
 _FEWEST, _MOST = 1, 512
 # Memory is made ready for so many tokens, each of which is new in every context and makes a node of every depth.
 _READY_TOKENS = 2048
 # Tokens of a corpus that are queued at a time.
 _CORPUS_PIECE = 4096
+# In plain Python an insertion holds the interpreter, which growth and messages need: it rests as long as it has worked.
+_REST = 0.0 if IS_COMPILED else 1.0
 # How often a thread that waits for the queue looks.
 _POLL_S = 0.005
 
@@ -107,6 +110,10 @@ class NgramSource:
 
     def start(self) -> None:
         """Starts inserting. What is slow at first (compiling) is done here."""
+        if not IS_COMPILED:
+            logger.warning(
+                'n-grams grow in plain Python, several times slower: pip install "outrider[ngram]" has numba'
+            )
         tiny = NgramTrie(capacity=2 * self.trie.max_trie_depth, max_trie_depth=self.trie.max_trie_depth)
         tiny.insert_many([([1, 2, 1, 2], 0)])
         guess_columns(tiny, [[1, 2]], self.config)
@@ -225,6 +232,8 @@ class NgramSource:
             new = sum(len(tokens) - start for tokens, start in pieces)
             self.counts.inserted_tokens += new
             self._pace(new, took)
+            if _REST:
+                time.sleep(_REST * took * 1e-9)
             self.trie.make_ready(_READY_TOKENS * self.trie.max_trie_depth)
 
     def _receive(self, waiting: deque[Text]) -> bool:

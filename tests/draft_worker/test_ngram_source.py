@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.draft_worker.ngram_source import NgramSource
+from outrider.draft_worker.ngram_source import _HOLD_NS, NgramSource
 from outrider.draft_worker.ngram_tree import NgramConfig
 from outrider.draft_worker.ngram_trie import NgramTrie, find
 
@@ -152,16 +152,17 @@ def test_what_is_still_queued_at_the_end_does_not_hold_it_up():
 def test_the_pace_follows_the_time_that_insertions_take():
     source = make_source()
     source._at_once = 100
-    source._pace(100, 4_000_000)
+    fitting = min(512, _HOLD_NS // 1000)
+    source._pace(100, 10 * _HOLD_NS)
     slow = source._at_once
     assert 1 <= slow <= 10
     for _ in range(50):
         source._pace(source._at_once, source._at_once * 1000)
-    assert source._at_once == 400
+    assert source._at_once == fitting
     # A short piece tells nothing of what a long one would take.
     source._pace(1, 100)
-    assert source._at_once == 400
-    source._pace(1, 10**9)
+    assert source._at_once == fitting
+    source._pace(1, 10**10)
     assert source._at_once == 1
 
 
