@@ -13,25 +13,16 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.coordinator.commits import Committed
-from outrider.coordinator.messages import ResidentCount, SpeculationMode
+from outrider.coordinator.messages import ResidentCount
 from outrider.coordinator.mirror import TreeMirror
 from outrider.coordinator.session import Session
 from outrider.coordinator.source_mix import Count
 from outrider.growth_source import GrowthSource
-from outrider.sampling import VerificationRule
 
 
 def is_resident(session: Session) -> bool:
     """Whether a target that can draft for the session in its own graph is to do so."""
-    sampling = session.sampling
-    return (
-        session.mode is SpeculationMode.ASYNC
-        and session.may_speculate
-        and GrowthSource.EAGLE in session.request.sources
-        and sampling.rule is VerificationRule.COUPLED
-        and not sampling.is_synthetic
-        and not sampling.grammar
-    )
+    return session.lets_target_draft and session.may_speculate
 
 
 def resident_flags(sessions: Sequence[Session]) -> npt.NDArray[np.bool_]:

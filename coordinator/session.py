@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outrider.coordinator import clock
@@ -25,6 +26,7 @@ from outrider.coordinator.source_mix import Kind
 from outrider.coordinator.text_stream import StreamedText, TextStream
 from outrider.coordinator.trees import Tree
 from outrider.errors import InternalError
+from outrider.growth_source import GrowthSource
 from outrider.log_output import about
 from outrider.sampling import VerificationRule
 
@@ -207,6 +209,18 @@ class Session:
                 during_verify=self.flight is not None,
             )
             self.arrivals.append(arrival)
+
+    @cached_property
+    def lets_target_draft(self) -> bool:
+        """Whether a target may draft for it in the graph that verifies; asked for every session in every round."""
+        sampling = self.sampling
+        return (
+            self.mode is SpeculationMode.ASYNC
+            and GrowthSource.EAGLE in self.request.sources
+            and sampling.rule is VerificationRule.COUPLED
+            and not sampling.is_synthetic
+            and not sampling.grammar
+        )
 
     @property
     def may_speculate(self) -> bool:
