@@ -5,11 +5,12 @@ counts all the same.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
 from outrider.coordinator.growth import growth_batch
+from outrider.coordinator.growth_arrival import note_grafted
 from outrider.coordinator.messages import GrowthBatch, SpeculationMode
 from outrider.coordinator.mirror import graft
 from outrider.coordinator.session import Session
@@ -55,7 +56,7 @@ def graft_resident(worker_id: str, growth: GrowthBatch, sessions: Mapping[int, S
         for session_id, epoch in zip(growth.session_ids, growth.epochs, strict=True)
     ]
     grafted = graft(worker_id, growth, [None if session is None else session.mirror for session in wanted])
-    _note(worker_id, growth, wanted, grafted)
+    note_grafted(worker_id, growth, wanted, grafted)
     nodes = len(growth.node_ids)
     return nodes, nodes - int(np.sum(grafted))
 
@@ -63,15 +64,3 @@ def graft_resident(worker_id: str, growth: GrowthBatch, sessions: Mapping[int, S
 def _is_wanted(session: Session, worker_id: str, epoch: int) -> bool:
     is_current = session.target_id == worker_id and session.target_epoch == epoch and not session.is_finished
     return is_current and session.mode is not SpeculationMode.OFF
-
-
-def _note(worker_id: str, growth: GrowthBatch, sessions: Sequence[Session | None], grafted: Sequence[int]) -> None:
-    for place, session in enumerate(sessions):
-        if session is None:
-            continue
-        session.grafted_nodes += grafted[place]
-        if session.tap is not None:
-            session.tap.note_growth(worker_id, as_of=growth.as_of[place])
-        if session.request.trace:
-            nodes = growth.node_counts[place]
-            session.note_growth(worker_id, as_of=growth.as_of[place], nodes=nodes, grafted=grafted[place])

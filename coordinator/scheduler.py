@@ -11,7 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from outrider.coordinator import clock, draining
+from outrider.coordinator import clock, draining, growth_arrival
 from outrider.coordinator.admission import Admission, Occupancy
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.draft_peer import DraftPeer
@@ -21,7 +21,6 @@ from outrider.coordinator.generation import Generation
 from outrider.coordinator.lane import TargetLane
 from outrider.coordinator.links import DraftLink, TargetLink
 from outrider.coordinator.messages import FaultKind, GenerationRequest, GrowthBatch, SessionFault, SourceCounts
-from outrider.coordinator.mirror import graft
 from outrider.coordinator.poison import DOUBT_S, LossKind, Suspects
 from outrider.coordinator.routing import PrefixRouter
 from outrider.coordinator.session import Session
@@ -434,50 +433,10 @@ class Scheduler:
         if peer is None:
             self.totals.dropped_nodes += nodes
             return
-        by_model = growth.sources is None or bool((growth.sources == GrowthSource.MODEL).any())
-        is_step = peer.has_model and by_model
-        if is_step or not peer.has_model:
-            # What a trie beside a model finds comes before the model's step, and says nothing of when that ends.
-            peer.last_growth_ns = clock.now_ns()
-        if is_step:
-            self.totals.demand.note_growth(
-                sessions=len(growth.session_ids),
-                expanded=peer.note_width(growth),
-                step_ns=peer.link.step_latency.mean_ns,
-            )
-        sessions = [
-            session
-            if (session := self._sessions.get(session_id)) is not None and session.draft_epochs.get(worker_id) == epoch
-            else None
-            for session_id, epoch in zip(growth.session_ids, growth.epochs, strict=True)
-        ]
-        if peer.has_model:
-            answered = sessions if is_step else ()
-        else:
-            answered = [own if own is not None and self._is_waited_for(peer, own) else None for own in sessions]
-        if answered:
-            peer.note_answers(growth, answered)
-        grafted = graft(worker_id, growth, [None if session is None else session.mirror for session in sessions])
-        self.totals.dropped_nodes += nodes - sum(grafted)
-        for place, session in enumerate(sessions):
-            if session is None:
-                continue
-            session.grafted_nodes += grafted[place]
-            if session.tap is not None:
-                session.tap.note_growth(worker_id, as_of=growth.as_of[place])
-            if session.request.trace:
-                session.note_growth(
-                    worker_id, as_of=growth.as_of[place], nodes=growth.node_counts[place], grafted=grafted[place]
-                )
+        sessions = growth_arrival.take_growth(peer, growth, self._sessions, drafts=self._drafts, totals=self.totals)
         for lane in self._lanes.values():
             if any(session is not None and session.session_id in lane.sessions for session in sessions):
                 lane.notify()
-
-    def _is_waited_for(self, peer: DraftPeer, session: Session) -> bool:
-        """Whether it is this draft's growth that a free target would wait for."""
-        if len(session.draft_epochs) == 1 or peer.has_model:
-            return True
-        return not any(self._drafts[worker_id].has_model for worker_id in session.draft_epochs)
 
     def take_draft_error(self, worker_id: str, session_id: int, epoch: int, message: str) -> None:
         """A draft cannot serve a session: it goes on without this draft."""
