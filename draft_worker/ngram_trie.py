@@ -42,7 +42,13 @@ _MASK = 0xFFFFFFFF
 
 def compiled(function: _Function) -> _Function:
     """The function as machine code that leaves the interpreter to other threads, where numba is there."""
-    return cast("_Function", njit(cache=True, nogil=True)(function)) if IS_COMPILED else function
+    if not IS_COMPILED:
+        return function
+    try:
+        return cast("_Function", njit(cache=True, nogil=True)(function))
+    except RuntimeError:
+        # Nowhere to keep what was compiled (a container whose files cannot be written): then at every start anew.
+        return cast("_Function", njit(nogil=True)(function))
 
 
 class Nodes(NamedTuple):

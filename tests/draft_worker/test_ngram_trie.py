@@ -173,6 +173,27 @@ def test_without_numba_it_is_the_same():
     assert done.stdout.strip() == str(guess(trie, [[5, 0], [1, 1, 1], [9]], NgramConfig()))
 
 
+def test_where_nothing_can_be_written_it_is_compiled_at_every_start():
+    """The class of errors with which numba says so; where the tests have no numba, nothing is compiled."""
+    code = (
+        "import sys\n"
+        "try:\n"
+        "    import numba\n"
+        "except ImportError:\n"
+        "    sys.exit()\n"
+        "plain = numba.njit\n"
+        "def njit(cache=False, **options):\n"
+        "    if cache: raise RuntimeError('cannot cache function: no locator available')\n"
+        "    return plain(**options)\n"
+        "numba.njit = njit\n"
+        "from outrider.draft_worker import ngram_trie\n"
+        "assert ngram_trie.IS_COMPILED\n"
+        "assert not hasattr(ngram_trie.find, '_cache') or not ngram_trie.find.stats.cache_path\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 # ------------------------------------------------------------------------------------------ the cases of other projects
 
 VECTORS = Path(__file__).parent / "vectors"
