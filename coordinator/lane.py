@@ -53,7 +53,7 @@ class Leaves:
 
 
 class _Offer(NamedTuple):
-    """The candidates of some sessions, as their forest was then."""
+    """The candidates of some sessions, as their forest was then; `version` is None where that does not tell."""
 
     group: Group
     version: int | None
@@ -222,7 +222,8 @@ class TargetLane:
     def candidates(self, sessions: Sequence[Session]) -> Candidates:
         """The best nodes of each session, as far as its request and this target go."""
         group = self.group(sessions)
-        version = None if group.forest is None else group.forest.version
+        # Of chains nobody counts the changes.
+        version = None if group.forest is None or group.chains else group.forest.version
         offer = self._offer
         # Whether to wait and what to send are asked of the same sessions, with nothing in between.
         if offer is None or version is None or offer.group is not group or offer.version != version:

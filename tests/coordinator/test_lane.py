@@ -1,21 +1,24 @@
 """What a lane learns of its target, and what it makes of it."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from outrider.coordinator import clock
+from outrider.coordinator.chain_mirror import ChainMirror
 from outrider.coordinator.firing import MissRates
 from outrider.coordinator.forest import Forest
 from outrider.coordinator.generation import Generation
 from outrider.coordinator.lane import TargetLane
 from outrider.coordinator.messages import GenerationRequest, Growth, GrowthBatch, VerifyResult
-from outrider.coordinator.mirror import graft
+from outrider.coordinator.mirror import TreeMirror, graft
 from outrider.coordinator.rounds import Flight, RoundPace, Way
 from outrider.coordinator.session import Session
 from outrider.coordinator.text_stream import TextStream
-from outrider.sampling import SamplingSpec
+from outrider.draft_distribution import DraftDistribution
+from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.v1 import registry_pb2
 
 MS = 1_000_000
@@ -153,6 +156,28 @@ def test_leaves_are_worth_their_path_less_what_they_displace():
     assert leaves.values[2] == 0.0
     narrow = lane.leaf_values(sessions, widths=[0.0, 0.5, 0.0])
     assert narrow.values[1] == pytest.approx(0.45 / 2)
+
+
+def test_a_chain_beside_trees_is_sent_as_it_is_now():
+    """Nothing of the forest changes when a chain grows, or is committed."""
+    lane, (tree,) = grown_lane([[0.9]])
+    sampling = SamplingSpec(temperature=1.0, max_new_tokens=50, verification=VerificationRule.REJECTION)
+    request = GenerationRequest(request_id="chain", prompt_token_ids=(7, 2), sampling=sampling)
+    generation = Generation(request, max_buffered_events=10, release=lambda generation: None)
+    assert isinstance(tree.mirror, TreeMirror)
+    chain = Session(2, generation, 0, TextStream(None), tree.mirror.forest)
+    assert isinstance(chain.mirror, ChainMirror)
+    sessions = [tree, chain]
+    assert [list(own.tokens) for own in lane.choose(sessions)] == [[1], []]
+    drawn = [DraftDistribution.quantised([token], [1.0]) for token in (1, 2)]
+    chain.mirror.graft("draft", replace(_chain(2, [0.9, 0.8]), distributions=drawn))
+    assert [list(own.tokens) for own in lane.choose(sessions)] == [[1], [1, 2]]
+    chain.token_ids.append(1)
+    chain.rows.length[chain.row] += 1
+    chain.mirror.commit([1])
+    trees = lane.choose(sessions)
+    assert [list(own.tokens) for own in trees] == [[1], [2]]
+    assert len(trees.tokens) == len(trees.parents)
 
 
 def test_smaller_steps_are_tried_where_none_were_seen():
