@@ -16,6 +16,8 @@ from outrider.coordinator.messages import SpeculationMode
 from outrider.coordinator.session import Session
 from outrider.growth_source import ALL_SOURCES, GrowthSource
 
+_CHAIN_SOURCES = frozenset({GrowthSource.MODEL})
+
 
 class DraftPlaces:
     """Opens sessions at drafts.
@@ -41,7 +43,7 @@ class DraftPlaces:
         for session in sorted(sessions, key=lambda session: len(session.draft_epochs)):
             self._assign(session, kinds)
             is_left_out = not session.draft_epochs and not session.refused_by and self._wanted(session)
-            if is_left_out and session.request.sources == ALL_SOURCES:
+            if is_left_out and self._sources(session) == ALL_SOURCES:
                 # There is no place anywhere: to look through all sessions once is enough.
                 return
 
@@ -54,7 +56,7 @@ class DraftPlaces:
         if not wanted or (len(kinds) == 1 and len(session.draft_epochs) >= wanted):
             return
         has_one = session.mode is SpeculationMode.SYNC or session.mirror.is_chain
-        for source in sorted(session.request.sources & frozenset().union(*kinds)):
+        for source in sorted(self._sources(session) & frozenset().union(*kinds)):
             while self._count(session, source) < wanted and not (has_one and session.draft_epochs):
                 peers = self._open_to(session, source)
                 if peers:
@@ -79,6 +81,11 @@ class DraftPlaces:
         if session.mode is SpeculationMode.SYNC or session.mirror.is_chain:
             return 1
         return self._config.drafts_per_session
+
+    @staticmethod
+    def _sources(session: Session) -> frozenset[GrowthSource]:
+        """Those that have something to say to it: a chain is drawn by a model."""
+        return session.request.sources & _CHAIN_SOURCES if session.mirror.is_chain else session.request.sources
 
     def _count(self, session: Session, source: GrowthSource) -> int:
         """Drafts that grow a session's tree by this source."""

@@ -250,6 +250,26 @@ async def test_a_session_has_a_draft_of_each_source_that_it_asks_for(make_bench)
     assert placed() == {"both"}
 
 
+async def test_a_chain_waits_for_a_model_and_keeps_nobody_from_a_trie(make_bench):
+    bench = make_bench()
+    bench.add_target(step_s=0.01)
+    sampling = SamplingSpec(temperature=1.0, max_new_tokens=100_000, verification=VerificationRule.REJECTION)
+    chain, other = (
+        bench.scheduler.submit(make_request(number, **changes), [TextStream(None)])
+        for number, changes in ((1, {"sampling": sampling}), (2, {}))
+    )
+
+    def placed() -> list[set[str]]:
+        return [set(generation.sessions[0].draft_epochs) for generation in (chain, other)]
+
+    bench.add_draft("trie", delay_s=1000.0, sources=[NGRAM])
+    assert placed() == [set(), {"trie"}]
+    bench.add_draft("model", delay_s=1000.0, sources=[MODEL])
+    assert placed() == [{"model"}, {"trie", "model"}]
+    for generation in (chain, other):
+        generation.cancel()
+
+
 async def test_who_listens_to_its_target_alone_keeps_nobody_from_a_draft(make_bench):
     bench = make_bench()
     bench.add_target(step_s=0.01)
