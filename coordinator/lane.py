@@ -145,6 +145,7 @@ class TargetLane:
         if self.sessions.pop(session.session_id, None) is None:
             return False
         self._groups, self._offer = [], None
+        self.forget_drafted(session)
         if session.target_id == self.worker_id:
             self.link.close_session(session.session_id, session.target_epoch)
         return True
@@ -349,10 +350,13 @@ class TargetLane:
     def _opening(self, session: Session) -> SessionOpening:
         opening = session.opening(max_live_nodes=0)
         session.target_id, session.target_epoch = self.worker_id, opening.epoch
-        if not session.mirror.is_chain:
-            # What a target drafts by itself is numbered anew.
-            session.mirror.forget_worker(self.worker_id)
+        self.forget_drafted(session)
         return opening
+
+    def forget_drafted(self, session: Session) -> None:
+        """What the target has drafted by itself of a session is numbered anew if it ever goes on; the nodes stay."""
+        if not session.mirror.is_chain:
+            session.mirror.forget_worker(self.worker_id)
 
     def learn(
         self, flight: Flight, result: VerifyResult, *, emitted: int, result_ns: int, demand: DraftDemand | None = None

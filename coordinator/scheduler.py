@@ -308,6 +308,8 @@ class Scheduler:
             loop.cancel()
         self._watches.pop(worker_id).cancel()
         sessions = list(lane.sessions.values())
+        for session in sessions:
+            lane.forget_drafted(session)
         if not lane.is_draining:
             self._suspects.note_loss(worker_id, [own for own in sessions if own.flight is not None], kind)
         self.totals.serving.failovers += len(sessions)

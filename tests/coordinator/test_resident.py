@@ -19,7 +19,10 @@ from outrider.coordinator.messages import (
     VerifyResult,
 )
 from outrider.coordinator.resident import graft_resident, resident_growth
+from outrider.coordinator.rows import NO_WORKERS
+from outrider.coordinator.text_stream import TextStream
 from outrider.growth_source import GrowthSource
+from outrider.sampling import SamplingSpec
 from outrider.v1 import common_pb2, target_pb2
 from outrider.wire import floats_to_bytes
 
@@ -124,6 +127,27 @@ async def test_a_session_that_is_opened_anew_takes_the_new_numbers(
     assert outputs == [expect_output(request.prompt_token_ids, request.sampling)]
     assert result.speculation.acceptance_length > 3
     assert_idle(bench)
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["drained", "lost"])
+async def test_a_target_that_is_left_holds_back_nothing_that_is_passed(
+    bench: Any, expect_output: Any, make_request: Any, until: Any, *, is_lost: bool
+) -> None:
+    """What a worker does not know of yet is kept for it: of one that has the session no more, for ever."""
+    target, _ = self_drafting(bench, expect_output)
+    request = make_request(sampling=SamplingSpec(max_new_tokens=100_000))
+    generation = bench.scheduler.submit(request, [TextStream(None)])
+    (session,) = generation.sessions
+    await until(lambda: len(target.batches) > 3)
+    assert session.rows.as_of[session.row] != NO_WORKERS
+    second = bench.add_target("second", step_s=0.001)
+    if is_lost:
+        bench.scheduler.remove_target("target", "a test")
+    else:
+        bench.scheduler.drain_worker("target", on_empty=lambda: None)
+    await until(lambda: len(second.batches) > 3)
+    assert session.rows.as_of[session.row] == NO_WORKERS
+    generation.cancel()
 
 
 async def test_growth_of_sessions_that_are_gone_or_of_another_length_is_dropped(
