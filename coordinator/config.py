@@ -30,7 +30,8 @@ class CoordinatorConfig:
         max_nodes: most nodes verified for a choice in one step, and the default of a request.
         max_depth: deepest node of a tree, and the default of a request.
         max_live_nodes: most nodes that a draft may hold for a choice.
-        drafts_per_session: draft workers of each source that grow one choice's tree in async mode, where there are so many.
+        drafts_per_session: draft workers of each source that grow one choice's tree in async mode, where there are as
+            many.
         verify_wait_cap_ms: longest that a free target waits for growth in async mode.
         sync_wait_cap_ms: longest that a round of sync mode waits for its tree; after that it goes with what is there.
         fair_slowdown: how many times slower a choice may expect to go on than if nobody's trees were verified.
