@@ -59,12 +59,15 @@ class Totals:
     demand: DraftDemand = field(default_factory=DraftDemand)
     serving: ServingCounts = field(default_factory=ServingCounts)
 
-    def note_round(self, committed: Committed) -> int:
-        """Counts a step's result; returns the tokens that were emitted."""
-        emitted = int(committed.emitted.sum())
-        self.verify_steps += len(committed.sessions)
+    def note_nodes(self, committed: Committed) -> None:
+        """Counts what was verified, with the commit: so are the sources, and a model's share is what they leave."""
         self.drafted_tokens += int(committed.nodes.sum())
         self.accepted_tokens += int(committed.accepted.sum())
+
+    def note_round(self, committed: Committed) -> int:
+        """Counts the rest of a step's result; returns the tokens that were emitted."""
+        emitted = int(committed.emitted.sum())
+        self.verify_steps += len(committed.sessions)
         self.emitted_tokens += emitted
         self.steps += 1
         self.serving.note_round(committed)
@@ -206,6 +209,7 @@ class VerifyLoop:
         committed = commit(step, self._answered(step))
         if result.resident:
             credit(committed, result.resident)
+        self._owner.totals.note_nodes(committed)
         tell_drafts(committed, self._drafts)
         self._note_misses(committed)
         self._go_on(committed)

@@ -317,3 +317,21 @@ async def test_sources_are_counted_for_the_request_and_for_the_server(make_bench
         assert own.accepted <= result.speculation.accepted_tokens
     assert sum(own.accepted for own in counted.values()) >= result.speculation.accepted_tokens
     assert bench.scheduler.source_counts() == list(result.speculation.sources)
+
+
+async def test_what_a_source_is_credited_with_never_goes_down(make_bench):
+    """Whoever reads counters takes less than before for a new start."""
+    bench = make_bench()
+    bench.add_target(step_s=0.001)
+    bench.add_draft("model", accuracy=0.6, delay_s=0.002)
+    bench.add_draft("trie", accuracy=0.9, delay_s=0.0005, sources=[NGRAM])
+    task = asyncio.create_task(bench.generate(make_request(sampling=SamplingSpec(max_new_tokens=300))))
+    last: dict[GrowthSource, tuple[int, ...]] = {}
+    while not task.done():
+        for own in bench.scheduler.source_counts():
+            counts = (own.drafted, own.submitted, own.accepted)
+            assert all(now >= before for now, before in zip(counts, last.get(own.source, counts), strict=True))
+            last[own.source] = counts
+        await asyncio.sleep(0.0001)
+    assert set(last) == {MODEL, NGRAM}
+    assert task.result()
