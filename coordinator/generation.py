@@ -54,7 +54,7 @@ class Generation:
     @property
     def has_begun(self) -> bool:
         """Whether it has been placed at a target, or goes on where another has ended."""
-        return bool(self.times.admitted_ns or self.weights)
+        return bool(self.times.admitted_ns or (self.weights and self.request.received))
 
     def note_admitted(self) -> None:
         """The request leaves the queue."""
