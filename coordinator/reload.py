@@ -53,7 +53,7 @@ class Reloads:
         tls: TlsConfig | None,
     ) -> None:
         self._scheduler, self._workers, self._model, self._tls = scheduler, workers, model, tls
-        self._is_active = False
+        self._is_active = self._is_swapping = False
 
     @property
     def running(self) -> common_pb2.Weights:
@@ -65,14 +65,14 @@ class Reloads:
     async def fit(self, worker: RegisteredWorker) -> None:
         """Returns when a target that has registered runs with the service's weights, or is to go."""
         while not worker.is_lost and not worker.is_to_go:
-            problem = "the weights are being changed" if self._is_active else await self._fit(worker)
+            problem = "the weights are being changed" if self._is_swapping else await self._fit(worker)
             if not problem:
                 worker.weights_problem, worker.has_weights = "", True
                 return
-            if problem != worker.weights_problem and not self._is_active:
+            if problem != worker.weights_problem and not self._is_swapping:
                 logger.warning("worker %s is left alone: %s", worker.worker_id, problem, extra=worker.ids)
             worker.weights_problem = problem
-            await worker.until_news(timeout_s=_LOOK_S if self._is_active else _RETRY_S)
+            await worker.until_news(timeout_s=_LOOK_S if self._is_swapping else _RETRY_S)
 
     async def _fit(self, worker: RegisteredWorker) -> str:
         """Why it does not; empty where it does."""
@@ -138,11 +138,14 @@ class Reloads:
                         async for report in self._hold(command.hold.in_flight):
                             yield report
                     case "swap":
+                        # Who comes meanwhile is told by nobody. Before, what has begun may need it to end.
+                        self._is_swapping = True
                         yield await self._swap(command.swap.weights)
+                        self._is_swapping = False
                     case _:
                         raise InvalidRequest([FieldViolation("command", "none given: check, hold or swap needed")])
         finally:
-            self._is_active = self._scheduler.weights.is_held = False
+            self._is_active = self._is_swapping = self._scheduler.weights.is_held = False
             self._scheduler.admit()
 
     async def _check(self, path: str) -> registry_pb2.ReloadReport:

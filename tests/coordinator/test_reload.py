@@ -155,8 +155,10 @@ class FakeTarget(target_pb2_grpc.TargetServiceServicer):
 
 
 @contextlib.asynccontextmanager
-async def coordinator_of(model_folder) -> AsyncIterator[CoordinatorServer]:
-    config = CoordinatorConfig(port=0, model_path=model_folder, heartbeat_interval_ms=20, lease_ms=600_000, drain_s=0.1)
+async def coordinator_of(model_folder, **options) -> AsyncIterator[CoordinatorServer]:
+    config = CoordinatorConfig(
+        port=0, model_path=model_folder, heartbeat_interval_ms=20, lease_ms=600_000, drain_s=0.1, **options
+    )
     server = CoordinatorServer(config)
     await server.start()
     try:
@@ -254,6 +256,33 @@ async def test_what_runs_finishes_on_the_old_weights_and_what_waits_begins_on_th
     assert (told["version"], told["reloads"], told["changed"]) == ("new", 1, True)
     # Once more is nothing.
     assert (await reloaded(coordinator)).is_same
+
+
+async def test_what_runs_finishes_on_a_target_that_comes_back_meanwhile(model_folder):
+    async with coordinator_of(model_folder, target_wait_s=300) as coordinator:
+        async with FakeTarget("a", model_folder, [coordinator]) as target:
+            await until(lambda: states(coordinator) == ["serving"])
+            before = await running_request(coordinator, [target])
+            reloading = asyncio.create_task(reloaded(coordinator))
+            await until(lambda: coordinator.scheduler.weights.is_held)
+        async with FakeTarget("b", model_folder, [coordinator]), asyncio.timeout(60):
+            outcome, old = await asyncio.gather(reloading, before)
+            assert (tokens_of(old), weights_of(old)) == (said("old"), ["old", "old"])
+            assert (outcome.failed, versions(coordinator)) == ([], ["new", "new"])
+
+
+async def test_a_hold_is_not_for_those_who_name_weights_and_have_received_nothing(coordinator, pair):
+    before = await running_request(coordinator, pair)
+    reloading = asyncio.create_task(reloaded(coordinator))
+    await until(lambda: coordinator.scheduler.weights.is_held)
+    after = asyncio.create_task(generate(coordinator, weights="old"))
+    await until(lambda: len(coordinator.scheduler.sessions) == 2)
+    assert coordinator.scheduler.waiting_requests == 1
+    for target in pair:
+        target.runs.set()
+    await asyncio.gather(reloading, before)
+    with pytest.raises(grpc.aio.AioRpcError, match="weights were replaced"):
+        await after
 
 
 async def test_what_runs_can_be_aborted_and_is_told_why(coordinator, pair):
