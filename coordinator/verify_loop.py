@@ -138,6 +138,9 @@ class VerifyLoop:
                     collector.between_rounds()
         except WorkerUnavailable as error:
             self._owner.remove_target(lane.worker_id, str(error))
+        finally:
+            # Of a loop that ends while it holds a batch.
+            self._learn()
 
     # ------------------------------------------------------------------------------------------------ when, who, what
 

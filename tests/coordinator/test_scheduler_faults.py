@@ -399,3 +399,22 @@ async def test_deferred_sessions_are_submitted_again(bench, expect_output, make_
     outputs, result = await bench.generate(make_request())
     assert outputs == [expect_output((1, 2, 3), SamplingSpec(max_new_tokens=40))]
     assert len(target.batches) == result.speculation.verify_steps + 1
+
+
+async def test_rounds_that_were_held_when_their_target_went_are_counted(bench, until, make_request):
+    """What was committed is told to clients and to drafts; counters know of it, too."""
+    target = bench.add_target("first", step_s=0.01)
+    draft = bench.add_draft(delay_s=0.0)
+    request = make_request(mode=SpeculationMode.SYNC, sampling=SamplingSpec(max_new_tokens=100_000))
+    generation = bench.scheduler.submit(request, [TextStream(None)])
+    (session,) = generation.sessions
+    await until(lambda: target.batches)
+    # Having spoken once it is waited for.
+    draft.delay_s = 1e6
+    await until(lambda: session.output_length and session.flight is None)
+    assert len(target.batches) == 1
+    bench.scheduler.remove_target("first", "gone")
+    await until(lambda: bench.scheduler.totals.steps == 1)
+    totals = bench.scheduler.totals
+    assert (totals.verify_steps, totals.emitted_tokens) == (1, session.output_length)
+    generation.cancel()
