@@ -16,6 +16,7 @@ from outrider.wire import floats_from_bytes
 # No step takes an hour, and no such number is to reach a mean or a counter.
 _LONGEST_STEP_NS = 3_600_000_000_000
 _MOST_ROWS = 1 << 24
+_WITHOUT_TOKENS = {target_pb2.OUTCOME_DEFERRED, target_pb2.OUTCOME_ERROR}
 
 
 def check_verification(
@@ -43,6 +44,11 @@ def check_verification(
         raise ValueError("a session is answered twice in one step")
     if response.logprobs and max(entry.row for entry in response.logprobs) >= len(response.session_ids):
         raise ValueError("log probabilities of a row that there is not")
+    if 0 in response.token_counts and any(
+        not count and outcome not in _WITHOUT_TOKENS
+        for count, outcome in zip(response.token_counts, response.outcomes, strict=True)
+    ):
+        raise ValueError("a session that is neither deferred nor given up, and no token of it; one at least needed")
     if response.accepted_nodes:
         _check_paths(response, node_counts)
 

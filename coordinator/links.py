@@ -264,11 +264,6 @@ def _verify_result(response: target_pb2.VerifyResponse, growth: GrowthBatch | No
     accepted, tokens = list(response.accepted_nodes), list(response.tokens)
     token_counts = list(response.token_counts)
     outcomes = list(response.outcomes)
-    if 0 in token_counts and any(
-        not count and outcome == target_pb2.OUTCOME_ACCEPTED
-        for count, outcome in zip(token_counts, outcomes, strict=True)
-    ):
-        raise ValueError("an accepted tree without a token")
     deferred: Iterable[bool] = itertools.repeat(False, sessions)
     faults: Iterable[SessionFault | None] = itertools.repeat(None, sessions)
     logprobs: Iterable[TokenLogprobs | None] = itertools.repeat(None, sessions)

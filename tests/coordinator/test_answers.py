@@ -30,6 +30,8 @@ def test_what_a_target_says_is_taken():
     check(answer())
     # A walk that ended at a stop token has no final one.
     check(answer(token_counts=[2, 1], tokens=[5, 6, 8]))
+    for outcome in (target_pb2.OUTCOME_DEFERRED, target_pb2.OUTCOME_ERROR):
+        check(answer(token_counts=[3, 0], tokens=[5, 6, 7], outcomes=[target_pb2.OUTCOME_ACCEPTED, outcome]))
 
 
 @pytest.mark.parametrize(
@@ -45,6 +47,9 @@ def test_what_a_target_says_is_taken():
         {"accepted_nodes": [3, 3]},
         {"session_ids": [7, 7]},
         {"logprobs": [target_pb2.Logprobs(row=2)]},
+        {"token_counts": [4, 0], "tokens": [5, 6, 7, 8]},
+        # An outcome that is none, which is what a worker says that forgets it.
+        {"token_counts": [3, 0], "tokens": [5, 6, 7], "outcomes": [target_pb2.OUTCOME_ACCEPTED, 0]},
         # 2^64 - 1 ns in one report, and no one could be told of the server's state any more.
         {"report": common_pb2.StepReport(step_ns=(1 << 64) - 1)},
         {"report": common_pb2.StepReport(forward_ns=1 << 63)},
