@@ -115,7 +115,8 @@ class DraftRounds:
         answer.copy_(packed, non_blocking=True)
         buffer.note_end()
         buffer.wait()
-        return answer.numpy()[: len(parts)]
+        # A copy: trees are kept until their session's next step, and other rounds use the buffer before.
+        return answer.numpy()[: len(parts)].copy()
 
     def _size(self, sessions: int, rows: int) -> RoundSize:
         rung = self._sessions[bisect_left(self._sessions, sessions)]

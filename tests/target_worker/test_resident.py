@@ -292,6 +292,22 @@ def test_trees_that_nobody_asks_for_are_not_grown(checkpoint: Path, head: Path) 
     check_head(rig, 1)
 
 
+def test_a_tree_outlives_the_rounds_of_others(checkpoint: Path, head: Path) -> None:
+    """What comes back of a round lies in a buffer that later ones use again; commits tell of trees much later."""
+    rig = make_rig(checkpoint, head, decoder=True)
+    for number, prompt in ((1, PROMPT), (2, PROMPT[::-1])):
+        rig.open(number, SamplingSpec(temperature=1.0, seed=number, max_new_tokens=40), prompt=prompt)
+        rig.step([number])
+    session = rig.verifier._sessions[7, 1]  # pyright: ignore[reportPrivateUsage]
+    assert session.drafted is not None
+    names = ("tokens", "buckets", "acceptance", "values", "above")
+    before = {name: getattr(session.drafted, name).copy() for name in names}
+    for _ in range(8):
+        rig.step([2])
+    for name in names:
+        np.testing.assert_array_equal(getattr(session.drafted, name), before[name], err_msg=name)
+
+
 def test_growth_of_a_session_that_ends_is_not_told(rig: Rig) -> None:
     """A step's tree that reaches the limit, and a session that is closed while its step is in flight."""
     spec = SamplingSpec(max_new_tokens=8)
