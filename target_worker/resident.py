@@ -39,7 +39,7 @@ from outrider.target_worker.resident_trees import CandidateTrees
 from outrider.target_worker.sessions import Outcome, Session, TreeResult
 
 # Trees of a session of which no node came back for verification: its rows are worth more without them. Every so many
-# steps it is tried again.
+# steps of its own it is tried again.
 _UNUSED_TREES, _PROBE_STEPS = 8, 8
 
 
@@ -83,7 +83,6 @@ class ResidentDraft:
                 device=runner.device,
                 graphs=engine.attention_backend_name == "triton" and not engine.enforce_eager,
             )
-        self._steps = 0
         self.grows = True
         self.trees = self.missed = 0
 
@@ -128,7 +127,6 @@ class ResidentDraft:
             The results, with what was grown.
         """
         results = list(results)
-        self._steps += 1
         kept: list[Kept] = []
         growing: dict[int, int] = {}
         for place, work in enumerate(works):
@@ -211,7 +209,7 @@ class ResidentDraft:
 
     def _may_grow(self, session: Session) -> bool:
         """Whether a tree could save the session a step."""
-        if session.unused_trees >= _UNUSED_TREES and self._steps % _PROBE_STEPS:
+        if (count := session.unused_trees) >= _UNUSED_TREES and (count + 1) % _PROBE_STEPS:
             return False
         goes_on = not session.closing and session.tokens[-1] not in session.stop_token_ids
         wants = session.draft is not None and session.sampling.rule is not VerificationRule.REJECTION
@@ -224,6 +222,8 @@ class ResidentDraft:
             session.drafted = None
             was_asked = work.tree is not None and len(work.tree.tokens) > 0
             session.unused_trees = 0 if was_asked else session.unused_trees + 1
+        elif session.unused_trees >= _UNUSED_TREES:
+            session.unused_trees += 1
 
     def _told(self, session: Session, tree: GrownTree, result: TreeResult) -> TreeResult:
         """The result with the best nodes of a tree."""

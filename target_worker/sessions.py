@@ -152,7 +152,8 @@ class Session:
         draft: what a resident draft may grow for it; None: nothing.
         drafted: what that has grown below its last token.
         next_node_id: of what that grows.
-        unused_trees: of what that grew last, trees in a row of which no node was sent for verification.
+        unused_trees: of what that grew last, trees in a row of which no node was sent for verification; many of them,
+            and each step without a tree counts as well.
         drafted_at: tokens that it had when the candidates that the device holds for its row were drafted; 0: none are.
         only_chooses: nothing but the coupled rule's choice is asked for: all that most one-graph rounds need to know.
     """

@@ -292,6 +292,23 @@ def test_trees_that_nobody_asks_for_are_not_grown(checkpoint: Path, head: Path) 
     check_head(rig, 1)
 
 
+def test_sessions_that_take_turns_are_all_asked_again(checkpoint: Path, head: Path) -> None:
+    """Steps of two coordinators: each session counts its own."""
+    rig = make_rig(checkpoint, head)
+    grown: dict[int, list[int]] = {1: [], 2: []}
+    for number in grown:
+        rig.open(number, SamplingSpec(temperature=1.0, seed=3, max_new_tokens=80))
+    for step in range(1, 25):
+        for number in grown:
+            length = len(PROMPT) + len(rig.outputs[number])
+            tree = TreeRequest(key=(7, number), epoch=1, length=length, tokens=(), parents=())
+            result = rig.verifier.step([tree]).results[0]
+            rig.outputs[number] += result.token_ids
+            if result.growth is not None:
+                grown[number].append(step)
+    assert grown == {1: [*range(1, 9), 16, 24], 2: [*range(1, 9), 16, 24]}
+
+
 def test_a_tree_outlives_the_rounds_of_others(checkpoint: Path, head: Path) -> None:
     """What comes back of a round lies in a buffer that later ones use again; commits tell of trees much later."""
     rig = make_rig(checkpoint, head, decoder=True)
