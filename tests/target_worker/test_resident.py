@@ -21,6 +21,8 @@ from tests.target_worker.resident_support import (
 from transformers import PreTrainedModel
 
 from outrider.acceptance_calibration import AcceptanceCalibration
+from outrider.engine.batch import BatchBuilder
+from outrider.engine.model_runner import EngineConfig, ModelRunner
 from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.target_worker.resident_choice import CandidateRanker, RankedSessions
 from outrider.target_worker.resident_growth import DraftLimits, GrownTree
@@ -323,6 +325,22 @@ def test_a_tree_outlives_the_rounds_of_others(checkpoint: Path, head: Path) -> N
         rig.step([2])
     for name in names:
         np.testing.assert_array_equal(getattr(session.drafted, name), before[name], err_msg=name)
+
+
+def test_the_decoder_taps_what_transformers_code_does(checkpoint: Path) -> None:
+    """A layer that is named twice as well: the default of published heads has that where the target is small."""
+    found = []
+    for decoder in (False, True):
+        runner = ModelRunner(EngineConfig(model_path=checkpoint, num_slots=64, torch_threads=1), decoder=decoder)
+        runner.tap((1, 0, 1, 2, -1))
+        row = runner.slots.acquire_row()
+        runner.slots.extend(row, len(PROMPT))
+        builder = BatchBuilder()
+        builder.add_chain(row, PROMPT, 0, want_last_logits=True)
+        runner.forward(builder.build())
+        found.append(runner.features[: len(PROMPT)].clone())
+    assert found[0].abs().sum(0).all()
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
 
 
 def test_growth_of_a_session_that_ends_is_not_told(rig: Rig) -> None:

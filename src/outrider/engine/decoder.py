@@ -62,10 +62,13 @@ class DecoderInputs:
 
     def note(self, layer: int, hidden: torch.Tensor) -> None:
         """Keeps the hidden states [T, N] after so many layers, where they are wanted."""
-        if self.features is None or layer not in self.feature_layers:
+        if self.features is None:
             return
-        begin = self.feature_layers.index(layer) * hidden.shape[1]
-        self.features[:, begin : begin + hidden.shape[1]].copy_(hidden)
+        width = hidden.shape[1]
+        for place, wanted in enumerate(self.feature_layers):
+            # A head of a small target may name one layer twice.
+            if wanted == layer:
+                self.features[:, place * width : (place + 1) * width].copy_(hidden)
 
 
 class Decoder:
