@@ -4,17 +4,19 @@
 
 It is the same for the same tensors, however they are sharded and whatever their folder is called, and every byte has
 been read by then: a file that is torn or on a disk that fails is found out before anything depends on it, and is in the
-page cache when it is loaded. Processors that have instructions for SHA-256 do 1 to 2 GB/s a thread.
+page cache when it is loaded. Files are read, not mapped: one that somebody shortens meanwhile is an error, where a
+mapped one would end the process. Processors that have instructions for SHA-256 do 1 to 2 GB/s a thread.
 """
 
 import contextlib
 import hashlib
 import json
-import mmap
+import os
 import struct
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import IO
 
 from outrider.engine.weight_source import INDEX_FILE, SafetensorsSource
 from outrider.errors import CheckpointError
@@ -23,7 +25,7 @@ _DIGITS = 32
 _THREADS = 4
 # What says how the tensors are to be used.
 _DESCRIPTIONS = ("config.json", "generation_config.json", "tokenizer.json", INDEX_FILE)
-_CHUNK_BYTES = 16 << 20
+_CHUNK_BYTES = 1 << 20
 Stamps = tuple[tuple[str, int, int, int], ...]
 """Of every file: name, size, time of its last change, number on its disk."""
 
@@ -35,7 +37,8 @@ def weights_version(folder: Path) -> str:
         CheckpointError: a file is missing or is no safetensors file.
     """
     digest = hashlib.sha256()
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="weights-version") as pool, contextlib.ExitStack() as files:
+    # The pool ends first: nothing is closed while it is read.
+    with contextlib.ExitStack() as files, ThreadPoolExecutor(_THREADS, thread_name_prefix="weights-version") as pool:
         waiting: list[tuple[str, str, str, Future[bytes]]] = []
         for file, names in SafetensorsSource(folder).files.items():
             waiting += _begin(folder / file, names, pool, files)
@@ -66,23 +69,29 @@ def _begin(
     wanted = set(names)
     try:
         file = files.enter_context(path.open("rb"))
-        content = files.enter_context(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-        (header_bytes,) = struct.unpack("<Q", content[:8])
-        header, begin = json.loads(content[8 : 8 + header_bytes]), 8 + header_bytes
+        size = os.fstat(file.fileno()).st_size
+        (header_bytes,) = struct.unpack("<Q", file.read(8))
+        begin = 8 + header_bytes
+        header = json.loads(file.read(min(header_bytes, size)))
         found = [(name, each) for name, each in header.items() if name in wanted]
         for name, each in sorted(found, key=lambda entry: entry[1]["data_offsets"][0]):
             start, stop = (begin + offset for offset in each["data_offsets"])
-            if not begin <= start <= stop <= len(content):
-                raise ValueError(f"it ends after {len(content)} bytes, {stop} needed")
-            yield name, each["dtype"], str(each["shape"]), pool.submit(_digest, content, start, stop)
+            if not begin <= start <= stop <= size:
+                raise ValueError(f"it ends after {size} bytes, {stop} needed")
+            yield name, each["dtype"], str(each["shape"]), pool.submit(_digest, file, start, stop)
     except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
         raise CheckpointError(f"{path}: cannot read it: {error}; copy this file again") from error
 
 
-def _digest(content: mmap.mmap, start: int, stop: int) -> bytes:
+def _digest(file: IO[bytes], start: int, stop: int) -> bytes:
     digest = hashlib.sha256()
-    with memoryview(content) as view:
-        for first in range(start, stop, _CHUNK_BYTES):
-            with view[first : min(first + _CHUNK_BYTES, stop)] as part:
-                digest.update(part)
+    while start < stop:
+        try:
+            part = os.pread(file.fileno(), min(_CHUNK_BYTES, stop - start), start)
+        except OSError as error:
+            raise CheckpointError(f"{file.name}: cannot read it: {error}; copy this file again") from error
+        if not part:
+            raise CheckpointError(f"{file.name}: it has become shorter while it was read; ask again once it is written")
+        digest.update(part)
+        start += len(part)
     return digest.digest()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PretrainedConfig
 
+from outrider.engine import weight_version
 from outrider.engine.batch import BatchBuilder
 from outrider.engine.model_runner import EngineConfig, ModelRunner
 from outrider.engine.weight_reload import check_weights
@@ -147,6 +149,18 @@ def test_a_version_is_of_the_numbers_alone(folders, tmp_path):
     tensors[names[3]].view(-1)[0] += 1
     save_file({name: tensors[name] for name in parts["b.safetensors"]}, sharded / "b.safetensors")
     assert weights_version(sharded) != weights_version(whole)
+
+
+def test_a_file_that_is_shortened_while_it_is_read_ends_nothing_else(copy: Path, monkeypatch: pytest.MonkeyPatch):
+    path, digest = copy / SINGLE_FILE, weight_version._digest
+
+    def shorten(*part: Any) -> bytes:
+        os.truncate(path, 4096)
+        return digest(*part)
+
+    monkeypatch.setattr(weight_version, "_digest", shorten)
+    with pytest.raises(CheckpointError, match="become shorter while it was read"):
+        weights_version(copy)
 
 
 def spoil_config(folder: Path, **values: Any) -> None:
