@@ -158,6 +158,9 @@ class NgramSource:
             while self.waiting_tokens > _CORPUS_PIECE and not self.failed:
                 if stopped.wait(_POLL_S):
                     return
+            if self.failed:
+                # Nobody empties the queue any more.
+                return
             first = max(0, start - self.suffix_tokens)
             piece = tokens[first : start + _CORPUS_PIECE]
             self.counts.corpus_tokens += len(piece) - (start - first)

@@ -138,6 +138,8 @@ def test_the_thread_that_inserts_may_fail(monkeypatch: pytest.MonkeyPatch, caplo
     # Half made links are not followed: everything is forgotten, and nothing is taken any more.
     assert first_guesses(source, [1, 2]) == []
     assert not source.add([4, 5])
+    source.add_corpus([4, 5], threading.Event())
+    assert source.counts.corpus_tokens == 0
     assert not source.settle()
 
 
