@@ -80,7 +80,7 @@ def texts_of(path: Path, encode: Encode, vocab_size: int) -> Iterator[tuple[int,
 def _tokens_of(line: bytes, encode: Encode, vocab_size: int) -> list[int]:
     try:
         document = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from error
     if not isinstance(document, dict) or ("text" in document) == ("token_ids" in document):
         raise ValueError('an object with either "text" or "token_ids" needed')
@@ -88,7 +88,12 @@ def _tokens_of(line: bytes, encode: Encode, vocab_size: int) -> list[int]:
         text = document["text"]
         if not isinstance(text, str):
             raise ValueError(f'"text": {type(text).__name__} given, a string needed')
-        return encode(text)
+        # JSON may hold halves of characters, which a tokenizer does not take.
+        token_ids = encode(text.encode("utf-8", "replace").decode("utf-8"))
+        # A tokenizer may know more than the model; what it cannot say is no guess.
+        if max(token_ids, default=0) >= vocab_size:
+            raise ValueError(f'"text": it has token {max(token_ids)}, and the model only those below {vocab_size}')
+        return token_ids
     token_ids = document["token_ids"]
     if not isinstance(token_ids, list) or not all(type(token) is int for token in token_ids):
         raise ValueError('"token_ids": a list of whole numbers needed')

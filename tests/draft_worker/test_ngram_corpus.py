@@ -15,7 +15,8 @@ from outrider.draft_worker.ngram_tree import NgramConfig
 from outrider.draft_worker.ngram_trie import NgramTrie
 from outrider.errors import CheckpointError, CorpusError
 
-WORDS = {"the": 0, "cat": 1, "sat": 2, "on": 3, "mat": 4}
+# The last one is no model's.
+WORDS = {"the": 0, "cat": 1, "sat": 2, "on": 3, "mat": 4, "extra": 5}
 
 
 @pytest.fixture
@@ -36,6 +37,8 @@ def write(folder: Path, *lines: object, name: str = "texts.jsonl") -> Path:
     ("line", "message"),
     [
         ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ({"text": "the mat extra"}, '"text": it has token 5'),
         ("[1]", 'either "text" or "token_ids"'),
         ({}, 'either "text" or "token_ids"'),
         ({"text": "the", "token_ids": [1]}, 'either "text" or "token_ids"'),
@@ -54,7 +57,8 @@ def test_a_bad_line_among_the_first_is_an_error_that_names_it(folder: Path, line
 
 
 def test_good_lines_missing_files_and_folders_without_a_tokenizer(folder: Path):
-    path = write(folder, {"text": "the cat", "id": 7}, {"token_ids": []}, {"token_ids": [4, 0]})
+    # Of the second line's text half a character is there.
+    path = write(folder, {"text": "the cat", "id": 7}, {"text": "\ud83d cat"}, {"token_ids": []}, {"token_ids": [4, 0]})
     check_corpora([path, path], folder, 5)
     with pytest.raises(CorpusError, match="No such file"):
         check_corpora([folder / "none.jsonl"], folder, 5)
