@@ -38,6 +38,8 @@ _ROW = 12
 # Nodes whose memory is made ready at a time; a page of the largest kind holds 2^19 entries.
 _READY = 1 << 15
 _MASK = 0xFFFFFFFF
+# What int32 holds: counts stay there.
+_MOST_COUNTED = 2**31 - 1
 
 
 def compiled(function: _Function) -> _Function:
@@ -210,7 +212,8 @@ def insert_runs(nodes: Nodes, tokens: Any, start: int, depth: int, capacity: int
         for place in range(known - 1, -1, -1):
             touched = int(path[place])
             _to_front(nodes, touched)
-            nodes.count[touched] += begin + place >= start
+            if nodes.count[touched] < _MOST_COUNTED:
+                nodes.count[touched] += begin + place >= start
         for place in range(known, end - begin):
             node = _add(nodes, node, int(tokens[begin + place]), capacity)
             path[place] = node

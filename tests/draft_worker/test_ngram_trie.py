@@ -100,6 +100,16 @@ def test_what_was_not_used_for_longest_makes_room(capacity: int, vocab: int):
     assert guess(trie, [text[:2]], NgramConfig())[0].tokens == text[2:]
 
 
+def test_counts_stay_at_the_most_that_they_can_be():
+    trie = NgramTrie(capacity=100, max_trie_depth=4)
+    trie.insert([1, 2])
+    trie.nodes.count[find(trie.nodes, ROOT, 1)] = 2**31 - 2
+    for _ in range(3):
+        trie.insert([1, 2])
+    assert guess(trie, [[2]], NgramConfig())[0].tokens == []
+    assert counts_of(trie) == {(1,): 2**31 - 1, (2,): 4, (1, 2): 4}
+
+
 def test_it_can_be_emptied():
     trie = NgramTrie(capacity=100, max_trie_depth=4)
     trie.insert([1, 2, 3])
