@@ -301,13 +301,13 @@ def test_sessions_that_take_turns_are_all_asked_again(checkpoint: Path, head: Pa
     for number in grown:
         rig.open(number, SamplingSpec(temperature=1.0, seed=3, max_new_tokens=80))
     for step in range(1, 25):
-        for number in grown:
+        for number, its in grown.items():
             length = len(PROMPT) + len(rig.outputs[number])
             tree = TreeRequest(key=(7, number), epoch=1, length=length, tokens=(), parents=())
             result = rig.verifier.step([tree]).results[0]
             rig.outputs[number] += result.token_ids
             if result.growth is not None:
-                grown[number].append(step)
+                its.append(step)
     assert grown == {1: [*range(1, 9), 16, 24], 2: [*range(1, 9), 16, 24]}
 
 
