@@ -32,7 +32,7 @@ def loads(body: bytes | bytearray) -> Any:
         RecursionError: it is nested too deeply.
     """
     # As json.loads: UTF-8, -16 or -32, and a mark in front that says which is refused with UTF-8 alone.
-    text = body.decode(json.detect_encoding(body), "surrogatepass")
+    text = _Text(body.decode(json.detect_encoding(body), "surrogatepass"))
     if sum(map(text.count, '"[{')) > _MOST_PARTS:
         return json.loads(body)
     if text.startswith("\ufeff"):
@@ -43,15 +43,30 @@ def loads(body: bytes | bytearray) -> Any:
     return value
 
 
+class _Text(str):
+    """What is read, and how far that was when the others had their turn last."""
+
+    rested_at = 0
+
+    def rest(self, position: int) -> None:
+        """Gives the others their turn, unless too little was read for that since the last one.
+
+        It may last as long as whatever they do then: after every short string this would take seconds in all.
+        """
+        if position - self.rested_at >= _PIECE // 2:
+            self.rested_at = position
+            time.sleep(0)
+
+
 def _skip(text: str, position: int) -> int:
     found = _SPACE.match(text, position)
     assert found is not None
     return found.end()
 
 
-def _value(text: str, position: int) -> tuple[Any, int]:
+def _value(text: _Text, position: int) -> tuple[Any, int]:
     """The value that begins there, and where it ends."""
-    time.sleep(0)
+    text.rest(position)
     first = text[position : position + 1]
     if first == "[":
         return _array(text, position + 1)
@@ -60,7 +75,7 @@ def _value(text: str, position: int) -> tuple[Any, int]:
     return _DECODER.raw_decode(text, position)
 
 
-def _array(text: str, position: int) -> tuple[list[Any], int]:
+def _array(text: _Text, position: int) -> tuple[list[Any], int]:
     """What follows a [, up to its end."""
     items: list[Any] = []
     position = _skip(text, position)
@@ -82,15 +97,15 @@ def _array(text: str, position: int) -> tuple[list[Any], int]:
         position = _skip(text, _after(text, position, ","))
 
 
-def _plain_values(text: str, start: int, stop: int) -> list[Any]:
-    time.sleep(0)
+def _plain_values(text: _Text, start: int, stop: int) -> list[Any]:
+    text.rest(start)
     try:
         return json.loads(f"[{text[start:stop]}]")
     except json.JSONDecodeError as error:
         raise json.JSONDecodeError(error.msg, text, start + error.pos - 1) from error
 
 
-def _object(text: str, position: int) -> tuple[dict[str, Any], int]:
+def _object(text: _Text, position: int) -> tuple[dict[str, Any], int]:
     """What follows a {, up to its end."""
     found: dict[str, Any] = {}
     position = _skip(text, position)

@@ -52,6 +52,19 @@ def test_values_and_refusals_are_those_of_json_loads(monkeypatch):
     assert outcome(large_json.loads, deep)[0] == "refused"
 
 
+@pytest.mark.parametrize(
+    "items", [list(range(20_000)), [f"text {number}" for number in range(8_000)]], ids=["ids", "texts"]
+)
+def test_others_have_their_turn_by_what_was_read_and_not_by_every_short_text(monkeypatch, items):
+    """A turn lasts as long as whatever they do in it: 8,000 of them, of a busy event loop, took twelve seconds."""
+    turns: list[float] = []
+    monkeypatch.setattr(large_json.time, "sleep", turns.append)
+    body = json.dumps({"prompt": items}).encode()
+    assert large_json.loads(body) == {"prompt": items}
+    pieces = len(body) / large_json._PIECE
+    assert 0.9 * pieces - 1 <= len(turns) <= 2 * pieces
+
+
 async def body_of(*parts: bytes) -> tuple[dict[str, Any], int]:
     waiting = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
     waiting.append({"type": "http.request", "body": b""})
