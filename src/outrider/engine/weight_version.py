@@ -25,7 +25,7 @@ _DIGITS = 32
 _THREADS = 4
 # What says how the tensors are to be used.
 _DESCRIPTIONS = ("config.json", "generation_config.json", "tokenizer.json", INDEX_FILE)
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 16 << 20
 Stamps = tuple[tuple[str, int, int, int], ...]
 """Of every file: name, size, time of its last change, number on its disk."""
 
