@@ -16,7 +16,7 @@ from pathlib import Path
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.weight_reload import CheckedWeights, check_weights
 from outrider.engine.weight_version import weights_version
-from outrider.errors import CheckpointError, FieldViolation, InvalidRequest, WorkerUnavailable
+from outrider.errors import CheckpointError, FieldViolation, InvalidRequest, WorkerRefused, WorkerUnavailable
 from outrider.target_worker.step_thread import StepThread
 from outrider.target_worker.verifier import Verifier
 from outrider.v1 import common_pb2, target_pb2
@@ -67,6 +67,7 @@ class Reloader:
         Raises:
             InvalidRequest: no folder is named.
             CheckpointError: the weights do not fit, or are not those that were asked for; nothing has changed.
+            WorkerRefused: a later reload has been here; nothing has changed.
             WorkerUnavailable: the worker stops, or could not go on.
         """
         if not request.path:
@@ -77,6 +78,11 @@ class Reloader:
                 # It may have been told by another coordinator; or started again with these.
                 self.running.reloads = max(self.running.reloads, wanted.reloads)
                 return target_pb2.ReloadResponse(found=self.running, running=self.running)
+            if request.HasField("swap") and wanted.reloads <= self.running.reloads:
+                raise WorkerRefused(
+                    f"reload {self.running.reloads} has brought weights {self.running.version} since: who orders "
+                    f"reload {wanted.reloads} has not heard of it"
+                )
             checked = await self._check(Path(request.path))
             found = common_pb2.Weights(version=checked.version, path=str(checked.folder), reloads=wanted.reloads)
             if not request.HasField("swap"):

@@ -147,6 +147,12 @@ async def test_sessions_of_the_old_weights_end_and_new_ones_are_of_the_new(targe
     again = await target.reload(other, common_pb2.Weights(version=swap.version, path=str(other), reloads=2))
     assert (again.running, again.swap_ns) == (swap, 0)
     assert len((await target.ask(3, len(PROMPT) + 6)).tokens) == 1
+    # Nor does a coordinator that has not heard of it.
+    old.reloads = 3
+    with pytest.raises(grpc.aio.AioRpcError, match="has not heard of it") as refused:
+        await target.reload(Path(old.path), old)
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert len((await target.ask(3, len(PROMPT) + 7)).tokens) == 1
 
 
 @pytest.mark.parametrize("spoilt", ["missing", "architecture", "written since"])
