@@ -231,15 +231,6 @@ class Session:
         """The same when it had so many tokens."""
         return self.mode is not SpeculationMode.OFF and self.sampling.max_new_tokens - output_length > 1
 
-    def reach(self, max_tree_nodes: int) -> tuple[int, int]:
-        """(most nodes, greatest depth) of a tree that is submitted: none past the last output token."""
-        room = self.sampling.max_new_tokens - 1 - (len(self.token_ids) - self.prompt_length)
-        if room < 1 or self.mode is SpeculationMode.OFF:
-            return 0, 0
-        request = self.request
-        depth, most = request.max_depth, request.max_nodes
-        return most if most < max_tree_nodes else max_tree_nodes, depth if depth < room else room
-
     def take(self, verdict: SessionVerdict, nodes: int, step: "Step") -> Sequence[int]:
         """Appends what the target accepted; returns the tokens that are kept.
 
