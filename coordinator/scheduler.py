@@ -31,6 +31,7 @@ from outrider.coordinator.watchdog import watch_steps
 from outrider.coordinator.weights_gate import WeightsGate
 from outrider.errors import (
     FieldViolation,
+    InternalError,
     InvalidRequest,
     OutriderError,
     Overloaded,
@@ -97,6 +98,7 @@ class Scheduler:
             WorkerUnavailable: there is no target worker.
             PoisonRequest: targets have crashed of it.
             WeightsReplaced: it goes on where another ended, whose weights are gone.
+            InternalError: what was received of a choice cannot be turned into text.
         """
         if self._is_draining:
             raise WorkerUnavailable("the coordinator is shutting down; try another one")
@@ -106,10 +108,17 @@ class Scheduler:
         self.weights.check(request.weights)
         self.check_room(request.n)
         generation = Generation(request, max_buffered_events=self._config.max_buffered_events, release=self._release)
-        for index, text_stream in enumerate(text_streams):
-            session = Session(next(self._session_ids), generation, index, text_stream, self._forest)
+        try:
+            for index, text_stream in enumerate(text_streams):
+                session = Session(next(self._session_ids), generation, index, text_stream, self._forest)
+                generation.sessions.append(session)
+        except InternalError:
+            # What was received of a choice has no text: nobody would read the choices before it.
+            for session in generation.sessions:
+                session.close()
+            raise
+        for session in generation.sessions:
             self._suspects.recall(session)
-            generation.sessions.append(session)
             if session.result is None:
                 self._sessions[session.session_id] = session
                 self._waiting.append(session)

@@ -233,6 +233,19 @@ async def test_text_that_cannot_be_made_ends_its_own_request_alone(
     assert_idle(bench)
 
 
+async def test_what_was_received_of_one_choice_and_has_no_text_leaves_none_of_the_others(
+    bench, expect_output, make_request, assert_idle
+):
+    bench.add_target()
+    received = expect_output((1, 2, 3), make_request().sampling)[:4]
+    broken = BrokenText()
+    broken.pushes = 4
+    with pytest.raises(InternalError, match="cannot be turned into text"):
+        bench.scheduler.submit(make_request(n=2, received={0: received, 1: received}), [TextStream(None), broken])
+    assert not bench.scheduler.sessions
+    assert_idle(bench)
+
+
 async def test_stopping_looks_for_no_one_to_take_the_places_over(make_bench, monkeypatch, make_request, assert_idle):
     bench = make_bench(max_running_sessions=100, max_queue=100)
     bench.limits.max_sessions = 100
