@@ -54,6 +54,7 @@ class Reloads:
     ) -> None:
         self._scheduler, self._workers, self._model, self._tls = scheduler, workers, model, tls
         self._is_active = self._is_swapping = False
+        self._swapped: asyncio.Task[registry_pb2.ReloadReport] | None = None
 
     @property
     def running(self) -> common_pb2.Weights:
@@ -120,7 +121,7 @@ class Reloads:
     async def serve(
         self, commands: AsyncIterable[registry_pb2.ReloadCommand]
     ) -> AsyncGenerator[registry_pb2.ReloadReport, None]:
-        """Carries out one reload's commands; however they end, requests begin again.
+        """Carries out one reload's commands; however they end, requests begin again, after a swap that has begun.
 
         Raises:
             WorkerRefused: another reload is under way, there is no target, or requests still run at a swap.
@@ -138,15 +139,24 @@ class Reloads:
                         async for report in self._hold(command.hold.in_flight):
                             yield report
                     case "swap":
-                        # Who comes meanwhile is told by nobody. Before, what has begun may need it to end.
-                        self._is_swapping = True
-                        yield await self._swap(command.swap.weights)
-                        self._is_swapping = False
+                        # Targets end what they have begun, whoever asked for it is there or not.
+                        self._swapped = asyncio.create_task(self._swap(command.swap.weights))
+                        yield await asyncio.shield(self._swapped)
                     case _:
                         raise InvalidRequest([FieldViolation("command", "none given: check, hold or swap needed")])
         finally:
-            self._is_active = self._is_swapping = self._scheduler.weights.is_held = False
-            self._scheduler.admit()
+            if self._swapped is None or self._swapped.done():
+                self._end()
+            else:
+                self._swapped.add_done_callback(self._end)
+
+    def _end(self, swapped: "asyncio.Task[registry_pb2.ReloadReport] | None" = None) -> None:
+        """Requests begin again."""
+        if swapped is not None and not swapped.cancelled() and (error := swapped.exception()) is not None:
+            logger.error("a swap whose caller had gone was not carried out: %s", error)
+        self._swapped = None
+        self._is_active = self._scheduler.weights.is_held = False
+        self._scheduler.admit()
 
     async def _check(self, path: str) -> registry_pb2.ReloadReport:
         targets = self._targets()
@@ -178,7 +188,12 @@ class Reloads:
         if not weights.version or not weights.reloads:
             raise InvalidRequest([FieldViolation("swap.weights", "version and reloads needed, as a check gives them")])
         targets = self._targets()
-        report = await self._tell_all(targets, target_pb2.ReloadRequest(path=weights.path, swap=weights))
+        # Who comes meanwhile is told by nobody. Before, what has begun may need it to end.
+        self._is_swapping = True
+        try:
+            report = await self._tell_all(targets, target_pb2.ReloadRequest(path=weights.path, swap=weights))
+        finally:
+            self._is_swapping = False
         if any(not each.error for each in report.targets.targets):
             self._adopt(weights)
         for worker, each in zip(targets, report.targets.targets, strict=True):

@@ -61,6 +61,7 @@ class FakeTarget(target_pb2_grpc.TargetServiceServicer):
         runs: cleared, it answers no batch.
         pauses_in: after so many batches it clears that itself.
         breaks: a swap fails with this.
+        copies: cleared, a swap takes its time.
     """
 
     def __init__(self, name: str, folder, coordinators: list[CoordinatorServer], weights=OLD) -> None:
@@ -70,6 +71,9 @@ class FakeTarget(target_pb2_grpc.TargetServiceServicer):
         self.folders = {"/old": "old", "/new": "new"}
         self.runs = asyncio.Event()
         self.runs.set()
+        self.copies = asyncio.Event()
+        self.copies.set()
+        self.swaps_begun = 0
         self.breaks = ""
         self.sessions: dict[tuple[int, int], int] = {}
         self.pauses_in = 0
@@ -145,6 +149,8 @@ class FakeTarget(target_pb2_grpc.TargetServiceServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, message)
         found = common_pb2.Weights(version=version, path=request.path, reloads=request.swap.reloads)
         if request.HasField("swap") and version != self.weights.version:
+            self.swaps_begun += 1
+            await self.copies.wait()
             self.swap(found)
             return target_pb2.ReloadResponse(found=found, running=self.weights, swap_ns=5)
         return target_pb2.ReloadResponse(found=found, running=self.weights)
@@ -327,6 +333,30 @@ async def test_requests_go_on_when_whoever_reloads_goes_away(coordinator, pair):
     for target in pair:
         target.runs.set()
     assert [tokens_of(each) for each in await asyncio.gather(before, after)] == 2 * [said("old")]
+
+
+async def test_a_swap_that_has_begun_is_ended_before_requests_begin(coordinator, pair):
+    for target in pair:
+        target.copies.clear()
+    reloading = asyncio.create_task(reloaded(coordinator))
+    await until(lambda: all(target.swaps_begun for target in pair))
+    after = asyncio.create_task(generate(coordinator))
+    await until(lambda: coordinator.scheduler.waiting_requests == 1)
+    reloading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reloading
+    # What holds is the swap, not the stream, which has ended by the time that another one is answered.
+    async with open_channel(coordinator.address) as channel:
+        call = registry_pb2_grpc.RegistryServiceStub(channel).Reload(timeout=60)
+        with pytest.raises(grpc.aio.AioRpcError, match="another reload is under way"):
+            await call.read()
+    assert coordinator.scheduler.waiting_requests == 1
+    for target in pair:
+        target.copies.set()
+    answer = await after
+    assert (tokens_of(answer), weights_of(answer)) == (said("new"), ["new", "new"])
+    await until(lambda: not coordinator.scheduler.weights.is_held)
+    assert (await reloaded(coordinator)).is_same
 
 
 async def test_a_hold_that_takes_too_long_changes_nothing(coordinator, pair):
