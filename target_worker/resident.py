@@ -105,6 +105,7 @@ class ResidentDraft:
             target_layers=runner.num_layers,
             max_positions=runner.info.max_model_len + TREE_POSITIONS,
             attend=runner.attend,
+            final_softcap=runner.final_softcap,
             fixed=runner.config.deterministic,
         )
         return cls(head, runner, config)

@@ -18,7 +18,7 @@ from tests.target_worker.resident_support import (
     random_head,
     tree_of,
 )
-from transformers import PreTrainedModel
+from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 
 from outrider.acceptance_calibration import AcceptanceCalibration
 from outrider.engine.batch import BatchBuilder
@@ -341,6 +341,19 @@ def test_the_decoder_taps_what_transformers_code_does(checkpoint: Path) -> None:
         found.append(runner.features[: len(PROMPT)].clone())
     assert found[0].abs().sum(0).all()
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("decoder", [False, True])
+def test_a_head_that_borrows_the_output_layer_borrows_its_bound(decoder: bool, tmp_path: Path) -> None:
+    config = Gemma2Config(
+        vocab_size=VOCAB_SIZE, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=96, final_logit_softcapping=0.25,
+    )  # fmt: skip
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path / "target")
+    rig = make_rig(tmp_path / "target", random_head(tmp_path / "head", tmp_path / "target", layout="eagle1"),
+                   decoder=decoder)  # fmt: skip
+    logits = rig.resident.head.logits(torch.randn((3, 32), generator=torch.Generator().manual_seed(1)) * 1000)
+    assert float(logits.abs().max()) == pytest.approx(0.25)
 
 
 def test_growth_of_a_session_that_ends_is_not_told(rig: Rig) -> None:

@@ -201,6 +201,11 @@ class ModelRunner:
         return self._output
 
     @property
+    def final_softcap(self) -> float:
+        """Bound of the logits; 0 for none."""
+        return getattr(self._model_config, "final_logit_softcapping", None) or 0.0
+
+    @property
     def num_layers(self) -> int:
         """L."""
         return len(self._caches.keys)
