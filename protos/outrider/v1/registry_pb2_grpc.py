@@ -72,7 +72,8 @@ class RegistryServiceServicer(object):
 
     def Reload(self, request_iterator, context):
         """Changes the weights of all targets, in three steps: check, hold, swap. Each command is answered, HOLD by one report a
-        while until nothing runs any more. Requests wait from HOLD until the stream ends, however it ends.
+        while until nothing runs any more. Requests wait from HOLD until the stream ends, however it ends, and until a swap
+        that has begun is done.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
