@@ -17,6 +17,7 @@ import torch
 
 from outrider.engine.kv_slots import SlotTable
 from outrider.engine.step_buffers import StepBuffers
+from outrider.engine.step_staging import pack_changes
 from outrider.target_worker.resident_choice import ranking_columns
 from outrider.target_worker.resident_program import MOST_ROWS, RoundLayout, RoundProgram, RoundSize
 from outrider.target_worker.sessions import Session
@@ -129,7 +130,7 @@ class DraftRounds:
         sessions = [part.session for part in parts]
         count = len(sessions)
         roots = np.array([session.root_index for session in sessions])
-        rows = np.array([session.row for session in sessions])
+        rows = np.array([session.row for session in sessions], dtype=np.int32)
         lengths = np.array([len(part.rows) for part in parts])
         ends = np.cumsum(lengths)
         total = int(ends[-1])
@@ -150,20 +151,9 @@ class DraftRounds:
         arrays["tree_slots"][:count] = table[rows[:, None], roots[:, None] + nodes]
         for name, values in ranking_columns(sessions).items():
             arrays[name][:count] = values
-        self._stage_updates(rows, arrays)
-
-    def _stage_updates(self, rows: npt.NDArray[np.int64], arrays: dict[str, npt.NDArray[np.generic]]) -> None:
-        """What has changed of the sessions' slots since the device last heard of them."""
-        begins = np.array([self._slots.take_changes(row) for row in rows.tolist()])
-        counts = np.array([self._slots.length(row) for row in rows.tolist()]) - begins
-        of_entry = np.repeat(np.arange(len(rows)), counts)
-        columns = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts) + begins[of_entry]
-        changed = np.stack([rows[of_entry], columns, self._slots.table[rows[of_entry], columns]]).astype(np.int32)
-        room = len(arrays["update_rows"])
-        for name, values in zip(("update_rows", "update_columns", "update_slots"), changed, strict=True):
-            arrays[name][: min(len(values), room)] = values[:room]
-        if changed.shape[1] > room:
-            self._program.update_slots(torch.from_numpy(changed[:, room:].copy()).to(self._device))
+        more = pack_changes(rows, self._slots, arrays)
+        if more.size:
+            self._program.update_slots(torch.from_numpy(more).to(self._device))
 
     def _graph(self, size: RoundSize) -> _Captured | None:
         """The size's graph, captured if it is not yet; None where there is none."""
