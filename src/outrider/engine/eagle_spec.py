@@ -102,7 +102,10 @@ def _layout(document: dict[str, Any], stored: frozenset[str]) -> EagleLayout:
 
 
 def _taps(folder: Path, document: dict[str, Any], target_layers: int) -> tuple[int, ...]:
-    given = (document.get("eagle_config") or {}).get(_TAPS_KEY) or document.get(_TAPS_KEY)
+    nested = document.get("eagle_config") or {}
+    given = (nested.get(_TAPS_KEY) if isinstance(nested, dict) else None) or document.get(_TAPS_KEY)
+    if given and not isinstance(given, list):
+        raise CheckpointError(f"{folder}: {_TAPS_KEY} is {given!r}, a list of layers needed")
     # As the published heads were trained: early, in the middle, late.
     taps = tuple(given) if given else (2, target_layers // 2, target_layers - 3)
     if not all(isinstance(tap, int) and 0 <= tap <= target_layers for tap in taps):

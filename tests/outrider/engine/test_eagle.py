@@ -309,6 +309,9 @@ def test_taps(target: Path, tmp_path: Path) -> None:
     change_config(tmp_path, {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]})
     with pytest.raises(CheckpointError, match=r"is \[1, 3, 6\], layers 0 to 5 needed"):
         load_head(tmp_path, target)
+    change_config(tmp_path, {"eagle_aux_hidden_state_layer_ids": 3})
+    with pytest.raises(CheckpointError, match="is 3, a list of layers needed"):
+        load_head(tmp_path, target)
 
 
 REFUSED = {
