@@ -15,7 +15,7 @@ class ResidentConfig:
         depth: levels of a tree; a level takes one step of the head.
         top_k: children of a node, and nodes of a level that are expanded.
         nodes: most nodes of a tree, the best of all that were looked at.
-        max_sessions: with more sessions in a step no trees are grown.
+        max_sessions: where more sessions of a step would grow a tree, none is grown.
         min_value: nodes that are reached less often are left out.
 
     Raises:
