@@ -40,7 +40,7 @@ class DeployConfig:
         drafts: number of draft workers at the start; 0 decodes without speculation.
         min_drafts: fewest draft workers that the deployment scales itself to; with `max_drafts`.
         max_drafts: most draft workers that the deployment scales itself to, by demand; by default it keeps `drafts`.
-        drafts_per_session: draft workers that grow one choice's tree, where there are so many.
+        drafts_per_session: draft workers of each source that grow one choice's tree, where there are so many.
         coordinators: number of coordinators; clients and workers know them by one list of addresses.
         port: of a coordinator; the second on the same machine takes the next one, and so on. 0 takes ones that are
             free when the deployment starts. A coordinator keeps its port over restarts.

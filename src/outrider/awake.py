@@ -60,12 +60,18 @@ def cores_awake(count: int, folder: Path | None = None) -> Iterator[Callable[[],
 
 def _take(count: int, folder: Path, stack: contextlib.ExitStack) -> list[int]:
     """Cores of this process that no other role has; they are given back with the stack."""
-    folder.mkdir(mode=0o700, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise OutriderError(f"--keep-cores-awake: cannot make {folder}: {error.strerror}") from error
     taken: list[int] = []
     for core in sorted(os.sched_getaffinity(0), key=_place_among_siblings):
         if len(taken) == count:
             break
-        file = (folder / f"core-{core}").open("a")
+        try:
+            file = (folder / f"core-{core}").open("a")
+        except OSError as error:
+            raise OutriderError(f"--keep-cores-awake: cannot write in {folder}: {error.strerror}") from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

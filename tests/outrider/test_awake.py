@@ -79,3 +79,9 @@ def test_nothing_is_touched_unless_asked_for(tmp_path):
 def test_a_bad_count_is_named(tmp_path):
     with pytest.raises(OutriderError, match="--keep-cores-awake: -1 given"), cores_awake(-1, tmp_path):
         pass
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(OutriderError, match=r"cannot make .*cores"), cores_awake(1, tmp_path / "file" / "cores"):
+        pass
