@@ -117,6 +117,12 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def catches(pid: int, number: signal.Signals) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
 def test_a_worker_is_forked_with_its_arguments_variables_folder_and_streams(node: Node):
     worker = node.worker("7", "b")
     said, errors = worker.communicate(timeout=DEADLINE_S)
@@ -133,6 +139,8 @@ def test_signals_reach_the_worker_and_its_end_ends_whoever_started_it(node: Node
     told, killed = node.worker("sleep"), node.worker("sleep")
     pid_of(told)
     worker_pid = pid_of(killed)
+    # The worker may speak before whoever started it has heard of it, and passes on what it is told.
+    until(lambda: catches(told.pid, signal.SIGTERM))
     told.send_signal(signal.SIGTERM)
     assert told.wait(DEADLINE_S) == 128 + signal.SIGTERM
     os.kill(worker_pid, signal.SIGKILL)

@@ -77,7 +77,9 @@ def check_eagle(
         CheckpointError: a tensor is missing or of another shape than config.json says.
     """
     with no_progress_bar():
-        small_target: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+        small_target: Any = AutoModelForCausalLM.from_pretrained(
+            target, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+        )
     layers = small_target.config.num_hidden_layers
     embedding: torch.Tensor = small_target.get_input_embeddings().weight
     # Past the model's own end rotary tables go on; a short one is enough here.
