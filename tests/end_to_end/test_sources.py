@@ -51,12 +51,18 @@ async def test_every_source_and_mixture_gives_the_same_tokens(service, prompts, 
     words = mixture.split("+")
     async with AsyncClient(service.endpoint) as client:
 
-        async def one(number: int) -> Any:
+        async def one(number: int, mode: Any) -> Any:
             own = options | ({"seed": (options["seed"] + number) % 2**64} if options else {})
-            return await client.generate(prompts[number], max_new_tokens=NEW_TOKENS, sources=words, **own)
+            return await client.generate(
+                prompts[number], max_new_tokens=NEW_TOKENS, speculation=mode, sources=words, **own
+            )
 
         # The second time, a trie knows the output.
-        outputs = [result for _ in range(2) for result in await asyncio.gather(*map(one, range(REQUESTS)))]
+        outputs = [
+            result
+            for mode in ("async", "sync")
+            for result in await asyncio.gather(*(one(number, mode) for number in range(REQUESTS)))
+        ]
     for place, output in enumerate(outputs):
         wanted = expected[rule][place % REQUESTS]
         parted = differs(output.token_ids, wanted)
