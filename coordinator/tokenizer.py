@@ -8,6 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from outrider.checkpoint_json import read_json_object
 from outrider.errors import CheckpointError
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.tokenizer_hash import tokenizer_hash
@@ -130,7 +131,7 @@ def read_model_info(folder: str | Path, *, max_model_len: int | None = None) -> 
             `max_model_len`.
     """
     folder = Path(folder)
-    config = _read_json(folder / "config.json")
+    config = read_json_object(folder / "config.json")
     if config is None:
         raise CheckpointError(f"{folder}: no config.json; give the folder of a Hugging Face checkpoint")
     try:
@@ -139,7 +140,7 @@ def read_model_info(folder: str | Path, *, max_model_len: int | None = None) -> 
         raise CheckpointError(f"{folder}/config.json: vocab_size and max_position_embeddings are needed") from error
     if max_model_len is not None and max_model_len > longest:
         raise CheckpointError(f"{folder}: max_model_len {max_model_len} given, the model ends at {longest}")
-    generation = _read_json(folder / "generation_config.json") or {}
+    generation = read_json_object(folder / "generation_config.json") or {}
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     eos_token_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     return common_pb2.ModelInfo(
@@ -149,18 +150,6 @@ def read_model_info(folder: str | Path, *, max_model_len: int | None = None) -> 
         max_model_len=max_model_len or longest,
         eos_token_ids=eos_token_ids,
     )
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise CheckpointError(f"{path}: not a JSON object")
-    return document
 
 
 def _types_within(part: dict[str, Any] | None) -> set[str]:

@@ -1,6 +1,5 @@
 """Checkpoint folders: which are served, and how one is loaded (safetensors only, no code of the checkpoint's own)."""
 
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from outrider.checkpoint_json import read_json_object
 from outrider.engine.attention import ATTENTION_NAME
 from outrider.engine.config import EngineConfig
 from outrider.engine.decoder_spec import SERVED_FAMILIES
@@ -122,7 +122,7 @@ def _quietly() -> Iterator[None]:
 
 
 def _read_config(folder: Path) -> PretrainedConfig:
-    document = _read_json(folder / "config.json")
+    document = read_json_object(folder / "config.json")
     if document is None:
         raise CheckpointError(f"{folder}: no config.json; give the folder of a Hugging Face checkpoint")
     if "auto_map" in document:
@@ -147,18 +147,6 @@ def _read_config(folder: Path) -> PretrainedConfig:
     return model_config
 
 
-def _read_json(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():
-        return None
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise CheckpointError(f"{path}: not a JSON object")
-    return document
-
-
 def _card(folder: Path, config: EngineConfig, model_config: PretrainedConfig) -> ModelCard:
     longest = int(model_config.max_position_embeddings)
     if config.max_model_len is not None and config.max_model_len > longest:
@@ -178,7 +166,7 @@ def _card(folder: Path, config: EngineConfig, model_config: PretrainedConfig) ->
 
 def _eos_token_ids(folder: Path, model_config: PretrainedConfig) -> tuple[int, ...]:
     """Those of generation_config.json, which instruction-tuned checkpoints keep complete; else of config.json."""
-    generation = _read_json(folder / "generation_config.json") or {}
+    generation = read_json_object(folder / "generation_config.json") or {}
     given = generation.get("eos_token_id")
     if given is None:
         given = getattr(model_config, "eos_token_id", None)

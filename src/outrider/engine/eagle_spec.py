@@ -8,13 +8,13 @@
 Sources: arXiv 2401.15077, 2406.16858 and 2503.01840, and the keys of the checkpoints published with them.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from transformers import LlamaConfig
 
+from outrider.checkpoint_json import read_json_object
 from outrider.engine.decoder_spec import DecoderSpec
 from outrider.errors import CheckpointError
 
@@ -83,15 +83,9 @@ def read_eagle_spec(folder: Path, *, target_layers: int, stored: frozenset[str])
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    if not path.is_file():
+    document = read_json_object(folder / "config.json")
+    if document is None:
         raise CheckpointError(f"{folder}: no config.json; give the folder of an EAGLE head")
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON: {error}") from error
-    if not isinstance(document, dict):
-        raise CheckpointError(f"{path}: not a JSON object")
     return document
 
 
