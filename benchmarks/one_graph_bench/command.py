@@ -50,7 +50,6 @@ def run(arguments: Sequence[str]) -> int:
             device=options.device,
             context=options.context,
             most=max(options.sessions),
-            temperature=options.temperature,
         )
         console.print(f"loaded in {time.perf_counter() - began:.1f} s; {_what(options, model)}")
         rows: list[dict[str, Any]] = []
@@ -58,17 +57,23 @@ def run(arguments: Sequence[str]) -> int:
             if time.perf_counter() - began > options.seconds:
                 console.print(f"{count} sessions left out: {options.seconds:g} s are over")
                 continue
-            paces = bench.measure(count, shapes, rounds=options.rounds, contenders=options.contenders)
-            rows += [
-                {"sessions": count, "contender": name} | asdict(pace)
-                | {"tokens_per_second": pace.tokens_per_second, "round_ms": pace.round_ms,
-                   "free_tokens_per_second": pace.free_tokens_per_second, "tokens_per_round": pace.tokens_per_round,
-                   "assumed_tokens_per_second": None if trained else _assumed(name, pace, options.assume)}
-                for name, pace in paces.items()
-            ]  # fmt: skip
-            console.print(f"{count}: " + ", ".join(f"{name} {pace.tokens_per_second:.0f}/s in {pace.round_ms:.2f} ms"
-                                                   for name, pace in paces.items()))  # fmt: skip
-            _write(options, rows, None)
+            for temperature in options.temperatures:
+                paces = bench.measure(
+                    count, shapes, rounds=options.rounds, contenders=options.contenders, temperature=temperature
+                )
+                rows += [
+                    {"sessions": count, "temperature": temperature, "contender": name} | asdict(pace)
+                    | {"tokens_per_second": pace.tokens_per_second, "round_ms": pace.round_ms,
+                       "free_tokens_per_second": pace.free_tokens_per_second, "tokens_per_round": pace.tokens_per_round,
+                       "assumed_tokens_per_second": None if trained else _assumed(name, pace, options.assume)}
+                    for name, pace in paces.items()
+                ]  # fmt: skip
+                told = (f"{name} {pace.tokens_per_second:.0f}/s in {pace.round_ms:.2f} ms"
+                        for name, pace in paces.items())  # fmt: skip
+                console.print(
+                    f"{time.perf_counter() - began:.0f} s, {count} sessions at {temperature:g}: {', '.join(told)}"
+                )
+                _write(options, rows, None)
         calls = None
         if device.type == "cuda" and options.count and "one-graph" in options.contenders:
             verifier, sessions = bench.warm_rounds(options.count, shapes[0])
@@ -100,13 +105,23 @@ def _assumed(name: str, pace: Any, rate: float) -> float:
 
 
 def _table(rows: Sequence[dict[str, Any]], *, trained: bool) -> Table:
-    columns = ["sessions", "contender", "tokens/s", "without drafting", "ms a round", "tokens a round", "to off"]
+    columns = [
+        "sessions",
+        "temperature",
+        "contender",
+        "tokens/s",
+        "without drafting",
+        "ms a round",
+        "tokens a round",
+        "to off",
+    ]
     table = Table(*(columns if trained else [*columns, "at"]), title="one-graph rounds")
-    off = {row["sessions"]: row["tokens_per_second"] for row in rows if row["contender"] == "off"}
-    for row in sorted(rows, key=lambda row: row["sessions"]):
-        base = off.get(row["sessions"])
+    off = {_batch(row): row["tokens_per_second"] for row in rows if row["contender"] == "off"}
+    for row in sorted(rows, key=_batch):
+        base = off.get(_batch(row))
         cells = [
             f"{row['sessions']}",
+            f"{row['temperature']:g}",
             row["contender"],
             f"{row['tokens_per_second']:.0f}",
             f"{row['free_tokens_per_second']:.0f}" if row["drafting_seconds"] else "",
@@ -118,6 +133,10 @@ def _table(rows: Sequence[dict[str, Any]], *, trained: bool) -> Table:
             cells.append(f"{row['assumed_tokens_per_second']:.0f}")
         table.add_row(*cells)
     return table
+
+
+def _batch(row: dict[str, Any]) -> tuple[float, int]:
+    return row["temperature"], row["sessions"]
 
 
 def _write(options: argparse.Namespace, rows: Sequence[dict[str, Any]], calls: dict[str, Any] | None) -> None:
@@ -145,7 +164,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=24, help="measured of each")
     parser.add_argument("--context", type=int, default=128, help="tokens of each prompt")
     parser.add_argument(
-        "--temperature", type=float, default=0.0, help="of all sessions (0: greedy, which soon repeats)"
+        "--temperatures", type=float, nargs="+", default=[0.0], help="of all sessions (0: greedy, which soon repeats)"
     )
     parser.add_argument("--assume", type=float, default=0.75, help="acceptance of a random head's candidates")
     parser.add_argument("--count", type=int, default=64, help="sessions of the rounds whose calls are counted; 0: none")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.one_graph_bench.drive import Pace, Sessions
 from benchmarks.target_bench.models import BenchModel
@@ -40,13 +41,9 @@ class Bench:
         device: of both.
         context: tokens of each prompt.
         most: sessions of the largest batch.
-        temperature: at which sessions sample.
     """
 
-    def __init__(
-        self, model: BenchModel, head: Path, *, device: str, context: int, most: int, temperature: float = 0.0
-    ) -> None:
-        self._temperature = temperature
+    def __init__(self, model: BenchModel, head: Path, *, device: str, context: int, most: int) -> None:
         config = TargetWorkerConfig(
             model_path=model.folder,
             device=device,
@@ -65,20 +62,21 @@ class Bench:
         self._prompts = self._tokenised(model, context)
 
     def measure(
-        self, count: int, shapes: Sequence[RoundShape], *, rounds: int, contenders: Sequence[str]
+        self, count: int, shapes: Sequence[RoundShape], *, rounds: int, contenders: Sequence[str], temperature: float
     ) -> dict[str, Pace]:
-        """Every contender with so many sessions, by name."""
+        """Every contender with so many sessions that sample at `temperature`, by name."""
+        common: dict[str, Any] = {"rounds": rounds, "temperature": temperature}
         paces: dict[str, Pace] = {}
         if "off" in contenders:
             self._capture([count])
-            paces["off"] = self._paced(self._verifier(), count, rounds)
+            paces["off"] = self._paced(self._verifier(), count, **common)
         if "tree" in contenders:
             found: list[tuple[str, Pace]] = []
             for nodes in self._tree_sizes(count):
                 self._capture([count * (1 + nodes)], sessions=count, query_len=1 + nodes)
                 draft = self.resident if nodes > _SHALLOW["nodes"] else self._shallow
                 draft.grows = True
-                pace = self._paced(self._verifier(resident=draft), count, rounds, nodes=nodes, draft=draft)
+                pace = self._paced(self._verifier(resident=draft), count, nodes=nodes, draft=draft, **common)
                 found.append((f"tree of {nodes}", pace))
             paces |= dict(sorted(found, key=lambda entry: -entry[1].tokens_per_second)[:1])
         if "one-graph" in contenders:
@@ -86,13 +84,13 @@ class Bench:
                 if count * shape.rows <= _MOST_ROWS:
                     verifier = self._round_verifier(count, shape)
                     name = f"one-graph {shape.steps}x{shape.candidates}"
-                    paces[name] = self._paced(verifier, count, rounds, resident=True)
+                    paces[name] = self._paced(verifier, count, resident=True, **common)
         return paces
 
     def warm_rounds(self, count: int, shape: RoundShape) -> tuple[Verifier, Sessions]:
         """Sessions of one-graph rounds that have run some."""
         verifier = self._round_verifier(count, shape)
-        sessions = Sessions(verifier, self._prompts_of(count), resident=True, temperature=self._temperature)
+        sessions = Sessions(verifier, self._prompts_of(count), resident=True)
         sessions.warm_up()
         return verifier, sessions
 
@@ -100,8 +98,9 @@ class Bench:
         self,
         verifier: Verifier,
         count: int,
-        rounds: int,
         *,
+        rounds: int,
+        temperature: float,
         nodes: int = 0,
         resident: bool = False,
         draft: ResidentDraft | None = None,
@@ -112,7 +111,7 @@ class Bench:
             nodes=nodes,
             resident=resident,
             draft=draft,
-            temperature=self._temperature,
+            temperature=temperature,
         )
         sessions.warm_up()
         pace = sessions.run(rounds=rounds)

@@ -179,12 +179,6 @@ def best_nodes(growth: GrownNodes, *, most: int) -> tuple[list[int], list[int]]:
     return [growth.tokens[place] for place in kept], [numbers[growth.parents[place]] for place in kept]
 
 
-def _limits():
-    from outrider.target_worker.resident_growth import DraftLimits
-
-    return DraftLimits()
-
-
 class _DraftingClock:
     """How long a resident draft takes behind steps, where there is one that grows trees."""
 
