@@ -5,6 +5,8 @@ with `enforce_eager` and with another attention backend than Triton's it is tran
 the other; both give the same logits but for rounding.
 """
 
+import math
+import mmap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -429,17 +431,24 @@ class _KvShape:
         try:
             # Zeros, not empty: what lies in a slot never written is multiplied by a weight of 0, and 0 * NaN is NaN.
             shape = (num_slots, self.heads, self.head_dim)
-            keys, values = (
-                [torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(self.layers)] for _ in range(2)
-            )
+            keys, values = ([_zeros(shape, self.dtype, device) for _ in range(self.layers)] for _ in range(2))
             positions = torch.zeros(num_slots, dtype=torch.int32, device=device)
-        except RuntimeError as error:  # torch's own OutOfMemoryError is one, but on a CPU it is none
+        # torch's own OutOfMemoryError is a RuntimeError, but on a CPU it is none; the system's refusals are the others.
+        except (RuntimeError, OSError, OverflowError) as error:
             raise CheckpointError(
                 f"{self._place}: no room on {device} for KV: {num_slots} slots take "
                 f"{num_slots * self.bytes_per_slot / 1e9:.2f} GB{free}. Lower kv_cache_memory_fraction, kv_bytes or "
                 "num_slots, take kv_cache_dtype fp8_e4m3, or free the memory that others hold"
             ) from error
         return KvCaches(keys=keys, values=values, positions=positions)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On a CPU of pages that the system gives once they are written: a worker starts sooner, and holds what it uses."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def _step_bytes(config: EngineConfig, model_config: PretrainedConfig) -> int:

@@ -1,6 +1,7 @@
 """Which folders are served, and what those that are not are told."""
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,7 @@ from outrider.engine.model_runner import ModelRunner
 from outrider.errors import CheckpointError
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def save(folder: Path, **sizes: Any) -> Path:
     config = LlamaConfig(
         vocab_size=16,
         hidden_size=8,
@@ -26,9 +26,19 @@ def folder(tmp_path: Path) -> Path:
         max_position_embeddings=32,
         eos_token_id=3,
         bos_token_id=0,
+        **sizes,
     )
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    return tmp_path
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save(tmp_path)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def edit(path: Path, **changes: Any) -> None:
@@ -121,3 +131,18 @@ def test_kv_memory_is_what_is_asked_for_or_needed(folder: Path) -> None:
     assert ModelRunner(EngineConfig(model_path=folder, kv_bytes=6400)).slots.num_slots == 100
     # Two sessions of 32 tokens and 4 nodes never need more.
     assert ModelRunner(EngineConfig(model_path=folder, max_num_seqs=2, max_tree_nodes=4)).slots.num_slots == 72
+
+
+def test_kv_memory_that_the_system_refuses(tmp_path: Path) -> None:
+    folder = save(tmp_path, head_dim=1 << 14)
+    with pytest.raises(CheckpointError, match=r"4194304 slots take 549.76 GB.*\. Lower .* num_slots"):
+        ModelRunner(EngineConfig(model_path=folder, num_slots=1 << 22))
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux says what a process holds")
+def test_kv_takes_memory_where_it_is_written(tmp_path: Path) -> None:
+    folder = save(tmp_path, head_dim=1 << 14)
+    held = resident_bytes()
+    runner = ModelRunner(EngineConfig(model_path=folder, num_slots=1 << 14))
+    assert resident_bytes() - held < 1 << 30, "of 2 GiB"
+    runner.close()
