@@ -273,6 +273,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         else:
             told = worker.introduction
             self._scheduler.add_draft(worker.worker_id, link, told.limits, sources=told.sources)
+        self._scheduler.note_load(worker.worker_id, worker.load)
         worker.is_serving = True
         # What came meanwhile has not been acted upon.
         worker.news.set()

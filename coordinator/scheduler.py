@@ -24,6 +24,7 @@ from outrider.coordinator.messages import FaultKind, GenerationRequest, GrowthBa
 from outrider.coordinator.poison import DOUBT_S, LossKind, Suspects
 from outrider.coordinator.routing import PrefixRouter
 from outrider.coordinator.session import Session
+from outrider.coordinator.shared_places import SharedPlaces
 from outrider.coordinator.source_mix import by_source
 from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.verify_loop import Totals, VerifyLoop
@@ -72,6 +73,7 @@ class Scheduler:
         self._loops: dict[str, asyncio.Task[None]] = {}
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._drafts: dict[str, DraftPeer] = {}
+        self._places: dict[str, SharedPlaces] = {}
         self._draft_places = DraftPlaces(config, self._drafts, self._sessions)
         self._forest = Forest()
         self._router = PrefixRouter()
@@ -256,13 +258,24 @@ class Scheduler:
             logger.warning("session %d is opened anew: %s", session.session_id, fault.message, extra=session.ids)
 
     def _wait_for_room(self, session: Session, reason: str) -> None:
-        """The target is full with others' sessions: this one rests for a moment, then asks again."""
-        others = any(held is not session for lane in self._lanes.values() for held in lane.sessions.values())
+        """The target is full with others' sessions: this one rests for a moment, then asks again, or asks another."""
+        lanes = list(self._lanes.values())
+        others = any(held is not session for lane in lanes for held in lane.sessions.values()) or any(
+            self._places[lane.worker_id].has_others for lane in lanes
+        )
         now_ns = clock.now_ns()
         since_ns = self._without_room_since.setdefault(session.session_id, now_ns)
         if now_ns - since_ns > self._config.room_wait_s * 1e9 and not others:
             session.generation.abort(Overloaded(reason, retry_after_s=self._config.retry_after_s))
             return
+        lane = next((lane for lane in lanes if session.session_id in lane.sessions), None)
+        if lane is not None and (places := self._places[lane.worker_id]).is_shared:
+            # Other coordinators' sessions have the room.
+            is_borrowed = places.note_refusal(len(lane.sessions))
+            if is_borrowed or any(other.has_room for other in lanes):
+                self._move(lane, [session])
+                self._without_room_since[session.session_id] = since_ns
+                return
         session.rests_until_ns = now_ns + _NO_ROOM_PAUSE_NS
 
     # --------------------------------------------------------------------------------------------------------- workers
@@ -290,7 +303,8 @@ class Scheduler:
         if self._target_deadline is not None:
             self._target_deadline.cancel()
             self._target_deadline = None
-        lane = TargetLane(worker_id, link, limits, fair_slowdown=self._config.fair_slowdown, one_graph=one_graph)
+        places = self._places[worker_id] = SharedPlaces(limits)
+        lane = TargetLane(worker_id, link, places.limits, fair_slowdown=self._config.fair_slowdown, one_graph=one_graph)
         self._lanes[worker_id] = lane
         verify = self._loop_type(lane, self._config, self._drafts, self)
         loop = self._loops[worker_id] = asyncio.create_task(verify.run(), name=f"verify {worker_id}")
@@ -316,6 +330,7 @@ class Scheduler:
         if loop is not asyncio.current_task():
             loop.cancel()
         self._watches.pop(worker_id).cancel()
+        del self._places[worker_id]
         sessions = list(lane.sessions.values())
         for session in sessions:
             lane.forget_drafted(session)
@@ -386,8 +401,13 @@ class Scheduler:
 
     def note_load(self, worker_id: str, load: common_pb2.WorkerLoad) -> None:
         """A worker's heartbeat."""
-        if (lane := self._lanes.get(worker_id)) is not None:
+        lane, peer = self._lanes.get(worker_id), self._drafts.get(worker_id)
+        if lane is not None:
             lane.is_preparing = load.preparing
+            if self._places[worker_id].hear(load, len(lane.sessions)):
+                self.admit()
+        elif peer is not None and self._places[worker_id].hear(load, len(peer.sessions)):
+            self._assign_drafts()
 
     def _expect_target(self) -> None:
         """While there is no target: requests wait as long as is configured for a new one, then end."""
@@ -419,7 +439,8 @@ class Scheduler:
     ) -> None:
         """A draft worker is ready; sessions without one are given to it. `sources` as its introduction has them."""
         known = sources_from_proto(sources, default=(GrowthSource.MODEL,))
-        self._drafts[worker_id] = DraftPeer(worker_id=worker_id, link=link, limits=limits, sources=known)
+        places = self._places[worker_id] = SharedPlaces(limits)
+        self._drafts[worker_id] = DraftPeer(worker_id=worker_id, link=link, limits=places.limits, sources=known)
         self._assign_drafts()
 
     def remove_draft(self, worker_id: str) -> None:
@@ -427,6 +448,7 @@ class Scheduler:
         peer = self._drafts.pop(worker_id, None)
         if peer is None:
             return
+        del self._places[worker_id]
         self._take_from_draft(peer, [self._sessions[session_id] for session_id in peer.sessions])
 
     def _take_from_draft(self, peer: DraftPeer, sessions: Sequence[Session]) -> None:

@@ -243,7 +243,7 @@ class Registrar:
         registration = Registration(
             address,
             self._introduction,
-            self._load,
+            self._shared_load,
             tls=self._tls,
             on_drain_asked=self.drain_asked.set,
             serves_others=lambda: any(other.leases for other, _ in self._held.values()),
@@ -251,6 +251,11 @@ class Registrar:
         task = asyncio.create_task(registration.keep(), name=f"registration at {address}")
         self._held[address] = registration, task
         task.add_done_callback(self._note_end)
+
+    def _shared_load(self) -> common_pb2.WorkerLoad:
+        load = self._load()
+        load.coordinators = sum(registration.holds_lease for registration, _ in self._held.values())
+        return load
 
     def _note_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None and not self.failed.done():

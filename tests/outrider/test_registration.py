@@ -169,6 +169,8 @@ async def test_joins_and_leaves_coordinators_as_the_list_says(tmp_path: Path) ->
     await registries[0].until(lambda: bool(registries[0].loads))
     await registries[2].until(lambda: bool(registries[2].loads))
     assert not registries[1].introductions
+    # Each hears how many share the worker.
+    await registries[2].until(lambda: registries[2].loads[-1].coordinators == 2)
     path.write_text(f"{servers[1].address}\n{servers[2].address}\n")
     await registries[1].until(lambda: bool(registries[1].loads))
     await registries[0].until(lambda: registries[0].is_left)

@@ -206,7 +206,7 @@ class StepReport(_message.Message):
     def __init__(self, step_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ..., tokens: _Optional[int] = ..., sessions: _Optional[int] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
-    __slots__ = ("sessions", "slots_used", "slots_total", "steps", "busy", "slots_cached", "calibration", "step_age_ms", "preparing", "weights")
+    __slots__ = ("sessions", "slots_used", "slots_total", "steps", "busy", "slots_cached", "calibration", "step_age_ms", "preparing", "coordinators", "weights")
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     SLOTS_USED_FIELD_NUMBER: _ClassVar[int]
     SLOTS_TOTAL_FIELD_NUMBER: _ClassVar[int]
@@ -216,6 +216,7 @@ class WorkerLoad(_message.Message):
     CALIBRATION_FIELD_NUMBER: _ClassVar[int]
     STEP_AGE_MS_FIELD_NUMBER: _ClassVar[int]
     PREPARING_FIELD_NUMBER: _ClassVar[int]
+    COORDINATORS_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     sessions: int
     slots_used: int
@@ -226,8 +227,9 @@ class WorkerLoad(_message.Message):
     calibration: CalibrationReport
     step_age_ms: int
     preparing: bool
+    coordinators: int
     weights: Weights
-    def __init__(self, sessions: _Optional[int] = ..., slots_used: _Optional[int] = ..., slots_total: _Optional[int] = ..., steps: _Optional[int] = ..., busy: _Optional[float] = ..., slots_cached: _Optional[int] = ..., calibration: _Optional[_Union[CalibrationReport, _Mapping]] = ..., step_age_ms: _Optional[int] = ..., preparing: bool = ..., weights: _Optional[_Union[Weights, _Mapping]] = ...) -> None: ...
+    def __init__(self, sessions: _Optional[int] = ..., slots_used: _Optional[int] = ..., slots_total: _Optional[int] = ..., steps: _Optional[int] = ..., busy: _Optional[float] = ..., slots_cached: _Optional[int] = ..., calibration: _Optional[_Union[CalibrationReport, _Mapping]] = ..., step_age_ms: _Optional[int] = ..., preparing: bool = ..., coordinators: _Optional[int] = ..., weights: _Optional[_Union[Weights, _Mapping]] = ...) -> None: ...
 
 class CalibrationReport(_message.Message):
     __slots__ = ("edges", "rules")

@@ -1,0 +1,76 @@
+"""Which of a worker's places this coordinator may use, where several coordinators share it.
+
+A worker takes so many sessions, whosever they are, and refuses more. Of P places at a worker that N coordinators use,
+each may count on its share, P / N. Beyond it a coordinator borrows what nobody uses:
+
+    free   = P - sessions that the worker has, all coordinators' together
+    kept   = 1 for each other coordinator, as long as the others have not used up their own shares
+    places = own sessions + (free - kept)    while more are free than are kept
+             own sessions                    while just as many are
+             share                           while fewer are: somebody needs what was borrowed
+
+and never less than its share. So one that is alone with all the load has all places but those kept, a first request
+that comes to another finds one at once, and what was borrowed is given back as its sessions end. All of it is read
+from the worker's heartbeats, so promises may be late by one of them: the worker's refusal is what makes them good.
+Pure: no clock, nothing of gRPC.
+"""
+
+from outrider.v1 import common_pb2, registry_pb2
+
+
+def places(most: int, load: common_pb2.WorkerLoad, own: int) -> int:
+    """How many sessions this coordinator may have at a worker.
+
+    Args:
+        most: that the worker takes.
+        load: of its latest heartbeat.
+        own: sessions that this coordinator has there now.
+    """
+    others = load.coordinators - 1
+    if others < 1:
+        return most
+    share = max(1, most // load.coordinators)
+    free, used_by_others = most - load.sessions, load.sessions - own
+    kept = min(others, max(0, others * share - used_by_others))
+    if free < kept or (not kept and not free):
+        return share
+    return min(most, max(share, own + free - kept))
+
+
+class SharedPlaces:
+    """The places of one worker.
+
+    Args:
+        limits: as the worker has introduced itself.
+
+    Attributes:
+        limits: the same, but with those places only that this coordinator may use now.
+        is_shared: whether other coordinators use the worker, too.
+        has_others: whether others' sessions are there, as far as is known.
+    """
+
+    def __init__(self, limits: registry_pb2.WorkerLimits) -> None:
+        self._most = limits.max_sessions
+        self._share = self._most
+        self.limits = registry_pb2.WorkerLimits()
+        self.limits.CopyFrom(limits)
+        self.is_shared = self.has_others = False
+
+    def hear(self, load: common_pb2.WorkerLoad, own: int) -> bool:
+        """A heartbeat has come, with `own` sessions there; returns whether there are more places than before."""
+        before = self.limits.max_sessions
+        self.is_shared = load.coordinators > 1
+        self._share = self._most // max(1, load.coordinators)
+        self.has_others = self.is_shared and load.sessions > own
+        self.limits.max_sessions = places(self._most, load, own)
+        return self.limits.max_sessions > before
+
+    def note_refusal(self, own: int) -> bool:
+        """The worker has no room for one of `own` sessions: no more go there before it is heard of again.
+
+        Returns:
+            Whether that one's place was borrowed, so that it had better wait elsewhere.
+        """
+        is_borrowed = own > self._share
+        self.limits.max_sessions = min(self.limits.max_sessions, own - is_borrowed)
+        return is_borrowed

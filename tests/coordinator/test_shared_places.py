@@ -1,0 +1,166 @@
+"""Several coordinators at one worker: nobody is promised what another has, and nothing stands idle for long."""
+
+import asyncio
+
+import pytest
+
+from outrider.coordinator.messages import FaultKind, SessionFault, SessionVerdict
+from outrider.coordinator.scheduler import Scheduler
+from outrider.coordinator.shared_places import SharedPlaces, places
+from outrider.coordinator.text_stream import TextStream
+from outrider.sampling import SamplingSpec
+from outrider.v1 import common_pb2, registry_pb2
+
+from .conftest import FakeTarget
+
+PLACES = 8
+
+
+@pytest.mark.parametrize(
+    ("coordinators", "sessions", "own", "expected"),
+    [
+        (0, 5, 5, 8),  # of a heartbeat that does not say
+        (1, 5, 5, 8),
+        (2, 0, 0, 7),  # one is kept for the other
+        (2, 7, 7, 7),
+        (2, 8, 7, 4),  # it has come: what was borrowed goes back
+        (2, 8, 1, 4),  # the share holds, whoever has it now
+        (2, 8, 4, 4),
+        (2, 6, 2, 4),  # the other has used up its share, and nothing is kept for it
+        (2, 6, 5, 6),
+        (3, 0, 0, 6),
+        (3, 4, 4, 6),
+        (16, 0, 0, 1),  # more coordinators than places
+    ],
+)
+def test_places_are_shared_by_need(coordinators: int, sessions: int, own: int, expected: int):
+    load = common_pb2.WorkerLoad(coordinators=coordinators, sessions=sessions)
+    assert places(PLACES, load, own) == expected
+
+
+def test_a_refused_place_is_not_used_before_the_worker_is_heard_again():
+    limits = registry_pb2.WorkerLimits(max_sessions=PLACES, max_tree_nodes=3)
+    shared = SharedPlaces(limits)
+    assert shared.hear(common_pb2.WorkerLoad(coordinators=1, sessions=8), 8) is False
+    shared.hear(common_pb2.WorkerLoad(coordinators=2, sessions=3), 3)
+    assert (shared.limits.max_sessions, shared.limits.max_tree_nodes) == (7, 3)
+    assert shared.note_refusal(6) is True
+    assert shared.limits.max_sessions == 5
+    assert shared.hear(common_pb2.WorkerLoad(coordinators=2, sessions=6), 5)
+    assert shared.note_refusal(3) is False
+    assert shared.limits.max_sessions == 3
+    assert limits.max_sessions == PLACES
+
+
+class Room:
+    """What one worker has, for all coordinators together."""
+
+    def __init__(self) -> None:
+        self.held: set[tuple[str, int]] = set()
+        self.most = 0
+
+
+class SharedTarget(FakeTarget):
+    """One coordinator's stream to a worker that refuses what it has no place for."""
+
+    def __init__(self, name: str, room: Room) -> None:
+        super().__init__(step_s=0.02)
+        self.name, self.room = name, room
+        self.refused = 0
+
+    def submit(self, trees, *, openings=()):
+        for opening in openings:
+            if len(self.room.held) < PLACES:
+                self.room.held.add((self.name, opening.session_id))
+                self.room.most = max(self.room.most, len(self.room.held))
+        return super().submit(trees, openings=openings)
+
+    def _verdict(self, tree, *, deferred: bool) -> SessionVerdict:
+        if tree.session_id in self.sessions and (self.name, tree.session_id) not in self.room.held:
+            self.refused += 1
+            fault = SessionFault(kind=FaultKind.NO_ROOM, message="all places are taken")
+            return SessionVerdict(session_id=tree.session_id, epoch=tree.epoch, fault=fault)
+        return super()._verdict(tree, deferred=deferred)
+
+    def close_session(self, session_id: int, epoch: int) -> None:
+        self.room.held.discard((self.name, session_id))
+        super().close_session(session_id, epoch)
+
+
+@pytest.fixture
+async def pair(make_bench):
+    """Two coordinators' schedulers at one worker, which tells both every half second how it is."""
+    room, limits = Room(), registry_pb2.WorkerLimits(max_sessions=PLACES, max_tree_nodes=8, max_step_tokens=256)
+    schedulers: dict[str, Scheduler] = {}
+    targets: dict[str, SharedTarget] = {}
+    for name in ("a", "b"):
+        schedulers[name], targets[name] = make_bench().scheduler, SharedTarget(name, room)
+        schedulers[name].add_target("target", targets[name], limits)  # type: ignore[arg-type]
+
+    async def beat() -> None:
+        while True:
+            load = common_pb2.WorkerLoad(coordinators=2, sessions=len(room.held))
+            for scheduler in schedulers.values():
+                scheduler.note_load("target", load)
+            await asyncio.sleep(0.5)
+
+    beating = asyncio.create_task(beat())
+    await asyncio.sleep(0)
+    yield schedulers, targets, room
+    beating.cancel()
+
+
+async def serve(scheduler: Scheduler, make_request, number: int, *, tokens: int) -> int:
+    generation = scheduler.submit(
+        make_request(number, sampling=SamplingSpec(max_new_tokens=tokens)), [TextStream(None)]
+    )
+    return sum([len(getattr(event, "token_ids", ())) async for event in generation])
+
+
+async def test_two_coordinators_fill_a_worker_and_never_more(pair, make_request, until):
+    schedulers, _, room = pair
+    lone = [asyncio.create_task(serve(schedulers["a"], make_request, number, tokens=60)) for number in range(14)]
+    await until(lambda: len(room.held) == PLACES - 1)
+    assert schedulers["a"].waiting_requests == 7
+    # One place was kept: the first that comes to the other waits for nobody.
+    first = asyncio.create_task(serve(schedulers["b"], make_request, 20, tokens=20))
+    assert await first == 20
+    assert not any(task.done() for task in lone)
+    more = [asyncio.create_task(serve(schedulers["b"], make_request, 30 + number, tokens=60)) for number in range(10)]
+    assert await asyncio.gather(*lone, *more) == [60] * 24
+    assert room.most == PLACES
+    assert not room.held
+
+
+async def test_what_was_borrowed_goes_back_as_sessions_end(pair, make_request, until):
+    schedulers, targets, room = pair
+
+    async def client(name: str, number: int) -> None:
+        while True:
+            await serve(schedulers[name], make_request, number, tokens=25)
+
+    crowd = [asyncio.create_task(client("a", number)) for number in range(12)]
+    await until(lambda: len(room.held) == PLACES - 1)
+    crowd += [asyncio.create_task(client("b", 50 + number)) for number in range(12)]
+    await until(lambda: sum(name == "b" for name, _ in room.held) == PLACES // 2)
+    refused = [target.refused for target in targets.values()]
+    await asyncio.sleep(2.0)
+    assert sum(name == "b" for name, _ in room.held) == PLACES // 2
+    # Both keep to their shares: nobody asks for what is not there.
+    assert [target.refused for target in targets.values()] == refused
+    for task in crowd:
+        task.cancel()
+    await asyncio.gather(*crowd, return_exceptions=True)
+
+
+async def test_a_place_that_another_took_first_is_waited_for(pair, make_request, until):
+    """Both are promised the same places by one heartbeat."""
+    schedulers, targets, room = pair
+    tasks = [
+        asyncio.create_task(serve(schedulers[name], make_request, number, tokens=40))
+        for name in schedulers
+        for number in range(7)
+    ]
+    await until(lambda: any(target.refused for target in targets.values()))
+    assert await asyncio.gather(*tasks) == [40] * 14
+    assert room.most == PLACES
