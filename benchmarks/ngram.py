@@ -102,9 +102,10 @@ def spread(times: Any) -> dict[str, float]:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All parts, one after the other on one trie."""
+    from outrider.compiled import IS_COMPILED
     from outrider.draft_worker.ngram_source import NgramSource
     from outrider.draft_worker.ngram_tree import NgramConfig, guess_columns
-    from outrider.draft_worker.ngram_trie import IS_COMPILED, NgramTrie
+    from outrider.draft_worker.ngram_trie import NgramTrie
     from outrider.worker import share_interpreter
 
     # As every worker does.

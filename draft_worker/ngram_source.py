@@ -18,8 +18,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
+from outrider.compiled import IS_COMPILED
 from outrider.draft_worker.ngram_tree import GuessColumns, NgramConfig, guess_columns
-from outrider.draft_worker.ngram_trie import IS_COMPILED, NgramTrie
+from outrider.draft_worker.ngram_trie import NgramTrie
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,9 @@ from typing import Any, cast
 
 import numpy as np
 
+from outrider.compiled import compiled
 from outrider.draft_worker.ngram_options import WEIGHED, MatchType
-from outrider.draft_worker.ngram_trie import NgramTrie, Nodes, compiled, find
+from outrider.draft_worker.ngram_trie import NgramTrie, Nodes, find
 
 # The share of a path that is in the tree already.
 _TAKEN = -1.0

@@ -16,19 +16,12 @@ With numba (`pip install "outrider[ngram]"`) these functions are compiled; witho
 Python, several times slower. Parameters are named as in SGLang's n-gram source; the structure is our own.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-try:
-    from numba import njit
-
-    IS_COMPILED = True
-except ImportError:
-    IS_COMPILED = False
+from outrider.compiled import IS_COMPILED, compiled, entries
 
 ROOT = 0
 # Entries of Nodes.state.
@@ -40,17 +33,6 @@ _READY = 1 << 15
 _MASK = 0xFFFFFFFF
 # What int32 holds: counts stay there.
 _MOST_COUNTED = 2**31 - 1
-
-
-def compiled(function: _Function) -> _Function:
-    """The function as machine code that leaves the interpreter to other threads, where numba is there."""
-    if not IS_COMPILED:
-        return function
-    try:
-        return cast("_Function", njit(cache=True, nogil=True)(function))
-    except RuntimeError:
-        # Nowhere to keep what was compiled (a container whose files cannot be written): then at every start anew.
-        return cast("_Function", njit(nogil=True)(function))
 
 
 class Nodes(NamedTuple):
@@ -68,6 +50,7 @@ class Nodes(NamedTuple):
         suffix: the node of the same path without its first token. It was used after this one whenever this one was,
             so it is evicted later and always there.
         depth: tokens of the node's path.
+        mixed: a hash of its parent and its token.
         chain: the next node of the same bucket.
         heads: int32 [buckets] the first node of each.
         state: int64 [4] nodes used, level and split of the linear hashing, nodes evicted.
@@ -83,6 +66,7 @@ class Nodes(NamedTuple):
     older: Any
     suffix: Any
     depth: Any
+    mixed: Any
     chain: Any
     heads: Any
     state: Any
@@ -162,8 +146,7 @@ class NgramTrie:
         self._tables = (rows, heads)
         self._ready = 1
         arrays = [*rows.T[: len(Nodes._fields) - 2], heads, np.zeros(4, np.int64)]
-        # Entries of a memoryview are Python's own numbers, which are quicker there than numpy's.
-        self.nodes = Nodes(*(arrays if IS_COMPILED else map(memoryview, arrays)))
+        self.nodes = Nodes(*map(entries, arrays))
 
 
 def _tokens(tokens: Any) -> Any:
@@ -177,8 +160,8 @@ def _numbers(numbers: Any) -> Any:
 @compiled
 def find(nodes: Nodes, parent: int, token: int) -> int:
     """The parent's child of that token, or 0."""
-    node = int(nodes.heads[_bucket(nodes, parent, token)])
-    while node != 0 and (nodes.parent[node] != parent or nodes.token[node] != token):
+    node = int(nodes.heads[_bucket(nodes, _hash(parent, token))])
+    while node != 0 and (nodes.token[node] != token or nodes.parent[node] != parent):
         node = int(nodes.chain[node])
     return node
 
@@ -198,36 +181,55 @@ def insert_texts(  # noqa: PLR0917
 def insert_runs(nodes: Nodes, tokens: Any, start: int, depth: int, capacity: int) -> None:
     """Counts every run of up to `depth` tokens that ends in tokens[start:]."""
     path, path_before = np.zeros(64, np.int32), np.zeros(64, np.int32)
-    length_before = 0
-    for begin in range(max(0, start - depth + 1), len(tokens)):
+    length_before, new_before = 0, 0
+    first, context = max(0, start - depth + 1), 0
+    if nodes.state[USED] + (len(tokens) - start) * depth <= capacity:
+        # Nothing is evicted meanwhile: runs go on from where they ended, if they are there.
+        context = _node_of(nodes, tokens, first, start)
+    for begin in range(first, len(tokens)):
         end = min(begin + depth, len(tokens))
-        known, node = 0, 0
-        while begin + known < end:
-            child = find(nodes, node, int(tokens[begin + known]))
+        node, new = context, int(nodes.depth[context])
+        context = int(nodes.suffix[context])
+        place = new
+        while begin + place < end:
+            child = find(nodes, node, int(tokens[begin + place]))
             if child == 0:
                 break
+            _use(nodes, node, child)
+            if begin + place >= start and nodes.count[child] < _MOST_COUNTED:
+                nodes.count[child] += 1
             node = child
-            path[known] = node
-            known += 1
-        for place in range(known - 1, -1, -1):
-            touched = int(path[place])
-            _to_front(nodes, touched)
-            if nodes.count[touched] < _MOST_COUNTED:
-                nodes.count[touched] += begin + place >= start
-        for place in range(known, end - begin):
-            node = _add(nodes, node, int(tokens[begin + place]), capacity)
             path[place] = node
-        for place in range(1, length_before):
-            nodes.suffix[path_before[place]] = int(path[place - 1])
-        length_before = end - begin
+            place += 1
+        for later in range(place, end - begin):
+            node = _add(nodes, node, int(tokens[begin + later]), capacity)
+            path[later] = node
+        for earlier in range(max(1, new_before), length_before):
+            nodes.suffix[path_before[earlier]] = int(path[earlier - 1])
+        length_before, new_before = end - begin, new
         path, path_before = path_before, path
 
 
 @compiled
-def _bucket(nodes: Nodes, parent: int, token: int) -> int:
-    mixed = (parent * 0x9E3779B1 + token * 0x85EBCA6B) & _MASK
-    mixed = ((mixed ^ (mixed >> 15)) * 0x2C1B3C6D) & _MASK
-    mixed ^= mixed >> 13
+def _node_of(nodes: Nodes, tokens: Any, first: int, end: int) -> int:
+    """The node of the path tokens[first:end], or 0."""
+    node = 0
+    for place in range(first, end):
+        node = find(nodes, node, int(tokens[place]))
+        if node == 0:
+            break
+    return node
+
+
+@compiled
+def _hash(parent: int, token: int) -> int:
+    """31 bits of both, the lower ones of which tell as much as any."""
+    mixed = (parent * 0x9E3779B1 ^ token * 0x85EBCA6B) & _MASK
+    return (mixed ^ mixed >> 15) & _MOST_COUNTED
+
+
+@compiled
+def _bucket(nodes: Nodes, mixed: int) -> int:
     level = nodes.state[LEVEL]
     bucket = mixed & ((1 << level) - 1)
     if bucket < nodes.state[SPLIT]:
@@ -254,7 +256,8 @@ def _add(nodes: Nodes, parent: int, token: int, capacity: int) -> int:
     _link_sibling(nodes, node)
     # Next to its parent, on the older side: whoever is the oldest of all has no children.
     _link_older(nodes, parent, node)
-    bucket = _bucket(nodes, parent, token)
+    nodes.mixed[node] = _hash(parent, token)
+    bucket = _bucket(nodes, int(nodes.mixed[node]))
     nodes.chain[node] = nodes.heads[bucket]
     nodes.heads[bucket] = node
     return node
@@ -265,7 +268,7 @@ def _evict(nodes: Nodes, node: int) -> None:
     nodes.state[EVICTED] += 1
     _unlink_sibling(nodes, node)
     _unlink_use(nodes, node)
-    bucket = _bucket(nodes, int(nodes.parent[node]), int(nodes.token[node]))
+    bucket = _bucket(nodes, int(nodes.mixed[node]))
     if nodes.heads[bucket] == node:
         nodes.heads[bucket] = nodes.chain[node]
         return
@@ -279,28 +282,33 @@ def _evict(nodes: Nodes, node: int) -> None:
 def _split_a_bucket(nodes: Nodes) -> None:
     """One bucket more, which takes its share from the one that is next to be split."""
     level, split = int(nodes.state[LEVEL]), int(nodes.state[SPLIT])
-    node = int(nodes.heads[split])
-    nodes.heads[split] = 0
+    node, other = int(nodes.heads[split]), split + (1 << level)
     if split + 1 == 1 << level:
         nodes.state[LEVEL], nodes.state[SPLIT] = level + 1, 0
     else:
         nodes.state[SPLIT] = split + 1
+    of_split, of_other = 0, 0
     while node != 0:
         after = int(nodes.chain[node])
-        bucket = _bucket(nodes, int(nodes.parent[node]), int(nodes.token[node]))
-        nodes.chain[node] = nodes.heads[bucket]
-        nodes.heads[bucket] = node
+        if nodes.mixed[node] >> level & 1:
+            nodes.chain[node] = of_other
+            of_other = node
+        else:
+            nodes.chain[node] = of_split
+            of_split = node
         node = after
+    nodes.heads[split], nodes.heads[other] = of_split, of_other
 
 
 @compiled
-def _to_front(nodes: Nodes, node: int) -> None:
-    """The node was used: first among its siblings, newest of all. Children are told before their parents."""
+def _use(nodes: Nodes, parent: int, node: int) -> None:
+    """The node was used, and its parent before it: first among its siblings, and next to its parent by use."""
     if nodes.previous[node] != 0:
         _unlink_sibling(nodes, node)
         _link_sibling(nodes, node)
-    _unlink_use(nodes, node)
-    _link_older(nodes, ROOT, node)
+    if nodes.newer[node] != parent:
+        _unlink_use(nodes, node)
+        _link_older(nodes, parent, node)
 
 
 @compiled

@@ -188,8 +188,13 @@ class SourcedGrowth:
 
 
 def _shared_credit(start: SessionStart) -> tuple[SessionStart, SessionStart]:
-    """The session as n-grams and as the model open it: together they hold as many nodes as it may have."""
-    live = start.limits.max_live_nodes
-    guessed = max(1, int(live * _NGRAM_SHARE))
-    ngram = replace(start, limits=replace(start.limits, max_live_nodes=guessed))
-    return ngram, replace(start, limits=replace(start.limits, max_live_nodes=max(1, live - guessed)))
+    """The session as n-grams and as the model open it."""
+    of_ngram, of_model = shared_limits(start.limits.max_live_nodes)
+    ngram = replace(start, limits=replace(start.limits, max_live_nodes=of_ngram))
+    return ngram, replace(start, limits=replace(start.limits, max_live_nodes=of_model))
+
+
+def shared_limits(max_live_nodes: int) -> tuple[int, int]:
+    """Most nodes of n-grams and of the model: together as many as the session may have."""
+    guessed = max(1, int(max_live_nodes * _NGRAM_SHARE))
+    return guessed, max(1, max_live_nodes - guessed)

@@ -178,7 +178,8 @@ class VirtualDraft:
             return
         self.step_latency.observe(self._step_ns)
         parts = grown.values()
-        node_ids, parents, tokens, acceptance = zip(*(row for part in parts for row in part.rows), strict=True)
+        rows = [row for part in parts for row in part.rows]
+        node_ids, parents, tokens, acceptance = zip(*rows, strict=True) if rows else ((),) * 4
         self._on_growth(
             GrowthBatch(
                 session_ids=list(grown),
@@ -186,9 +187,9 @@ class VirtualDraft:
                 as_of=[part.as_of for part in parts],
                 node_counts=[len(part.rows) for part in parts],
                 complete=[part.complete for part in parts],
-                node_ids=np.array(node_ids),
-                parents=np.array(parents),
-                tokens=np.array(tokens),
-                acceptance=np.array(acceptance),
+                node_ids=np.array(node_ids, dtype=np.int64),
+                parents=np.array(parents, dtype=np.int64),
+                tokens=np.array(tokens, dtype=np.int64),
+                acceptance=np.array(acceptance, dtype=np.float64),
             )
         )

@@ -100,6 +100,22 @@ def test_what_was_not_used_for_longest_makes_room(capacity: int, vocab: int):
     assert guess(trie, [text[:2]], NgramConfig())[0].tokens == text[2:]
 
 
+@pytest.mark.parametrize(("capacity", "vocab"), [(5000, 3), (5000, 40), (300, 8), (20, 3)])
+def test_texts_that_grow_in_turn_keep_the_trie_in_order(capacity: int, vocab: int):
+    depth, drawn = 6, random.Random(3)
+    texts = random_texts(5, vocab=vocab, texts=5, length=60)
+    trie, starts = NgramTrie(capacity=capacity, max_trie_depth=depth), [0] * len(texts)
+    while any(start < len(text) for start, text in zip(starts, texts, strict=True)):
+        place = drawn.randrange(len(texts))
+        start, end = starts[place], min(starts[place] + drawn.randrange(1, 6), len(texts[place]))
+        first = max(0, start - depth + 1)
+        trie.insert(texts[place][first:end], start=start - first)
+        starts[place] = end
+        check(trie)
+    if not trie.evicted:
+        assert counts_of(trie) == runs_of(texts, depth)
+
+
 def test_counts_stay_at_the_most_that_they_can_be():
     trie = NgramTrie(capacity=100, max_trie_depth=4)
     trie.insert([1, 2])
