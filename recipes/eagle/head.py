@@ -15,6 +15,9 @@ from llama import GatedMLP, Llama, LlamaShape, RMSNorm, project, rotary_tables, 
 from torch import Tensor, nn
 from torch.nn import functional
 
+# Entries of a row that matrix units read at once: 16 bytes.
+_ALIGNED = 8
+
 
 class HeadAttention(nn.Module):
     """Grouped-query attention whose input is twice as wide as its output."""
@@ -94,22 +97,22 @@ class Eagle3(nn.Module):
         """
         layer, dtype = self.midlayer, features.dtype
         length = features.shape[1]
-        cos, sin = (table.to(dtype) for table in rotary_tables(self.shape, length, features.device))
+        tables = [table.to(dtype) for table in rotary_tables(self.shape, length + steps, features.device)]
         entering = project(features, self.fc)
-        hidden = entering
         keys, values, normed = [], [], []
         for step in range(steps):
-            if step:
-                entering = hidden[:, :-1]
-            rows = length - step
-            wide = torch.cat((layer.input_layernorm(embedded[:, step:]), layer.hidden_norm(entering)), dim=-1)
-            query, key, value = layer.self_attn.heads(wide, cos[step:], sin[step:])
+            # Rows past the end of the text go on with anything: nobody else sees them, and matrices keep one shape.
+            cos, sin = (table[step : step + length] for table in tables)
+            embedding = layer.input_layernorm(embedded.roll(-step, 1))
+            wide = torch.cat((embedding, layer.hidden_norm(entering)), dim=-1)
+            query, key, value = layer.self_attn.heads(wide, cos, sin)
             keys.append(key)
             values.append(value)
-            mixed = _attend(query, [k[:, :, :rows] for k in keys], [v[:, :, :rows] for v in values])
+            mixed = _attend(query, keys, values)
             hidden = entering + project(mixed.transpose(1, 2).flatten(2), layer.self_attn.o_proj)
             hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-            normed.append(self.norm(hidden[:, steps - 1 - step :]))
+            normed.append(self.norm(hidden[:, steps - 1 - step : length - step]))
+            entering = hidden
         return normed
 
 
@@ -117,15 +120,17 @@ def _attend(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
     """Causal attention to the first keys, and to the row's own of the others; all [N, H, T, D]."""
     if len(keys) == 1:
         return functional.scaled_dot_product_attention(query, keys[0], values[0], is_causal=True)
-    rows, query = query.shape[2], query * query.shape[3] ** -0.5
-    hidden = torch.full((rows, rows), float("-inf"), dtype=query.dtype, device=query.device).triu(1)
-    # These matrices are most of what a step moves: masked as they are made, and never widened.
+    length, query = query.shape[2], query * query.shape[3] ** -0.5
+    hidden = torch.full((length, length), float("-inf"), dtype=query.dtype, device=query.device).triu(1)
+    # These matrices are most of what a step moves: masked as they are made, never widened, and with rows of a length
+    # that matrix units like.
     causal = torch.baddbmm(hidden, query.flatten(0, 1), keys[0].flatten(0, 1).mT).unflatten(0, query.shape[:2])
     scores = [causal, *((query * key).sum(-1, keepdim=True) for key in keys[1:])]
-    weights = torch.cat(scores, dim=-1).softmax(-1)
-    mixed = weights[..., :rows] @ values[0]
+    padding = causal.new_full((), float("-inf")).expand(*causal.shape[:3], -(len(keys) - 1) % _ALIGNED)
+    weights = torch.cat([*scores, padding], dim=-1).softmax(-1)
+    mixed = weights[..., :length] @ values[0]
     for place, value in enumerate(values[1:]):
-        mixed = mixed + weights[..., rows + place, None] * value
+        mixed = mixed + weights[..., length + place, None] * value
     return mixed
 
 

@@ -1,12 +1,15 @@
 """The training loop: drafting steps unrolled on the head's own rows, held against the target's distribution.
 
+Of every row two things are asked: that the head's distribution is the target's (KL divergence), and that the two
+overlap at the temperature at which the row's text was chosen (total variation), which is what acceptance pays there.
+
 Shapes: N windows of T tokens, R rows, C hidden channels, V vocabulary.
 """
 
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from head import Eagle3, target_rows
@@ -19,32 +22,46 @@ from training import compute_dtype, token_windows
 
 logger = logging.getLogger(__name__)
 
+# What stands for temperature 0: soft enough that a wrong choice still says how to become right.
+_GREEDY = 0.25
 
-def run_loop(head: Eagle3, target: Llama, stream: Tensor, recipe: Recipe, save: Callable[[], None]) -> int:
-    """Steps until the time is over; how many."""
+Judge = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+def run_loop(
+    head: Eagle3, target: Llama, stream: Tensor, temperatures: Tensor, *, recipe: Recipe, save: Callable[[], None]
+) -> int:
+    """Steps until the time is over; how many.
+
+    Args:
+        head: changed.
+        target: fixed.
+        stream: [tokens] of the text.
+        temperatures: [tokens] hundredths, at which each was chosen.
+        recipe: what to do.
+        save: called now and then.
+    """
     config = recipe.windows
     optimisers = build_optimisers(head, matrix_lr=config.matrix_lr, other_lr=config.other_lr, decay=config.weight_decay)
-    divergence = torch.compile(_divergence, dynamic=True) if config.compile else _divergence
-    shares = [recipe.step_share**step for step in range(recipe.unroll)]
+    judge = torch.compile(judge_rows, dynamic=False) if config.compile else judge_rows
     begin = saved = shown = time.perf_counter()
-    for step, (tokens, _) in enumerate(token_windows(stream, config)):
+    # The same windows of both, since the seed decides which.
+    windows = zip(token_windows(stream, config), token_windows(temperatures, config), strict=True)
+    for step, ((tokens, _), (_, chosen_at)) in enumerate(windows):
         now = time.perf_counter() - begin
         set_learning_rate(optimisers, min(int(10_000 * now / recipe.seconds), 9_999), 10_000, config.decay_share)
         drawn = sorted(int(place) for place in torch.randperm(recipe.unroll)[: recipe.judged])
-        losses = _losses(head, target, tokens, unroll=recipe.unroll, drawn=drawn, divergence=divergence)
-        total = sum(shares[place] * (kl + variation) for place, (kl, variation) in zip(drawn, losses, strict=True))
-        assert isinstance(total, Tensor)
-        total.backward()
+        losses = _learn(head, target, tokens, chosen_at, drawn=drawn, recipe=recipe, judge=judge)
         for optimiser in optimisers:
             optimiser.step()
             optimiser.zero_grad(set_to_none=True)
         if time.perf_counter() - shown > recipe.seconds / 30 or step == 0:
             shown = time.perf_counter()
-            pairs = zip(drawn, losses, strict=True)
-            values = " ".join(f"{place}: {kl.item():.3f}/{variation.item():.3f}" for place, (kl, variation) in pairs)
-            if not math.isfinite(total.item()):
-                raise FloatingPointError(f"loss {total.item()} at step {step}")
-            logger.info("%.0f s, step %d: kl/variation of each drafting step %s", now, step + 1, values)
+            values = {place: [value.item() for value in pair] for place, pair in losses.items()}
+            if not all(math.isfinite(value) for pair in values.values() for value in pair):
+                raise FloatingPointError(f"losses {values} at step {step}")
+            told = " ".join(f"{place}: {kl:.3f}/{variation:.3f}" for place, (kl, variation) in values.items())
+            logger.info("%.0f s, step %d: kl/variation of each drafting step %s", now, step + 1, told)
         if time.perf_counter() - saved > 45:
             saved = time.perf_counter()
             save()
@@ -53,34 +70,61 @@ def run_loop(head: Eagle3, target: Llama, stream: Tensor, recipe: Recipe, save: 
     raise AssertionError("the windows never end")
 
 
-def _losses(
-    head: Eagle3,
-    target: Llama,
-    tokens: Tensor,
-    *,
-    unroll: int,
-    drawn: Sequence[int],
-    divergence: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
-) -> list[tuple[Tensor, Tensor]]:
-    """KL and total variation of the drawn ones of `unroll` drafting steps, on windows [N, T]."""
-    dtype = compute_dtype(tokens.device)
+def _learn(
+    head: Eagle3, target: Llama, tokens: Tensor, chosen_at: Tensor, *, drawn: list[int], recipe: Recipe, judge: Judge
+) -> dict[int, tuple[Tensor, Tensor]]:
+    """Adds to the gradients; mean KL and total variation of the drawn drafting steps, on windows [N, T].
+
+    `chosen_at` [N, T] are the hundredths of the temperatures at which the tokens after each were chosen.
+    """
+    dtype, unroll = compute_dtype(tokens.device), recipe.unroll
     features, logits = target_rows(target, tokens, head.taps, dtype)
+    logits, temperature = logits[:, unroll:].flatten(0, 1), row_temperatures(chosen_at[:, unroll:])
     embedding = target.model.embed_tokens.weight
     embedded = functional.embedding(tokens[:, 1:], embedding).to(dtype)
     normed = head.unroll(features[:, :-1], embedded, unroll)
     output = embedding.to(dtype)
-    log_p = logits[:, unroll:].flatten(0, 1).float().log_softmax(-1)
+    total, losses = torch.zeros((), device=tokens.device), {}
+    for place in drawn:
+        rows = normed[place].flatten(0, 1)
+        with torch.no_grad():
+            kl, variation, gradient = judge(functional.linear(rows, output), logits, temperature)
+            towards = gradient @ output * (recipe.step_share**place / len(rows))
+        # A product whose gradient is the one that has just been made: the vocabulary's rows are not kept.
+        total = total + (rows * towards).float().sum()
+        losses[place] = kl.mean(), variation.mean()
+    total.backward()
+    return losses
+
+
+def row_temperatures(hundredths: Tensor) -> Tensor:
+    """[R, 1] float32 of [N, T] hundredths, what stands for 0 in its place."""
+    temperature = hundredths.flatten()[:, None].float() / 100
+    return torch.where(temperature == 0, _GREEDY, temperature)
+
+
+def judge_rows(drafted: Tensor, wanted: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """How far rows of logits are from the target's, and which way is better.
+
+    Args:
+        drafted: [R, V] of the head.
+        wanted: [R, V] of the target.
+        temperature: [R, 1], above 0.
+
+    Returns:
+        [R] KL divergence of the distributions in nats, [R] their total variation at the temperatures, and the gradient
+        of the sum of both by `drafted`, [R, V] in its dtype.
+    """
+    z, t = drafted.float(), wanted.float()
+    log_q, log_p = z.log_softmax(-1), t.log_softmax(-1)
     p = log_p.exp()
-    entropy = -(p * log_p).sum(-1).mean()
-    p = p.to(dtype)
-    losses = [divergence(rows.flatten(0, 1), output, p) for rows in (normed[place] for place in drawn)]
-    return [(cross_entropy - entropy, variation) for cross_entropy, variation in losses]
-
-
-def _divergence(rows: Tensor, output: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean cross entropy of q under p in nats, and mean total variation; rows [R, C], output [V, C], p [R, V]."""
-    log_q = functional.linear(rows, output).float().log_softmax(-1)
-    return -(p * log_q).sum(-1).mean(), 0.5 * (p - log_q.exp()).abs().sum(-1).mean()
+    divergence = (p * (log_p - log_q)).sum(-1)
+    q_there, p_there = (z / temperature).softmax(-1), (t / temperature).softmax(-1)
+    sign = 0.5 * torch.sign(q_there - p_there)
+    variation = (sign * (q_there - p_there)).sum(-1)
+    centred = sign - (q_there * sign).sum(-1, keepdim=True)
+    gradient = log_q.exp() - p + q_there * centred / temperature
+    return divergence, variation, gradient.to(drafted.dtype)
 
 
 @torch.no_grad()

@@ -28,14 +28,15 @@ class SamplingConfig:
 
     rounds: int
     sequences: int
-    tokens: int = 512
-    prompt_tokens: int = 96
-    temperatures: tuple[float, ...] = (1.0, 1.0, 1.0, 0.5, 0.0)
+    tokens: int = 256
+    prompt_tokens: int = 112
+    temperatures: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 0.5, 0.0, 0.0, 0.0, 0.0)
     seed: int = 5
 
 
-def write_texts(target: Llama, stream: Tensor, config: SamplingConfig, dtype: torch.dtype) -> Tensor:
-    """One stream [rounds * sequences * tokens] int32 of texts, each opened by the end-of-text token."""
+def write_texts(target: Llama, stream: Tensor, config: SamplingConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Two streams [rounds * sequences * tokens] int32: texts, each opened by the end-of-text token, and the hundredths
+    of the temperatures at which they were chosen."""
     generator = torch.Generator(stream.device).manual_seed(config.seed)
     texts = []
     for number in range(config.rounds):
@@ -45,7 +46,14 @@ def write_texts(target: Llama, stream: Tensor, config: SamplingConfig, dtype: to
         prompts[:, 0] = END_OF_TEXT_ID
         texts.append(_continue(target, prompts, config, generator, dtype).int().flatten())
         logger.info("round %d of %d written", number + 1, config.rounds)
-    return torch.cat(texts)
+    hundredths = (100 * _temperatures(config, stream.device)).round().int()
+    return torch.cat(texts), hundredths.repeat_interleave(config.tokens).repeat(config.rounds)
+
+
+def _temperatures(config: SamplingConfig, device: torch.device) -> Tensor:
+    """[sequences] float32."""
+    each = torch.tensor(config.temperatures, device=device)
+    return each[torch.arange(config.sequences, device=device) % len(each)]
 
 
 @torch.no_grad()
@@ -56,8 +64,7 @@ def _continue(
     count, device, shape = len(prompts), prompts.device, target.shape
     tokens = torch.empty((count, config.tokens), dtype=torch.int64, device=device)
     tokens[:, : prompts.shape[1]] = prompts
-    temperatures = torch.tensor(config.temperatures, device=device)
-    temperature = temperatures[torch.arange(count, device=device) % len(temperatures)][:, None]
+    temperature = _temperatures(config, device)[:, None]
     cos, sin = (table.to(dtype) for table in rotary_tables(shape, config.tokens, device))
     size = (shape.num_hidden_layers, count, shape.num_key_value_heads, config.tokens, shape.head_dim)
     keys, values = (torch.empty(size, dtype=dtype, device=device) for _ in range(2))

@@ -44,8 +44,9 @@ FULL = Recipe(
         hidden_size=384, intermediate_size=1536, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=1
     ),
     taps=(1, 3, 5),
-    written=SamplingConfig(rounds=6, sequences=8192),
-    windows=TrainingConfig(steps=1, batch_sequences=32, sequence_tokens=1024, matrix_lr=0.02, other_lr=0.004, seed=4),
+    written=SamplingConfig(rounds=20, sequences=8192),
+    # One token more than rows.
+    windows=TrainingConfig(steps=1, batch_sequences=32, sequence_tokens=1025, matrix_lr=0.02, other_lr=0.004, seed=4),
 )
 TINY = replace(
     FULL,

@@ -55,14 +55,16 @@ def train(recipe: Recipe, work: Path, device: torch.device) -> None:
     target = load_target(MODELS / "target", device)
     kept = recipe.measured * recipe.windows.sequence_tokens + 1
     held_out, source = source[-kept:], source[:-kept]
-    written = write_texts(target, source, recipe.written, compute_dtype(device))
+    written, chosen_at = write_texts(target, source, recipe.written, compute_dtype(device))
     torch.manual_seed(recipe.windows.seed)
     head = Eagle3(recipe.shape, recipe.taps).to(device)
     head.start_from(target)
     if recipe.begin_with:
         load_head(head, Path(recipe.begin_with))
     logger.info("%.3f M parameters", sum(p.numel() for p in head.parameters()) / 1e6)
-    steps = run_loop(head, target, torch.cat((source, written)), recipe, lambda: save_head(head, work / "head"))
+    # Nobody chose the source's tokens: what is asked there is what temperature 1 asks.
+    stream, temperatures = torch.cat((source, written)), torch.cat((torch.full_like(source, 100), chosen_at))
+    steps = run_loop(head, target, stream, temperatures, recipe=recipe, save=lambda: save_head(head, work / "head"))
     report = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "torch": torch.__version__,
@@ -96,6 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--window", type=int, help="tokens of a window")
     parser.add_argument("--unroll", type=int, help="drafting steps that are trained")
     parser.add_argument("--judged", type=int, help="how many of them are held against the target in each step")
+    parser.add_argument("--feed-forward", type=int, help="units of the head's layer, at least those of --begin-with")
     parser.add_argument("--taps", type=int, nargs=3, help="after how many layers features are taken")
     parser.add_argument("--seed", type=int, help="of windows and of what the target writes")
     parser.add_argument("--decay-share", type=float, help="of the time, in which learning rates fall to zero")
@@ -130,6 +133,7 @@ def _recipe(options: argparse.Namespace) -> Recipe:
         windows["compile"] = False
     written = {"sequences": options.sequences, "rounds": options.rounds, "seed": options.seed}
     changes = {
+        "shape": replace(recipe.shape, intermediate_size=options.feed_forward or recipe.shape.intermediate_size),
         "seconds": options.seconds,
         "unroll": options.unroll,
         "judged": options.judged,

@@ -120,6 +120,28 @@ def test_the_whole_recipe_in_little(recipe: Any, tmp_path: Path) -> None:
     assert head.taps == (1, 3, 5)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 0.25])
+def test_the_gradient_of_the_loss_is_autograd_s(recipe: Any, temperature: float) -> None:
+    loop = importlib.import_module("loop")
+    torch.manual_seed(4)
+    drafted, wanted = (torch.randn(5, VOCAB, dtype=torch.float64) * 2 for _ in range(2))
+    drafted.requires_grad_(True)
+    log_q, log_p = drafted.log_softmax(-1), wanted.log_softmax(-1)
+    kl = (log_p.exp() * (log_p - log_q)).sum(-1)
+    q, p = ((each / temperature).softmax(-1) for each in (drafted, wanted))
+    variation = 0.5 * (q - p).abs().sum(-1)
+    (expected,) = torch.autograd.grad((kl + variation).sum(), drafted)
+    with torch.no_grad():
+        found = loop.judge_rows(drafted, wanted, torch.full((5, 1), temperature))
+    for each, value in zip(found, (kl, variation, expected), strict=True):
+        torch.testing.assert_close(each.double(), value.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_rows_are_asked_at_the_temperature_of_their_text(recipe: Any) -> None:
+    loop = importlib.import_module("loop")
+    assert loop.row_temperatures(torch.tensor([[100, 50], [0, 100]])).tolist() == [[1.0], [0.5], [0.25], [1.0]]
+
+
 def test_what_the_target_writes_is_its_own_choice(recipe: Any) -> None:
     """At temperature 0 every token behind the prompt is the argmax of a forward over all before it."""
     target = recipe.load_target(embedded_target_path(), torch.device("cpu"))
@@ -127,7 +149,9 @@ def test_what_the_target_writes_is_its_own_choice(recipe: Any) -> None:
         rounds=1, sequences=2, tokens=14, prompt_tokens=8, temperatures=(0.0,)
     )
     stream = torch.randint(1, 8192, (100,), generator=torch.Generator().manual_seed(0))
-    texts = recipe.write_texts(target, stream, config, torch.float32).view(2, 14).long()
+    texts, chosen_at = recipe.write_texts(target, stream, config, torch.float32)
+    assert chosen_at.tolist() == 28 * [0]
+    texts = texts.view(2, 14).long()
     with torch.no_grad():
         assert torch.equal(target(texts)[:, 7:-1].argmax(-1), texts[:, 8:])
 
