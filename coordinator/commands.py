@@ -301,6 +301,7 @@ def server_status(endpoint: str, *, json_output: bool, calibration: bool, **opti
 def status_dict(info: generation_pb2.ServerInfo) -> dict[str, Any]:
     """What `status --json` prints."""
     return {
+        "address": info.address,
         "version": info.version,
         "uptime_s": info.uptime_s,
         "running_sessions": info.running_sessions,
@@ -364,6 +365,7 @@ def _server_table(endpoint: str, info: generation_pb2.ServerInfo) -> Table:
     table = Table(title=f"Outrider {info.version} at {endpoint}", title_justify="left", show_header=False)
     speculation = info.speculation
     rows = {
+        "coordinator": info.address,
         "up for": f"{info.uptime_s:.0f} s",
         "sessions": f"{info.running_sessions} running, {info.waiting_requests} waiting",
         "requests": f"{info.requests_total}",

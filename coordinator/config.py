@@ -2,9 +2,11 @@
 
 import importlib.util
 import math
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from outrider.addresses import check_address
 from outrider.metrics.options import check_metrics_options
 from outrider.models import embedded_target_path
 from outrider.security.binding import check_bind
@@ -55,6 +57,12 @@ class CoordinatorConfig:
         token_file: hashes of the tokens that clients must have (`outrider token new` adds one); default: none needed.
         worker_port: port on which workers register; default `port`, or with TLS the next one (port 0: a free one), as
             workers there prove who they are, which clients need not.
+        peers: the other coordinators of the service, where each takes workers in: host:port, a file of them
+            (file:PATH) or a name that has several addresses (dns:NAME:PORT); may be given several times, and may name
+            this one, too. Requests are then aborted and taken over by way of any of them (docs/coordinators.md).
+        shared_port: a further port for clients, on which several coordinators of one machine listen together: the
+            kernel spreads connections over them (Linux).
+        shared_http_port: likewise, of the HTTP door; with http_port.
         vllm_grpc: serve vLLM's gRPC engine service beside the own one, for routers that drive vLLM so
             (docs/vllm-grpc.md); needs the extra vllm-grpc.
         insecure: listen beyond loopback without protection: whoever reaches the port may use it.
@@ -105,6 +113,9 @@ class CoordinatorConfig:
     tls_key: Path | None = None
     token_file: Path | None = None
     worker_port: int | None = None
+    peers: tuple[str, ...] = ()
+    shared_port: int | None = None
+    shared_http_port: int | None = None
     vllm_grpc: bool = False
     insecure: bool = False
     metrics_port: int | None = None
@@ -154,6 +165,7 @@ class CoordinatorConfig:
         check_metrics_options(self.metrics_port, self.metrics_host, insecure=self.insecure, tls=self.tls)
         if self.http_port is not None and not 0 <= self.http_port <= 65535:
             raise ValueError(f"http_port: {self.http_port} given, 0 to 65535 needed")
+        self._check_shared()
         if self.http_host is None:
             return
         if self.http_port is None:
@@ -162,6 +174,21 @@ class CoordinatorConfig:
             check_bind(self.http_host, insecure=self.insecure, tls_ca=self.tls, token_file=self.token_file)
         except ValueError as error:
             raise ValueError(f"http_{error}") from error
+
+    def _check_shared(self) -> None:
+        for entry in self.peers:
+            try:
+                check_address(entry)
+            except ValueError as error:
+                raise ValueError(f"peers: {error}") from error
+        for name in ("shared_port", "shared_http_port"):
+            port = getattr(self, name)
+            if port is not None and not 1 <= port <= 65535:
+                raise ValueError(f"{name}: {port} given, 1 to 65535 needed")
+            if port is not None and not hasattr(socket, "SO_REUSEPORT"):
+                raise ValueError(f"{name}: {port} given, and this system has no ports that processes share")
+        if self.shared_http_port is not None and self.http_port is None:
+            raise ValueError(f"shared_http_port: {self.shared_http_port} given, with http_port needed")
 
     @property
     def address(self) -> str:
@@ -175,6 +202,11 @@ class CoordinatorConfig:
         if port is None and self.tls is not None:
             port = self.port + 1 if self.port else 0
         return None if port is None else f"{self.host}:{port}"
+
+    @property
+    def shared_address(self) -> str | None:
+        """host:port that several coordinators share."""
+        return None if self.shared_port is None else f"{self.host}:{self.shared_port}"
 
     @property
     def tls(self) -> TlsConfig | None:

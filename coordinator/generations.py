@@ -13,7 +13,7 @@ import functools
 import logging
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -21,6 +21,7 @@ from typing import Protocol
 from outrider import tracing
 from outrider.coordinator.access import Caller
 from outrider.coordinator.messages import GenerationEvent, GenerationRequest, GenerationResult, TokenDelta
+from outrider.coordinator.peers import Peers
 from outrider.coordinator.request_trace import RequestTrace
 from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.tokenizer import TextTokenizer
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 LARGE_REQUEST_BYTES = 16 << 10
 # Different ones, each of which may take a quarter of a second to compile.
 _MOST_STRUCTURED_WAITING = 32
+_TAKEN_OVER = "another stream took it over"
 
 
 class RunningGeneration(Protocol):
@@ -91,6 +93,7 @@ class Generations:
         model: that is served; read at every request, so that it may be completed when a target registers.
         tokenizer: None where the model has none.
         limits: bounds and defaults of requests.
+        peers: the other coordinators, where a request may run that is asked for here; None: there are none.
 
     Attributes:
         model: as given, like the next two.
@@ -105,8 +108,9 @@ class Generations:
         model: common_pb2.ModelInfo,
         tokenizer: TextTokenizer | None,
         limits: RequestLimits,
+        peers: Peers | None = None,
     ) -> None:
-        self._scheduler = scheduler
+        self._scheduler, self._peers = scheduler, peers or Peers(incarnation=0)
         self._validator = RequestValidator(model, tokenizer, limits)
         self.model, self.tokenizer, self.limits = model, tokenizer, limits
         self._structured_checks = ThreadPoolExecutor(1, thread_name_prefix="structured")
@@ -157,15 +161,18 @@ class Generations:
             self._scheduler.check_room()
             with caller.admitted(request_id, choices=request.sampling_params.n or 1):
                 key = (caller.name, request_id)
-                checked, text_streams = await self._check(request, key)
+                seed_elsewhere = await self._seed_elsewhere(request, key)
+                checked, text_streams = await self._check(request, key, seed_elsewhere)
                 checked = replace(checked, caller=caller.name, spans=spans)
                 generation = self._scheduler.submit(checked, text_streams)
                 has_begun = True
                 logger.debug("request %s begins", request_id, extra=about(request_id=request_id))
                 # Only now: a request that cannot be taken over is better off with its old stream.
-                self.end(key, "another stream took it over")
+                self.end(key, _TAKEN_OVER)
                 live = self.live[key] = LiveGeneration(generation, checked.sampling.seed)
                 try:
+                    if seed_elsewhere is not None:
+                        await self._peers.end(caller.name, [request_id], _TAKEN_OVER)
                     yield checked
                     begun: set[int] = set()
                     async for event in generation:
@@ -195,11 +202,17 @@ class Generations:
             logger.info("request %s %s with %s: %s", told_id, said, type(error).__name__, error, extra=ids)
             raise
 
+    async def _seed_elsewhere(self, request: generation_pb2.GenerateRequest, key: tuple[str, str]) -> int | None:
+        """Of a request that is to be taken over from another coordinator; one that names no id is new."""
+        if 0 < len(request.request_id) <= MAX_REQUEST_ID_CHARS and key not in self.live:
+            return await self._peers.find(key)
+        return None
+
     async def _check(
-        self, request: generation_pb2.GenerateRequest, key: tuple[str, str]
+        self, request: generation_pb2.GenerateRequest, key: tuple[str, str], seed_elsewhere: int | None
     ) -> tuple[GenerationRequest, list[TextStream]]:
-        request_id, live = key[1], self.live.get(key)
-        seed = live.seed if live is not None else None
+        request_id = key[1]
+        seed = self.seed_of(key) if seed_elsewhere is None else seed_elsewhere
         if request.sampling_params.HasField("structured_outputs"):
             return await self._check_structured(request, request_id, seed)
         if request.ByteSize() < LARGE_REQUEST_BYTES:
@@ -222,8 +235,22 @@ class Generations:
             if not waiting[asked]:
                 del waiting[asked]
 
+    def seed_of(self, key: tuple[str, str]) -> int | None:
+        """Of a live request, by caller and id; None where there is none."""
+        live = self.live.get(key)
+        return None if live is None else live.seed
+
+    async def abort(self, caller: Caller, request_ids: Iterable[str]) -> list[str]:
+        """Ends a caller's live requests, at whichever coordinator they run; returns the ids of those that were live."""
+        asked, reason = list(dict.fromkeys(request_ids)), "it was aborted"
+        ended = {request_id for request_id in asked if self.end((caller.name, request_id), reason)}
+        others = [request_id for request_id in asked if request_id not in ended]
+        if others:
+            ended |= await self._peers.end(caller.name, others, reason)
+        return [request_id for request_id in asked if request_id in ended]
+
     def end(self, key: tuple[str, str], reason: str) -> bool:
-        """Ends a live request, by caller and id; False where there is none."""
+        """Ends a live request here, by caller and id; False where there is none."""
         live = self.live.pop(key, None)
         if live is not None:
             live.generation.abort(Superseded(f"request {key[1]} ended: {reason}"))

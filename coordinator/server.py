@@ -11,6 +11,7 @@ import grpc.aio
 from starlette.routing import BaseRoute
 
 from outrider import __version__
+from outrider.addresses import Resolve, resolver
 from outrider.coordinator import collector
 from outrider.coordinator.access import Access, TokenInterceptor
 from outrider.coordinator.config import CoordinatorConfig
@@ -22,6 +23,7 @@ from outrider.coordinator.live.routes import live_routes
 from outrider.coordinator.metrics import CoordinatorMetrics
 from outrider.coordinator.metrics_routes import metrics_routes
 from outrider.coordinator.packing import source_stats
+from outrider.coordinator.peers import Peers, PeerServicer
 from outrider.coordinator.registry import RegistryServicer
 from outrider.coordinator.scheduler import Scheduler
 from outrider.coordinator.service import GenerationServicer
@@ -40,12 +42,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SERVICES = ("outrider.v1.GenerationService", "outrider.v1.RegistryService")
+SERVICES = ("outrider.v1.GenerationService", "outrider.v1.RegistryService", "outrider.v1.PeerService")
 VLLM_SERVICE = "vllm.grpc.engine.VllmEngine"
 
 
 class CoordinatorServer:
     """All parts of one coordinator, joined.
+
+    Args:
+        config: of the coordinator.
+        peers: gives where the service's coordinators take workers in; default as `config` has it.
 
     Raises:
         CheckpointError: the model folder lacks what a coordinator needs.
@@ -54,7 +60,7 @@ class CoordinatorServer:
         TokenFileError: the token file cannot be used.
     """
 
-    def __init__(self, config: CoordinatorConfig) -> None:
+    def __init__(self, config: CoordinatorConfig, *, peers: Resolve | None = None) -> None:
         self._config = config
         self._is_stopping = False
         self._started_ns = time.monotonic_ns()
@@ -62,6 +68,9 @@ class CoordinatorServer:
         model = read_model_info(config.model_folder, max_model_len=config.max_model_len)
         self.scheduler = Scheduler(config)
         self.registry = RegistryServicer(self.scheduler, config=config, model=model, incarnation=self._incarnation)
+        if peers is None and config.peers:
+            peers = resolver(config.peers)
+        self._peers = Peers(incarnation=self._incarnation, resolve=peers, tls=config.tls)
         access, tokenizer = Access(config.token_file), TextTokenizer.load(config.tokenizer_folder)
         generation = GenerationServicer(
             self.scheduler,
@@ -75,7 +84,9 @@ class CoordinatorServer:
             ),
             server_info=self.info,
             access=access,
+            peers=self._peers,
         )
+        peer_service = PeerServicer(generation.generations, incarnation=self._incarnation)
 
         generation.generations.on_refusal = self.scheduler.totals.serving.note_refusal
         self.metrics = CoordinatorMetrics(
@@ -90,6 +101,7 @@ class CoordinatorServer:
         def add_services(server: grpc.aio.Server) -> None:
             generation.add_to(server)
             add_service(self.registry, registry_pb2.DESCRIPTOR.services_by_name["RegistryService"], server)
+            peer_service.add_to(server)
             if config.vllm_grpc:
                 self._vllm_door(generation).add_to(server)
 
@@ -101,6 +113,7 @@ class CoordinatorServer:
             add_services=add_services,
             address=config.worker_address or config.address,
             public_address=None if config.worker_address is None else config.address,
+            shared_address=config.shared_address,
             tls=config.tls,
             max_request_bytes=max_request_bytes(model, tokenizer),
             interceptors=[] if config.token_file is None else [TokenInterceptor(access)],
@@ -147,7 +160,7 @@ class CoordinatorServer:
         )
         host = config.http_host or config.host
         warn_of_bind(host, tls_ca=config.tls, token_file=config.token_file)
-        return HttpServer(app, host=host, port=port, tls=config.tls)
+        return HttpServer(app, host=host, port=port, shared_port=config.shared_http_port, tls=config.tls)
 
     def _http_routes(self, service: GenerationServicer) -> tuple[list[BaseRoute], set[str]]:
         """What others serve by the HTTP door, and which of these paths need no token."""
@@ -166,6 +179,7 @@ class CoordinatorServer:
         speculating, undrafted = self.scheduler.speculating_sessions()
         return generation_pb2.ServerInfo(
             incarnation=self._incarnation,
+            address=self.address,
             version=__version__,
             uptime_s=(time.monotonic_ns() - self._started_ns) / 1e9,
             running_sessions=self.scheduler.running_sessions,
@@ -197,6 +211,7 @@ class CoordinatorServer:
             tls=config.tls,
         )
         await self._server.start()
+        self._peers.start()
         if self._http is not None:
             await self._http.start()
             if config.live_page:
@@ -205,7 +220,10 @@ class CoordinatorServer:
     async def stop(self) -> None:
         """Health NOT_SERVING, running requests get `drain_s`, then everything ends."""
         self._is_stopping = True
+        if self._http is not None and self._config.shared_http_port is not None:
+            self._http.close_listeners()
         await self._server.stop(drain=self._drain)
+        await self._peers.close()
         if self.metrics_endpoint is not None:
             await self.metrics_endpoint.close()
         if self._http is not None:
@@ -220,15 +238,20 @@ class CoordinatorServer:
 
 
 async def serve(
-    config: CoordinatorConfig, *, ready: Callable[[str], None] | None = None, stop: asyncio.Event | None = None
+    config: CoordinatorConfig,
+    *,
+    ready: Callable[[str], None] | None = None,
+    stop: asyncio.Event | None = None,
+    peers: Resolve | None = None,
 ) -> None:
     """Runs a coordinator until `stop` is set.
 
     Args:
         ready: called with host:port once it serves.
         stop: default never.
+        peers: see `CoordinatorServer`.
     """
-    server = CoordinatorServer(config)
+    server = CoordinatorServer(config, peers=peers)
     await server.start()
     collector.begin_serving()
     if ready is not None:

@@ -14,6 +14,7 @@ from outrider.coordinator.generations import Generations, Submitter
 from outrider.coordinator.live.recording import recording
 from outrider.coordinator.messages import GenerationRequest
 from outrider.coordinator.packing import response, started, tree_lines
+from outrider.coordinator.peers import Peers
 from outrider.coordinator.tokenizer import TextTokenizer
 from outrider.coordinator.validation import RequestLimits, check_known_fields
 from outrider.errors import FieldViolation, InvalidRequest, OutriderError, Unauthenticated
@@ -37,6 +38,7 @@ class GenerationServicer:
         server_info: the state of the server now.
         access: who may call, and how much; by default everybody. Calls without a token end before they come here
             (`TokenInterceptor`).
+        peers: the other coordinators; None: there are none.
 
     Attributes:
         access: as given; other doors ask it too.
@@ -52,10 +54,11 @@ class GenerationServicer:
         limits: RequestLimits,
         server_info: Callable[[], generation_pb2.ServerInfo],
         access: Access | None = None,
+        peers: Peers | None = None,
     ) -> None:
         self._server_info = server_info
         self.access = access or Access()
-        self.generations = Generations(scheduler, model=model, tokenizer=tokenizer, limits=limits)
+        self.generations = Generations(scheduler, model=model, tokenizer=tokenizer, limits=limits, peers=peers)
         self._live = self.generations.live
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -89,14 +92,10 @@ class GenerationServicer:
         """Ends live requests; ids that are not live are left out of the answer."""
         await _check_known_fields(request, context)
         try:
-            name = self.access.caller(context).name
+            caller = self.access.caller(context)
         except Unauthenticated as error:
             await abort_with(context, error)
-        aborted = [
-            request_id
-            for request_id in dict.fromkeys(request.request_ids)
-            if self.generations.end((name, request_id), "it was aborted")
-        ]
+        aborted = await self.generations.abort(caller, request.request_ids)
         return generation_pb2.AbortResponse(aborted_request_ids=aborted)
 
     async def GetModelInfo(  # noqa: N802

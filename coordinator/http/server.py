@@ -34,12 +34,13 @@ _TICK_S = 1.0
 
 
 class HttpServer:
-    """One listener; everything it serves is the application's.
+    """One listener, or two; everything they serve is the application's.
 
     Args:
         app: of ASGI.
         host: to listen on.
         port: of it; 0 takes a free one.
+        shared_port: a second one, on which other processes of this machine and user listen, too.
         tls: None serves in the clear.
 
     Raises:
@@ -47,11 +48,15 @@ class HttpServer:
         CertificateError: a file of `tls` cannot be used.
     """
 
-    def __init__(self, app: Any, *, host: str, port: int, tls: TlsConfig | None = None) -> None:
+    def __init__(
+        self, app: Any, *, host: str, port: int, shared_port: int | None = None, tls: TlsConfig | None = None
+    ) -> None:
         self._certificate = None if tls is None else DoorCertificate(tls)
-        self._socket = _listening_socket(host, port)
-        self.address = f"{host}:{self._socket.getsockname()[1]}"
+        self._sockets = [_listening_socket(host, port)]
+        self.address = f"{host}:{self._sockets[0].getsockname()[1]}"
         """host:port with the port that was bound."""
+        if shared_port is not None:
+            self._sockets.append(_listening_socket(host, shared_port, is_shared=True))
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app,
@@ -82,7 +87,7 @@ class HttpServer:
         config.ssl = None if self._certificate is None else self._certificate.context
         server.lifespan = config.lifespan_class(config)
         await server.on_tick(0)
-        await server.startup(sockets=[self._socket])
+        await server.startup(sockets=self._sockets)
         self._ticking = asyncio.create_task(self._tick(), name="http door")
         logger.info("serving HTTP on %s", self.url)
 
@@ -94,16 +99,21 @@ class HttpServer:
             if self._certificate is not None:
                 self._certificate.refresh()
 
+    def close_listeners(self) -> None:
+        """Takes no new connections from now on: those to a shared port go to the others."""
+        for listener in self._server.servers:
+            listener.close()
+
     async def stop(self, *, grace_s: float = 1.0) -> None:
-        """Closes the listener and idle connections; responses that go on get `grace_s`."""
+        """Closes listeners and idle connections; responses that go on get `grace_s`."""
         if self._ticking is None:
-            self._socket.close()
+            for listening in self._sockets:
+                listening.close()
             return
         self._ticking.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._ticking
-        for listener in self._server.servers:
-            listener.close()
+        self.close_listeners()
         connections, tasks = self._server.server_state.connections, self._server.server_state.tasks
         for connection in list(connections):
             connection.shutdown()
@@ -166,7 +176,7 @@ class _Connection(HttpToolsProtocol):
             self._arrival = None
 
 
-def _listening_socket(host: str, port: int) -> socket.socket:
+def _listening_socket(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
     """Bound now, so that a port that is taken ends the start; its connections inherit the options."""
     # The brackets belong to the address as others write it.
     family, kind, protocol, _, address = socket.getaddrinfo(
@@ -175,6 +185,8 @@ def _listening_socket(host: str, port: int) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if is_shared:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_TIMEOUT_S * 1e3))

@@ -84,11 +84,10 @@ class VllmEngineServicer:
     async def Abort(self, request: Any, context: Any) -> Any:  # noqa: N802
         """Ends the caller's own live requests; others, and unknown ones, are left alone."""
         try:
-            name = self._access.caller(context).name
+            caller = self._access.caller(context)
         except Unauthenticated as error:
             await abort_with(context, error)
-        for request_id in request.request_ids:
-            self._generations.end((name, request_id), "it was aborted")
+        await self._generations.abort(caller, request.request_ids)
         return vllm_engine_pb2.AbortResponse()
 
     async def HealthCheck(self, _request: Any, _context: Any) -> Any:  # noqa: N802

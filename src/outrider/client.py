@@ -113,6 +113,7 @@ class AsyncClient:
 
     Args:
         endpoint: host:port, or several: with commas between them, or as a sequence.
+        connections: to each; where several coordinators listen at one address, each connection leads to one of them.
         max_resumes: attempts in a row at each, without a new token between them, to resume a stream that broke.
         tls: whom to believe; the coordinator's certificate has to name the endpoint's host. None talks in the clear.
         token: who this client is, where the service asks for it.
@@ -127,13 +128,14 @@ class AsyncClient:
         self,
         endpoint: str | Sequence[str],
         *,
+        connections: int = 1,
         max_resumes: int = 20,
         tls: TlsConfig | None = None,
         token: str | None = None,
         insecure: bool = False,
     ) -> None:
-        self._endpoints = _open(grpc.aio, endpoint, tls=tls, token=token, insecure=insecure)
-        self.endpoints = tuple(each.address for each in self._endpoints)
+        self._endpoints = _open(grpc.aio, endpoint, connections, tls=tls, token=token, insecure=insecure)
+        self.endpoints = tuple(dict.fromkeys(each.address for each in self._endpoints))
         self.endpoint = self.endpoints[0]
         self._max_resumes = max_resumes
 
@@ -269,13 +271,14 @@ class Client:
         self,
         endpoint: str | Sequence[str],
         *,
+        connections: int = 1,
         max_resumes: int = 20,
         tls: TlsConfig | None = None,
         token: str | None = None,
         insecure: bool = False,
     ) -> None:
-        self._endpoints = _open(grpc, endpoint, tls=tls, token=token, insecure=insecure)
-        self.endpoints = tuple(each.address for each in self._endpoints)
+        self._endpoints = _open(grpc, endpoint, connections, tls=tls, token=token, insecure=insecure)
+        self.endpoints = tuple(dict.fromkeys(each.address for each in self._endpoints))
         self.endpoint = self.endpoints[0]
         self._max_resumes = max_resumes
 
@@ -352,19 +355,31 @@ class Client:
 
 
 def _open(
-    module: Any, endpoint: str | Sequence[str], *, tls: TlsConfig | None, token: str | None, insecure: bool
+    module: Any,
+    endpoint: str | Sequence[str],
+    connections: int,
+    *,
+    tls: TlsConfig | None,
+    token: str | None,
+    insecure: bool,
 ) -> Endpoints[Any]:
     """Channels to all endpoints, of `module`: grpc or grpc.aio."""
+    if connections < 1:
+        raise ValueError(f"connections: {connections} given, at least 1 needed")
     addresses = endpoint_list(endpoint)
     for address in addresses:
         check_transport(address, tls=tls, token=token, insecure=insecure)
+    # Channels to one address have one connection together, unless each keeps its own.
+    options = [*_OPTIONS, ("grpc.use_local_subchannel_pool", int(connections > 1))]
     if tls is None:
-        connect = functools.partial(module.insecure_channel, options=_OPTIONS)
+        connect = functools.partial(module.insecure_channel, options=options)
     else:
         credentials = tls.channel_credentials()
-        connect = functools.partial(module.secure_channel, credentials=credentials, options=_OPTIONS)
+        connect = functools.partial(module.secure_channel, credentials=credentials, options=options)
     return Endpoints(
-        addresses, connect, lambda channel: authorized(generation_pb2_grpc.GenerationServiceStub(channel), token)
+        addresses * connections,
+        connect,
+        lambda channel: authorized(generation_pb2_grpc.GenerationServiceStub(channel), token),
     )
 
 

@@ -26,6 +26,22 @@ def free_port(host: str = "127.0.0.1", *, count: int = 1) -> int:
     raise OSError(f"{host or 'this machine'}: no {count} free ports in a row found from {_RANGE[0]} to {_RANGE[-1]}")
 
 
+def check_free(address: str) -> None:
+    """Whether nothing listens at host:port now; port 0 is always free.
+
+    Raises:
+        OSError: it is taken, or no address of this machine.
+    """
+    host, _, port = address.rpartition(":")
+    family, kind, protocol, _, found = socket.getaddrinfo(
+        host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    with socket.socket(family, kind, protocol) as probe:
+        # What a former owner's connections have left behind does not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(found)
+
+
 def _is_free(host: str, port: int) -> bool:
     with socket.socket() as probe:
         try:

@@ -1,5 +1,6 @@
 """gRPC servers and channels as all roles use them: options, health, reflection, errors to status codes (torch-free)."""
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NoReturn
@@ -14,6 +15,7 @@ from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
 from outrider import errors
+from outrider.ports import check_free
 from outrider.security.callers import RoleInterceptor
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
@@ -25,6 +27,8 @@ MAX_MESSAGE_BYTES = 64 << 20
 _MOST_MESSAGE_BYTES, _BYTES_BEYOND_ASCII = 2_400, 12
 MAX_CONNECTIONS = 1_024
 MAX_METADATA_BYTES = 8 << 10
+# Longer than any role drains: what runs is ended by the stop that follows.
+_DRAIN_S = 3_600.0
 
 _SHARED_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -143,6 +147,8 @@ class RoleServer:
         address: host:port to bind; port 0 takes a free one. With TLS, who dials it needs a certificate, and each
             service takes the roles that it is for.
         public_address: a second one, where nobody needs a certificate; what is for certain roles is refused there.
+        shared_address: a third, likewise, on which other processes of this machine and user listen, too: the kernel
+            spreads connections over them. As long as `stop` drains, new ones go to the others.
         tls: None serves in the clear.
         max_request_bytes: of one message; a larger one ends its call with RESOURCE_EXHAUSTED, unread.
         interceptors: of calls, before the check of roles.
@@ -159,6 +165,7 @@ class RoleServer:
         add_services: Callable[[grpc.aio.Server], None],
         address: str,
         public_address: str | None = None,
+        shared_address: str | None = None,
         tls: TlsConfig | None = None,
         max_request_bytes: int = MAX_MESSAGE_BYTES,
         interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
@@ -167,6 +174,8 @@ class RoleServer:
         roles = [] if tls is None else [RoleInterceptor(abort_with)]
         # Of an option that is given twice, gRPC takes the first.
         options = dict(SERVER_OPTIONS) | {"grpc.max_receive_message_length": max_request_bytes}
+        self._is_shared = shared_address is not None
+        options["grpc.so_reuseport"] = int(self._is_shared)
         self._server = grpc.aio.server(options=list(options.items()), interceptors=[*interceptors, *roles])
         self._health = health_aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -179,20 +188,29 @@ class RoleServer:
         """Of the second door, where there is one."""
         if public_address is not None:
             self.public_address = self._listen(public_address, tls, client_certificates=False)
+        self._addresses = dict.fromkeys((self.address, self.public_address))
+        if shared_address is not None:
+            self._addresses[shared_address] = None
+            self._listen(shared_address, tls, client_certificates=False, is_shared=True)
 
     @property
     def port(self) -> int:
         """Of `address`."""
         return int(self.address.rpartition(":")[2])
 
-    def _listen(self, address: str, tls: TlsConfig | None, *, client_certificates: bool) -> str:
+    def _listen(
+        self, address: str, tls: TlsConfig | None, *, client_certificates: bool, is_shared: bool = False
+    ) -> str:
         try:
+            if self._is_shared and not is_shared:
+                # gRPC shares all ports of a server or none: one that is taken would be bound in silence.
+                check_free(address)
             if tls is None:
                 port = self._server.add_insecure_port(address)
             else:
                 credentials = tls.server_credentials(client_certificates=client_certificates)
                 port = self._server.add_secure_port(address, credentials)
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             raise OSError(f"cannot listen on {address}: is the port taken? Choose another one") from error
         return f"{address.rpartition(':')[0]}:{port}"
 
@@ -200,15 +218,18 @@ class RoleServer:
         """Starts to serve, health SERVING."""
         await self._server.start()
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
-        addresses = dict.fromkeys((self.address, self.public_address))
-        logger.info("serving %s on %s", ", ".join(self._services), " and ".join(addresses))
+        logger.info("serving %s on %s", ", ".join(self._services), " and ".join(self._addresses))
 
     async def stop(self, *, grace_s: float = 1.0, drain: Callable[[], Awaitable[None]] | None = None) -> None:
         """Health NOT_SERVING, then the drain, then the listener closes; calls still open get `grace_s`."""
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        # Its clients dial anew, and the kernel leads them to the others; calls that run go on.
+        closing = asyncio.create_task(self._server.stop(_DRAIN_S)) if self._is_shared else None
         if drain is not None:
             await drain()
         await self._server.stop(grace_s)
+        if closing is not None:
+            await closing
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for name in ("", *self._services):

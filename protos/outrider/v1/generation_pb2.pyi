@@ -331,7 +331,7 @@ class WatchRequest(_message.Message):
     def __init__(self, interval_ms: _Optional[int] = ...) -> None: ...
 
 class ServerInfo(_message.Message):
-    __slots__ = ("incarnation", "version", "uptime_s", "running_sessions", "waiting_requests", "workers", "requests_total", "emitted_tokens_total", "speculation", "dropped_nodes_total", "steps_total", "refused_total", "draft_demand", "weights")
+    __slots__ = ("incarnation", "version", "uptime_s", "running_sessions", "waiting_requests", "workers", "requests_total", "emitted_tokens_total", "speculation", "dropped_nodes_total", "steps_total", "refused_total", "draft_demand", "weights", "address")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -346,6 +346,7 @@ class ServerInfo(_message.Message):
     REFUSED_TOTAL_FIELD_NUMBER: _ClassVar[int]
     DRAFT_DEMAND_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
     incarnation: int
     version: str
     uptime_s: float
@@ -360,7 +361,8 @@ class ServerInfo(_message.Message):
     refused_total: int
     draft_demand: DraftDemand
     weights: _common_pb2.Weights
-    def __init__(self, incarnation: _Optional[int] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., running_sessions: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., requests_total: _Optional[int] = ..., emitted_tokens_total: _Optional[int] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ..., dropped_nodes_total: _Optional[int] = ..., steps_total: _Optional[int] = ..., refused_total: _Optional[int] = ..., draft_demand: _Optional[_Union[DraftDemand, _Mapping]] = ..., weights: _Optional[_Union[_common_pb2.Weights, _Mapping]] = ...) -> None: ...
+    address: str
+    def __init__(self, incarnation: _Optional[int] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., running_sessions: _Optional[int] = ..., waiting_requests: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., requests_total: _Optional[int] = ..., emitted_tokens_total: _Optional[int] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ..., dropped_nodes_total: _Optional[int] = ..., steps_total: _Optional[int] = ..., refused_total: _Optional[int] = ..., draft_demand: _Optional[_Union[DraftDemand, _Mapping]] = ..., weights: _Optional[_Union[_common_pb2.Weights, _Mapping]] = ..., address: _Optional[str] = ...) -> None: ...
 
 class DraftDemand(_message.Message):
     __slots__ = ("sessions", "undrafted_sessions", "rounds_total", "tokens_total", "missed_rounds_total", "starved_rounds_total", "bare_rounds_total", "target_ns_total", "plain_ns_total", "draft_steps_total", "draft_ns_total", "grown_sessions_total", "expanded_nodes_total")

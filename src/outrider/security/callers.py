@@ -3,6 +3,7 @@
 TargetService, DraftService   coordinator
 RegistryService               draft, target; each may register as what its certificate says, and nothing else
 RegistryService/Drain, Reload coordinator: whoever runs the service
+PeerService                   coordinator
 GenerationService             whoever has a token (coordinator/access.py)
 VllmEngine                    the same: another door to the same generations
 health, reflection            whoever could connect
@@ -22,6 +23,7 @@ _CALLERS: dict[str, frozenset[Role]] = {
     "outrider.v1.TargetService": frozenset({Role.COORDINATOR}),
     "outrider.v1.DraftService": frozenset({Role.COORDINATOR}),
     "outrider.v1.RegistryService": frozenset({Role.DRAFT, Role.TARGET}),
+    "outrider.v1.PeerService": frozenset({Role.COORDINATOR}),
     "outrider.v1.RegistryService/Drain": frozenset({Role.COORDINATOR}),
     "outrider.v1.RegistryService/Reload": frozenset({Role.COORDINATOR}),
 }

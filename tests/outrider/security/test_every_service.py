@@ -13,9 +13,9 @@ from outrider import rpc
 from outrider.security.callers import KINDS
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
-from outrider.v1 import draft_pb2, generation_pb2, registry_pb2, target_pb2
+from outrider.v1 import draft_pb2, generation_pb2, peer_pb2, registry_pb2, target_pb2
 
-FILES = (draft_pb2, generation_pb2, registry_pb2, target_pb2)
+FILES = (draft_pb2, generation_pb2, peer_pb2, registry_pb2, target_pb2)
 METHODS = {
     f"{service.full_name}/{method.name}": method
     for file in FILES
@@ -31,6 +31,8 @@ ALLOWED = {
     "outrider.v1.RegistryService/Register": WORKERS,
     "outrider.v1.RegistryService/Drain": COORDINATOR,
     "outrider.v1.RegistryService/Reload": COORDINATOR,
+    "outrider.v1.PeerService/Find": COORDINATOR,
+    "outrider.v1.PeerService/End": COORDINATOR,
     **{name: frozenset(Role) for name in METHODS if name.startswith("outrider.v1.GenerationService/")},
 }
 

@@ -1,0 +1,183 @@
+"""Two coordinators of one service: what reaches one is about a request of the other; one address that both share."""
+
+import asyncio
+import contextlib
+import socket
+import urllib.request
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+
+import grpc
+import grpc.aio
+import pytest
+import pytest_asyncio
+
+from outrider import rpc
+from outrider.client import AsyncClient
+from outrider.coordinator import peers
+from outrider.coordinator.config import CoordinatorConfig
+from outrider.coordinator.peers import Peers
+from outrider.coordinator.server import CoordinatorServer
+from outrider.ports import free_port
+from outrider.v1 import generation_pb2, generation_pb2_grpc, peer_pb2, peer_pb2_grpc
+
+# Without a target requests wait, and are as live as any.
+WAITS = {"port": 0, "target_wait_s": 60.0, "drain_s": 0.0}
+SAMPLED = generation_pb2.SamplingParams(temperature=1.0)
+INFO = generation_pb2.GetServerInfoRequest()
+
+
+@contextlib.asynccontextmanager
+async def coordinators(*configs: CoordinatorConfig) -> AsyncIterator[list[CoordinatorServer]]:
+    addresses: list[str] = []
+
+    async def resolve() -> Sequence[str]:
+        return addresses
+
+    servers = [CoordinatorServer(config, peers=resolve) for config in configs]
+    addresses += [server.address for server in servers]
+    for server in servers:
+        await server.start()
+    try:
+        yield servers
+    finally:
+        await asyncio.gather(*(server.stop() for server in servers))
+
+
+@pytest_asyncio.fixture
+async def stubs() -> AsyncIterator[list[generation_pb2_grpc.GenerationServiceStub]]:
+    async with (
+        coordinators(*[CoordinatorConfig(**WAITS)] * 2) as servers,
+        rpc.open_channel(servers[0].address) as first,
+        rpc.open_channel(servers[1].address) as second,
+    ):
+        yield [generation_pb2_grpc.GenerationServiceStub(channel) for channel in (first, second)]
+
+
+def request(request_id: str, text: str = "import os") -> generation_pb2.GenerateRequest:
+    return generation_pb2.GenerateRequest(text=text, request_id=request_id, sampling_params=SAMPLED)
+
+
+async def begin(stub: generation_pb2_grpc.GenerationServiceStub, request_id: str):
+    call = stub.Generate(request(request_id), timeout=60)
+    return call, (await anext(aiter(call))).started
+
+
+async def failure(call) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await anext(aiter(call))
+    return caught.value
+
+
+async def test_a_request_is_aborted_by_way_of_the_other(stubs):
+    here, there = stubs
+    call, _ = await begin(here, "a")
+    other, _ = await begin(there, "b")
+    answer = await there.Abort(generation_pb2.AbortRequest(request_ids=["x", "b", "a", "a"]))
+    assert list(answer.aborted_request_ids) == ["b", "a"]
+    for ended in (call, other):
+        error = await failure(ended)
+        assert error.code() == grpc.StatusCode.ABORTED
+        assert "it was aborted" in (error.details() or "")
+    assert not (await there.Abort(generation_pb2.AbortRequest(request_ids=["a"]))).aborted_request_ids
+
+
+async def test_a_request_is_taken_over_by_the_other_with_its_seed(stubs):
+    here, there = stubs
+    call, started = await begin(here, "r")
+    # One that cannot be served takes nothing over.
+    refused = await failure(there.Generate(request("r", text=""), timeout=60))
+    assert refused.code() == grpc.StatusCode.INVALID_ARGUMENT
+    again, resumed = await begin(there, "r")
+    assert resumed.seed == started.seed
+    assert "took it over" in ((await failure(call)).details() or "")
+    # And back, with none of the first coordinator's own in the way.
+    back, third = await begin(here, "r")
+    assert third.seed == started.seed
+    assert "took it over" in ((await failure(again)).details() or "")
+    back.cancel()
+
+
+async def test_other_requests_are_left_alone(stubs):
+    here, there = stubs
+    call, _ = await begin(here, "r")
+    other, _ = await begin(there, "s")
+    for running in (call, other):
+        assert not running.done()
+        running.cancel()
+
+
+async def test_a_peer_that_does_not_answer_holds_nobody_up_for_long(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(peers, "_ANSWER_TIMEOUT_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        listed = [f"127.0.0.1:{mute.getsockname()[1]}", f"127.0.0.1:{free_port()}"]
+
+        async def resolve() -> Sequence[str]:
+            return listed
+
+        asking = Peers(incarnation=1, resolve=resolve)
+        asking.start()
+        async with asyncio.timeout(30):
+            while len(asking._peers) < 2:
+                await asyncio.sleep(0)
+            assert await asking.find(("", "r")) is None
+            assert all(peer.is_avoided for peer in asking._peers.values())
+            assert await asking.end("", ["r"], "it was aborted") == set()
+        await asking.close()
+
+
+async def test_a_coordinator_asks_itself_for_nothing():
+    async with coordinators(CoordinatorConfig(**WAITS)) as (server,), rpc.open_channel(server.address) as channel:
+        generations, asked = generation_pb2_grpc.GenerationServiceStub(channel), peer_pb2_grpc.PeerServiceStub(channel)
+        incarnation = (await generations.GetServerInfo(INFO)).incarnation
+        call, started = await begin(generations, "r")
+        found = await asked.Find(peer_pb2.FindRequest(incarnation=incarnation, request_id="r"))
+        assert not found.is_live
+        ended = await asked.End(peer_pb2.EndRequest(incarnation=incarnation, request_ids=["r"]))
+        assert not ended.request_ids
+        assert (await asked.Find(peer_pb2.FindRequest(incarnation=7, request_id="r"))).seed == started.seed
+        assert not (await asked.Find(peer_pb2.FindRequest(incarnation=7, caller="x", request_id="r"))).is_live
+        call.cancel()
+
+
+async def test_connections_to_a_shared_port_are_spread_and_move_on():
+    shared, http = free_port(), free_port()
+    config = CoordinatorConfig(**WAITS, http_port=0, shared_port=shared, shared_http_port=http)
+    async with coordinators(config, config) as servers:
+        async with AsyncClient(f"127.0.0.1:{shared}", connections=24) as client:
+            assert client.endpoints == (f"127.0.0.1:{shared}",)
+
+            async def answering() -> Counter[str]:
+                return Counter([(await own.stub.GetServerInfo(INFO, timeout=30)).address for own in client._endpoints])
+
+            assert set(await answering()) == {server.address for server in servers}
+            with pytest.raises(OSError, match="is the port taken"):
+                CoordinatorServer(
+                    CoordinatorConfig(port=int(servers[0].address.rpartition(":")[2]), shared_port=shared)
+                )
+            await servers[0].stop()
+            async with asyncio.timeout(30):
+                while True:
+                    with contextlib.suppress(grpc.aio.AioRpcError):
+                        assert await answering() == {servers[1].address: 24}
+                        break
+        for _ in range(4):
+            assert await asyncio.to_thread(fetch, f"http://127.0.0.1:{http}/health") == b'{"status":"serving"}'
+
+
+def fetch(url: str) -> bytes:
+    with urllib.request.urlopen(url, timeout=30) as response:
+        return response.read()
+
+
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        ({"peers": ("nobody",)}, "peers: 'nobody' given, host:port, file:PATH or dns:NAME:PORT needed"),
+        ({"shared_port": 0}, "shared_port: 0 given, 1 to 65535 needed"),
+        ({"shared_http_port": 8000}, "shared_http_port: 8000 given, with http_port needed"),
+    ],
+)
+def test_options_that_cannot_be(options, wrong: str):
+    with pytest.raises(ValueError, match=wrong):
+        CoordinatorConfig(**options)
