@@ -26,6 +26,7 @@ from outrider.engine.decoder import Decoder
 from outrider.engine.eagle_spec import LAST_NORM, EagleSpec
 from outrider.engine.eagle_weights import EagleWeights, load_eagle_weights
 from outrider.errors import CheckpointError
+from outrider.kernels.paired_norm import paired_norm
 from outrider.kernels.residual_norm import residual_norm
 from outrider.kernels.rotary_store import rotary_store
 from outrider.kernels.skinny_linear import Weight, gated_linear, linear, linear_parts
@@ -129,7 +130,7 @@ class EagleHead:
             [T, N], new.
         """
         spec, weights, eps = self.spec.layer, self.weights, self.spec.layer.norm_eps
-        stream, rows = self._enter(hidden, functional.embedding(token_ids, weights.embedding))
+        stream, rows = self._enter(hidden, token_ids)
         query = rotary_store(
             linear_parts(rows, weights.qkv, fixed=self._fixed),
             weights.rotary_table,
@@ -177,17 +178,24 @@ class EagleHead:
         """
         return self.draft_logits(hidden) if self.weights.target_ids is None else self.logits(hidden)
 
-    def _enter(self, hidden: torch.Tensor, embedded: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _enter(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The residual stream [T, N], to be changed, and what the attention reads, [T, N or 2 N]."""
-        weights, eps = self.weights, self.spec.layer.norm_eps
+        weights = self.weights
         if weights.hidden_norm is None or weights.embedding_norm is None:
+            embedded = functional.embedding(token_ids, weights.embedding)
             stream = linear(torch.cat((embedded, hidden), dim=1), weights.fc, fixed=self._fixed)
             if weights.fc_bias is not None:
                 stream += weights.fc_bias
             return stream, stream
-        normed = residual_norm(hidden, None, weights.hidden_norm, eps=eps)
-        both = torch.cat((residual_norm(embedded, None, weights.embedding_norm, eps=eps), normed), dim=1)
-        return (normed if self.spec.norm_before_residual else hidden.clone()), both
+        return paired_norm(
+            hidden,
+            token_ids,
+            weights.embedding,
+            table_weight=weights.embedding_norm,
+            hidden_weight=weights.hidden_norm,
+            eps=self.spec.layer.norm_eps,
+            streams_normed=self.spec.norm_before_residual,
+        )
 
 
 def load_eagle_head(
