@@ -293,7 +293,7 @@ async def test_a_trie_hears_what_was_asked_for_and_may_look_further(make_bench):
         draft = bench.add_draft(name, delay_s=1000.0, sources=sources)
         draft.open_session = lambda opening, name=name: opened.setdefault(name, opening)
     sources = frozenset({MODEL, NGRAM})
-    for mode, depths in ((SpeculationMode.ASYNC, {"model": 4, "trie": 8}), (SpeculationMode.SYNC, {"model": 4})):
+    for mode, depths in ((SpeculationMode.ASYNC, {"model": 4, "trie": 10}), (SpeculationMode.SYNC, {"model": 4})):
         opened.clear()
         request = make_request(max_depth=4, sources=sources, mode=mode)
         generation = bench.scheduler.submit(request, [TextStream(None)])
