@@ -28,6 +28,7 @@ from outrider.coordinator.shared_places import SharedPlaces
 from outrider.coordinator.source_mix import by_source
 from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.verify_loop import Totals, VerifyLoop
+from outrider.coordinator.warm_up import warm_up
 from outrider.coordinator.watchdog import watch_steps
 from outrider.coordinator.weights_gate import WeightsGate
 from outrider.errors import (
@@ -75,6 +76,7 @@ class Scheduler:
         self._drafts: dict[str, DraftPeer] = {}
         self._places: dict[str, SharedPlaces] = {}
         self._draft_places = DraftPlaces(config, self._drafts, self._sessions)
+        warm_up()
         self._forest = Forest()
         self._router = PrefixRouter()
         self._reopenings: dict[int, int] = {}

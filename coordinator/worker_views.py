@@ -15,13 +15,11 @@ class _Worker:
     Attributes:
         view: [rows] of its node ids; -1 where it grows nothing.
         as_of: [rows] the committed length that it knows of.
-        highest: [rows] node id that it has named.
     """
 
     def __init__(self, rows: int) -> None:
         self.view: Ints = np.full(rows, _NOT_WANTED, dtype=np.int64)
         self.as_of: Ints = np.zeros(rows, dtype=np.int64)
-        self.highest: Ints = np.zeros(rows, dtype=np.int64)
         self.sessions = 0
 
     def grow(self, rows: int) -> None:
@@ -29,7 +27,6 @@ class _Worker:
         if (more := rows - len(self.view)) > 0:
             self.view = np.concatenate((self.view, np.full(more, _NOT_WANTED, dtype=np.int64)))
             self.as_of = np.concatenate((self.as_of, np.zeros(more, dtype=np.int64)))
-            self.highest = np.concatenate((self.highest, np.zeros(more, dtype=np.int64)))
 
 
 class WorkerViews:
@@ -72,13 +69,6 @@ class WorkerViews:
             np.maximum.at(states.complete_at, rows[whole], as_of[whole])
         return views
 
-    def are_new(self, worker_id: str, rows: Ints, node_ids: Ints) -> bool:
-        """Whether n nodes' ids, which ascend as a rule, are all higher than any before; after `hear`."""
-        highest = self._workers[worker_id].highest
-        is_new = bool((node_ids > highest.take(rows)).all())
-        np.maximum.at(highest, rows, node_ids)
-        return is_new
-
     def forget(self, worker_id: str, row: int) -> None:
         """A worker is gone, or opens the session anew: its ids mean nothing any more."""
         worker = self._workers.get(worker_id)
@@ -108,7 +98,7 @@ class WorkerViews:
         # One message may name a session twice.
         if worker.view[row] < 0:
             worker.view[row] = self._node_ids.add_view()
-            worker.as_of[row] = worker.highest[row] = 0
+            worker.as_of[row] = 0
             worker.sessions += 1
         return int(worker.view[row])
 

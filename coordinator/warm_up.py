@@ -1,0 +1,39 @@
+"""Makes what is compiled ready before anybody waits for it.
+
+numba compiles a function when it is first called with arguments of some kind, which takes seconds; what was compiled is
+kept on disk beside the code or, where that cannot be written, in the user's cache folder (`NUMBA_CACHE_DIR`), and takes
+a second to load. So the loops over the forest are all called once, on a forest of their own.
+"""
+
+import functools
+import logging
+import time
+
+import numpy as np
+
+from outrider.compiled import IS_COMPILED
+from outrider.coordinator.candidates import candidates
+from outrider.coordinator.forest import Forest
+from outrider.coordinator.messages import Growth, GrowthBatch
+from outrider.coordinator.mirror import Commitment, TreeMirror, commit, graft
+
+logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def warm_up() -> None:
+    """Once a process; nothing where nothing is compiled."""
+    if not IS_COMPILED:
+        return
+    began_s = time.perf_counter()
+    forest, token_ids = Forest(), [1]
+    mirror = TreeMirror(forest, token_ids)
+    growth = Growth(
+        session_id=1, epoch=1, as_of=1, node_ids=(1, 2), parents=(0, 1), tokens=(2, 3), acceptance=(0.5, 0.5)
+    )
+    graft("warm-up", GrowthBatch.of([growth]), [mirror])
+    found = candidates([mirror], most=[2], deepest=[2])
+    trees = found.trees(np.array([2]))
+    token_ids.append(2)
+    commit([Commitment(mirror=mirror, token_ids=[2], accepted=trees[0].slots[:1])])
+    logger.debug("compiled loops were ready after %.1f s", time.perf_counter() - began_s)
