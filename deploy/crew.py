@@ -15,7 +15,8 @@ import ray.exceptions
 import ray.util
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from outrider.deploy import placement, standby_start
+from outrider import standby_start
+from outrider.deploy import placement
 from outrider.deploy.actors import CoordinatorActor, RoleActor, Serve
 from outrider.deploy.config import Bind, DeployConfig
 from outrider.deploy.connection import NAMESPACE
