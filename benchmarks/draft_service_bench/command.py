@@ -38,10 +38,13 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--device-ms", type=float, default=0.5, help="on cpu: a step of the device")
     parser.add_argument("--launch-ms", type=float, default=0.15, help="on cpu: of the host, to launch it")
+    parser.add_argument("--bare-rows", nargs="+", type=int, default=[8, 32, 48, 64], help="of bare steps, by sessions")
     parser.add_argument("--bare-steps", type=int, default=1500)
     parser.add_argument("--keep-cores-awake", type=int, default=0)
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args(arguments)
+    if len(options.bare_rows) != len(options.sessions):
+        parser.error(f"--bare-rows: {len(options.bare_rows)} given, one for each of --sessions needed")
     console = Console(width=160)
     with _worker(options) as worker, cores_awake(options.keep_cores_awake) as settle:
         serving = _line(worker)

@@ -29,6 +29,7 @@ from outrider.draft_worker import growth_parts, server
 from outrider.draft_worker.config import DraftWorkerConfig
 from outrider.draft_worker.growth import TreeGrowth
 from outrider.draft_worker.growth_launch import GrowthLauncher
+from outrider.draft_worker.growth_step import GrowthConfig
 from outrider.draft_worker.growth_thread import GrowthThread
 from outrider.draft_worker.step_plan import StepPlanner
 from outrider.engine.model_runner import ModelRunner
@@ -51,6 +52,8 @@ _PARTS: dict[str, tuple[type, str]] = {
 }
 
 _UNLEARNING = 1e9
+# Of a session that grows in wide steps until something is committed.
+_LIVE_NODES = 512
 
 
 class Probe:
@@ -119,19 +122,21 @@ def _model(options: dict[str, Any]) -> Iterator[BenchModel]:
             yield folder_model(folder)
 
 
-def _growth(options: dict[str, Any], config: DraftWorkerConfig, model: BenchModel) -> TreeGrowth:
-    runner = ModelRunner(config.engine(), decoder=True, source=model.source)
+def _growth(runner: ModelRunner, config: GrowthConfig) -> TreeGrowth:
     # Estimates stay those of the prior, so that trees are as wide in the one measurement as in the other.
-    own = replace(config.growth(max_model_len=runner.info.max_model_len), prior_strength=_UNLEARNING)
-    growth = TreeGrowth(runner, own)
+    growth = TreeGrowth(runner, replace(config, prior_strength=_UNLEARNING))
+    if runner.device.type == "cpu":
+        growth._launcher.overlaps = True
+    return growth
+
+
+def _runner(options: dict[str, Any], config: DraftWorkerConfig, model: BenchModel) -> ModelRunner:
+    runner = ModelRunner(config.engine(), decoder=True, source=model.source)
+    assert runner.steps is not None
     if config.device == "cpu":
-        assert runner.steps is not None
         launch = timed_launch(options["device_ms"], options["launch_ms"])
         runner.steps.launch = launch  # pyright: ignore[reportAttributeAccessIssue] - see `standing_in`
-        growth._launcher.overlaps = True
-    else:
-        growth.warm_up()
-    return growth
+    return runner
 
 
 def _config(options: dict[str, Any], model: BenchModel) -> DraftWorkerConfig:
@@ -141,15 +146,16 @@ def _config(options: dict[str, Any], model: BenchModel) -> DraftWorkerConfig:
         device=options["device"],
         max_num_seqs=sessions,
         max_model_len=tokens,
+        max_live_nodes=_LIVE_NODES,
         max_step_nodes=64,
         min_path_value=0.003,
-        num_slots=sessions * (tokens + DraftWorkerConfig.max_live_nodes),
+        num_slots=sessions * (tokens + _LIVE_NODES),
     )
 
 
-def bare_step(growth: TreeGrowth, sessions: int, steps: int) -> tuple[float, float]:
+def bare_step(runner: ModelRunner, config: GrowthConfig, point: Point, steps: int) -> tuple[float, float]:
     """Mean time from step to step in a growth thread without a server, milliseconds, and the rows of a step."""
-    point = Point(sessions=sessions, width=growth.config.max_step_nodes, live_nodes=growth.config.max_live_nodes)
+    growth = _growth(runner, replace(config, max_step_nodes=point.width, min_path_value=0.0, min_acceptance=0.0))
     thread, owner = started(growth, point, 0.0)
     owner.open()
     owner.run(200)
@@ -167,16 +173,21 @@ def main() -> None:
         settle = stack.enter_context(cores_awake(options["keep_cores_awake"]))
         model = stack.enter_context(_model(options))
         config = _config(options, model)
-        growth = _growth(options, config, model)
-        info = model_info(growth.runner.info)  # pyright: ignore[reportAttributeAccessIssue] - a ModelRunner
-        growth_parts._model = lambda _: (growth, info)
-        bare = {count: bare_step(growth, count, options["bare_steps"]) for count in options["sessions"]}
+        runner = _runner(options, config, model)
+        grown = config.growth(max_model_len=runner.info.max_model_len)
+        growth = _growth(runner, grown)
+        growth.warm_up()
+        growth_parts._model = lambda _: (growth, model_info(runner.info))
+        bare = {}
+        for sessions, width in zip(options["sessions"], options["bare_rows"], strict=True):
+            point = Point(sessions=sessions, width=width, live_nodes=config.max_live_nodes)
+            bare[sessions] = bare_step(runner, grown, point, options["bare_steps"])
         probe = Probe()
         probe.install()
 
         def ready(address: str) -> None:
             settle()
-            _say({"address": address, "bare": bare, "vocab_size": growth.runner.vocab_size})
+            _say({"address": address, "bare": bare, "vocab_size": runner.vocab_size})
             threading.Thread(target=_obey, args=(probe,), daemon=True).start()
 
         uvloop.run(server.serve(config, ready=ready))
