@@ -2,7 +2,7 @@
 
 numba compiles a function when it is first called with arguments of some kind, which takes seconds; what was compiled is
 kept on disk beside the code or, where that cannot be written, in the user's cache folder (`NUMBA_CACHE_DIR`), and takes
-a second to load. So the loops over the forest are all called once, on a forest of their own.
+a second to load. So all loops are called once, on a forest of their own.
 """
 
 import functools
@@ -13,9 +13,12 @@ import numpy as np
 
 from outrider.compiled import IS_COMPILED
 from outrider.coordinator.candidates import candidates
+from outrider.coordinator.cost_model import StepCost
 from outrider.coordinator.forest import Forest
 from outrider.coordinator.messages import Growth, GrowthBatch
 from outrider.coordinator.mirror import Commitment, TreeMirror, commit, graft
+from outrider.coordinator.open_leaves import next_level, open_leaves
+from outrider.coordinator.selection import choose_counts
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +35,10 @@ def warm_up() -> None:
         session_id=1, epoch=1, as_of=1, node_ids=(1, 2), parents=(0, 1), tokens=(2, 3), acceptance=(0.5, 0.5)
     )
     graft("warm-up", GrowthBatch.of([growth]), [mirror])
-    found = candidates([mirror], most=[2], deepest=[2])
-    trees = found.trees(np.array([2]))
+    found, most = candidates([mirror], most=[2], deepest=[2]), np.array([2])
+    next_level(found, open_leaves(found, None), widths=np.ones(1), most=most, hit=0.5, price=0.0)
+    choose_counts(found.values, found.places, sessions=1, cost_ns=StepCost().predict_many_ns, max_rows=4)
+    trees = found.trees(most)
     token_ids.append(2)
     commit([Commitment(mirror=mirror, token_ids=[2], accepted=trees[0].slots[:1])])
     logger.debug("compiled loops were ready after %.1f s", time.perf_counter() - began_s)

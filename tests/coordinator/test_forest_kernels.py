@@ -11,13 +11,24 @@ from benchmarks.simulation.settings import Settings
 from benchmarks.simulation.virtual_run import simulate
 
 from outrider.compiled import IS_COMPILED
-from outrider.coordinator import candidate_kernels, commit_kernels, forest_kernels
+from outrider.coordinator import (
+    candidate_kernels,
+    choice_kernels,
+    commit_kernels,
+    cost_model,
+    forest_kernels,
+    selection,
+)
 from outrider.coordinator import candidates as candidates_module
 from outrider.coordinator import mirror as mirror_module
+from outrider.coordinator import open_leaves as open_leaves_module
 from outrider.coordinator.candidates import candidates
+from outrider.coordinator.cost_model import StepCost
 from outrider.coordinator.forest import Forest
 from outrider.coordinator.messages import Growth, GrowthBatch, SpeculationMode
 from outrider.coordinator.mirror import Commitment, TreeMirror, commit, graft
+from outrider.coordinator.open_leaves import next_level, open_leaves
+from outrider.coordinator.selection import choose_counts
 from outrider.coordinator.warm_up import warm_up
 
 pytestmark = pytest.mark.skipif(not IS_COMPILED, reason="nothing is compiled without numba")
@@ -35,6 +46,7 @@ class Service:
         self.lists = [[1, 2, 3] for _ in range(sessions)]
         self.mirrors = [TreeMirror(self.forest, own) for own in self.lists]
         self.next_id = 1
+        self.cost = StepCost()
 
     def growth(self) -> None:
         """Of some sessions, as of now or earlier, below nodes that may be gone, some of it twice."""
@@ -69,6 +81,19 @@ class Service:
         self.found = candidates(self.mirrors, most=most, deepest=[self.dice.randrange(1, 7) for _ in most])
         counts = [self.dice.randrange(count + 1) for count in np.diff(self.found.starts).tolist()]
         self.trees = self.found.trees(counts)
+        sums = np.array([self.dice.random() * 8 for _ in most]), np.array(most)
+        level = next_level(self.found, open_leaves(self.found, None), widths=sums[0], most=sums[1], hit=0.7, price=0.1)
+        self.cost.observe(self.dice.randrange(1, 300), self.dice.uniform(3e6, 6e6))
+        choice = choose_counts(
+            self.found.values,
+            self.found.places,
+            sessions=len(most),
+            cost_ns=self.cost.predict_many_ns,
+            max_rows=self.dice.choice([20, 300]),
+            fair_slowdown=self.dice.choice([1.02, 1.5]),
+        )
+        asked = np.array([300, 1, 20_000, 17])
+        self.choices = [*level, choice.counts, np.array([choice.emitted]), self.cost.predict_many_ns(asked)]
         commitments = []
         for own, mirror, tree in zip(self.lists, self.mirrors, self.trees, strict=True):
             if self.dice.random() < 0.1:
@@ -92,6 +117,7 @@ class Service:
         found = ("starts", "places", "ranks", "values", "depths", "is_leaf", "slots")
         columns |= {f"candidates' {name}": getattr(self.found, name).tolist() for name in found}
         columns["trees"] = [list(map(list, tree)) for tree in self.trees]
+        columns["choices"] = [column.tolist() for column in self.choices]
         columns["grafted"] = list(self.grafted)
         return columns
 
@@ -100,7 +126,7 @@ def test_compiled_loops_and_numpy_agree_in_every_column(monkeypatch: pytest.Monk
     for seed, sessions in enumerate((1, 2, 7, 7, 20)):
         histories = []
         for is_compiled in (True, False):
-            for module in (mirror_module, candidates_module):
+            for module in (mirror_module, candidates_module, cost_model, selection, open_leaves_module):
                 monkeypatch.setattr(module, "IS_COMPILED", is_compiled)
             service, history = Service(seed, sessions=sessions), []
             for _ in range(40):
@@ -141,7 +167,7 @@ def test_nothing_is_compiled_while_requests_run(mode: SpeculationMode) -> None:
     warm_up()
     loops = [
         loop
-        for module in (candidate_kernels, commit_kernels, forest_kernels)
+        for module in (candidate_kernels, choice_kernels, commit_kernels, forest_kernels)
         for loop in vars(module).values()
         if hasattr(loop, "signatures")
     ]
