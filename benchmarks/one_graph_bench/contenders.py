@@ -54,7 +54,7 @@ class Bench:
             max_step_tokens=max(_MOST_ROWS, most),
         )
         self._config = config
-        self.runner = ModelRunner(config.engine(), decoder=True, source=model.source, feeds_head=True)
+        self.runner = ModelRunner(config.engine(), decoder=True, source=model.source, draft_head=head)
         deep, shallow = (ResidentConfig(head=head, max_sessions=most, **sizes) for sizes in (_DEEP, _SHALLOW))
         self.resident = ResidentDraft.load(deep, self.runner)
         self._shallow = ResidentDraft(self.resident.head, self.runner, shallow)

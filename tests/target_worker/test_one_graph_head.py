@@ -41,12 +41,12 @@ def head_folder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return write_random_eagle(tmp_path_factory.mktemp("head"), checkpoint, taps=(0, 1, 2), seed=2)
 
 
-def make_runner(folder: Path, device: str) -> ModelRunner:
+def make_runner(folder: Path, head: Path, device: str) -> ModelRunner:
     config = EngineConfig(
         model_path=folder, dtype="float32", num_slots=300, max_num_seqs=4, max_model_len=96, max_tree_nodes=12,
         torch_threads=1, device=device, enforce_eager=False,
     )  # fmt: skip
-    return ModelRunner(config, decoder=True, feeds_head=True)
+    return ModelRunner(config, decoder=True, draft_head=head)
 
 
 def processed(logits: torch.Tensor, prompt: Sequence[int], output: Sequence[int], spec: SamplingSpec) -> torch.Tensor:
@@ -124,12 +124,12 @@ def test_candidates_are_those_of_the_whole_sequence_on_cuda(
 
 def check_candidates(shape: RoundShape, checkpoint: Path, head_folder: Path, *, device: str) -> None:
     """Rounds of three sessions, and after each what the head says from scratch."""
-    runner = make_runner(checkpoint, device)
+    runner = make_runner(checkpoint, head_folder, device)
     resident = ResidentDraft.load(ResidentConfig(head=head_folder), runner)
     rounds = make_rounds(runner, resident, shape)
     rounds.runner.warm_up()
     verifier = Verifier(runner, max_step_tokens=40, max_prefill_tokens=7, rounds=rounds, resident=resident)
-    other = make_runner(checkpoint, device)
+    other = make_runner(checkpoint, head_folder, device)
     anew = ResidentDraft.load(ResidentConfig(head=head_folder), other)
     chance = random.Random(5)
     texts = [[chance.randrange(61) for _ in range(5 + 6 * number)] for number in range(len(SPECS))]
