@@ -73,7 +73,7 @@ class SocketInbox(Generic[Commands]):
         return len(self._waiting)
 
     def close(self) -> None:
-        """Called when its reader has ended."""
+        """Called when its reader has ended, or hangs."""
         self._alarm.close()
         self._wake.close()
 

@@ -31,8 +31,8 @@ class DraftWorker(Worker[GrowthThread]):
         self._config = config
         self._parts: GrowthParts | None = None
         self.front = Front(config.address, config.tls)
-        self._inbox = SocketInbox(self.front.data, DraftStreams(self.front.data).commands)
-        self.thread = GrowthThread(self._make_growth, self._inbox)
+        self.inbox = SocketInbox(self.front.data, DraftStreams(self.front.data).commands)
+        self.thread = GrowthThread(self._make_growth, self.inbox)
 
     async def listen(self, config: WorkerConfig) -> Front:
         """See `Worker`."""
@@ -77,7 +77,6 @@ class DraftWorker(Worker[GrowthThread]):
         """See `Worker`."""
         if self._parts is not None:
             self._parts.close()
-        self._inbox.close()
 
 
 async def serve(
@@ -107,5 +106,5 @@ async def serve(
         # Whoever is told may have chosen cores for this process.
         worker.front.share_cores()
 
-    with contextlib.closing(worker.front):
+    with contextlib.closing(worker.front), contextlib.closing(worker.inbox):
         await serve_worker(worker, config, ready=serves, stop=stop, resolve=resolve)
