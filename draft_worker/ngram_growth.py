@@ -165,6 +165,10 @@ class NgramGrowth:
             self.source.add(session.tokens[-len(token_ids) - context :], start=context)
             self._due[key] = session
 
+    def speak(self, key: tuple[int, int]) -> None:
+        """From now on nobody else answers the commits of this open session."""
+        self._sessions[key].speaks = True
+
     def close(self, key: tuple[int, int], epoch: int) -> None:
         """Closes the session if it is open under this epoch or an older one."""
         session = self._sessions.get(key)

@@ -76,7 +76,7 @@ class NgramSource:
     """A trie that one thread matches in while another one inserts.
 
     Args:
-        trie: nobody else touches it from now on.
+        trie: nobody else touches it from now on; given up if the inserting thread fails.
         config: how trees are made.
         queue_tokens: most tokens that wait to be inserted.
         patience_s: longest that a match waits, in each of two turns, before it is put off.
@@ -97,6 +97,8 @@ class NgramSource:
         self._queue: SimpleQueue[Text | None] = SimpleQueue()
         self._lock, self._next = threading.Lock(), threading.Lock()
         self._at_once = 8
+        # In the place of one whose links may be half made.
+        self._nothing = NgramTrie(capacity=2 * trie.max_trie_depth, max_trie_depth=trie.max_trie_depth)
         self._thread = threading.Thread(target=self._run, name="ngram-insert", daemon=True)
 
     @property
@@ -115,7 +117,7 @@ class NgramSource:
             logger.warning(
                 'n-grams grow in plain Python, several times slower: pip install "outrider[ngram]" has numba'
             )
-        tiny = NgramTrie(capacity=2 * self.trie.max_trie_depth, max_trie_depth=self.trie.max_trie_depth)
+        tiny = NgramTrie(capacity=self._nothing.capacity, max_trie_depth=self.trie.max_trie_depth)
         tiny.insert_many([([1, 2, 1, 2], 0)])
         guess_columns(tiny, [[1, 2]], self.config)
         self.trie.make_ready(_READY_TOKENS * self.trie.max_trie_depth)
@@ -177,7 +179,7 @@ class NgramSource:
             counts.put_off += 1
             return None
         try:
-            found = guess_columns(self.trie, texts, self.config)
+            found = guess_columns(self._nothing if self.failed else self.trie, texts, self.config)
         finally:
             self._lock.release()
         sums = found.found.sum(axis=0).tolist()
@@ -210,11 +212,11 @@ class NgramSource:
         try:
             self._insert_all()
         except Exception:
-            # Its links may be half made: nobody may follow them. Guesses are all that is lost.
+            # Guesses are all that is lost.
             logger.exception("n-grams are inserted no more, and forgotten: their thread has failed")
             self.failed = True
             with self._lock:
-                self.trie.clear()
+                self.trie = self._nothing
 
     def _insert_all(self) -> None:
         waiting: deque[Text] = deque()
@@ -281,5 +283,9 @@ class NgramSource:
             self._lock.acquire()
         try:
             yield
+        except BaseException:
+            # Its links may be half made: whoever has the lock next may not follow them.
+            self.failed = True
+            raise
         finally:
             self._lock.release()
