@@ -113,8 +113,9 @@ def graft(worker_id: str, growth: GrowthBatch, mirrors: Sequence[Mirror | None])
         complete = np.array(growth.complete) if any(growth.complete) else None
         views = forest.views.hear(worker_id, rows, as_of, complete)
         grafted = _graft_trees(forest, growth, mirrors, rows=rows, views=views, as_of=as_of).tolist()
-    for place, mirror in enumerate(mirrors):
-        if isinstance(mirror, ChainMirror):
+    # None, or without a tree.
+    for place in np.flatnonzero(rows == 0).tolist():
+        if isinstance(mirror := mirrors[place], ChainMirror):
             grafted[place] = mirror.graft(worker_id, growth.of_session(place))
     return grafted
 

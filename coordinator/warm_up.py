@@ -15,6 +15,7 @@ from outrider.compiled import IS_COMPILED
 from outrider.coordinator.candidates import candidates
 from outrider.coordinator.cost_model import StepCost
 from outrider.coordinator.forest import Forest
+from outrider.coordinator.growth_kernels import count_expanded, note_known
 from outrider.coordinator.messages import Growth, GrowthBatch
 from outrider.coordinator.mirror import Commitment, TreeMirror, commit, graft
 from outrider.coordinator.open_leaves import next_level, open_leaves
@@ -29,13 +30,16 @@ def warm_up() -> None:
     if not IS_COMPILED:
         return
     began_s = time.perf_counter()
-    forest, token_ids = Forest(), [1]
+    forest, token_ids, most = Forest(), [1], np.array([1])
     mirror = TreeMirror(forest, token_ids)
     growth = Growth(
         session_id=1, epoch=1, as_of=1, node_ids=(1, 2), parents=(0, 1), tokens=(2, 3), acceptance=(0.5, 0.5)
     )
-    graft("warm-up", GrowthBatch.of([growth]), [mirror])
-    found, most = candidates([mirror], most=[2], deepest=[2]), np.array([2])
+    batch, states = GrowthBatch.of([growth]), forest.rows
+    count_expanded(batch.parents, np.array(batch.node_counts))
+    note_known(most, most, states.unanswered, states.length, states.was_drafted, np.array([0]))
+    graft("warm-up", batch, [mirror])
+    found = candidates([mirror], most=[2], deepest=[2])
     next_level(found, open_leaves(found, None), widths=np.ones(1), most=most, hit=0.5, price=0.0)
     choose_counts(found.values, found.places, sessions=1, cost_ns=StepCost().predict_many_ns, max_rows=4)
     trees = found.trees(most)

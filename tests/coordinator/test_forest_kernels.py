@@ -17,6 +17,7 @@ from outrider.coordinator import (
     commit_kernels,
     cost_model,
     forest_kernels,
+    growth_kernels,
     selection,
 )
 from outrider.coordinator import candidates as candidates_module
@@ -167,7 +168,7 @@ def test_nothing_is_compiled_while_requests_run(mode: SpeculationMode) -> None:
     warm_up()
     loops = [
         loop
-        for module in (candidate_kernels, choice_kernels, commit_kernels, forest_kernels)
+        for module in (candidate_kernels, choice_kernels, commit_kernels, forest_kernels, growth_kernels)
         for loop in vars(module).values()
         if hasattr(loop, "signatures")
     ]
