@@ -52,6 +52,9 @@ class NgramCounts:
         guessed_nodes: of all trees.
         match_ns: that looking took, with waiting.
         longest_wait_ns: that looking waited for an insertion.
+        longest_hold_ns: that an insertion held the lock, in its thread's CPU time: what a match waits for at most on a
+            machine that has nothing else to do.
+        most_at_once: tokens that were inserted under one lock.
         put_off: times that looking waited too long, and nothing was looked for.
         queued_tokens: of sessions' texts that were accepted for insertion.
         corpus_tokens: likewise, of corpora.
@@ -65,6 +68,8 @@ class NgramCounts:
     guessed_nodes: int = 0
     match_ns: int = 0
     longest_wait_ns: int = 0
+    longest_hold_ns: int = 0
+    most_at_once: int = 0
     put_off: int = 0
     queued_tokens: int = 0
     corpus_tokens: int = 0
@@ -114,9 +119,7 @@ class NgramSource:
     def start(self) -> None:
         """Starts inserting. What is slow at first (compiling) is done here."""
         if not IS_COMPILED:
-            logger.warning(
-                'n-grams grow in plain Python, several times slower: pip install "outrider[ngram]" has numba'
-            )
+            logger.warning("n-grams grow in plain Python, several times slower: numba is not installed")
         tiny = NgramTrie(capacity=self._nothing.capacity, max_trie_depth=self.trie.max_trie_depth)
         tiny.insert_many([([1, 2, 1, 2], 0)])
         guess_columns(tiny, [[1, 2]], self.config)
@@ -232,11 +235,14 @@ class NgramSource:
             if not pieces:
                 continue
             with self._turn():
-                began = time.perf_counter_ns()
+                began, cpu_began = time.perf_counter_ns(), time.thread_time_ns()
                 self.trie.insert_many(pieces)
-                took = time.perf_counter_ns() - began
+                took, held = time.perf_counter_ns() - began, time.thread_time_ns() - cpu_began
             new = sum(len(tokens) - start for tokens, start in pieces)
-            self.counts.inserted_tokens += new
+            counts = self.counts
+            counts.inserted_tokens += new
+            counts.longest_hold_ns = max(counts.longest_hold_ns, held)
+            counts.most_at_once = max(counts.most_at_once, new)
             self._pace(new, took)
             if _REST:
                 time.sleep(_REST * took * 1e-9)
