@@ -48,7 +48,9 @@ class TargetWorker(Worker[StepThread]):
             lambda: ModelRunner(engine, decoder=True if config.one_graph else None, draft_head=drafts and drafts.head),
         )
         resident = None if drafts is None else ResidentDraft.load(drafts, runner)
-        rounds = make_rounds(runner, resident, config.round_shape) if config.one_graph and resident else None
+        rounds = None
+        if config.one_graph and resident is not None:
+            rounds = make_rounds(runner, resident, config.round_shape, max_step_tokens=config.max_step_tokens)
         runner.warm_up()
         if resident is not None:
             resident.warm_up()

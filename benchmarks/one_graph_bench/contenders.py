@@ -130,7 +130,9 @@ class Bench:
 
     def _round_verifier(self, count: int, shape: RoundShape) -> Verifier:
         if shape not in self._rounds:
-            self._rounds[shape] = make_rounds(self.runner, self.resident, shape)
+            self._rounds[shape] = make_rounds(
+                self.runner, self.resident, shape, max_step_tokens=self._config.max_step_tokens
+            )
         rounds = self._rounds[shape]
         self.resident.grows = False
         rounds.runner.warm_up([rounds.runner.ladder.bucket(count, RoundNeeds())])
