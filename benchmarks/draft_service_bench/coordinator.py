@@ -66,7 +66,7 @@ class Seen:
     rounds: int = 0
 
 
-class _Session:
+class Session:
     """One session's tree. What is committed and not grown yet is looked for again whenever something has grown."""
 
     def __init__(self, length: int) -> None:
@@ -78,6 +78,7 @@ class _Session:
         self._ahead: list[int] = []
 
     def grow(self, parents: Any, node_ids: Any, tokens: Any, acceptance: Any, as_of: int) -> None:
+        """New nodes, by column; `as_of` is what was committed when they grew."""
         for parent, node_id, token, value in zip(parents, node_ids, tokens, acceptance, strict=True):
             above = ("node", parent) if parent else ("root", as_of)
             self._children[above].append((("node", node_id), token, value))
@@ -103,6 +104,7 @@ class _Session:
         return tokens
 
     def commit(self, tokens: list[int]) -> None:
+        """The target has chosen these."""
         self.length += len(tokens)
         self._ahead += tokens
         self._advance()
@@ -128,7 +130,7 @@ class FakeCoordinator:
     def __init__(self, address: str, load: Load) -> None:
         self._load, self._address = load, address
         self._chance = random.Random(load.sessions)
-        self._sessions = {number: _Session(load.prompt_tokens) for number in range(1, load.sessions + 1)}
+        self._sessions = {number: Session(load.prompt_tokens) for number in range(1, load.sessions + 1)}
         self.seen = Seen()
 
     async def run(self, *, warm_s: float, measure_s: float, begin: Any, end: Any) -> Seen:
