@@ -11,31 +11,42 @@ from outrider.compiled import compiled
 from outrider.coordinator.forest_kernels import Columns
 
 _NOWHERE = -1
+_ONE = int(np.float32(1.0).view(np.int32))
+# Where a key's parts begin: 27 bits of slots, 6 of depth.
+_DEPTH_AT, _VALUE_AT = 27, 33
+_SLOT = (1 << _DEPTH_AT) - 1
 
 
 @compiled
-def gather_keys(  # noqa: PLR0917
-    columns: Columns, falling: Any, rows: Any, most: Any, deepest: Any, shifts: tuple[int, int, int]
-) -> Any:
-    """[m] a number for each node that may be a candidate: session, falling value, depth and slot, from high to low.
+def best_nodes(columns: Columns, rows: Any, most: Any, deepest: Any, least_deep: int) -> Any:
+    """Each session's nodes by falling value, then depth, then slot.
 
     Args:
         columns: of the forest.
-        falling: [slots] values as whole numbers, the highest value's the smallest.
         rows: [S] of the sessions; 0 has none.
-        most: [S] how many of each; of a session without any, none is looked at.
+        most: [S] how many of each.
         deepest: [S] nodes below that are left out.
-        shifts: bits below session, value and depth.
+        least_deep: nodes below that are left out of all.
+
+    Returns:
+        [S + 1] where each session's begin; [n] places, ranks, slots, values, depths, and whether nothing hangs below.
     """
-    row, depth = columns.row, columns.depth
-    place, count = _places(row, rows, most), 0
-    keys = np.empty(len(row), np.int64)
-    for slot in range(len(row)):
-        session = place[row[slot]]
-        if session >= 0 and 0 < depth[slot] <= deepest[session]:
-            keys[count] = session << shifts[0] | falling[slot] << shifts[1] | depth[slot] << shifts[2] | slot
+    depth, value, has_children = columns.depth, columns.value, columns.has_children
+    place = _places(columns.row, rows, most)
+    keys, firsts = _in_order(columns, place, deepest, least_deep, len(most))
+    starts, count = np.zeros(len(most) + 1, np.int64), 0
+    for session in range(len(most)):
+        starts[session + 1] = starts[session] + min(most[session], firsts[session + 1] - firsts[session])
+    size = starts[len(most)]
+    places, ranks, slots = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size, np.int64)
+    values, depths, is_leaf = np.empty(size), np.empty(size, np.int64), np.empty(size, np.bool_)
+    for session in range(len(most)):
+        for rank in range(starts[session + 1] - starts[session]):
+            slot = keys[firsts[session] + rank] & _SLOT
+            places[count], ranks[count], slots[count] = session, rank, slot
+            values[count], depths[count], is_leaf[count] = value[slot], depth[slot], not has_children[slot]
             count += 1
-    return keys[:count]
+    return starts, places, ranks, slots, values, depths, is_leaf
 
 
 @compiled
@@ -54,25 +65,31 @@ def _places(row: Any, rows: Any, most: Any) -> Any:
 
 
 @compiled
-def spread_keys(columns: Columns, keys: Any, most: Any, shifts: tuple[int, int, int]) -> Any:
-    """What sorted keys stand for: [S + 1] starts, then [n] places, ranks, slots, values, depths, leaves."""
-    starts = np.zeros(len(most) + 1, np.int64)
-    places, ranks, slots = np.empty(len(keys), np.int64), np.empty(len(keys), np.int64), np.empty(len(keys), np.int64)
-    depths, values, is_leaf = np.empty(len(keys), np.int64), np.empty(len(keys)), np.empty(len(keys), np.bool_)
-    depth, value, has_children = columns.depth, columns.value, columns.has_children
-    count = 0
-    for number in range(len(keys)):
-        session, slot = keys[number] >> shifts[0], keys[number] & ((1 << shifts[2]) - 1)
-        rank = starts[session + 1]
-        if rank >= most[session]:
-            continue
-        starts[session + 1] = rank + 1
-        places[count], ranks[count], slots[count] = session, rank, slot
-        depths[count], values[count], is_leaf[count] = depth[slot], value[slot], not has_children[slot]
-        count += 1
-    for session in range(len(most)):
-        starts[session + 1] += starts[session]
-    return starts, places[:count], ranks[:count], slots[:count], values[:count], depths[:count], is_leaf[:count]
+def _in_order(columns: Columns, place: Any, deepest: Any, least_deep: int, sessions: int) -> tuple[Any, Any]:
+    """[m] a number for each node, in order within each session; [S + 1] where each session's begin.
+
+    From its high bits to its low: falling value, depth, slot.
+    """
+    row, depth, value = columns.row, columns.depth, columns.value
+    firsts = np.zeros(sessions + 1, np.int64)
+    for slot in range(len(row)):
+        session = place[row[slot]]
+        if session >= 0 and 0 < depth[slot] <= min(deepest[session], least_deep):
+            firsts[session + 1] += 1
+    for session in range(sessions):
+        firsts[session + 1] += firsts[session]
+    ends, keys, single = firsts[:-1].copy(), np.empty(firsts[sessions], np.int64), np.empty(1, np.float32)
+    # The bits of a float of 0 to 1 are in its order.
+    bits = single.view(np.int32)
+    for slot in range(len(row)):
+        session = place[row[slot]]
+        if session >= 0 and 0 < depth[slot] <= min(deepest[session], least_deep):
+            single[0] = value[slot]
+            keys[ends[session]] = (_ONE - bits[0]) << _VALUE_AT | depth[slot] << _DEPTH_AT | slot
+            ends[session] += 1
+    for session in range(sessions):
+        keys[firsts[session] : firsts[session + 1]].sort()
+    return keys, firsts
 
 
 @compiled

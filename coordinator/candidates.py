@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from outrider.compiled import IS_COMPILED
-from outrider.coordinator.candidate_kernels import cut_trees, gather_keys, spread_keys
+from outrider.coordinator.candidate_kernels import best_nodes, cut_trees
 from outrider.coordinator.chain_mirror import ChainMirror
 from outrider.coordinator.forest import Floats, Forest, Ints
 from outrider.coordinator.group import Group
@@ -107,7 +107,8 @@ def _candidates(
 ) -> Candidates:
     forest = _forest_of(mirrors)
     if IS_COMPILED and forest is not None and not chains:
-        starts, places, ranks, slots, values, depths, is_leaf = _best_of_each(forest, rows, most, deepest)
+        found = best_nodes(forest.columns(0), rows, most, deepest, _MOST_DEPTH)
+        starts, places, ranks, slots, values, depths, is_leaf = found
         return Candidates(mirrors, starts, places, ranks, values, depths, is_leaf, slots, chains)
     places, slots, values, depths, is_leaf = (
         np.zeros(0, dtype=kind) for kind in (np.int64, np.int64, float, int, bool)
@@ -129,17 +130,6 @@ def _candidates(
 
 def _forest_of(mirrors: Sequence[Mirror | None]) -> Forest | None:
     return next((mirror.forest for mirror in mirrors if isinstance(mirror, TreeMirror)), None)
-
-
-def _best_of_each(forest: Forest, rows: Ints, most: Ints, deepest: Ints) -> tuple[np.ndarray, ...]:
-    """As `_best_slots`, by compiled loops, with all that `Candidates` has of them."""
-    columns, (session_bits, slot_bits) = forest.columns(0), (len(rows).bit_length(), len(forest.row).bit_length())
-    value_bits = min(30, 63 - slot_bits - session_bits - _DEPTH_BITS)
-    shifts = slot_bits + _DEPTH_BITS + value_bits, slot_bits + _DEPTH_BITS, slot_bits
-    falling = (_ONE - forest.value.astype(np.float32).view(np.int32)) >> (30 - value_bits)
-    keys = gather_keys(columns, falling, rows, most, np.minimum(deepest, _MOST_DEPTH), shifts)
-    keys.sort()
-    return spread_keys(columns, keys, most, shifts)
 
 
 def _best_slots(forest: Forest, rows: Ints, most: Ints, deepest: Ints) -> tuple[Ints, Ints]:

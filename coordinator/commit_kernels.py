@@ -25,15 +25,7 @@ class States(NamedTuple):
 
 
 class Moving(NamedTuple):
-    """S sessions' commits as of `Moves`, and where they lead.
-
-    Attributes:
-        reached: [S] scratch: the last node on the way.
-        new: [S] scratch: the new root; -1 where no node is known for it.
-        passed: [T] scratch: nodes on the way.
-        passed_lengths: [T] scratch: committed tokens up to and with each.
-        place: [rows] scratch: the session of each row; -1 of others.
-    """
+    """S sessions' commits as of `Moves`."""
 
     rows: Any
     counts: Any
@@ -41,11 +33,24 @@ class Moving(NamedTuple):
     accepted: Any
     slots: Any
     keeps_tree: Any
+
+
+class _Way(NamedTuple):
+    """Where S commits lead.
+
+    Attributes:
+        place: [rows] the session of each row; -1 of others.
+        reached: [S] the last node on the way.
+        new: [S] the new root; -1 where no node is known for it.
+        passed: [T] nodes on the way.
+        passed_lengths: [T] committed tokens up to and with each.
+    """
+
+    place: Any
     reached: Any
     new: Any
     passed: Any
     passed_lengths: Any
-    place: Any
 
 
 @compiled
@@ -60,8 +65,14 @@ def move_roots(columns: Columns, states: States, moving: Moving, most_passed: in
         least_value: what values are divided by at least.
     """
     rows, counts, accepted, lengths = moving.rows, moving.counts, moving.accepted, states.length
-    place, reached, new = moving.place, moving.reached, moving.new
-    passed = _take_accepted(states, moving)
+    sessions, most = len(rows), len(moving.tokens)
+    place, reached, new = (
+        np.full(len(lengths), _NOWHERE, np.int64),
+        np.empty(sessions, np.int64),
+        np.empty(sessions, np.int64),
+    )
+    way = _Way(place, reached, new, np.empty(most, np.int64), np.empty(most, np.int64))
+    passed = _take_accepted(states, moving, way)
     tail = 0
     for session in range(len(rows)):
         place[rows[session]] = session
@@ -69,7 +80,7 @@ def move_roots(columns: Columns, states: States, moving: Moving, most_passed: in
         lengths[rows[session]] += counts[session]
     # The token behind the accepted ones may have a node too, which was not submitted or has come meanwhile.
     for step in range(tail):
-        passed = _take_next(columns, states, moving, step, passed)
+        passed = _take_next(columns, states, moving, way, step, passed)
     was_drafted, was_missed, has_children = states.was_drafted, states.was_missed, columns.has_children
     for session in range(len(rows)):
         row = rows[session]
@@ -83,17 +94,15 @@ def move_roots(columns: Columns, states: States, moving: Moving, most_passed: in
             # Where a path was too unlikely for a float, its nodes stay at next to nothing.
             scale[session] = 1.0 / max(columns.value[new[session]], least_value)
             shift[session] = columns.depth[new[session]]
-    _plant_roots(columns, states, moving)
+    _plant_roots(columns, states, moving, new)
     for number in range(passed):
-        _stand_alone(
-            columns.length, columns.parent, columns.depth, moving.passed[number], moving.passed_lengths[number]
-        )
-        columns.value[moving.passed[number]] = columns.acceptance[moving.passed[number]] = 1.0
-    _drop_dead(columns, states, moving, scale, shift, most_passed)
+        _stand_alone(columns.length, columns.parent, columns.depth, way.passed[number], way.passed_lengths[number])
+        columns.value[way.passed[number]] = columns.acceptance[way.passed[number]] = 1.0
+    _drop_dead(columns, states, moving.rows, place, scale, shift, most_passed)
 
 
 @compiled
-def _take_accepted(states: States, moving: Moving) -> int:
+def _take_accepted(states: States, moving: Moving, way: _Way) -> int:
     """Goes along the nodes that were accepted; how many these are."""
     rows, accepted, slots = moving.rows, moving.accepted, moving.slots
     roots, lengths, first = states.root, states.length, 0
@@ -101,18 +110,20 @@ def _take_accepted(states: States, moving: Moving) -> int:
         here, row = roots[rows[session]], rows[session]
         for step in range(accepted[session]):
             here = slots[first + step]
-            moving.passed[first + step] = here
-            moving.passed_lengths[first + step] = lengths[row] + step + 1
+            way.passed[first + step] = here
+            way.passed_lengths[first + step] = lengths[row] + step + 1
         first += accepted[session]
-        moving.reached[session] = moving.new[session] = here
+        way.reached[session] = way.new[session] = here
     return first
 
 
 @compiled
-def _take_next(columns: Columns, states: States, moving: Moving, step: int, passed: int) -> int:
+def _take_next(  # noqa: PLR0917
+    columns: Columns, states: States, moving: Moving, way: _Way, step: int, passed: int
+) -> int:
     """One token further behind the accepted ones; how many nodes have been passed then."""
     rows, counts, accepted, tokens = moving.rows, moving.counts, moving.accepted, moving.tokens
-    place, reached, new, lengths = moving.place, moving.reached, moving.new, states.length
+    place, reached, new, lengths = way.place, way.reached, way.new, states.length
     row, parent, token, depth = columns.row, columns.parent, columns.token, columns.depth
     wanted, child = np.full(len(rows), _NOWHERE, np.int64), np.full(len(rows), _NOWHERE, np.int64)
     end = 0
@@ -130,18 +141,17 @@ def _take_next(columns: Columns, states: States, moving: Moving, step: int, pass
             continue
         new[session] = child[session]
         if child[session] >= 0:
-            reached[session] = moving.passed[passed] = child[session]
+            reached[session] = way.passed[passed] = child[session]
             left = counts[session] - accepted[session] - step - 1
-            moving.passed_lengths[passed] = lengths[rows[session]] - left
+            way.passed_lengths[passed] = lengths[rows[session]] - left
             passed += 1
     return passed
 
 
 @compiled
-def _plant_roots(columns: Columns, states: States, moving: Moving) -> None:
+def _plant_roots(columns: Columns, states: States, moving: Moving, new: Any) -> None:
     """Makes new roots where there is no node for them, and has all roots stand alone."""
-    rows, new, end = moving.rows, moving.new, 0
-    missing = 0
+    rows, end, missing = moving.rows, 0, 0
     for session in range(len(rows)):
         missing += new[session] < 0
     left = columns.state[FREE] - missing
@@ -170,11 +180,11 @@ def _stand_alone(length: Any, parent: Any, depth: Any, slot: int, at: int) -> No
 
 @compiled
 def _drop_dead(  # noqa: PLR0917
-    columns: Columns, states: States, moving: Moving, scale: Any, shift: Any, most_passed: int
+    columns: Columns, states: States, rows: Any, place: Any, scale: Any, shift: Any, most_passed: int
 ) -> None:
     """Frees what hangs elsewhere, and what no growth can name any more; the rest is nearer to its root now."""
     row, parent, depth, length, value = columns.row, columns.parent, columns.depth, columns.length, columns.value
-    serial, free, place, rows, lengths = columns.serial, columns.free, moving.place, moving.rows, states.length
+    serial, free, lengths = columns.serial, columns.free, states.length
     verdicts = _verdicts(row, parent, depth, place, states.root)
     forgotten = np.zeros(len(rows), np.int64)
     for session in range(len(rows)):

@@ -351,23 +351,10 @@ class Forest:
 
     def follow(self, moves: Moves) -> None:
         """All of a commit at once, by compiled loops: as `child` and `move_roots` do it step by step."""
-        states, sessions = self.rows, len(moves.rows)
-        nodes = len(moves.tokens)
-        moving = Moving(
-            rows=moves.rows,
-            counts=moves.counts,
-            tokens=moves.tokens,
-            accepted=moves.accepted,
-            slots=moves.slots,
-            keeps_tree=moves.keeps_tree,
-            reached=np.empty(sessions, dtype=np.int64),
-            new=np.empty(sessions, dtype=np.int64),
-            passed=np.empty(nodes, dtype=np.int64),
-            passed_lengths=np.empty(nodes, dtype=np.int64),
-            place=np.full(len(states), _NOWHERE),
-        )
+        states = self.rows
+        moving = Moving(moves.rows, moves.counts, moves.tokens, moves.accepted, moves.slots, moves.keeps_tree)
         of_rows = States(states.root, states.length, states.as_of, states.was_drafted, states.was_missed)
-        move_roots(self.columns(sessions), of_rows, moving, _MOST_PASSED, _LEAST_VALUE)
+        move_roots(self.columns(len(moves.rows)), of_rows, moving, _MOST_PASSED, _LEAST_VALUE)
         self.version += 1
 
     def _drop_dead(self, rows: Ints, lengths: Ints) -> None:
