@@ -73,7 +73,7 @@ class Scheduler:
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._drafts: dict[str, DraftPeer] = {}
         self._places: dict[str, SharedPlaces] = {}
-        self._draft_places = DraftPlaces(config, self._drafts, self._sessions)
+        self._draft_places = DraftPlaces(config, self._drafts, self._sessions, self._lanes)
         warm_up()
         self._forest = Forest()
         self._router = PrefixRouter()
