@@ -35,11 +35,10 @@ def take_growth(
         totals: where it is counted.
     """
     _note_step(peer, growth, totals)
+    worker_id = peer.worker_id
     owners = [
-        session
-        if (session := sessions.get(session_id)) is not None and session.draft_epochs.get(peer.worker_id) == epoch
-        else None
-        for session_id, epoch in zip(growth.session_ids, growth.epochs, strict=True)
+        session if session is not None and session.draft_epochs.get(worker_id) == epoch else None
+        for session, epoch in zip(map(sessions.get, growth.session_ids), growth.epochs, strict=True)
     ]
     if not peer.has_model:
         peer.note_answers(
@@ -47,9 +46,9 @@ def take_growth(
         )
     elif _is_by_model(growth):
         peer.note_answers(growth, owners)
-    grafted = graft(peer.worker_id, growth, [None if session is None else session.mirror for session in owners])
+    grafted = graft(worker_id, growth, [None if session is None else session.mirror for session in owners])
     totals.dropped_nodes += len(growth.node_ids) - sum(grafted)
-    note_grafted(peer.worker_id, growth, owners, grafted)
+    note_grafted(worker_id, growth, owners, grafted)
     return owners
 
 
