@@ -1,13 +1,14 @@
 """The real roles on Ray, behind certificates and tokens: a completion, one with its draft killed, and the command."""
 
 import asyncio
+import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -106,30 +107,53 @@ def is_serving_draft(worker: generation_pb2.WorkerStatus) -> bool:
     return worker.introduction.role == registry_pb2.WORKER_ROLE_DRAFT and worker.state == "serving"
 
 
-@pytest.mark.parametrize(
-    ("send", "number"), [(os.killpg, signal.SIGINT), (os.kill, signal.SIGTERM)], ids=["Ctrl-C", "SIGTERM"]
-)
-def test_up_serves_until_told_to_stop_and_leaves_nothing(send: Callable[[int, int], None], number: signal.Signals):
-    command = [OUTRIDER, "up", "--port", "0", "--drafts", "0", "--name", "up-test"]
-    # A group of its own: Ctrl-C at a terminal reaches Ray's processes too.
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as up:
-        assert up.stdout is not None
-        endpoint = re.fullmatch(r"ready (127\.0\.0\.1:\d+)\n", up.stdout.readline())
-        if number == signal.SIGTERM:
-            # Another terminal finds it by its name.
-            status = subprocess.run(
-                [OUTRIDER, "status", "--name", "up-test", "--json"], capture_output=True, text=True, check=False
-            )
-            assert status.returncode == 0, status.stderr
-            assert json.loads(status.stdout)["endpoints"] == [endpoint and endpoint[1]]
-        send(up.pid, number)
-        rest, errors = up.communicate(timeout=200)
-    assert endpoint, errors
+# Two Rays that start at once on a machine with other work.
+@pytest.mark.timeout(550)
+def test_up_serves_until_told_to_stop_and_leaves_nothing():
+    """Two side by side, as two terminals would have them: one ends by Ctrl-C, the other by SIGTERM."""
+    with running_up("up-ctrl-c") as interrupted, running_up("up-sigterm") as told:
+        endpoint_of(interrupted)
+        endpoint = endpoint_of(told)
+        # Ctrl-C at a terminal reaches Ray's processes too.
+        os.killpg(interrupted.pid, signal.SIGINT)
+        check_end(interrupted)
+        assert not processes_mentioning("up-ctrl-c")
+        # Another terminal finds it by its name.
+        status = subprocess.run(
+            [OUTRIDER, "status", "--name", "up-sigterm", "--json"], capture_output=True, text=True, check=False
+        )
+        assert status.returncode == 0, status.stderr
+        assert json.loads(status.stdout)["endpoints"] == [endpoint]
+        os.kill(told.pid, signal.SIGTERM)
+        check_end(told)
+        assert not processes_mentioning("up-sigterm")
+
+
+@contextlib.contextmanager
+def running_up(name: str) -> Iterator[subprocess.Popen[str]]:
+    command = [OUTRIDER, "up", "--port", "0", "--drafts", "0", "--name", name]
+    pipe = subprocess.PIPE
+    # A group of its own, as a terminal gives it.
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as up:
+        try:
+            yield up
+        finally:
+            up.terminate()
+
+
+def endpoint_of(up: subprocess.Popen[str]) -> str:
+    assert up.stdout is not None
+    assert up.stderr is not None
+    said = up.stdout.readline()
+    ready = re.fullmatch(r"ready (127\.0\.0\.1:\d+)\n", said)
+    assert ready, said or up.stderr.read()
+    return ready[1]
+
+
+def check_end(up: subprocess.Popen[str]) -> None:
+    rest, errors = up.communicate(timeout=200)
     assert (up.returncode, rest) == (0, ""), errors
     assert "Traceback" not in errors
-    assert not processes_mentioning("up-test")
 
 
 def test_demo_shows_a_completion_and_what_it_cost():
