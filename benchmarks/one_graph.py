@@ -1,6 +1,6 @@
 """Throughput of one-graph rounds against plain steps and trees, over batch sizes, and what a round asks of CUDA.
 
-    python benchmarks/one_graph.py --shape 8b [--head FOLDER] [--sessions 1 16 64 128 256] [--seconds 110]
+    python benchmarks/one_graph.py --shape 8b [--head FOLDER] [--sessions 1 64 256] [--temperatures 1 0] [--seconds 110]
 
 off        one token a session and step
 tree       the same head grows a tree below every root, the host picks its best nodes and sends them back: the best of
