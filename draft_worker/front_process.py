@@ -30,6 +30,7 @@ from outrider.rpc import RoleServer
 from outrider.security.tls import TlsConfig
 from outrider.v1 import draft_pb2
 
+_Outgoing = asyncio.Queue[bytes | status_pb2.Status | None]
 _SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"]
 
 
@@ -44,7 +45,7 @@ class Relay(asyncio.Protocol):
         self._frames = FrameReader()
         self._numbers = itertools.count(1)
         # Of each stream, what it is to be sent: messages, an error, None to end.
-        self._outgoing: dict[int, asyncio.Queue[bytes | status_pb2.Status | None]] = {}
+        self._outgoing: dict[int, _Outgoing] = {}
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Offers the service there, with messages as bytes."""
@@ -58,8 +59,7 @@ class Relay(asyncio.Protocol):
         number = next(self._numbers)
         outgoing = self._outgoing[number] = asyncio.Queue()
         self._send(Kind.OPENED, number, tracing.received(context.invocation_metadata()).encode())
-        reader = asyncio.create_task(self._read(requests, number))
-        reader.add_done_callback(lambda _: outgoing.put_nowait(None))
+        reader = asyncio.create_task(self._read(requests, number, outgoing))
         try:
             while (message := await outgoing.get()) is not None:
                 if isinstance(message, status_pb2.Status):
@@ -84,15 +84,25 @@ class Relay(asyncio.Protocol):
         for frame in self._frames.feed(data):
             self._pass_on(frame)
 
-    async def _read(self, requests: AsyncIterator[bytes], number: int) -> None:
-        async for message in requests:
-            self._send(Kind.COMMANDS, number, message)
+    async def _read(self, requests: AsyncIterator[bytes], number: int, outgoing: _Outgoing) -> None:
+        try:
+            async for message in requests:
+                self._send(Kind.COMMANDS, number, message)
+        except Exception:  # noqa: BLE001 - whatever ends the call has been told to its coordinator
+            outgoing.put_nowait(None)
+        else:
+            # Not ended here: what was said may be refused yet.
+            self._send(Kind.DONE, number)
 
     def _pass_on(self, frame: Frame) -> None:
         kind, number, payload = frame
         # Not there: the stream has ended meanwhile.
-        if (outgoing := self._outgoing.get(number)) is not None:
-            outgoing.put_nowait(payload if kind is Kind.GROWTH else status_pb2.Status.FromString(payload))
+        if (outgoing := self._outgoing.get(number)) is None:
+            return
+        if kind is Kind.GROWTH:
+            outgoing.put_nowait(payload)
+        else:
+            outgoing.put_nowait(None if kind is Kind.ENDED else status_pb2.Status.FromString(payload))
 
     def _send(self, kind: Kind, number: int, payload: bytes = b"") -> None:
         assert self._transport is not None

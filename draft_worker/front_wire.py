@@ -17,12 +17,16 @@ class Kind(IntEnum):
     """To the growth thread: a coordinator's stream; the payload is its traceparent, if any."""
     COMMANDS = 2
     """To the growth thread: a `DraftCommands`."""
-    LEFT = 3
-    """To the growth thread: the stream has ended."""
-    GROWTH = 4
+    DONE = 3
+    """To the growth thread: the coordinator has nothing more to say; to be answered with ENDED."""
+    LEFT = 4
+    """To the growth thread: the stream is gone."""
+    GROWTH = 5
     """From the growth thread: a `DraftGrowth`."""
-    REFUSED = 5
+    REFUSED = 6
     """From the growth thread: the stream is to end; the payload is a `Status`."""
+    ENDED = 7
+    """From the growth thread: the stream is to end in order."""
 
 
 Frame = tuple[Kind, int, bytes]

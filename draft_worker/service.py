@@ -59,13 +59,15 @@ class DraftStreams:
                 self._streams[number] = _Stream(self, number, traceparent=payload.decode())
             elif kind is Kind.COMMANDS:
                 found += self._streams[number].commands(payload)
+            elif kind is Kind.DONE:
+                self.send(Kind.ENDED, number)
             else:
                 stream = self._streams.pop(number)
                 stream.end()
                 found.append(LeaveCommand(stream))
         return found
 
-    def send(self, kind: Kind, number: int, payload: bytes) -> None:
+    def send(self, kind: Kind, number: int, payload: bytes = b"") -> None:
         """Hands a frame over."""
         try:
             self._data.sendall(pack_frame(kind, number, payload))

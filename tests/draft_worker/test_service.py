@@ -255,6 +255,14 @@ async def test_columns_that_do_not_fit_end_the_stream(worker: Worker, fields: di
     await worker.until(lambda: worker.is_empty)
 
 
+async def test_what_cannot_be_used_is_refused_although_nothing_follows_it(worker: Worker):
+    async with worker.stream() as stream:
+        await stream.send(close_session_ids=[1, 2], close_epochs=[1])
+        await stream.call.done_writing()
+        with pytest.raises(grpc.aio.AioRpcError, match="entries given"):
+            await stream.take()
+
+
 async def test_unset_limits_are_the_workers_own(worker: Worker):
     async with worker.stream() as stream:
         await stream.send(opens=[opening(1, mode=0, max_live_nodes=0, max_depth=0, sync_nodes=0)])

@@ -63,7 +63,8 @@ def _answer(listener: socket.socket) -> None:
 
 if _pause_s := float(os.environ.get("OUTRIDER_FAULTS_OPEN_PAUSE_S", "0")):
     _slow_opens(_pause_s)
-if _path := os.environ.get("OUTRIDER_FAULTS_SOCKET"):
+# Taken out of the environment: processes that the role starts are not asked.
+if _path := os.environ.pop("OUTRIDER_FAULTS_SOCKET", ""):
     _listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     _listener.bind(_path)
     _listener.listen()
