@@ -112,8 +112,11 @@ class GuessTree:
     def likeliest_path(self) -> GuessPath | None:
         """From the root to a leaf that may have children, by the best child of each; None where there is none."""
         node, tokens, value = self._root, list[int](), 1.0
-        while node.children:
-            token, node = max(node.children.items(), key=lambda child: child[1].acceptance)
+        while children := node.children:
+            token = next(iter(children))
+            if len(children) > 1:
+                token = max(children, key=lambda token: children[token].acceptance)
+            node = children[token]
             tokens.append(token)
             value *= node.acceptance
         if not 0 < len(tokens) < self._depth_limit or tokens[-1] in self._final_tokens:
