@@ -28,15 +28,11 @@ import ray.exceptions
 
 from outrider import cli, rpc, tracing
 from outrider.addresses import Resolve
-from outrider.deploy import placement
-from outrider.deploy.actors import RoleReport
 from outrider.deploy.cluster import Deployment
 from outrider.deploy.config import DeployConfig
 from outrider.deploy.connection import NAMESPACE
-from outrider.deploy.health import LONGEST_BACKOFF_S, RoleHandle, patience_s, watch
 from outrider.deploy.roles import Roles, WorkerSetting
 from outrider.errors import WorkerRefused, WorkerUnavailable
-from outrider.security.roles import Role
 from outrider.v1 import generation_pb2, generation_pb2_grpc, registry_pb2, registry_pb2_grpc
 
 # The actors cannot import this file: it travels to them by value.
@@ -498,68 +494,3 @@ async def test_of_two_that_start_at_a_time_one_finds_the_other(monkeypatch: pyte
     else:
         with pytest.raises(WorkerUnavailable, match="runs here already"):
             await second._find_or_create()
-
-
-async def test_places_kept_together_are_freed_with_their_target(monkeypatch: pytest.MonkeyPatch):
-    asked = []
-    wished = []
-
-    def group(bundles: list[dict[str, float]], *, _soft_target_node_id: str | None, **_: object) -> None:
-        asked.append(bundles)
-        wished.append(_soft_target_node_id)
-
-    monkeypatch.setattr(placement.ray.util, "placement_group", group)
-    node = placement.Node(node_id="a", address="h", port=1, resources={"GPU": 4.0})
-    kept = placement.keep_places([{"GPU": 2.0}, {"GPU": 0.5}, {}], name="d/target-0", nodes=[node], rather_on="a")
-    assert wished == ["a"]
-    assert kept.takers == [None, None, None]
-    assert asked == [[{"GPU": 2.0}, {"GPU": 0.5}, {"CPU": 0.001}]]
-    with pytest.raises(WorkerUnavailable, match="5 GPUs of one node asked for, no node has so many: at most 4"):
-        placement.keep_places([{"GPU": 5.0}], name="d/target-0", nodes=[node])
-
-
-async def test_nodes_are_chosen_and_avoided_by_their_ids():
-    assert placement.selector(among=None, avoided=()) == {}
-    assert placement.selector(among=None, avoided={"b", "a"}) == {"ray.io/node-id": "!in(a,b)"}
-    assert placement.selector(among=["c", "a", "b"], avoided={"b"}) == {"ray.io/node-id": "in(a,c)"}
-
-
-async def test_an_actor_that_loads_may_be_silent_for_longer():
-    serving = RoleReport(pid=1, node="n", node_id="i", address="h:1", failure=None)
-    loading = RoleReport(pid=1, node="n", node_id="i", address=None, failure=None)
-    assert patience_s(serving, CONFIG) == CONFIG.hang_timeout_s
-    assert patience_s(loading, CONFIG) == patience_s(None, CONFIG) == CONFIG.start_timeout_s
-
-
-class FailingActor:
-    """Loads, fails, is started anew, loads, fails."""
-
-    def __init__(self) -> None:
-        self.report = self
-        self._asked = 0
-
-    async def remote(self) -> RoleReport:
-        self._asked += 1
-        failure = "OSError: no such checkpoint" if self._asked % 2 == 0 else None
-        return RoleReport(pid=self._asked // 2, node="n", node_id="i", address=None, failure=failure)
-
-
-async def test_a_role_that_fails_again_and_again_gets_longer_pauses(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("outrider.deploy.health.ray.kill", lambda *_, **__: None)
-    handle = RoleHandle(name="target-0", role=Role.TARGET, actor=FailingActor())
-    pauses: list[float] = []
-    real_sleep = asyncio.sleep
-
-    async def note_pause(seconds: float) -> None:
-        if handle.report is None:
-            pauses.append(seconds)
-        await real_sleep(0)
-
-    monkeypatch.setattr("outrider.deploy.health.asyncio.sleep", note_pause)
-    watching = asyncio.create_task(watch(handle, CONFIG))
-    while len(pauses) < 10:
-        await real_sleep(0)
-    watching.cancel()
-    await asyncio.gather(watching, return_exceptions=True)
-    assert pauses[:4] == pytest.approx([0.4, 0.8, 1.6, 3.2])
-    assert pauses[-1] == LONGEST_BACKOFF_S
