@@ -242,7 +242,7 @@ class _Check:
             )
         return max(1, given)
 
-    # ------------------------------------------------------------------------------------- structure, seed, stop strings
+    # ------------------------------------------------------------------------------------ structure, seed, stop strings
 
     def _structured_outputs(self, sampling: SamplingSpec) -> dict[str, Any]:
         grammars = self._tokenizer and self._tokenizer.grammars
