@@ -44,9 +44,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: setup ## start the service on a local Ray, stream one completion, stop it
 	@$(BIN)/outrider demo
 
-# Two processes, each with one thread: small tensors gain nothing from more, and the tests' services need cores too.
-test: setup ## run the tests, two side by side
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses 2
+# Each process with one thread: small tensors gain nothing from more. Three on two cores: two of them begin with tests of
+# whole services, which wait a good part of their time, and the third with Triton's interpreter, which never does.
+test: setup ## run the tests, three side by side
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses 3
 
 FAULTS ?= 60
 SEED ?=
