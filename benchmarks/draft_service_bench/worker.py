@@ -177,6 +177,8 @@ def main() -> None:
         grown = config.growth(max_model_len=runner.info.max_model_len)
         growth = _growth(runner, grown)
         growth.warm_up()
+        # Not before, for it compiles on all cores; bare steps have the cores of those that serve.
+        settle()
         growth_parts._model = lambda _: (growth, model_info(runner.info))
         bare = {}
         for sessions, width in zip(options["sessions"], options["bare_rows"], strict=True):
@@ -186,7 +188,6 @@ def main() -> None:
         probe.install()
 
         def ready(address: str) -> None:
-            settle()
             _say({"address": address, "bare": bare, "vocab_size": runner.vocab_size})
             threading.Thread(target=_obey, args=(probe,), daemon=True).start()
 
