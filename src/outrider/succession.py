@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 _ONE = int(np.float32(1.0).view(np.int32))
+_LEAST_VALUE = np.float32(1e-30)
 NOTHING_EMITTED = -1
 
 
@@ -35,6 +36,7 @@ class Succession:
         least_value: a node is verified if its value is at least so much of the new root's.
         max_nodes: [S] most nodes verified.
         max_depths: [S] deepest of them, below the new root.
+        max_total_nodes: most nodes verified of all sessions that are in the step.
     """
 
     is_in_step: npt.NDArray[np.bool_]
@@ -46,6 +48,7 @@ class Succession:
     least_value: float
     max_nodes: Ints
     max_depths: Ints
+    max_total_nodes: int
 
 
 class Survivors(NamedTuple):
@@ -69,6 +72,7 @@ def surviving(successor: Succession, ends: Ints, tokens: Ints) -> Survivors:
     hangs below it, the best first. Without such a node, or where nothing was emitted, the tree is empty.
 
     Args:
+        successor: of the step.
         ends: [S] number of the last accepted node, 0 for the root; -1 where nothing was emitted. Of sessions that are
             not in the step it is not read.
         tokens: [S] the final one of each; not read there either.
@@ -93,6 +97,10 @@ def surviving(successor: Succession, ends: Ints, tokens: Ints) -> Survivors:
     survives = (top == own_root) & (numbers != own_root) & (depths <= successor.max_depths[place])
     survives &= successor.values >= floor[place]
     chosen = _best_first(successor, np.flatnonzero(survives), place)
+    if len(chosen) > successor.max_total_nodes:
+        shares = successor.values[chosen] / np.maximum(successor.values[own_root[chosen]], _LEAST_VALUE)
+        best = np.argsort(-shares, kind="stable")[: successor.max_total_nodes]
+        chosen = chosen[np.sort(best)]
     whole = np.flatnonzero(~successor.is_in_step[place])
     if len(whole):
         # Each session's stay together: it is in the one or in the other.

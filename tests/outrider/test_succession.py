@@ -71,7 +71,28 @@ def reference(sent: Sent, least_value: float) -> tuple[list[int], list[int]]:
     return chosen, [numbers[sent.parents[place] - first] for place in chosen]
 
 
-def together(parts: list[Sent], least_value: float) -> Succession:
+def best_of_all(
+    parts: list[Sent], found: list[tuple[list[int], list[int]]], most: int
+) -> list[tuple[list[int], list[int]]]:
+    """The same of at most so many nodes together: those of sessions that are in the step, best first."""
+    shares = []
+    for number, (sent, (nodes, _)) in enumerate(zip(parts, found, strict=True)):
+        if sent.is_in_step and nodes:
+            root = next(
+                place
+                for place in range(len(sent.tokens))
+                if sent.parents[place] == sent.end and sent.tokens[place] == sent.token
+            )
+            shares += [(-(sent.values[node] / sent.values[root]), number, rank) for rank, node in enumerate(nodes)]
+    kept = {(number, rank) for _, number, rank in sorted(shares)[:most]}
+    left = []
+    for number, (sent, (nodes, parents)) in enumerate(zip(parts, found, strict=True)):
+        ranks = [rank for rank in range(len(nodes)) if not sent.is_in_step or (number, rank) in kept]
+        left.append(([nodes[rank] for rank in ranks], [parents[rank] for rank in ranks]))
+    return left
+
+
+def together(parts: list[Sent], least_value: float, max_total_nodes: int = 1000) -> Succession:
     return Succession(
         is_in_step=np.array([sent.is_in_step for sent in parts], dtype=np.bool_),
         verified=np.array([sent.verified for sent in parts], dtype=np.int64),
@@ -82,17 +103,22 @@ def together(parts: list[Sent], least_value: float) -> Succession:
         least_value=least_value,
         max_nodes=np.array([sent.max_nodes for sent in parts], dtype=np.int64),
         max_depths=np.array([sent.max_depth for sent in parts], dtype=np.int64),
+        max_total_nodes=max_total_nodes,
     )
 
 
-@given(parts=st.lists(sessions(), max_size=5), least_value=st.sampled_from([0.0, 0.1, 0.4, 0.7, 1.0]))
-def test_what_survives_is_what_hangs_below_the_emitted_tokens(parts: list[Sent], least_value: float) -> None:
+@given(
+    parts=st.lists(sessions(), max_size=5),
+    least_value=st.sampled_from([0.0, 0.1, 0.4, 0.7, 1.0]),
+    most=st.integers(0, 12),
+)
+def test_what_survives_is_what_hangs_below_the_emitted_tokens(parts: list[Sent], least_value: float, most: int) -> None:
     found = surviving(
-        together(parts, least_value),
+        together(parts, least_value, most),
         np.array([sent.end for sent in parts], dtype=np.int64),
         np.array([sent.token for sent in parts], dtype=np.int64),
     )
-    expected = [reference(sent, least_value) for sent in parts]
+    expected = best_of_all(parts, [reference(sent, least_value) for sent in parts], most)
     assert found.counts.tolist() == [len(nodes) for nodes, _ in expected]
     starts = np.cumsum([0, *(len(sent.tokens) for sent in parts)]).tolist()
     assert found.nodes.tolist() == [

@@ -57,7 +57,7 @@ class VerifyRequest(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., step: _Optional[int] = ..., opens: _Optional[_Iterable[_Union[_common_pb2.SessionOpen, _Mapping]]] = ..., close_session_ids: _Optional[_Iterable[int]] = ..., close_epochs: _Optional[_Iterable[int]] = ..., trees: _Optional[_Union[TreeBatch, _Mapping]] = ...) -> None: ...
 
 class TreeBatch(_message.Message):
-    __slots__ = ("session_ids", "epochs", "lengths", "node_counts", "tokens", "parents", "distributions", "resident", "follows", "values", "least_value", "max_nodes", "max_depths")
+    __slots__ = ("session_ids", "epochs", "lengths", "node_counts", "tokens", "parents", "distributions", "resident", "follows", "values", "least_value", "max_nodes", "max_depths", "max_total_nodes")
     SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
     LENGTHS_FIELD_NUMBER: _ClassVar[int]
@@ -71,6 +71,7 @@ class TreeBatch(_message.Message):
     LEAST_VALUE_FIELD_NUMBER: _ClassVar[int]
     MAX_NODES_FIELD_NUMBER: _ClassVar[int]
     MAX_DEPTHS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOTAL_NODES_FIELD_NUMBER: _ClassVar[int]
     session_ids: _containers.RepeatedScalarFieldContainer[int]
     epochs: _containers.RepeatedScalarFieldContainer[int]
     lengths: _containers.RepeatedScalarFieldContainer[int]
@@ -84,7 +85,8 @@ class TreeBatch(_message.Message):
     least_value: float
     max_nodes: _containers.RepeatedScalarFieldContainer[int]
     max_depths: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, session_ids: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ..., node_counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., distributions: _Optional[_Union[_common_pb2.DraftDistributions, _Mapping]] = ..., resident: _Optional[_Iterable[bool]] = ..., follows: _Optional[int] = ..., values: _Optional[bytes] = ..., least_value: _Optional[float] = ..., max_nodes: _Optional[_Iterable[int]] = ..., max_depths: _Optional[_Iterable[int]] = ...) -> None: ...
+    max_total_nodes: int
+    def __init__(self, session_ids: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ..., node_counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., distributions: _Optional[_Union[_common_pb2.DraftDistributions, _Mapping]] = ..., resident: _Optional[_Iterable[bool]] = ..., follows: _Optional[int] = ..., values: _Optional[bytes] = ..., least_value: _Optional[float] = ..., max_nodes: _Optional[_Iterable[int]] = ..., max_depths: _Optional[_Iterable[int]] = ..., max_total_nodes: _Optional[int] = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
     __slots__ = ("step", "session_ids", "epochs", "outcomes", "accepted_counts", "accepted_nodes", "token_counts", "tokens", "logprobs", "errors", "report", "load", "cached_tokens", "growth", "drafted_counts", "verified_counts", "ahead_ns")
