@@ -11,7 +11,8 @@ import pytest
 from outrider.errors import WorkerUnavailable
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.sessions import DEFERRED, Code, OpenRequest, Outcome, SessionFault, TreeRequest, TreeResult
-from outrider.target_worker.step_thread import Batch, StepThread
+from outrider.target_worker.step_jobs import Batch
+from outrider.target_worker.step_thread import StepThread
 from outrider.target_worker.verifier import StepResult, Verifier
 
 
@@ -21,7 +22,7 @@ class NotingVerifier:
     With `overlaps` steps run by themselves, as on a device: `begin` returns at once, `finish` waits.
     """
 
-    overlaps = False
+    overlaps = goes_on_alone = False
     may_compile = wants_capture = False
     prefill_due_s = 0.0
 
@@ -230,8 +231,8 @@ def test_busy_is_the_share_since_the_last_report(steps: StepThread, fake: Noting
 def device(fake: NotingVerifier, steps: StepThread) -> NotingVerifier:
     """The verifier as on a device, its first step of session 1 running for long."""
     steps.ready.result(30)
-    fake.overlaps = True
-    steps._usual_s[1] = 60.0
+    fake.overlaps = fake.goes_on_alone = True
+    steps._times.usual_s[1] = 60.0
     return fake
 
 
