@@ -98,7 +98,7 @@ class ServingCounts:
         self.held.observe(flight.waited_ns)
         self.step.observe(result.step_ns)
         self.forward.observe(result.forward_ns)
-        self.travel.observe(max(0, result_ns - flight.submitted_ns - result.step_ns))
+        self.travel.observe(max(0, result_ns - flight.begun_ns - result.step_ns))
         # Most sessions of a batch had their last tokens at one time.
         for before_ns, sessions in Counter(committed.told_ns[committed.told_ns > 0].tolist()).items():
             self.between_tokens.observe(result_ns - before_ns, sessions)
