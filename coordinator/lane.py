@@ -455,6 +455,9 @@ class TargetLane:
     ) -> None:
         """Takes a round's times into the cost model, the rate and the trials; `result_ns`: when its result came."""
         self.steps += 1
+        if flight.successor is not None and not flight.rows:
+            # All its sessions had ended with the step before.
+            return
         self.cost.observe(result.step_tokens, result.step_ns)
         if flight.successor is not None:
             self.lead.observe(flight.lead_ns, result.ahead_ns)

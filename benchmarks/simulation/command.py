@@ -116,6 +116,10 @@ def _parse(arguments: Sequence[str]) -> tuple[list[SpeculationMode], bool, dict]
         help="how often the draft's first, second, ... child is the target's choice (default 0.7 0.12 0.05 0.03)",
     )  # fmt: skip
     parser.add_argument(
+        "--ahead", action=argparse.BooleanOptionalAction, default=True,
+        help="send batches before the step before them has ended, where that is faster (default)",
+    )  # fmt: skip
+    parser.add_argument(
         "--collector", choices=COLLECTORS, default="serving", help="Python's, in this process (default serving)"
     )
     parser.add_argument("--duration", dest="duration_s", type=float, default=5.0, help="seconds measured (default 5)")
