@@ -75,7 +75,7 @@ class TargetLane:
         *,
         fair_slowdown: float = 1.5,
         one_graph: bool = False,
-        ahead: bool = True,
+        ahead: bool = False,
     ) -> None:
         self.worker_id = worker_id
         self.one_graph = one_graph
@@ -93,7 +93,8 @@ class TargetLane:
         self.pace = RoundPace()
         self.misses = MissRates()
         self.lead = Lead()
-        self.way = Trials(_WAYS if ahead else _WAYS[1:])
+        # What the target drafts by itself is the tree of one step alone.
+        self.way = Trials(_WAYS if ahead and not one_graph else _WAYS[1:])
         self.steps = 0
         self.is_draining = False
         """It takes no new sessions."""
@@ -141,8 +142,6 @@ class TargetLane:
         ]
         group = self.group(sessions)
         if self.suspects or group.chains or group.is_sync.any():
-            return []
-        if self.one_graph and resident_flags(sessions).any():
             return []
         return sessions
 

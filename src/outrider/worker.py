@@ -71,6 +71,7 @@ def introduce(
         name=name,
         sources=sources_to_proto(sources),
         one_graph=one_graph,
+        ahead=role == registry_pb2.WORKER_ROLE_TARGET and not one_graph,
     )
 
 

@@ -261,7 +261,7 @@ class Bench:
         self, name: str = "target", *, on_hang: Callable[[str], None] = lambda reason: None, **options: object
     ) -> FakeTarget:
         target = FakeTarget(**options)  # type: ignore[arg-type]
-        self.scheduler.add_target(name, target, self.limits, on_hang=on_hang)  # type: ignore[arg-type]
+        self.scheduler.add_target(name, target, self.limits, on_hang=on_hang, ahead=True)  # type: ignore[arg-type]
         return target
 
     def add_draft(
