@@ -93,8 +93,7 @@ class TargetLane:
         self.pace = RoundPace()
         self.misses = MissRates()
         self.lead = Lead()
-        # What the target drafts by itself is the tree of one step alone.
-        self.way = Trials(_WAYS if ahead and not one_graph else _WAYS[1:])
+        self.way = Trials(_WAYS if ahead else _WAYS[1:])
         self.steps = 0
         self.is_draining = False
         """It takes no new sessions."""

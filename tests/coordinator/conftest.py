@@ -258,10 +258,15 @@ class Bench:
         self.limits = registry_pb2.WorkerLimits(max_sessions=8, max_tree_nodes=64, max_step_tokens=256)
 
     def add_target(
-        self, name: str = "target", *, on_hang: Callable[[str], None] = lambda reason: None, **options: object
+        self,
+        name: str = "target",
+        *,
+        on_hang: Callable[[str], None] = lambda reason: None,
+        ahead: bool = True,
+        **options: object,
     ) -> FakeTarget:
         target = FakeTarget(**options)  # type: ignore[arg-type]
-        self.scheduler.add_target(name, target, self.limits, on_hang=on_hang, ahead=True)  # type: ignore[arg-type]
+        self.scheduler.add_target(name, target, self.limits, on_hang=on_hang, ahead=ahead)  # type: ignore[arg-type]
         return target
 
     def add_draft(
