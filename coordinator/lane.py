@@ -24,7 +24,7 @@ from outrider.coordinator.open_leaves import open_leaves
 from outrider.coordinator.rounds import Flight, RoundPace, Step, Way
 from outrider.coordinator.selection import Ints, choose_counts
 from outrider.coordinator.session import Session
-from outrider.coordinator.successor import succeed
+from outrider.coordinator.successor import can_follow, succeed
 from outrider.coordinator.trees import Submissions, Tree, Trees
 from outrider.coordinator.trials import Trials
 from outrider.v1 import registry_pb2
@@ -139,10 +139,7 @@ class TargetLane:
             for session in self._willing(now_ns)
             if session.flight is None or (session.flight is flight and len(session.token_ids) + 1 < session.end)
         ]
-        group = self.group(sessions)
-        if self.suspects or group.chains or group.is_sync.any():
-            return []
-        return sessions
+        return [] if self.suspects or not can_follow(self.group(sessions)) else sessions
 
     def _apart(self, sessions: Sequence[Session]) -> Sequence[Session]:
         """A suspect alone, in turn with all others together; nothing is in flight beside it.
@@ -194,7 +191,17 @@ class TargetLane:
         """When the last batch in flight is answered, if it takes so long."""
         return max(self.flights[-1].submitted_ns + self.pace.overhead_ns, self.applied_result_ns) + step_ns
 
-    def _hopeless_ways(self, sessions: int) -> set[int]:
+    def _hopeless_ways(self, group: Group, sessions: int) -> set[int]:
+        """Ways that need no trial with what a batch of this group has shown."""
+        if Way.AHEAD not in self.way.ways:
+            return self._hopeless_groups(sessions)
+        if not can_follow(group):
+            return {Way.AHEAD, *self._hopeless_groups(sessions)}
+        # A step that begins at once is what two groups, or not to wait, are for: only growth is worth more.
+        grows = bool((group.states.draft[group.rows] != 0).any())
+        return {Way.NEVER_WAIT, Way.TWO_GROUPS} if grows else {Way.WAIT, Way.NEVER_WAIT, Way.TWO_GROUPS}
+
+    def _hopeless_groups(self, sessions: int) -> set[int]:
         """Two groups run two steps where one would do: not worth a trial unless a round has much else to hide."""
         rows = round(self.pace.rows)
         if sessions < 2 or rows < 2:
@@ -475,7 +482,7 @@ class TargetLane:
             verified=len(flight.sessions),
             tokens=emitted,
             round_ns=round_ns,
-            hopeless=self._hopeless_ways(sessions),
+            hopeless=self._hopeless_ways(flight.group, sessions),
         )
 
 

@@ -80,6 +80,11 @@ class Successor:
         return ends, tokens
 
 
+def can_follow(group: Group) -> bool:
+    """Whether a batch of these sessions may be sent ahead: none has a chain, or a tree that is grown after a result."""
+    return not group.chains and not group.is_sync.any()
+
+
 def succeed(
     flight: "Flight", group: Group, *, max_tree_nodes: int, max_total_nodes: int, least_value: float
 ) -> Successor:
