@@ -18,7 +18,8 @@ from typing import Protocol
 
 import numpy as np
 
-from outrider.coordinator import clock, collector
+from outrider import collector
+from outrider.coordinator import clock
 from outrider.coordinator.commits import Committed, commit, tell_drafts
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.draft_demand import DraftDemand

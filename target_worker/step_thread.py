@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from outrider import collector
 from outrider.errors import WorkerUnavailable
 from outrider.metrics.worker import StepCounts
 from outrider.step_holdups import StepHoldups
@@ -196,6 +197,7 @@ class StepThread:
                 self._prefill(verifier)
             if not self._flights:
                 self.watch.rests()
+            collector.between_rounds()
             now = time.perf_counter_ns()
             self._busy_ns += now - busy_from
             busy_from = now
