@@ -76,6 +76,7 @@ class FakeTarget:
         self.fail_sessions: set[int] = set()
         self.fault_kind = FaultKind.LOST
         self.is_lost = False
+        self.miscounts = False
         self._ended: set[tuple[int, int]] = set()
         self._last_step = LastStep()
         self._last: asyncio.Future[VerifyResult] | None = None
@@ -122,7 +123,7 @@ class FakeTarget:
         ]
         self.batches.append(trees)
         result = await self._step(trees)
-        verified = {tree.session_id: len(tree.tokens) for tree in trees}
+        verified = {tree.session_id: len(tree.tokens) + self.miscounts for tree in trees}
         return replace(result, verified=verified, ahead_ns=ahead_ns)
 
     def _checked_length(self, session_id: int, epoch: int, length: int) -> int:
