@@ -16,7 +16,7 @@ from benchmarks.simulation.settings import COLLECTORS, MAX_SESSIONS, MAX_WORKERS
 from rich.console import Console
 from rich.table import Table
 
-from outrider.coordinator import collector
+from outrider import collector
 from outrider.coordinator.messages import SpeculationMode
 from outrider.errors import OutriderError
 
