@@ -28,7 +28,7 @@ FROM build-${VARIANT} AS build
 WORKDIR /build
 COPY . .
 RUN python -m venv /opt/outrider \
-    && /opt/outrider/bin/pip install --no-cache-dir --constraint constraints.txt ".[kubernetes,ngram]"
+    && /opt/outrider/bin/pip install --no-cache-dir --constraint constraints.txt ".[kubernetes]"
 
 # hadolint ignore=DL3006
 FROM base-${VARIANT}

@@ -1,6 +1,6 @@
 """Thousands of streams at a time through one coordinator: is any lost, is any wrong, what do they cost, and how late?
 
-    python benchmarks/streams.py [--streams 2000] [--tokens 64] [--step-ms 500] [--output-json FILE]
+    python benchmarks/streams.py [--streams 2000] [--coordinators 1] [--tokens 64] [--step-ms 500] [--output-json FILE]
 
 A coordinator process stands between fake workers (`benchmarks/simulation`), whose tokens are a function of a stream's
 key and of the position: every stream knows what it has to get. Client processes open all streams within `--ramp` s and
@@ -9,8 +9,9 @@ sessions at most, so there are as many targets, and drafts, as are needed.
 
 delivery     from the coordinator's having a result to its tokens being at the client, of traced streams
 round        what a round takes beside the target's step and the wait for growth, of traced streams
-memory       of the coordinator: before the first stream, most while they ran, and after the last; `--waves` do it all
-             over again, and what is bounded does not grow with them
+CPU          of the busiest of `--coordinators` processes, which share the streams; each has workers of its own
+memory       of the coordinator, the first of several: before the first stream, most while they ran, and after the
+             last; `--waves` do it all over again, and what is bounded does not grow with them
 Fake workers and clients share the cores with the coordinator: a step that ends late counts as the worker's, and a
 client that reads late is part of the delivery (its event loop's lag is reported).
 """
@@ -64,7 +65,7 @@ class Share:
     """The streams of one client process.
 
     Attributes:
-        endpoint: of the coordinator.
+        endpoint: of the coordinators, separated by commas.
         settings: of the fake workers.
         first, count: keys of the streams.
         tokens: of each.
@@ -109,7 +110,7 @@ async def _read_share(share: Share) -> Outcome:
     outcome = Outcome()
     settings = share.settings
     model = PathModel(seed=settings.seed, rank_rates=settings.rank_rates, spread=settings.spread)
-    sender = GrpcSender([share.endpoint], connections=math.ceil(share.count / _STREAMS_A_CONNECTION))
+    sender = GrpcSender(share.endpoint.split(","), connections=math.ceil(share.count / _STREAMS_A_CONNECTION))
     try:
         async with LagMeter() as load, asyncio.TaskGroup() as group:
             for place in range(share.count):
@@ -182,7 +183,8 @@ def _cpu_s(pid: int) -> float:
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All waves, one after the other; gives the figures of the last, and the memory of each."""
-    workers = math.ceil(options.streams / MAX_SESSIONS)
+    count = options.coordinators
+    workers = count * math.ceil(options.streams / MAX_SESSIONS / count)
     sessions = math.ceil(options.streams / workers)
     settings = Settings(
         sessions=sessions,
@@ -206,22 +208,22 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
         # Fake workers, coordinator and clients share this machine's cores: one that is late is not lost.
         *("--heartbeat-interval-ms", "2000", "--lease-ms", "60000"),
     ]
-    async with simulated(settings, arguments) as service:
+    async with simulated(settings, arguments, coordinators=options.coordinators) as service:
         loop = asyncio.get_running_loop()
-        pid, processes = service.coordinator_pid, options.client_processes
+        pids, processes = service.coordinator_pids, options.client_processes
         with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
             await asyncio.gather(*(loop.run_in_executor(pool, time.sleep, 0.5) for _ in range(processes)))
             waves = []
             for _ in range(options.waves):
                 begin_s = time.monotonic() + _LEAD_S
-                began_cpu_s = _cpu_s(pid)
-                async with _memory_of(pid) as memory:
+                began_cpu_s = [_cpu_s(pid) for pid in pids]
+                async with _memory_of(pids[0]) as memory:
                     shares = _shares(options, settings, service.endpoint, begin_s)
                     reading = (loop.run_in_executor(pool, read_share, share) for share in shares)
                     outcomes = await asyncio.gather(*reading)
-                cpu_s = _cpu_s(pid) - began_cpu_s
+                cpu_s = [_cpu_s(pid) - began_s for pid, began_s in zip(pids, began_cpu_s, strict=True)]
                 await asyncio.sleep(_SETTLE_S)
-                waves.append(_figures(options, outcomes, memory, after_mib=_resident_mib(pid), cpu_s=cpu_s))
+                waves.append(_figures(options, outcomes, memory, after_mib=_resident_mib(pids[0]), cpu_s=cpu_s))
     return waves[-1] | {
         "lost": sum(wave["lost"] for wave in waves),
         "wrong": sum(wave["wrong"] for wave in waves),
@@ -251,7 +253,12 @@ def _shares(options: argparse.Namespace, settings: Settings, endpoint: str, begi
 
 
 def _figures(
-    options: argparse.Namespace, outcomes: Sequence[Outcome], memory: Sequence[float], *, after_mib: float, cpu_s: float
+    options: argparse.Namespace,
+    outcomes: Sequence[Outcome],
+    memory: Sequence[float],
+    *,
+    after_mib: float,
+    cpu_s: Sequence[float],
 ) -> dict[str, Any]:
     records = [record for outcome in outcomes for record in outcome.records]
     whole = [record for record in records if record.is_complete and record.output_tokens == options.tokens]
@@ -270,8 +277,9 @@ def _figures(
         **_spread("round_ms", [each for outcome in outcomes for each in outcome.round_ms]),
         **_spread("ttft_ms", [1e3 * record.ttft_s for record in whole]),
         **_spread("itl_ms", [1e3 * gap for record in whole for gap in record.itl_s]),
-        "coordinator_cpu_share": cpu_s / duration_s,
-        "coordinator_cpu_us_per_token": 1e6 * cpu_s / max(1, tokens),
+        "coordinator_cpu_s": max(cpu_s),
+        "coordinator_cpu_share": max(cpu_s) / duration_s,
+        "coordinator_cpu_us_per_token": 1e6 * sum(cpu_s) / max(1, tokens),
         "memory_before_mib": memory[0],
         "memory_most_mib": max(memory),
         "memory_after_mib": after_mib,
@@ -290,6 +298,7 @@ def run(arguments: Sequence[str]) -> int:
     """A table, and JSON if asked for; 1 where a stream was lost or wrong."""
     parser = argparse.ArgumentParser(prog="benchmarks/streams.py", description="Thousands of streams at a time.")
     parser.add_argument("--streams", type=int, default=2000)
+    parser.add_argument("--coordinators", type=int, default=1, help="processes that share the streams (default 1)")
     parser.add_argument("--tokens", type=int, default=64, help="of every stream (default 64)")
     parser.add_argument("--mode", choices=("async", "sync", "off"), default="async")
     parser.add_argument("--step-ms", type=float, default=500.0, help="of a target (default 500)")

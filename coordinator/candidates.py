@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from outrider.compiled import IS_COMPILED
+from outrider.coordinator.candidate_kernels import best_nodes, cut_trees
 from outrider.coordinator.chain_mirror import ChainMirror
 from outrider.coordinator.forest import Floats, Forest, Ints
 from outrider.coordinator.group import Group
@@ -60,10 +62,14 @@ class Candidates:
         return Trees.of(trees)
 
     def _of_forest(self, counts: Ints) -> Trees:
-        chosen = np.flatnonzero(self.ranks < counts[self.places])
         forest = _forest_of(self.mirrors)
-        if forest is None or not len(chosen):
+        if forest is None or not counts.any():
             return Trees.of([Tree()] * len(counts))
+        if IS_COMPILED:
+            columns = cut_trees(forest.columns(0), self.starts, self.slots, self.values, counts)
+            slots, tokens, parents, values = columns
+            return Trees(counts=counts, slots=slots, tokens=tokens.tolist(), parents=parents.tolist(), values=values)
+        chosen = np.flatnonzero(self.ranks < counts[self.places])
         slots = self.slots[chosen]
         number = np.zeros(len(forest.row), dtype=np.int64)
         number[slots] = self.ranks[chosen] + 1
@@ -100,6 +106,10 @@ def _candidates(
     mirrors: Sequence[Mirror | None], rows: Ints, chains: Sequence[int], most: Ints, deepest: Ints
 ) -> Candidates:
     forest = _forest_of(mirrors)
+    if IS_COMPILED and forest is not None and not chains:
+        found = best_nodes(forest.columns(0), rows, most, deepest, _MOST_DEPTH)
+        starts, places, ranks, slots, values, depths, is_leaf = found
+        return Candidates(mirrors, starts, places, ranks, values, depths, is_leaf, slots, chains)
     places, slots, values, depths, is_leaf = (
         np.zeros(0, dtype=kind) for kind in (np.int64, np.int64, float, int, bool)
     )

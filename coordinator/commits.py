@@ -13,10 +13,10 @@ import numpy as np
 
 from outrider.coordinator.chain_mirror import ChainMirror
 from outrider.coordinator.draft_peer import DraftPeer
-from outrider.coordinator.forest import Forest
+from outrider.coordinator.forest import Forest, Moves
 from outrider.coordinator.group import Bools, Group
 from outrider.coordinator.messages import Commit, Commits, SessionVerdict
-from outrider.coordinator.mirror import Moves, move_roots
+from outrider.coordinator.mirror import move_roots
 from outrider.coordinator.rounds import Step
 from outrider.coordinator.rows import Ints
 from outrider.coordinator.session import Session

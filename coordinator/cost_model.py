@@ -19,6 +19,9 @@ from bisect import bisect_left
 import numpy as np
 import numpy.typing as npt
 
+from outrider.compiled import IS_COMPILED
+from outrider.coordinator.choice_kernels import predict_steps
+
 # The rungs of engine/buckets.py, and beyond the largest captured one as many more.
 EDGES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 72, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 2048, 4096, 8192)
 # What one step leaves of the weight of every rung that it does not fall into: half is gone after some 140 steps.
@@ -53,8 +56,9 @@ class StepCost:
         # Within rungs: spread of rows, and how the time goes with it.
         self._inner_spread = self._inner_covariance = 0.0
         self._slope = row_ns
-        self._at_low = base_ns + row_ns * (self._low - 1)
-        self._at_high = base_ns + row_ns * (self._high - 1)
+        # First and last size of every rung, and what steps of these take.
+        ends = (self._low, self._high, base_ns + row_ns * (self._low - 1), base_ns + row_ns * (self._high - 1))
+        self._rungs = np.stack(ends)
 
     def observe(self, rows: int, step_ns: float) -> None:
         """One measured step."""
@@ -102,7 +106,7 @@ class StepCost:
         half = rise * (self._high - self._low) / 2
         # Low and high end of every rung in turn, none below the one before.
         ends = np.maximum.accumulate(np.stack((level - half, level + half), axis=1).ravel())
-        self._at_low, self._at_high = ends[0::2], ends[1::2]
+        self._rungs[2], self._rungs[3] = ends[0::2], ends[1::2]
 
     def predict_ns(self, rows: int) -> float:
         """Expected time of a step of `rows` rows."""
@@ -110,10 +114,12 @@ class StepCost:
 
     def predict_many_ns(self, rows: npt.NDArray[np.int64]) -> Floats:
         """[m] the same of numbers of rows [m]."""
+        if IS_COMPILED:
+            return predict_steps(self._rungs, self._slope, rows)
         place = np.minimum(np.searchsorted(self._high, rows), len(EDGES) - 1)
-        low, high = self._low[place], self._high[place]
+        low, high, at_low, at_high = self._rungs[:, place]
         share = np.clip((rows - low) / np.maximum(high - low, 1.0), 0.0, 1.0)
-        inside = self._at_low[place] + share * (self._at_high[place] - self._at_low[place])
+        inside = at_low + share * (at_high - at_low)
         return inside + np.maximum(rows - self._high[-1], 0) * self._slope
 
     def is_known(self, rows: int) -> bool:

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from outrider.compiled import entries
 from outrider.coordinator.firing import Latency
+from outrider.coordinator.growth_kernels import count_expanded, note_known
 from outrider.coordinator.links import DraftLink
 from outrider.coordinator.messages import GrowthBatch
 from outrider.coordinator.session import Session
@@ -61,23 +63,16 @@ class DraftPeer:
         if states is None:
             return
         rows = np.array([0 if session is None else session.row for session in sessions])
-        unanswered = states.unanswered[rows]
-        knows_all = (unanswered > 0) & (np.asarray(growth.as_of) == states.length[rows])
-        if not knows_all.any():
-            return
-        # What was drafted before it was committed may have grown without any answer.
-        first = rows[knows_all & (unanswered == 1) & ~states.was_drafted[rows]]
-        for committed_ns in states.committed_ns[first].tolist():
+        found = np.empty(len(rows), dtype=np.int64)
+        columns = (rows, np.array(growth.as_of), states.unanswered, states.length, states.was_drafted, found)
+        count = note_known(*map(entries, columns))
+        for committed_ns in states.committed_ns[found[:count]].tolist():
             self.response.observe(self.last_growth_ns - committed_ns)
-        states.unanswered[rows[knows_all]] = 0
 
     def note_width(self, growth: GrowthBatch) -> int:
         """What a step of this draft has grown; returns how many nodes it has expanded."""
         if not len(growth.parents):
             return 0
-        places = np.repeat(np.arange(len(growth.node_counts)), growth.node_counts)
-        # Children of one node stand together.
-        others = (growth.parents[1:] != growth.parents[:-1]) | (places[1:] != places[:-1])
-        expanded = 1 + int(np.count_nonzero(others))
+        expanded = count_expanded(entries(growth.parents), entries(np.array(growth.node_counts)))
         self.width += 0.05 * (expanded / len(growth.session_ids) - self.width)
         return expanded

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.draft_peer import DraftPeer
+from outrider.coordinator.lane import TargetLane
 from outrider.coordinator.messages import SpeculationMode
 from outrider.coordinator.session import Session
 from outrider.growth_source import ALL_SOURCES, GrowthSource
@@ -26,12 +27,17 @@ class DraftPlaces:
         config: see there.
         drafts: by worker id; a live view.
         sessions: by session id; a live view.
+        lanes: targets by worker id; a live view.
     """
 
     def __init__(
-        self, config: CoordinatorConfig, drafts: Mapping[str, DraftPeer], sessions: Mapping[int, Session]
+        self,
+        config: CoordinatorConfig,
+        drafts: Mapping[str, DraftPeer],
+        sessions: Mapping[int, Session],
+        lanes: Mapping[str, TargetLane],
     ) -> None:
-        self._config, self._drafts, self._sessions = config, drafts, sessions
+        self._config, self._drafts, self._sessions, self._lanes = config, drafts, sessions, lanes
 
     def assign(self, session: Session) -> None:
         """Gives a session the drafts that it lacks, as far as there is room."""
@@ -68,19 +74,26 @@ class DraftPlaces:
     def _open(self, session: Session, peer: DraftPeer) -> None:
         opening = session.opening(max_live_nodes=self._config.max_live_nodes)
         if GrowthSource.NGRAM in peer.sources and session.mode is SpeculationMode.ASYNC:
-            # A trie speaks once a commit: what is deeper than a tree that is sent is there for the next one.
-            opening = replace(opening, max_depth=2 * opening.max_depth)
+            # A trie speaks once a commit: what hangs below a tree that is sent, and below the target's own token after
+            # it, is there for the next one, when the answer is still on its way.
+            opening = replace(opening, max_depth=2 * (opening.max_depth + 1))
         session.join_draft(peer.worker_id, peer.number, opening.epoch)
         peer.sessions.add(session.session_id)
         peer.link.open_session(opening)
 
     def _wanted(self, session: Session) -> int:
         """Drafts for each source."""
-        if session.mode is SpeculationMode.OFF:
+        if session.mode is SpeculationMode.OFF or self._is_resident(session):
             return 0
         if session.mode is SpeculationMode.SYNC or session.mirror.is_chain:
             return 1
         return self._config.drafts_per_session
+
+    def _is_resident(self, session: Session) -> bool:
+        """Whether its target drafts for it in its own graph: what others grew would not be sent."""
+        return session.lets_target_draft and any(
+            lane.one_graph and session.session_id in lane.sessions for lane in self._lanes.values()
+        )
 
     @staticmethod
     def _sources(session: Session) -> frozenset[GrowthSource]:

@@ -11,12 +11,16 @@ The sessions are `rows`, workers' names for slots `node_ids`.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from outrider.coordinator.node_ids import NodeIds
+from outrider.compiled import entries
+from outrider.coordinator.commit_kernels import Moving, States, move_roots
+from outrider.coordinator.forest_kernels import DEEPEST, FREE, NEXT_SERIAL, Arriving, Columns, graft_nodes
+from outrider.coordinator.node_ids import RING, NodeIds
 from outrider.coordinator.rows import Ints, Rows
 from outrider.coordinator.source_mix import SourceMix
 from outrider.coordinator.worker_views import WorkerViews
@@ -42,6 +46,38 @@ _COLUMNS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True)
+class Moves:
+    """Tokens that S sessions have committed, each once: appended to their lists already.
+
+    Attributes:
+        rows: [S] of the forest.
+        counts: [S] tokens of each.
+        tokens: [T] session by session.
+        accepted: [S] how many of them were submitted nodes, the first ones.
+        slots: [A] of these nodes.
+        keeps_tree: [S] as of `mirror.Commitment`.
+    """
+
+    rows: Ints
+    counts: Ints
+    tokens: Ints
+    accepted: Ints
+    slots: Ints
+    keeps_tree: npt.NDArray[np.bool_]
+
+    def only(self, which: npt.NDArray[np.bool_]) -> "Moves":
+        """Those of some of the sessions."""
+        return Moves(
+            rows=self.rows[which],
+            counts=self.counts[which],
+            tokens=self.tokens[np.repeat(which, self.counts)],
+            accepted=self.accepted[which],
+            slots=self.slots[np.repeat(which, self.accepted)],
+            keeps_tree=self.keeps_tree[which],
+        )
+
+
 class Forest:
     """Slots, rows (sessions) and views (a session's workers).
 
@@ -61,12 +97,13 @@ class Forest:
     def __init__(self) -> None:
         for name, dtype in _COLUMNS.items():
             setattr(self, name, np.zeros(1, dtype=dtype))
+        self._newest: Ints = np.full(1, _NOWHERE, dtype=np.int64)
+        self._free: Ints = np.zeros(1, dtype=np.int64)
+        self._state: Ints = np.array([0, 1, 0])
+        self._columns = self._as_columns()
         self.rows = Rows()
         self.node_ids = NodeIds()
         self.views = WorkerViews(self.rows, self.node_ids)
-        self._free: Ints = np.zeros(0, dtype=np.int64)
-        self._next_serial = 1
-        self._deepest = 0
         self.version = 0
         """Counts the changes."""
         self.mix = SourceMix()
@@ -75,7 +112,12 @@ class Forest:
     @property
     def next_serial(self) -> int:
         """Of the next node that is made; those that are there have lower ones."""
-        return self._next_serial
+        return int(self._state[NEXT_SERIAL])
+
+    @property
+    def _deepest(self) -> int:
+        """No node is deeper."""
+        return int(self._state[DEEPEST])
 
     # -------------------------------------------------------------------------------------------- sessions and workers
 
@@ -99,18 +141,37 @@ class Forest:
 
     # ----------------------------------------------------------------------------------------------------------- slots
 
+    def columns(self, count: int) -> Columns:
+        """All columns, with room for so many nodes more; what they are changed by is counted in `version`."""
+        if self._state[FREE] < count:
+            self._enlarge(count)
+        return self._columns
+
+    def _as_columns(self) -> Columns:
+        own = (getattr(self, name) for name in _COLUMNS)
+        return Columns(*map(entries, own), *map(entries, (self._newest, self._free, self._state)))
+
+    def _enlarge(self, count: int) -> None:
+        slots, free = len(self.row), int(self._state[FREE])
+        more = max(slots, count, 64)
+        for name in _COLUMNS:
+            column = getattr(self, name)
+            setattr(self, name, np.concatenate((column, np.zeros(more, dtype=column.dtype))))
+        self._newest = np.full(slots + more, _NOWHERE, dtype=np.int64)
+        spare = np.zeros(slots, dtype=np.int64)
+        self._free = np.concatenate((np.arange(slots + more - 1, slots - 1, -1), self._free[:free], spare))
+        self._free = self._free[: slots + more]
+        self._state[FREE] += more
+        self._columns = self._as_columns()
+
     def _allocate(self, count: int) -> Ints:
-        if len(self._free) < count:
-            slots = len(self.row)
-            more = max(slots, count, 64)
-            for name in _COLUMNS:
-                column = getattr(self, name)
-                setattr(self, name, np.concatenate((column, np.zeros(more, dtype=column.dtype))))
-            self._free = np.concatenate((np.arange(slots + more - 1, slots - 1, -1), self._free))
-        cut = len(self._free) - count
-        taken, self._free = self._free[cut:], self._free[:cut]
-        self.serial[taken] = np.arange(self._next_serial, self._next_serial + count)
-        self._next_serial += count
+        self.columns(count)
+        left = int(self._state[FREE]) - count
+        taken = self._free[left : left + count].copy()
+        self._state[FREE] = left
+        serial = self.next_serial
+        self.serial[taken] = np.arange(serial, serial + count)
+        self._state[NEXT_SERIAL] = serial + count
         self.version += 1
         return taken
 
@@ -122,7 +183,9 @@ class Forest:
         self.length[slots] = 0
         self.parent[slots] = 0
         self.serial[slots] = 0
-        self._free = np.concatenate((self._free, slots))
+        free = int(self._state[FREE])
+        self._free[free : free + len(slots)] = slots
+        self._state[FREE] = free + len(slots)
 
     def _plant(self, rows: npt.NDArray[Any], tokens: Sequence[int] | Ints, lengths: Sequence[int] | Ints) -> Ints:
         """Slots of committed tokens that have no parent."""
@@ -150,6 +213,15 @@ class Forest:
     def name(self, views: Ints, node_ids: Ints, slots: Ints) -> None:
         """From now on these ids mean these slots."""
         self.node_ids.name(views, node_ids, slots, self.serial)
+
+    def graft(self, growth: Arriving, *, merges: bool) -> bool:
+        """Adds what hangs below nodes without children; `merges`: nothing, but it says what could be added.
+
+        Returns:
+            Whether there are nodes that the caller has to see to (`Arriving.status`) before others can be added.
+        """
+        self.version += 1
+        return bool(graft_nodes(self.columns(len(growth.place)), self.node_ids.ring, growth, RING, merges))
 
     def pass_by(self, row: int, token: int, length: int) -> int:
         """A slot for a node that is committed already, so that its children can be found."""
@@ -186,7 +258,7 @@ class Forest:
         self.value[slots] = self.value[parents] * acceptance
         self.has_children[slots] = False
         self.has_children[parents] = True
-        self._deepest = max(self._deepest, int(depth.max()))
+        self._state[DEEPEST] = max(self._deepest, int(depth.max()))
         return slots
 
     def _merge(self, parents: Ints, tokens: Ints, acceptance: Floats, keys: Ints) -> Ints:
@@ -274,7 +346,15 @@ class Forest:
         below = self.depth > 0
         np.multiply(self.value, scale[self.row], out=self.value, where=below)
         np.subtract(self.depth, shift[self.row], out=self.depth, where=below)
-        self._deepest = int(self.depth.max())
+        self._state[DEEPEST] = self.depth.max()
+        self.version += 1
+
+    def follow(self, moves: Moves) -> None:
+        """All of a commit at once, by compiled loops: as `child` and `move_roots` do it step by step."""
+        states = self.rows
+        moving = Moving(moves.rows, moves.counts, moves.tokens, moves.accepted, moves.slots, moves.keeps_tree)
+        of_rows = States(states.root, states.length, states.as_of, states.was_drafted, states.was_missed)
+        move_roots(self.columns(len(moves.rows)), of_rows, moving, _MOST_PASSED, _LEAST_VALUE)
         self.version += 1
 
     def _drop_dead(self, rows: Ints, lengths: Ints) -> None:

@@ -55,15 +55,14 @@ def take_growth(
 
 def note_grafted(worker_id: str, growth: GrowthBatch, owners: Owners, grafted: Sequence[int]) -> None:
     """Tells who counts, records or watches it; `grafted`: [S] nodes."""
-    for place, session in enumerate(owners):
+    for session, as_of, nodes, new in zip(owners, growth.as_of, growth.node_counts, grafted, strict=True):
         if session is None:
             continue
-        session.grafted_nodes += grafted[place]
+        session.grafted_nodes += new
         if session.tap is not None:
-            session.tap.note_growth(worker_id, as_of=growth.as_of[place])
+            session.tap.note_growth(worker_id, as_of=as_of)
         if session.request.trace:
-            nodes = growth.node_counts[place]
-            session.note_growth(worker_id, as_of=growth.as_of[place], nodes=nodes, grafted=grafted[place])
+            session.note_growth(worker_id, as_of=as_of, nodes=nodes, grafted=new)
 
 
 def _is_by_model(growth: GrowthBatch) -> bool:

@@ -20,7 +20,7 @@ from outrider.coordinator.group import Group
 from outrider.coordinator.links import TargetLink
 from outrider.coordinator.messages import SessionOpening, SessionVerdict, VerifyResult
 from outrider.coordinator.one_graph import resident_flags
-from outrider.coordinator.open_leaves import open_leaves
+from outrider.coordinator.open_leaves import next_level, open_leaves
 from outrider.coordinator.rounds import Flight, RoundPace, Step, Way
 from outrider.coordinator.selection import Ints, choose_counts
 from outrider.coordinator.session import Session
@@ -291,24 +291,14 @@ class TargetLane:
         leaves = open_leaves(found, by_model)
         counts = np.diff(found.starts)
         hit, price = self.misses.hit, self.pace.rate(len(sessions)) * self._row_ns
-        # A session that has all the nodes that it may send pays with the last of them, any other with the row.
         most = self._most(sessions)
-        displaced = np.full(len(sessions), price)
-        full = np.flatnonzero((counts >= most) & (counts > 0))
-        displaced[full] = np.maximum(found.values[found.starts[full + 1] - 1], price)
-        values, places = leaves.values, leaves.places
-        # Each leaf's rank among its session's, best first, as they come.
-        own = np.bincount(places, minlength=len(sessions))
-        ranks = np.arange(len(places)) - np.repeat(np.cumsum(own) - own, own)
-        shares = np.clip(np.asarray(widths)[places] - ranks, 0.0, 1.0) * leaves.shares
-        net = shares * np.maximum(values - displaced[places] / hit, 0.0)
-        sums = np.bincount(places, weights=net, minlength=len(sessions)).astype(np.float64)
-        bare = (counts == 0) & (most > 0)
-        sums[bare] = max(1.0 - price / hit, 0.0)
+        sums, displaced = next_level(
+            found, leaves, widths=np.asarray(widths, dtype=np.float64), most=most, hit=hit, price=price
+        )
         has_tree = counts > 0
         if leaves.root_shares is not None:
             # Below these roots others have grown, and the model has not: it begins anew there.
-            anew = ~bare & (most > 0) & (leaves.root_shares > 0)
+            anew = has_tree & (most > 0) & (leaves.root_shares > 0)
             sums[anew] = leaves.root_shares[anew] * np.maximum(1.0 - displaced[anew] / hit, 0.0)
             has_tree &= leaves.root_shares == 0
         return Leaves(values=sums, has_tree=has_tree)

@@ -88,7 +88,7 @@ class CoordinatorMetrics:
         nodes, unanswered, undrafted = mirror_state(self._scheduler)
         families.gauge("mirror_nodes", "Nodes of all sessions' trees in the coordinator.", nodes)
         families.gauge("mirror_lag_commits", "Commits that no draft has spoken to yet, all sessions.", unanswered)
-        families.gauge("undrafted_sessions", "Sessions that would speculate, and that no draft grows.", undrafted)
+        families.gauge("undrafted_sessions", "Sessions that would speculate, and that nobody grows.", undrafted)
         for worker_id, peer in self._scheduler.drafts.items():
             families.gauge(
                 "draft_response_seconds",

@@ -9,18 +9,17 @@ columns of one forest. Chains (rejection) are lists, and taken one by one.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from outrider.compiled import IS_COMPILED, entries
 from outrider.coordinator.chain_mirror import ChainMirror
-from outrider.coordinator.forest import Floats, Forest, Ints
+from outrider.coordinator.forest import Forest, Ints, Moves
+from outrider.coordinator.forest_kernels import GRAFTED, PASSED, TO_MERGE, UNWANTED, Arriving
 from outrider.coordinator.messages import GrowthBatch
 from outrider.coordinator.source_mix import Kind
-
-_NOT_WANTED = -1
 
 
 class TreeMirror:
@@ -96,25 +95,6 @@ class Commitment(NamedTuple):
 # ------------------------------------------------------------------------------------------------------------- growth
 
 
-@dataclass(slots=True)
-class _Nodes:
-    """Growth that is to be grafted, a row a node; `place` is the session's in the message."""
-
-    place: Ints
-    view: Ints
-    as_of: Ints
-    node_id: Ints
-    parent: Ints
-    token: Ints
-    acceptance: Floats
-    source: Ints | None
-    """None: all are a model's."""
-
-    def only(self, which: np.ndarray) -> "_Nodes":
-        columns: list[Any] = [None if (own := getattr(self, name)) is None else own[which] for name in self.__slots__]
-        return _Nodes(*columns)
-
-
 def graft(worker_id: str, growth: GrowthBatch, mirrors: Sequence[Mirror | None]) -> list[int]:
     """Adds a message's growth.
 
@@ -132,132 +112,69 @@ def graft(worker_id: str, growth: GrowthBatch, mirrors: Sequence[Mirror | None])
         as_of = np.array(growth.as_of)
         complete = np.array(growth.complete) if any(growth.complete) else None
         views = forest.views.hear(worker_id, rows, as_of, complete)
-        nodes = _nodes(growth, views, as_of)
-        if not forest.views.are_new(worker_id, rows.take(nodes.place), nodes.node_id):
-            # What comes a second time is dropped.
-            nodes = nodes.only(forest.find(nodes.view, nodes.node_id) < 0)
-        grafted = _graft_trees(forest, nodes, mirrors, rows).tolist()
-    for place, mirror in enumerate(mirrors):
-        if isinstance(mirror, ChainMirror):
+        grafted = _graft_trees(forest, growth, mirrors, rows=rows, views=views, as_of=as_of).tolist()
+    # None, or without a tree.
+    for place in np.flatnonzero(rows == 0).tolist():
+        if isinstance(mirror := mirrors[place], ChainMirror):
             grafted[place] = mirror.graft(worker_id, growth.of_session(place))
     return grafted
 
 
-def _nodes(growth: GrowthBatch, views: Ints, as_of: Ints) -> _Nodes:
-    place = np.repeat(np.arange(len(views)), growth.node_counts)
-    view = views[place]
-    nodes = _Nodes(
-        place=place,
-        view=view,
-        as_of=as_of[place],
-        node_id=growth.node_ids,
-        parent=growth.parents,
-        token=growth.tokens,
-        acceptance=growth.acceptance,
-        source=growth.sources,
-    )
-    return nodes if views.min() >= 0 else nodes.only(view >= 0)
-
-
 def _graft_trees(
-    forest: Forest, nodes: _Nodes, mirrors: Sequence[Mirror | None], rows: Ints
-) -> npt.NDArray[np.integer]:
-    counts = np.zeros(len(mirrors), dtype=np.int64)
+    forest: Forest, growth: GrowthBatch, mirrors: Sequence[Mirror | None], *, rows: Ints, views: Ints, as_of: Ints
+) -> Ints:
+    nodes = len(growth.node_ids)
+    status, slots, before, grafted = (np.zeros(size, dtype=np.int64) for size in (nodes, nodes, nodes, len(rows)))
+    places = np.arange(len(rows)).repeat(growth.node_counts)
     lengths, roots = forest.rows.length.take(rows), forest.root.take(rows)
-    # A parent stands before its children, be it in the same message: then they are found the next time round.
-    while len(nodes.place):
-        slots = forest.find(nodes.view, nodes.parent)
-        if slots.min() >= 0 and not forest.length.take(slots).any():
-            # Tree nodes all of them, as it mostly is.
-            counts += _grow(forest, nodes, slots, len(counts))
-            break
-        length = lengths[nodes.place]
-        # Of parents that are committed, the length they end; of tree nodes 0.
-        at = np.where(nodes.parent == 0, nodes.as_of, np.where(slots >= 0, forest.length[slots], 0))
-        slots = np.where(at == length, roots[nodes.place], slots)
-        alive = (slots >= 0) & ((at == 0) | (at == length))
-        if alive.all():
-            grown, rest = nodes, None
-        else:
-            grown, rest = nodes.only(alive), ~alive
-            slots = slots[alive]
-        if len(slots):
-            counts += _grow(forest, grown, slots, len(counts))
-        if rest is None:
-            break
-        passed = (at > 0) & (at < length)
-        if passed.any():
-            _pass_by(forest, nodes.only(passed), at[passed], mirrors, counts)
-            rest &= ~passed
-        elif not len(slots):
-            break
-        nodes = nodes.only(rest)
-    return counts
+    of_sessions = map(entries, (views, as_of, lengths, roots))
+    of_nodes = map(entries, (places, growth.node_ids, growth.parents, growth.tokens, growth.acceptance))
+    arriving = Arriving(*of_sessions, *of_nodes, *map(entries, (status, slots, before, grafted)))
+    by_source = forest.mix.is_active or growth.sources is not None
+    while forest.graft(arriving, merges=by_source):
+        if len(alike := np.flatnonzero(status == TO_MERGE)):
+            merged = _merge(forest, growth, alike, slots[alike])
+            forest.name(views[places[alike]], growth.node_ids[alike], merged)
+            grafted += np.bincount(places[alike], minlength=len(rows))
+            status[alike] = GRAFTED
+        for node in np.flatnonzero(status == PASSED).tolist():
+            is_committed = _pass_by(
+                forest, growth, mirrors[places[node]], node, at=int(slots[node]), view=int(views[places[node]])
+            )
+            grafted[places[node]] += is_committed
+            status[node] = GRAFTED if is_committed else UNWANTED
+    return grafted
 
 
-def _grow(forest: Forest, nodes: _Nodes, parents: Ints, sessions: int) -> npt.NDArray[np.integer]:
-    """Adds and names nodes whose parents are there; [S] how many of each session."""
-    forest.name(nodes.view, nodes.node_id, _add(forest, nodes=nodes, parents=parents))
-    return np.bincount(nodes.place, minlength=sessions)
+def _merge(forest: Forest, growth: GrowthBatch, nodes: Ints, parents: Ints) -> Ints:
+    """Adds nodes that may be there already, or are not a model's; their slots."""
+    tokens, acceptance = growth.tokens[nodes], growth.acceptance[nodes]
+    sources = None if growth.sources is None else growth.sources[nodes]
+    if sources is None and not forest.mix.is_active:
+        return forest.add(parents, tokens, acceptance)
+    if sources is not None:
+        forest.mix.note_drafted(forest.row[parents], sources)
+    return forest.mix.add(forest, parents, tokens, acceptance, sources)
 
 
-def _add(forest: Forest, parents: Ints, nodes: _Nodes) -> Ints:
-    if nodes.source is None and not forest.mix.is_active:
-        return forest.add(parents, nodes.token, nodes.acceptance)
-    if nodes.source is not None:
-        forest.mix.note_drafted(forest.row[parents], nodes.source)
-    return forest.mix.add(forest, parents, nodes.token, nodes.acceptance, nodes.source)
+def _pass_by(forest: Forest, growth: GrowthBatch, mirror: Mirror | None, node: int, *, at: int, view: int) -> bool:
+    """Growth below a committed token that is not the last one: whether it is the token that was committed there.
 
-
-def _pass_by(forest: Forest, nodes: _Nodes, at: Ints, mirrors: Sequence[Mirror | None], counts: Ints) -> None:
-    """Growth below a committed token that is not the last one: it is the token that was committed there, or dead."""
-    for number, (place, token, length) in enumerate(
-        zip(nodes.place.tolist(), nodes.token.tolist(), at.tolist(), strict=True)
-    ):
-        mirror = mirrors[place]
-        assert isinstance(mirror, TreeMirror)
-        if mirror.token_ids[length] != token:
-            continue
-        slot = forest.pass_by(mirror.row, token, length + 1)
-        forest.name(nodes.view[number : number + 1], nodes.node_id[number : number + 1], np.array([slot]))
-        counts[place] += 1
-        if nodes.source is not None:
-            forest.mix.note_drafted(np.array([mirror.row]), nodes.source[number : number + 1])
+    Args:
+        at: length that the parent ends.
+    """
+    assert isinstance(mirror, TreeMirror)
+    token = int(growth.tokens[node])
+    if mirror.token_ids[at] != token:
+        return False
+    slot = forest.pass_by(mirror.row, token, at + 1)
+    forest.name(np.array([view]), growth.node_ids[node : node + 1], np.array([slot]))
+    if growth.sources is not None:
+        forest.mix.note_drafted(np.array([mirror.row]), growth.sources[node : node + 1])
+    return True
 
 
 # ------------------------------------------------------------------------------------------------------------ commits
-
-
-@dataclass(frozen=True, kw_only=True)
-class Moves:
-    """Tokens that S sessions have committed, each once: appended to their lists already.
-
-    Attributes:
-        rows: [S] of the forest.
-        counts: [S] tokens of each.
-        tokens: [T] session by session.
-        accepted: [S] how many of them were submitted nodes, the first ones.
-        slots: [A] of these nodes.
-        keeps_tree: [S] as of `Commitment`.
-    """
-
-    rows: Ints
-    counts: Ints
-    tokens: Ints
-    accepted: Ints
-    slots: Ints
-    keeps_tree: npt.NDArray[np.bool_]
-
-    def only(self, which: npt.NDArray[np.bool_]) -> "Moves":
-        """Those of some of the sessions."""
-        return Moves(
-            rows=self.rows[which],
-            counts=self.counts[which],
-            tokens=self.tokens[np.repeat(which, self.counts)],
-            accepted=self.accepted[which],
-            slots=self.slots[np.repeat(which, self.accepted)],
-            keeps_tree=self.keeps_tree[which],
-        )
 
 
 def commit(commitments: Sequence[Commitment]) -> None:
@@ -284,6 +201,9 @@ def commit(commitments: Sequence[Commitment]) -> None:
 
 def move_roots(forest: Forest, moves: Moves) -> None:
     """Moves the roots of S trees of one forest along their tokens; every session has at least one."""
+    if IS_COMPILED and not forest.mix.is_active:
+        forest.follow(moves)
+        return
     rows, counts, accepted = moves.rows, moves.counts, moves.accepted
     ends = np.cumsum(counts)
     lengths = forest.rows.length[rows] + counts

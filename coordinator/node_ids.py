@@ -6,12 +6,14 @@ to still has the serial number that it had when it was named, so that nothing ha
 
 import numpy as np
 
+from outrider.compiled import entries
+from outrider.coordinator.forest_kernels import Ring
 from outrider.coordinator.rows import Ints
 
 _NOWHERE = -1
 # Ids of a view that can be told apart at a time; of older nodes the growth is dropped. A draft holds far fewer nodes of
 # a session, and a commit a round ends the life of all but one branch.
-_RING = 2048
+RING = 2048
 _LEAST_VIEWS = 4
 
 
@@ -23,11 +25,15 @@ class NodeIds:
         self._ids: Ints = np.zeros(0, dtype=np.int64)
         self._serials: Ints = np.zeros(0, dtype=np.int64)
         self._free: list[int] = []
+        self.ring = self._as_ring()
+
+    def _as_ring(self) -> Ring:
+        return Ring(*map(entries, (self._slots, self._ids, self._serials)))
 
     @property
     def views(self) -> int:
         """Those that there is space for."""
-        return len(self._slots) // _RING
+        return len(self._slots) // RING
 
     def add_view(self) -> int:
         """A view without ids."""
@@ -35,11 +41,12 @@ class NodeIds:
             views = self.views
             more = max(views, _LEAST_VIEWS)
             for name in ("_slots", "_ids", "_serials"):
-                setattr(self, name, np.concatenate((getattr(self, name), np.zeros(more * _RING, dtype=np.int64))))
+                setattr(self, name, np.concatenate((getattr(self, name), np.zeros(more * RING, dtype=np.int64))))
             self._free = list(range(views + more - 1, views - 1, -1))
+            self.ring = self._as_ring()
         view = self._free.pop()
         # Slots of serial number 0 are nobody's.
-        self._serials[view * _RING : (view + 1) * _RING] = -1
+        self._serials[view * RING : (view + 1) * RING] = -1
         return view
 
     def remove_view(self, view: int) -> None:
@@ -48,7 +55,7 @@ class NodeIds:
 
     def find(self, views: Ints, node_ids: Ints, serials: Ints) -> Ints:
         """[n] the slots of workers' nodes, -1 where there is none (any more); `serials`: of all slots, now."""
-        places = views * _RING + (node_ids & (_RING - 1))
+        places = views * RING + (node_ids & (RING - 1))
         slots = self._slots.take(places)
         known = (self._ids.take(places) == node_ids) & (serials.take(slots) == self._serials.take(places))
         slots[~known] = _NOWHERE
@@ -56,7 +63,7 @@ class NodeIds:
 
     def name(self, views: Ints, node_ids: Ints, slots: Ints, serials: Ints) -> None:
         """From now on these ids mean these slots."""
-        places = views * _RING + (node_ids & (_RING - 1))
+        places = views * RING + (node_ids & (RING - 1))
         self._ids[places] = node_ids
         self._slots[places] = slots
         self._serials[places] = serials.take(slots)

@@ -6,7 +6,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from outrider.compiled import IS_COMPILED
 from outrider.coordinator.candidates import Candidates
+from outrider.coordinator.choice_kernels import level_values
 from outrider.coordinator.forest import Floats
 from outrider.coordinator.mirror import TreeMirror
 from outrider.coordinator.rows import Ints
@@ -52,3 +54,34 @@ def open_leaves(found: Candidates, by_model: Sequence[bool] | npt.NDArray[np.boo
         root_shares[other] = 0.0
     kept = shares > 0
     return OpenLeaves(found.values[kept], found.places[kept], shares[kept], root_shares)
+
+
+def next_level(
+    found: Candidates, leaves: OpenLeaves, *, widths: Floats, most: Ints, hit: float, price: float
+) -> tuple[Floats, Floats]:
+    """[S] what a level more is worth to each session, less what its rows cost, and [S] what it would displace.
+
+    Args:
+        found: the candidates.
+        leaves: among them.
+        widths: [S] nodes that one step of the session's draft expands of it.
+        most: [S] nodes that it may send.
+        hit: chance that the truth is among the children of a node that it has reached.
+        price: of a row, in tokens.
+    """
+    values, places = leaves.values, leaves.places
+    if IS_COMPILED:
+        return level_values(values, places, leaves.shares, found.values, found.starts, widths, most, hit, price)
+    # A session that has all the nodes that it may send pays with the last of them, any other with the row.
+    counts = np.diff(found.starts)
+    displaced = np.full(len(counts), price)
+    full = np.flatnonzero((counts >= most) & (counts > 0))
+    displaced[full] = np.maximum(found.values[found.starts[full + 1] - 1], price)
+    # Each leaf's rank among its session's, best first, as they come.
+    own = np.bincount(places, minlength=len(counts))
+    ranks = np.arange(len(places)) - np.repeat(np.cumsum(own) - own, own)
+    shares = np.clip(widths[places] - ranks, 0.0, 1.0) * leaves.shares
+    net = shares * np.maximum(values - displaced[places] / hit, 0.0)
+    sums = np.bincount(places, weights=net, minlength=len(counts)).astype(np.float64)
+    sums[(counts == 0) & (most > 0)] = max(1.0 - price / hit, 0.0)
+    return sums, displaced

@@ -72,7 +72,7 @@ class Peers:
     """Asks the other coordinators.
 
     Args:
-        incarnation: of this coordinator, which may stand in the list itself.
+        incarnation: of this coordinator, which may stand in the list itself, by whatever name.
         resolve: gives the list, asked every second; None: there are no others.
         tls: own proof.
     """
@@ -83,10 +83,10 @@ class Peers:
         self._following: asyncio.Task[None] | None = None
         self._unresolved = ""
 
-    def start(self) -> None:
-        """Begins to follow the list."""
+    def start(self, own_address: str = "") -> None:
+        """Begins to follow the list; whoever stands there as `own_address` is not asked."""
         if self._resolve is not None:
-            self._following = asyncio.create_task(self._follow(self._resolve), name="peers")
+            self._following = asyncio.create_task(self._follow(self._resolve, own_address), name="peers")
 
     async def close(self) -> None:
         """Ends all connections."""
@@ -115,10 +115,10 @@ class Peers:
         answers = await asyncio.gather(*(peer.ask(method, request) for peer in peers))
         return [answer for answer in answers if answer is not None]
 
-    async def _follow(self, resolve: Resolve) -> None:
+    async def _follow(self, resolve: Resolve, own_address: str) -> None:
         while True:
             try:
-                wanted, trouble = set(await resolve()), ""
+                wanted, trouble = set(await resolve()) - {own_address}, ""
             except Exception as error:  # noqa: BLE001 - whatever an injected resolver raises, those known stay
                 wanted, trouble = set(self._peers), f"{type(error).__name__}: {error}"
             if trouble and trouble != self._unresolved:

@@ -39,13 +39,15 @@ class ReloadOutcome:
     """What a reload has come to.
 
     Attributes:
-        weights: that the service runs with now.
+        weights: that the service runs with now, unless every target has failed.
+        previous: that it ran with before.
         targets: of all targets, what each says.
         aborted: requests that were ended for it.
         is_same: the targets ran with these weights already; nothing was held.
     """
 
     weights: common_pb2.Weights
+    previous: common_pb2.Weights
     targets: Sequence[registry_pb2.TargetReport]
     aborted: int = 0
     is_same: bool = False
@@ -86,15 +88,15 @@ async def reload_weights(
             streams = [await stack.enter_async_context(_stream(endpoint, tls)) for endpoint in endpoints]
             tell(f"the targets read {path}")
             checked = await _check(streams, path)
-            weights = _found(checked, path)
+            weights, previous = _found(checked, path), _newest(checked)
             if all(target.running.version == weights.version for target in checked):
-                return ReloadOutcome(weights=checked[0].running, targets=checked, is_same=True)
+                return ReloadOutcome(weights=previous, previous=previous, targets=checked, is_same=True)
             stage = "nothing has changed, and requests begin again; requests still ran"
             aborted = await _hold(streams, in_flight, tell)
             stage = "the swap had begun: `outrider status` says what runs now"
             tell(f"weights {weights.version} are put in place")
             swapped = await _swap(streams, weights)
-            return ReloadOutcome(weights=weights, targets=swapped, aborted=aborted)
+            return ReloadOutcome(weights=weights, previous=previous, targets=swapped, aborted=aborted)
     except TimeoutError as error:
         raise WorkerUnavailable(f"not done within {timeout_s:g} s ({stage})") from error
     except grpc.aio.AioRpcError as error:
@@ -152,8 +154,12 @@ def _found(checked: Sequence[registry_pb2.TargetReport], path: str) -> common_pb
     if len(versions) > 1:
         told = "; ".join(f"{name_of(target)}: {target.found.version}" for target in checked)
         raise WorkerRefused(f"{path} does not hold the same weights on every machine, nothing has changed: {told}")
-    number = 1 + max(target.running.reloads for target in checked)
-    return common_pb2.Weights(version=versions.pop(), path=path, reloads=number)
+    return common_pb2.Weights(version=versions.pop(), path=path, reloads=1 + _newest(checked).reloads)
+
+
+def _newest(checked: Sequence[registry_pb2.TargetReport]) -> common_pb2.Weights:
+    """What the service runs with: the latest of its targets'."""
+    return max((target.running for target in checked), key=lambda weights: weights.reloads)
 
 
 async def _hold(streams: Sequence[_Stream], in_flight: InFlight, tell: Callable[[str], None]) -> int:
@@ -200,6 +206,7 @@ def outcome_dict(outcome: ReloadOutcome) -> dict[str, Any]:
         "version": outcome.weights.version,
         "path": outcome.weights.path,
         "reloads": outcome.weights.reloads,
+        "previous": {"version": outcome.previous.version, "path": outcome.previous.path},
         "changed": not outcome.is_same,
         "aborted_requests": outcome.aborted,
         "targets": [

@@ -28,6 +28,7 @@ from outrider.coordinator.shared_places import SharedPlaces
 from outrider.coordinator.source_mix import by_source
 from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.verify_loop import Totals, VerifyLoop
+from outrider.coordinator.warm_up import warm_up
 from outrider.coordinator.watchdog import watch_steps
 from outrider.coordinator.weights_gate import WeightsGate
 from outrider.errors import (
@@ -48,8 +49,6 @@ logger = logging.getLogger(__name__)
 
 # A worker's error of a session (a lost state, say) is answered by opening it anew; the same again is given up.
 MAX_REOPENINGS = 2
-# By what no draft grows.
-_TARGETS_OWN = frozenset({GrowthSource.EAGLE})
 # How long a session that a full target turned away waits before it asks again.
 _NO_ROOM_PAUSE_NS = 50_000_000
 
@@ -74,7 +73,8 @@ class Scheduler:
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._drafts: dict[str, DraftPeer] = {}
         self._places: dict[str, SharedPlaces] = {}
-        self._draft_places = DraftPlaces(config, self._drafts, self._sessions)
+        self._draft_places = DraftPlaces(config, self._drafts, self._sessions, self._lanes)
+        warm_up()
         self._forest = Forest()
         self._router = PrefixRouter()
         self._reopenings: dict[int, int] = {}
@@ -516,14 +516,18 @@ class Scheduler:
         return by_source((grafted, totals.drafted_tokens, totals.accepted_tokens), self._forest.mix.totals)
 
     def speculating_sessions(self) -> tuple[int, int]:
-        """Sessions at a target that would speculate, and those of them that no draft grows."""
-        speculating = [
-            bool(session.draft_epochs)
+        """Sessions at a target that some draft worker could grow, and those of them that nobody grows.
+
+        Those whose sources a model is not one of count where there is a draft of theirs: another model would not help.
+        """
+        grown = frozenset({GrowthSource.MODEL}).union(*(peer.sources for peer in self._drafts.values()))
+        has_growth = [
+            bool(session.draft_epochs) or session.is_target_drafted
             for lane in self._lanes.values()
             for session in lane.sessions.values()
-            if session.may_speculate and session.request.sources != _TARGETS_OWN
+            if session.may_speculate and session.request.sources & grown
         ]
-        return len(speculating), speculating.count(False)
+        return len(has_growth), has_growth.count(False)
 
     @property
     def waiting_requests(self) -> int:

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from outrider.compiled import IS_COMPILED
+from outrider.coordinator.choice_kernels import best_count
+
 Floats = npt.NDArray[np.floating]
 Ints = npt.NDArray[np.int64]
 _ONE = int(np.float32(1.0).view(np.int32))
@@ -52,13 +55,18 @@ def choose_counts(
         fair_slowdown: a session may not be served slower than by this factor than if nobody speculated.
     """
     order = _falling(values)[: max(0, max_rows - sessions)]
-    tokens = sessions + np.concatenate(([0.0], np.cumsum(values[order])))
     costs = cost_ns(sessions + np.arange(len(order) + 1))
-    count = int(np.argmax(tokens / costs))
+    if IS_COMPILED:
+        count, emitted = best_count(values, order, costs, sessions)
+    else:
+        tokens = sessions + np.concatenate(([0.0], np.cumsum(values[order])))
+        count = int(np.argmax(tokens / costs))
+        emitted = float(tokens[count])
     if costs[count] > fair_slowdown * costs[0]:
         count = _fair_count(count, values[order], places[order], costs / costs[0] / fair_slowdown, sessions)
+        emitted = sessions + float(values[order[:count]].sum())
     counts = np.bincount(places[order[:count]], minlength=sessions)
-    return Choice(counts=counts, emitted=float(tokens[count]))
+    return Choice(counts=counts, emitted=emitted)
 
 
 def _falling(values: Floats) -> Ints:

@@ -210,7 +210,7 @@ class CoordinatorServer:
             tls=config.tls,
         )
         await self._server.start()
-        self._peers.start()
+        self._peers.start(self.worker_address)
         if self._http is not None:
             await self._http.start()
             if config.live_page:

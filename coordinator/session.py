@@ -22,7 +22,7 @@ from outrider.coordinator.messages import (
     TokenDelta,
 )
 from outrider.coordinator.mirror import Mirror, TreeMirror
-from outrider.coordinator.source_mix import Kind
+from outrider.coordinator.source_mix import Count, Kind
 from outrider.coordinator.text_stream import StreamedText, TextStream
 from outrider.coordinator.trees import Tree
 from outrider.errors import InternalError
@@ -221,6 +221,11 @@ class Session:
             and not sampling.is_synthetic
             and not sampling.grammar
         )
+
+    @property
+    def is_target_drafted(self) -> bool:
+        """Whether a target has drafted for it."""
+        return bool(self.mirror.source_counts[Count.DRAFTED, GrowthSource.EAGLE])
 
     @property
     def may_speculate(self) -> bool:

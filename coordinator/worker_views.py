@@ -3,6 +3,8 @@
 import numpy as np
 import numpy.typing as npt
 
+from outrider.compiled import entries
+from outrider.coordinator.growth_kernels import hear_again
 from outrider.coordinator.node_ids import NodeIds
 from outrider.coordinator.rows import NO_WORKERS, Ints, Rows
 
@@ -15,13 +17,11 @@ class _Worker:
     Attributes:
         view: [rows] of its node ids; -1 where it grows nothing.
         as_of: [rows] the committed length that it knows of.
-        highest: [rows] node id that it has named.
     """
 
     def __init__(self, rows: int) -> None:
         self.view: Ints = np.full(rows, _NOT_WANTED, dtype=np.int64)
         self.as_of: Ints = np.zeros(rows, dtype=np.int64)
-        self.highest: Ints = np.zeros(rows, dtype=np.int64)
         self.sessions = 0
 
     def grow(self, rows: int) -> None:
@@ -29,7 +29,6 @@ class _Worker:
         if (more := rows - len(self.view)) > 0:
             self.view = np.concatenate((self.view, np.full(more, _NOT_WANTED, dtype=np.int64)))
             self.as_of = np.concatenate((self.as_of, np.zeros(more, dtype=np.int64)))
-            self.highest = np.concatenate((self.highest, np.zeros(more, dtype=np.int64)))
 
 
 class WorkerViews:
@@ -52,10 +51,12 @@ class WorkerViews:
         """
         worker = self._worker(worker_id)
         states = self._rows
+        if complete is None:
+            found, is_only = np.empty(len(rows), dtype=np.int64), len(self._workers) == 1
+            said, known = (entries(rows), entries(as_of)), (entries(worker.view), entries(worker.as_of))
+            if hear_again(*said, *known, entries(states.length), entries(states.as_of), is_only, entries(found)):
+                return found
         views = worker.view.take(rows)
-        # Mostly it says nothing new; of row 0 there is no view.
-        if complete is None and views.min() >= 0 and (as_of == worker.as_of.take(rows)).all():
-            return views
         wanted = (rows > 0) & (as_of <= states.length.take(rows))
         if not wanted.all():
             views[~wanted] = _NOT_WANTED
@@ -71,13 +72,6 @@ class WorkerViews:
             whole = wanted & complete
             np.maximum.at(states.complete_at, rows[whole], as_of[whole])
         return views
-
-    def are_new(self, worker_id: str, rows: Ints, node_ids: Ints) -> bool:
-        """Whether n nodes' ids, which ascend as a rule, are all higher than any before; after `hear`."""
-        highest = self._workers[worker_id].highest
-        is_new = bool((node_ids > highest.take(rows)).all())
-        np.maximum.at(highest, rows, node_ids)
-        return is_new
 
     def forget(self, worker_id: str, row: int) -> None:
         """A worker is gone, or opens the session anew: its ids mean nothing any more."""
@@ -108,7 +102,7 @@ class WorkerViews:
         # One message may name a session twice.
         if worker.view[row] < 0:
             worker.view[row] = self._node_ids.add_view()
-            worker.as_of[row] = worker.highest[row] = 0
+            worker.as_of[row] = 0
             worker.sessions += 1
         return int(worker.view[row])
 

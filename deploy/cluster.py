@@ -47,6 +47,8 @@ class Deployment:
         self._keeping: asyncio.Task[None] | None = None
         self.endpoints: list[str] = []
         """host:port of every coordinator."""
+        self.shared_endpoints: list[str] = []
+        """host:port at which all coordinators of a machine listen together."""
         self.was_running = False
         """Whether `start` found it instead of bringing it up."""
 
@@ -60,7 +62,7 @@ class Deployment:
     @property
     def endpoint(self) -> str:
         """host:port of the coordinators, as a client takes them: separated by commas."""
-        return ",".join(self.endpoints)
+        return ",".join(self.shared_endpoints or self.endpoints)
 
     @property
     def controller(self) -> Any:
@@ -88,7 +90,7 @@ class Deployment:
             hint = ": end it with `outrider down` first" if self.was_running else ""
             await self.stop()
             raise WorkerUnavailable(started.failure + hint)
-        self.endpoints = started.endpoints
+        self.endpoints, self.shared_endpoints = started.endpoints, started.shared_endpoints
         if self._detach:
             await self._release()
         return self.endpoints

@@ -53,9 +53,9 @@ async def _serve_until_stopped(config: DeployConfig) -> None:
 
     async with Deployment(config) as deployment:
         typer.echo(f"ready {deployment.endpoint}")
-        if config.http_port:
+        if http_port := config.shared_http_port or config.http_port:
             scheme, host = "http" if config.certs is None else "https", deployment.endpoint.rpartition(":")[0]
-            typer.echo(f"OpenAI's API at {scheme}://{host}:{config.http_port}/v1", err=True)
+            typer.echo(f"OpenAI's API at {scheme}://{host}:{http_port}/v1", err=True)
             if config.live_page:
                 typer.echo(f"the live page at {scheme}://{host}:{config.http_port}/live", err=True)
         await deployment.ended()

@@ -46,6 +46,10 @@ class DeployConfig:
             free when the deployment starts. A coordinator keeps its port over restarts.
         http_port: of a coordinator's HTTP door (OpenAI's API), numbered as `port` is; 0 takes a free one, which the
             coordinator's log names. Default: no such door.
+        shared_port: at which all coordinators of a machine listen together, beside their own ports: clients need one
+            address, and the kernel spreads their connections. It may be `port`, whose next ones they then have for
+            themselves. Default: none.
+        shared_http_port: likewise, of the HTTP doors; with http_port.
         live_page: serve a page at /live of that door that shows token trees growing and being verified, with their
             text (docs/live-page.md).
         vllm_grpc: serve vLLM's gRPC engine service beside the own one, for routers that drive vLLM so.
@@ -139,6 +143,8 @@ class DeployConfig:
     coordinators: int = 1
     port: int = 50051
     http_port: int | None = None
+    shared_port: int | None = None
+    shared_http_port: int | None = None
     live_page: bool = False
     vllm_grpc: bool = False
     metrics_port: int | None = None
@@ -241,6 +247,17 @@ class DeployConfig:
             raise ValueError(f"http_port: {self.http_port} given, 0 to 65535 needed")
         if self.metrics_port is not None and not 1 <= self.metrics_port <= 65000:
             raise ValueError(f"metrics_port: {self.metrics_port} given, 1 to 65000 needed")
+        for name in ("shared_port", "shared_http_port"):
+            if (port := getattr(self, name)) is not None and not 1 <= port <= 65535:
+                raise ValueError(f"{name}: {port} given, 1 to 65535 needed")
+        shared = self.shared_http_port
+        if shared is not None and self.http_port is None:
+            raise ValueError(f"shared_http_port: {shared} given, with http_port needed")
+        # Where they share `port`, the first has the next one for its own, and so it has for HTTP.
+        if shared is not None and shared == self.http_port and self.shared_port != self.port:
+            raise ValueError(
+                f"shared_http_port: {shared} given, which one of them has as its http_port: another needed"
+            )
         if self.live_page and self.http_port is None:
             raise ValueError("live_page: it is part of the HTTP door, so http_port is needed, too (8000, say)")
 

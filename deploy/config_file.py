@@ -23,6 +23,8 @@ SECTIONS: dict[str, dict[str, str]] = {
         "count": "coordinators",
         "port": "port",
         "http_port": "http_port",
+        "shared_port": "shared_port",
+        "shared_http_port": "shared_http_port",
         "live_page": "live_page",
         "vllm_grpc": "vllm_grpc",
         "resources": "coordinator_resources",

@@ -69,7 +69,7 @@ class Controller:
         """Waits until every worker serves, or until it is clear that one cannot."""
         await asyncio.wait({self._up})
         failure = "it was ended before it served" if self._up.cancelled() else self._failure
-        return Started(endpoints=self._crew.endpoints, failure=failure)
+        return Started(endpoints=self._crew.endpoints, shared_endpoints=self._crew.shared_endpoints, failure=failure)
 
     async def pid(self) -> int:
         """Of its process, new after every restart."""
@@ -91,6 +91,7 @@ class Controller:
             "state": self._state,
             "uptime_s": time.monotonic() - self._started_s,
             "endpoints": self._crew.endpoints,
+            "shared_endpoints": self._crew.shared_endpoints,
             "wanted": {str(role): count for role, count in self._staff.wanted.items()},
             "workers": [worker_status(handle, served) for handle in self._crew],
             "autoscaler": self._demand.status(),

@@ -15,7 +15,8 @@ import ray.exceptions
 import ray.util
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from outrider.deploy import placement, standby_start
+from outrider import standby_start
+from outrider.deploy import placement
 from outrider.deploy.actors import CoordinatorActor, RoleActor, Serve
 from outrider.deploy.config import Bind, DeployConfig
 from outrider.deploy.connection import NAMESPACE
@@ -25,7 +26,7 @@ from outrider.deploy.placement import KeptPlaces, Node
 from outrider.deploy.roles import Roles, WorkerSetting, tls_of
 from outrider.deploy.telemetry import Telemetry
 from outrider.errors import WorkerUnavailable
-from outrider.ports import free_port
+from outrider.ports import check_free, free_port
 from outrider.security.roles import Role
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,13 @@ class Crew:
     def endpoints(self) -> list[str]:
         """host:port of every coordinator that is to stay, as clients know it."""
         return [handle.endpoint for handle in self.of(Role.COORDINATOR) if handle.endpoint is not None]
+
+    @property
+    def shared_endpoints(self) -> list[str]:
+        """host:port at which all coordinators of a machine listen together, one a machine; empty where they do not."""
+        if (port := self._config.shared_port) is None:
+            return []
+        return list(dict.fromkeys(f"{endpoint.rpartition(':')[0]}:{port}" for endpoint in self.endpoints))
 
     @property
     def worker_endpoints(self) -> list[str]:
@@ -224,11 +232,14 @@ class Crew:
         taken = [own.placed_on for own in others]
         node = min(fitting, key=lambda node: (taken.count(node.node_id), node.node_id != self._home_id, node.node_id))
         host = LOOPBACK if config.bind is Bind.LOOPBACK else node.address
+        if config.shared_port is not None and host == LOOPBACK and not others:
+            self._check_shared_port(host, config.shared_port)
         # With TLS workers come in by a door of their own, one port further.
         doors = 1 if config.certs is None else 2
         known = int(handle.endpoint.rpartition(":")[2]) if handle.endpoint else config.port
         port = known or free_port("", count=doors)
         used = {own.endpoint for own in others} | {own.worker_endpoint for own in others}
+        used.add(f"{host}:{config.shared_port}")
         while any(f"{host}:{port + door}" in used for door in range(doors)):
             port = port + 1 if config.port else free_port("", count=doors)
         handle.endpoint, handle.worker_endpoint = f"{host}:{port}", f"{host}:{port + doors - 1}"
@@ -236,7 +247,8 @@ class Crew:
         # A coordinator that Ray moved by itself would come back where nobody looks for it.
         needs["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node_id=node.node_id, soft=False)
         config = _with_http_port(config, port=port, number=int(handle.name.rpartition("-")[2]))
-        serve = functools.partial(self._roles.coordinator, config, port=port, worker_port=port + doors - 1)
+        peers = CoordinatorList(self._controller)
+        serve = functools.partial(self._roles.coordinator, config, port=port, worker_port=port + doors - 1, peers=peers)
         handle.actor = await self._create(
             CoordinatorActor,
             handle,
@@ -246,6 +258,14 @@ class Crew:
             info_address=handle.worker_endpoint,
             tls=tls_of(config, Role.COORDINATOR),
         )
+
+    @staticmethod
+    def _check_shared_port(host: str, port: int) -> None:
+        """Another deployment of the same user could share it in silence."""
+        try:
+            check_free(f"{host}:{port}")
+        except OSError as error:
+            raise WorkerUnavailable(f"shared_port: {host}:{port} is taken: choose another one") from error
 
     async def _start_worker(self, handle: RoleHandle) -> None:
         config, role, gpus = self._config, handle.role, self._gpus[handle.role]

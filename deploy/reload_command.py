@@ -84,7 +84,12 @@ def _told(outcome: dict[str, Any]) -> str:
         lines.append(f"  {outcome['aborted_requests']} requests were aborted")
     failed = sum(bool(each["error"]) for each in outcome["targets"])
     if failed == len(outcome["targets"]):
-        lines.append("no target runs with them: those that are left serve with the old weights")
+        lines.append("no target runs with them: those that are left serve with the old weights. Mend what they say, "
+                     "and reload again")  # fmt: skip
     elif failed:
-        lines.append(f"{failed} of {len(outcome['targets'])} targets are out of service until they run with them")
+        lines += [
+            f"{failed} of {len(outcome['targets'])} targets are out of service until they run with them; the others do",
+            f"  to go on: mend what they say. They try {outcome['path']} every few seconds, and when they are started",
+            f"  to go back: outrider reload --target {outcome['previous']['path']}",
+        ]
     return "\n".join(lines)

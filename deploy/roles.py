@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from outrider.addresses import Resolve
 from outrider.deploy.config import DRAFT_FIELDS, RESIDENT_FIELDS, DeployConfig, target_threads
 from outrider.draft_worker.config import DraftWorkerConfig
 from outrider.security.roles import Role
@@ -45,7 +46,7 @@ class WorkerSetting:
 
 
 class ServeCoordinator(Protocol):
-    """Serves a coordinator on `host`, clients on `port`, workers on `worker_port`, until `stop`."""
+    """Serves a coordinator on `host`, clients on `port`, workers on `worker_port`, until `stop`; `peers` lists all."""
 
     async def __call__(
         self,
@@ -53,6 +54,7 @@ class ServeCoordinator(Protocol):
         *,
         port: int,
         worker_port: int,
+        peers: Resolve,
         host: str,
         ready: Callable[[str], None],
         stop: asyncio.Event,
@@ -82,6 +84,7 @@ async def serve_coordinator(
     *,
     port: int,
     worker_port: int,
+    peers: Resolve,
     host: str,
     ready: Callable[[str], None],
     stop: asyncio.Event,
@@ -100,12 +103,14 @@ async def serve_coordinator(
         target_wait_s=config.target_wait_s,
         allow_synthetic=config.allow_synthetic,
         http_port=config.http_port,
+        shared_port=config.shared_port,
+        shared_http_port=config.shared_http_port,
         live_page=config.live_page,
         vllm_grpc=config.vllm_grpc,
         token_file=config.token_file,
         **security(config, Role.COORDINATOR),
     )
-    await server.serve(role, ready=ready, stop=stop)
+    await server.serve(role, ready=ready, stop=stop, peers=peers)
 
 
 async def serve_target(

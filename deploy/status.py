@@ -21,10 +21,12 @@ class Started:
 
     Attributes:
         endpoints: host:port of the coordinators.
+        shared_endpoints: host:port at which all coordinators of a machine listen together, one a machine.
         failure: why it did not come up; None where it did.
     """
 
     endpoints: list[str]
+    shared_endpoints: list[str]
     failure: str | None
 
 
@@ -137,6 +139,8 @@ def _summary(status: Mapping[str, Any]) -> Table:
     )
     table.add_row("state", f"{status['state']}, up for {status['uptime_s']:.0f} s")
     table.add_row("coordinators", ",".join(status["endpoints"]))
+    if status["shared_endpoints"]:
+        table.add_row("together at", ",".join(status["shared_endpoints"]))
     table.add_row("wanted", ", ".join(f"{count} {role}" for role, count in status["wanted"].items()))
     table.add_row("drafts", drafts if scaler["latest"] is None else f"{drafts}: {scaler['latest']['reason']}")
     table.add_row("sessions", f"{running} running, {waiting} waiting")

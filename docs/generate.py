@@ -17,7 +17,7 @@ from typing import Any, is_typeddict
 DOCS = Path(__file__).resolve().parent
 PROTOS = DOCS.parent / "protos" / "outrider" / "v1"
 # The door first, then what is spoken behind it.
-PROTO_ORDER = ("generation", "common", "registry", "draft", "target")
+PROTO_ORDER = ("generation", "common", "registry", "peer", "draft", "target")
 _NOTE = "<!-- Written by docs/generate.py: change the source and run `make docs`. -->"
 _BLOCK = re.compile(r"(service|message|enum|oneof) (\w+) \{(\})?")
 _RPC = re.compile(r"rpc (\w+)\((stream )?([\w.]+)\) returns \((stream )?([\w.]+)\)")

@@ -19,6 +19,7 @@ from typing import Protocol, TypeGuard
 
 from outrider.draft_worker.growth_protocol import Growth
 from outrider.draft_worker.growth_step import GrowthStep, SessionGrowth
+from outrider.draft_worker.inbox import SocketInbox
 from outrider.draft_worker.session import SessionStart
 from outrider.draft_worker.session_checks import CommitMismatch
 from outrider.errors import OutriderError
@@ -115,6 +116,7 @@ class LeaveCommand:
 
 
 Command = OpenCommand | CommitCommand | CloseCommand | LeaveCommand
+Inbox = SimpleQueue[Sequence[Command] | None] | SocketInbox[Sequence[Command]]
 
 
 class GrowthThread:
@@ -122,6 +124,7 @@ class GrowthThread:
 
     Args:
         make_growth: called on that thread, so that everything of torch happens on one.
+        inbox: where commands come from, beside `submit`.
 
     Attributes:
         ready: done when the model is loaded; its exception says why it could not be.
@@ -130,7 +133,7 @@ class GrowthThread:
         counts: of its steps.
     """
 
-    def __init__(self, make_growth: Callable[[], Growth]) -> None:
+    def __init__(self, make_growth: Callable[[], Growth], inbox: Inbox | None = None) -> None:
         self.ready: Future[Growth] = Future()
         self.stopped: Future[None] = Future()
         # Running futures cannot be cancelled by whoever stops waiting for them.
@@ -138,7 +141,7 @@ class GrowthThread:
         self.stopped.set_running_or_notify_cancel()
         self._make_growth = make_growth
         # None ends the thread.
-        self._commands: SimpleQueue[Sequence[Command] | None] = SimpleQueue()
+        self._commands: Inbox = SimpleQueue() if inbox is None else inbox
         # Taken from the queue, but not applied yet.
         self._backlog: deque[Command | None] = deque()
         self._thread = threading.Thread(target=self._run, name="draft-growth", daemon=True)

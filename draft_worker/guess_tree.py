@@ -9,6 +9,7 @@ from the longest suffix, keeps its estimate, and the others share what it leaves
 
 from collections.abc import Callable, Sequence
 from itertools import count
+from typing import NamedTuple
 
 from outrider.draft_worker.ngram_calibration import NgramCalibration
 
@@ -32,6 +33,20 @@ class GuessNode:
         self.bucket = bucket
         self.children: dict[int, GuessNode] = {}
         self.left = 1.0
+
+
+class GuessPath(NamedTuple):
+    """A way down from the root.
+
+    Attributes:
+        node: at its end.
+        tokens: of its nodes.
+        value: chance that all of them are accepted.
+    """
+
+    node: GuessNode
+    tokens: Sequence[int]
+    value: float
 
 
 class NewGuesses:
@@ -90,6 +105,21 @@ class GuessTree:
         """Whether the committed tokens can be continued at all."""
         return self.position < self._last_position and not self._root_is_final
 
+    @property
+    def _depth_limit(self) -> int:
+        return min(self._max_depth, self._last_position - self.position)
+
+    def likeliest_path(self) -> GuessPath | None:
+        """From the root to a leaf that may have children, by the best child of each; None where there is none."""
+        node, tokens, value = self._root, list[int](), 1.0
+        while node.children:
+            token, node = max(node.children.items(), key=lambda child: child[1].acceptance)
+            tokens.append(token)
+            value *= node.acceptance
+        if not 0 < len(tokens) < self._depth_limit or tokens[-1] in self._final_tokens:
+            return None
+        return GuessPath(node, tokens, value)
+
     def graft(
         self,
         tokens: Sequence[int],
@@ -98,25 +128,29 @@ class GuessTree:
         buckets: Sequence[int],
         *,
         min_value: float,
+        below: GuessPath | None = None,
+        new: NewGuesses | None = None,
     ) -> NewGuesses:
         """Adds what is not there yet.
 
         Args:
             tokens: [n] of guesses, parents before their children.
-            parents: [n] places in these; negative for the root.
+            parents: [n] places in these; negative for what they hang below.
             estimates: [n] that each is accepted, given its parent.
             buckets: [n] of the calibration.
             min_value: guesses less likely to be reached and accepted are left out, with what hangs below them.
+            below: what they hang below; None: the root.
+            new: what is returned: nodes that are to be sent with these. None: there are none.
         """
-        new, final = NewGuesses(), self._final_tokens
-        depth_limit = min(self._max_depth, self._last_position - self.position)
+        new, final = NewGuesses() if new is None else new, self._final_tokens
+        top = (self._root, 1.0, 0) if below is None else (below.node, below.value, len(below.tokens))
         # Of every place: its node (None where there is none), path value and depth.
         nodes: list[tuple[GuessNode | None, float, int]] = []
         above: GuessNode | None
         for token, place, estimate, bucket in zip(tokens, parents, estimates, buckets, strict=True):
-            above, value, depth = (self._root, 1.0, 0) if place < 0 else nodes[place]
+            above, value, depth = top if place < 0 else nodes[place]
             node: GuessNode | None = None
-            if above is not None and depth < depth_limit and not (place >= 0 and tokens[place] in final):
+            if above is not None and depth < self._depth_limit and not (place >= 0 and tokens[place] in final):
                 node = above.children.get(token)
                 if node is None:
                     acceptance = min(estimate, above.left)

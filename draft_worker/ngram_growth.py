@@ -11,13 +11,13 @@ Knows neither proto nor grpc; one thread calls it.
 """
 
 import time
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from outrider.draft_worker.growth_protocol import NoSlots
 from outrider.draft_worker.growth_step import GrowthStep, SessionGrowth
-from outrider.draft_worker.guess_tree import GuessTree, NewGuesses
+from outrider.draft_worker.guess_tree import GuessPath, GuessTree, NewGuesses
 from outrider.draft_worker.ngram_calibration import NgramCalibration, rule_number
 from outrider.draft_worker.ngram_source import NgramSource
 from outrider.draft_worker.session import GrowthMode, SessionStart
@@ -25,6 +25,10 @@ from outrider.draft_worker.session_checks import CommitMismatch, check_commit, c
 from outrider.errors import InvalidRequest, Superseded
 from outrider.growth_source import GrowthSource
 from outrider.sampling import VerificationRule
+
+# Times that a commit is followed by a match of the text and the guesses after it, so that the next commit finds a tree
+# that goes on, and how likely all these guesses have to be right together.
+_LOOKS_AHEAD, _LEAST_AHEAD = 2, 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +165,10 @@ class NgramGrowth:
             self.source.add(session.tokens[-len(token_ids) - context :], start=context)
             self._due[key] = session
 
+    def speak(self, key: tuple[int, int]) -> None:
+        """From now on nobody else answers the commits of this open session."""
+        self._sessions[key].speaks = True
+
     def close(self, key: tuple[int, int], epoch: int) -> None:
         """Closes the session if it is open under this epoch or an older one."""
         session = self._sessions.get(key)
@@ -191,27 +199,57 @@ class NgramGrowth:
         step.step_ns = time.perf_counter_ns() - began
         return step
 
-    def _guess(self, sessions: Collection[NgramSession], step: GrowthStep) -> None:
+    def _guess(self, sessions: Sequence[NgramSession], step: GrowthStep) -> None:
         if not sessions:
             return
         suffix = self.source.suffix_tokens
-        found = self.source.guess([session.tokens[-suffix:] for session in sessions])
-        if found is None:
+        new = [NewGuesses() for _ in sessions]
+        texts = [session.tokens[-suffix:] for session in sessions]
+        if not self._look(new, sessions, [None] * len(sessions), texts=texts):
             self._due |= {session.key: session for session in sessions}
             self.wake()
             return
+        for _ in range(_LOOKS_AHEAD):
+            ahead = [
+                (own, session, path)
+                for own, session in zip(new, sessions, strict=True)
+                if not session.is_sync
+                and (path := session.tree.likeliest_path()) is not None
+                and path.value >= _LEAST_AHEAD
+            ]
+            texts = [[*session.tokens[-suffix:], *path.tokens][-suffix:] for _, session, path in ahead]
+            if not ahead or not self._look(*zip(*ahead, strict=True), texts=texts):
+                break
+        for session, own in zip(sessions, new, strict=True):
+            if own.node_ids or session.speaks:
+                step.tokens += len(own.node_ids)
+                step.sessions += 1
+                step.add(_growth(session, own))
+
+    def _look(
+        self,
+        new: Sequence[NewGuesses],
+        sessions: Sequence[NgramSession],
+        below: Sequence[GuessPath | None],
+        *,
+        texts: Sequence[Sequence[int]],
+    ) -> bool:
+        """Grows each session's tree by what may follow its text, below a path (None: the root); False: not now."""
+        found = self.source.guess(texts)
+        if found is None:
+            return False
         buckets = self.calibration.buckets(found, [session.rule for session in sessions])
         columns = (found.tokens, found.parents, self.calibration.estimates(buckets), buckets)
-        rows = zip(sessions, found.found[:, 0].tolist(), *(column.tolist() for column in columns), strict=True)
-        for session, count, tokens, parents, estimates, of_calibration in rows:
-            new = session.tree.graft(
+        rows = zip(
+            new, sessions, below, found.found[:, 0].tolist(),
+            *(column.tolist() for column in columns), strict=True,
+        )  # fmt: skip
+        for own, session, path, count, tokens, parents, estimates, of_calibration in rows:
+            session.tree.graft(
                 tokens[:count], parents[:count], estimates[:count], of_calibration[:count],
-                min_value=self.config.min_value,
+                min_value=self.config.min_value, below=path, new=own,
             )  # fmt: skip
-            if new.node_ids or session.speaks:
-                step.tokens += len(new.node_ids)
-                step.sessions += 1
-                step.add(_growth(session, new))
+        return True
 
     # Nothing is ever begun.
 

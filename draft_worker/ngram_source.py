@@ -52,6 +52,9 @@ class NgramCounts:
         guessed_nodes: of all trees.
         match_ns: that looking took, with waiting.
         longest_wait_ns: that looking waited for an insertion.
+        longest_hold_ns: that an insertion held the lock, in its thread's CPU time: what a match waits for at most on a
+            machine that has nothing else to do.
+        most_at_once: tokens that were inserted under one lock.
         put_off: times that looking waited too long, and nothing was looked for.
         queued_tokens: of sessions' texts that were accepted for insertion.
         corpus_tokens: likewise, of corpora.
@@ -65,6 +68,8 @@ class NgramCounts:
     guessed_nodes: int = 0
     match_ns: int = 0
     longest_wait_ns: int = 0
+    longest_hold_ns: int = 0
+    most_at_once: int = 0
     put_off: int = 0
     queued_tokens: int = 0
     corpus_tokens: int = 0
@@ -76,7 +81,7 @@ class NgramSource:
     """A trie that one thread matches in while another one inserts.
 
     Args:
-        trie: nobody else touches it from now on.
+        trie: nobody else touches it from now on; given up if the inserting thread fails.
         config: how trees are made.
         queue_tokens: most tokens that wait to be inserted.
         patience_s: longest that a match waits, in each of two turns, before it is put off.
@@ -97,6 +102,8 @@ class NgramSource:
         self._queue: SimpleQueue[Text | None] = SimpleQueue()
         self._lock, self._next = threading.Lock(), threading.Lock()
         self._at_once = 8
+        # In the place of one whose links may be half made.
+        self._nothing = NgramTrie(capacity=2 * trie.max_trie_depth, max_trie_depth=trie.max_trie_depth)
         self._thread = threading.Thread(target=self._run, name="ngram-insert", daemon=True)
 
     @property
@@ -112,10 +119,8 @@ class NgramSource:
     def start(self) -> None:
         """Starts inserting. What is slow at first (compiling) is done here."""
         if not IS_COMPILED:
-            logger.warning(
-                'n-grams grow in plain Python, several times slower: pip install "outrider[ngram]" has numba'
-            )
-        tiny = NgramTrie(capacity=2 * self.trie.max_trie_depth, max_trie_depth=self.trie.max_trie_depth)
+            logger.warning("n-grams grow in plain Python, several times slower: numba is not installed")
+        tiny = NgramTrie(capacity=self._nothing.capacity, max_trie_depth=self.trie.max_trie_depth)
         tiny.insert_many([([1, 2, 1, 2], 0)])
         guess_columns(tiny, [[1, 2]], self.config)
         self.trie.make_ready(_READY_TOKENS * self.trie.max_trie_depth)
@@ -177,7 +182,7 @@ class NgramSource:
             counts.put_off += 1
             return None
         try:
-            found = guess_columns(self.trie, texts, self.config)
+            found = guess_columns(self._nothing if self.failed else self.trie, texts, self.config)
         finally:
             self._lock.release()
         sums = found.found.sum(axis=0).tolist()
@@ -210,11 +215,11 @@ class NgramSource:
         try:
             self._insert_all()
         except Exception:
-            # Its links may be half made: nobody may follow them. Guesses are all that is lost.
+            # Guesses are all that is lost.
             logger.exception("n-grams are inserted no more, and forgotten: their thread has failed")
             self.failed = True
             with self._lock:
-                self.trie.clear()
+                self.trie = self._nothing
 
     def _insert_all(self) -> None:
         waiting: deque[Text] = deque()
@@ -230,11 +235,14 @@ class NgramSource:
             if not pieces:
                 continue
             with self._turn():
-                began = time.perf_counter_ns()
+                began, cpu_began = time.perf_counter_ns(), time.thread_time_ns()
                 self.trie.insert_many(pieces)
-                took = time.perf_counter_ns() - began
+                took, held = time.perf_counter_ns() - began, time.thread_time_ns() - cpu_began
             new = sum(len(tokens) - start for tokens, start in pieces)
-            self.counts.inserted_tokens += new
+            counts = self.counts
+            counts.inserted_tokens += new
+            counts.longest_hold_ns = max(counts.longest_hold_ns, held)
+            counts.most_at_once = max(counts.most_at_once, new)
             self._pace(new, took)
             if _REST:
                 time.sleep(_REST * took * 1e-9)
@@ -281,5 +289,9 @@ class NgramSource:
             self._lock.acquire()
         try:
             yield
+        except BaseException:
+            # Its links may be half made: whoever has the lock next may not follow them.
+            self.failed = True
+            raise
         finally:
             self._lock.release()

@@ -12,8 +12,8 @@ hashing, Litwin 1980); the least recently used node is the end of a list in whic
 that it never has children; memory is reserved at the start and taken by the system as it is first used. Children stand
 most recently used first.
 
-With numba (`pip install "outrider[ngram]"`) these functions are compiled; without it they are the same in plain
-Python, several times slower. Parameters are named as in SGLang's n-gram source; the structure is our own.
+These functions are compiled by numba; where it cannot be installed they are the same in plain Python, several times
+slower. Parameters are named as in SGLang's n-gram source; the structure is our own.
 """
 
 from collections.abc import Sequence

@@ -1,19 +1,22 @@
 """The draft worker process: what of serving is a draft's own."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 from outrider.addresses import Resolve
 from outrider.draft_worker.calibration_report import pack_calibrations
 from outrider.draft_worker.config import DraftWorkerConfig
+from outrider.draft_worker.front import Front
 from outrider.draft_worker.growth_parts import GrowthParts, make_growth
 from outrider.draft_worker.growth_thread import GrowthThread, spare_collector
+from outrider.draft_worker.inbox import SocketInbox
 from outrider.draft_worker.metrics import draft_metrics
-from outrider.draft_worker.service import DraftServicer, pack_load
+from outrider.draft_worker.service import DraftStreams, pack_load
 from outrider.draft_worker.sourced_growth import SourcedGrowth
 from outrider.security.roles import Role
 from outrider.v1 import common_pb2, draft_pb2, registry_pb2
-from outrider.worker_service import Loaded, Worker, serve_worker
+from outrider.worker_service import Loaded, Worker, WorkerConfig, serve_worker
 
 __all__ = ["DraftWorkerConfig", "serve"]
 
@@ -27,8 +30,14 @@ class DraftWorker(Worker[GrowthThread]):
     def __init__(self, config: DraftWorkerConfig) -> None:
         self._config = config
         self._parts: GrowthParts | None = None
-        self.thread = GrowthThread(self._make_growth)
-        self.servicer = DraftServicer(self.thread)
+        self.front = Front(config.address, config.tls)
+        self.inbox = SocketInbox(self.front.data, DraftStreams(self.front.data).commands)
+        self.thread = GrowthThread(self._make_growth, self.inbox)
+
+    async def listen(self, config: WorkerConfig) -> Front:
+        """See `Worker`."""
+        await self.front.listen()
+        return self.front
 
     def _make_growth(self) -> SourcedGrowth:
         self._parts = parts = make_growth(self._config)
@@ -53,6 +62,7 @@ class DraftWorker(Worker[GrowthThread]):
             ),
             metrics=draft_metrics(self.thread, parts.growth, model_name=parts.model.name),
             sources=sorted(parts.growth.sources),
+            failures=(self.front.failed,),
         )
 
     def load(self) -> common_pb2.WorkerLoad:
@@ -67,10 +77,6 @@ class DraftWorker(Worker[GrowthThread]):
         """See `Worker`."""
         if self._parts is not None:
             self._parts.close()
-
-    async def end_streams(self) -> None:
-        """See `Worker`."""
-        await self.servicer.end_streams()
 
 
 async def serve(
@@ -89,6 +95,16 @@ async def serve(
         CertificateError: the TLS files cannot be used.
         WorkerRefused: a coordinator does not take this worker.
         WorkerHung: a step does not come back; its thread runs on, and the process has to end.
+        WorkerUnavailable: the process that speaks to coordinators has ended.
         RuntimeError: the model failed while it ran.
     """
-    await serve_worker(DraftWorker(config), config, ready=ready, stop=stop, resolve=resolve)
+    worker = DraftWorker(config)
+
+    def serves(address: str) -> None:
+        if ready is not None:
+            ready(address)
+        # Whoever is told may have chosen cores for this process.
+        worker.front.share_cores()
+
+    with contextlib.closing(worker.front), contextlib.closing(worker.inbox):
+        await serve_worker(worker, config, ready=serves, stop=stop, resolve=resolve)

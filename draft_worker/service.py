@@ -1,35 +1,36 @@
-"""DraftService over a growth thread: unpacks commands, packs growth."""
+"""DraftService as the growth thread sees it: unpacks commands, packs growth. gRPC itself is the front process's."""
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
-from typing import Any
+import socket
+from collections.abc import Sequence
 
 import grpc
-import grpc.aio
 
 from outrider import rpc, tracing
 from outrider.draft_distribution import pack_distributions
+from outrider.draft_worker.front_wire import FrameReader, Kind, pack_frame
 from outrider.draft_worker.growth_step import GrowthStep, SessionGrowth
 from outrider.draft_worker.growth_thread import (
     CloseCommand,
     Command,
     CommitCommand,
-    GrowthThread,
     LeaveCommand,
     Load,
     OpenCommand,
     SessionFailure,
 )
 from outrider.draft_worker.session import GrowthLimits, GrowthMode, SessionStart
-from outrider.errors import FieldViolation, InvalidRequest, OutriderError
+from outrider.errors import FieldViolation, InvalidRequest
 from outrider.growth_source import ALL_SOURCES, GrowthSource, sources_from_proto, sources_to_proto
 from outrider.log_output import about
+from outrider.request_decoding import decode
 from outrider.sampling import SamplingSpec
-from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc
+from outrider.v1 import common_pb2, draft_pb2
 from outrider.wire import floats_to_bytes, split_by_counts, tokens_from_bytes
 
 logger = logging.getLogger(__name__)
+
+_SPECULATE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"].methods_by_name["Speculate"]
 
 _MODES = {
     common_pb2.SPECULATION_MODE_UNSPECIFIED: GrowthMode.ASYNC,
@@ -38,67 +39,75 @@ _MODES = {
 }
 
 
-class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
-    """Serves every coordinator's stream from one growth thread."""
+class DraftStreams:
+    """The streams of all coordinators, as frames to and from the front process; called on the growth thread.
 
-    def __init__(self, growth: GrowthThread) -> None:
-        self._growth = growth
-        self._streams: set[_Stream] = set()
+    Args:
+        data: the socket to that process.
+    """
 
-    async def Speculate(  # noqa: N802 - the name in the proto
-        self,
-        request_iterator: AsyncIterator[draft_pb2.DraftCommands],
-        context: grpc.aio.ServicerContext[Any, Any],
-    ) -> None:
-        """One coordinator's commands in and growth out, until it hangs up; then its sessions are closed."""
-        traces = tracing.session_traces("draft", context.invocation_metadata())
-        stream = _Stream(asyncio.get_running_loop(), traces)
-        reader = asyncio.create_task(self._read(request_iterator, stream))
-        reader.add_done_callback(stream.reader_ended)
-        self._streams.add(stream)
+    def __init__(self, data: socket.socket) -> None:
+        self._data = data
+        self._frames = FrameReader()
+        self._streams: dict[int, _Stream] = {}
+
+    def commands(self, data: bytes) -> Sequence[Command]:
+        """What coordinators want, of the bytes that have arrived."""
+        found: list[Command] = []
+        for kind, number, payload in self._frames.feed(data):
+            if kind is Kind.OPENED:
+                self._streams[number] = _Stream(self, number, traceparent=payload.decode())
+            elif kind is Kind.COMMANDS:
+                found += self._streams[number].commands(payload)
+            else:
+                stream = self._streams.pop(number)
+                stream.end()
+                found.append(LeaveCommand(stream))
+        return found
+
+    def send(self, kind: Kind, number: int, payload: bytes) -> None:
+        """Hands a frame over."""
         try:
-            while (message := await stream.take()) is not None:
-                await context.write(message)
-        except OutriderError as error:
-            await rpc.abort_with(context, error)
-        finally:
-            reader.cancel()
-            self._streams.discard(stream)
-            self._growth.submit([LeaveCommand(stream)])
-            if traces is not None:
-                traces.end()
-
-    async def end_streams(self) -> None:
-        """Lets every stream end after what it has to send, so that coordinators turn elsewhere at once."""
-        for stream in self._streams:
-            stream.end()
-
-    async def _read(self, requests: AsyncIterator[draft_pb2.DraftCommands], stream: "_Stream") -> None:
-        async for message in requests:
-            self._growth.submit(_commands(message, stream))
-            if stream.traces is not None:
-                for opened in message.opens:
-                    stream.traces.opened(opened.session_id, opened.epoch, opened.traceparent)
-                for session_id, epoch in zip(message.close_session_ids, message.close_epochs, strict=True):
-                    stream.traces.closed(session_id, epoch)
+            self._data.sendall(pack_frame(kind, number, payload))
+        except OSError as error:
+            # The front process is gone, and with it whoever would have read this; its end ends this process, too.
+            logger.debug("growth for a closed stream dropped: %s", error)
 
 
 class _Stream:
-    """A coordinator's stream as the growth thread sees it: an owner that turns growth into messages.
+    """A coordinator's stream as the growth thread sees it: an owner that turns growth into messages."""
 
-    What waits here is bounded by the credit of the stream's sessions: a coordinator that does not read does not commit.
-    """
+    def __init__(self, streams: DraftStreams, number: int, *, traceparent: str) -> None:
+        self._streams, self._number = streams, number
+        self._traces = tracing.session_traces("draft", [(tracing.HEADER, traceparent)])
+        self._is_refused = False
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, traces: tracing.SessionTraces | None = None) -> None:
-        self._loop = loop
-        self.traces = traces
-        self._outgoing: asyncio.Queue[draft_pb2.DraftGrowth | BaseException | None] = asyncio.Queue()
+    def commands(self, data: bytes) -> list[Command]:
+        """Those of a message; where it is none, the stream is to end."""
+        if self._is_refused:
+            return []
+        try:
+            message = decode(_SPECULATE.input_type, data)
+            if isinstance(message, InvalidRequest):
+                raise message
+            assert isinstance(message, draft_pb2.DraftCommands)
+            commands = _commands(message, self)
+        except InvalidRequest as error:
+            self._is_refused = True
+            self._streams.send(Kind.REFUSED, self._number, rpc.status_of(error).SerializeToString())
+            return []
+        if self._traces is not None:
+            for opened in message.opens:
+                self._traces.opened(opened.session_id, opened.epoch, opened.traceparent)
+            for session_id, epoch in zip(message.close_session_ids, message.close_epochs, strict=True):
+                self._traces.closed(session_id, epoch)
+        return commands
 
     def deliver(self, growths: Sequence[SessionGrowth], step: GrowthStep, load: Load) -> None:
-        self._put(growth_message(growths, step, load))
-        if self.traces is not None:
+        self._send(growth_message(growths, step, load))
+        if self._traces is not None:
             ids = [growth.session_id for growth in growths]
-            self.traces.stepped(ids, step_ns=step.step_ns, forward_ns=step.forward_ns, rows=step.tokens)
+            self._traces.stepped(ids, step_ns=step.step_ns, forward_ns=step.forward_ns, rows=step.tokens)
 
     def fail(self, failure: SessionFailure) -> None:
         kinds = (code for kind, code in rpc.CODES.items() if isinstance(failure.error, kind))
@@ -106,26 +115,14 @@ class _Stream:
         error = common_pb2.SessionError(
             session_id=failure.session_id, epoch=failure.epoch, code=code.value[0], message=str(failure.error)
         )
-        self._put(draft_pb2.DraftGrowth(errors=[error]))
+        self._send(draft_pb2.DraftGrowth(errors=[error]))
 
     def end(self) -> None:
-        self._put(None)
+        if self._traces is not None:
+            self._traces.end()
 
-    def reader_ended(self, reader: asyncio.Task[None]) -> None:
-        self._put(None if reader.cancelled() else reader.exception())
-
-    async def take(self) -> draft_pb2.DraftGrowth | None:
-        message = await self._outgoing.get()
-        if isinstance(message, BaseException):
-            raise message
-        return message
-
-    def _put(self, message: draft_pb2.DraftGrowth | BaseException | None) -> None:
-        try:
-            self._loop.call_soon_threadsafe(self._outgoing.put_nowait, message)
-        except RuntimeError:
-            # The loop is closed: the server is gone, and nobody is left to read.
-            logger.debug("growth for a closed stream dropped")
+    def _send(self, message: draft_pb2.DraftGrowth) -> None:
+        self._streams.send(Kind.GROWTH, self._number, message.SerializeToString())
 
 
 def pack_load(load: Load) -> common_pb2.WorkerLoad:

@@ -16,7 +16,7 @@ from outrider.draft_worker.growth_protocol import Growth, NoSlots, Pool
 from outrider.draft_worker.growth_step import GrowthStep
 from outrider.draft_worker.session import SessionStart
 from outrider.draft_worker.session_checks import CommitMismatch
-from outrider.errors import OutriderError, Superseded
+from outrider.errors import OutOfSlots, OutriderError, Superseded
 from outrider.growth_source import GrowthSource
 
 if TYPE_CHECKING:
@@ -104,6 +104,9 @@ class SourcedGrowth:
                 raise Superseded(f"epoch {start.epoch} given, epoch {held.epoch} is open")
             self.close(start.key, start.epoch)
         mine = self.sources & frozenset(start.sources)
+        if GrowthSource.NGRAM in mine and len(start.prompt) + len(start.output) > self.slots.num_slots:
+            # Too long for the model's KV: n-grams need none.
+            mine -= {GrowthSource.MODEL}
         parts: tuple[Growth, ...] = ()
         try:
             new_id = None
@@ -128,7 +131,8 @@ class SourcedGrowth:
         Raises:
             Superseded: no session of this key is open under this epoch.
             CommitMismatch: the tokens do not continue the session; it is closed.
-            OutriderError: a source cannot go on with it; it is closed.
+            OutriderError: a source cannot go on with it; it is closed. What has become too long for the model's KV goes
+                on by n-grams, where it listens to them.
         """
         session = self._sessions.get(key)
         if session is None or session.epoch != epoch:
@@ -136,6 +140,13 @@ class SourcedGrowth:
         try:
             for part in session.parts:
                 part.commit(key, epoch, position, token_ids)
+        except OutOfSlots:
+            if self.ngram is None or self.ngram not in session.parts:
+                self.close(key, epoch)
+                raise
+            # Too long for the model's KV by now: the model has closed it, and n-grams go on.
+            self.ngram.speak(key)
+            self._sessions[key] = replace(session, parts=(self.ngram,))
         except (OutriderError, CommitMismatch):
             self.close(key, epoch)
             raise

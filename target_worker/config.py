@@ -178,6 +178,11 @@ class TargetWorkerConfig:
                 f"max_tree_nodes: {self.max_tree_nodes} given, at least {slots - 1} needed for one_graph_steps "
                 f"{self.one_graph_steps} and one_graph_candidates {self.one_graph_candidates}"
             )
+        if self.round_shape.rows > self.max_step_tokens:
+            raise ValueError(
+                f"max_step_tokens: {self.max_step_tokens} given, at least {self.round_shape.rows} needed for "
+                f"one_graph_steps {self.one_graph_steps} and one_graph_candidates {self.one_graph_candidates}"
+            )
         refused = {"deterministic": self.deterministic, "tensor_parallel_size": self.tensor_parallel_size > 1}
         for name in (name for name, given in refused.items() if given):
             raise ValueError(f"one_graph: not with {name}: leave one of the two out")

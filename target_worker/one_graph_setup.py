@@ -13,13 +13,14 @@ from outrider.target_worker.resident import ResidentDraft
 _MOST_ROWS = 512
 
 
-def make_rounds(runner: ModelRunner, resident: ResidentDraft, shape: RoundShape) -> RoundDraft:
+def make_rounds(runner: ModelRunner, resident: ResidentDraft, shape: RoundShape, *, max_step_tokens: int) -> RoundDraft:
     """Rounds of a runner; its resident draft goes on keeping the head's KV up in ordinary steps, and grows no trees.
 
     Args:
         runner: its decoder runs, on every device (`ModelRunner(..., decoder=True)`).
         resident: the head.
         shape: of every session's tree.
+        max_step_tokens: most rows of a step, and so of a round.
 
     Raises:
         CheckpointError: the model runs as transformers' code.
@@ -31,6 +32,6 @@ def make_rounds(runner: ModelRunner, resident: ResidentDraft, shape: RoundShape)
     rows, row_len = runner.slots.table.shape
     caches = HeadCaches(keys=resident.key_cache, values=resident.value_cache)
     program = RoundProgram(runner.steps.program, resident.head, caches, shape=shape, max_rows=rows)
-    ladder = RoundLadder(shape, max_tokens=_MOST_ROWS, max_sessions=rows, row_len=row_len)
+    ladder = RoundLadder(shape, max_tokens=min(_MOST_ROWS, max_step_tokens), max_sessions=rows, row_len=row_len)
     graphs = config.attention_backend_name == "triton" and not config.enforce_eager
     return RoundDraft(RoundRunner(program, shape, ladder, runner.slots, graphs=graphs), runner.slots)

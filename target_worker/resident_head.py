@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.engine.eagle import EagleHead
+from outrider.errors import CheckpointError
 from outrider.kernels.tree_attention import TreeAttentionBatch
 
 
@@ -28,11 +29,23 @@ class HeadLayer:
 
     @classmethod
     def of(cls, head: EagleHead, num_slots: int) -> HeadLayer:
-        """With empty caches, on the head's device."""
+        """With empty caches, on the head's device.
+
+        Raises:
+            CheckpointError: the device has no room.
+        """
         like = head.weights.embedding
-        # Zeros, not empty: what lies in a slot never written is multiplied by a weight of 0, and 0 * NaN is NaN.
         shape = (num_slots, head.kv_heads, head.head_dim)
-        keys, values = (torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(2))
+        try:
+            # Zeros, not empty: what lies in a slot never written is multiplied by a weight of 0, and 0 * NaN is NaN.
+            keys, values = (torch.zeros(shape, dtype=like.dtype, device=like.device) for _ in range(2))
+        # torch's own OutOfMemoryError is a RuntimeError, but on a CPU it is none.
+        except RuntimeError as error:
+            size = 2 * num_slots * head.kv_heads * head.head_dim * like.dtype.itemsize / 1e9
+            raise CheckpointError(
+                f"no room on {like.device} for the KV of the resident draft's head: {num_slots} slots take "
+                f"{size:.2f} GB. Lower kv_cache_memory_fraction, kv_bytes or num_slots"
+            ) from error
         return cls(head=head, keys=keys, values=values)
 
     def forward(

@@ -8,6 +8,7 @@ from outrider import collector
 from outrider.addresses import Resolve
 from outrider.engine.model_runner import ModelRunner
 from outrider.growth_source import GrowthSource
+from outrider.rpc import RoleServer
 from outrider.security.roles import Role
 from outrider.target_worker.config import TargetWorkerConfig
 from outrider.target_worker.metrics import target_metrics
@@ -19,7 +20,7 @@ from outrider.target_worker.step_thread import StepThread
 from outrider.target_worker.verifier import Verifier
 from outrider.v1 import common_pb2, registry_pb2, target_pb2
 from outrider.worker import model_info
-from outrider.worker_service import Loaded, Worker, serve_worker
+from outrider.worker_service import Loaded, Worker, WorkerConfig, role_server, serve_worker
 
 __all__ = ["TargetWorkerConfig", "serve"]
 
@@ -28,24 +29,29 @@ class TargetWorker(Worker[StepThread]):
     """Verifies trees; see `Worker`."""
 
     role = Role.TARGET
-    service = target_pb2.DESCRIPTOR.services_by_name["TargetService"]
 
     def __init__(self, config: TargetWorkerConfig) -> None:
         self._config = config
         self._runner: ModelRunner | None = None
         self.thread = StepThread(self._make_verifier)
         self._reloader = Reloader(self.thread)
-        self.servicer = TargetServicer(self.thread, self._reloader)
+        self._servicer = TargetServicer(self.thread, self._reloader)
+
+    async def listen(self, config: WorkerConfig) -> RoleServer:
+        """See `Worker`."""
+        return role_server(target_pb2.DESCRIPTOR.services_by_name["TargetService"], self._servicer, config)
 
     def _make_verifier(self) -> Verifier:
         config = self._config
         engine, drafts = config.engine(), config.resident
         runner = self._runner = self._reloader.load(
             Path(engine.model_path),
-            lambda: ModelRunner(engine, decoder=True if config.one_graph else None, feeds_head=drafts is not None),
+            lambda: ModelRunner(engine, decoder=True if config.one_graph else None, draft_head=drafts and drafts.head),
         )
         resident = None if drafts is None else ResidentDraft.load(drafts, runner)
-        rounds = make_rounds(runner, resident, config.round_shape) if config.one_graph and resident else None
+        rounds = None
+        if config.one_graph and resident is not None:
+            rounds = make_rounds(runner, resident, config.round_shape, max_step_tokens=config.max_step_tokens)
         runner.warm_up()
         if resident is not None:
             resident.warm_up()

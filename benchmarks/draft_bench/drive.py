@@ -45,15 +45,17 @@ class Point:
     Attributes:
         sessions: that grow.
         width: nodes of a step.
+        live_nodes: of each session; default some steps' worth.
     """
 
     sessions: int
     width: int
+    live_nodes: int | None = None
 
     @property
     def credit(self) -> int:
-        """Live nodes of each session: some steps' worth."""
-        return max(1024 // self.sessions, 512)
+        """Live nodes of each session."""
+        return self.live_nodes or max(1024 // self.sessions, 512)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,19 +183,19 @@ def measure(
         temperature: of the sessions.
     """
     spare_collector()
-    thread, owner = _started(growth, point, temperature)
+    thread, owner = started(growth, point, temperature)
     owner.open()
     owner.run(warm)
-    _stop(growth, thread, owner)
+    stop(growth, thread, owner)
     if settle is not None:
         settle()
-    thread, owner = _started(growth, point, temperature)
+    thread, owner = started(growth, point, temperature)
     owner.open()
     owner.run(_CONTEXT * point.sessions // growth.config.max_step_tokens + warm)
     with _timed_commits(growth) as commits:
         owner.run(steps)
     noted = list(owner.noted[:steps])
-    _stop(growth, thread, owner)
+    stop(growth, thread, owner)
     times = np.array([time_ns for time_ns, _, _ in noted])
     rows = np.array([rows for _, rows, _ in noted])
     periods = np.diff(times) * 1e-6
@@ -236,7 +238,8 @@ def _bucket_rows(growth: TreeGrowth, width: int) -> int:
     return 0 if steps is None else next(rows for rows in steps.ladder.token_rungs if rows >= width)
 
 
-def _started(growth: TreeGrowth, point: Point, temperature: float) -> tuple[GrowthThread, Owner]:
+def started(growth: TreeGrowth, point: Point, temperature: float) -> tuple[GrowthThread, Owner]:
+    """A growth thread that runs, and whom its sessions belong to."""
     thread = GrowthThread(lambda: growth)
     owner = Owner(growth, thread, point, vocab_size=growth.runner.vocab_size, temperature=temperature)
     thread.start()
@@ -244,7 +247,12 @@ def _started(growth: TreeGrowth, point: Point, temperature: float) -> tuple[Grow
     return thread, owner
 
 
-def _stop(growth: TreeGrowth, thread: GrowthThread, owner: Owner) -> None:
+def stop(growth: TreeGrowth, thread: GrowthThread, owner: Owner) -> None:
+    """Ends the thread.
+
+    Raises:
+        RuntimeError: a command has failed.
+    """
     thread.submit([LeaveCommand(owner)])
     thread.stop()
     thread.stopped.result(_TIMEOUT_S)

@@ -58,15 +58,22 @@ class IdleDevice:
 
 
 @contextmanager
-def idle_growth(point: Point) -> Iterator[TreeGrowth]:
-    """Growth over a model that is never run."""
+def idle_checkpoint(max_model_len: int = _MAX_MODEL_LEN) -> Iterator[Path]:
+    """The folder of a model that is never run."""
     config = LlamaConfig(
         vocab_size=4096, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, head_dim=32,
-        num_key_value_heads=1, max_position_embeddings=_MAX_MODEL_LEN,
+        num_key_value_heads=1, max_position_embeddings=max_model_len,
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         LlamaForCausalLM(config).save_pretrained(folder)
-        runner = ModelRunner(_engine(Path(folder), point, "cpu"), decoder=True)
+        yield Path(folder)
+
+
+@contextmanager
+def idle_growth(point: Point) -> Iterator[TreeGrowth]:
+    """Growth over a model that is never run."""
+    with idle_checkpoint() as folder:
+        runner = ModelRunner(_engine(folder, point, "cpu"), decoder=True)
         assert runner.steps is not None
         runner.steps.launch = IdleDevice  # pyright: ignore[reportAttributeAccessIssue] - a device that takes no time
         yield TreeGrowth(runner, growth_config(point))

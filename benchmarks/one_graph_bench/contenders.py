@@ -54,7 +54,7 @@ class Bench:
             max_step_tokens=max(_MOST_ROWS, most),
         )
         self._config = config
-        self.runner = ModelRunner(config.engine(), decoder=True, source=model.source, feeds_head=True)
+        self.runner = ModelRunner(config.engine(), decoder=True, source=model.source, draft_head=head)
         deep, shallow = (ResidentConfig(head=head, max_sessions=most, **sizes) for sizes in (_DEEP, _SHALLOW))
         self.resident = ResidentDraft.load(deep, self.runner)
         self._shallow = ResidentDraft(self.resident.head, self.runner, shallow)
@@ -130,7 +130,9 @@ class Bench:
 
     def _round_verifier(self, count: int, shape: RoundShape) -> Verifier:
         if shape not in self._rounds:
-            self._rounds[shape] = make_rounds(self.runner, self.resident, shape)
+            self._rounds[shape] = make_rounds(
+                self.runner, self.resident, shape, max_step_tokens=self._config.max_step_tokens
+            )
         rounds = self._rounds[shape]
         self.resident.grows = False
         rounds.runner.warm_up([rounds.runner.ladder.bucket(count, RoundNeeds())])

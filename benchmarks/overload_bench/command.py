@@ -156,7 +156,7 @@ class _Bench:
             samples.append(
                 Sample(
                     at_s=asked - began,
-                    rss_mb=_rss_mb(self._service.coordinator_pid),
+                    rss_mb=_rss_mb(self._service.coordinator_pids[0]),
                     waiting=info.waiting_requests,
                     running=info.running_sessions,
                     answer_ms=(time.monotonic() - asked) * 1e3,

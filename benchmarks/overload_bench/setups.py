@@ -36,13 +36,13 @@ class Service:
     """A service that runs.
 
     Attributes:
-        endpoint: of its coordinator.
-        coordinator_pid: whose memory is watched.
+        endpoint: of its coordinator; of several, separated by commas.
+        coordinator_pids: whose memory and time are watched.
         prompts: for its requests, without end.
     """
 
     endpoint: str
-    coordinator_pid: int
+    coordinator_pids: tuple[int, ...]
     prompts: Iterator[list[int]]
 
 
@@ -57,7 +57,7 @@ async def real(coordinator_args: Sequence[str], *, seed: int) -> AsyncIterator[S
         random.Random(seed).shuffle(prompts)
         yield Service(
             endpoint=service.endpoint,
-            coordinator_pid=service.processes["coordinator"].pid,
+            coordinator_pids=(service.processes["coordinator"].pid,),
             prompts=itertools.cycle(prompts),
         )
     finally:
@@ -65,39 +65,46 @@ async def real(coordinator_args: Sequence[str], *, seed: int) -> AsyncIterator[S
 
 
 @contextlib.asynccontextmanager
-async def simulated(settings: Settings, coordinator_args: Sequence[str]) -> AsyncIterator[Service]:
-    """A coordinator process between fake workers of given step times."""
+async def simulated(
+    settings: Settings, coordinator_args: Sequence[str], *, coordinators: int = 1
+) -> AsyncIterator[Service]:
+    """Coordinator processes, each between fake workers of its own, of given step times.
+
+    A fake worker knows sessions by their number alone, so that coordinators cannot share one.
+    """
     with (
         TemporaryDirectory() as folder,
         WorkerProcess(settings, FakeTarget) as targets,
         WorkerProcess(settings, FakeDraft) as drafts,
     ):
         _write_model(Path(folder))
-        coordinator = RoleProcess(
-            "coordinator", "coordinator", ["--port", "0", "--model-path", folder, *coordinator_args]
-        )
+        arguments = ["--port", "0", "--model-path", folder, *coordinator_args]
+        processes = [RoleProcess(f"coordinator-{number}", "coordinator", arguments) for number in range(coordinators)]
         leases: list[asyncio.Task[None]] = []
         try:
-            endpoint = await asyncio.to_thread(coordinator.await_ready, time.monotonic() + _START_S)
+            deadline = time.monotonic() + _START_S
+            endpoints = [await asyncio.to_thread(process.await_ready, deadline) for process in processes]
             workers = [(registry_pb2.WORKER_ROLE_TARGET, port) for port in await asyncio.to_thread(targets.ports)]
             workers += [(registry_pb2.WORKER_ROLE_DRAFT, port) for port in await asyncio.to_thread(drafts.ports)]
-            for role, port in workers:
+            for number, (role, port) in enumerate(workers):
                 introduction = introduce(
                     role,
                     address=f"127.0.0.1:{port}",
                     model=_model(Path(folder)),
                     limits=settings.worker_limits(),
                 )
-                lease = Registration(endpoint, introduction, common_pb2.WorkerLoad)
+                lease = Registration(endpoints[number % coordinators], introduction, common_pb2.WorkerLoad)
                 leases.append(asyncio.create_task(lease.keep()))
-            await _until_serving(endpoint, len(workers))
+            for endpoint in endpoints:
+                await _until_serving(endpoint, len(workers) // coordinators)
             keys = ([key % VOCAB_SIZE, 1] for key in itertools.count(1))
-            yield Service(endpoint=endpoint, coordinator_pid=coordinator.process.pid, prompts=keys)
+            pids = tuple(process.process.pid for process in processes)
+            yield Service(endpoint=",".join(endpoints), coordinator_pids=pids, prompts=keys)
         finally:
             for lease in leases:
                 lease.cancel()
             await asyncio.gather(*leases, return_exceptions=True)
-            await asyncio.to_thread(stop_all, [coordinator])
+            await asyncio.to_thread(stop_all, processes)
 
 
 async def _until_serving(endpoint: str, count: int) -> None:

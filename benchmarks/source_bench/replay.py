@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -225,7 +226,6 @@ class _NgramDraft(VirtualDraft):
         super().__init__(of_simulation, PathModel(seed=0, rank_rates=(0.5,), spread=0.0), on_growth=on_growth)
         self._own = self._grower = _NgramGrower(settings)  # pyright: ignore[reportAttributeAccessIssue]
         self._is_alone = is_alone
-        self._numbers = iter(range(1 << 40, 1 << 60))
 
     def open_session(self, opening: SessionOpening) -> None:
         """Grows this session's tree from now on."""
@@ -238,8 +238,8 @@ class _NgramDraft(VirtualDraft):
             sampling=opening.sampling,
             limits=GrowthLimits(max_live_nodes=opening.max_live_nodes, max_depth=opening.max_depth),
         )
-        # Beside a model its node ids begin where that one's never come.
-        new_id = None if self._is_alone else self._numbers.__next__
+        # Beside a model it has the odd numbers.
+        new_id = None if self._is_alone else count(1, 2).__next__
         self._send(lambda: self._own.growth.open(start, new_id=new_id, speaks=self._is_alone))
 
 
@@ -279,7 +279,7 @@ class Replay:
         self._limits = own.worker_limits()
         self.scheduler.add_target("target", self._target, self._limits)  # pyright: ignore[reportArgumentType]
         if mixture == "model+ngram":
-            both = _BothDrafts(self._model_draft("both"), self._ngram_draft("both", is_alone=False))
+            both = _BothDrafts(self._model_draft("both", step=2), self._ngram_draft("both", is_alone=False))
             self._add("both", both, [GrowthSource.MODEL, GrowthSource.NGRAM])
             return
         for word in mixture.split("/"):
@@ -291,12 +291,12 @@ class Replay:
     def _add(self, worker_id: str, link: Any, sources: Sequence[GrowthSource]) -> None:
         self.scheduler.add_draft(worker_id, link, self._limits, sources=list(map(int, sources)))
 
-    def _model_draft(self, worker_id: str) -> VirtualDraft:
-        return VirtualDraft(
-            self._settings.of_simulation(),
-            self._model,
-            on_growth=lambda growth: self.scheduler.take_growth(worker_id, growth),
-        )
+    def _model_draft(self, worker_id: str, *, step: int = 1) -> VirtualDraft:
+        def take(growth: GrowthBatch) -> None:
+            numbered = replace(growth, node_ids=step * growth.node_ids, parents=step * growth.parents)
+            self.scheduler.take_growth(worker_id, numbered)
+
+        return VirtualDraft(self._settings.of_simulation(), self._model, on_growth=take)
 
     def _ngram_draft(self, worker_id: str, *, is_alone: bool) -> _NgramDraft:
         def take(growth: GrowthBatch) -> None:

@@ -18,7 +18,11 @@ except ImportError:
 
 
 def compiled(function: _Function) -> _Function:
-    """The function as machine code that leaves the interpreter to other threads, where numba is there."""
+    """The function as machine code that leaves the interpreter to other threads, where numba is there.
+
+    What is kept on disk is made anew when the function's own file changes: constants of other files go in as arguments,
+    or stay as they are.
+    """
     if not IS_COMPILED:
         return function
     try:

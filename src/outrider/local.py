@@ -8,7 +8,6 @@ The children end with the service, and with this process however it ends.
 
 import os
 import re
-import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Self
 from outrider.client import Client
 from outrider.errors import WorkerUnavailable
 from outrider.ports import free_port
-from outrider.role_process import RoleProcess, stop_all
+from outrider.role_process import Process, RoleProcess, prepare_forks, stop_all
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
 
@@ -79,7 +78,7 @@ class LocalService:
         self._start_timeout_s = start_timeout_s
 
     @property
-    def processes(self) -> dict[str, subprocess.Popen[bytes]]:
+    def processes(self) -> dict[str, Process]:
         """By name: "coordinator", "target-0", ..., "draft-0", ...; end one to see what happens."""
         return {name: role.process for name, role in self._roles.items()}
 
@@ -106,7 +105,10 @@ class LocalService:
                 doors += ["--worker-port", self.worker_endpoint.rpartition(":")[2], *self._tls_args(Role.COORDINATOR)]
             doors += _option("--token-file", self._token_file)
             arguments = [*doors, *model_args, *self._more["coordinator"]]
-            self.endpoint = self._spawn("coordinator", "coordinator", arguments).await_ready(deadline)
+            coordinator = self._roles["coordinator"] = RoleProcess("coordinator", "coordinator", arguments)
+            if any(self._counts.values()):
+                prepare_forks()
+            self.endpoint = coordinator.await_ready(deadline)
             for role, count in self._counts.items():
                 for number in range(count):
                     self.start_worker(f"{role}-{number}")
@@ -127,7 +129,12 @@ class LocalService:
             *_option("--model-path", self._models[role]),
             *self._more[role],
         ]
-        self._spawn(name, f"{role}-worker", arguments)
+        previous = self._roles.get(name)
+        if previous is not None:
+            if previous.is_running:
+                raise ValueError(f"{name} is still running")
+            previous.release()
+        self._roles[name] = RoleProcess(name, f"{role}-worker", arguments, forked=True)
 
     def wait_for_workers(self, *, timeout_s: float = 60.0) -> None:
         """Waits until every worker process that has not ended is registered and serves.
@@ -180,15 +187,6 @@ class LocalService:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.stop()
-
-    def _spawn(self, name: str, command: str, arguments: Sequence[str]) -> RoleProcess:
-        previous = self._roles.get(name)
-        if previous is not None:
-            if previous.is_running:
-                raise ValueError(f"{name} is still running")
-            previous.release()
-        role = self._roles[name] = RoleProcess(name, command, arguments)
-        return role
 
 
 def _option(name: str, value: str | Path | None) -> list[str]:

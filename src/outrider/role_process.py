@@ -3,6 +3,7 @@
 The child ends with this process however it ends: it watches a pipe that closes then.
 """
 
+import logging
 import os
 import select
 import subprocess
@@ -13,6 +14,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from outrider.errors import OutriderError, WorkerUnavailable
+from outrider.forked_process import ForkedProcess, wake_stand_by
+from outrider.standby_start import CAN_FORK
+
+logger = logging.getLogger(__name__)
+
+Process = subprocess.Popen[bytes] | ForkedProcess
 
 _STOP_TIMEOUT_S = 10.0
 _SHOWN_STDERR_LINES = 8
@@ -27,6 +34,8 @@ class RoleProcess:
         arguments: its options.
         environment: what the child has beside this process's variables.
         stderr: descriptor that it writes its log to; default a file, which `stderr()` reads.
+        forked: from this process's stand-by, where there can be one (`outrider.standby`): a worker starts sooner. What
+            torch reads of the environment when it is imported is the stand-by's then, so give workers their threads.
 
     Attributes:
         name: as given.
@@ -41,18 +50,16 @@ class RoleProcess:
         *,
         environment: Mapping[str, str] | None = None,
         stderr: int | None = None,
+        forked: bool = False,
     ) -> None:
         self.name = name
         self._address: str | None = None
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 closed by release
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "outrider.cli", command, "--stop-with-stdin", *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log if stderr is None else stderr,
-            env=_inherited() | dict(environment or {}),
-            # Ctrl-C at the terminal reaches this process alone, which then ends the children in order.
-            start_new_session=True,
+        self.process = _start(
+            ["-m", "outrider.cli", command, "--stop-with-stdin", *arguments],
+            environment=_inherited() | dict(environment or {}),
+            stderr=self._log.fileno() if stderr is None else stderr,
+            forked=forked and CAN_FORK,
         )
 
     @property
@@ -124,6 +131,28 @@ def stop_all(roles: Sequence[RoleProcess]) -> None:
             role.process.kill()
             role.process.wait()
         role.release()
+
+
+def prepare_forks() -> None:
+    """Has this process's stand-by started, so that it is ready sooner for the first `forked` role."""
+    wake_stand_by(_inherited())
+
+
+def _start(arguments: list[str], *, environment: dict[str, str], stderr: int, forked: bool) -> Process:
+    if forked:
+        try:
+            return ForkedProcess(arguments, environment=environment, stderr=stderr)
+        except OSError as error:
+            logger.warning("no stand-by (%s): Python is started", error)
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        env=environment,
+        # Ctrl-C at the terminal reaches this process alone, which then ends the children in order.
+        start_new_session=True,
+    )
 
 
 def _inherited() -> dict[str, str]:

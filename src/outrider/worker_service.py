@@ -6,7 +6,7 @@ What a draft and a target worker differ in is a `Worker`; the order of things is
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -102,20 +102,47 @@ class Loaded:
     one_graph: bool = False
 
 
+class WorkerServer(Protocol):
+    """What answers coordinators; a `RoleServer` is one.
+
+    Attributes:
+        address: host:port with the port that was bound.
+    """
+
+    address: str
+
+    @property
+    def port(self) -> int:
+        """Of `address`."""
+        ...
+
+    async def start(self) -> None:
+        """Serves from now on."""
+        ...
+
+    async def stop(self, *, drain: Callable[[], Awaitable[None]]) -> None:
+        """Tells whoever asks that it does not serve any more, then drains, then ends."""
+        ...
+
+
 class Worker(ABC, Generic[Thread]):
     """A draft or a target worker.
 
     Attributes:
         role: which of them.
-        service: that it serves.
-        servicer: its implementation.
         thread: that owns the model.
     """
 
     role: Role
-    service: ServiceDescriptor
-    servicer: Any
     thread: Thread
+
+    @abstractmethod
+    async def listen(self, config: WorkerConfig) -> WorkerServer:
+        """Binds the address of `config`, before the model is loaded.
+
+        Raises:
+            OSError: it is taken.
+        """
 
     @abstractmethod
     def loaded(self) -> Loaded:
@@ -156,7 +183,10 @@ async def serve_worker(
         WorkerHung: a step does not come back; its thread runs on, and the process has to end.
         Exception: what the thread raised while it loaded or ran.
     """
-    server = _server(worker, config)
+    if config.tls is not None:
+        config.tls.check(worker.role)
+    warn_of_bind(config.host, tls_ca=config.tls)
+    server = await worker.listen(config)
     thread = worker.thread
     thread.start()
     registrar: Registrar | None = None
@@ -196,13 +226,15 @@ async def serve_worker(
     logger.info("stopped")
 
 
-def _server(worker: Worker[Any], config: WorkerConfig) -> RoleServer:
-    if config.tls is not None:
-        config.tls.check(worker.role)
-    warn_of_bind(config.host, tls_ca=config.tls)
+def role_server(service: ServiceDescriptor, servicer: object, config: WorkerConfig) -> RoleServer:
+    """A server of one service in this process.
+
+    Raises:
+        OSError: the address is taken.
+    """
     return RoleServer(
-        services=[worker.service.full_name],
-        add_services=lambda server: add_service(worker.servicer, worker.service, server),
+        services=[service.full_name],
+        add_services=lambda server: add_service(servicer, service, server),
         address=config.address,
         tls=config.tls,
     )

@@ -14,7 +14,11 @@ def test_every_part_is_measured(capsys):
     assert figures["soak"]["nodes"] == 5000
     assert figures["soak"]["evicted"] > 0
     assert figures["match"]["longest_ms"] >= figures["match"]["median_ms"] > 0
-    assert figures["stalls"]["inserted_tokens"] <= 3000
+    stalls = figures["stalls"]
+    assert 0 < stalls["inserted_tokens"] <= 3000
+    assert 0 < stalls["most_tokens_at_once"] <= stalls["inserted_tokens"]
+    assert stalls["longest_hold_cpu_ms"] > 0
+    assert stalls["beside_insertions"]["longest_cpu_ms"] > 0
 
 
 def test_it_prints_a_table(capsys):

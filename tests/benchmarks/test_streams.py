@@ -58,7 +58,7 @@ async def read(spoil: dict[int, tuple[int, ...] | str]) -> dict:
     for place in range(one.count):
         await streams._stream(one, place, FakeSender(spoil), MODEL, outcome)  # pyright: ignore[reportArgumentType]
     options = argparse.Namespace(streams=one.count, tokens=TOKENS)
-    return streams._figures(options, [outcome], [100.0, 180.0], after_mib=120.0, cpu_s=1.0)
+    return streams._figures(options, [outcome], [100.0, 180.0], after_mib=120.0, cpu_s=[1.0])
 
 
 def test_streams_that_get_what_they_must_are_neither_lost_nor_wrong():

@@ -285,6 +285,25 @@ async def test_who_listens_to_its_target_alone_keeps_nobody_from_a_draft(make_be
         generation.cancel()
 
 
+async def test_who_listens_to_tries_alone_lacks_no_model(make_bench):
+    bench = make_bench()
+    bench.add_target(step_s=0.01)
+    own, all_sources = (
+        bench.scheduler.submit(make_request(number, **changes), [TextStream(None)])
+        for number, changes in ((1, {"sources": frozenset({NGRAM})}), (2, {}))
+    )
+    # Only one of the two would have a further model.
+    assert bench.scheduler.speculating_sessions() == (1, 1)
+    bench.add_draft("model", delay_s=1000.0, sources=[MODEL])
+    assert bench.scheduler.speculating_sessions() == (1, 0)
+    bench.add_draft("trie", delay_s=1000.0, sources=[NGRAM])
+    assert bench.scheduler.speculating_sessions() == (2, 0)
+    bench.scheduler.remove_draft("model")
+    assert bench.scheduler.speculating_sessions() == (2, 0)
+    for generation in (own, all_sources):
+        generation.cancel()
+
+
 async def test_a_trie_hears_what_was_asked_for_and_may_look_further(make_bench):
     bench = make_bench()
     bench.add_target(step_s=0.01)
@@ -293,7 +312,7 @@ async def test_a_trie_hears_what_was_asked_for_and_may_look_further(make_bench):
         draft = bench.add_draft(name, delay_s=1000.0, sources=sources)
         draft.open_session = lambda opening, name=name: opened.setdefault(name, opening)
     sources = frozenset({MODEL, NGRAM})
-    for mode, depths in ((SpeculationMode.ASYNC, {"model": 4, "trie": 8}), (SpeculationMode.SYNC, {"model": 4})):
+    for mode, depths in ((SpeculationMode.ASYNC, {"model": 4, "trie": 10}), (SpeculationMode.SYNC, {"model": 4})):
         opened.clear()
         request = make_request(max_depth=4, sources=sources, mode=mode)
         generation = bench.scheduler.submit(request, [TextStream(None)])

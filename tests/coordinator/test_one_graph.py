@@ -85,15 +85,22 @@ async def test_others_are_verified_as_ever(bench, expect_output, make_request, c
 
 async def test_nodes_of_other_sources_are_not_sent_for_resident_sessions(bench, expect_output, make_request):
     target = bench.add_target(step_s=0.002, ahead=False)
-    bench.add_draft(accuracy=1.0)
+    draft = bench.add_draft(accuracy=1.0)
     make_one_graph(bench, target, expect_output)
     request = make_request()
     outputs, _ = await bench.generate(request)
+    assert not draft.closed, "it was opened where nobody asks for nodes"
     assert outputs == [expect_output(request.prompt_token_ids, request.sampling)]
     sent = [tree for batch in target.batches for tree in batch]
     assert not any(tree.tokens for tree in sent)
     # All but a last one that needs no draft.
     assert sum(tree.resident for tree in sent) >= len(sent) - 1
+    # Whoever wants another source has it.
+    request = make_request(sources=frozenset({GrowthSource.MODEL}))
+    outputs, result = await bench.generate(request)
+    assert outputs == [expect_output(request.prompt_token_ids, request.sampling)]
+    assert draft.closed
+    assert result.speculation.accepted_tokens > 0
 
 
 def answer(**changes: Any) -> target_pb2.VerifyResponse:

@@ -6,6 +6,7 @@ import socket
 import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -19,6 +20,9 @@ from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.peers import Peers
 from outrider.coordinator.server import CoordinatorServer
 from outrider.ports import free_port
+from outrider.security.certificates import write_development_set
+from outrider.security.roles import Role
+from outrider.security.tls import TlsConfig
 from outrider.v1 import generation_pb2, generation_pb2_grpc, peer_pb2, peer_pb2_grpc
 
 # Without a target requests wait, and are as live as any.
@@ -35,7 +39,7 @@ async def coordinators(*configs: CoordinatorConfig) -> AsyncIterator[list[Coordi
         return addresses
 
     servers = [CoordinatorServer(config, peers=resolve) for config in configs]
-    addresses += [server.address for server in servers]
+    addresses += [server.worker_address for server in servers]
     for server in servers:
         await server.start()
     try:
@@ -163,6 +167,30 @@ async def test_connections_to_a_shared_port_are_spread_and_move_on():
                         break
         for _ in range(4):
             assert await asyncio.to_thread(fetch, f"http://127.0.0.1:{http}/health") == b'{"status":"serving"}'
+
+
+async def test_with_certificates_only_coordinators_ask_each_other(tmp_path: Path):
+    write_development_set(tmp_path, days=1)
+    own, client = TlsConfig.of_folder(tmp_path, Role.COORDINATOR), TlsConfig(ca=tmp_path / "ca.pem")
+    proof = {"tls_ca": own.ca, "tls_certificate": own.certificate, "tls_key": own.key}
+    shared = f"127.0.0.1:{free_port()}"
+    config = CoordinatorConfig(**WAITS, **proof, worker_port=0, shared_port=int(shared.rpartition(":")[2]))
+    async with (
+        coordinators(config, config) as (here, there),
+        rpc.open_channel(here.address, tls=client) as channel,
+        rpc.open_channel(there.address, tls=client) as other,
+        rpc.open_channel(shared, tls=client) as anybody,
+    ):
+        call, _ = await begin(generation_pb2_grpc.GenerationServiceStub(channel), "r")
+        answer = await generation_pb2_grpc.GenerationServiceStub(other).Abort(
+            generation_pb2.AbortRequest(request_ids=["r"])
+        )
+        assert list(answer.aborted_request_ids) == ["r"]
+        assert (await failure(call)).code() == grpc.StatusCode.ABORTED
+        for door in (channel, anybody):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await peer_pb2_grpc.PeerServiceStub(door).Find(peer_pb2.FindRequest(request_id="r"), timeout=30)
+            assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
 
 
 def fetch(url: str) -> bytes:

@@ -144,7 +144,7 @@ class FakeTarget(target_pb2_grpc.TargetServiceServicer):
 
     async def Reload(self, request, context):  # noqa: N802
         version = self.folders.get(request.path)
-        if version is None or (request.HasField("swap") and self.breaks):
+        if version is None or (request.HasField("swap") and version != self.weights.version and self.breaks):
             message = self.breaks if version else f"{request.path}: model.norm.weight is missing"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, message)
         found = common_pb2.Weights(version=version, path=request.path, reloads=request.swap.reloads)
@@ -153,6 +153,7 @@ class FakeTarget(target_pb2_grpc.TargetServiceServicer):
             await self.copies.wait()
             self.swap(found)
             return target_pb2.ReloadResponse(found=found, running=self.weights, swap_ns=5)
+        self.weights.reloads = max(self.weights.reloads, found.reloads)
         return target_pb2.ReloadResponse(found=found, running=self.weights)
 
     def swap(self, weights: common_pb2.Weights) -> None:
@@ -397,6 +398,20 @@ async def test_a_target_that_fails_to_swap_is_left_alone_until_it_has(coordinato
     assert pair[1].weights == NEW
 
 
+async def test_after_a_swap_that_failed_on_one_target_the_old_weights_can_be_had_back_on_all(coordinator, pair):
+    pair[1].breaks = "the disk is gone"
+    outcome = await reloaded(coordinator)
+    assert (len(outcome.failed), outcome.previous) == (1, OLD)
+    await until(lambda: sorted(states(coordinator)) == ["other weights", "serving"])
+    # The one that failed has them still; its disk is as it was.
+    back = await reloaded(coordinator, path=outcome.previous.path)
+    assert (back.failed, back.previous) == ([], NEW)
+    await until(lambda: states(coordinator) == ["serving", "serving"])
+    assert versions(coordinator) == ["old", "old", "old"]
+    assert [target.weights.reloads for target in pair] == [2, 2]
+    assert tokens_of(await generate(coordinator)) == said("old")
+
+
 async def test_one_that_comes_back_with_old_weights_is_told_to_load(coordinator, pair, model_folder):
     await reloaded(coordinator)
     async with FakeTarget("c", model_folder, [coordinator]) as back:
@@ -461,6 +476,7 @@ async def test_the_command_tells_what_was_done_and_what_was_not(coordinator, pai
     assert "weights old of /old" in out
     assert "the disk is gone" in out
     assert "1 of 2 targets are out of service" in out
+    assert "to go back: outrider reload --target /new" in out
     assert "the targets read /old" in err
 
 

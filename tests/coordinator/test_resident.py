@@ -112,6 +112,18 @@ async def test_growth_that_comes_with_a_result_is_in_the_next_batch(
     assert not target.sessions
 
 
+async def test_whom_its_target_drafts_for_lacks_no_draft(bench: Any, expect_output: Any, make_request: Any) -> None:
+    target, _ = self_drafting(bench, expect_output)
+    task = asyncio.create_task(bench.generate(make_request()))
+    while not target.batches:
+        await asyncio.sleep(0)
+    assert bench.scheduler.speculating_sessions() == (1, 1)
+    while len(target.batches) < 3:
+        await asyncio.sleep(0.001)
+    assert bench.scheduler.speculating_sessions() == (1, 0)
+    await task
+
+
 async def test_a_session_that_is_opened_anew_takes_the_new_numbers(
     bench: Any, expect_output: Any, make_request: Any, assert_idle: Any
 ) -> None:

@@ -27,6 +27,7 @@ import ray.cluster_utils
 import ray.exceptions
 
 from outrider import cli, rpc, tracing
+from outrider.addresses import Resolve
 from outrider.deploy import placement
 from outrider.deploy.actors import RoleReport
 from outrider.deploy.cluster import Deployment
@@ -120,11 +121,13 @@ async def serve_registry(
     *,
     port: int,
     worker_port: int,
+    peers: Resolve,
     host: str,
     ready: Callable[[str], None],
     stop: asyncio.Event,
 ) -> None:
     assert worker_port == port
+    assert f"{host}:{port}" in await peers()
 
     def add_services(grpc_server: grpc.aio.Server) -> None:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(Registry(config.name), grpc_server)

@@ -1,5 +1,7 @@
 """Where the coordinators of a deployment have their HTTP doors."""
 
+from typing import Any
+
 import pytest
 
 from outrider.deploy.config import DeployConfig
@@ -17,12 +19,23 @@ from outrider.deploy.crew import _with_http_port
         # Ports that are found say nothing: then it is the number.
         (DeployConfig(port=0, http_port=8000), 41234, 1, 8001),
         (DeployConfig(port=0, http_port=0), 41234, 1, 0),
+        # The first one's own port is the one behind that which all share.
+        (DeployConfig(shared_port=50051, http_port=8000, shared_http_port=8000), 50052, 0, 8001),
     ],
 )
 def test_each_has_its_own(config: DeployConfig, port: int, number: int, http_port: int | None) -> None:
     assert _with_http_port(config, port=port, number=number).http_port == http_port
 
 
-def test_a_port_that_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="http_port: 70000 given"):
-        DeployConfig(http_port=70000)
+@pytest.mark.parametrize(
+    ("options", "wrong"),
+    [
+        ({"http_port": 70000}, "http_port: 70000 given"),
+        ({"shared_port": 0}, "shared_port: 0 given, 1 to 65535 needed"),
+        ({"shared_http_port": 8000}, "shared_http_port: 8000 given, with http_port needed"),
+        ({"http_port": 8000, "shared_http_port": 8000}, "shared_http_port: 8000 given, which one of them has"),
+    ],
+)
+def test_a_port_that_cannot_be_is_refused(options: dict[str, Any], wrong: str) -> None:
+    with pytest.raises(ValueError, match=wrong):
+        DeployConfig(**options)

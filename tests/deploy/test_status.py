@@ -24,6 +24,7 @@ def test_why_a_worker_does_not_serve_is_shown_as_it_was_said():
         "state": "serving",
         "uptime_s": 1.0,
         "endpoints": ["a:1"],
+        "shared_endpoints": ["a:7"],
         "wanted": {"draft": 1},
         "workers": [worker],
         "autoscaler": {"enabled": False, "min_drafts": 0, "max_drafts": None, "latest": None, "decisions": []},
@@ -34,4 +35,5 @@ def test_why_a_worker_does_not_serve_is_shown_as_it_was_said():
         console.print(table)
     text = console.export_text()
     assert reason in text
+    assert "a:7" in text
     assert "big[8bit]" in text

@@ -45,6 +45,25 @@ def test_a_commit_keeps_what_hangs_below_it_and_learns():
     assert graft(tree, [7], [-1]).parents == [0]
 
 
+def test_the_likeliest_path_goes_on():
+    tree = make_tree(max_depth=5)
+    assert tree.likeliest_path() is None
+    graft(tree, [5, 6, 7, 8], [-1, -1, 1, 1], [0.3, 0.6, 0.2, 0.5])
+    path = tree.likeliest_path()
+    assert path is not None
+    assert (path.tokens, path.value) == ([6, 8], 0.3)
+    new = tree.graft([1, 2, 3, 4], [-1, 0, 1, 2], [0.9] * 4, [0] * 4, min_value=0.0, below=path)
+    # Two tokens are above it, and five levels there may be.
+    assert (new.tokens, new.parents[0]) == ([1, 2, 3], path.node.node_id)
+    assert tree.likeliest_path() is None
+    assert path.node.children[1].acceptance == 0.9
+    # Values count from the root.
+    assert not tree.graft([9], [-1], [0.5], [0], min_value=0.2, below=path).tokens
+    final = make_tree(final_tokens=frozenset([7]))
+    graft(final, *CHAIN)
+    assert final.likeliest_path() is None
+
+
 def test_bounds_of_depth_credit_length_and_ends():
     assert graft(make_tree(max_depth=2), *CHAIN).tokens == [5, 6]
     assert graft(make_tree(max_nodes=2), *CHAIN).tokens == [5, 6]

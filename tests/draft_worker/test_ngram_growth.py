@@ -69,6 +69,24 @@ def test_an_open_and_every_commit_are_answered_with_what_is_new(growth: NgramGro
     assert (third.as_of, third.node_ids) == (7, [])
 
 
+def test_what_follows_the_guesses_is_guessed_as_well(growth: NgramGrowth, make_start: Make):
+    song = list(range(25))
+    for _ in range(6):
+        # Seen often enough to be believed for many tokens in a row.
+        learn(growth, song)
+    growth.source.config = NgramConfig(draft_tokens=2)
+    growth.open(make_start(1, prompt=song[:4], limits=GrowthLimits(max_depth=5)))
+    growth.open(make_start(2, prompt=song[:4], limits=GrowthLimits(max_depth=5, mode=GrowthMode.SYNC)))
+    records = matched(growth)
+    # Three matches of two nodes, as deep as the session's tree may be; a sync tree is of one match.
+    assert records[1].tokens == song[4:9]
+    assert records[1].parents == [0, *records[1].node_ids[:-1]]
+    assert records[2].tokens == song[4:6]
+    growth.commit(KEY, 1, 4, song[4:8])
+    second = matched(growth)[1]
+    assert (second.tokens, second.parents[0]) == (song[9:13], records[1].node_ids[-1])
+
+
 def test_prompts_and_outputs_of_all_sessions_are_learned(growth: NgramGrowth, make_start: Make):
     growth.open(make_start(1, prompt=SONG[:5]))
     growth.commit(KEY, 1, 5, SONG[5:9])

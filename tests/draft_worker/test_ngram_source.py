@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from outrider.draft_worker import ngram_source
 from outrider.draft_worker.ngram_source import _HOLD_NS, NgramSource
 from outrider.draft_worker.ngram_tree import NgramConfig
 from outrider.draft_worker.ngram_trie import NgramTrie, find
@@ -141,6 +142,32 @@ def test_the_thread_that_inserts_may_fail(monkeypatch: pytest.MonkeyPatch, caplo
     source.add_corpus([4, 5], threading.Event())
     assert source.counts.corpus_tokens == 0
     assert not source.settle()
+
+
+def test_a_match_that_waits_while_an_insertion_fails_follows_no_half_made_link(monkeypatch: pytest.MonkeyPatch):
+    source = make_source()
+    source.start()
+    source.add([1, 2, 3])
+    assert source.settle()
+    inserting, go_on, found = threading.Event(), threading.Event(), []
+
+    def fail(texts: Any) -> None:
+        inserting.set()
+        assert go_on.wait(30)
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(source.trie, "insert_many", fail)
+    # What the thread does behind the lock takes its time.
+    monkeypatch.setattr(ngram_source.logger, "exception", lambda text: waiting.join(30))
+    source.add([1, 2, 9])
+    assert inserting.wait(30)
+    waiting = threading.Thread(target=lambda: found.append(first_guesses(source, [1, 2])))
+    waiting.start()
+    go_on.set()
+    waiting.join(30)
+    assert source.join(30)
+    assert found == [[]]
+    assert len(source.trie) == 0
 
 
 def test_what_is_still_queued_at_the_end_does_not_hold_it_up():

@@ -1,6 +1,7 @@
 import asyncio
+import select
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from threading import Event
 from typing import Any
 
@@ -8,10 +9,12 @@ import grpc
 import grpc.aio
 import pytest
 
+from outrider.draft_worker.front import Front
 from outrider.draft_worker.growth import TreeGrowth
 from outrider.draft_worker.growth_thread import GrowthThread
-from outrider.draft_worker.service import DraftServicer
-from outrider.rpc import RoleServer, open_channel
+from outrider.draft_worker.inbox import SocketInbox
+from outrider.draft_worker.service import DraftStreams
+from outrider.rpc import open_channel
 from outrider.sampling import SamplingSpec
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 from outrider.wire import floats_from_bytes, split_by_counts, tokens_to_bytes
@@ -23,12 +26,12 @@ ASYNC, SYNC, OFF = (getattr(common_pb2, f"SPECULATION_MODE_{name}") for name in 
 class Worker:
     """A draft worker on loopback, with what the tests look into."""
 
-    def __init__(self, growth: TreeGrowth, thread: GrowthThread, address: str) -> None:
-        self.growth, self.thread, self.address = growth, thread, address
+    def __init__(self, growth: TreeGrowth, thread: GrowthThread, front: Front) -> None:
+        self.growth, self.thread, self.front = growth, thread, front
 
     @asynccontextmanager
     async def stream(self) -> "AsyncIterator[Stream]":
-        async with open_channel(self.address) as channel:
+        async with open_channel(self.front.address) as channel:
             yield Stream(draft_pb2_grpc.DraftServiceStub(channel).Speculate())
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -100,22 +103,30 @@ def opening(session_id: int = 1, *, epoch: int = 1, prompt: Any = (1, 2, 3), **l
     )
 
 
+@asynccontextmanager
+async def serving(growth: TreeGrowth) -> AsyncIterator[Worker]:
+    front = Front("127.0.0.1:0", None)
+    with closing(front), closing(SocketInbox(front.data, DraftStreams(front.data).commands)) as inbox:
+        await front.listen()
+        thread = GrowthThread(lambda: growth, inbox)
+        thread.start()
+        await asyncio.wrap_future(thread.ready)
+        await front.start()
+        yield Worker(growth, thread, front)
+        await front.stop(drain=nothing)
+        thread.stop()
+        await asyncio.wrap_future(thread.stopped)
+
+
+async def nothing() -> None:
+    pass
+
+
 @pytest.fixture
 async def worker(make_growth: Make) -> AsyncIterator[Worker]:
     growth, _ = make_growth()
-    thread = GrowthThread(lambda: growth)
-    server = RoleServer(
-        services=["outrider.v1.DraftService"],
-        add_services=lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(DraftServicer(thread), server),
-        address="127.0.0.1:0",
-    )
-    thread.start()
-    await asyncio.wrap_future(thread.ready)
-    await server.start()
-    yield Worker(growth, thread, server.address)
-    await server.stop(grace_s=0)
-    thread.stop()
-    await asyncio.wrap_future(thread.stopped)
+    async with serving(growth) as served:
+        yield served
 
 
 async def test_growth_commits_and_close(worker: Worker):
@@ -267,9 +278,8 @@ async def test_the_thread_sleeps_when_nothing_is_to_be_grown(worker: Worker, mon
         assert worker.thread.load().busy < 1
 
 
-async def test_a_commit_during_a_forward_applies_right_after_it(make_growth: Make, monkeypatch: pytest.MonkeyPatch):
+async def test_a_commit_during_a_forward_applies_right_after_it(make_growth: Make):
     growth, runner = make_growth()
-    thread = GrowthThread(lambda: growth)
     forwarding, go_on = Event(), Event()
 
     def hold() -> None:
@@ -278,27 +288,13 @@ async def test_a_commit_during_a_forward_applies_right_after_it(make_growth: Mak
             assert go_on.wait(30)
 
     runner.on_forward = hold
-    server = RoleServer(
-        services=["outrider.v1.DraftService"],
-        add_services=lambda server: draft_pb2_grpc.add_DraftServiceServicer_to_server(DraftServicer(thread), server),
-        address="127.0.0.1:0",
-    )
-    submit, arrived = thread.submit, list[Any]()
-
-    def submit_and_note(commands: Any) -> None:
-        submit(commands)
-        arrived.extend(commands)
-
-    monkeypatch.setattr(thread, "submit", submit_and_note)
-    thread.start()
-    await server.start()
-    worker = Worker(growth, thread, server.address)
-    async with worker.stream() as stream:
+    async with serving(growth) as worker, worker.stream() as stream:
         await stream.send(opens=[opening(1, max_live_nodes=64)])
         first = await stream.take()
         assert await asyncio.to_thread(forwarding.wait, 30)
         await stream.commit(1, 1, 3, [first.tokens[1]])
-        await worker.until(lambda: len(arrived) == 2)
+        # The thread that would read it is held.
+        await worker.until(lambda: bool(select.select([worker.front.data], (), (), 0)[0]))
         go_on.set()
         await stream.take_until(lambda: stream.growths[-1][2] == 4)
         # The step that was running still counts for the old root; the next one is of the new root, which it had given
@@ -306,9 +302,6 @@ async def test_a_commit_during_a_forward_applies_right_after_it(make_growth: Mak
         assert [growth[2] for growth in stream.growths[:3]] == [3, 3, 4]
         assert len(runner.batches[2].token_ids) == 4
         stream.call.cancel()
-    await server.stop(grace_s=0)
-    thread.stop()
-    await asyncio.wrap_future(thread.stopped)
 
 
 async def test_a_failing_model_ends_the_thread_with_its_reason(make_growth: Make, make_start: Make):

@@ -119,20 +119,51 @@ def test_together_they_hold_no_more_nodes_than_the_session_may(make_growth: Make
 def test_what_one_source_refuses_is_open_nowhere(make_growth: Make, ngram: NgramGrowth, make_start: Make):
     model, _ = make_growth(runner={"num_slots": 20, "max_rows": 1, "max_row_len": 300})
     growth = SourcedGrowth(model, ngram)
+    for refused in (make_start(prompt=[24], sources={NGRAM}), make_start(prompt=[24])):
+        with pytest.raises(InvalidRequest):
+            growth.open(refused)
+    growth.open(make_start(1, prompt=[1, 2, 3]))
     with pytest.raises(OutOfSlots):
-        growth.open(make_start(prompt=[1] * 21))
+        # There is no row left, which may change: another worker may have one.
+        growth.open(make_start(2, prompt=[1, 2, 3]))
+    assert (growth.num_sessions, model.num_sessions, ngram.num_sessions) == (1, 1, 1)
     with pytest.raises(InvalidRequest):
-        growth.open(make_start(prompt=[24], sources={NGRAM}))
+        growth.commit(KEY, 1, 3, [24])
     assert (growth.num_sessions, model.num_sessions, ngram.num_sessions) == (0, 0, 0)
-    for tokens, kind in (([24], InvalidRequest), ([1] * 20, OutOfSlots)):
-        growth.open(make_start(prompt=[1, 2, 3]))
-        with pytest.raises(kind):
-            growth.commit(KEY, 1, 3, tokens)
-        assert (growth.num_sessions, model.num_sessions, ngram.num_sessions) == (0, 0, 0)
     growth.open(make_start(prompt=[1, 2, 3]))
     with pytest.raises(CommitMismatch):
         growth.commit(KEY, 1, 5, [1])
     assert (growth.num_sessions, model.num_sessions, ngram.num_sessions) == (0, 0, 0)
+
+
+def test_what_is_too_long_for_the_models_kv_goes_on_by_ngrams(make_growth: Make, ngram: NgramGrowth, make_start: Make):
+    model, _ = make_growth(runner={"num_slots": 20, "max_rows": 2, "max_row_len": 300})
+    growth = SourcedGrowth(model, ngram)
+    growth.open(make_start(1, prompt=[7] * 21))
+    growth.open(make_start(2, prompt=[7] * 10))
+    assert model.session((7, 1)) is None
+    drive(growth)
+    growth.commit((7, 2), 1, 10, [2] * 11)
+    assert (growth.num_sessions, model.num_sessions, ngram.num_sessions) == (2, 0, 2)
+    growth.commit((7, 1), 1, 21, [3, 1, 4])
+    growth.commit((7, 2), 1, 21, [22])
+    records = {record.session_id: (source, record) for source, record in drive(growth)}
+    assert {source for source, _ in records.values()} == {NGRAM}
+    assert records[1][1].tokens[:2] == [1, 5]
+    # Nobody else answers: it is said that there is nothing.
+    assert (records[2][1].as_of, records[2][1].tokens) == (22, [])
+    with pytest.raises(CommitMismatch):
+        growth.commit((7, 2), 1, 30, [1])
+    growth.close((7, 1), 1)
+    assert (growth.num_sessions, ngram.num_sessions, growth.slots.used) == (0, 0, 0)
+    alone = SourcedGrowth(model, ngram)
+    for sources in ({MODEL}, {MODEL, EAGLE}):
+        with pytest.raises(OutOfSlots):
+            alone.open(make_start(prompt=[7] * 21, sources=sources))
+        alone.open(make_start(prompt=[1, 2, 3], sources=sources))
+        with pytest.raises(OutOfSlots):
+            alone.commit(KEY, 1, 3, [1] * 20)
+    assert (alone.num_sessions, model.num_sessions) == (0, 0)
 
 
 def test_epochs_hold_over_all_sources(make_growth: Make, ngram: NgramGrowth, make_start: Make):

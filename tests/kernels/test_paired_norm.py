@@ -24,8 +24,8 @@ def _given(rows: int, columns: int, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _check(device: torch.device, given: dict[str, Any], *, streams_normed: bool) -> None:
-    options = {"eps": 1e-5, "streams_normed": streams_normed}
-    moved = {name: tensor.to(device) for name, tensor in given.items()}
+    options: dict[str, Any] = {"eps": 1e-5, "streams_normed": streams_normed}
+    moved: dict[str, Any] = {name: tensor.to(device) for name, tensor in given.items()}
     before = moved["hidden"].clone()
     tolerance = _TOLERANCE[given["hidden"].dtype]
     for have, want in zip(paired_norm(**moved, **options), paired_norm_reference(**given, **options), strict=True):
@@ -91,11 +91,11 @@ def test_a_chain_of_launches_replays_from_a_graph() -> None:
     given: dict[str, Any] = {name: each.cuda() for name, each in _given(3, 4096, torch.bfloat16).items()}
 
     def chain() -> torch.Tensor:
-        hidden = given["hidden"]
+        arguments = dict(given)
         for _ in range(30):
             # Each takes what the one before returned: a launch that ran ahead would be seen.
-            hidden = paired_norm(**given | {"hidden": hidden}, eps=1e-5)[1][:, 4096:]
-        return hidden
+            arguments["hidden"] = paired_norm(**arguments, eps=1e-5)[1][:, 4096:]
+        return arguments["hidden"]
 
     expected = chain().clone()
     graph = torch.cuda.CUDAGraph()

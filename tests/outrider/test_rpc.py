@@ -1,5 +1,6 @@
 import functools
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import grpc
@@ -7,9 +8,10 @@ import grpc.aio
 import pytest
 from google.rpc import error_details_pb2
 from grpc._cython import cygrpc  # pyright: ignore[reportAttributeAccessIssue] compiled
-from grpc_health.v1 import health_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from outrider import errors, rpc
+from outrider.ports import free_port
 
 
 def every_error(kind: type[errors.OutriderError] = errors.OutriderError) -> list[type[errors.OutriderError]]:
@@ -54,6 +56,32 @@ async def test_a_role_server_is_healthy_until_it_stops():
         rpc.RoleServer(services=[], add_services=lambda server: None, address=server.address)
     await server.stop(grace_s=0, drain=drain)
     assert seen == [health_pb2.HealthCheckResponse.NOT_SERVING]
+
+
+async def test_a_shared_port_is_the_others_while_calls_that_run_go_on():
+    shared, services = f"127.0.0.1:{free_port()}", ["outrider.v1.TargetService"]
+    options = {"services": services, "add_services": lambda server: None, "shared_address": shared}
+    going, staying = (rpc.RoleServer(address="127.0.0.1:0", **options) for _ in range(2))
+    await going.start()
+    await staying.start()
+    async with rpc.open_channel(going.address) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        watching = stub.Watch(health_pb2.HealthCheckRequest(), timeout=60)
+        states = aiter(watching)
+        assert (await anext(states)).status == health_pb2.HealthCheckResponse.SERVING
+
+        async def drain() -> None:
+            assert (await anext(states)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            for _ in range(12):
+                assert await health(shared) == health_pb2.HealthCheckResponse.SERVING
+            assert not watching.done()
+
+        await going.stop(grace_s=0, drain=drain)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await anext(states)
+    with pytest.raises(OSError, match=str(staying.port)):
+        rpc.RoleServer(address=staying.address, **options)
+    await staying.stop(grace_s=0)
 
 
 async def health(address: str) -> int:

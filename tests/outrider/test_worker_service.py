@@ -7,10 +7,11 @@ from types import SimpleNamespace
 from typing import cast
 
 from outrider.ports import free_port
+from outrider.rpc import RoleServer
 from outrider.security.roles import Role
 from outrider.step_watch import StepWatch
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, registry_pb2
-from outrider.worker_service import Loaded, Worker, WorkerConfig, serve_worker
+from outrider.worker_service import Loaded, Worker, WorkerConfig, role_server, serve_worker
 
 
 class IdleThread:
@@ -39,12 +40,14 @@ class IdleWorker(Worker[IdleThread]):
     """Reads its own metrics when it has handed its sessions over."""
 
     role = Role.DRAFT
-    service = draft_pb2.DESCRIPTOR.services_by_name["DraftService"]
 
     def __init__(self, metrics_port: int) -> None:
-        self.thread, self.servicer = IdleThread(), Unused()
+        self.thread = IdleThread()
         self._url = f"http://127.0.0.1:{metrics_port}/metrics"
         self.at_the_end = ""
+
+    async def listen(self, config: WorkerConfig) -> RoleServer:
+        return role_server(draft_pb2.DESCRIPTOR.services_by_name["DraftService"], Unused(), config)
 
     def loaded(self) -> Loaded:
         return Loaded(

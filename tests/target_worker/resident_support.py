@@ -25,11 +25,12 @@ PROMPT = [5, 9, 33, 2, 17, 40, 8]
 
 @dataclass
 class Rig:
-    """One target with its draft."""
+    """One target with its draft; `folder` is the head's."""
 
     runner: ModelRunner
     resident: ResidentDraft
     verifier: Verifier
+    folder: Path
     outputs: dict[int, list[int]] = field(default_factory=dict)
     prompts: dict[int, Sequence[int]] = field(default_factory=dict)
     growth: dict[int, GrownNodes | None] = field(default_factory=dict)
@@ -86,10 +87,10 @@ def make_rig(checkpoint: Path, head: Path, *, trees: dict[str, Any] | None = Non
     steps: dict[str, Any] = {"max_step_tokens": overrides.pop("max_step_tokens", 64)}
     decoder = overrides.pop("decoder", None)
     config: dict[str, Any] = {"num_slots": 512, "max_num_seqs": 8, "max_tree_nodes": 16, "torch_threads": 1} | overrides
-    runner = ModelRunner(EngineConfig(model_path=checkpoint, **config), decoder=decoder, feeds_head=True)
+    runner = ModelRunner(EngineConfig(model_path=checkpoint, **config), decoder=decoder, draft_head=head)
     shape = {"depth": 3, "top_k": 3, "nodes": 8, "min_value": 0.0} | (trees or {})
     resident = ResidentDraft.load(ResidentConfig(head=head, **shape), runner)
-    return Rig(runner, resident, Verifier(runner, resident=resident, **steps))
+    return Rig(runner, resident, Verifier(runner, resident=resident, **steps), head)
 
 
 def random_head(folder: Path, checkpoint: Path, **options: Any) -> Path:
@@ -108,7 +109,7 @@ class FreshHead:
     @torch.inference_mode()
     def __init__(self, rig: Rig, tokens: Sequence[int]) -> None:
         config = dataclasses.replace(rig.runner.config, num_slots=128, max_num_seqs=1)
-        self._runner = runner = ModelRunner(config, decoder=rig.runner.steps is not None, feeds_head=True)
+        self._runner = runner = ModelRunner(config, decoder=rig.runner.steps is not None, draft_head=rig.folder)
         self._head = rig.resident.head
         runner.tap(self._head.taps)
         self._caches = [torch.zeros_like(rig.resident.key_cache[:128]) for _ in range(2)]

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from outrider.engine.model_runner import ModelRunner
 from outrider.engine.one_graph_shape import RoundShape
 from outrider.kernels.coupled_sampling import coupled_topk
 from outrider.sampling import SamplingSpec
+from outrider.target_worker.config import TargetWorkerConfig
 from outrider.target_worker.one_graph_setup import make_rounds
 from outrider.target_worker.resident import ResidentDraft
 from outrider.target_worker.resident_config import ResidentConfig
@@ -41,12 +43,12 @@ def head_folder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     return write_random_eagle(tmp_path_factory.mktemp("head"), checkpoint, taps=(0, 1, 2), seed=2)
 
 
-def make_runner(folder: Path, device: str) -> ModelRunner:
+def make_runner(folder: Path, head: Path, device: str) -> ModelRunner:
     config = EngineConfig(
         model_path=folder, dtype="float32", num_slots=300, max_num_seqs=4, max_model_len=96, max_tree_nodes=12,
         torch_threads=1, device=device, enforce_eager=False,
     )  # fmt: skip
-    return ModelRunner(config, decoder=True, feeds_head=True)
+    return ModelRunner(config, decoder=True, draft_head=head)
 
 
 def processed(logits: torch.Tensor, prompt: Sequence[int], output: Sequence[int], spec: SamplingSpec) -> torch.Tensor:
@@ -112,6 +114,39 @@ def test_candidates_are_those_of_the_whole_sequence(shape: RoundShape, checkpoin
     check_candidates(shape, checkpoint, head_folder, device="cpu")
 
 
+def test_rounds_keep_to_the_most_rows_of_a_step(checkpoint: Path, head_folder: Path) -> None:
+    """Six rows a step: of four sessions with a candidate each at most three fit."""
+    runner = make_runner(checkpoint, head_folder, "cpu")
+    resident = ResidentDraft.load(ResidentConfig(head=head_folder), runner)
+    rounds = make_rounds(runner, resident, RoundShape(), max_step_tokens=6)
+    verifier = Verifier(runner, max_step_tokens=6, rounds=rounds, resident=resident)
+    lengths = dict.fromkeys(range(4), 3)
+    for number in lengths:
+        verifier.open(OpenRequest(key=(1, number), epoch=1, prompt=[5, 6, 7], output=[], sampling=SamplingSpec()))
+    drafted = 0
+    for _ in range(12):
+        pending = verifier.begin(
+            [
+                TreeRequest(key=(1, number), epoch=1, length=length, tokens=(), parents=(), resident=True)
+                for number, length in lengths.items()
+            ]
+        )
+        assert pending.forward.tokens <= 6
+        for number, result in enumerate(verifier.finish(pending).results):
+            assert result.outcome is not Outcome.ERROR, result.fault
+            lengths[number] += len(result.token_ids)
+            drafted += result.drafted
+    assert min(lengths.values()) > 6
+    assert drafted > 0
+
+
+def test_a_round_of_one_session_fits_a_step() -> None:
+    options: dict[str, Any] = {"resident_draft": "embedded", "one_graph": True, "one_graph_steps": 3, "max_num_seqs": 2}
+    TargetWorkerConfig(**options, max_step_tokens=4)
+    with pytest.raises(ValueError, match="max_step_tokens: 3 given, at least 4 needed for one_graph_steps 3"):
+        TargetWorkerConfig(**options, max_step_tokens=3)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_candidates_are_those_of_the_whole_sequence_on_cuda(
@@ -124,12 +159,12 @@ def test_candidates_are_those_of_the_whole_sequence_on_cuda(
 
 def check_candidates(shape: RoundShape, checkpoint: Path, head_folder: Path, *, device: str) -> None:
     """Rounds of three sessions, and after each what the head says from scratch."""
-    runner = make_runner(checkpoint, device)
+    runner = make_runner(checkpoint, head_folder, device)
     resident = ResidentDraft.load(ResidentConfig(head=head_folder), runner)
-    rounds = make_rounds(runner, resident, shape)
+    rounds = make_rounds(runner, resident, shape, max_step_tokens=40)
     rounds.runner.warm_up()
     verifier = Verifier(runner, max_step_tokens=40, max_prefill_tokens=7, rounds=rounds, resident=resident)
-    other = make_runner(checkpoint, device)
+    other = make_runner(checkpoint, head_folder, device)
     anew = ResidentDraft.load(ResidentConfig(head=head_folder), other)
     chance = random.Random(5)
     texts = [[chance.randrange(61) for _ in range(5 + 6 * number)] for number in range(len(SPECS))]

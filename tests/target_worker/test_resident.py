@@ -23,9 +23,11 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, PreTrainedModel
 from outrider.acceptance_calibration import AcceptanceCalibration
 from outrider.engine.batch import BatchBuilder
 from outrider.engine.model_runner import EngineConfig, ModelRunner
+from outrider.errors import CheckpointError
 from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.target_worker.resident_choice import CandidateRanker, RankedSessions
 from outrider.target_worker.resident_growth import DraftLimits, GrownTree
+from outrider.target_worker.resident_head import HeadLayer
 from outrider.target_worker.sessions import Outcome, Session, TreeRequest
 
 SPECS = {
@@ -395,6 +397,11 @@ def test_estimates_are_those_of_the_calibration(temperature: float, rule: Verifi
         assert found.buckets[1:].tolist() == buckets[1:].tolist()
     expected = calibration.estimate(found.buckets.numpy(), np.array([True] * 3 + [False] * 3))
     np.testing.assert_allclose(found.acceptance[1:], np.minimum(expected[1:], 0.9999), rtol=1e-5)
+
+
+def test_kv_of_a_head_that_does_not_fit_says_how_much_and_what_to_change(rig: Rig) -> None:
+    with pytest.raises(CheckpointError, match=r"KV of the resident draft's head: \d+ slots take \d+\.\d\d GB\. Lower"):
+        HeadLayer.of(rig.resident.head, 1 << 50)
 
 
 def test_commits_teach_the_calibration() -> None:

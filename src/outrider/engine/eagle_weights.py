@@ -75,14 +75,30 @@ def load_eagle_weights(
         max_positions: rows of the rotary table.
 
     Raises:
-        CheckpointError: a tensor is missing or of a wrong shape, with its name; or the head is another target's.
+        CheckpointError: a tensor is missing or of a wrong shape, with its name; the head is another target's, or does
+            not fit on the device.
+    """
+    source = open_head(folder)
+    spec = read_eagle_spec(folder, target_layers=target_layers, stored=source.names)
+    try:
+        return spec, _Loader(source, spec, embedding, output).load(max_positions)
+    except torch.OutOfMemoryError as error:
+        raise CheckpointError(
+            f"{folder}: the head's weights do not fit on {embedding.device} beside the target: lower "
+            "kv_cache_memory_fraction, kv_bytes or num_slots, or free the memory that others hold"
+        ) from error
+
+
+def open_head(folder: Path) -> SafetensorsSource:
+    """A head's tensors.
+
+    Raises:
+        CheckpointError: there is no safetensors file, or it is torn.
     """
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(f"{folder}: no *.safetensors; other weight files can run code and are not read: "
                               "load them with torch and save them with safetensors again")  # fmt: skip
-    source = SafetensorsSource(folder)
-    spec = read_eagle_spec(folder, target_layers=target_layers, stored=source.names)
-    return spec, _Loader(source, spec, embedding, output).load(max_positions)
+    return SafetensorsSource(folder)
 
 
 class _Loader:

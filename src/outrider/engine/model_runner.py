@@ -23,6 +23,7 @@ from outrider.engine.config import EngineConfig
 from outrider.engine.decoder import Decoder
 from outrider.engine.decoder_spec import DecoderSpec
 from outrider.engine.decoder_weights import HEAD, load_decoder_weights
+from outrider.engine.eagle_memory import HeadMemory, head_memory
 from outrider.engine.kv_slots import SlotTable
 from outrider.engine.packed_linear import can_pack, pack_linear_layers
 from outrider.engine.step_program import KvCaches, StepProgram
@@ -61,7 +62,7 @@ class ModelRunner:
         decoder: whether the decoder runs the forward; by default where it is the faster way, and with several ranks.
         source: the decoder's weights; by default the folder's files.
         ranks: the way to the others, on a rank that follows; by default this is rank 0, and starts the others.
-        feeds_head: whether a draft head will be made of `output`.
+        draft_head: folder of a draft head that will be made of `output`; KV leaves room for it.
 
     Attributes:
         config: as given.
@@ -83,7 +84,7 @@ class ModelRunner:
         decoder: bool | None = None,
         source: WeightSource | None = None,
         ranks: Ranks | None = None,
-        feeds_head: bool = False,
+        draft_head: Path | None = None,
     ) -> None:
         if config.torch_threads is not None and config.device == "cpu":
             torch.set_num_threads(config.torch_threads)
@@ -96,12 +97,12 @@ class ModelRunner:
         if decoder is None:
             decoder = config.attention_backend_name == "triton" and not config.enforce_eager
         try:
-            self._load(source, decoder=decoder or self.ranks.world_size > 1, feeds_head=feeds_head)
+            self._load(source, decoder=decoder or self.ranks.world_size > 1, draft_head=draft_head)
         except BaseException:
             self.close()
             raise
 
-    def _load(self, source: WeightSource | None, *, decoder: bool, feeds_head: bool) -> None:
+    def _load(self, source: WeightSource | None, *, decoder: bool, draft_head: Path | None) -> None:
         config = self.config
         self._model = self._decoder = self._output = None
         self._tapped: TappedLayers | None = None
@@ -111,7 +112,7 @@ class ModelRunner:
         else:
             self._model, self.info = load_checkpoint(config)
             model_config = self._model.config
-            if feeds_head:
+            if draft_head is not None:
                 # Packing takes the layer's own weight away.
                 self._output = _weight_of(self._model.get_output_embeddings())
             if self.device.type == "cpu" and can_pack():
@@ -120,8 +121,22 @@ class ModelRunner:
         shape = _KvShape(model_config, config)
         self._attend = _attention_operator(config, shape.head_dim)
         row_len = self.info.max_model_len + config.max_tree_nodes
-        step_bytes = _step_bytes(config, model_config)
-        num_slots = self.ranks.least(_num_slots(config, shape, row_len, self.device, step_bytes))
+        head = HeadMemory(weights=0, per_slot=0)
+        if draft_head is not None:
+            head = head_memory(
+                draft_head,
+                target_layers=shape.layers,
+                target_hidden=model_config.hidden_size,
+                dtype=getattr(torch, config.dtype_name),
+            )
+        num_slots = _num_slots(
+            config,
+            bytes_per_slot=shape.bytes_per_slot + head.per_slot,
+            most=config.max_num_seqs * row_len,
+            device=self.device,
+            bytes_beside=_step_bytes(config, model_config) + head.weights,
+        )
+        num_slots = self.ranks.least(num_slots)
         self.slots = SlotTable(num_slots=num_slots, max_rows=config.max_num_seqs, max_row_len=row_len)
         self._caches = shape.caches(num_slots, self.device)
         self.steps = None if self._decoder is None else self._step_runner(self._decoder, shape, row_len)
@@ -458,17 +473,18 @@ def _step_bytes(config: EngineConfig, model_config: PretrainedConfig) -> int:
     return _LARGEST_PREFILL * row * itemsize + 3 * _MOST_CAPTURED * model_config.vocab_size * 4
 
 
-def _num_slots(config: EngineConfig, shape: _KvShape, row_len: int, device: torch.device, step_bytes: int) -> int:
+def _num_slots(config: EngineConfig, *, bytes_per_slot: int, most: int, device: torch.device, bytes_beside: int) -> int:
+    """At most `most`; `bytes_beside` is what else the device has to hold from now on."""
     if config.num_slots is not None:
         return config.num_slots
     kv_bytes = config.kv_bytes
     if kv_bytes is None:
         kv_bytes = _CPU_KV_BYTES
         if device.type == "cuda":
-            free = torch.cuda.mem_get_info(device)[0] - step_bytes
+            free = torch.cuda.mem_get_info(device)[0] - bytes_beside
             kv_bytes = int(free * config.kv_cache_memory_fraction)
-    num_slots = min(kv_bytes // shape.bytes_per_slot, config.max_num_seqs * row_len)
+    num_slots = min(kv_bytes // bytes_per_slot, most)
     if num_slots < 1:
         raise CheckpointError(f"{config.model_path}: {kv_bytes} bytes of KV memory hold no token, "
-                              f"{shape.bytes_per_slot} needed for each")  # fmt: skip
+                              f"{bytes_per_slot} needed for each")  # fmt: skip
     return num_slots

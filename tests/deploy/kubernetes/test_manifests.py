@@ -386,6 +386,9 @@ def test_only_who_has_to_talk_may_talk(built: Built, overlay: str):
             if permits(manifests, caller, callee, name)
         }
         assert permitted == expected, permits.__name__
+        # Coordinators ask each other where workers register, and dial no other's door for clients.
+        among = {name for name in ports_of(pods["coordinator"]) if permits(manifests, *[pods["coordinator"]] * 2, name)}
+        assert among - rays == {"workers"}
 
 
 def pod_with(labels: dict[str, str]) -> Manifest:

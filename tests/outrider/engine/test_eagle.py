@@ -13,13 +13,16 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from outrider.engine.batch import BatchBuilder, ForwardBatch
+from outrider.engine.config import EngineConfig
 from outrider.engine.decoder import Decoder
 from outrider.engine.decoder_spec import DecoderSpec
 from outrider.engine.decoder_weights import load_decoder_weights
-from outrider.engine.eagle import EagleHead, load_eagle_head_of
+from outrider.engine.eagle import EagleHead, load_eagle_head, load_eagle_head_of
+from outrider.engine.eagle_memory import head_memory
 from outrider.engine.eagle_random import write_random_eagle
 from outrider.engine.eagle_spec import EagleLayout
 from outrider.engine.kv_slots import SlotTable
+from outrider.engine.model_runner import ModelRunner
 from outrider.engine.weight_source import SafetensorsSource
 from outrider.errors import CheckpointError
 from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention
@@ -231,6 +234,45 @@ KINDS = {
     "eagle3, fewer tokens": ("eagle3", DRAFT_VOCAB, {}),
     "eagle3, normed stream": ("eagle3", None, {"norm_before_residual": True}),
 }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_head_takes_is_known_before_it_is_loaded(kind: str, target: Path, tmp_path: Path) -> None:
+    layout, draft_vocab, _ = KINDS[kind]
+    write_random_eagle(tmp_path, target, layout=layout, draft_vocab_size=draft_vocab)
+    head = load_head(tmp_path, target)
+    memory = head_memory(tmp_path, target_layers=5, target_hidden=HIDDEN, dtype=torch.float32)
+    weights = head.weights
+    matrices = [weights.fc, weights.qkv, weights.attention_output, weights.gate_up, weights.down]
+    if "lm_head.weight" in load_file(tmp_path / "model.safetensors"):
+        assert isinstance(weights.output, torch.Tensor)
+        matrices.append(weights.output)
+    assert memory.weights == 4 * sum(matrix.numel() for matrix in matrices)
+    assert memory.per_slot == 4 * 2 * head.kv_heads * head.head_dim
+
+
+def test_the_target_s_kv_leaves_room_for_the_head_s(target: Path, tmp_path: Path) -> None:
+    write_random_eagle(tmp_path, target)
+    config = EngineConfig(model_path=target, kv_bytes=1 << 18, max_num_seqs=64, torch_threads=1)
+    alone, beside = (ModelRunner(config, decoder=True, draft_head=head).slots.num_slots for head in (None, tmp_path))
+    head = load_head(tmp_path, target)
+    of_target, of_head = 4 * 2 * 5 * 2 * 16, 4 * 2 * head.kv_heads * head.head_dim
+    assert alone == (1 << 18) // of_target
+    assert beside == (1 << 18) // (of_target + of_head)
+
+
+def test_a_head_whose_weights_do_not_fit_says_what_to_change(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_random_eagle(tmp_path, target)
+
+    def full(*_arguments: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.Tensor, "to", full)
+    embedding = torch.zeros(VOCAB, HIDDEN)
+    with pytest.raises(CheckpointError, match=r"do not fit on cpu beside the target: lower kv_cache_memory_fraction"):
+        load_eagle_head(tmp_path, embedding=embedding, output=embedding, target_layers=5, max_positions=16)
 
 
 @pytest.mark.parametrize("kind", KINDS)

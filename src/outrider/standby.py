@@ -1,11 +1,12 @@
-"""A stand-by: a process that has imported what workers need, and forks one whenever Ray starts one on its machine.
+"""A stand-by: a process that has imported what workers need, and forks one whenever its owner starts one.
 
 Importing torch and transformers takes a worker some four seconds of CPU, and starting several at once, as after a
 machine's death, several times that. What is forked has it all in a tenth of a second, and shares the memory of it.
-`standby_start.py` is what Ray runs instead of Python; it asks here.
+The owner is a Ray node, which runs `standby_start.py` instead of Python, or a process with a service of child processes
+(`forked_process.py`); both ask here.
 
 It has one thread, and touches neither a GPU nor gRPC nor Ray: forks of such a process are as good as new ones. It ends
-with its Ray node (and ends what it has forked), or when it has had nobody for a minute.
+with its owner (and ends what it has forked), or when it has had nobody for a minute.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.deploy.standby_start import LENGTH
+from outrider.standby_start import LENGTH
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class Order:
     """A worker to be run.
 
     Attributes:
-        arguments: as Python's own: flags, a script, and the script's arguments.
+        arguments: as Python's own: flags, a script or -m and a module, and its arguments.
         environment: its variables.
         folder: that it runs in.
         descriptors: stdin, stdout and stderr, to be closed.
@@ -71,17 +72,17 @@ class StandBy:
 
     Args:
         door: listens; closed here.
-        node_pid: Ray's node, with which it ends.
+        owner_pid: the process with which it ends.
         idle_s: it ends after so long without a worker.
     """
 
-    def __init__(self, door: socket.socket, *, node_pid: int, idle_s: float = IDLE_S) -> None:
+    def __init__(self, door: socket.socket, *, owner_pid: int, idle_s: float = IDLE_S) -> None:
         self._door, self._idle_s = door, idle_s
         self._children: dict[int, _Child] = {}
-        self._node = os.pidfd_open(node_pid)
+        self._owner = os.pidfd_open(owner_pid)
         self._selector = selectors.DefaultSelector()
         self._selector.register(door, selectors.EVENT_READ, self._accept)
-        self._selector.register(self._node, selectors.EVENT_READ, self._leave)
+        self._selector.register(self._owner, selectors.EVENT_READ, self._leave)
         self._is_over = False
 
     def serve(self) -> Order | None:
@@ -106,6 +107,8 @@ class StandBy:
             order = read_order(connection)
         except (OSError, ValueError) as error:
             logger.warning("an order could not be read: %s", error)
+            order = None
+        if order is None:
             connection.close()
             return None
         pid = _fork()
@@ -137,8 +140,7 @@ class StandBy:
         os.close(child.descriptor)
         with contextlib.suppress(KeyError):
             self._selector.unregister(child.connection)
-        code = os.waitstatus_to_exitcode(status)
-        _tell(child.connection, code if code >= 0 else 128 - code)
+        _tell(child.connection, os.waitstatus_to_exitcode(status))
         child.connection.close()
 
     def _leave(self) -> None:
@@ -155,20 +157,22 @@ class StandBy:
         """Closes what belongs to the stand-by: a worker that is forked must not hold it open."""
         self._selector.close()
         self._door.close()
-        os.close(self._node)
+        os.close(self._owner)
         for child in self._children.values():
             os.close(child.descriptor)
             child.connection.close()
 
 
-def read_order(connection: socket.socket) -> Order:
-    """What `standby_start` has sent.
+def read_order(connection: socket.socket) -> Order | None:
+    """What `standby_start` has sent; None of one that only had the stand-by started.
 
     Raises:
         OSError: it has gone, or takes too long.
         ValueError: it is no order.
     """
     head, descriptors, _, _ = socket.recv_fds(connection, LENGTH.size, 3)
+    if not head:
+        return None
     try:
         if len(head) != LENGTH.size or len(descriptors) != 3:
             raise ValueError(f"{len(head)} bytes and {len(descriptors)} descriptors given")
@@ -198,15 +202,19 @@ def execute(order: Order) -> None:
     os.environ.clear()
     os.environ.update(order.environment)
     os.chdir(order.folder)
-    arguments = [argument for argument in order.arguments if argument != "-u"]
-    sys.argv = arguments
-    sys.path[0] = str(Path(arguments[0]).resolve().parent)
+    script, *arguments = (argument for argument in order.arguments if argument != "-u")
+    is_module = script == "-m"
+    sys.argv = arguments if is_module else [script, *arguments]
+    sys.path[0] = order.folder if is_module else str(Path(script).resolve().parent)
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             _line_by_line(stream)
     for name in [name for name in sys.modules if name.partition(".")[0] == "outrider"]:
         del sys.modules[name]
-    runpy.run_path(arguments[0], run_name="__main__")
+    if is_module:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(script, run_name="__main__")
 
 
 def prepare(modules: Sequence[str]) -> None:
@@ -223,18 +231,18 @@ def prepare(modules: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serves the door with this descriptor until the Ray node of this process id ends.
+    """Serves the door with this descriptor until the process of this id ends.
 
     Logging is not set up here: workers would have it already, and could not set up their own.
     """
-    door, node_pid = int(arguments[0]), int(arguments[1])
+    door, owner_pid = int(arguments[0]), int(arguments[1])
     # OpenMP reads it when torch is imported; roles set their own threads, as Ray sets this one for those without CPUs.
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(name, "1")
     # Asking the driver itself whether there is a GPU would be too much for those who are forked.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     prepare(MODULES)
-    order = StandBy(socket.socket(fileno=door), node_pid=node_pid).serve()
+    order = StandBy(socket.socket(fileno=door), owner_pid=owner_pid).serve()
     if order is not None:
         execute(order)
 

@@ -11,24 +11,24 @@ from pathlib import Path
 
 import pytest
 
-from outrider.deploy import standby_start
-from outrider.deploy.standby_start import LENGTH, can_be_forked
+from outrider import standby_start
+from outrider.standby_start import LENGTH, can_be_forked
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="Linux alone")
 
 DEADLINE_S = 60.0
 STAND_BY = """
 import socket, sys
-from outrider.deploy.standby import StandBy, execute
+from outrider.standby import StandBy, execute
 door = socket.socket(fileno=int(sys.argv[1]))
-order = StandBy(door, node_pid=int(sys.argv[2]), idle_s=float(sys.argv[3])).serve()
+order = StandBy(door, owner_pid=int(sys.argv[2]), idle_s=float(sys.argv[3])).serve()
 if order is not None:
     execute(order)
 """
 START = """
 import sys
-from outrider.deploy.standby_start import run_forked
-sys.exit(run_forked(sys.argv[2:], node_pid=int(sys.argv[1])))
+from outrider.standby_start import run_forked
+sys.exit(run_forked(sys.argv[2:], owner_pid=int(sys.argv[1])))
 """
 CANNOT_FORK_AGAIN = """
 import os
@@ -234,7 +234,7 @@ def test_threads_that_a_fork_would_lack_are_refused(tmp_path: Path):
     (tmp_path / "threaded.py").write_text(
         "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n", encoding="utf-8"
     )
-    script = "from outrider.deploy.standby import prepare\nprepare(['threaded'])"
+    script = "from outrider.standby import prepare\nprepare(['threaded'])"
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     ended = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=DEADLINE_S, check=False

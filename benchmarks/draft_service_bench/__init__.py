@@ -1,0 +1,1 @@
+"""A draft worker over gRPC: what `benchmarks/draft_service.py` runs."""

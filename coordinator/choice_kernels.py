@@ -1,0 +1,95 @@
+"""What a batch's nodes are worth, as loops: what steps cost, how many nodes pay, what a further level would bring.
+
+For where numba is there; without it whoever calls them does the same with numpy.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from outrider.compiled import compiled
+
+
+@compiled
+def predict_steps(rungs: Any, slope: float, rows: Any) -> Any:
+    """[m] nanoseconds of steps of so many rows.
+
+    Args:
+        rungs: float64 [4, R] first and last size of every rung, and what steps of these take.
+        slope: of what lies beyond the last rung.
+        rows: [m]
+    """
+    low, high, at_low, at_high = rungs[0], rungs[1], rungs[2], rungs[3]
+    found, rung, last = np.empty(len(rows)), 0, len(high) - 1
+    for number in range(len(rows)):
+        size = rows[number]
+        if number and size < rows[number - 1]:
+            rung = 0
+        while rung < last and high[rung] < size:
+            rung += 1
+        share = min(max((size - low[rung]) / max(high[rung] - low[rung], 1.0), 0.0), 1.0)
+        inside = at_low[rung] + share * (at_high[rung] - at_low[rung])
+        found[number] = inside + max(size - high[last], 0.0) * slope
+    return found
+
+
+@compiled
+def best_count(values: Any, order: Any, costs: Any, sessions: int) -> tuple[int, float]:
+    """The number of nodes with the highest rate, and the tokens that a step with them is expected to emit.
+
+    Args:
+        values: [n] path values.
+        order: [k] the best of them, falling.
+        costs: [k + 1] of a step with none, with one, ...
+        sessions: tokens without any.
+    """
+    summed, best, emitted = 0.0, 0, float(sessions)
+    highest = emitted / costs[0]
+    for number in range(len(order)):
+        summed += values[order[number]]
+        tokens = sessions + summed
+        if tokens / costs[number + 1] > highest:
+            best, emitted, highest = number + 1, tokens, tokens / costs[number + 1]
+    return best, emitted
+
+
+@compiled
+def level_values(  # noqa: PLR0917
+    leaf_values: Any,
+    leaf_places: Any,
+    shares: Any,
+    values: Any,
+    starts: Any,
+    widths: Any,
+    most: Any,
+    hit: float,
+    price: float,
+) -> tuple[Any, Any]:
+    """[S] what a level more is worth to each session, and [S] what it would displace.
+
+    Args:
+        leaf_values: [m] path values of leaves; each session's stand together, the best first.
+        leaf_places: [m] the session of each.
+        shares: [m] of what may come below each, what is not there yet.
+        values: [n] path values of the candidates.
+        starts: [S + 1] where each session's begin.
+        widths: [S] nodes that the draft's next step expands.
+        most: [S] nodes that may be sent.
+        hit: chance that a node's children hold the truth.
+        price: of a row, in tokens.
+    """
+    sessions = len(most)
+    sums, displaced, ranks = np.zeros(sessions), np.full(sessions, price), np.zeros(sessions)
+    for session in range(sessions):
+        count = starts[session + 1] - starts[session]
+        # A session that has all the nodes that it may send pays with the last of them, any other with the row.
+        if count and count >= most[session]:
+            displaced[session] = max(values[starts[session + 1] - 1], price)
+        elif not count and most[session] > 0:
+            sums[session] = max(1.0 - price / hit, 0.0)
+    for leaf in range(len(leaf_values)):
+        session = leaf_places[leaf]
+        share = min(max(widths[session] - ranks[session], 0.0), 1.0) * shares[leaf]
+        ranks[session] += 1
+        sums[session] += share * max(leaf_values[leaf] - displaced[session] / hit, 0.0)
+    return sums, displaced

@@ -1,0 +1,225 @@
+"""Roots of trees that move down along what was committed, as loops over the forest's columns.
+
+For where numba is there; without it `mirror.move_roots` does the same with numpy, whole columns at a time.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from outrider.compiled import compiled
+from outrider.coordinator.forest_kernels import DEEPEST, FREE, NEXT_SERIAL, Columns
+
+_NOWHERE = -1
+_ALIVE, _DEAD = 1, 2
+
+
+class States(NamedTuple):
+    """Those columns of `Rows` that a commit is about."""
+
+    root: Any
+    length: Any
+    as_of: Any
+    was_drafted: Any
+    was_missed: Any
+
+
+class Moving(NamedTuple):
+    """S sessions' commits as of `Moves`."""
+
+    rows: Any
+    counts: Any
+    tokens: Any
+    accepted: Any
+    slots: Any
+    keeps_tree: Any
+
+
+class _Way(NamedTuple):
+    """Where S commits lead.
+
+    Attributes:
+        place: [rows] the session of each row; -1 of others.
+        reached: [S] the last node on the way.
+        new: [S] the new root; -1 where no node is known for it.
+        passed: [T] nodes on the way.
+        passed_lengths: [T] committed tokens up to and with each.
+    """
+
+    place: Any
+    reached: Any
+    new: Any
+    passed: Any
+    passed_lengths: Any
+
+
+@compiled
+def move_roots(columns: Columns, states: States, moving: Moving, most_passed: int, least_value: float) -> None:
+    """Moves roots along their tokens and drops what hangs elsewhere.
+
+    Args:
+        columns: with S free slots at least.
+        states: of all rows.
+        moving: each session once.
+        most_passed: committed tokens whose nodes growth may still name.
+        least_value: what values are divided by at least.
+    """
+    rows, counts, accepted, lengths = moving.rows, moving.counts, moving.accepted, states.length
+    sessions, most = len(rows), len(moving.tokens)
+    place, reached, new = (
+        np.full(len(lengths), _NOWHERE, np.int64),
+        np.empty(sessions, np.int64),
+        np.empty(sessions, np.int64),
+    )
+    way = _Way(place, reached, new, np.empty(most, np.int64), np.empty(most, np.int64))
+    passed = _take_accepted(states, moving, way)
+    tail = 0
+    for session in range(len(rows)):
+        place[rows[session]] = session
+        tail = max(tail, counts[session] - accepted[session])
+        lengths[rows[session]] += counts[session]
+    # The token behind the accepted ones may have a node too, which was not submitted or has come meanwhile.
+    for step in range(tail):
+        passed = _take_next(columns, states, moving, way, step, passed)
+    was_drafted, was_missed, has_children = states.was_drafted, states.was_missed, columns.has_children
+    for session in range(len(rows)):
+        row = rows[session]
+        was_drafted[row] = new[session] >= 0
+        was_missed[row] = has_children[reached[session]] and new[session] < 0
+        if not moving.keeps_tree[session]:
+            new[session] = _NOWHERE
+    scale, shift = np.ones(len(rows)), np.zeros(len(rows), np.int64)
+    for session in range(len(rows)):
+        if new[session] >= 0:
+            # Where a path was too unlikely for a float, its nodes stay at next to nothing.
+            scale[session] = 1.0 / max(columns.value[new[session]], least_value)
+            shift[session] = columns.depth[new[session]]
+    _plant_roots(columns, states, moving, new)
+    for number in range(passed):
+        _stand_alone(columns.length, columns.parent, columns.depth, way.passed[number], way.passed_lengths[number])
+        columns.value[way.passed[number]] = columns.acceptance[way.passed[number]] = 1.0
+    _drop_dead(columns, states, moving.rows, place, scale, shift, most_passed)
+
+
+@compiled
+def _take_accepted(states: States, moving: Moving, way: _Way) -> int:
+    """Goes along the nodes that were accepted; how many these are."""
+    rows, accepted, slots = moving.rows, moving.accepted, moving.slots
+    roots, lengths, first = states.root, states.length, 0
+    for session in range(len(rows)):
+        here, row = roots[rows[session]], rows[session]
+        for step in range(accepted[session]):
+            here = slots[first + step]
+            way.passed[first + step] = here
+            way.passed_lengths[first + step] = lengths[row] + step + 1
+        first += accepted[session]
+        way.reached[session] = way.new[session] = here
+    return first
+
+
+@compiled
+def _take_next(  # noqa: PLR0917
+    columns: Columns, states: States, moving: Moving, way: _Way, step: int, passed: int
+) -> int:
+    """One token further behind the accepted ones; how many nodes have been passed then."""
+    rows, counts, accepted, tokens = moving.rows, moving.counts, moving.accepted, moving.tokens
+    place, reached, new, lengths = way.place, way.reached, way.new, states.length
+    row, parent, token, depth = columns.row, columns.parent, columns.token, columns.depth
+    wanted, child = np.full(len(rows), _NOWHERE, np.int64), np.full(len(rows), _NOWHERE, np.int64)
+    end = 0
+    for session in range(len(rows)):
+        end += counts[session]
+        at = end - counts[session] + accepted[session] + step
+        if at < end:
+            wanted[session] = tokens[at]
+    for slot in range(len(row)):
+        of = place[row[slot]]
+        if depth[slot] > 0 and of >= 0 and parent[slot] == new[of] and token[slot] == wanted[of]:
+            child[of] = slot
+    for session in range(len(rows)):
+        if wanted[session] == _NOWHERE or new[session] < 0:
+            continue
+        new[session] = child[session]
+        if child[session] >= 0:
+            reached[session] = way.passed[passed] = child[session]
+            left = counts[session] - accepted[session] - step - 1
+            way.passed_lengths[passed] = lengths[rows[session]] - left
+            passed += 1
+    return passed
+
+
+@compiled
+def _plant_roots(columns: Columns, states: States, moving: Moving, new: Any) -> None:
+    """Makes new roots where there is no node for them, and has all roots stand alone."""
+    rows, end, missing = moving.rows, 0, 0
+    for session in range(len(rows)):
+        missing += new[session] < 0
+    left = columns.state[FREE] - missing
+    columns.state[FREE] = left
+    for session in range(len(rows)):
+        end += moving.counts[session]
+        row, slot = rows[session], new[session]
+        if slot < 0:
+            slot = columns.free[left]
+            left += 1
+            columns.serial[slot] = columns.state[NEXT_SERIAL]
+            columns.state[NEXT_SERIAL] += 1
+            columns.row[slot] = row
+            columns.token[slot] = moving.tokens[end - 1]
+            columns.has_children[slot] = False
+        _stand_alone(columns.length, columns.parent, columns.depth, slot, states.length[row])
+        columns.value[slot] = columns.acceptance[slot] = 1.0
+        states.root[row] = slot
+
+
+@compiled
+def _stand_alone(length: Any, parent: Any, depth: Any, slot: int, at: int) -> None:
+    """This is committed, so many tokens up to and with it."""
+    length[slot], parent[slot], depth[slot] = at, slot, 0
+
+
+@compiled
+def _drop_dead(  # noqa: PLR0917
+    columns: Columns, states: States, rows: Any, place: Any, scale: Any, shift: Any, most_passed: int
+) -> None:
+    """Frees what hangs elsewhere, and what no growth can name any more; the rest is nearer to its root now."""
+    row, parent, depth, length, value = columns.row, columns.parent, columns.depth, columns.length, columns.value
+    serial, free, lengths = columns.serial, columns.free, states.length
+    verdicts = _verdicts(row, parent, depth, place, states.root)
+    forgotten = np.zeros(len(rows), np.int64)
+    for session in range(len(rows)):
+        own = lengths[rows[session]]
+        forgotten[session] = max(min(states.as_of[rows[session]], own - 1), own - most_passed)
+    count, deepest = columns.state[FREE], 0
+    for slot in range(len(row)):
+        session = place[row[slot]]
+        if session >= 0:
+            if verdicts[slot] == _DEAD or 0 < length[slot] <= forgotten[session]:
+                row[slot] = depth[slot] = length[slot] = parent[slot] = serial[slot] = 0
+                free[count] = slot
+                count += 1
+            elif depth[slot] > 0:
+                value[slot] *= scale[session]
+                depth[slot] -= shift[session]
+        deepest = max(deepest, depth[slot])
+    columns.state[FREE], columns.state[DEEPEST] = count, deepest
+
+
+@compiled
+def _verdicts(row: Any, parent: Any, depth: Any, place: Any, roots: Any) -> Any:
+    """[slots] whether tree nodes hang below their session's root; 0 of everything else."""
+    verdicts = np.zeros(len(row), np.int8)
+    for slot in range(len(row)):
+        if depth[slot] == 0 or place[row[slot]] < 0 or verdicts[slot]:
+            continue
+        node = slot
+        while verdicts[node] == 0 and parent[node] != node:
+            node = parent[node]
+        verdict = verdicts[node]
+        if verdict == 0:
+            verdict = _ALIVE if node == roots[row[slot]] else _DEAD
+        node = slot
+        while verdicts[node] == 0 and parent[node] != node:
+            verdicts[node] = verdict
+            node = parent[node]
+    return verdicts

@@ -1,0 +1,48 @@
+"""Makes what is compiled ready before anybody waits for it.
+
+numba compiles a function when it is first called with arguments of some kind, which takes seconds; what was compiled is
+kept on disk beside the code or, where that cannot be written, in the user's cache folder (`NUMBA_CACHE_DIR`), and takes
+a second to load. So all loops are called once, on a forest of their own.
+"""
+
+import functools
+import logging
+import time
+
+import numpy as np
+
+from outrider.compiled import IS_COMPILED
+from outrider.coordinator.candidates import candidates
+from outrider.coordinator.cost_model import StepCost
+from outrider.coordinator.forest import Forest
+from outrider.coordinator.growth_kernels import count_expanded, note_known
+from outrider.coordinator.messages import Growth, GrowthBatch
+from outrider.coordinator.mirror import Commitment, TreeMirror, commit, graft
+from outrider.coordinator.open_leaves import next_level, open_leaves
+from outrider.coordinator.selection import choose_counts
+
+logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def warm_up() -> None:
+    """Once a process; nothing where nothing is compiled."""
+    if not IS_COMPILED:
+        return
+    began_s = time.perf_counter()
+    forest, token_ids, most = Forest(), [1], np.array([1])
+    mirror = TreeMirror(forest, token_ids)
+    growth = Growth(
+        session_id=1, epoch=1, as_of=1, node_ids=(1, 2), parents=(0, 1), tokens=(2, 3), acceptance=(0.5, 0.5)
+    )
+    batch, states = GrowthBatch.of([growth]), forest.rows
+    count_expanded(batch.parents, np.array(batch.node_counts))
+    note_known(most, most, states.unanswered, states.length, states.was_drafted, np.array([0]))
+    graft("warm-up", batch, [mirror])
+    found = candidates([mirror], most=[2], deepest=[2])
+    next_level(found, open_leaves(found, None), widths=np.ones(1), most=most, hit=0.5, price=0.0)
+    choose_counts(found.values, found.places, sessions=1, cost_ns=StepCost().predict_many_ns, max_rows=4)
+    trees = found.trees(most)
+    token_ids.append(2)
+    commit([Commitment(mirror=mirror, token_ids=[2], accepted=trees[0].slots[:1])])
+    logger.debug("compiled loops were ready after %.1f s", time.perf_counter() - began_s)

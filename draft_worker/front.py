@@ -1,0 +1,169 @@
+"""The front process as the worker's own process sees it: started, told what to do, and missed when it ends.
+
+Neither outlives the other: the front process ends when its control socket closes, and the worker ends when the front
+process does.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from outrider.errors import CertificateError, WorkerUnavailable
+from outrider.log_output import JsonFormatter
+from outrider.security.tls import TlsConfig
+
+logger = logging.getLogger(__name__)
+
+_STOP_TIMEOUT_S = 10.0
+# What fits between the two without waiting: the growth of some hundred steps.
+_BUFFER_BYTES = 4 << 20
+
+
+class Front:
+    """A gRPC server in a process of its own; used as a `RoleServer` is.
+
+    Args:
+        address: host:port to bind; port 0 takes a free one.
+        tls: None serves in the clear.
+
+    Attributes:
+        address: with the port that was bound, once it listens.
+        data: the socket that frames pass through (`front_wire`).
+        failed: done when the process has ended unasked.
+    """
+
+    def __init__(self, address: str, tls: TlsConfig | None) -> None:
+        self.address = address
+        self._tls = tls
+        self.failed: Future[None] = Future()
+        self.data, self._their_data = socket.socketpair()
+        for end in (self.data, self._their_data):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: asyncio.StreamWriter | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._answers: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
+        self._is_stopping = False
+
+    @property
+    def port(self) -> int:
+        """Of `address`."""
+        return int(self.address.rpartition(":")[2])
+
+    async def listen(self) -> None:
+        """Starts the process, which binds its address.
+
+        Raises:
+            OSError: the address is taken.
+            CertificateError: a file of `tls` cannot be used.
+            WorkerUnavailable: the process has ended.
+        """
+        reader, self._control = await asyncio.open_connection(sock=self._launch())
+        self._reader = asyncio.create_task(self._read(reader))
+        found = await self._ask({
+            "address": self.address,
+            "tls": None if self._tls is None else {name: str(path) for name, path in asdict(self._tls).items()},
+            "log_level": logging.getLevelName(logger.getEffectiveLevel()).lower(),
+            "log_format": "json" if _logs_json() else "text",
+        })  # fmt: skip
+        if "error" in found:
+            raise (CertificateError if found["is_certificate"] else OSError)(found["error"])
+        self.address = found["address"]
+
+    async def start(self) -> None:
+        """Serves from now on."""
+        await self._ask("serve")
+
+    async def stop(self, *, drain: Callable[[], Awaitable[None]]) -> None:
+        """Health NOT_SERVING, then the drain, then every stream ends after what it has to send, and the process."""
+        self._is_stopping = True
+        with contextlib.suppress(WorkerUnavailable):
+            await self._ask("leave")
+        await drain()
+        with contextlib.suppress(WorkerUnavailable):
+            await self._ask("end streams")
+            assert self._reader is not None
+            await asyncio.wait_for(self._reader, _STOP_TIMEOUT_S)
+        self.close()
+
+    def share_cores(self) -> None:
+        """Moves the process to this one's cores, which have been chosen since it was started."""
+        assert self._process is not None
+        if sys.platform == "linux":
+            for task in Path(f"/proc/{self._process.pid}/task").iterdir():
+                # A thread that has ended meanwhile.
+                with contextlib.suppress(ProcessLookupError):
+                    os.sched_setaffinity(int(task.name), os.sched_getaffinity(0))
+
+    def close(self) -> None:
+        """Ends the process, if it has not ended in order, and closes both sockets."""
+        self._is_stopping = True
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        if self._control is not None:
+            self._control.close()
+        for end in (self.data, self._their_data):
+            end.close()
+
+    def _launch(self) -> socket.socket:
+        """Starts the process; this end of its control socket."""
+        ours, theirs = socket.socketpair()
+        with theirs, self._their_data:
+            descriptors = (theirs.fileno(), self._their_data.fileno())
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "outrider.draft_worker.front_process", *map(str, descriptors)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=descriptors,
+                env=_environment(),
+                # Ctrl-C at the terminal reaches the worker alone, which then ends this process.
+                start_new_session=True,
+            )
+        return ours
+
+    async def _ask(self, told: object) -> dict[str, Any]:
+        assert self._control is not None, "told before it listens"
+        self._control.write(json.dumps(told).encode() + b"\n")
+        answer = await self._answers.get()
+        if answer is None:
+            # For whoever asks next.
+            self._answers.put_nowait(None)
+            raise WorkerUnavailable(self._ending())
+        return answer
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(OSError):
+            while line := await reader.readline():
+                self._answers.put_nowait(json.loads(line))
+        self._answers.put_nowait(None)
+        if not self._is_stopping:
+            self.failed.set_exception(WorkerUnavailable(self._ending()))
+
+    def _ending(self) -> str:
+        assert self._process is not None
+        try:
+            code = self._process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return "the process that speaks to coordinators has closed its connection"
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return f"the process that speaks to coordinators {how}"
+
+
+def _logs_json() -> bool:
+    return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
+
+
+def _environment() -> dict[str, str]:
+    # It uses this interpreter's packages even where outrider is found through sys.path alone.
+    paths = [str(Path(__file__).absolute().parents[2]), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}

@@ -1,0 +1,129 @@
+"""The front process: frames, the growth thread's inbox, and that neither process outlives the other."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from queue import Empty
+from typing import Any
+
+import pytest
+
+from outrider.draft_worker.front import Front
+from outrider.draft_worker.front_wire import FrameReader, Kind, pack_frame
+from outrider.draft_worker.inbox import SocketInbox
+from outrider.draft_worker.server import DraftWorkerConfig, serve
+from outrider.errors import CertificateError, WorkerUnavailable
+from outrider.health_command import check_health
+from outrider.security.tls import TlsConfig
+
+_WORKER = """
+import asyncio, sys
+from outrider.draft_worker.server import DraftWorkerConfig, serve
+config = DraftWorkerConfig(model_path=sys.argv[1], num_slots=64, max_num_seqs=2)
+asyncio.run(serve(config, ready=lambda address: print(address, flush=True)))
+"""
+
+
+def _children(process: int) -> list[int]:
+    tasks = Path(f"/proc/{process}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def _is_front(process: int) -> bool:
+    return b"front_process" in Path(f"/proc/{process}/cmdline").read_bytes()
+
+
+def _until_gone(process: int) -> None:
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{process}").exists() and "State:\tZ" not in Path(f"/proc/{process}/status").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_frames_are_put_together_of_pieces_of_any_size():
+    sent = [(Kind.OPENED, 1, b""), (Kind.COMMANDS, 2**32 - 1, b"abc" * 100), (Kind.LEFT, 1, b"")]
+    data = b"".join(pack_frame(*frame) for frame in sent)
+    for size in (1, 7, 100, len(data)):
+        reader, found = FrameReader(), []
+        for begin in range(0, len(data), size):
+            found += reader.feed(data[begin : begin + size])
+        assert found == sent
+
+
+@pytest.fixture
+def inbox() -> Iterator[tuple[SocketInbox[Any], socket.socket]]:
+    ours, theirs = socket.socketpair()
+    found = SocketInbox[Any](ours, lambda data: [*data])
+    with ours, theirs, contextlib.closing(found):
+        yield found, theirs
+
+
+def test_the_inbox_is_filled_by_the_socket_and_by_threads(inbox: tuple[SocketInbox[Any], socket.socket]):
+    found, theirs = inbox
+    with pytest.raises(Empty):
+        found.get_nowait()
+    with pytest.raises(Empty):
+        found.get(0.01)
+    theirs.send(b"\1\2")
+    assert found.get() == [1, 2]
+    waker = threading.Timer(0.05, found.put, [None])
+    waker.start()
+    assert found.get() is None
+    waker.join()
+    # The byte that woke it is not there any more.
+    with pytest.raises(Empty):
+        found.get(0.01)
+
+
+def test_the_inbox_goes_on_without_its_socket(inbox: tuple[SocketInbox[Any], socket.socket]):
+    found, theirs = inbox
+    theirs.close()
+    for _ in range(2):
+        with pytest.raises(Empty):
+            found.get(0.01)
+    found.put([3])
+    assert found.get() == [3]
+
+
+async def test_a_taken_address_is_told_before_the_model_is_loaded(checkpoint: Path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}"):
+            await serve(DraftWorkerConfig(model_path=checkpoint, port=port))
+
+
+async def test_certificates_that_the_front_process_cannot_use_are_named(tmp_path: Path):
+    front = Front("127.0.0.1:0", TlsConfig(ca=tmp_path / "ca.pem", certificate=tmp_path / "a", key=tmp_path / "b"))
+    with contextlib.closing(front), pytest.raises(CertificateError, match=r"ca\.pem"):
+        await front.listen()
+
+
+async def test_a_worker_ends_with_its_front_process(checkpoint: Path):
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    config = DraftWorkerConfig(model_path=checkpoint, num_slots=64, max_num_seqs=2)
+    serving = asyncio.create_task(serve(config, ready=ready.set_result))
+    async with asyncio.timeout(100):
+        await ready
+        (front,) = filter(_is_front, _children(os.getpid()))
+        os.kill(front, signal.SIGKILL)
+        with pytest.raises(WorkerUnavailable, match="that speaks to coordinators was killed by signal 9"):
+            await serving
+
+
+def test_a_front_process_ends_with_its_worker(checkpoint: Path):
+    command = [sys.executable, "-c", _WORKER, str(checkpoint)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        address = worker.stdout.readline().strip()
+        (front,) = filter(_is_front, _children(worker.pid))
+        asyncio.run(check_health(address, tls=None, role=None, timeout_s=30))
+        worker.kill()
+    _until_gone(front)
