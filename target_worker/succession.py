@@ -103,40 +103,22 @@ class StreamSteps:
             self._left(places.get(key), epoch, length)
             for key, epoch, length in zip(successor.keys, successor.epochs, successor.lengths, strict=True)
         ]
-        verified = np.array([one.verified for one in left], dtype=np.int64)
-        parents, torn = _checked_parents(successor, verified)
-        survivors = surviving(
-            Succession(
-                is_in_step=np.array([one.is_in_step for one in left], dtype=np.bool_),
-                verified=verified,
-                counts=successor.counts,
-                tokens=successor.tokens,
-                parents=parents,
-                values=successor.values,
-                least_value=successor.least_value,
-                max_nodes=successor.max_nodes,
-                max_depths=successor.max_depths,
-                max_total_nodes=successor.max_total_nodes,
-            ),
-            np.array([one.end for one in left], dtype=np.int64),
-            np.array([one.token for one in left], dtype=np.int64),
-        )
-        tokens, parents = successor.tokens[survivors.nodes].tolist(), survivors.parents.tolist()
-        ends = np.cumsum(survivors.counts).tolist()
+        tokens, parents, counts, torn = _surviving(successor, left)
         trees: list[TreeRequest] = []
         first = 0
-        for place, (one, end) in enumerate(zip(left, ends, strict=True)):
+        for place, (one, count) in enumerate(zip(left, counts, strict=True)):
+            nodes = slice(first, first + count)
+            first += count
             trees.append(
                 TreeRequest(
                     key=successor.keys[place],
                     epoch=successor.epochs[place],
                     length=one.length,
-                    tokens=tokens[first:end],
-                    parents=parents[first:end],
+                    tokens=tokens[nodes],
+                    parents=parents[nodes],
                     settled=_TORN if place in torn else one.settled,
                 )
             )
-            first = end
         return trees
 
     def _left(self, place: int | None, epoch: int, length: int) -> _Left:
@@ -157,6 +139,30 @@ class StreamSteps:
             return _Left(True, verified, NOTHING_EMITTED, 0, length)
         end = result.accepted_nodes[-1] if result.accepted_nodes else 0
         return _Left(True, verified, end, result.token_ids[-1], length)
+
+
+def _surviving(successor: Successor, left: Sequence[_Left]) -> tuple[list[int], list[int], list[int], set[int]]:
+    """Tokens [n] and parents [n] of the nodes to verify, how many each session has [S], and who has torn trees."""
+    if not len(successor.tokens):
+        # Plain steps, as they all are without drafts.
+        return [], [], [0] * len(left), set()
+    verified = np.array([one.verified for one in left], dtype=np.int64)
+    parents, torn = _checked_parents(successor, verified)
+    sent = Succession(
+        is_in_step=np.array([one.is_in_step for one in left], dtype=np.bool_),
+        verified=verified,
+        counts=successor.counts,
+        tokens=successor.tokens,
+        parents=parents,
+        values=successor.values,
+        least_value=successor.least_value,
+        max_nodes=successor.max_nodes,
+        max_depths=successor.max_depths,
+        max_total_nodes=successor.max_total_nodes,
+    )
+    ends = np.array([one.end for one in left], dtype=np.int64)
+    found = surviving(sent, ends, np.array([one.token for one in left], dtype=np.int64))
+    return successor.tokens[found.nodes].tolist(), found.parents.tolist(), found.counts.tolist(), torn
 
 
 def _checked_parents(successor: Successor, verified: Ints) -> tuple[Ints, set[int]]:

@@ -370,6 +370,18 @@ def test_a_successor_that_comes_late_begins_at_once(steps: StepThread, fake: Not
     assert fake.log == [("step", [1]), ("step", [1])]
 
 
+def test_what_has_to_run_alone_goes_before_a_waiting_successor(steps: StepThread, device: NotingVerifier) -> None:
+    stream = StreamSteps()
+    first = steps.submit(Batch(trees=[tree(1)], step=1, stream=stream))
+    wait_for(device, ("begin", [1]))
+    second = steps.submit(ahead(stream, 1, follows=1))
+    steps.run_alone(lambda _verifier: device.log.append(("alone", None)))
+    device.go_on.set()
+    for done in (first, second):
+        done.result(30)
+    assert device.log == [("begin", [1]), ("finish", [1]), ("alone", None), ("begin", [1]), ("finish", [1])]
+
+
 def test_a_step_is_answered_where_its_successor_cannot_begin(steps: StepThread, device: NotingVerifier) -> None:
     stream = StreamSteps()
     first = steps.submit(Batch(trees=[tree(1)], step=1, stream=stream))
