@@ -197,9 +197,10 @@ class TargetLane:
             return self._hopeless_groups(sessions)
         if not can_follow(group):
             return {Way.AHEAD, *self._hopeless_groups(sessions)}
-        # A step that begins at once is what two groups, or not to wait, are for: only growth is worth more.
+        # A step that begins at once is what two groups are for. Only growth may be worth more: where drafts grow much
+        # while a successor is made, not to wait may be.
         grows = bool((group.states.draft[group.rows] != 0).any())
-        return {Way.NEVER_WAIT, Way.TWO_GROUPS} if grows else {Way.WAIT, Way.NEVER_WAIT, Way.TWO_GROUPS}
+        return {Way.TWO_GROUPS} if grows else {Way.WAIT, Way.NEVER_WAIT, Way.TWO_GROUPS}
 
     def _hopeless_groups(self, sessions: int) -> set[int]:
         """Two groups run two steps where one would do: not worth a trial unless a round has much else to hide."""
