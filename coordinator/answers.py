@@ -16,7 +16,7 @@ from outrider.wire import floats_from_bytes
 # No step takes an hour, and no such number is to reach a mean or a counter.
 _LONGEST_STEP_NS = 3_600_000_000_000
 _MOST_ROWS = 1 << 24
-_WITHOUT_TOKENS = {target_pb2.OUTCOME_DEFERRED, target_pb2.OUTCOME_ERROR}
+_WITHOUT_TOKENS = {target_pb2.OUTCOME_DEFERRED, target_pb2.OUTCOME_ERROR, target_pb2.OUTCOME_ENDED}
 
 
 def check_verification(
@@ -51,6 +51,23 @@ def check_verification(
         raise ValueError("a session that is neither deferred nor given up, and no token of it; one at least needed")
     if response.accepted_nodes:
         _check_paths(response, node_counts)
+
+
+def verified_counts(response: target_pb2.VerifyResponse, sent: Mapping[int, int]) -> dict[int, int]:
+    """Nodes of each session's tree in the answer to a batch that followed a step; `sent`: that it was chosen from.
+
+    Raises:
+        ValueError: not one of each session, or more than were sent.
+    """
+    if len(response.verified_counts) != len(response.session_ids):
+        raise ValueError(
+            f"verified_counts: {len(response.verified_counts)} entries given, {len(response.session_ids)} needed"
+        )
+    counts = dict(zip(response.session_ids, response.verified_counts, strict=True))
+    for session_id, count in counts.items():
+        if count > sent.get(session_id, count):
+            raise ValueError(f"{count} nodes of session {session_id} verified, {sent[session_id]} were sent")
+    return counts
 
 
 def _check_paths(response: target_pb2.VerifyResponse, node_counts: Mapping[int, int]) -> None:

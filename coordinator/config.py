@@ -37,6 +37,8 @@ class CoordinatorConfig:
         verify_wait_cap_ms: longest that a free target waits for growth in async mode.
         sync_wait_cap_ms: longest that a round of sync mode waits for its tree; after that it goes with what is there.
         fair_slowdown: how many times slower a choice may expect to go on than if nobody's trees were verified.
+        ahead: send a batch before the step before it has ended, where that is faster: the target goes on at once with
+            what of it hangs below that step's tokens. Tokens are the same.
         heartbeat_interval_ms: how often a worker reports.
         lease_ms: silence after which a worker counts as lost.
         step_timeout_s: least time after which a target counts as lost whose step does not come back; otherwise 10 times
@@ -96,6 +98,7 @@ class CoordinatorConfig:
     verify_wait_cap_ms: float = 3.0
     sync_wait_cap_ms: float = 1000.0
     fair_slowdown: float = 1.5
+    ahead: bool = True
     heartbeat_interval_ms: int = 500
     lease_ms: int = 2000
     step_timeout_s: float = 5.0

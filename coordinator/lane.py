@@ -11,18 +11,20 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.coordinator import clock
+from outrider.coordinator.ahead import Lead
 from outrider.coordinator.candidates import Candidates, group_candidates
 from outrider.coordinator.cost_model import StepCost
 from outrider.coordinator.draft_demand import DraftDemand
 from outrider.coordinator.firing import MissRates
 from outrider.coordinator.group import Group
 from outrider.coordinator.links import TargetLink
-from outrider.coordinator.messages import SessionOpening, VerifyResult
+from outrider.coordinator.messages import SessionOpening, SessionVerdict, VerifyResult
 from outrider.coordinator.one_graph import resident_flags
 from outrider.coordinator.open_leaves import next_level, open_leaves
-from outrider.coordinator.rounds import Flight, RoundPace, Way
+from outrider.coordinator.rounds import Flight, RoundPace, Step, Way
 from outrider.coordinator.selection import Ints, choose_counts
 from outrider.coordinator.session import Session
+from outrider.coordinator.successor import can_follow, succeed
 from outrider.coordinator.trees import Submissions, Tree, Trees
 from outrider.coordinator.trials import Trials
 from outrider.v1 import registry_pb2
@@ -37,6 +39,8 @@ _HOPED_HALF = 0.75
 _PROBE_ROUNDS = 48
 # The price of a row is read over so many, which is more than a rung of a small step.
 _PRICE_ROWS = 32
+# The first is begun with.
+_WAYS = (Way.AHEAD, Way.WAIT, Way.NEVER_WAIT, Way.TWO_GROUPS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +75,7 @@ class TargetLane:
         *,
         fair_slowdown: float = 1.5,
         one_graph: bool = False,
+        ahead: bool = False,
     ) -> None:
         self.worker_id = worker_id
         self.one_graph = one_graph
@@ -87,7 +92,8 @@ class TargetLane:
         self.cost = StepCost()
         self.pace = RoundPace()
         self.misses = MissRates()
-        self.way = Trials(tuple(Way))
+        self.lead = Lead()
+        self.way = Trials(_WAYS if ahead else _WAYS[1:])
         self.steps = 0
         self.is_draining = False
         """It takes no new sessions."""
@@ -102,10 +108,17 @@ class TargetLane:
     @property
     def is_full(self) -> bool:
         """Whether no further batch may be sent before a result is in."""
-        return len(self.flights) >= (2 if self.way.current == Way.TWO_GROUPS else 1)
+        return len(self.flights) >= (2 if self.way.current in (Way.TWO_GROUPS, Way.AHEAD) else 1)
+
+    @property
+    def goes_ahead(self) -> bool:
+        """Whether the next batch follows the one that is in flight."""
+        return bool(self.flights) and self.way.current == Way.AHEAD
 
     def next_group(self, now_ns: int) -> Sequence[Session]:
         """The sessions of the next batch: all that may run, or that half of them that has waited longest."""
+        if self.goes_ahead:
+            return self._followers(now_ns)
         sessions = self.runnable(now_ns)
         if self.suspects:
             return self._apart(sessions)
@@ -114,6 +127,19 @@ class TargetLane:
         in_flight = sum(len(flight.sessions) for flight in self.flights)
         half = -(-(len(sessions) + in_flight) // 2)
         return sorted(sessions, key=lambda session: session.committed_ns)[:half]
+
+    def _followers(self, now_ns: int) -> Sequence[Session]:
+        """Those of the batch in flight that will go on after it, and those that may run beside it.
+
+        None where one of them has its tree from elsewhere, or is to be verified alone.
+        """
+        flight = self.flights[0]
+        sessions = [
+            session
+            for session in self._willing(now_ns)
+            if session.flight is None or (session.flight is flight and len(session.token_ids) + 1 < session.end)
+        ]
+        return [] if self.suspects or not can_follow(self.group(sessions)) else sessions
 
     def _apart(self, sessions: Sequence[Session]) -> Sequence[Session]:
         """A suspect alone, in turn with all others together; nothing is in flight beside it.
@@ -154,12 +180,29 @@ class TargetLane:
         """How long a further batch would only wait at the target, for the end of the one that runs."""
         if not self.flights:
             return 0.0
-        flight, overhead_ns = self.flights[-1], self.pace.overhead_ns
-        step_ns = self.cost.predict_ns(flight.rows)
-        result_ns = max(flight.submitted_ns + overhead_ns, self.applied_result_ns) + step_ns
-        return result_ns - overhead_ns - _EARLY_SHARE * step_ns - now_ns
+        overhead_ns, step_ns = self.pace.overhead_ns, self.cost.predict_ns(self.flights[-1].rows)
+        if self.goes_ahead:
+            early_ns = self.lead.ns(step_ns=step_ns, overhead_ns=overhead_ns)
+        else:
+            early_ns = overhead_ns + _EARLY_SHARE * step_ns
+        return self._expected_result_ns(step_ns) - early_ns - now_ns
 
-    def _hopeless_ways(self, sessions: int) -> set[int]:
+    def _expected_result_ns(self, step_ns: float) -> float:
+        """When the last batch in flight is answered, if it takes so long."""
+        return max(self.flights[-1].submitted_ns + self.pace.overhead_ns, self.applied_result_ns) + step_ns
+
+    def _hopeless_ways(self, group: Group, sessions: int) -> set[int]:
+        """Ways that need no trial with what a batch of this group has shown."""
+        if Way.AHEAD not in self.way.ways:
+            return self._hopeless_groups(sessions)
+        if not can_follow(group):
+            return {Way.AHEAD, *self._hopeless_groups(sessions)}
+        # A step that begins at once is what two groups are for. Only growth may be worth more: where drafts grow much
+        # while a successor is made, not to wait may be.
+        grows = bool((group.states.draft[group.rows] != 0).any())
+        return {Way.TWO_GROUPS} if grows else {Way.WAIT, Way.NEVER_WAIT, Way.TWO_GROUPS}
+
+    def _hopeless_groups(self, sessions: int) -> set[int]:
         """Two groups run two steps where one would do: not worth a trial unless a round has much else to hide."""
         rows = round(self.pace.rows)
         if sessions < 2 or rows < 2:
@@ -180,13 +223,14 @@ class TargetLane:
 
     def runnable(self, now_ns: int) -> list[Session]:
         """Sessions that may be verified now, oldest first; those in flight and those whose reader stalls are not."""
+        return [session for session in self._willing(now_ns) if session.flight is None]
+
+    def _willing(self, now_ns: int) -> list[Session]:
+        """Sessions that may be verified, now or behind what they have in flight."""
         return [
             session
             for session in self.sessions.values()
-            if session.flight is None
-            and not session.is_finished
-            and not session.generation.is_stalled
-            and session.rests_until_ns <= now_ns
+            if not session.is_finished and not session.generation.is_stalled and session.rests_until_ns <= now_ns
         ]
 
     def rest_left_ns(self, now_ns: int) -> float:
@@ -331,11 +375,65 @@ class TargetLane:
             waited_ns=waited_ns,
         )
         for session in sessions:
-            session.flight = flight
-            if session.tap is not None:
-                session.tap.note_sent()
+            _board(session, flight)
         self.flights.append(flight)
         return flight
+
+    def send_ahead(self, sessions: Sequence[Session]) -> Flight:
+        """Sends the batch that follows the one in flight."""
+        followed = self.flights[0]
+        openings = [self._opening(session) for session in sessions if session.target_id != self.worker_id]
+        group = self.group(sessions)
+        successor = succeed(
+            followed,
+            group,
+            max_tree_nodes=self.limits.max_tree_nodes,
+            max_total_nodes=self._most_together(group),
+            least_value=min(1.0, self.pace.rate(len(group)) * self._row_ns),
+        )
+        step_ns = self.cost.predict_ns(followed.rows)
+        lead_ns = self.lead.ns(step_ns=step_ns, overhead_ns=self.pace.overhead_ns)
+        flight = Flight(
+            sessions=group.sessions,
+            group=group,
+            trees=Trees.of([Tree()] * len(group)),
+            rows=len(group),
+            submitted_ns=clock.now_ns(),
+            is_alone=False,
+            successor=successor,
+            # No sooner than the step itself was known.
+            lead_ns=min(lead_ns, self._expected_result_ns(step_ns) - followed.begun_ns),
+            result=self.link.follow(successor, openings=openings),
+        )
+        for session in sessions:
+            if session.flight is None:
+                _board(session, flight)
+        self.flights.append(flight)
+        return flight
+
+    def _most_together(self, group: Group) -> int:
+        """Nodes of all sessions that a step takes, and that slow nobody down too much who has none."""
+        roots = len(group)
+        most = min(self.limits.max_step_tokens - roots, int(self._most(group.sessions).sum()))
+        costs_ns = self.cost.predict_many_ns(roots + np.arange(max(0, most) + 1))
+        return int(np.searchsorted(costs_ns, self._fair_slowdown * costs_ns[0], side="right")) - 1
+
+    def begin_next(self, step: Step, answered: Sequence[tuple[int, Session, SessionVerdict]]) -> None:
+        """A step has ended and is committed: the batch that follows it, if there is one, runs with what that left."""
+        if not self.flights or (successor := self.flights[0].successor) is None:
+            return
+        flight, group = self.flights[0], successor.group
+        sessions = [
+            session
+            for session, epoch in zip(group.sessions, successor.epochs, strict=True)
+            if (session.target_id, session.target_epoch) == (self.worker_id, epoch) and not session.is_finished
+        ]
+        on = [verdict for _, session, verdict in answered if not session.is_finished]
+        trees = successor.trees(group.forest, *successor.outcomes(on))
+        flight.begins(trees, sessions=len(sessions), at_ns=step.result_ns)
+        for session in sessions:
+            if session.flight is None:
+                _board(session, flight)
 
     def _opening(self, session: Session) -> SessionOpening:
         opening = session.opening(max_live_nodes=0)
@@ -353,7 +451,12 @@ class TargetLane:
     ) -> None:
         """Takes a round's times into the cost model, the rate and the trials; `result_ns`: when its result came."""
         self.steps += 1
+        if flight.successor is not None and not flight.rows:
+            # All its sessions had ended with the step before.
+            return
         self.cost.observe(result.step_tokens, result.step_ns)
+        if flight.successor is not None:
+            self.lead.observe(flight.lead_ns, result.ahead_ns)
         # The price of a row, where steps are now; and this step with its nodes and without.
         rows, nodes = flight.rows, flight.rows - len(flight.sessions)
         whole = max(result.step_tokens, rows)
@@ -370,5 +473,12 @@ class TargetLane:
             verified=len(flight.sessions),
             tokens=emitted,
             round_ns=round_ns,
-            hopeless=self._hopeless_ways(sessions),
+            hopeless=self._hopeless_ways(flight.group, sessions),
         )
+
+
+def _board(session: Session, flight: Flight) -> None:
+    """The session is in the batch."""
+    session.flight = flight
+    if session.tap is not None:
+        session.tap.note_sent()

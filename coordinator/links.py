@@ -9,13 +9,14 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
 from outrider import rpc, tracing
-from outrider.coordinator.answers import check_report, check_verification
+from outrider.coordinator.answers import check_report, check_verification, verified_counts
 from outrider.coordinator.firing import Latency
 from outrider.coordinator.growth import growth_batch
 from outrider.coordinator.messages import (
@@ -31,6 +32,7 @@ from outrider.coordinator.messages import (
 )
 from outrider.coordinator.one_graph_answers import RESIDENT, counted_apart, expected_counts
 from outrider.coordinator.resident import resident_growth
+from outrider.coordinator.successor import Successor
 from outrider.coordinator.trees import Submissions
 from outrider.draft_distribution import pack_distributions
 from outrider.errors import WorkerUnavailable
@@ -38,7 +40,7 @@ from outrider.growth_source import ALL_SOURCES, sources_to_proto
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
-from outrider.wire import floats_from_bytes, tokens_to_bytes
+from outrider.wire import floats_from_bytes, floats_to_bytes, tokens_to_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,7 @@ _FAULT_KINDS = {
     grpc.StatusCode.OUT_OF_RANGE.value[0]: FaultKind.REFUSED,
     grpc.StatusCode.ABORTED.value[0]: FaultKind.REPLACED,
 }
+_CLOSED = {target_pb2.OUTCOME_ERROR, target_pb2.OUTCOME_ENDED}
 _NO_REASON = SessionFault(kind=FaultKind.LOST, message="the target worker gave no reason")
 
 
@@ -163,6 +166,14 @@ def _check_readable(message: Message | None) -> None:
         raise ValueError("its bytes are none of this protocol's")
 
 
+class _Waiting(NamedTuple):
+    """A batch that is not answered yet; `node_counts`: by session, how many it sent."""
+
+    future: "asyncio.Future[VerifyResult]"
+    node_counts: Mapping[int, int]
+    is_successor: bool
+
+
 class TargetLink(_Link):
     """The stream to one target worker.
 
@@ -183,8 +194,8 @@ class TargetLink(_Link):
         self._incarnation = incarnation
         self._vocab_size = vocab_size
         self._step = 0
-        self._waiting: dict[int, tuple[asyncio.Future[VerifyResult], Mapping[int, int]]] = {}
-        """Batches by step, and how many nodes each session sent."""
+        self._waiting: dict[int, _Waiting] = {}
+        """Batches by step."""
         self._resident_steps: set[int] = set()
         self._outgoing: list[target_pb2.VerifyRequest] = []
         self.load = common_pb2.WorkerLoad()
@@ -195,11 +206,6 @@ class TargetLink(_Link):
         self, submissions: Submissions, *, openings: Sequence[SessionOpening] = ()
     ) -> "asyncio.Future[VerifyResult]":
         """Sends a batch; the future gives its verdicts, or raises WorkerUnavailable when the stream is lost."""
-        self._step += 1
-        future: asyncio.Future[VerifyResult] = asyncio.get_running_loop().create_future()
-        if self.is_lost:
-            future.set_exception(WorkerUnavailable("the target worker's stream is lost"))
-            return future
         chosen = submissions.trees
         node_counts = chosen.counts.tolist()
         batch = target_pb2.TreeBatch(
@@ -213,11 +219,44 @@ class TargetLink(_Link):
             resident=submissions.resident,
         )
         if any(submissions.resident):
-            self._resident_steps.add(self._step)
+            self._resident_steps.add(self._step + 1)
             counts = zip(submissions.resident, node_counts, strict=True)
             node_counts = [RESIDENT if resident else count for resident, count in counts]
+        return self._send_batch(batch, node_counts, openings)
+
+    def follow(
+        self, successor: Successor, *, openings: Sequence[SessionOpening] = ()
+    ) -> "asyncio.Future[VerifyResult]":
+        """Sends the batch that follows the last one; the same comes of it."""
+        sent = successor.succession
+        node_counts = sent.counts.tolist()
+        batch = target_pb2.TreeBatch(
+            session_ids=successor.group.ids,
+            epochs=successor.epochs,
+            lengths=successor.lengths,
+            node_counts=node_counts,
+            tokens=sent.tokens.tolist(),
+            parents=sent.parents.tolist(),
+            follows=self._step,
+            values=floats_to_bytes(sent.values),
+            least_value=sent.least_value,
+            max_nodes=sent.max_nodes.tolist(),
+            max_depths=sent.max_depths.tolist(),
+            max_total_nodes=sent.max_total_nodes,
+        )
+        return self._send_batch(batch, node_counts, openings)
+
+    def _send_batch(
+        self, batch: target_pb2.TreeBatch, node_counts: Sequence[int], openings: Sequence[SessionOpening]
+    ) -> "asyncio.Future[VerifyResult]":
+        self._step += 1
+        future: asyncio.Future[VerifyResult] = asyncio.get_running_loop().create_future()
+        if self.is_lost:
+            future.set_exception(WorkerUnavailable("the target worker's stream is lost"))
+            return future
+        counts = dict(zip(batch.session_ids, node_counts, strict=True))
+        self._waiting[self._step] = _Waiting(future, counts, is_successor=batch.follows > 0)
         opens = [opening_to_proto(opening) for opening in openings]
-        self._waiting[self._step] = future, dict(zip(submissions.session_ids, node_counts, strict=True))
         self._send(target_pb2.VerifyRequest(step=self._step, opens=opens, trees=batch))
         return future
 
@@ -240,26 +279,31 @@ class TargetLink(_Link):
             self.load = response.load
             if (waiting := self._waiting.get(response.step)) is None:
                 continue
-            future, node_counts = waiting
+            future, node_counts, is_successor = waiting
             if not future.done():
                 drafted: Mapping[int, int] = {}
+                if is_successor:
+                    node_counts = verified_counts(response, node_counts)
                 if response.step in self._resident_steps:
                     self._resident_steps.discard(response.step)
                     node_counts, drafted = expected_counts(response, node_counts)
                 check_verification(response, node_counts, vocab_size=self._vocab_size)
-                result = _verify_result(response, resident_growth(response, self._vocab_size))
+                growth = resident_growth(response, self._vocab_size)
+                result = _verify_result(response, growth, node_counts if is_successor else None)
                 future.set_result(counted_apart(result, drafted))
             # Only now: whatever is wrong with an answer, whoever waits for it hears of it as the link ends.
             del self._waiting[response.step]
 
     def _fail(self, reason: str) -> None:
         waiting, self._waiting = self._waiting, {}
-        for future, _ in waiting.values():
+        for future, *_ in waiting.values():
             if not future.done():
                 future.set_exception(WorkerUnavailable(f"the target worker's stream is lost ({reason})"))
 
 
-def _verify_result(response: target_pb2.VerifyResponse, growth: GrowthBatch | None) -> VerifyResult:
+def _verify_result(
+    response: target_pb2.VerifyResponse, growth: GrowthBatch | None, verified: Mapping[int, int] | None
+) -> VerifyResult:
     sessions = len(response.session_ids)
     accepted, tokens = list(response.accepted_nodes), list(response.tokens)
     token_counts = list(response.token_counts)
@@ -291,6 +335,8 @@ def _verify_result(response: target_pb2.VerifyResponse, growth: GrowthBatch | No
         forward_ns=response.report.forward_ns,
         step_tokens=response.report.tokens,
         growth=growth,
+        verified=verified,
+        ahead_ns=response.ahead_ns,
     )
 
 
@@ -304,7 +350,7 @@ def _faults(response: target_pb2.VerifyResponse) -> list[SessionFault | None]:
     """[S] why a session is closed; None of those that are not."""
     faults = {(error.session_id, error.epoch): _fault(error) for error in response.errors}
     return [
-        faults.get((session_id, epoch), _NO_REASON) if outcome == target_pb2.OUTCOME_ERROR else None
+        faults.get((session_id, epoch), _NO_REASON) if outcome in _CLOSED else None
         for session_id, epoch, outcome in zip(response.session_ids, response.epochs, response.outcomes, strict=True)
     ]
 

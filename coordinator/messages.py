@@ -286,7 +286,8 @@ class VerifyResult:
     """One step's verdicts, in the order of the batch, and what it cost; and what the target drafted behind them.
 
     Of sessions whose draft stays on the target, `resident` has the nodes by session id, where there are any: their
-    verdicts name none.
+    verdicts name none. Of a batch that followed a step, `verified` has the nodes of each session's tree by session id,
+    and `ahead_ns` says how long it lay at the target before that step ended (negative: it came later).
     """
 
     step: int
@@ -296,6 +297,8 @@ class VerifyResult:
     step_tokens: int
     growth: "GrowthBatch | None" = None
     resident: Mapping[int, ResidentCount] | None = None
+    verified: Mapping[int, int] | None = None
+    ahead_ns: int = 0
 
 
 class Commit(NamedTuple):

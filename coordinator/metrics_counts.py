@@ -55,6 +55,8 @@ class ServingCounts:
         bare_undrafted: rounds of sessions that speculate, without a node since no draft grows for them.
         bare_drafted: the same, although a draft does: nothing had come, or none of it was worth its row.
         deferred: trees that a target sent back, since it had no room.
+        ahead: batches that were sent before the step that they follow had ended, or so it was meant.
+        ahead_late: those of them that came later than that.
         grown_nodes: that drafts have sent.
         held_ns: time that free targets were held for growth: what of drafting is not hidden behind verification.
         failovers: choices that went on at another target, or have to.
@@ -69,6 +71,8 @@ class ServingCounts:
     bare_undrafted: int = 0
     bare_drafted: int = 0
     deferred: int = 0
+    ahead: int = 0
+    ahead_late: int = 0
     grown_nodes: int = 0
     held_ns: int = 0
     failovers: int = 0
@@ -94,11 +98,14 @@ class ServingCounts:
     def note_round(self, committed: "Committed") -> None:
         """One round of a target."""
         flight, result, result_ns = committed.step
+        if flight.successor is not None:
+            self.ahead += 1
+            self.ahead_late += result.ahead_ns < 0
         self.held_ns += flight.waited_ns
         self.held.observe(flight.waited_ns)
         self.step.observe(result.step_ns)
         self.forward.observe(result.forward_ns)
-        self.travel.observe(max(0, result_ns - flight.submitted_ns - result.step_ns))
+        self.travel.observe(max(0, result_ns - flight.begun_ns - result.step_ns))
         # Most sessions of a batch had their last tokens at one time.
         for before_ns, sessions in Counter(committed.told_ns[committed.told_ns > 0].tolist()).items():
             self.between_tokens.observe(result_ns - before_ns, sessions)

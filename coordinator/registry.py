@@ -269,6 +269,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 on_failure=worker.lose,
                 on_hang=worker.hang,
                 one_graph=worker.introduction.one_graph,
+                ahead=worker.introduction.ahead,
             )
         else:
             told = worker.introduction

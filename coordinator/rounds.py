@@ -4,12 +4,15 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from outrider.coordinator.group import Group
 from outrider.coordinator.messages import VerifyResult
 from outrider.coordinator.session import Session
 from outrider.coordinator.trees import Tree, Trees
+
+if TYPE_CHECKING:
+    from outrider.coordinator.successor import Successor
 
 
 class Way(IntEnum):
@@ -21,9 +24,11 @@ class Way(IntEnum):
     """All sessions in one batch, at once."""
     TWO_GROUPS = 2
     """One half is verified while the other half's trees grow and its batch travels."""
+    AHEAD = 3
+    """All sessions in one batch, which lies at the target before the step before it ends."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Flight:
     """A batch that the target has not answered yet.
 
@@ -31,7 +36,10 @@ class Flight:
         is_alone: no other was on its way when it was sent.
         waited_ns: how long the free target was held for growth before.
         group: the sessions in columns.
-        trees: [S] what was sent of each session.
+        trees: [S] what is verified of each session; of a successor none before `begins`.
+        successor: what was sent, of a batch that follows a step.
+        lead_ns: how long before that step's expected result it was to be made.
+        follows_ns: when that step's result came; 0 before.
     """
 
     sessions: Sequence[Session]
@@ -41,7 +49,19 @@ class Flight:
     submitted_ns: int
     is_alone: bool
     waited_ns: int = 0
+    successor: "Successor | None" = None
+    lead_ns: float = 0.0
+    follows_ns: int = 0
     result: "asyncio.Future[VerifyResult]"
+
+    @property
+    def begun_ns(self) -> int:
+        """Since when the target had nothing else to do, as seen from here."""
+        return max(self.submitted_ns, self.follows_ns)
+
+    def begins(self, trees: Trees, *, sessions: int, at_ns: int) -> None:
+        """The step before has ended: this is what is verified of so many sessions."""
+        self.trees, self.rows, self.follows_ns = trees, sessions + len(trees.tokens), at_ns
 
     def tree_of(self, session_id: int) -> Tree:
         """What was sent of a session."""

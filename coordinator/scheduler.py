@@ -289,6 +289,7 @@ class Scheduler:
         on_failure: Callable[[str], None] = lambda reason: None,
         on_hang: Callable[[str], None] = lambda reason: None,
         one_graph: bool = False,
+        ahead: bool = False,
     ) -> None:
         """A target worker is ready.
 
@@ -299,12 +300,20 @@ class Scheduler:
             on_failure: called with the reason when its loop fails.
             on_hang: called with the reason when a step of it does not come back.
             one_graph: it drafts in the graph that verifies.
+            ahead: it takes a batch before the one before has ended.
         """
         if self._target_deadline is not None:
             self._target_deadline.cancel()
             self._target_deadline = None
         places = self._places[worker_id] = SharedPlaces(limits)
-        lane = TargetLane(worker_id, link, places.limits, fair_slowdown=self._config.fair_slowdown, one_graph=one_graph)
+        lane = TargetLane(
+            worker_id,
+            link,
+            places.limits,
+            fair_slowdown=self._config.fair_slowdown,
+            one_graph=one_graph,
+            ahead=ahead and self._config.ahead,
+        )
         self._lanes[worker_id] = lane
         verify = self._loop_type(lane, self._config, self._drafts, self)
         loop = self._loops[worker_id] = asyncio.create_task(verify.run(), name=f"verify {worker_id}")

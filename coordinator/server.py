@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import grpc.aio
 from starlette.routing import BaseRoute
 
-from outrider import __version__
+from outrider import __version__, collector
 from outrider.addresses import Resolve, resolver
-from outrider.coordinator import collector
 from outrider.coordinator.access import Access, TokenInterceptor
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.http.app import create_app

@@ -2,11 +2,15 @@
 
     results in -> commit -> who may run -> hold while growth is worth it -> choose nodes -> batch out -> deltas out
 
+A batch may also leave ahead of the result before it (`Way.AHEAD`): then it is held until that result is near, and what
+of it is verified turns out with the commit.
+
 Commits leave for the drafts without an answer and growth arrives on its own, so drafting overlaps verification.
 docs/scheduling.md explains what is decided here, and has the formulas.
 """
 
 import asyncio
+import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +18,8 @@ from typing import Protocol
 
 import numpy as np
 
-from outrider.coordinator import clock, collector
+from outrider import collector
+from outrider.coordinator import clock
 from outrider.coordinator.commits import Committed, commit, tell_drafts
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.draft_demand import DraftDemand
@@ -123,9 +128,12 @@ class VerifyLoop:
                     self._learn()
                 hold_s = self._hold_s(sessions, now_ns)
                 if hold_s:
+                    if lane.flights:
+                        # The target is busy: there is time.
+                        self._learn()
                     # Growth, a result, a session that comes or rests no more: all of them end the wait.
                     if self._undelivered:
-                        await self._deliver()
+                        await self._deliver(until_ns=now_ns + hold_s * 1e9)
                     else:
                         await lane.change(timeout_s=hold_s)
                     continue
@@ -164,8 +172,11 @@ class VerifyLoop:
         return min(max(self.lane.lead_ns(now_ns), patience_ns, 0.0), rest_left_ns) / 1e9
 
     def _fire(self, sessions: Sequence[Session]) -> None:
-        waited_ns = clock.now_ns() - (self._free_since_ns or clock.now_ns())
-        flight = self.lane.submit(sessions, self.choose(sessions), waited_ns=waited_ns)
+        if self.lane.goes_ahead:
+            flight = self.lane.send_ahead(sessions)
+        else:
+            waited_ns = clock.now_ns() - (self._free_since_ns or clock.now_ns())
+            flight = self.lane.submit(sessions, self.choose(sessions), waited_ns=waited_ns)
         flight.result.add_done_callback(self._note_result)
         if self.lane.group(sessions).is_sync.any():
             self._sync_wait.note_fired(sessions, clock.now_ns())
@@ -209,13 +220,15 @@ class VerifyLoop:
     def _apply(self, result: VerifyResult) -> None:
         """Commits a step's verdicts: what the next batch waits for. It is counted, and told to clients, later."""
         step = Step(self.lane.flights.popleft(), result, clock.now_ns())
-        committed = commit(step, self._answered(step))
+        answered = self._answered(step)
+        committed = commit(step, answered)
         if result.resident:
             credit(committed, result.resident)
         self._owner.totals.note_nodes(committed)
         tell_drafts(committed, self._drafts)
         self._note_misses(committed)
         self._go_on(committed)
+        self.lane.begin_next(step, answered)
         if result.growth is not None:
             self._graft(result.growth)
         self._uncounted.append(committed)
@@ -230,7 +243,7 @@ class VerifyLoop:
             if place is None:
                 continue
             session = flight.sessions[place]
-            if session.is_finished or verdict.epoch != session.target_epoch:
+            if session.flight is not flight or session.is_finished or verdict.epoch != session.target_epoch:
                 continue
             del places[verdict.session_id]
             if verdict.fault is not None:
@@ -242,11 +255,13 @@ class VerifyLoop:
                 if not result.step_tokens:
                     session.rests_until_ns = step.result_ns + _DEFERRED_PAUSE_NS
             else:
+                _check_tree(step, place, session)
                 answered.append((place, session, verdict))
         # An answer has to name every session it was asked for, under its epoch: the others are lost there.
         for place in places.values():
             session = flight.sessions[place]
-            if not session.is_finished:
+            # What the step before has closed is in no further one, although it was sent.
+            if session.flight is flight and not session.is_finished:
                 session.flight, session.target_id = None, None
                 self._owner.take_fault(session, _UNANSWERED)
         return answered
@@ -302,7 +317,7 @@ class VerifyLoop:
             flight, result, result_ns = committed.step
             self.lane.learn(flight, result, emitted=emitted, result_ns=result_ns, demand=totals.demand)
 
-    async def _deliver(self) -> None:
+    async def _deliver(self, until_ns: float = math.inf) -> None:
         """Lets the clients have what was committed since the last time: a few at a time, behind results and growth."""
         waiting, flights = self._undelivered, self.lane.flights
         while waiting:
@@ -310,5 +325,22 @@ class VerifyLoop:
                 _, session = waiting.popitem(last=False)
                 session.deliver()
             await asyncio.sleep(0)
-            if flights and flights[0].result.done():
+            if (flights and flights[0].result.done()) or clock.now_ns() >= until_ns:
                 break
+
+
+def _check_tree(step: Step, place: int, session: Session) -> None:
+    """Of a batch that followed a step, the target has to have verified the tree that was found here.
+
+    Raises:
+        WorkerUnavailable: it has not: what it accepted stands for nothing.
+    """
+    flight, result, _ = step
+    if result.verified is None:
+        return
+    expected, verified = int(flight.trees.counts[place]), result.verified[session.session_id]
+    if verified != expected:
+        message = (
+            f"it verified {verified} nodes of session {session.session_id} where {expected} follow the step before"
+        )
+        raise WorkerUnavailable(message)

@@ -58,7 +58,7 @@ class Reloader:
             except BaseException:
                 runner.close()
                 raise
-        self._thread.weights = self.running.version
+        self._thread.opens.weights = self.running.version
         return runner
 
     async def reload(self, request: target_pb2.ReloadRequest) -> target_pb2.ReloadResponse:
@@ -118,5 +118,5 @@ class Reloader:
         self._runner.refill(checked.folder)
         # What was written while it was copied is a mixture of nobody's.
         checked.check_unchanged()
-        self.running, self._thread.weights = found, found.version
+        self.running, self._thread.opens.weights = found, found.version
         return time.perf_counter_ns() - begin_ns

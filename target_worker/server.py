@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
+from outrider import collector
 from outrider.addresses import Resolve
 from outrider.engine.model_runner import ModelRunner
 from outrider.growth_source import GrowthSource
@@ -56,6 +57,7 @@ class TargetWorker(Worker[StepThread]):
             resident.warm_up()
         if rounds is not None:
             rounds.runner.warm_up()
+        collector.begin_serving()
         return Verifier(
             runner,
             max_step_tokens=config.max_step_tokens,

@@ -9,25 +9,15 @@ from dataclasses import dataclass, field
 import grpc.aio
 
 from outrider import rpc, tracing
-from outrider.draft_distribution import unpack_distributions
-from outrider.errors import FieldViolation, InvalidRequest, OutriderError
-from outrider.growth_source import ALL_SOURCES, GrowthSource, sources_from_proto
-from outrider.log_output import about
-from outrider.sampling import SamplingSpec
+from outrider.errors import OutriderError
 from outrider.target_worker.reload import Reloader
-from outrider.target_worker.resident_growth import DraftLimits
-from outrider.target_worker.sessions import (
-    Code,
-    OpenRequest,
-    Outcome,
-    SessionFault,
-    SessionKey,
-    TreeRequest,
-    TreeResult,
-)
-from outrider.target_worker.step_thread import Batch, BatchResult, Load, StepThread
+from outrider.target_worker.sessions import Outcome, SessionKey, TreeResult
+from outrider.target_worker.step_jobs import Batch, BatchResult
+from outrider.target_worker.step_thread import Load, StepThread
+from outrider.target_worker.succession import StreamSteps
+from outrider.target_worker.unpacking import session_error, unpack
 from outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
-from outrider.wire import floats_to_bytes, split_by_counts, tokens_from_bytes
+from outrider.wire import floats_to_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +28,7 @@ _OUTCOMES = {
     Outcome.ACCEPTED: target_pb2.OUTCOME_ACCEPTED,
     Outcome.DEFERRED: target_pb2.OUTCOME_DEFERRED,
     Outcome.ERROR: target_pb2.OUTCOME_ERROR,
+    Outcome.ENDED: target_pb2.OUTCOME_ENDED,
 }
 _Response = target_pb2.VerifyResponse
 
@@ -49,6 +40,7 @@ class _Stream:
     Attributes:
         open_epochs: sessions opened over it, with their epochs; closed when it ends.
         last_step: highest step seen.
+        steps: what the last finished one has left, for the step thread.
         outgoing: answers on their way, in the order of the requests; None ends the stream.
         traces: of its sessions; None while nobody traces.
         room: how many more answers may be on their way.
@@ -56,6 +48,7 @@ class _Stream:
 
     open_epochs: dict[SessionKey, int] = field(default_factory=dict)
     last_step: int = 0
+    steps: StreamSteps = field(default_factory=StreamSteps)
     outgoing: "asyncio.Queue[asyncio.Task[_Response] | None]" = field(default_factory=asyncio.Queue)
     traces: tracing.SessionTraces | None = None
     room: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_WAITING))
@@ -120,8 +113,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                 self.duplicates += 1
                 logger.warning("step %d came again and is ignored", request.step)
                 continue
+            batch, unreadable = unpack(request, last_step=stream.last_step, stream=stream.steps)
             stream.last_step = max(stream.last_step, request.step)
-            batch, unreadable = unpack(request)
             if stream.traces is not None:
                 for opening in request.opens:
                     stream.traces.opened(opening.session_id, opening.epoch, opening.traceparent)
@@ -155,104 +148,6 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         return response
 
 
-def unpack(request: target_pb2.VerifyRequest) -> tuple[Batch, list[common_pb2.SessionError]]:
-    """A message as a batch, and the opens whose bytes could not be read.
-
-    Raises:
-        InvalidRequest: columns of different lengths, which leave open what belongs to whom.
-    """
-    violations = [
-        FieldViolation(name, f"{count} entries given, {needed} needed")
-        for name, count, needed in _column_lengths(request)
-        if count != needed
-    ]
-    if violations:
-        raise InvalidRequest(violations)
-    opens: list[OpenRequest] = []
-    unreadable: list[common_pb2.SessionError] = []
-    for opening in request.opens:
-        ids = about(session_id=opening.session_id, epoch=opening.epoch)
-        logger.debug("session %d, epoch %d is opened", opening.session_id, opening.epoch, extra=ids)
-        try:
-            opens.append(_open_request(request.incarnation, opening))
-        except ValueError as error:
-            fault = SessionFault(Code.INVALID_ARGUMENT, f"prompt, output or sampling: {error}")
-            unreadable.append(_session_error(opening.session_id, opening.epoch, fault))
-    closes = [
-        ((request.incarnation, session_id), epoch)
-        for session_id, epoch in zip(request.close_session_ids, request.close_epochs, strict=True)
-    ]
-    return Batch(opens=opens, closes=closes, trees=_tree_requests(request)), unreadable
-
-
-def _column_lengths(request: target_pb2.VerifyRequest) -> list[tuple[str, int, int]]:
-    trees = request.trees
-    sessions, nodes = len(trees.session_ids), sum(trees.node_counts)
-    return [
-        ("close_epochs", len(request.close_epochs), len(request.close_session_ids)),
-        ("trees.epochs", len(trees.epochs), sessions),
-        ("trees.lengths", len(trees.lengths), sessions),
-        ("trees.node_counts", len(trees.node_counts), sessions),
-        ("trees.tokens", len(trees.tokens), nodes),
-        ("trees.parents", len(trees.parents), nodes),
-        ("trees.resident", len(trees.resident), sessions if trees.resident else 0),
-    ]
-
-
-def _open_request(incarnation: int, opening: common_pb2.SessionOpen) -> OpenRequest:
-    return OpenRequest(
-        key=(incarnation, opening.session_id),
-        epoch=opening.epoch,
-        prompt=tokens_from_bytes(opening.prompt),
-        output=tokens_from_bytes(opening.output),
-        sampling=SamplingSpec.from_proto(opening.sampling),
-        weights=opening.weights,
-        draft=_draft_limits(opening),
-    )
-
-
-def _draft_limits(opening: common_pb2.SessionOpen) -> DraftLimits | None:
-    """What a resident draft may grow; None: nothing."""
-    mode, limits = opening.limits.mode, opening.limits
-    wanted = sources_from_proto(opening.sources, default=ALL_SOURCES)
-    if mode == common_pb2.SPECULATION_MODE_OFF or GrowthSource.EAGLE not in wanted:
-        return None
-    is_sync = mode == common_pb2.SPECULATION_MODE_SYNC
-    return DraftLimits(
-        max_nodes=(limits.sync_nodes or None) if is_sync else None,
-        max_depth=limits.max_depth or None,
-        is_fixed=is_sync,
-    )
-
-
-def _tree_requests(request: target_pb2.VerifyRequest) -> list[TreeRequest]:
-    trees = request.trees
-    tokens, parents = list(trees.tokens), list(trees.parents)
-    try:
-        distributions = unpack_distributions(trees.distributions, len(tokens))
-    except ValueError as error:
-        raise InvalidRequest([FieldViolation("trees", str(error))]) from error
-    return [
-        TreeRequest(
-            key=(request.incarnation, session_id),
-            epoch=epoch,
-            length=length,
-            tokens=tokens[nodes],
-            parents=parents[nodes],
-            distributions=distributions[nodes],
-            resident=resident,
-        )
-        for session_id, epoch, length, nodes, resident in zip(
-            trees.session_ids,
-            trees.epochs,
-            trees.lengths,
-            split_by_counts(trees.node_counts),
-            trees.resident or [False] * len(trees.session_ids),
-            strict=True,
-        )
-    ]
-
-
 def pack(request: target_pb2.VerifyRequest, done: BatchResult, load: Load) -> _Response:
     """The answer to a message with a step."""
     trees = request.trees
@@ -277,12 +172,15 @@ def pack(request: target_pb2.VerifyRequest, done: BatchResult, load: Load) -> _R
             )
         if result.fault is not None:
             reported.add((trees.session_ids[row], trees.epochs[row]))
-            response.errors.append(_session_error(trees.session_ids[row], trees.epochs[row], result.fault))
+            response.errors.append(session_error(trees.session_ids[row], trees.epochs[row], result.fault))
     if any(trees.resident):
         response.drafted_counts.extend(result.drafted for result in done.results)
+    if trees.follows:
+        response.verified_counts.extend(done.verified)
+        response.ahead_ns = done.ahead_ns
     for key, epoch, fault in done.faults:
         if (key[1], epoch) not in reported:
-            response.errors.append(_session_error(key[1], epoch, fault))
+            response.errors.append(session_error(key[1], epoch, fault))
     if any(result.growth is not None for result in done.results):
         pack_growth(response, done.results)
     if done.step is not None:
@@ -324,7 +222,3 @@ def pack_load(load: Load) -> common_pb2.WorkerLoad:
         step_age_ms=int(1e3 * load.step_age_s),
         preparing=load.is_preparing,
     )
-
-
-def _session_error(session_id: int, epoch: int, fault: SessionFault) -> common_pb2.SessionError:
-    return common_pb2.SessionError(session_id=session_id, epoch=epoch, code=int(fault.code), message=fault.message)

@@ -66,6 +66,7 @@ class TreeRequest:
         parents: [n] node numbers; a parent stands before its children.
         distributions: [n] the q each token was drawn from, under the rejection rule; otherwise empty, or None each.
         resident: to verify what the worker has drafted itself; no nodes are sent.
+        settled: its result, where there is nothing to verify any more (`outrider.target_worker.succession`).
     """
 
     key: SessionKey
@@ -75,6 +76,7 @@ class TreeRequest:
     parents: Sequence[int]
     distributions: Sequence[DraftDistribution | None] = ()
     resident: bool = False
+    settled: "TreeResult | None" = None
 
 
 class Outcome(Enum):
@@ -83,6 +85,7 @@ class Outcome(Enum):
     ACCEPTED = 1
     DEFERRED = 2
     ERROR = 3
+    ENDED = 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -105,12 +108,13 @@ class TreeResult:
     """One tree's outcome.
 
     Attributes:
-        outcome: accepted, deferred or error.
+        outcome: accepted, deferred or error; ended, where the step before it was the session's last.
         accepted_nodes: node numbers on the accepted path, root to leaf.
         token_ids: emitted tokens: those of the accepted nodes and the final one, unless the walk ended before it.
         logprobs: of the emitted tokens, where the session asked for them.
         cached_tokens: of the session's prompt, tokens whose KV it found in the cache, where tokens were emitted.
         drafted: nodes that the worker had drafted itself and verified.
+        ended: whether no token can follow: the last is a stop token, or the session is as long as it may be.
         growth: what the worker has drafted below the last of the tokens; None where it did not draft.
         fault: what is wrong, where the outcome is an error.
     """
@@ -121,6 +125,7 @@ class TreeResult:
     logprobs: TokenLogprobs | None = None
     cached_tokens: int = 0
     drafted: int = 0
+    ended: bool = False
     growth: GrownNodes | None = None
     fault: SessionFault | None = None
 

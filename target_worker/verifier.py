@@ -180,6 +180,11 @@ class Verifier:
         return session is not None and session.in_flight
 
     @property
+    def goes_on_alone(self) -> bool:
+        """Whether `begin` only launches: the step runs beside whatever the host does next."""
+        return self._runner.device.type == "cuda"
+
+    @property
     def may_compile(self) -> bool:
         """Whether a launch may have to wait for its kernel to be compiled, which takes seconds."""
         return self._runner.device.type == "cuda"
@@ -321,6 +326,9 @@ class Verifier:
         count = Counter(tree.key for tree in trees)
         rounds = self._rounds if any(tree.resident for tree in trees) else None
         for place, tree in enumerate(trees):
+            if tree.settled is not None:
+                results[place] = tree.settled
+                continue
             try:
                 if self.is_in_flight(tree.key):
                     continue
@@ -431,4 +439,5 @@ class Verifier:
             logprobs=logprobs,
             cached_tokens=session.cached_tokens,
             drafted=verdict.drafted,
+            ended=len(emitted) == room or emitted[-1] in session.stop_token_ids,
         )

@@ -16,7 +16,7 @@ from benchmarks.simulation.settings import COLLECTORS, MAX_SESSIONS, MAX_WORKERS
 from rich.console import Console
 from rich.table import Table
 
-from outrider.coordinator import collector
+from outrider import collector
 from outrider.coordinator.messages import SpeculationMode
 from outrider.errors import OutriderError
 
@@ -114,6 +114,10 @@ def _parse(arguments: Sequence[str]) -> tuple[list[SpeculationMode], bool, dict]
     parser.add_argument(
         "--rank-rates", type=float, nargs="+", default=defaults["rank_rates"], metavar="SHARE",
         help="how often the draft's first, second, ... child is the target's choice (default 0.7 0.12 0.05 0.03)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--ahead", action=argparse.BooleanOptionalAction, default=True,
+        help="send batches before the step before them has ended, where that is faster (default)",
     )  # fmt: skip
     parser.add_argument(
         "--collector", choices=COLLECTORS, default="serving", help="Python's, in this process (default serving)"

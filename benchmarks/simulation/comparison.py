@@ -43,7 +43,7 @@ LEARNED, OFF = "learned", "off"
 # Nodes of every session, sent at once, or when that many are there.
 _SIZES = (1, 2, 4, 8, 16, 24)
 # The learned policy with its rounds timed in one way, whatever trials would say.
-WAYS = {"waits": Way.WAIT, "never waits": Way.NEVER_WAIT, "two groups": Way.TWO_GROUPS}
+WAYS = {"waits": Way.WAIT, "never waits": Way.NEVER_WAIT, "two groups": Way.TWO_GROUPS, "ahead": Way.AHEAD}
 FIXED = (OFF, *(f"{size} at once" for size in _SIZES), *(f"{size} waits" for size in _SIZES))
 # What the learned policy promises: this share of the best fixed tree.
 _PROMISED = 0.95

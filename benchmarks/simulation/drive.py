@@ -140,7 +140,7 @@ class Simulation:
             link = StampedTargetLink(f"127.0.0.1:{port}", on_lost=self._fail)
             self._links.append(link)
             await link.ready(timeout_s=_CONNECT_S)
-            self._scheduler.add_target(f"target-{number}", link, self._limits, on_failure=self._fail)
+            self._scheduler.add_target(f"target-{number}", link, self._limits, on_failure=self._fail, ahead=True)
             departures.append(link.departures)
         if self._settings.mode is not SpeculationMode.OFF:
             for number, port in enumerate(self._drafts.ports()):

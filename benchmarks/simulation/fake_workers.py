@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import grpc.aio
+from benchmarks.simulation.last_step import LastStep, Outcome, Tree, succession_from_proto
 from benchmarks.simulation.path_model import PathModel
 from benchmarks.simulation.settings import Settings
 from benchmarks.simulation.tree_grower import GrownRows, TreeGrower
@@ -50,6 +51,8 @@ class DelayLine(Generic[T]):
 
     def __init__(self, delay_ns: int) -> None:
         self._delay_ns = delay_ns
+        self.arrived_ns = 0
+        """When what was taken last was due."""
         self._items: deque[tuple[int, T | None]] = deque()
         self._filled, self._taken = asyncio.Event(), asyncio.Event()
 
@@ -65,7 +68,8 @@ class DelayLine(Generic[T]):
             await self._filled.wait()
         await sleep_until(self._items[0][0])
         self._taken.set()
-        return self._items.popleft()[1]
+        self.arrived_ns, item = self._items.popleft()
+        return item
 
     async def drain(self) -> None:
         """Waits while more than two items are overdue: a process that is too slow must not pile them up."""
@@ -118,6 +122,7 @@ class FakeTarget(target_pb2_grpc.TargetServiceServicer):
         self._settings, self._model = settings, model
         self._sessions: dict[int, tuple[int, int, int]] = {}
         """Session to its path's key, its epoch and its committed length."""
+        self._last = LastStep()
         self.traces: list[StepTrace] = []
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -136,6 +141,7 @@ class FakeTarget(target_pb2_grpc.TargetServiceServicer):
     async def _steps(
         self, incoming: DelayLine[target_pb2.VerifyRequest], outgoing: DelayLine[target_pb2.VerifyResponse]
     ) -> None:
+        ended_ns = 0
         while (request := await incoming.get()) is not None:
             began_ns = time.monotonic_ns()
             for opening in request.opens:
@@ -145,29 +151,39 @@ class FakeTarget(target_pb2_grpc.TargetServiceServicer):
             for session_id in request.close_session_ids:
                 self._sessions.pop(session_id, None)
             if request.step:
-                outgoing.put(await self._step(request, began_ns))
+                response = await self._step(request, began_ns)
+                if request.trees.follows:
+                    response.ahead_ns = ended_ns - incoming.arrived_ns
+                outgoing.put(response)
+                ended_ns = time.monotonic_ns()
 
     async def _step(self, request: target_pb2.VerifyRequest, began_ns: int) -> target_pb2.VerifyResponse:
         trees = request.trees
-        sessions, nodes = len(trees.session_ids), len(trees.tokens)
+        sessions = len(trees.session_ids)
         response = target_pb2.VerifyResponse(
             step=request.step,
             session_ids=trees.session_ids,
             epochs=trees.epochs,
             outcomes=[target_pb2.OUTCOME_ACCEPTED] * sessions,
         )
-        tokens, parents = list(trees.tokens), list(trees.parents)
-        columns = zip(trees.session_ids, trees.epochs, trees.lengths, split_by_counts(trees.node_counts), strict=True)
-        for session_id, epoch, length, span in columns:
+        sent = self._trees(trees)
+        if trees.follows:
+            response.verified_counts.extend(len(tokens) for tokens, _ in sent)
+        for session_id, epoch, length, tree in zip(trees.session_ids, trees.epochs, trees.lengths, sent, strict=True):
             key, own_epoch, own_length = self._sessions[session_id]
-            if (epoch, length) != (own_epoch, own_length):
-                raise ValueError(f"session {session_id}: {(epoch, length)} submitted, {(own_epoch, own_length)} held")
-            accepted, emitted = self._model.walk(key, length, tokens[span], parents[span])
-            self._sessions[session_id] = (key, epoch, length + len(emitted))
+            expected = self._last.length(session_id, epoch, own_length) if trees.follows else own_length
+            if (epoch, length) != (own_epoch, expected):
+                raise ValueError(f"session {session_id}: {(epoch, length)} submitted, {(own_epoch, expected)} held")
+            accepted, emitted = self._model.walk(key, own_length, *tree)
+            outcome = Outcome(own_length, len(tree[0]), accepted[-1] if accepted else 0, emitted[-1])
+            self._last.note(session_id, epoch, outcome)
+            self._sessions[session_id] = (key, epoch, own_length + len(emitted))
             response.accepted_counts.append(len(accepted))
             response.accepted_nodes.extend(accepted)
             response.token_counts.append(len(emitted))
             response.tokens.extend(emitted)
+        self._last.end()
+        nodes = sum(len(tokens) for tokens, _ in sent)
         planned_ns = self._settings.target_step_ns(rows=sessions + nodes, sessions=sessions)
         await sleep_until(began_ns + planned_ns)
         ended_ns = time.monotonic_ns()
@@ -176,6 +192,13 @@ class FakeTarget(target_pb2_grpc.TargetServiceServicer):
         report.tokens, report.sessions = sessions + nodes, sessions
         self.traces.append(StepTrace(began_ns, ended_ns, planned_ns, sessions, nodes, len(response.tokens)))
         return response
+
+    def _trees(self, trees: target_pb2.TreeBatch) -> list[Tree]:
+        """What is verified of each session."""
+        if trees.follows:
+            return self._last.trees(succession_from_proto(trees), trees.session_ids, trees.epochs)
+        tokens, parents = list(trees.tokens), list(trees.parents)
+        return [(tokens[span], parents[span]) for span in split_by_counts(trees.node_counts)]
 
 
 class FakeDraft(draft_pb2_grpc.DraftServiceServicer):

@@ -43,6 +43,7 @@ class Settings:
         max_live_nodes: most nodes that a draft holds for a session.
         max_step_rows: most rows of a target's step.
         wait_cap_ms: longest that a free target waits for growth.
+        ahead: batches may be sent before the step before them has ended.
         collector: Python's garbage collector in the coordinator: "serving" as a coordinator has it, "on" as Python has
             it, "frozen" with what exists before the first session left out of it, "off".
 
@@ -76,6 +77,7 @@ class Settings:
     max_live_nodes: int = 128
     max_step_rows: int = 4096
     wait_cap_ms: float = 20.0
+    ahead: bool = True
     collector: str = "serving"
 
     def __post_init__(self) -> None:
@@ -127,6 +129,7 @@ class Settings:
             drafts_per_session=self.drafts_per_session,
             max_live_nodes=max(self.max_live_nodes, self.max_nodes),
             verify_wait_cap_ms=self.wait_cap_ms,
+            ahead=self.ahead,
         )
 
     def worker_limits(self) -> registry_pb2.WorkerLimits:

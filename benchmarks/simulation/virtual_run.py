@@ -58,7 +58,7 @@ class VirtualSimulation:
         limits = settings.worker_limits()
         self.targets = [VirtualTarget(settings, self.model) for _ in range(settings.targets)]
         for number, target in enumerate(self.targets):
-            self.scheduler.add_target(f"target-{number}", target, limits)  # pyright: ignore[reportArgumentType]
+            self.scheduler.add_target(f"target-{number}", target, limits, ahead=True)  # pyright: ignore[reportArgumentType]
         self.drafts: list[VirtualDraft] = []
         if settings.mode is not SpeculationMode.OFF:
             for number in range(settings.workers):

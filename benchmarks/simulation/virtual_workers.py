@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from benchmarks.simulation.last_step import LastStep, Outcome, Tree
 from benchmarks.simulation.path_model import PathModel, mix
 from benchmarks.simulation.settings import Settings
 from benchmarks.simulation.tree_grower import GrownRows, TreeGrower
@@ -26,6 +27,7 @@ from outrider.coordinator.messages import (
     TreeSubmission,
     VerifyResult,
 )
+from outrider.coordinator.successor import Successor
 
 
 def _after(delay_ns: float, what: Callable[[], None]) -> None:
@@ -46,6 +48,7 @@ class VirtualTarget:
         self._one_way_ns = settings.target_rtt_ms * 1e6 / 2
         self._sessions: dict[int, tuple[int, int, int]] = {}
         """Session to its path's key, its epoch and its committed length."""
+        self._last = LastStep()
         self._free_at_ns = 0
         self.busy_ns = self.steps = self.rows = 0
 
@@ -53,23 +56,50 @@ class VirtualTarget:
         self, trees: Sequence[TreeSubmission], *, openings: Sequence[SessionOpening] = ()
     ) -> "asyncio.Future[VerifyResult]":
         """A batch on its way; the future gives its verdicts."""
+        self._open(openings)
+        columns = [(tree.session_id, tree.epoch, tree.length) for tree in trees]
+        return self._run(columns, [(list(tree.tokens), list(tree.parents)) for tree in trees])
+
+    def follow(
+        self, successor: Successor, *, openings: Sequence[SessionOpening] = ()
+    ) -> "asyncio.Future[VerifyResult]":
+        """The same of one that follows the batch that is on its way."""
+        self._open(openings)
+        session_ids, epochs = successor.group.ids, successor.epochs
+        trees = self._last.trees(successor.succession, session_ids, epochs)
+        columns = list(zip(session_ids, epochs, successor.lengths, strict=True))
+        ahead_ns = self._free_at_ns - round(clock.now_ns() + self._one_way_ns)
+        return self._run(columns, trees, ahead_ns=ahead_ns)
+
+    def _open(self, openings: Sequence[SessionOpening]) -> None:
         for opening in openings:
             length = len(opening.prompt) + len(opening.output)
             self._sessions[opening.session_id] = (opening.prompt[0], opening.epoch, length)
+
+    def _run(
+        self, columns: Sequence[tuple[int, int, int]], trees: Sequence[Tree], *, ahead_ns: int | None = None
+    ) -> "asyncio.Future[VerifyResult]":
+        """A step of sessions (id, epoch, length) and their trees; `ahead_ns` of one that follows another."""
         future: asyncio.Future[VerifyResult] = asyncio.get_running_loop().create_future()
-        rows = len(trees) + sum(len(tree.tokens) for tree in trees)
+        rows = len(trees) + sum(len(tokens) for tokens, _ in trees)
         step_ns = round(self._settings.target_step_ns(rows=rows, sessions=len(trees)) * self._luck())
         began_ns = max(clock.now_ns() + round(self._one_way_ns), self._free_at_ns)
         self._free_at_ns = began_ns + step_ns
         self.busy_ns += step_ns
         self.steps += 1
         self.rows += rows
+        follows = ahead_ns is not None
+        counts = {column[0]: len(tree[0]) for column, tree in zip(columns, trees, strict=True)}
+        verdicts = [self._verdict(*column, tree, follows) for column, tree in zip(columns, trees, strict=True)]
+        self._last.end()
         result = VerifyResult(
             step=self.steps,
-            verdicts=[self._verdict(tree) for tree in trees],
+            verdicts=verdicts,
             step_ns=step_ns,
             forward_ns=step_ns,
             step_tokens=rows,
+            verified=counts if follows else None,
+            ahead_ns=ahead_ns or 0,
         )
 
         def answer() -> None:
@@ -83,15 +113,16 @@ class VirtualTarget:
         chance = (mix(self._settings.seed, self.steps) >> 11) * 2.0**-53
         return 1 + self._settings.target_jitter * (2 * chance - 1)
 
-    def _verdict(self, tree: TreeSubmission) -> SessionVerdict:
-        key, epoch, length = self._sessions[tree.session_id]
-        if (epoch, length) != (tree.epoch, tree.length):
-            raise ValueError(
-                f"session {tree.session_id}: {(tree.epoch, tree.length)} submitted, {(epoch, length)} held"
-            )
-        accepted, emitted = self._model.walk(key, length, tree.tokens, tree.parents)
-        self._sessions[tree.session_id] = (key, epoch, length + len(emitted))
-        return SessionVerdict(session_id=tree.session_id, epoch=epoch, accepted_nodes=accepted, token_ids=emitted)
+    def _verdict(self, session_id: int, epoch: int, length: int, tree: Tree, follows: bool) -> SessionVerdict:
+        key, own_epoch, own_length = self._sessions[session_id]
+        expected = self._last.length(session_id, epoch, own_length) if follows else own_length
+        if (epoch, length) != (own_epoch, expected):
+            raise ValueError(f"session {session_id}: {(epoch, length)} submitted, {(own_epoch, expected)} held")
+        accepted, emitted = self._model.walk(key, own_length, *tree)
+        self._sessions[session_id] = (key, epoch, own_length + len(emitted))
+        outcome = Outcome(own_length, len(tree[0]), accepted[-1] if accepted else 0, emitted[-1])
+        self._last.note(session_id, epoch, outcome)
+        return SessionVerdict(session_id=session_id, epoch=epoch, accepted_nodes=accepted, token_ids=emitted)
 
     def close_session(self, session_id: int, epoch: int) -> None:
         """Forgets a session."""

@@ -20,7 +20,8 @@ from benchmarks.target_bench.points import prefill_flops
 from benchmarks.target_bench.worker import LaunchClock, SessionGroup, Worker
 from numpy.lib.stride_tricks import sliding_window_view
 
-from outrider.target_worker.step_thread import Batch, BatchResult, StepThread
+from outrider.target_worker.step_jobs import Batch, BatchResult
+from outrider.target_worker.step_thread import StepThread
 
 REQUEST_TOKENS = 64
 _WARM_UPS = 20

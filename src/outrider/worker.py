@@ -71,6 +71,8 @@ def introduce(
         name=name,
         sources=sources_to_proto(sources),
         one_graph=one_graph,
+        # What a target drafts by itself is known with its result, no sooner.
+        ahead=role == registry_pb2.WORKER_ROLE_TARGET and not sources,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import pytest
 from benchmarks.simulation import virtual_time
 from benchmarks.simulation.comparison import LEARNED, OFF, Case, broken_promises, compare, run, verdicts
+from benchmarks.simulation.fixed_policies import fixed_way
 from benchmarks.simulation.settings import Settings
 from benchmarks.simulation.virtual_run import VirtualFigures, VirtualSimulation, simulate
 
@@ -188,7 +189,7 @@ def test_two_groups_keep_a_distant_target_busy_and_share_it_evenly():
 
 def test_two_groups_are_found_where_they_pay_and_left_where_they_do_not():
     """Rows dear and a target far away: half a batch takes 3 ms, a whole one 5, and 3 more to travel."""
-    dear = {"sessions": 16, "mode": OFF_MODE, "target_step_ms": 1.0, "target_row_us": 250.0}
+    dear = {"sessions": 16, "mode": OFF_MODE, "target_step_ms": 1.0, "target_row_us": 250.0, "ahead": False}
     far_loop, near_loop = recording(), recording()
     far = simulate(near(**dear, target_rtt_ms=3.0, duration_s=3.0), far_loop)
     close = simulate(near(**dear, target_rtt_ms=0.1, duration_s=1.0), near_loop)
@@ -197,3 +198,13 @@ def test_two_groups_are_found_where_they_pay_and_left_where_they_do_not():
     (far_made,), (near_made,) = far_loop.made, near_loop.made
     assert sum(len(ids) == 8 for _, _, ids in far_made.batches) > 0.6 * len(far_made.batches)
     assert sum(len(ids) == 8 for _, _, ids in near_made.batches) < 0.1 * len(near_made.batches)
+
+
+def test_a_target_goes_on_at_once_where_batches_are_sent_ahead():
+    """Near or 3 ms away, with a draft and without: the step's end is the next one's beginning."""
+    for mode, rtt_ms in ((OFF_MODE, 0.3), (OFF_MODE, 3.0), (ASYNC, 3.0)):
+        settings = near(sessions=6, mode=mode, target_rtt_ms=rtt_ms, duration_s=0.6)
+        ahead, waits = simulate(settings, fixed_way(Way.AHEAD)), simulate(settings, fixed_way(Way.WAIT))
+        assert ahead.target_busy > 0.97
+        assert ahead.tokens_per_s > waits.tokens_per_s
+        assert ahead.wrong_tokens == 0

@@ -8,9 +8,11 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from benchmarks.simulation.last_step import LastStep, Outcome
 from benchmarks.simulation.virtual_time import VirtualTimeLoop
 
 from outrider.coordinator import clock
@@ -31,9 +33,11 @@ from outrider.coordinator.messages import (
     VerifyResult,
 )
 from outrider.coordinator.scheduler import Scheduler
+from outrider.coordinator.successor import Successor
 from outrider.coordinator.text_stream import TextStream
 from outrider.errors import WorkerUnavailable
 from outrider.sampling import SamplingSpec
+from outrider.succession import NOTHING_EMITTED
 from outrider.v1 import registry_pb2
 
 VOCABULARY = 50
@@ -54,7 +58,12 @@ def expected_output(prompt: Sequence[int], sampling: SamplingSpec) -> list[int]:
 
 
 class FakeTarget:
-    """Verifies with `next_token`, commits by its own result, and remembers what it was sent."""
+    """Verifies with `next_token`, commits by its own result, and remembers what it was sent.
+
+    Attributes:
+        batches: what was verified, also of batches that followed a step.
+        successors: batches that followed one, as sent.
+    """
 
     def __init__(self, *, step_s: float = 0.0, defer_first: bool = False) -> None:
         self.step_s = step_s
@@ -62,19 +71,68 @@ class FakeTarget:
         self.sessions: dict[int, tuple[int, list[int], int, SamplingSpec]] = {}
         self.closed: list[tuple[int, int]] = []
         self.batches: list[Sequence[TreeSubmission]] = []
+        self.successors: list[Successor] = []
         self.defer_always = False
         self.fail_sessions: set[int] = set()
         self.fault_kind = FaultKind.LOST
         self.is_lost = False
+        self.miscounts = False
+        self._ended: set[tuple[int, int]] = set()
+        self._last_step = LastStep()
+        self._last: asyncio.Future[VerifyResult] | None = None
 
     def submit(
         self, trees: Sequence[TreeSubmission], *, openings: Sequence[SessionOpening] = ()
     ) -> "asyncio.Future[VerifyResult]":
         self.batches.append(trees)
+        self._open(openings)
+        self._last = asyncio.ensure_future(self._step(trees))
+        return self._last
+
+    def follow(
+        self, successor: Successor, *, openings: Sequence[SessionOpening] = ()
+    ) -> "asyncio.Future[VerifyResult]":
+        self.successors.append(successor)
+        assert self._last is not None
+        self._last = asyncio.ensure_future(self._next_step(successor, openings, self._last))
+        return self._last
+
+    def _open(self, openings: Sequence[SessionOpening]) -> None:
         for opening in openings:
             tokens = [*opening.prompt, *opening.output]
             self.sessions[opening.session_id] = (opening.epoch, tokens, len(opening.prompt), opening.sampling)
-        return asyncio.ensure_future(self._step(trees))
+
+    async def _next_step(
+        self, successor: Successor, openings: Sequence[SessionOpening], followed: "asyncio.Future[VerifyResult]"
+    ) -> VerifyResult:
+        came_ns = clock.now_ns()
+        ahead_ns = -1_000 if followed.done() else 0
+        await asyncio.wait([followed])
+        ahead_ns = ahead_ns or clock.now_ns() - came_ns
+        self._open(openings)
+        session_ids, epochs = successor.group.ids, successor.epochs
+        trees = [
+            TreeSubmission(session_id, epoch, self._checked_length(session_id, epoch, length), tokens, parents)
+            for session_id, epoch, length, (tokens, parents) in zip(
+                session_ids,
+                epochs,
+                successor.lengths,
+                self._last_step.trees(successor.succession, session_ids, epochs),
+                strict=True,
+            )
+        ]
+        self.batches.append(trees)
+        result = await self._step(trees)
+        verified = {tree.session_id: len(tree.tokens) + self.miscounts for tree in trees}
+        return replace(result, verified=verified, ahead_ns=ahead_ns)
+
+    def _checked_length(self, session_id: int, epoch: int, length: int) -> int:
+        """Committed tokens by now; those that a batch names are the ones before the step that it follows."""
+        if session_id not in self.sessions:
+            return length
+        now = len(self.sessions[session_id][1])
+        assert length == self._last_step.length(session_id, epoch, now)
+        return now
 
     async def _step(self, trees: Sequence[TreeSubmission]) -> VerifyResult:
         await asyncio.sleep(self.step_s)
@@ -82,20 +140,28 @@ class FakeTarget:
             raise WorkerUnavailable("the fake target was lost")
         deferred, self.defer_first = self.defer_first or self.defer_always, False
         verdicts = [self._verdict(tree, deferred=deferred) for tree in trees]
+        for tree, verdict in zip(trees, verdicts, strict=True):
+            end = verdict.accepted_nodes[-1] if verdict.accepted_nodes else 0
+            last = (end, verdict.token_ids[-1]) if verdict.token_ids else (NOTHING_EMITTED, NOTHING_EMITTED)
+            self._last_step.note(tree.session_id, tree.epoch, Outcome(tree.length, len(tree.tokens), *last))
+        self._last_step.end()
         rows = 0 if self.defer_always else sum(1 + len(tree.tokens) for tree in trees)
         return VerifyResult(step=len(self.batches), verdicts=verdicts, step_ns=1000, forward_ns=900, step_tokens=rows)
 
     def _verdict(self, tree: TreeSubmission, *, deferred: bool) -> SessionVerdict:
-        if (tree.session_id, tree.epoch) in self.closed:
-            return SessionVerdict(session_id=tree.session_id, epoch=tree.epoch, deferred=True)
+        key = (tree.session_id, tree.epoch)
+        if key in self._ended:
+            return SessionVerdict(*key, fault=SessionFault(kind=FaultKind.LOST, message="it had ended"))
+        if key in self.closed:
+            return SessionVerdict(*key, deferred=True)
         epoch, tokens, prompt_length, sampling = self.sessions[tree.session_id]
         assert (epoch, len(tokens)) == (tree.epoch, tree.length)
         if tree.session_id in self.fail_sessions:
             self.fail_sessions.discard(tree.session_id)
-            fault = SessionFault(kind=self.fault_kind, message="the fake target says no")
-            return SessionVerdict(session_id=tree.session_id, epoch=epoch, fault=fault)
+            self._ended.add(key)
+            return SessionVerdict(*key, fault=SessionFault(kind=self.fault_kind, message="the fake target says no"))
         if deferred:
-            return SessionVerdict(session_id=tree.session_id, epoch=epoch, deferred=True)
+            return SessionVerdict(*key, deferred=True)
         emitted: list[int] = []
         accepted: list[int] = []
         node: int | None = 0
@@ -112,8 +178,9 @@ class FakeTarget:
             if node is not None:
                 accepted.append(node)
             if token in sampling.stop_token_ids or len(tokens) - prompt_length == sampling.max_new_tokens:
+                self._ended.add(key)
                 break
-        return SessionVerdict(session_id=tree.session_id, epoch=epoch, accepted_nodes=accepted, token_ids=emitted)
+        return SessionVerdict(*key, accepted_nodes=accepted, token_ids=emitted)
 
     def close_session(self, session_id: int, epoch: int) -> None:
         self.closed.append((session_id, epoch))
@@ -192,10 +259,15 @@ class Bench:
         self.limits = registry_pb2.WorkerLimits(max_sessions=8, max_tree_nodes=64, max_step_tokens=256)
 
     def add_target(
-        self, name: str = "target", *, on_hang: Callable[[str], None] = lambda reason: None, **options: object
+        self,
+        name: str = "target",
+        *,
+        on_hang: Callable[[str], None] = lambda reason: None,
+        ahead: bool = True,
+        **options: object,
     ) -> FakeTarget:
         target = FakeTarget(**options)  # type: ignore[arg-type]
-        self.scheduler.add_target(name, target, self.limits, on_hang=on_hang)  # type: ignore[arg-type]
+        self.scheduler.add_target(name, target, self.limits, on_hang=on_hang, ahead=ahead)  # type: ignore[arg-type]
         return target
 
     def add_draft(

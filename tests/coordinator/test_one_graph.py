@@ -42,7 +42,7 @@ def make_one_graph(bench, target, follow):
 async def test_resident_sessions_send_nothing_and_get_what_the_target_drafts(
     bench, expect_output, make_request, assert_idle
 ):
-    target = bench.add_target(step_s=0.001)
+    target = bench.add_target(step_s=0.001, ahead=False)
     make_one_graph(bench, target, expect_output)
     requests = [make_request(number) for number in range(1, 5)]
     results = await asyncio.gather(*(bench.generate(request) for request in requests))
@@ -74,7 +74,7 @@ async def test_resident_sessions_send_nothing_and_get_what_the_target_drafts(
     ids=str,
 )
 async def test_others_are_verified_as_ever(bench, expect_output, make_request, changes):
-    target = bench.add_target()
+    target = bench.add_target(ahead=False)
     make_one_graph(bench, target, expect_output)
     request = make_request(**{"sampling": SamplingSpec(max_new_tokens=6)} | changes)
     outputs, result = await bench.generate(request)
@@ -84,7 +84,7 @@ async def test_others_are_verified_as_ever(bench, expect_output, make_request, c
 
 
 async def test_nodes_of_other_sources_are_not_sent_for_resident_sessions(bench, expect_output, make_request):
-    target = bench.add_target(step_s=0.002)
+    target = bench.add_target(step_s=0.002, ahead=False)
     draft = bench.add_draft(accuracy=1.0)
     make_one_graph(bench, target, expect_output)
     request = make_request()

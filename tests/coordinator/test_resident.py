@@ -80,7 +80,7 @@ class SelfDrafting:
 
 
 def self_drafting(bench: Any, expect_output: Any, **options: Any) -> tuple[Any, SelfDrafting]:
-    target = bench.add_target(step_s=0.001)
+    target = bench.add_target(step_s=0.001, ahead=False)
 
     def next_token(tokens: Sequence[int]) -> int:
         return expect_output(tokens, SimpleNamespace(max_new_tokens=1, stop_token_ids=()))[0]
@@ -152,7 +152,7 @@ async def test_a_target_that_is_left_holds_back_nothing_that_is_passed(
     (session,) = generation.sessions
     await until(lambda: len(target.batches) > 3)
     assert session.rows.as_of[session.row] != NO_WORKERS
-    second = bench.add_target("second", step_s=0.001)
+    second = bench.add_target("second", step_s=0.001, ahead=False)
     if is_lost:
         bench.scheduler.remove_target("target", "a test")
     else:

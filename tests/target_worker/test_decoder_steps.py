@@ -16,7 +16,8 @@ from outrider.engine.model_runner import ModelRunner
 from outrider.models import embedded_target_path
 from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.target_worker.sessions import OpenRequest, Outcome, TreeRequest, TreeResult
-from outrider.target_worker.step_thread import Batch, StepThread
+from outrider.target_worker.step_jobs import Batch
+from outrider.target_worker.step_thread import StepThread
 from outrider.target_worker.verifier import Verifier
 
 NEW_TOKENS = 14

@@ -23,9 +23,11 @@ from outrider.errors import InvalidRequest
 from outrider.kernels.tree_attention import TreeAttentionBatch
 from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.target_worker.one_graph import RoundDraft
-from outrider.target_worker.service import pack, unpack
+from outrider.target_worker.service import pack
 from outrider.target_worker.sessions import OpenRequest, Outcome, TreeRequest, TreeResult
-from outrider.target_worker.step_thread import BatchResult, Load
+from outrider.target_worker.step_jobs import BatchResult
+from outrider.target_worker.step_thread import Load
+from outrider.target_worker.unpacking import unpack
 from outrider.target_worker.verifier import PendingStep, Verifier
 from outrider.v1 import target_pb2
 

@@ -11,8 +11,10 @@ from tests.target_worker.resident_support import PROMPT, make_rig, random_head
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.config import TargetWorkerConfig
 from outrider.target_worker.resident_growth import DraftLimits
-from outrider.target_worker.service import pack, unpack
-from outrider.target_worker.step_thread import BatchResult, Load
+from outrider.target_worker.service import pack
+from outrider.target_worker.step_jobs import BatchResult
+from outrider.target_worker.step_thread import Load
+from outrider.target_worker.unpacking import unpack
 from outrider.v1 import common_pb2, target_pb2
 from outrider.v1.common_pb2 import (
     GROWTH_SOURCE_EAGLE,

@@ -6,12 +6,15 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from outrider.errors import WorkerUnavailable
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.sessions import DEFERRED, Code, OpenRequest, Outcome, SessionFault, TreeRequest, TreeResult
-from outrider.target_worker.step_thread import Batch, StepThread
+from outrider.target_worker.step_jobs import Batch
+from outrider.target_worker.step_thread import StepThread
+from outrider.target_worker.succession import StreamSteps, Successor
 from outrider.target_worker.verifier import StepResult, Verifier
 
 
@@ -21,7 +24,7 @@ class NotingVerifier:
     With `overlaps` steps run by themselves, as on a device: `begin` returns at once, `finish` waits.
     """
 
-    overlaps = False
+    overlaps = goes_on_alone = False
     may_compile = wants_capture = False
     prefill_due_s = 0.0
 
@@ -230,8 +233,8 @@ def test_busy_is_the_share_since_the_last_report(steps: StepThread, fake: Noting
 def device(fake: NotingVerifier, steps: StepThread) -> NotingVerifier:
     """The verifier as on a device, its first step of session 1 running for long."""
     steps.ready.result(30)
-    fake.overlaps = True
-    steps._usual_s[1] = 60.0
+    fake.overlaps = fake.goes_on_alone = True
+    steps._times.usual_s[1] = 60.0
     return fake
 
 
@@ -320,6 +323,75 @@ def test_a_batch_without_trees_is_answered_in_its_turn(steps: StepThread, device
     device.go_on.set()
     assert opened.result(30).step is None
     assert first.done()
+
+
+def ahead(stream: StreamSteps, number: int, *, follows: int) -> Batch:
+    """A batch of one session without a tree; a successor where it follows a step."""
+    nothing = np.zeros(0, dtype=np.int64)
+    one = np.ones(1, dtype=np.int64)
+    successor = Successor(
+        follows=follows, keys=[(1, number)], epochs=[1], lengths=[1], counts=0 * one, tokens=nothing, parents=nothing,
+        values=np.zeros(0, dtype=np.float32), least_value=0.0, max_nodes=one, max_depths=one, max_total_nodes=1,
+    )  # fmt: skip
+    return Batch(successor=successor, step=follows + 1, stream=stream)
+
+
+@pytest.mark.parametrize("goes_on_alone", [True, False])
+def test_a_successor_begins_when_its_step_ends_and_on_a_device_before_that_is_answered(
+    steps: StepThread, device: NotingVerifier, goes_on_alone: bool
+) -> None:
+    device.goes_on_alone = goes_on_alone
+    stream = StreamSteps()
+    first = steps.submit(Batch(trees=[tree(1)], step=1, stream=stream))
+    wait_for(device, ("begin", [1]))
+    # Of another session, so that nothing but its step holds it; and another's batch behind it.
+    second = steps.submit(ahead(stream, 2, follows=1))
+    behind = steps.submit(Batch(trees=[tree(3)]))
+    told: list[bool] = []
+    begin = device.begin
+
+    def noting(trees: Sequence[TreeRequest]) -> Any:
+        told.append(first.done())
+        return begin(trees)
+
+    device.begin = noting  # type: ignore[method-assign]
+    device.go_on.set()
+    assert [done.result(30).results[0].token_ids[0] for done in (first, second, behind)] == [1, 2, 3]
+    assert device.log == [("begin", [1]), ("finish", [1]), ("begin", [2, 3]), ("finish", [2, 3])]
+    assert told == [not goes_on_alone]
+    assert second.result().ahead_ns > 0
+
+
+def test_a_successor_that_comes_late_begins_at_once(steps: StepThread, fake: NotingVerifier) -> None:
+    fake.go_on.set()
+    stream = StreamSteps()
+    steps.submit(Batch(trees=[tree(1)], step=1, stream=stream)).result(30)
+    assert steps.submit(ahead(stream, 1, follows=1)).result(30).ahead_ns < 0
+    assert fake.log == [("step", [1]), ("step", [1])]
+
+
+def test_what_has_to_run_alone_goes_before_a_waiting_successor(steps: StepThread, device: NotingVerifier) -> None:
+    stream = StreamSteps()
+    first = steps.submit(Batch(trees=[tree(1)], step=1, stream=stream))
+    wait_for(device, ("begin", [1]))
+    second = steps.submit(ahead(stream, 1, follows=1))
+    steps.run_alone(lambda _verifier: device.log.append(("alone", None)))
+    device.go_on.set()
+    for done in (first, second):
+        done.result(30)
+    assert device.log == [("begin", [1]), ("finish", [1]), ("alone", None), ("begin", [1]), ("finish", [1])]
+
+
+def test_a_step_is_answered_where_its_successor_cannot_begin(steps: StepThread, device: NotingVerifier) -> None:
+    stream = StreamSteps()
+    first = steps.submit(Batch(trees=[tree(1)], step=1, stream=stream))
+    wait_for(device, ("begin", [1]))
+    second = steps.submit(ahead(stream, 1, follows=1))
+    device.fails_to_begin = True
+    device.go_on.set()
+    assert list(first.result(30).results[0].token_ids) == [1]
+    with pytest.raises(WorkerUnavailable, match="the device is gone"):
+        second.result(30)
 
 
 @pytest.mark.parametrize("fails", ["fails", "fails_to_begin"])

@@ -15,10 +15,12 @@ class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTCOME_ACCEPTED: _ClassVar[Outcome]
     OUTCOME_DEFERRED: _ClassVar[Outcome]
     OUTCOME_ERROR: _ClassVar[Outcome]
+    OUTCOME_ENDED: _ClassVar[Outcome]
 OUTCOME_UNSPECIFIED: Outcome
 OUTCOME_ACCEPTED: Outcome
 OUTCOME_DEFERRED: Outcome
 OUTCOME_ERROR: Outcome
+OUTCOME_ENDED: Outcome
 
 class ReloadRequest(_message.Message):
     __slots__ = ("path", "swap")
@@ -55,7 +57,7 @@ class VerifyRequest(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., step: _Optional[int] = ..., opens: _Optional[_Iterable[_Union[_common_pb2.SessionOpen, _Mapping]]] = ..., close_session_ids: _Optional[_Iterable[int]] = ..., close_epochs: _Optional[_Iterable[int]] = ..., trees: _Optional[_Union[TreeBatch, _Mapping]] = ...) -> None: ...
 
 class TreeBatch(_message.Message):
-    __slots__ = ("session_ids", "epochs", "lengths", "node_counts", "tokens", "parents", "distributions", "resident")
+    __slots__ = ("session_ids", "epochs", "lengths", "node_counts", "tokens", "parents", "distributions", "resident", "follows", "values", "least_value", "max_nodes", "max_depths", "max_total_nodes")
     SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
     LENGTHS_FIELD_NUMBER: _ClassVar[int]
@@ -64,6 +66,12 @@ class TreeBatch(_message.Message):
     PARENTS_FIELD_NUMBER: _ClassVar[int]
     DISTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWS_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    LEAST_VALUE_FIELD_NUMBER: _ClassVar[int]
+    MAX_NODES_FIELD_NUMBER: _ClassVar[int]
+    MAX_DEPTHS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOTAL_NODES_FIELD_NUMBER: _ClassVar[int]
     session_ids: _containers.RepeatedScalarFieldContainer[int]
     epochs: _containers.RepeatedScalarFieldContainer[int]
     lengths: _containers.RepeatedScalarFieldContainer[int]
@@ -72,10 +80,16 @@ class TreeBatch(_message.Message):
     parents: _containers.RepeatedScalarFieldContainer[int]
     distributions: _common_pb2.DraftDistributions
     resident: _containers.RepeatedScalarFieldContainer[bool]
-    def __init__(self, session_ids: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ..., node_counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., distributions: _Optional[_Union[_common_pb2.DraftDistributions, _Mapping]] = ..., resident: _Optional[_Iterable[bool]] = ...) -> None: ...
+    follows: int
+    values: bytes
+    least_value: float
+    max_nodes: _containers.RepeatedScalarFieldContainer[int]
+    max_depths: _containers.RepeatedScalarFieldContainer[int]
+    max_total_nodes: int
+    def __init__(self, session_ids: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ..., node_counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., distributions: _Optional[_Union[_common_pb2.DraftDistributions, _Mapping]] = ..., resident: _Optional[_Iterable[bool]] = ..., follows: _Optional[int] = ..., values: _Optional[bytes] = ..., least_value: _Optional[float] = ..., max_nodes: _Optional[_Iterable[int]] = ..., max_depths: _Optional[_Iterable[int]] = ..., max_total_nodes: _Optional[int] = ...) -> None: ...
 
 class VerifyResponse(_message.Message):
-    __slots__ = ("step", "session_ids", "epochs", "outcomes", "accepted_counts", "accepted_nodes", "token_counts", "tokens", "logprobs", "errors", "report", "load", "cached_tokens", "growth", "drafted_counts")
+    __slots__ = ("step", "session_ids", "epochs", "outcomes", "accepted_counts", "accepted_nodes", "token_counts", "tokens", "logprobs", "errors", "report", "load", "cached_tokens", "growth", "drafted_counts", "verified_counts", "ahead_ns")
     STEP_FIELD_NUMBER: _ClassVar[int]
     SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
     EPOCHS_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +105,8 @@ class VerifyResponse(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GROWTH_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    VERIFIED_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_NS_FIELD_NUMBER: _ClassVar[int]
     step: int
     session_ids: _containers.RepeatedScalarFieldContainer[int]
     epochs: _containers.RepeatedScalarFieldContainer[int]
@@ -106,7 +122,9 @@ class VerifyResponse(_message.Message):
     cached_tokens: _containers.RepeatedScalarFieldContainer[int]
     growth: _draft_pb2.DraftGrowth
     drafted_counts: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, step: _Optional[int] = ..., session_ids: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., outcomes: _Optional[_Iterable[_Union[Outcome, str]]] = ..., accepted_counts: _Optional[_Iterable[int]] = ..., accepted_nodes: _Optional[_Iterable[int]] = ..., token_counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[_common_pb2.SessionError, _Mapping]]] = ..., report: _Optional[_Union[_common_pb2.StepReport, _Mapping]] = ..., load: _Optional[_Union[_common_pb2.WorkerLoad, _Mapping]] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., growth: _Optional[_Union[_draft_pb2.DraftGrowth, _Mapping]] = ..., drafted_counts: _Optional[_Iterable[int]] = ...) -> None: ...
+    verified_counts: _containers.RepeatedScalarFieldContainer[int]
+    ahead_ns: int
+    def __init__(self, step: _Optional[int] = ..., session_ids: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., outcomes: _Optional[_Iterable[_Union[Outcome, str]]] = ..., accepted_counts: _Optional[_Iterable[int]] = ..., accepted_nodes: _Optional[_Iterable[int]] = ..., token_counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[_common_pb2.SessionError, _Mapping]]] = ..., report: _Optional[_Union[_common_pb2.StepReport, _Mapping]] = ..., load: _Optional[_Union[_common_pb2.WorkerLoad, _Mapping]] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., growth: _Optional[_Union[_draft_pb2.DraftGrowth, _Mapping]] = ..., drafted_counts: _Optional[_Iterable[int]] = ..., verified_counts: _Optional[_Iterable[int]] = ..., ahead_ns: _Optional[int] = ...) -> None: ...
 
 class Logprobs(_message.Message):
     __slots__ = ("row", "token_logprobs", "top_count", "top_token_ids", "top_logprobs")

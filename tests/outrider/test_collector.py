@@ -3,7 +3,7 @@ import weakref
 
 import pytest
 
-from outrider.coordinator import collector
+from outrider import collector
 
 
 class Knot:

@@ -1,0 +1,137 @@
+"""What of a batch that was sent ahead is verified: a step's successor, once the step's outcomes are known (torch-free).
+
+A coordinator may send the batch that follows a step while the step still runs. It has growth below the trees of that
+step for every outcome; which of it hangs below the tokens that were emitted is found here, by the target when the step
+ends and by the coordinator when it hears of it. Both find the same: what is compared are float32 as they travelled.
+
+    nodes of a session:  0 the root of the step's tree | 1 .. m the nodes that the step verifies | m + 1 .. sent now
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+_ONE = int(np.float32(1.0).view(np.int32))
+_LEAST_VALUE = np.float32(1e-30)
+NOTHING_EMITTED = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Succession:
+    """The successor of a step: S sessions, N nodes in all; those of a session stand together, parents before children.
+
+    Attributes:
+        is_in_step: [S] whether the session is in the step that is followed; the tree of any other is verified as it is.
+        verified: [S] m, the nodes that the step verifies of it; 0 of those that are not in it.
+        counts: [S] nodes sent now.
+        tokens: [N]
+        parents: [N] node numbers of the session, as above.
+        values: float32 [N] chance that verification reaches the node, seen from the root of the step's tree: 0 to 1,
+            and no higher than the parent's where that is sent now too.
+        least_value: a node is verified if its value is at least so much of the new root's.
+        max_nodes: [S] most nodes verified.
+        max_depths: [S] deepest of them, below the new root.
+        max_total_nodes: most nodes verified of all sessions that are in the step.
+    """
+
+    is_in_step: npt.NDArray[np.bool_]
+    verified: Ints
+    counts: Ints
+    tokens: Ints
+    parents: Ints
+    values: npt.NDArray[np.float32]
+    least_value: float
+    max_nodes: Ints
+    max_depths: Ints
+    max_total_nodes: int
+
+
+class Survivors(NamedTuple):
+    """The trees that are verified, n nodes in all.
+
+    Attributes:
+        counts: [S]
+        nodes: [n] places among the N, session by session, in the order in which they are verified.
+        parents: [n] as numbered by `outrider.tree.parent_numbers` in this order.
+    """
+
+    counts: Ints
+    nodes: Ints
+    parents: Ints
+
+
+def surviving(successor: Succession, ends: Ints, tokens: Ints) -> Survivors:
+    """The trees below what a step has emitted.
+
+    The new root is the node sent now that hangs below the last accepted one and has the final token; the tree is what
+    hangs below it, the best first. Without such a node, or where nothing was emitted, the tree is empty.
+
+    Args:
+        successor: of the step.
+        ends: [S] number of the last accepted node, 0 for the root; -1 where nothing was emitted. Of sessions that are
+            not in the step it is not read.
+        tokens: [S] the final one of each; not read there either.
+    """
+    sessions, nodes = len(successor.counts), len(successor.tokens)
+    place = np.repeat(np.arange(sessions), successor.counts)
+    first = np.cumsum(successor.counts) - successor.counts
+    below = successor.parents - successor.verified[place] - 1
+    """[N] the parent's place among the session's nodes; below 0 where it was not sent now."""
+    numbers = np.arange(nodes)
+    above = np.where(below < 0, numbers, below + first[place])
+    is_root = (successor.parents == ends[place]) & (successor.tokens == tokens[place]) & successor.is_in_step[place]
+    root = np.full(sessions, -1)
+    # Of several the first, as a tree's first child is the one that counts.
+    roots = np.flatnonzero(is_root)[::-1]
+    root[place[roots]] = roots
+    above[roots] = roots
+    depths, top = _climb(above)
+    own_root = root[place]
+    floor = np.zeros(sessions, dtype=np.float32)
+    floor[place[roots]] = successor.values[roots] * np.float32(successor.least_value)
+    survives = (top == own_root) & (numbers != own_root) & (depths <= successor.max_depths[place])
+    survives &= successor.values >= floor[place]
+    chosen = _best_first(successor, np.flatnonzero(survives), place)
+    if len(chosen) > successor.max_total_nodes:
+        shares = successor.values[chosen] / np.maximum(successor.values[own_root[chosen]], _LEAST_VALUE)
+        best = np.argsort(-shares, kind="stable")[: successor.max_total_nodes]
+        chosen = chosen[np.sort(best)]
+    whole = np.flatnonzero(~successor.is_in_step[place])
+    if len(whole):
+        # Each session's stay together: it is in the one or in the other.
+        chosen = np.concatenate((chosen, whole))
+        chosen = chosen[np.argsort(place[chosen], kind="stable")]
+    counts = np.bincount(place[chosen], minlength=sessions)
+    number = np.zeros(nodes, dtype=np.int64)
+    number[chosen] = np.arange(len(chosen)) - np.repeat(np.cumsum(counts) - counts, counts) + 1
+    # The new root has number 0, and so has whatever was not sent now.
+    parents = np.where(below[chosen] < 0, 0, number[above[chosen]])
+    return Survivors(counts, chosen, parents)
+
+
+def _climb(above: Ints) -> tuple[Ints, Ints]:
+    """[N] how far each node is from the one that it hangs from in the end, and [N] that one: its own `above`."""
+    depths = (above != np.arange(len(above))).astype(np.int64)
+    # By doubling: after k rounds a node knows the 2^k that are nearest above it.
+    for _ in range(len(above).bit_length()):
+        further = depths[above]
+        if not further.any():
+            break
+        depths += further
+        above = above[above]
+    return depths, above
+
+
+def _best_first(successor: Succession, nodes: Ints, place: Ints) -> Ints:
+    """Of each session the best of these, best first; of equal ones the first: a parent stands before its children."""
+    # The bits of a float of 0 to 1 are in its order.
+    falling = _ONE - successor.values[nodes].view(np.int32).astype(np.int64)
+    nodes = nodes[np.argsort(place[nodes] << 32 | falling, kind="stable")]
+    counts = np.bincount(place[nodes], minlength=len(successor.counts))
+    ranks = np.arange(len(nodes)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return nodes[ranks < successor.max_nodes[place[nodes]]]

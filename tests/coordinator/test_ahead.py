@@ -1,0 +1,249 @@
+"""Batches that are sent before the step that they follow has ended, whatever becomes of its sessions."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from outrider.coordinator.ahead import Lead
+from outrider.coordinator.messages import FaultKind, SpeculationMode, TokenDelta, VerifyResult
+from outrider.coordinator.rounds import Way
+from outrider.coordinator.text_stream import TextStream
+from outrider.coordinator.trials import Trials
+from outrider.sampling import SamplingSpec
+
+STEP_S = 0.004
+
+
+@pytest.fixture
+async def ahead_bench(bench: Any) -> Any:
+    """All rounds go ahead wherever they may, and growth is there soon."""
+    target = bench.add_target(step_s=STEP_S)
+    bench.scheduler._lanes["target"].way = Trials((Way.AHEAD,))
+    bench.target = target
+    bench.lane = bench.scheduler._lanes["target"]
+    return bench
+
+
+def start(bench: Any, requests: Sequence[Any]) -> list["asyncio.Task[Any]"]:
+    return [asyncio.create_task(bench.generate(request)) for request in requests]
+
+
+async def assert_outputs(requests: Sequence[Any], tasks: Sequence["asyncio.Task[Any]"], expect_output: Any) -> None:
+    async with asyncio.timeout(60):
+        for request, task in zip(requests, tasks, strict=True):
+            outputs, _ = await task
+            assert outputs == [expect_output(request.prompt_token_ids, request.sampling)]
+
+
+def waits_behind(bench: Any) -> bool:
+    """Whether a batch is out that follows a step."""
+    return any(flight.successor is not None and not flight.follows_ns for flight in bench.lane.flights)
+
+
+@pytest.mark.parametrize("mode", [SpeculationMode.ASYNC, SpeculationMode.OFF])
+async def test_most_steps_follow_at_once_and_the_tokens_are_the_same(
+    ahead_bench, expect_output, make_request, assert_idle, mode
+):
+    ahead_bench.add_draft(accuracy=0.9)
+    requests = [
+        make_request(number, mode=mode, sampling=SamplingSpec(max_new_tokens=40 + 7 * number)) for number in range(1, 7)
+    ]
+    await assert_outputs(requests, start(ahead_bench, requests), expect_output)
+    target, totals = ahead_bench.target, ahead_bench.scheduler.totals
+    assert len(target.successors) > 0.8 * len(target.batches)
+    # Sessions that ended with the step before are no loss.
+    assert not totals.serving.reopened
+    if mode is SpeculationMode.ASYNC:
+        assert totals.accepted_tokens > 0.3 * totals.emitted_tokens
+        assert totals.accepted_tokens < totals.drafted_tokens
+    assert_idle(ahead_bench)
+
+
+async def test_a_step_begins_with_the_end_of_the_one_before(ahead_bench, make_request):
+    """The rate of a lone session without a draft is that of the target's steps."""
+    flights = []
+    learn = ahead_bench.lane.learn
+
+    def noted(flight: Any, result: VerifyResult, *, result_ns: int, **others: Any) -> None:
+        flights.append((flight, result_ns))
+        learn(flight, result, result_ns=result_ns, **others)
+
+    ahead_bench.lane.learn = noted
+    await ahead_bench.generate(make_request(sampling=SamplingSpec(max_new_tokens=60)))
+    late = [
+        result_ns - flight.begun_ns - STEP_S * 1e9
+        for flight, result_ns in flights[10:]
+        if flight.successor is not None and flight.rows
+    ]
+    assert len(late) > 40
+    assert sorted(late)[len(late) // 2] < 0.1 * STEP_S * 1e9
+
+
+async def test_a_stop_token_ends_a_session_that_is_in_the_next_batch_already(
+    ahead_bench, expect_output, make_request, assert_idle
+):
+    prompt = (3, 2, 3)
+    endless = expect_output(prompt, SamplingSpec(max_new_tokens=40))
+    stopped = make_request(
+        3, prompt_token_ids=prompt, sampling=SamplingSpec(max_new_tokens=40, stop_token_ids=(endless[12],))
+    )
+    requests = [stopped, make_request(4, sampling=SamplingSpec(max_new_tokens=60))]
+    await assert_outputs(requests, start(ahead_bench, requests), expect_output)
+    assert not ahead_bench.scheduler.totals.serving.reopened
+    assert_idle(ahead_bench)
+
+
+@pytest.mark.parametrize("kind", [FaultKind.LOST, FaultKind.NO_ROOM])
+async def test_a_session_that_a_step_closes_is_opened_anew(ahead_bench, expect_output, until, make_request, kind):
+    requests = [make_request(number, sampling=SamplingSpec(max_new_tokens=60)) for number in (1, 2, 3)]
+    tasks = start(ahead_bench, requests)
+    target = ahead_bench.target
+    target.fault_kind = kind
+    await until(lambda: len(target.batches) > 5 and waits_behind(ahead_bench))
+    target.fail_sessions.add(min(target.sessions))
+    await assert_outputs(requests, tasks, expect_output)
+    assert not target.fail_sessions
+    # The batch behind had it, too: that is not the session's second fault.
+    assert ahead_bench.scheduler.totals.serving.reopened == (kind is FaultKind.LOST)
+
+
+async def test_a_step_that_defers_leaves_a_plain_one_behind_it(ahead_bench, expect_output, until, make_request):
+    ahead_bench.add_draft(accuracy=1.0)
+    requests = [make_request(number, sampling=SamplingSpec(max_new_tokens=60)) for number in (1, 2)]
+    tasks = start(ahead_bench, requests)
+    target = ahead_bench.target
+    await until(lambda: len(target.batches) > 5 and waits_behind(ahead_bench))
+    batches, target.defer_first = len(target.batches), True
+    await until(lambda: len(target.batches) > batches)
+    assert [len(tree.tokens) for tree in target.batches[batches]] == [0, 0]
+    await assert_outputs(requests, tasks, expect_output)
+
+
+async def test_a_request_that_is_cancelled_leaves_the_others_alone(
+    ahead_bench, expect_output, until, make_request, assert_idle
+):
+    ahead_bench.add_draft()
+    gone = ahead_bench.scheduler.submit(make_request(1), [TextStream(None)])
+    requests = [make_request(number, sampling=SamplingSpec(max_new_tokens=60)) for number in (2, 3)]
+    tasks = start(ahead_bench, requests)
+    await until(lambda: waits_behind(ahead_bench) and gone.sessions[0].output_length)
+    gone.cancel()
+    await assert_outputs(requests, tasks, expect_output)
+    assert_idle(ahead_bench)
+
+
+async def test_the_only_request_is_cancelled_and_another_comes(
+    ahead_bench, expect_output, until, make_request, assert_idle
+):
+    gone = ahead_bench.scheduler.submit(make_request(1), [TextStream(None)])
+    await until(lambda: waits_behind(ahead_bench))
+    gone.cancel()
+    request = make_request(2)
+    await assert_outputs([request], start(ahead_bench, [request]), expect_output)
+    assert_idle(ahead_bench)
+
+
+async def test_a_new_session_comes_with_a_batch_that_follows(ahead_bench, expect_output, until, make_request):
+    first, second = (make_request(number, sampling=SamplingSpec(max_new_tokens=60)) for number in (1, 2))
+    tasks = start(ahead_bench, [first])
+    target = ahead_bench.target
+    await until(lambda: len(target.batches) > 5)
+    tasks += start(ahead_bench, [second])
+    await assert_outputs([first, second], tasks, expect_output)
+    joined = [sent.succession.is_in_step.tolist() for sent in target.successors if not sent.succession.is_in_step.all()]
+    assert joined == [[True, False]]
+
+
+async def test_a_lost_target_loses_both_batches(ahead_bench, expect_output, until, make_request, assert_idle):
+    ahead_bench.add_draft()
+    requests = [make_request(number, sampling=SamplingSpec(max_new_tokens=60)) for number in (1, 2, 3)]
+    tasks = start(ahead_bench, requests)
+    await until(lambda: len(ahead_bench.target.batches) > 5 and waits_behind(ahead_bench))
+    second = ahead_bench.add_target("second", step_s=STEP_S)
+    ahead_bench.target.is_lost = True
+    await assert_outputs(requests, tasks, expect_output)
+    assert second.batches
+    assert_idle(ahead_bench)
+
+
+async def test_a_target_that_verifies_another_tree_is_lost(ahead_bench, expect_output, until, make_request):
+    ahead_bench.add_draft(accuracy=1.0)
+    request = make_request(sampling=SamplingSpec(max_new_tokens=60))
+    tasks = start(ahead_bench, [request])
+    target = ahead_bench.target
+    await until(lambda: len(target.batches) > 5)
+    target.miscounts = True
+    await until(lambda: not ahead_bench.scheduler.has_target or tasks[0].done())
+    assert not tasks[0].done() or tasks[0].exception() is not None
+    tasks[0].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_stalled_reader_is_in_no_further_batch_until_it_reads_on(
+    make_bench, expect_output, until, make_request, assert_idle
+):
+    bench = make_bench(max_buffered_events=4)
+    target = bench.add_target(step_s=STEP_S)
+    bench.scheduler._lanes["target"].way = Trials((Way.AHEAD,))
+    slow, fast = (make_request(number, sampling=SamplingSpec(max_new_tokens=60)) for number in (1, 2))
+    stalled = bench.scheduler.submit(slow, [TextStream(None)])
+    (task,) = start(bench, [fast])
+    await assert_outputs([fast], [task], expect_output)
+    await until(lambda: stalled.is_stalled and stalled.sessions[0].flight is None)
+    assert any(len(batch) == 1 for batch in target.batches)
+    async with asyncio.timeout(30):
+        events = [event async for event in stalled]
+    tokens = [token for event in events if isinstance(event, TokenDelta) for token in event.token_ids]
+    assert tokens == expect_output(slow.prompt_token_ids, slow.sampling)
+    assert_idle(bench)
+
+
+async def test_beside_a_fixed_tree_batches_are_sent_when_the_result_is_there(ahead_bench, make_request):
+    ahead_bench.add_draft()
+    requests = [make_request(1), make_request(2, mode=SpeculationMode.SYNC)]
+    async with asyncio.timeout(60):
+        await asyncio.gather(*start(ahead_bench, requests))
+    for sent in ahead_bench.target.successors:
+        assert len(sent.group) == 1
+
+
+async def test_who_is_to_be_verified_alone_is(ahead_bench, expect_output, until, make_request):
+    requests = [make_request(number, sampling=SamplingSpec(max_new_tokens=60)) for number in (1, 2, 3)]
+    tasks = start(ahead_bench, requests)
+    target, lane = ahead_bench.target, ahead_bench.lane
+    await until(lambda: len(target.batches) > 5 and waits_behind(ahead_bench))
+    suspect = next(iter(lane.sessions.values()))
+    # Two of them are on their way.
+    suspect.probation = 5
+    lane.suspects.add(suspect.session_id)
+    sent = len(target.successors)
+    await until(lambda: not suspect.probation)
+    assert len(target.successors) == sent
+    await assert_outputs(requests, tasks, expect_output)
+    alone = [batch for batch in target.batches if [tree.session_id for tree in batch] == [suspect.session_id]]
+    assert len(alone) == 3
+
+
+def test_few_are_late_and_none_lies_there_for_long():
+    """Needed are 1 to 1.5 ms; a pause of the whole machine now and then is no reason to leave earlier for ever."""
+    lead, aheads = Lead(), []
+    for number in range(400):
+        lead_ns = lead.ns(step_ns=8e6, overhead_ns=5e5)
+        needed_ns = 1e6 + 5e5 * (number * 7 % 11) / 10 if number % 60 else 3e7
+        lead.observe(lead_ns, lead_ns - needed_ns)
+        if number >= 100 and number % 60:
+            aheads.append(lead_ns - needed_ns)
+    assert sum(ahead < 0 for ahead in aheads) < 0.05 * len(aheads)
+    assert sum(aheads) / len(aheads) < 2e6
+
+
+def test_a_lead_that_was_none_becomes_one():
+    """What is needed may turn out to be nothing, and then to be something."""
+    lead = Lead()
+    for _ in range(50):
+        lead.observe(1e6, 1e6)
+    for _ in range(50):
+        lead.observe(lead.ns(step_ns=8e6, overhead_ns=0.0), lead.ns(step_ns=8e6, overhead_ns=0.0) - 2e6)
+    assert lead.ns(step_ns=8e6, overhead_ns=0.0) > 1.9e6

@@ -1,0 +1,134 @@
+"""What of a successor is verified, against a reference that follows tokens in plain trees."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.succession import NOTHING_EMITTED, Succession, surviving
+
+
+@dataclass
+class Sent:
+    """One session's part of a successor, and what became of it in the step before."""
+
+    is_in_step: bool
+    verified: int
+    end: int
+    token: int
+    max_nodes: int
+    max_depth: int
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    values: list[np.float32] = field(default_factory=list)
+
+
+@st.composite
+def sessions(draw: st.DrawFn) -> Sent:
+    is_in_step = draw(st.booleans())
+    verified = draw(st.integers(0, 4)) if is_in_step else 0
+    sent = Sent(
+        is_in_step=is_in_step,
+        verified=verified,
+        end=draw(st.integers(NOTHING_EMITTED, verified)),
+        token=draw(st.integers(0, 2)),
+        max_nodes=draw(st.integers(0, 8)),
+        max_depth=draw(st.integers(0, 4)),
+    )
+    siblings: set[tuple[int, int]] = set()
+    for _ in range(draw(st.integers(0, 14))):
+        parent = draw(st.integers(0, verified + len(sent.tokens)))
+        token = draw(st.integers(0, 2))
+        if (parent, token) in siblings:
+            continue
+        siblings.add((parent, token))
+        above = sent.values[parent - verified - 1] if parent > verified else np.float32(1.0)
+        sent.values.append(above * np.float32(draw(st.sampled_from([0.25, 0.5, 0.7, 1.0]))))
+        sent.tokens.append(token)
+        sent.parents.append(parent)
+    return sent
+
+
+def reference(sent: Sent, least_value: float) -> tuple[list[int], list[int]]:
+    """Places of the verified nodes among those sent, and their parents."""
+    count, first = len(sent.tokens), sent.verified + 1
+    if not sent.is_in_step:
+        return list(range(count)), sent.parents
+    depth_of: dict[int, int] = {}
+    root = None
+    for place in range(count):
+        if root is None and sent.parents[place] == sent.end and sent.tokens[place] == sent.token:
+            root, depth_of[place] = place, 0
+        elif sent.parents[place] >= first and sent.parents[place] - first in depth_of:
+            depth_of[place] = depth_of[sent.parents[place] - first] + 1
+    if root is None:
+        return [], []
+    floor = sent.values[root] * np.float32(least_value)
+    chosen = [place for place, depth in depth_of.items() if 0 < depth <= sent.max_depth and sent.values[place] >= floor]
+    chosen = sorted(chosen, key=lambda place: (-sent.values[place], place))[: sent.max_nodes]
+    numbers = {place: number for number, place in enumerate(chosen, start=1)} | {root: 0}
+    return chosen, [numbers[sent.parents[place] - first] for place in chosen]
+
+
+def best_of_all(
+    parts: list[Sent], found: list[tuple[list[int], list[int]]], most: int
+) -> list[tuple[list[int], list[int]]]:
+    """The same of at most so many nodes together: those of sessions that are in the step, best first."""
+    shares = []
+    for number, (sent, (nodes, _)) in enumerate(zip(parts, found, strict=True)):
+        if sent.is_in_step and nodes:
+            root = next(
+                place
+                for place in range(len(sent.tokens))
+                if sent.parents[place] == sent.end and sent.tokens[place] == sent.token
+            )
+            shares += [(-(sent.values[node] / sent.values[root]), number, rank) for rank, node in enumerate(nodes)]
+    kept = {(number, rank) for _, number, rank in sorted(shares)[:most]}
+    left = []
+    for number, (sent, (nodes, parents)) in enumerate(zip(parts, found, strict=True)):
+        ranks = [rank for rank in range(len(nodes)) if not sent.is_in_step or (number, rank) in kept]
+        left.append(([nodes[rank] for rank in ranks], [parents[rank] for rank in ranks]))
+    return left
+
+
+def together(parts: list[Sent], least_value: float, max_total_nodes: int = 1000) -> Succession:
+    return Succession(
+        is_in_step=np.array([sent.is_in_step for sent in parts], dtype=np.bool_),
+        verified=np.array([sent.verified for sent in parts], dtype=np.int64),
+        counts=np.array([len(sent.tokens) for sent in parts], dtype=np.int64),
+        tokens=np.array([token for sent in parts for token in sent.tokens], dtype=np.int64),
+        parents=np.array([parent for sent in parts for parent in sent.parents], dtype=np.int64),
+        values=np.array([value for sent in parts for value in sent.values], dtype=np.float32),
+        least_value=least_value,
+        max_nodes=np.array([sent.max_nodes for sent in parts], dtype=np.int64),
+        max_depths=np.array([sent.max_depth for sent in parts], dtype=np.int64),
+        max_total_nodes=max_total_nodes,
+    )
+
+
+@given(
+    parts=st.lists(sessions(), max_size=5),
+    least_value=st.sampled_from([0.0, 0.1, 0.4, 0.7, 1.0]),
+    most=st.integers(0, 12),
+)
+def test_what_survives_is_what_hangs_below_the_emitted_tokens(parts: list[Sent], least_value: float, most: int) -> None:
+    found = surviving(
+        together(parts, least_value, most),
+        np.array([sent.end for sent in parts], dtype=np.int64),
+        np.array([sent.token for sent in parts], dtype=np.int64),
+    )
+    expected = best_of_all(parts, [reference(sent, least_value) for sent in parts], most)
+    assert found.counts.tolist() == [len(nodes) for nodes, _ in expected]
+    starts = np.cumsum([0, *(len(sent.tokens) for sent in parts)]).tolist()
+    assert found.nodes.tolist() == [
+        start + node for start, (nodes, _) in zip(starts, expected, strict=False) for node in nodes
+    ]
+    assert found.parents.tolist() == [parent for _, parents in expected for parent in parents]
+
+
+def test_a_miss_leaves_a_plain_step() -> None:
+    sent = Sent(True, 2, 1, 2, 8, 8, tokens=[1, 0], parents=[1, 3], values=[np.float32(0.5), np.float32(0.25)])
+    found = surviving(together([sent], 0.0), np.array([1]), np.array([2]))
+    assert found.counts.tolist() == [0]
+    assert not len(found.nodes)

@@ -1,0 +1,288 @@
+"""Batches sent ahead: what becomes of them at the end of the step that they follow."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import numpy as np
+import pytest
+from tests.target_worker.test_service import PROMPT, Service, opening, plain_tokens, read, request
+from transformers import PreTrainedModel
+
+from outrider.target_worker.sessions import DEFERRED, Code, Outcome, SessionFault, TreeRequest, TreeResult
+from outrider.target_worker.succession import StreamSteps, Successor
+from outrider.v1 import target_pb2
+from outrider.wire import floats_to_bytes
+
+ACCEPTED, ENDED, ERROR = target_pb2.OUTCOME_ACCEPTED, target_pb2.OUTCOME_ENDED, target_pb2.OUTCOME_ERROR
+Nodes = Sequence[tuple[int, int]]
+"""(token, parent) of each."""
+
+
+def successor(*sessions: tuple[int, int, Nodes], follows: int = 1, epoch: int = 1) -> Successor:
+    """Of (number, length, nodes), all nodes as good as certain."""
+    nodes = [node for _, _, own in sessions for node in own]
+    return Successor(
+        follows=follows,
+        keys=[(1, number) for number, _, _ in sessions],
+        epochs=[epoch] * len(sessions),
+        lengths=[length for _, length, _ in sessions],
+        counts=np.array([len(own) for _, _, own in sessions], dtype=np.int64),
+        tokens=np.array([token for token, _ in nodes], dtype=np.int64),
+        parents=np.array([parent for _, parent in nodes], dtype=np.int64),
+        values=np.ones(len(nodes), dtype=np.float32),
+        least_value=0.1,
+        max_nodes=np.full(len(sessions), 8),
+        max_depths=np.full(len(sessions), 8),
+        max_total_nodes=64,
+    )
+
+
+def stream_after(result: TreeResult, *, tokens: Sequence[int] = (), resident: bool = False) -> StreamSteps:
+    """After step 1 of session 1, of 10 tokens and a chain."""
+    steps = StreamSteps()
+    parents = list(range(len(tokens)))
+    asked = TreeRequest(key=(1, 1), epoch=1, length=10, tokens=tokens, parents=parents, resident=resident)
+    steps.ends(1, [asked], [result])
+    return steps
+
+
+def accepted(nodes: Sequence[int], tokens: Sequence[int], **fields: Any) -> TreeResult:
+    return TreeResult(outcome=Outcome.ACCEPTED, accepted_nodes=nodes, token_ids=tokens, **fields)
+
+
+def test_the_tree_is_what_hangs_below_the_emitted_tokens() -> None:
+    steps = stream_after(accepted([1], [5, 7]), tokens=[5, 6])
+    # Below node 1 the tokens 7 and 8, below node 2 the token 7; only the first has happened.
+    sent = successor((1, 10, [(8, 1), (7, 1), (7, 2), (3, 4), (2, 5), (4, 3), (9, 6)]))
+    (tree,) = steps.trees_of(sent)
+    assert (tree.key, tree.epoch, tree.length, tree.settled) == ((1, 1), 1, 12, None)
+    assert (list(tree.tokens), list(tree.parents)) == ([3, 9], [0, 1])
+
+
+def test_a_miss_is_a_plain_step() -> None:
+    (tree,) = stream_after(accepted([], [7])).trees_of(successor((1, 10, [(8, 0), (3, 1)])))
+    assert (tree.length, list(tree.tokens), tree.settled) == (11, [], None)
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        accepted([], [7], ended=True),
+        TreeResult(outcome=Outcome.ENDED),
+        TreeResult(outcome=Outcome.ERROR, fault=SessionFault(Code.NOT_FOUND, "gone")),
+    ],
+    ids=["stop token", "ended before", "error"],
+)
+def test_after_its_last_step_a_session_has_ended(result: TreeResult) -> None:
+    (tree,) = stream_after(result).trees_of(successor((1, 10, [(7, 0), (3, 1)])))
+    assert tree.settled is not None
+    assert tree.settled.outcome is Outcome.ENDED
+
+
+def test_a_deferred_session_runs_from_its_root_without_a_tree() -> None:
+    (tree,) = stream_after(DEFERRED, tokens=[5]).trees_of(successor((1, 10, [(7, 0), (3, 2)])))
+    assert (tree.length, list(tree.tokens), tree.settled) == (10, [], None)
+
+
+def test_below_nodes_that_were_never_sent_nothing_hangs() -> None:
+    result = accepted([1], [5, 7], drafted=3)
+    (tree,) = stream_after(result, resident=True).trees_of(successor((1, 10, [(7, 1), (3, 1)])))
+    assert (tree.length, list(tree.tokens)) == (12, [])
+
+
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_sessions_outside_the_step_are_verified_as_they_stand(epoch: int) -> None:
+    """Of those that are opened again as well."""
+    steps = stream_after(accepted([], [7]))
+    first, other = steps.trees_of(successor((1, 10, [(7, 0), (3, 1)]), (2, 4, [(7, 0), (3, 1)]), epoch=epoch))
+    assert (other.length, list(other.tokens), list(other.parents)) == (4, [7, 3], [0, 1])
+    assert (first.length, list(first.tokens)) == ((11, [3]) if epoch == 1 else (10, [7, 3]))
+
+
+def test_what_does_not_fit_the_step_is_that_session_s_fault() -> None:
+    steps = StreamSteps()
+    asked = [TreeRequest(key=(1, number), epoch=1, length=10, tokens=[5], parents=[0]) for number in (1, 2, 3)]
+    steps.ends(1, asked, [accepted([], [7])] * 3)
+    trees = steps.trees_of(successor((1, 11, [(7, 0), (3, 2)]), (2, 10, [(7, 0), (3, 3)]), (3, 10, [(7, 0), (3, 2)])))
+    faults = [None if tree.settled is None else tree.settled.fault for tree in trees]
+    assert [None if fault is None else fault.code for fault in faults] == [
+        Code.FAILED_PRECONDITION,
+        Code.INVALID_ARGUMENT,
+        None,
+    ]
+    assert list(trees[2].tokens) == [3]
+
+
+@pytest.fixture
+async def service(checkpoint: Path) -> AsyncIterator[Service]:
+    service = Service(checkpoint)
+    await service.start()
+    yield service
+    await service.stop()
+
+
+def batch(follows: int, *sessions: tuple[int, int, Nodes]) -> target_pb2.TreeBatch:
+    """Of (number, length, nodes); a successor where it follows a step."""
+    nodes = [node for _, _, own in sessions for node in own]
+    trees = target_pb2.TreeBatch(
+        session_ids=[number for number, _, _ in sessions],
+        epochs=[1] * len(sessions),
+        lengths=[length for _, length, _ in sessions],
+        node_counts=[len(own) for _, _, own in sessions],
+        tokens=[token for token, _ in nodes],
+        parents=[parent for _, parent in nodes],
+        follows=follows,
+    )
+    if follows:
+        trees.values = floats_to_bytes([1.0] * len(nodes))
+        trees.max_nodes.extend([8] * len(sessions))
+        trees.max_depths.extend([8] * len(sessions))
+        trees.max_total_nodes = 64
+    return trees
+
+
+def chain(tokens: Sequence[int], *, below: int, behind: int) -> list[tuple[int, int]]:
+    """Tokens one below the other, the first below node `below`; `behind` nodes are verified by the step."""
+    parents = [below, *range(behind + 1, behind + len(tokens))]
+    return list(zip(tokens, parents, strict=True))
+
+
+async def test_successors_go_on_where_their_steps_end(service: Service, reference_model: PreTrainedModel) -> None:
+    """Each is sent before the one before it is answered, a hit with its tree, a miss as a plain step."""
+    plain = plain_tokens(reference_model, 12)
+    wrong = (plain[4] + 1) % 61
+    call = service.verify()
+    await call.write(request(1, batch(0, (1, 5, [])), opens=[opening(1)]))
+    # What step 1 emits, plain[0], and below it two tokens more.
+    await call.write(request(2, batch(1, (1, 5, chain(plain[:3], below=0, behind=0)))))
+    first = await read(call)
+    assert (list(first.tokens), list(first.verified_counts)) == (plain[:1], [])
+    # Step 2 verifies two nodes, and emits plain[1:4].
+    await call.write(request(3, batch(2, (1, 6, chain([*plain[3:6], wrong], below=2, behind=2)))))
+    second = await read(call)
+    assert (list(second.tokens), list(second.accepted_nodes)) == (plain[1:4], [1, 2])
+    assert list(second.verified_counts) == [2]
+    # Of three, the last is wrong.
+    await call.write(request(4, batch(3, (1, 9, chain([wrong], below=1, behind=3)))))
+    third = await read(call)
+    assert (list(third.tokens), list(third.accepted_nodes), list(third.verified_counts)) == (plain[4:7], [1, 2], [3])
+    fourth = await read(call)
+    assert (list(fourth.tokens), list(fourth.verified_counts)) == (plain[7:8], [0])
+    # A successor may come when its step was answered long ago, and the stream may go on without one.
+    await call.write(request(5, batch(4, (1, 12, chain(plain[7:10], below=0, behind=0)))))
+    fifth = await read(call)
+    assert (list(fifth.tokens), fifth.ahead_ns < 0) == (plain[8:11], True)
+    await call.write(request(6, batch(0, (1, 16, []))))
+    assert list((await read(call)).tokens) == plain[11:12]
+    await call.done_writing()
+    assert await call.code() is grpc.StatusCode.OK
+    await service.until_empty()
+
+
+async def test_sessions_that_end_fail_or_are_new(service: Service, reference_model: PreTrainedModel) -> None:
+    plain = plain_tokens(reference_model, 3)
+    call = service.verify()
+    opens = [opening(1, stop_token_ids=(plain[0],)), opening(2, max_new_tokens=1), opening(3)]
+    await call.write(request(1, batch(0, *((number, 5, []) for number in (1, 2, 3, 4))), opens=opens))
+    old = [(number, 5, chain(plain[:2], below=0, behind=0)) for number in (1, 2, 3, 4)]
+    await call.write(request(2, batch(1, *old, (5, 5, chain(plain[:1], below=0, behind=0))), opens=[opening(5)]))
+    first, second = await read(call), await read(call)
+    assert list(first.outcomes) == [ACCEPTED, ACCEPTED, ACCEPTED, ERROR]
+    assert list(second.outcomes) == [ENDED, ENDED, ACCEPTED, ENDED, ACCEPTED]
+    assert list(second.verified_counts) == [0, 0, 1, 0, 1]
+    assert list(second.token_counts) == [0, 0, 2, 0, 2]
+    assert list(second.tokens) == [*plain[1:3], *plain[:2]]
+    assert not second.errors
+    await call.write(request(3, batch(2, (1, 5, []))))
+    third = await read(call)
+    assert (list(third.outcomes), third.report.tokens) == ([ENDED], 0)
+    call.cancel()
+    await service.until_empty()
+
+
+async def test_a_session_closed_in_between_is_closed_behind_what_was_sent(
+    service: Service, reference_model: PreTrainedModel
+) -> None:
+    plain = plain_tokens(reference_model, 3)
+    call = service.verify()
+    await call.write(request(1, batch(0, (1, 5, []), (2, 5, [])), opens=[opening(1), opening(2)]))
+    await call.write(request(2, batch(1, (1, 5, []), (2, 5, []))))
+    await call.write(request(0, close_session_ids=[1], close_epochs=[1]))
+    assert list((await read(call)).tokens) == plain[:1] * 2
+    assert list((await read(call)).tokens) == plain[1:2] * 2
+    await call.write(request(3, batch(2, (1, 6, []), (2, 6, []))))
+    third = await read(call)
+    # Not ENDED: its coordinator might think that it goes on, and would never hear of it.
+    assert (list(third.outcomes), list(third.tokens)) == ([ERROR, ACCEPTED], plain[2:3])
+    assert "open it again" in third.errors[0].message
+    call.cancel()
+    await service.until_empty()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"follows": 7}, "follows: 7 given"),
+        ({"follows": 2}, "follows: 2 given"),
+        ({"resident": [True]}, "resident: given"),
+        ({"values": b"1234567"}, "values: 7 bytes given, 4 needed"),
+        ({"values": floats_to_bytes([float("nan")])}, "values: numbers from 0 to 1"),
+        ({"max_nodes": [1, 2]}, "max_nodes: 3 entries given, 1 needed"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, str) else "",
+)
+async def test_what_cannot_follow_ends_the_stream_with_its_reason(
+    service: Service, change: dict[str, Any], message: str
+) -> None:
+    call = service.verify()
+    await call.write(request(1, batch(0, (1, 5, [])), opens=[opening(1)]))
+    await read(call)
+    trees = batch(1, (1, 5, [(3, 0)]))
+    trees.MergeFrom(target_pb2.TreeBatch(**change))
+    await call.write(request(2, trees))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read(call)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert message in (caught.value.details() or "")
+    await service.until_empty()
+
+
+async def test_a_stream_that_ends_with_a_successor_waiting_leaves_nothing(service: Service) -> None:
+    call = service.verify()
+    await call.write(request(1, batch(0, (1, 5, [])), opens=[opening(1)]))
+    await call.write(request(2, batch(1, (1, 5, [(3, 0)]))))
+    call.cancel()
+    await service.until_empty()
+
+
+async def test_two_coordinators_ahead_at_once(service: Service, reference_model: PreTrainedModel) -> None:
+    plain = plain_tokens(reference_model, 10)
+
+    async def coordinator(incarnation: int) -> list[int]:
+        call, tokens, verified = service.verify(), [], 0
+        message = request(1, batch(0, (1, len(PROMPT), [])), opens=[opening(1)])
+        message.incarnation = incarnation
+        await call.write(message)
+        for step in range(2, 8):
+            # What is verified is right, so it is accepted; every second time what is sent is not.
+            is_right = step % 2 == 0
+            sent = [token if is_right else (token + 1) % 61 for token in plain[len(tokens) + verified :][:2]]
+            ahead = batch(step - 1, (1, len(PROMPT) + len(tokens), chain(sent, below=verified, behind=verified)))
+            message = request(step, ahead)
+            message.incarnation = incarnation
+            await call.write(message)
+            answer = await read(call)
+            assert list(answer.verified_counts) == ([verified] if step > 2 else [])
+            tokens += answer.tokens
+            verified = 1 if is_right else 0
+        tokens += (await read(call)).tokens
+        await call.done_writing()
+        return tokens
+
+    # Seven steps, of which three verify a node.
+    assert await asyncio.gather(*(coordinator(number) for number in range(3))) == [plain] * 3
+    await service.until_empty()
