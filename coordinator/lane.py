@@ -200,6 +200,9 @@ class TargetLane:
         # A step that begins at once is what two groups are for. Only growth may be worth more: where drafts grow much
         # while a successor is made, not to wait may be.
         grows = bool((group.states.draft[group.rows] != 0).any())
+        if grows and self.lead.is_long(step_ns=self.cost.predict_ns(len(group)), overhead_ns=self.pace.overhead_ns):
+            # Most of what grows in a step would come after its successor.
+            return {Way.AHEAD, *self._hopeless_groups(sessions)}
         return {Way.TWO_GROUPS} if grows else {Way.WAIT, Way.NEVER_WAIT, Way.TWO_GROUPS}
 
     def _hopeless_groups(self, sessions: int) -> set[int]:
