@@ -296,6 +296,8 @@ def test_seeds_come_from_the_generator() -> None:
 
 
 @pytest.mark.gpu
+# torch says once a process that this mode is a prototype.
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_graph_replays_with_new_keys_and_without_waiting(cuda: torch.device) -> None:
     case = _random_case(64, 5, 128256, cuda)
     seeds, offset = torch.arange(64, device=cuda), torch.zeros(1, dtype=torch.int64, device=cuda)

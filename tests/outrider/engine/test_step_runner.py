@@ -118,6 +118,8 @@ def choices_of(rows: int) -> TreeChoices:
 
 
 @pytest.mark.gpu
+# torch says once a process that this mode is a prototype.
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_the_steady_loop_neither_waits_nor_allocates() -> None:
     runner = make_runner()
     steps, rows = runner.steps, [prefill(runner, [5, 6, 7], 3) for _ in range(4)]
