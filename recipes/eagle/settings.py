@@ -41,7 +41,7 @@ class Recipe:
 
 FULL = Recipe(
     shape=LlamaShape(
-        hidden_size=384, intermediate_size=1536, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=1
+        hidden_size=384, intermediate_size=2304, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=1
     ),
     taps=(1, 3, 5),
     written=SamplingConfig(rounds=20, sequences=8192),
