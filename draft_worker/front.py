@@ -24,6 +24,8 @@ from outrider.security.tls import TlsConfig
 
 logger = logging.getLogger(__name__)
 
+# On a busy machine a process takes long until it has imported gRPC.
+_START_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 10.0
 # What fits between the two without waiting: the growth of some hundred steps.
 _BUFFER_BYTES = 4 << 20
@@ -66,7 +68,7 @@ class Front:
         Raises:
             OSError: the address is taken.
             CertificateError: a file of `tls` cannot be used.
-            WorkerUnavailable: the process has ended.
+            WorkerUnavailable: the process has ended, or does not answer.
         """
         reader, self._control = await asyncio.open_connection(sock=self._launch())
         self._reader = asyncio.create_task(self._read(reader))
@@ -88,33 +90,38 @@ class Front:
         """Health NOT_SERVING, then the drain, then every stream ends after what it has to send, and the process."""
         self._is_stopping = True
         with contextlib.suppress(WorkerUnavailable):
-            await self._ask("leave")
+            await self._ask("leave", _STOP_TIMEOUT_S)
         await drain()
-        with contextlib.suppress(WorkerUnavailable):
-            await self._ask("end streams")
+        with contextlib.suppress(WorkerUnavailable, TimeoutError):
+            await self._ask("end streams", _STOP_TIMEOUT_S)
             assert self._reader is not None
             await asyncio.wait_for(self._reader, _STOP_TIMEOUT_S)
-        self.close()
+        self._end()
 
     def share_cores(self) -> None:
         """Moves the process to this one's cores, which have been chosen since it was started."""
         assert self._process is not None
         if sys.platform == "linux":
-            for task in Path(f"/proc/{self._process.pid}/task").iterdir():
-                # A thread that has ended meanwhile.
-                with contextlib.suppress(ProcessLookupError):
-                    os.sched_setaffinity(int(task.name), os.sched_getaffinity(0))
+            # It may have ended meanwhile, which `failed` tells.
+            with contextlib.suppress(FileNotFoundError):
+                for task in Path(f"/proc/{self._process.pid}/task").iterdir():
+                    # So may a thread.
+                    with contextlib.suppress(ProcessLookupError):
+                        os.sched_setaffinity(int(task.name), os.sched_getaffinity(0))
 
     def close(self) -> None:
-        """Ends the process, if it has not ended in order, and closes both sockets."""
+        """Ends the process, if it has not ended in order, and closes `data`, which nobody may use any more."""
+        self._end()
+        for end in (self.data, self._their_data):
+            end.close()
+
+    def _end(self) -> None:
         self._is_stopping = True
         if self._process is not None:
             self._process.kill()
             self._process.wait()
         if self._control is not None:
             self._control.close()
-        for end in (self.data, self._their_data):
-            end.close()
 
     def _launch(self) -> socket.socket:
         """Starts the process; this end of its control socket."""
@@ -131,10 +138,13 @@ class Front:
             )
         return ours
 
-    async def _ask(self, told: object) -> dict[str, Any]:
+    async def _ask(self, told: object, timeout_s: float = _START_TIMEOUT_S) -> dict[str, Any]:
         assert self._control is not None, "told before it listens"
         self._control.write(json.dumps(told).encode() + b"\n")
-        answer = await self._answers.get()
+        try:
+            answer = await asyncio.wait_for(self._answers.get(), timeout_s)
+        except TimeoutError as error:
+            raise WorkerUnavailable("the process that speaks to coordinators does not answer") from error
         if answer is None:
             # For whoever asks next.
             self._answers.put_nowait(None)

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import json
 import os
+import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -163,6 +164,9 @@ async def _serve(control_socket: socket.socket, data: socket.socket) -> None:
 
 def main() -> None:
     """Serves until it is told to stop."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # Whoever tells every process of a service means the worker, which drains by way of this one.
+        signal.signal(number, signal.SIG_IGN)
     ends = [socket.socket(fileno=int(descriptor)) for descriptor in sys.argv[1:3]]
     for end in ends:
         end.set_inheritable(False)

@@ -9,12 +9,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from queue import Empty
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
 from outrider.draft_worker.front import Front
 from outrider.draft_worker.front_wire import FrameReader, Kind, pack_frame
@@ -104,6 +105,45 @@ async def test_certificates_that_the_front_process_cannot_use_are_named(tmp_path
     front = Front("127.0.0.1:0", TlsConfig(ca=tmp_path / "ca.pem", certificate=tmp_path / "a", key=tmp_path / "b"))
     with contextlib.closing(front), pytest.raises(CertificateError, match=r"ca\.pem"):
         await front.listen()
+
+
+@pytest_asyncio.fixture
+async def serving_front() -> AsyncIterator[tuple[Front, int]]:
+    before = set(_children(os.getpid()))
+    with contextlib.closing(Front("127.0.0.1:0", None)) as front:
+        await front.listen()
+        await front.start()
+        (process,) = filter(_is_front, set(_children(os.getpid())) - before)
+        yield front, process
+
+
+async def _nothing_to_drain() -> None:
+    return
+
+
+async def test_a_front_process_that_hangs_holds_up_no_stop(
+    serving_front: tuple[Front, int], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("outrider.draft_worker.front._STOP_TIMEOUT_S", 0.05)
+    front, process = serving_front
+    os.kill(process, signal.SIGSTOP)
+    async with asyncio.timeout(60):
+        await front.stop(drain=_nothing_to_drain)
+    assert not Path(f"/proc/{process}").exists()
+    # The growth thread, which may be amid a step, finds an end there, and no closed socket.
+    assert front.data.recv(1) == b""
+
+
+async def test_only_its_worker_tells_a_front_process_to_stop(serving_front: tuple[Front, int]):
+    front, process = serving_front
+    # As systemd does: to every process of a service.
+    os.kill(process, signal.SIGTERM)
+
+    async def drain() -> None:
+        assert "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
+
+    await front.stop(drain=drain)
+    assert not front.failed.done()
 
 
 async def test_a_worker_ends_with_its_front_process(checkpoint: Path):
