@@ -66,6 +66,11 @@ class _Peer:
             self._failed_s = time.monotonic()
             logger.warning("the coordinator at %s does not answer: %s", self.address, error.details())
             return None
+        except asyncio.CancelledError:
+            # Its connection was closed, as it is on the list no more; unless whoever asks has gone.
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            return None
 
 
 class Peers:

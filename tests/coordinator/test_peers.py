@@ -130,6 +130,31 @@ async def test_a_peer_that_does_not_answer_holds_nobody_up_for_long(monkeypatch:
         await asking.close()
 
 
+async def test_a_peer_that_leaves_the_list_while_it_is_asked_ends_no_request(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(peers, "_ANSWER_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(peers, "_RESOLVE_PAUSE_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        listed = [f"127.0.0.1:{mute.getsockname()[1]}"]
+
+        async def resolve() -> Sequence[str]:
+            return listed
+
+        asking = Peers(incarnation=1, resolve=resolve)
+        asking.start()
+        async with asyncio.timeout(30):
+            while not asking._peers:
+                await asyncio.sleep(0)
+            finding = asyncio.create_task(asking.find(("", "r")))
+            given_up = asyncio.create_task(asking.find(("", "s")))
+            await asyncio.sleep(0.1)
+            given_up.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await given_up
+            listed.clear()
+            assert await finding is None
+        await asking.close()
+
+
 async def test_a_coordinator_asks_itself_for_nothing():
     async with coordinators(CoordinatorConfig(**WAITS)) as (server,), rpc.open_channel(server.address) as channel:
         generations, asked = generation_pb2_grpc.GenerationServiceStub(channel), peer_pb2_grpc.PeerServiceStub(channel)
