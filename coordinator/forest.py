@@ -56,7 +56,7 @@ class Moves:
         tokens: [T] session by session.
         accepted: [S] how many of them were submitted nodes, the first ones.
         slots: [A] of these nodes.
-        keeps_tree: [S] as of `mirror.Commitment`.
+        keeps_tree: [S] whether what hangs below the new root is of use; in sync mode every tree is grown afresh.
     """
 
     rows: Ints
@@ -292,16 +292,18 @@ class Forest:
         factors = np.ones(len(self.row))
         factors[slots] = acceptance / self.acceptance[slots]
         self.acceptance[slots] = acceptance
-        self.value *= self._along_paths(factors)
+        raised = self.value * self._along_paths(factors, np.multiply)
+        # Each product is rounded on its own: without this a node might be worth more than its parent, and come first.
+        self.value[:] = self._along_paths(raised, np.minimum)
         self.version += 1
 
-    def _along_paths(self, factors: Floats) -> Floats:
-        """The product of the factors from each slot up to its root, which has to have a factor of 1."""
+    def _along_paths(self, numbers: Floats, combined: np.ufunc) -> Floats:
+        """All numbers from each slot up to its root combined; the root's own counts any number of times."""
         above = self.parent
         for _ in range(self._deepest.bit_length()):
-            factors = factors * factors[above]
+            numbers = combined(numbers, numbers[above])
             above = above[above]
-        return factors
+        return numbers
 
     # ---------------------------------------------------------------------------------------------------------- commits
 

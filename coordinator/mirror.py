@@ -9,7 +9,6 @@ columns of one forest. Chains (rejection) are lists, and taken one by one.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +25,8 @@ class TreeMirror:
     """One session's tree: its row of the forest, and what its workers know.
 
     Args:
-        token_ids: the session's committed tokens, prompt and output; the mirror reads this list, and `commit` is called
-            after tokens were appended to it.
+        token_ids: the session's committed tokens, prompt and output; the mirror reads this list, and its root is
+            moved after tokens were appended to it.
         kind: of the session, for what is learned of its sources.
     """
 
@@ -76,20 +75,6 @@ class TreeMirror:
 
 
 Mirror = TreeMirror | ChainMirror
-
-
-class Commitment(NamedTuple):
-    """Tokens that one session has committed: appended to its list already.
-
-    Attributes:
-        accepted: slots of the drafted nodes among the first of them, as they were submitted.
-        keeps_tree: whether what hangs below them is of use (not in sync mode, which grows every tree afresh).
-    """
-
-    mirror: Mirror
-    token_ids: Sequence[int]
-    accepted: Sequence[int] = ()
-    keeps_tree: bool = True
 
 
 # ------------------------------------------------------------------------------------------------------------- growth
@@ -175,28 +160,6 @@ def _pass_by(forest: Forest, growth: GrowthBatch, mirror: Mirror | None, node: i
 
 
 # ------------------------------------------------------------------------------------------------------------ commits
-
-
-def commit(commitments: Sequence[Commitment]) -> None:
-    """Moves the roots of all these sessions, each at most once, along their tokens."""
-    of_trees: list[tuple[TreeMirror, Sequence[int], Sequence[int], bool]] = []
-    for mirror, token_ids, accepted, keeps_tree in commitments:
-        if isinstance(mirror, ChainMirror):
-            mirror.commit(token_ids, keeps_chain=keeps_tree)
-        elif token_ids:
-            of_trees.append((mirror, token_ids, accepted[: len(token_ids)], keeps_tree))
-    if not of_trees:
-        return
-    mirrors, tokens, accepted, keeps_tree = zip(*of_trees, strict=True)
-    moves = Moves(
-        rows=np.array([mirror.row for mirror in mirrors]),
-        counts=np.array(list(map(len, tokens))),
-        tokens=np.concatenate([np.array(own, dtype=np.int64) for own in tokens]),
-        accepted=np.array(list(map(len, accepted))),
-        slots=np.concatenate([np.array(own, dtype=np.int64) for own in accepted]),
-        keeps_tree=np.array(keeps_tree),
-    )
-    move_roots(mirrors[0].forest, moves)
 
 
 def move_roots(forest: Forest, moves: Moves) -> None:

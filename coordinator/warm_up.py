@@ -14,10 +14,10 @@ import numpy as np
 from outrider.compiled import IS_COMPILED
 from outrider.coordinator.candidates import candidates
 from outrider.coordinator.cost_model import StepCost
-from outrider.coordinator.forest import Forest
+from outrider.coordinator.forest import Forest, Moves
 from outrider.coordinator.growth_kernels import count_expanded, note_known
 from outrider.coordinator.messages import Growth, GrowthBatch
-from outrider.coordinator.mirror import Commitment, TreeMirror, commit, graft
+from outrider.coordinator.mirror import TreeMirror, graft, move_roots
 from outrider.coordinator.open_leaves import next_level, open_leaves
 from outrider.coordinator.selection import choose_counts
 
@@ -44,5 +44,16 @@ def warm_up() -> None:
     choose_counts(found.values, found.places, sessions=1, cost_ns=StepCost().predict_many_ns, max_rows=4)
     trees = found.trees(most)
     token_ids.append(2)
-    commit([Commitment(mirror=mirror, token_ids=[2], accepted=trees[0].slots[:1])])
+    one = np.array([1])
+    move_roots(
+        forest,
+        Moves(
+            rows=np.array([mirror.row]),
+            counts=one,
+            tokens=np.array([2]),
+            accepted=one,
+            slots=trees.slots[:1],
+            keeps_tree=np.array([True]),
+        ),
+    )
     logger.debug("compiled loops were ready after %.1f s", time.perf_counter() - began_s)

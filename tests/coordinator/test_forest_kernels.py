@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from benchmarks.simulation.settings import Settings
 from benchmarks.simulation.virtual_run import simulate
+from tests.coordinator.committing import Commitment, commit_together
 
 from outrider.compiled import IS_COMPILED
 from outrider.coordinator import (
@@ -27,7 +28,7 @@ from outrider.coordinator.candidates import candidates
 from outrider.coordinator.cost_model import StepCost
 from outrider.coordinator.forest import Forest
 from outrider.coordinator.messages import Growth, GrowthBatch, SpeculationMode
-from outrider.coordinator.mirror import Commitment, TreeMirror, commit, graft
+from outrider.coordinator.mirror import TreeMirror, graft
 from outrider.coordinator.open_leaves import next_level, open_leaves
 from outrider.coordinator.selection import choose_counts
 from outrider.coordinator.warm_up import warm_up
@@ -108,7 +109,7 @@ class Service:
             own.extend(new)
             accepted = [tree.slots[number] for number in path]
             commitments.append(Commitment(mirror, new, accepted, self.dice.random() < 0.8))
-        commit(commitments)
+        commit_together(*commitments)
 
     def state(self) -> dict[str, list]:
         """All that is known."""

@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.coordinator.committing import Commitment, commit_together
 
 from outrider.coordinator.candidates import Candidates, candidates
 from outrider.coordinator.chain_mirror import ChainMirror
 from outrider.coordinator.forest import Forest
 from outrider.coordinator.messages import Growth, GrowthBatch
-from outrider.coordinator.mirror import Commitment, Mirror, TreeMirror, commit, graft
+from outrider.coordinator.mirror import Mirror, TreeMirror, graft
 from outrider.draft_distribution import WEIGHT_SUM, DraftDistribution
 
 Path = tuple[int, ...]
@@ -43,7 +44,10 @@ class Bench:
 
     def commit(self, new: Sequence[int], *, accepted: Sequence[int] = (), keeps_tree: bool = True) -> None:
         self.token_ids.extend(new)
-        commit([Commitment(mirror=self.mirror, token_ids=new, accepted=accepted, keeps_tree=keeps_tree)])
+        if isinstance(self.mirror, ChainMirror):
+            self.mirror.commit(new, keeps_chain=keeps_tree)
+        else:
+            commit_together(Commitment(self.mirror, new, accepted, keeps_tree))
 
     def best(self, most: int = 1000, deepest: int = 1000) -> Candidates:
         return candidates([self.mirror], most=[most], deepest=[deepest])
@@ -194,6 +198,16 @@ def test_paths_too_unlikely_for_a_float_do_no_harm():
     assert all(0 <= value <= 1e-6 for value in values.values())
 
 
+def test_no_node_is_worth_more_than_its_parent_however_estimates_rise():
+    chance = random.Random(0)
+    bench = Bench([9])
+    for first in range(1, 400, 20):
+        growth = make_growth(1, [(node, 0 if node == first else node - 1, 3) for node in range(first, first + 20)])
+        bench.graft("a", replace(growth, acceptance=[chance.choice([chance.random(), 1.0]) for _ in range(20)]))
+        drafted = np.flatnonzero(bench.forest.depth)
+        assert (bench.forest.value[drafted] <= bench.forest.value[bench.forest.parent[drafted]]).all()
+
+
 def test_estimates_out_of_range_do_no_harm():
     bench = Bench([9])
     bench.graft("a", make_growth(1, [(1, 0, 5)], acceptance=0.0))
@@ -264,7 +278,7 @@ def test_mirrors_equal_their_drafts_whatever_the_delay(seed):
         if chance.random() < 0.5:
             _deliver(chance, sessions)
         moving = [session for session in sessions if chance.random() < 0.2]
-        commit([session.next_commitment() for session in moving])
+        commit_together(*[session.next_commitment() for session in moving])
         for session in sessions:
             root = tuple(session.bench.token_ids)
             wanted = {
@@ -313,7 +327,8 @@ class _Delayed:
         for draft in self.drafts.values():
             draft.untold.append(new)
         slots = [tree.slots[child] for child in accepted]
-        return Commitment(mirror=self.bench.mirror, token_ids=new, accepted=slots)
+        assert isinstance(self.bench.mirror, TreeMirror)
+        return Commitment(self.bench.mirror, new, slots)
 
 
 class _Draft:
@@ -431,14 +446,8 @@ def test_chains_and_trees_share_a_message_and_a_batch():
     none, chained, grown = found.trees([0, 1, 2])
     assert (none.tokens, chained.tokens, sorted(grown.tokens)) == ([], [5], [4, 5])
     assert [len(tree.distributions) for tree in (none, chained, grown)] == [0, 1, 0]
-    tree.token_ids.append(4)
-    chain.token_ids += [5, 6]
-    commit(
-        [
-            Commitment(mirror=tree.mirror, token_ids=[4]),
-            Commitment(mirror=chain.mirror, token_ids=[5, 6]),
-        ]
-    )
+    tree.commit([4])
+    chain.commit([5, 6])
     assert tree.mirror.root_was_drafted
     assert chain.mirror.root_was_drafted
     assert not list(itertools.chain(tree.paths(), q_ids(chain)))

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.coordinator.committing import Commitment, commit_together
 
 from outrider.coordinator.candidates import group_candidates
 from outrider.coordinator.forest import Forest
 from outrider.coordinator.generation import Generation
 from outrider.coordinator.group import Group
 from outrider.coordinator.messages import GenerationRequest, Growth, GrowthBatch, SessionVerdict
-from outrider.coordinator.mirror import Commitment, TreeMirror, commit, graft
+from outrider.coordinator.mirror import TreeMirror, graft
 from outrider.coordinator.rounds import Flight
 from outrider.coordinator.session import Session
 from outrider.coordinator.successor import Successor, succeed
@@ -111,7 +112,8 @@ class Bench:
             verdicts.append(SessionVerdict(session.session_id, 0, accepted_nodes=accepted, token_ids=emitted))
             session.token_ids.extend(emitted)
             slots = [flight.trees[place].slots[number - 1] for number in accepted]
-            commit([Commitment(session.mirror, emitted, slots)])
+            assert isinstance(session.mirror, TreeMirror)
+            commit_together(Commitment(session.mirror, emitted, slots))
         return verdicts
 
     def paths(self, tree: Tree) -> dict[Path, int]:

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.coordinator.committing import Commitment, commit_together
 
 from outrider.coordinator.forest import Forest
 from outrider.coordinator.growth import growth_batch
-from outrider.coordinator.mirror import Commitment, TreeMirror, commit, graft
+from outrider.coordinator.mirror import TreeMirror, graft
 from outrider.draft_worker.growth_step import GrowthStep, SessionGrowth
 from outrider.draft_worker.growth_thread import CommitCommand, GrowthThread, Load, OpenCommand, SessionFailure
 from outrider.draft_worker.ngram_growth import NgramGrowth, NgramGrowthConfig
@@ -126,6 +127,6 @@ def test_a_mirror_in_step_can_use_every_node(
             new[-1] = drawn.randrange(24)
         growth.commit(KEY, 1, len(tokens), new)
         tokens += new
-        commit([Commitment(mirror, new)])
+        commit_together(Commitment(mirror, new))
         assert (mirror.forest.row[mirror.forest.depth > 0] == mirror.row).sum() <= credit
     assert np.isfinite(mirror.forest.value).all()
