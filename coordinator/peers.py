@@ -124,13 +124,13 @@ class Peers:
         while True:
             try:
                 wanted, trouble = set(await resolve()) - {own_address}, ""
-            except Exception as error:  # noqa: BLE001 - whatever an injected resolver raises, those known stay
+                for address in wanted - self._peers.keys():
+                    self._peers[address] = _Peer(address, self._tls)
+            except Exception as error:  # noqa: BLE001 - an injected resolver may raise anything; those known stay
                 wanted, trouble = set(self._peers), f"{type(error).__name__}: {error}"
             if trouble and trouble != self._unresolved:
-                logger.warning("the list of coordinators cannot be read, the last one holds: %s", trouble)
+                logger.warning("the list of coordinators cannot be followed, the last one holds: %s", trouble)
             self._unresolved = trouble
-            for address in wanted - self._peers.keys():
-                self._peers[address] = _Peer(address, self._tls)
             for address in self._peers.keys() - wanted:
                 await self._peers.pop(address).channel.close()
             await asyncio.sleep(_RESOLVE_PAUSE_S)

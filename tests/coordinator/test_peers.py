@@ -155,6 +155,25 @@ async def test_a_peer_that_leaves_the_list_while_it_is_asked_ends_no_request(mon
         await asking.close()
 
 
+async def test_peers_are_known_once_certificates_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(peers, "_RESOLVE_PAUSE_S", 0.02)
+
+    async def resolve() -> Sequence[str]:
+        return ["127.0.0.1:1"]
+
+    asking = Peers(incarnation=1, resolve=resolve, tls=TlsConfig.of_folder(tmp_path, Role.COORDINATOR))
+    asking.start()
+    async with asyncio.timeout(30):
+        while "the list of coordinators cannot be followed" not in caplog.text:
+            await asyncio.sleep(0.01)
+        write_development_set(tmp_path, days=1)
+        while not asking._peers:
+            await asyncio.sleep(0.01)
+    await asking.close()
+
+
 async def test_a_coordinator_asks_itself_for_nothing():
     async with coordinators(CoordinatorConfig(**WAITS)) as (server,), rpc.open_channel(server.address) as channel:
         generations, asked = generation_pb2_grpc.GenerationServiceStub(channel), peer_pb2_grpc.PeerServiceStub(channel)
