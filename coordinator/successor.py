@@ -150,18 +150,9 @@ def _below(group: Group, forest: Forest, number: Ints, verified: Ints, most: Int
     is_new_root = (number[above] > 0) | (forest.depth[above] == 0)
     kept = _best(forest.value[slots], ~is_new_root | has_children[slots])
     slots, places = slots[kept], places[kept]
-    own = number[slots] = _count_up(np.bincount(places, minlength=len(group))) + verified[places]
+    number[slots] = _count_up(np.bincount(places, minlength=len(group))) + verified[places]
     parents = number[forest.parent[slots]]
-    if (parents >= own).any():
-        # Estimates that were raised may leave a child worth a rounding error more than its parent, and before it.
-        even = ~np.isin(places, places[parents >= own])
-        slots, places, parents = slots[even], places[even], parents[even]
-    return _Nodes(slots, places, forest.token[slots], parents, _falling(forest, slots))
-
-
-def _falling(forest: Forest, slots: Ints) -> npt.NDArray[np.float32]:
-    """Path values as they travel; none above its parent's, whatever was rounded."""
-    return np.minimum(forest.value[slots], forest.value[forest.parent[slots]]).astype(np.float32)
+    return _Nodes(slots, places, forest.token[slots], parents, forest.value[slots].astype(np.float32))
 
 
 def _best(values: np.ndarray, kept: Bools) -> Bools:
