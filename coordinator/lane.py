@@ -18,7 +18,7 @@ from outrider.coordinator.draft_demand import DraftDemand
 from outrider.coordinator.firing import MissRates
 from outrider.coordinator.group import Group
 from outrider.coordinator.links import TargetLink
-from outrider.coordinator.messages import SessionOpening, SessionVerdict, VerifyResult
+from outrider.coordinator.messages import SessionOpening, VerifyResult
 from outrider.coordinator.one_graph import resident_flags
 from outrider.coordinator.open_leaves import next_level, open_leaves
 from outrider.coordinator.rounds import Flight, RoundPace, Step, Way
@@ -421,7 +421,7 @@ class TargetLane:
         costs_ns = self.cost.predict_many_ns(roots + np.arange(max(0, most) + 1))
         return int(np.searchsorted(costs_ns, self._fair_slowdown * costs_ns[0], side="right")) - 1
 
-    def begin_next(self, step: Step, answered: Sequence[tuple[int, Session, SessionVerdict]]) -> None:
+    def begin_next(self, step: Step) -> None:
         """A step has ended and is committed: the batch that follows it, if there is one, runs with what that left."""
         if not self.flights or (successor := self.flights[0].successor) is None:
             return
@@ -431,8 +431,7 @@ class TargetLane:
             for session, epoch in zip(group.sessions, successor.epochs, strict=True)
             if (session.target_id, session.target_epoch) == (self.worker_id, epoch) and not session.is_finished
         ]
-        on = [verdict for _, session, verdict in answered if not session.is_finished]
-        trees = successor.trees(group.forest, *successor.outcomes(on))
+        trees = successor.trees(group.forest, *successor.outcomes(step.result.verdicts))
         flight.begins(trees, sessions=len(sessions), at_ns=step.result_ns)
         for session in sessions:
             if session.flight is None:
@@ -454,14 +453,14 @@ class TargetLane:
     ) -> None:
         """Takes a round's times into the cost model, the rate and the trials; `result_ns`: when its result came."""
         self.steps += 1
-        if flight.successor is not None and not flight.rows:
+        if flight.successor is not None and not emitted:
             # All its sessions had ended with the step before.
             return
         self.cost.observe(result.step_tokens, result.step_ns)
         if flight.successor is not None:
             self.lead.observe(flight.lead_ns, result.ahead_ns)
         # The price of a row, where steps are now; and this step with its nodes and without.
-        rows, nodes = flight.rows, flight.rows - len(flight.sessions)
+        rows, nodes = flight.rows, len(flight.trees.tokens)
         whole = max(result.step_tokens, rows)
         asked = np.array([rows, rows + _PRICE_ROWS, whole, whole - nodes])
         low_ns, high_ns, whole_ns, bare_ns = self.cost.predict_many_ns(asked).tolist()

@@ -104,7 +104,7 @@ class Session:
         else:
             self.mirror = TreeMirror(forest, self.token_ids, self._kind)
             self.row = self.mirror.row
-        self._stop_ids = frozenset(self.sampling.stop_token_ids)
+        self.stop_ids = frozenset(self.sampling.stop_token_ids)
         self.end = self.prompt_length + self.sampling.max_new_tokens
         """Tokens with which it ends at the latest, the prompt's included."""
         self._is_plain = not request.stop and request.spans is None
@@ -252,7 +252,7 @@ class Session:
         if (
             self._is_plain
             and self.tap is None
-            and token_ids[-1] not in self._stop_ids
+            and token_ids[-1] not in self.stop_ids
             and len(own) + len(token_ids) < self.end
         ):
             own += token_ids

@@ -70,14 +70,27 @@ class Successor:
         )
 
     def outcomes(self, verdicts: Sequence[SessionVerdict]) -> tuple[Ints, Ints]:
-        """[S] last accepted node and [S] final token of each session, by what the step gave of tokens."""
+        """[S] last accepted node and [S] final token of each session, as the target has them.
+
+        A session that has ended here alone (cancelled, a stop string) goes on there, and takes its part of what all
+        sessions together may have.
+
+        Args:
+            verdicts: all of the step.
+        """
         ends, tokens = np.full(len(self.group), NOTHING_EMITTED), np.full(len(self.group), NOTHING_EMITTED)
         for verdict in verdicts:
             place = self.group.places.get(verdict.session_id)
-            if place is not None:
-                ends[place] = verdict.accepted_nodes[-1] if verdict.accepted_nodes else 0
-                tokens[place] = verdict.token_ids[-1]
+            if place is None or not verdict.token_ids or self._is_last(place, verdict.token_ids):
+                continue
+            ends[place] = verdict.accepted_nodes[-1] if verdict.accepted_nodes else 0
+            tokens[place] = verdict.token_ids[-1]
         return ends, tokens
+
+    def _is_last(self, place: int, token_ids: Sequence[int]) -> bool:
+        """Whether the target, too, ends the session with these."""
+        session = self.group.sessions[place]
+        return token_ids[-1] in session.stop_ids or self.lengths[place] + len(token_ids) >= session.end
 
 
 def can_follow(group: Group) -> bool:

@@ -228,7 +228,7 @@ class VerifyLoop:
         tell_drafts(committed, self._drafts)
         self._note_misses(committed)
         self._go_on(committed)
-        self.lane.begin_next(step, answered)
+        self.lane.begin_next(step)
         if result.growth is not None:
             self._graft(result.growth)
         self._uncounted.append(committed)

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from tests.coordinator.test_text_stream import BYTE_LEVEL
 
 from outrider.coordinator.ahead import Lead
 from outrider.coordinator.messages import FaultKind, SpeculationMode, TokenDelta, VerifyResult
@@ -93,6 +94,33 @@ async def test_a_stop_token_ends_a_session_that_is_in_the_next_batch_already(
     await assert_outputs(requests, start(ahead_bench, requests), expect_output)
     assert not ahead_bench.scheduler.totals.serving.reopened
     assert_idle(ahead_bench)
+
+
+async def test_who_ends_here_alone_has_its_part_of_the_next_step_all_the_same(make_bench, expect_output, make_request):
+    """Of a stop string the target knows nothing: what it has nodes for is shared with that session once more."""
+    bench = make_bench()
+    bench.limits.max_step_tokens = 9
+    target = bench.add_target(step_s=STEP_S)
+    bench.scheduler._lanes["target"].way = Trials((Way.AHEAD,))
+    bench.add_draft(accuracy=0.95)
+    requests = [make_request(number, sampling=SamplingSpec(max_new_tokens=60)) for number in (1, 2, 3, 4)]
+    tasks = []
+    for cut in (8, 13, 18):
+        prompt = (cut, 2, 3)
+        output = expect_output(prompt, SamplingSpec(max_new_tokens=60))
+        stop = BYTE_LEVEL.decode(output[cut : cut + 3])
+        stopped = make_request(cut, prompt_token_ids=prompt, stop=(stop,), sampling=SamplingSpec(max_new_tokens=60))
+        generation = bench.scheduler.submit(stopped, [TextStream(BYTE_LEVEL, stop=(stop,))])
+        tasks.append(asyncio.create_task(_until_ended(generation)))
+    await assert_outputs(requests, start(bench, requests), expect_output)
+    await asyncio.gather(*tasks)
+    assert bench.scheduler.has_target
+    assert len(target.successors) > 0.5 * len(target.batches)
+
+
+async def _until_ended(generation: Any) -> None:
+    async for _ in generation:
+        pass
 
 
 @pytest.mark.parametrize("kind", [FaultKind.LOST, FaultKind.NO_ROOM])
