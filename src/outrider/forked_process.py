@@ -16,7 +16,7 @@ from outrider.standby_start import CAN_FORK, connect, send_order
 
 # A stand-by that is just starting imports for some seconds before it answers.
 _ANSWER_TIMEOUT_S = 60.0
-# Nobody knows how a worker ends whose stand-by has been killed.
+# Of a worker that has gone with its stand-by, which was killed.
 _UNKNOWN_END = 1
 
 

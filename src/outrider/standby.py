@@ -6,10 +6,11 @@ The owner is a Ray node, which runs `standby_start.py` instead of Python, or a p
 (`forked_process.py`); both ask here.
 
 It has one thread, and touches neither a GPU nor gRPC nor Ray: forks of such a process are as good as new ones. It ends
-with its owner (and ends what it has forked), or when it has had nobody for a minute.
+with its owner, or when it has had nobody for a minute; what it has forked ends with it, also when it is killed.
 """
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import importlib.util
@@ -40,6 +41,8 @@ MODULES = (
     "transformers.models.llama.modeling_llama",
 )
 IDLE_S = 60.0
+# Of linux/prctl.h.
+_SET_PARENT_DEATH_SIGNAL = 1
 _ORDER_TIMEOUT_S = 10.0
 
 
@@ -253,11 +256,18 @@ def _line_by_line(stream: Any) -> None:
 
 def _fork() -> int | None:
     """As `os.fork`; None where there is no room for one more process: those that there are go on."""
+    stand_by = os.getpid()
     try:
-        return os.fork()
+        pid = os.fork()
     except OSError as error:
         logger.warning("no worker could be forked: %s", error)
         return None
+    if pid == 0:
+        # Those who wait for a worker take it for ended when the stand-by is killed.
+        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() != stand_by:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return pid
 
 
 def _tell(connection: socket.socket, number: int) -> None:

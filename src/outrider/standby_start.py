@@ -64,7 +64,7 @@ def run_forked(arguments: Sequence[str], *, owner_pid: int) -> int:
         pid = int(answers.readline() or _raise(ConnectionError("it has forked nobody")))
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda number, _: _send(pid, number))
-        # Without an answer the stand-by has been killed: nobody knows how the worker ends.
+        # Without an answer the stand-by has been killed, and the worker with it.
         code = int(answers.readline() or 1)
         return code if code >= 0 else 128 - code
 

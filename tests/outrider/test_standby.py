@@ -82,7 +82,7 @@ class Node:
         return self.run("-c", START, str(self.process.pid), "-u", str(self.script), *arguments)
 
     def close(self) -> None:
-        # With the node everything goes; workers of a stand-by that is killed would stay.
+        # With the node everything goes.
         self.process.kill()
         self.process.wait()
         self.stand_by.wait(DEADLINE_S)
@@ -173,6 +173,14 @@ def test_all_go_with_the_node(node: Node):
     until(lambda: not is_running(pid))
     assert worker.wait(DEADLINE_S) == 128 + signal.SIGKILL
     assert not node.path.exists()
+
+
+def test_a_worker_goes_with_a_stand_by_that_is_killed(node: Node):
+    worker = node.worker("sleep")
+    pid = pid_of(worker)
+    node.stand_by.kill()
+    assert worker.wait(DEADLINE_S) == 1
+    until(lambda: not is_running(pid))
 
 
 def test_without_workers_it_ends(tmp_path: Path):
