@@ -149,7 +149,7 @@ class Session:
         flight = self.flight
         if flight is None:
             return None
-        return Submission(flight.tree_of(self.session_id), flight.submitted_ns, flight.waited_ns)
+        return Submission(flight.tree_of(self.session_id), flight.begun_ns, flight.waited_ns)
 
     @property
     def _kind(self) -> Kind:
@@ -387,7 +387,7 @@ class Session:
             index=self.index,
             step=result.step,
             length=len(self.token_ids) - kept,
-            submitted_ns=flight.submitted_ns,
+            submitted_ns=flight.begun_ns,
             result_ns=news.step.result_ns,
             waited_ns=flight.waited_ns,
             step_ns=result.step_ns,

@@ -220,6 +220,8 @@ class VerifyLoop:
     def _apply(self, result: VerifyResult) -> None:
         """Commits a step's verdicts: what the next batch waits for. It is counted, and told to clients, later."""
         step = Step(self.lane.flights.popleft(), result, clock.now_ns())
+        # What a batch was held while the target was busy anyway is not counted.
+        self._free_since_ns = None
         answered = self._answered(step)
         committed = commit(step, answered)
         if result.resident:

@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
 from tests.coordinator.test_text_stream import BYTE_LEVEL
 
 from outrider.coordinator.ahead import Lead
-from outrider.coordinator.messages import FaultKind, SpeculationMode, TokenDelta, VerifyResult
+from outrider.coordinator.messages import FaultKind, RoundRecord, SpeculationMode, TokenDelta, VerifyResult
 from outrider.coordinator.rounds import Way
 from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.trials import Trials
@@ -80,6 +81,21 @@ async def test_a_step_begins_with_the_end_of_the_one_before(ahead_bench, make_re
     ]
     assert len(late) > 40
     assert sorted(late)[len(late) // 2] < 0.1 * STEP_S * 1e9
+
+
+@pytest.mark.parametrize("is_sent", [True, False], ids=["sent", "never in time"])
+async def test_what_a_batch_waits_behind_a_step_is_no_part_of_its_round(ahead_bench, make_request, is_sent):
+    """Neither from its submission to its result, nor as time that the target was held."""
+    ahead_bench.add_draft()
+    if not is_sent:
+        ahead_bench.lane.lead.ns = lambda **_: -1e9
+    generation = ahead_bench.scheduler.submit(make_request(trace=True), [TextStream(None)])
+    rounds = [event async for event in generation if isinstance(event, RoundRecord)]
+    assert len(rounds) > 5
+    assert bool(ahead_bench.target.successors) == is_sent
+    for before, after in pairwise(rounds):
+        assert after.submitted_ns >= before.result_ns
+    assert sum(each.waited_ns for each in rounds) < 0.1 * STEP_S * 1e9 * len(rounds)
 
 
 async def test_a_stop_token_ends_a_session_that_is_in_the_next_batch_already(
