@@ -9,11 +9,10 @@ Shapes: S sessions of a successor, N nodes that it has.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from outrider.succession import NOTHING_EMITTED, Ints, Succession, surviving
 from outrider.target_worker.sessions import Code, Outcome, SessionFault, SessionKey, TreeRequest, TreeResult
@@ -30,27 +29,21 @@ _TORN = _refused(Code.INVALID_ARGUMENT, "parents: a parent must stand before its
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Successor:
-    """A batch that follows a step; columns as in `outrider.succession.Succession`.
+    """A batch that follows a step.
 
     Attributes:
         follows: number of the step.
         keys: [S]
         epochs: [S]
         lengths: [S] of sessions in the step those that were sent with it.
+        sent: its trees, before the step is looked at.
     """
 
     follows: int
     keys: Sequence[SessionKey]
     epochs: Sequence[int]
     lengths: Sequence[int]
-    counts: Ints
-    tokens: Ints
-    parents: Ints
-    values: npt.NDArray[np.float32]
-    least_value: float
-    max_nodes: Ints
-    max_depths: Ints
-    max_total_nodes: int
+    sent: Succession
 
 
 class _Left(NamedTuple):
@@ -103,7 +96,7 @@ class StreamSteps:
             self._left(places.get(key), epoch, length)
             for key, epoch, length in zip(successor.keys, successor.epochs, successor.lengths, strict=True)
         ]
-        tokens, parents, counts, torn = _surviving(successor, left)
+        tokens, parents, counts, torn = _surviving(successor.sent, left)
         trees: list[TreeRequest] = []
         first = 0
         for place, (one, count) in enumerate(zip(left, counts, strict=True)):
@@ -141,37 +134,26 @@ class StreamSteps:
         return _Left(True, verified, end, result.token_ids[-1], length)
 
 
-def _surviving(successor: Successor, left: Sequence[_Left]) -> tuple[list[int], list[int], list[int], set[int]]:
+def _surviving(sent: Succession, left: Sequence[_Left]) -> tuple[list[int], list[int], list[int], set[int]]:
     """Tokens [n] and parents [n] of the nodes to verify, how many each session has [S], and who has torn trees."""
-    if not len(successor.tokens):
+    if not len(sent.tokens):
         # Plain steps, as they all are without drafts.
         return [], [], [0] * len(left), set()
     verified = np.array([one.verified for one in left], dtype=np.int64)
-    parents, torn = _checked_parents(successor, verified)
-    sent = Succession(
-        is_in_step=np.array([one.is_in_step for one in left], dtype=np.bool_),
-        verified=verified,
-        counts=successor.counts,
-        tokens=successor.tokens,
-        parents=parents,
-        values=successor.values,
-        least_value=successor.least_value,
-        max_nodes=successor.max_nodes,
-        max_depths=successor.max_depths,
-        max_total_nodes=successor.max_total_nodes,
-    )
-    ends = np.array([one.end for one in left], dtype=np.int64)
-    found = surviving(sent, ends, np.array([one.token for one in left], dtype=np.int64))
-    return successor.tokens[found.nodes].tolist(), found.parents.tolist(), found.counts.tolist(), torn
+    parents, torn = _checked_parents(sent, verified)
+    is_in_step = np.array([one.is_in_step for one in left], dtype=np.bool_)
+    ends, tokens = np.array([(one.end, one.token) for one in left], dtype=np.int64).T
+    found = surviving(replace(sent, is_in_step=is_in_step, verified=verified, parents=parents), ends, tokens)
+    return sent.tokens[found.nodes].tolist(), found.parents.tolist(), found.counts.tolist(), torn
 
 
-def _checked_parents(successor: Successor, verified: Ints) -> tuple[Ints, set[int]]:
+def _checked_parents(sent: Succession, verified: Ints) -> tuple[Ints, set[int]]:
     """The parents, and the places of the sessions of which one does not stand before its child; there they are 0."""
-    place = np.repeat(np.arange(len(verified)), successor.counts)
-    first = np.cumsum(successor.counts) - successor.counts
+    place = np.repeat(np.arange(len(verified)), sent.counts)
+    first = np.cumsum(sent.counts) - sent.counts
     own = verified[place] + 1 + np.arange(len(place)) - first[place]
-    is_torn = successor.parents >= own
+    is_torn = sent.parents >= own
     if not is_torn.any():
-        return successor.parents, set()
+        return sent.parents, set()
     torn = set(place[is_torn].tolist())
-    return np.where(np.isin(place, list(torn)), 0, successor.parents), torn
+    return np.where(np.isin(place, list(torn)), 0, sent.parents), torn

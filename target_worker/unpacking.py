@@ -2,13 +2,12 @@
 
 import logging
 
-import numpy as np
-
 from outrider.draft_distribution import unpack_distributions
 from outrider.errors import FieldViolation, InvalidRequest
 from outrider.growth_source import ALL_SOURCES, GrowthSource, sources_from_proto
 from outrider.log_output import about
 from outrider.sampling import SamplingSpec
+from outrider.succession import succession_from_proto
 from outrider.target_worker.resident_growth import DraftLimits
 from outrider.target_worker.sessions import Code, OpenRequest, SessionFault, TreeRequest
 from outrider.target_worker.step_jobs import Batch
@@ -110,14 +109,7 @@ def _successor(request: target_pb2.VerifyRequest) -> Successor:
         keys=[(request.incarnation, session_id) for session_id in trees.session_ids],
         epochs=list(trees.epochs),
         lengths=list(trees.lengths),
-        counts=np.array(trees.node_counts, dtype=np.int64),
-        tokens=np.array(trees.tokens, dtype=np.int64),
-        parents=np.array(trees.parents, dtype=np.int64),
-        values=floats_from_bytes(trees.values),
-        least_value=trees.least_value,
-        max_nodes=np.array(trees.max_nodes, dtype=np.int64),
-        max_depths=np.array(trees.max_depths, dtype=np.int64),
-        max_total_nodes=trees.max_total_nodes,
+        sent=succession_from_proto(trees),
     )
 
 

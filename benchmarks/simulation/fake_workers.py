@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import grpc.aio
-from benchmarks.simulation.last_step import LastStep, Outcome, Tree, succession_from_proto
+from benchmarks.simulation.last_step import LastStep, Outcome, Tree
 from benchmarks.simulation.path_model import PathModel
 from benchmarks.simulation.settings import Settings
 from benchmarks.simulation.tree_grower import GrownRows, TreeGrower
 from grpc.aio import ServicerContext
 
+from outrider.succession import succession_from_proto
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from outrider.wire import floats_to_bytes, split_by_counts, tokens_from_bytes
 

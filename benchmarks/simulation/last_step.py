@@ -6,8 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from outrider.succession import NOTHING_EMITTED, Succession, surviving
-from outrider.v1 import target_pb2
-from outrider.wire import floats_from_bytes, split_by_counts
+from outrider.wire import split_by_counts
 
 Tree = tuple[list[int], list[int]]
 """Tokens and parents."""
@@ -68,20 +67,3 @@ class LastStep:
         """Committed length that a batch names which follows the last step; `now` where it was not in that."""
         outcome = self._outcomes.get((session_id, epoch))
         return now if outcome is None else outcome.length
-
-
-def succession_from_proto(trees: target_pb2.TreeBatch) -> Succession:
-    """A batch that follows a step, as sent."""
-    sessions = len(trees.session_ids)
-    return Succession(
-        is_in_step=np.zeros(sessions, dtype=np.bool_),
-        verified=np.zeros(sessions, dtype=np.int64),
-        counts=np.array(trees.node_counts, dtype=np.int64),
-        tokens=np.array(trees.tokens, dtype=np.int64),
-        parents=np.array(trees.parents, dtype=np.int64),
-        values=floats_from_bytes(trees.values),
-        least_value=trees.least_value,
-        max_nodes=np.array(trees.max_nodes, dtype=np.int64),
-        max_depths=np.array(trees.max_depths, dtype=np.int64),
-        max_total_nodes=trees.max_total_nodes,
-    )

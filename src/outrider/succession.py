@@ -15,6 +15,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from outrider.v1 import target_pb2
+from outrider.wire import floats_from_bytes
+
 Ints = npt.NDArray[np.int64]
 _ONE = int(np.float32(1.0).view(np.int32))
 _LEAST_VALUE = np.float32(1e-30)
@@ -49,6 +52,23 @@ class Succession:
     max_nodes: Ints
     max_depths: Ints
     max_total_nodes: int
+
+
+def succession_from_proto(trees: target_pb2.TreeBatch) -> Succession:
+    """A batch that follows a step, as sent: whoever knows the step adds which sessions are in it, and what of them."""
+    sessions = len(trees.session_ids)
+    return Succession(
+        is_in_step=np.zeros(sessions, dtype=np.bool_),
+        verified=np.zeros(sessions, dtype=np.int64),
+        counts=np.array(trees.node_counts, dtype=np.int64),
+        tokens=np.array(trees.tokens, dtype=np.int64),
+        parents=np.array(trees.parents, dtype=np.int64),
+        values=floats_from_bytes(trees.values),
+        least_value=trees.least_value,
+        max_nodes=np.array(trees.max_nodes, dtype=np.int64),
+        max_depths=np.array(trees.max_depths, dtype=np.int64),
+        max_total_nodes=trees.max_total_nodes,
+    )
 
 
 class Survivors(NamedTuple):

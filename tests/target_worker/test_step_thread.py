@@ -6,16 +6,17 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import pytest
 
 from outrider.errors import WorkerUnavailable
 from outrider.sampling import SamplingSpec
+from outrider.succession import succession_from_proto
 from outrider.target_worker.sessions import DEFERRED, Code, OpenRequest, Outcome, SessionFault, TreeRequest, TreeResult
 from outrider.target_worker.step_jobs import Batch
 from outrider.target_worker.step_thread import StepThread
 from outrider.target_worker.succession import StreamSteps, Successor
 from outrider.target_worker.verifier import StepResult, Verifier
+from outrider.v1 import target_pb2
 
 
 class NotingVerifier:
@@ -327,12 +328,10 @@ def test_a_batch_without_trees_is_answered_in_its_turn(steps: StepThread, device
 
 def ahead(stream: StreamSteps, number: int, *, follows: int) -> Batch:
     """A batch of one session without a tree; a successor where it follows a step."""
-    nothing = np.zeros(0, dtype=np.int64)
-    one = np.ones(1, dtype=np.int64)
-    successor = Successor(
-        follows=follows, keys=[(1, number)], epochs=[1], lengths=[1], counts=0 * one, tokens=nothing, parents=nothing,
-        values=np.zeros(0, dtype=np.float32), least_value=0.0, max_nodes=one, max_depths=one, max_total_nodes=1,
-    )  # fmt: skip
+    sent = succession_from_proto(
+        target_pb2.TreeBatch(session_ids=[number], node_counts=[0], max_nodes=[1], max_depths=[1], max_total_nodes=1)
+    )
+    successor = Successor(follows=follows, keys=[(1, number)], epochs=[1], lengths=[1], sent=sent)
     return Batch(successor=successor, step=follows + 1, stream=stream)
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import grpc
 import grpc.aio
-import numpy as np
 import pytest
 from tests.target_worker.test_service import PROMPT, Service, opening, plain_tokens, read, request
 from transformers import PreTrainedModel
 
+from outrider.succession import succession_from_proto
 from outrider.target_worker.sessions import DEFERRED, Code, Outcome, SessionFault, TreeRequest, TreeResult
 from outrider.target_worker.succession import StreamSteps, Successor
 from outrider.v1 import target_pb2
@@ -24,20 +24,12 @@ Nodes = Sequence[tuple[int, int]]
 
 def successor(*sessions: tuple[int, int, Nodes], follows: int = 1, epoch: int = 1) -> Successor:
     """Of (number, length, nodes), all nodes as good as certain."""
-    nodes = [node for _, _, own in sessions for node in own]
     return Successor(
         follows=follows,
         keys=[(1, number) for number, _, _ in sessions],
         epochs=[epoch] * len(sessions),
         lengths=[length for _, length, _ in sessions],
-        counts=np.array([len(own) for _, _, own in sessions], dtype=np.int64),
-        tokens=np.array([token for token, _ in nodes], dtype=np.int64),
-        parents=np.array([parent for _, parent in nodes], dtype=np.int64),
-        values=np.ones(len(nodes), dtype=np.float32),
-        least_value=0.1,
-        max_nodes=np.full(len(sessions), 8),
-        max_depths=np.full(len(sessions), 8),
-        max_total_nodes=64,
+        sent=succession_from_proto(batch(follows, *sessions)),
     )
 
 
