@@ -133,7 +133,7 @@ class Generations:
             raise
 
     async def stream(
-        self, request: generation_pb2.GenerateRequest, caller: Caller, *, traceparent: str = ""
+        self, request: generation_pb2.GenerateRequest, caller: Caller, *, traceparent: str = "", is_new: bool = False
     ) -> AsyncGenerator[GenerationRequest | GenerationEvent, None]:
         """The request with every default filled in, then its events; the last one is the GenerationResult.
 
@@ -143,6 +143,7 @@ class Generations:
             request: as it came from outside.
             caller: whose it is.
             traceparent: of the caller's span, where it traces.
+            is_new: its id was made up by the door: it runs nowhere else.
 
         Raises:
             InvalidRequest: names every field that is wrong.
@@ -161,7 +162,7 @@ class Generations:
             self._scheduler.check_room()
             with caller.admitted(request_id, choices=request.sampling_params.n or 1):
                 key = (caller.name, request_id)
-                seed_elsewhere = await self._seed_elsewhere(request, key)
+                seed_elsewhere = None if is_new else await self._seed_elsewhere(request, key)
                 checked, text_streams = await self._check(request, key, seed_elsewhere)
                 checked = replace(checked, caller=caller.name, spans=spans)
                 generation = self._scheduler.submit(checked, text_streams)

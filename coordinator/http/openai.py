@@ -229,7 +229,7 @@ async def _all_events(
         return
     try:
         async with contextlib.aclosing(
-            generations.stream(asked.requests[0], caller, traceparent=asked.traceparent)
+            generations.stream(asked.requests[0], caller, traceparent=asked.traceparent, is_new=asked.is_new)
         ) as events:
             async for event in events:
                 yield 0, event
@@ -245,7 +245,8 @@ async def _merged(generations: Generations, asked: Asked, caller: Caller) -> Asy
         end: Exception | None = None
         try:
             request, parent = asked.requests[prompt], asked.traceparent
-            async with contextlib.aclosing(generations.stream(request, caller, traceparent=parent)) as events:
+            begun = generations.stream(request, caller, traceparent=parent, is_new=asked.is_new)
+            async with contextlib.aclosing(begun) as events:
                 async for event in events:
                     await queue.put((prompt, event))
         except InvalidRequest as error:

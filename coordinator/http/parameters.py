@@ -85,6 +85,7 @@ class Asked:
         echo: in front of each prompt's output; empty for nothing.
         names: of each of `requests`, how fields are called here that the common checks may find wrong (`renamed`).
         request_id: the client's own, or made here.
+        is_new: it was made here.
         traceparent: of the client's span, where both ends trace.
     """
 
@@ -99,6 +100,7 @@ class Asked:
     echo: Sequence[str]
     names: Sequence[Mapping[str, str]]
     request_id: str
+    is_new: bool
     traceparent: str = ""
 
 

@@ -145,6 +145,7 @@ def _common(
             **read_streaming(fields),
             "return_token_ids": fields.flag("return_token_ids"),
             "metrics": metrics,
+            "is_new": given is None,
         },
         "request_id": f"{prefix}-{given or uuid.uuid4().hex}",
     }

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import socket
+import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -174,6 +175,26 @@ async def test_peers_are_known_once_certificates_can_be_read(
     await asking.close()
 
 
+async def test_nobody_is_asked_about_a_request_whose_id_the_http_door_has_made_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(peers, "_ANSWER_TIMEOUT_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+
+        async def resolve() -> Sequence[str]:
+            return [f"127.0.0.1:{mute.getsockname()[1]}"]
+
+        server = CoordinatorServer(CoordinatorConfig(port=0, http_port=0, target_wait_s=0.05), peers=resolve)
+        await server.start()
+        async with asyncio.timeout(30):
+            while not server._peers._peers:
+                await asyncio.sleep(0.01)
+            url, body = f"http://{server.http_address}/v1/completions", b'{"prompt": "import os"}'
+            # There is no target: it has come as far as that.
+            with pytest.raises(urllib.error.HTTPError, match="503"):
+                await asyncio.to_thread(fetch, urllib.request.Request(url, body, {"Content-Type": "application/json"}))
+            assert not any(peer.is_avoided for peer in server._peers._peers.values())
+        await server.stop()
+
+
 async def test_a_coordinator_asks_itself_for_nothing():
     async with coordinators(CoordinatorConfig(**WAITS)) as (server,), rpc.open_channel(server.address) as channel:
         generations, asked = generation_pb2_grpc.GenerationServiceStub(channel), peer_pb2_grpc.PeerServiceStub(channel)
@@ -237,7 +258,7 @@ async def test_with_certificates_only_coordinators_ask_each_other(tmp_path: Path
             assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
 
 
-def fetch(url: str) -> bytes:
+def fetch(url: str | urllib.request.Request) -> bytes:
     with urllib.request.urlopen(url, timeout=30) as response:
         return response.read()
 
