@@ -78,6 +78,8 @@ def calibrated(texts: Sequence[ReplayText]) -> list[ReplayText]:
 def _texts(chosen: argparse.Namespace) -> dict[str, list[ReplayText]]:
     if chosen.texts is not None and chosen.texts.is_file():
         held = json.loads(chosen.texts.read_text(encoding="utf-8"))
+        if missing := set(chosen.workloads) - set(held):
+            raise SystemExit(f"{chosen.texts} has no {' and no '.join(sorted(missing))}: name another file in --texts")
         return {name: [ReplayText(**fields) for fields in texts] for name, texts in held.items()}
     texts = {name: write_texts(name, chosen.requests, chosen.max_new_tokens) for name in chosen.workloads}
     if chosen.texts is not None:

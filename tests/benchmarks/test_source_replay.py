@@ -67,3 +67,5 @@ def test_the_command_reads_texts_and_prints_a_table(tmp_path, capsys):
     assert run(options) == 0
     lines = capsys.readouterr().out
     assert lines.count("ngram") >= 2
+    with pytest.raises(SystemExit, match="no edits"):
+        run(["--workloads", "twice", "edits", "--texts", str(path)])
