@@ -28,6 +28,7 @@ SERVICE = peer_pb2.DESCRIPTOR.services_by_name["PeerService"]
 _ANSWER_TIMEOUT_S = 0.5
 _AVOIDED_S = 5.0
 _RESOLVE_PAUSE_S = 1.0
+_RESOLVE_TIMEOUT_S = 5.0
 
 Key = tuple[str, str]
 """Caller and request id."""
@@ -123,7 +124,8 @@ class Peers:
     async def _follow(self, resolve: Resolve, own_address: str) -> None:
         while True:
             try:
-                wanted, trouble = set(await resolve()) - {own_address}, ""
+                async with asyncio.timeout(_RESOLVE_TIMEOUT_S):
+                    wanted, trouble = set(await resolve()) - {own_address}, ""
                 for address in wanted - self._peers.keys():
                     self._peers[address] = _Peer(address, self._tls)
             except Exception as error:  # noqa: BLE001 - an injected resolver may raise anything; those known stay

@@ -156,6 +156,25 @@ async def test_a_peer_that_leaves_the_list_while_it_is_asked_ends_no_request(mon
         await asking.close()
 
 
+async def test_a_list_that_does_not_come_is_asked_for_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(peers, "_RESOLVE_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(peers, "_RESOLVE_PAUSE_S", 0.02)
+    asked: list[bool] = []
+
+    async def resolve() -> Sequence[str]:
+        asked.append(True)
+        if len(asked) == 1:
+            await asyncio.Event().wait()
+        return ["127.0.0.1:1"]
+
+    asking = Peers(incarnation=1, resolve=resolve)
+    asking.start()
+    async with asyncio.timeout(15):
+        while not asking._peers:
+            await asyncio.sleep(0.01)
+    await asking.close()
+
+
 async def test_peers_are_known_once_certificates_can_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
