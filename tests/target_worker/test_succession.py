@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from outrider.succession import succession_from_proto
 from outrider.target_worker.sessions import DEFERRED, Code, Outcome, SessionFault, TreeRequest, TreeResult
 from outrider.target_worker.succession import StreamSteps, Successor
+from outrider.target_worker.verifier import Verifier
 from outrider.v1 import target_pb2
 from outrider.wire import floats_to_bytes
 
@@ -109,8 +110,12 @@ def test_what_does_not_fit_the_step_is_that_session_s_fault() -> None:
     assert list(trees[2].tokens) == [3]
 
 
-@pytest.fixture
-async def service(checkpoint: Path) -> AsyncIterator[Service]:
+@pytest.fixture(params=[False, True], ids=["answered first", "begun first"])
+async def service(
+    checkpoint: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Service]:
+    """A step is answered before its successor begins, as on a CPU, or after that, as on a GPU."""
+    monkeypatch.setattr(Verifier, "goes_on_alone", request.param)
     service = Service(checkpoint)
     await service.start()
     yield service
