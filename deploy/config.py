@@ -239,6 +239,19 @@ class DeployConfig:
                 f"otlp_endpoint: {self.otlp_endpoint!r} given, http://HOST:PORT or https://HOST:PORT needed"
             )
 
+    def _check_shared_http_port(self) -> None:
+        if (shared := self.shared_http_port) is None:
+            return
+        if self.http_port is None:
+            raise ValueError(f"shared_http_port: {shared} given, with http_port needed")
+        # Their own ports leave `shared_port` out, and those for HTTP are as far from the first one as these are.
+        doors = 1 if self.certs is None else 2
+        skipped = None if self.shared_port is None else self.shared_port - self.port
+        if shared - self.http_port in {*range(self.coordinators * doors)} - {skipped}:
+            raise ValueError(
+                f"shared_http_port: {shared} given, which one of them has as its http_port: another needed"
+            )
+
     def _check_ports(self) -> None:
         for name in ("port", "target_port", "draft_port"):
             if not 0 <= getattr(self, name) <= 65535:
@@ -250,14 +263,7 @@ class DeployConfig:
         for name in ("shared_port", "shared_http_port"):
             if (port := getattr(self, name)) is not None and not 1 <= port <= 65535:
                 raise ValueError(f"{name}: {port} given, 1 to 65535 needed")
-        shared = self.shared_http_port
-        if shared is not None and self.http_port is None:
-            raise ValueError(f"shared_http_port: {shared} given, with http_port needed")
-        # Where they share `port`, the first has the next one for its own, and so it has for HTTP.
-        if shared is not None and shared == self.http_port and self.shared_port != self.port:
-            raise ValueError(
-                f"shared_http_port: {shared} given, which one of them has as its http_port: another needed"
-            )
+        self._check_shared_http_port()
         if self.live_page and self.http_port is None:
             raise ValueError("live_page: it is part of the HTTP door, so http_port is needed, too (8000, say)")
 

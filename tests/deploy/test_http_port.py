@@ -21,6 +21,7 @@ from outrider.deploy.crew import _with_http_port
         (DeployConfig(port=0, http_port=0), 41234, 1, 0),
         # The first one's own port is the one behind that which all share.
         (DeployConfig(shared_port=50051, http_port=8000, shared_http_port=8000), 50052, 0, 8001),
+        (DeployConfig(coordinators=2, shared_port=50052, http_port=8000, shared_http_port=8001), 50053, 1, 8002),
     ],
 )
 def test_each_has_its_own(config: DeployConfig, port: int, number: int, http_port: int | None) -> None:
@@ -34,6 +35,10 @@ def test_each_has_its_own(config: DeployConfig, port: int, number: int, http_por
         ({"shared_port": 0}, "shared_port: 0 given, 1 to 65535 needed"),
         ({"shared_http_port": 8000}, "shared_http_port: 8000 given, with http_port needed"),
         ({"http_port": 8000, "shared_http_port": 8000}, "shared_http_port: 8000 given, which one of them has"),
+        (
+            {"coordinators": 2, "http_port": 8000, "shared_http_port": 8001},
+            "shared_http_port: 8001 given, which one of them has",
+        ),
     ],
 )
 def test_a_port_that_cannot_be_is_refused(options: dict[str, Any], wrong: str) -> None:
