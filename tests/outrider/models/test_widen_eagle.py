@@ -25,7 +25,7 @@ from outrider.models.widened_eagle import WidenedEagle
 from outrider.models.widened_weights import LlamaShape, WidenedLlama
 
 WIDE = LlamaShape(hidden=64, layers=5, heads=8, kv_heads=4, intermediate=80, vocab=160)
-WIDE_PAIR = LlamaShape(hidden=768, layers=6, heads=6, kv_heads=6, intermediate=1600, vocab=8400)
+WIDE_PAIR = LlamaShape(hidden=768, layers=6, heads=6, kv_heads=6, intermediate=2400, vocab=8400)
 SMALL_VOCAB, DRAFT_VOCAB = 96, 120
 
 
