@@ -142,7 +142,8 @@ class FakeTarget:
         verdicts = [self._verdict(tree, deferred=deferred) for tree in trees]
         for tree, verdict in zip(trees, verdicts, strict=True):
             end = verdict.accepted_nodes[-1] if verdict.accepted_nodes else 0
-            last = (end, verdict.token_ids[-1]) if verdict.token_ids else (NOTHING_EMITTED, NOTHING_EMITTED)
+            goes_on = verdict.token_ids and (tree.session_id, tree.epoch) not in self._ended
+            last = (end, verdict.token_ids[-1]) if goes_on else (NOTHING_EMITTED, NOTHING_EMITTED)
             self._last_step.note(tree.session_id, tree.epoch, Outcome(tree.length, len(tree.tokens), *last))
         self._last_step.end()
         rows = 0 if self.defer_always else sum(1 + len(tree.tokens) for tree in trees)
