@@ -27,6 +27,7 @@ SERVICE = peer_pb2.DESCRIPTOR.services_by_name["PeerService"]
 # A peer that is frozen holds a request up for this long, and then nobody for a while.
 _ANSWER_TIMEOUT_S = 0.5
 _AVOIDED_S = 5.0
+_SILENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
 _RESOLVE_PAUSE_S = 1.0
 _RESOLVE_TIMEOUT_S = 5.0
 
@@ -64,8 +65,10 @@ class _Peer:
         try:
             return await getattr(self.stub, method)(request, timeout=_ANSWER_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            self._failed_s = time.monotonic()
-            logger.warning("the coordinator at %s does not answer: %s", self.address, error.details())
+            # Otherwise it has answered, if only that it was asked for too much.
+            if error.code() in _SILENT:
+                self._failed_s = time.monotonic()
+            logger.warning("the coordinator at %s has no answer: %s", self.address, error.details())
             return None
         except asyncio.CancelledError:
             # Its connection was closed, as it is on the list no more; unless whoever asks has gone.

@@ -156,6 +156,25 @@ async def test_a_peer_that_leaves_the_list_while_it_is_asked_ends_no_request(mon
         await asking.close()
 
 
+async def test_a_peer_that_is_asked_for_too_much_is_asked_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(peers, "_ANSWER_TIMEOUT_S", 20.0)
+    async with coordinators(CoordinatorConfig(**WAITS)) as (server,):
+
+        async def resolve() -> Sequence[str]:
+            return [server.address]
+
+        asking = Peers(incarnation=1, resolve=resolve)
+        asking.start()
+        async with asyncio.timeout(30), rpc.open_channel(server.address) as channel:
+            call, started = await begin(generation_pb2_grpc.GenerationServiceStub(channel), "r")
+            while not asking._peers:
+                await asyncio.sleep(0.01)
+            assert await asking.end("", ["x" * rpc.MAX_MESSAGE_BYTES], "it was aborted") == set()
+            assert await asking.find(("", "r")) == started.seed
+            call.cancel()
+        await asking.close()
+
+
 async def test_a_list_that_does_not_come_is_asked_for_again(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(peers, "_RESOLVE_TIMEOUT_S", 0.02)
     monkeypatch.setattr(peers, "_RESOLVE_PAUSE_S", 0.02)
