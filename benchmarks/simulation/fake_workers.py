@@ -121,8 +121,8 @@ class FakeTarget(target_pb2_grpc.TargetServiceServicer):
 
     def __init__(self, settings: Settings, model: PathModel) -> None:
         self._settings, self._model = settings, model
-        self._sessions: dict[int, tuple[int, int, int]] = {}
-        """Session to its path's key, its epoch and its committed length."""
+        self._sessions: dict[int, tuple[int, int, int, int]] = {}
+        """Session to its path's key, its epoch, its committed length and the one with which it ends."""
         self._last = LastStep()
         self.traces: list[StepTrace] = []
 
@@ -148,7 +148,8 @@ class FakeTarget(target_pb2_grpc.TargetServiceServicer):
             for opening in request.opens:
                 prompt = tokens_from_bytes(opening.prompt)
                 length = len(prompt) + len(opening.output) // 4
-                self._sessions[opening.session_id] = (prompt[0], opening.epoch, length)
+                most = len(prompt) + opening.sampling.max_new_tokens
+                self._sessions[opening.session_id] = (prompt[0], opening.epoch, length, most)
             for session_id in request.close_session_ids:
                 self._sessions.pop(session_id, None)
             if request.step:
@@ -171,14 +172,14 @@ class FakeTarget(target_pb2_grpc.TargetServiceServicer):
         if trees.follows:
             response.verified_counts.extend(len(tokens) for tokens, _ in sent)
         for session_id, epoch, length, tree in zip(trees.session_ids, trees.epochs, trees.lengths, sent, strict=True):
-            key, own_epoch, own_length = self._sessions[session_id]
+            key, own_epoch, own_length, most = self._sessions[session_id]
             expected = self._last.length(session_id, epoch, own_length) if trees.follows else own_length
             if (epoch, length) != (own_epoch, expected):
                 raise ValueError(f"session {session_id}: {(epoch, length)} submitted, {(own_epoch, expected)} held")
             accepted, emitted = self._model.walk(key, own_length, *tree)
-            outcome = Outcome(own_length, len(tree[0]), accepted[-1] if accepted else 0, emitted[-1])
+            outcome = Outcome.of(own_length, len(tree[0]), accepted, emitted, most=most)
             self._last.note(session_id, epoch, outcome)
-            self._sessions[session_id] = (key, epoch, own_length + len(emitted))
+            self._sessions[session_id] = (key, epoch, own_length + len(emitted), most)
             response.accepted_counts.append(len(accepted))
             response.accepted_nodes.extend(accepted)
             response.token_counts.append(len(emitted))

@@ -1,7 +1,7 @@
 """What a fake target remembers of its last step, for the batch that follows it."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -19,6 +19,13 @@ class Outcome(NamedTuple):
     nodes: int
     end: int
     token: int
+
+    @classmethod
+    def of(cls, length: int, nodes: int, accepted: Sequence[int], emitted: Sequence[int], *, most: int) -> Self:
+        """A walk's; nothing follows it in a session that has `most` tokens by then."""
+        if length + len(emitted) >= most:
+            return cls(length, nodes, NOTHING_EMITTED, NOTHING_EMITTED)
+        return cls(length, nodes, accepted[-1] if accepted else 0, emitted[-1])
 
 
 class LastStep:

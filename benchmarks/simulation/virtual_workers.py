@@ -46,8 +46,8 @@ class VirtualTarget:
     def __init__(self, settings: Settings, model: PathModel) -> None:
         self._settings, self._model = settings, model
         self._one_way_ns = settings.target_rtt_ms * 1e6 / 2
-        self._sessions: dict[int, tuple[int, int, int]] = {}
-        """Session to its path's key, its epoch and its committed length."""
+        self._sessions: dict[int, tuple[int, int, int, int]] = {}
+        """Session to its path's key, its epoch, its committed length and the one with which it ends."""
         self._last = LastStep()
         self._free_at_ns = 0
         self.busy_ns = self.steps = self.rows = 0
@@ -74,7 +74,8 @@ class VirtualTarget:
     def _open(self, openings: Sequence[SessionOpening]) -> None:
         for opening in openings:
             length = len(opening.prompt) + len(opening.output)
-            self._sessions[opening.session_id] = (opening.prompt[0], opening.epoch, length)
+            most = len(opening.prompt) + opening.sampling.max_new_tokens
+            self._sessions[opening.session_id] = (opening.prompt[0], opening.epoch, length, most)
 
     def _run(
         self, columns: Sequence[tuple[int, int, int]], trees: Sequence[Tree], *, ahead_ns: int | None = None
@@ -114,13 +115,13 @@ class VirtualTarget:
         return 1 + self._settings.target_jitter * (2 * chance - 1)
 
     def _verdict(self, session_id: int, epoch: int, length: int, tree: Tree, follows: bool) -> SessionVerdict:
-        key, own_epoch, own_length = self._sessions[session_id]
+        key, own_epoch, own_length, most = self._sessions[session_id]
         expected = self._last.length(session_id, epoch, own_length) if follows else own_length
         if (epoch, length) != (own_epoch, expected):
             raise ValueError(f"session {session_id}: {(epoch, length)} submitted, {(own_epoch, expected)} held")
         accepted, emitted = self._model.walk(key, own_length, *tree)
-        self._sessions[session_id] = (key, epoch, own_length + len(emitted))
-        outcome = Outcome(own_length, len(tree[0]), accepted[-1] if accepted else 0, emitted[-1])
+        self._sessions[session_id] = (key, epoch, own_length + len(emitted), most)
+        outcome = Outcome.of(own_length, len(tree[0]), accepted, emitted, most=most)
         self._last.note(session_id, epoch, outcome)
         return SessionVerdict(session_id=session_id, epoch=epoch, accepted_nodes=accepted, token_ids=emitted)
 
