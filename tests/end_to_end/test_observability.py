@@ -361,7 +361,7 @@ def test_the_lines_of_a_requests_life_hold_its_id_and_lead_to_the_workers_lines(
     ]
     (session_id,) = {line["session_id"] for line in own if "session_id" in line}
     loggers = {line["logger"] for line in lines if line.get("session_id") == session_id}
-    assert {"outrider.draft_worker.service", "outrider.target_worker.service"} <= loggers
+    assert {"outrider.draft_worker.service", "outrider.target_worker.unpacking"} <= loggers
     (refused,) = [line for line in lines if "is refused with" in line["message"]]
     assert refused["request_id"] in refused["message"]
     assert "def fibonacci" not in "".join(observed.lines)
