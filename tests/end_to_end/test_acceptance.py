@@ -23,7 +23,7 @@ def acceptance_length(client: Client, prompts, **options) -> float:
 @pytest.mark.parametrize(("temperature", "wanted"), [(0.0, 3.0), (1.0, 2.6)])
 def test_sync_acceptance_length(client, prompts, temperature, wanted, record_property):
     length = acceptance_length(
-        client, prompts[:24], temperature=temperature, speculation="sync", max_nodes=24, max_depth=8
+        client, prompts[:12], temperature=temperature, speculation="sync", max_nodes=24, max_depth=8
     )
     record_property("acceptance_length", length)
     assert length > wanted

@@ -1,0 +1,73 @@
+#!/bin/sh
+# What needs GPUs, in one go: the tests marked gpu and the tables of docs/, each with a time limit and a file of its own.
+#
+#   sh benchmarks/gpu.sh FOLDER [tests] [ranks] [steps] [draft] [one-graph] [eagle] [end-to-end] [sources]
+#
+# Without names everything, about a quarter of an hour on two GPUs; with one GPU leave out ranks, end-to-end and sources.
+# FOLDER gets the reports. A GPU that measures should do nothing else; CUDA_VISIBLE_DEVICES picks it. PYTHON names another
+# interpreter, CHECKPOINTS where widened checkpoints are kept (20 GB; default FOLDER/checkpoints).
+set -u
+[ $# -ge 1 ] || { sed -n '2,8s/^# \{0,1\}//p' "$0"; exit 2; }
+mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 1
+shift
+[ $# -gt 0 ] || set -- tests ranks steps draft one-graph eagle end-to-end sources
+cd "$(dirname "$0")/.." || exit 1
+python=${PYTHON:-python}
+checkpoints=${CHECKPOINTS:-$out/checkpoints}
+failed=0
+
+# part SECONDS NAME COMMAND...: its output goes to FOLDER/NAME.txt
+part() {
+    limit=$1 name=$2
+    shift 2
+    begin=$(date +%s)
+    timeout "$limit" "$@" > "$out/$name.txt" 2>&1
+    code=$?
+    echo "$name: exit code $code after $(($(date +%s) - begin)) s, $out/$name.txt"
+    [ $code -eq 0 ] || failed=1
+}
+
+# Plugins that an environment may have turn warnings about themselves into errors under xdist.
+gpu_tests() {
+    name=$1
+    shift
+    part 400 "$name" "$python" -m pytest -q -m gpu -p no:benchmark -p no:cacheprovider --durations=10 "$@"
+}
+
+# widened ROLE SHAPE: the embedded model in that shape, written once
+widened() {
+    [ -f "$checkpoints/$1-$2/config.json" ] || part 120 "widen-$1-$2" env CUDA_VISIBLE_DEVICES= \
+        "$python" -m outrider.cli widen "$1" "$2" "$checkpoints/$1-$2" --check none
+}
+
+for name in "$@"; do
+    case $name in
+        tests) gpu_tests tests -n "${WORKERS:-8}" tests/kernels tests/outrider tests/target_worker tests/draft_worker tests/benchmarks \
+            --deselect tests/outrider/engine/test_tensor_parallel.py --deselect tests/outrider/engine/test_weight_reload.py ;;
+        # One after the other: each wants two GPUs.
+        ranks) gpu_tests ranks tests/outrider/engine/test_tensor_parallel.py tests/outrider/engine/test_weight_reload.py
+            part 240 tensor_parallel "$python" benchmarks/tensor_parallel.py 8b@1 8b@2 70b@2 ;;
+        steps) part 240 target_step "$python" benchmarks/target_step.py --quick --output-json "$out/target_step.json" ;;
+        draft) part 120 draft_step "$python" benchmarks/draft_step.py --only device --json "$out/draft_step.json"
+            part 120 draft_service "$python" benchmarks/draft_service.py --device cuda --keep-cores-awake 4 --json "$out/draft_service.json" ;;
+        one-graph) widened eagle 8b
+            part 240 one_graph "$python" benchmarks/one_graph.py --shape 8b --head "$checkpoints/eagle-8b" --shapes 1x1 2x1 \
+                --temperatures 0 1 --sessions 64 128 256 1 16 32 8 --seconds 150 --output-json "$out/one_graph.json" ;;
+        eagle) part 90 eagle_step "$python" benchmarks/eagle_step.py --repeats 20 --json "$out/eagle_step.json" ;;
+        end-to-end) widened target 8b
+            widened draft 160m
+            awake="--keep-cores-awake 4"
+            part 300 end_to_end "$python" benchmarks/end_to_end.py --device cuda --target "$checkpoints/target-8b" \
+                --draft "$checkpoints/draft-160m" --setups apart --sessions 1 16 64 4 --temperatures 0 1 --prompt-tokens 1024 \
+                --max-new-tokens 768 --warm-up 0.9 --prepare 1.2 --measure 2 --kv-bytes 32000000000 --time-limit 200 \
+                --scale-to 3.5 --draft-args "--kv-bytes 12000000000 $awake" --target-args="$awake" --coordinator-args="$awake" \
+                --output "$out/end_to_end" ;;
+        sources) widened target 8b
+            widened draft 160m
+            part 200 sources "$python" benchmarks/sources.py --device cuda --gpus 2 --target "$checkpoints/target-8b" \
+                --draft "$checkpoints/draft-160m" --mixtures off model ngram model+ngram --workloads twice edits --sessions 16 \
+                --requests 64 --max-new-tokens 128 --max-depth 12 --time-limit 120 --output "$out/sources.json" ;;
+        *) echo "$name is none of tests, ranks, steps, draft, one-graph, eagle, end-to-end, sources" >&2; exit 2 ;;
+    esac
+done
+exit $failed
