@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from io import FileIO
@@ -49,6 +50,7 @@ class ForkedProcess:
     def __init__(self, arguments: Sequence[str], *, environment: Mapping[str, str], stderr: int) -> None:
         self.returncode: int | None = None
         self._arguments, self._said = arguments, b""
+        self._listening = threading.Lock()
         self._connection = connect(os.getpid(), environment)
         child_stdin, stdin = os.pipe()
         stdout, child_stdout = os.pipe()
@@ -78,18 +80,29 @@ class ForkedProcess:
         """As `subprocess.Popen.wait`."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while self.returncode is None:
-            if (line := self._next_line()) is not None:
-                self._end(int(line))
-                continue
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if not select.select([self._connection], [], [], left)[0]:
-                assert timeout is not None
-                raise subprocess.TimeoutExpired(list(self._arguments), timeout)
+            # One thread listens at a time: the end is said once, and the connection is closed with it.
+            if not self._listening.acquire(timeout=-1 if left is None else left):
+                raise subprocess.TimeoutExpired(list(self._arguments), left or 0.0)
             try:
-                self._hear()
-            except OSError:
-                self._end(_UNKNOWN_END)
+                if self.returncode is None and not self._listen(left):
+                    raise subprocess.TimeoutExpired(list(self._arguments), left or 0.0)
+            finally:
+                self._listening.release()
         return self.returncode
+
+    def _listen(self, left: float | None) -> bool:
+        """Takes in what is said of its end; False where nothing is for so long."""
+        if (line := self._next_line()) is not None:
+            self._end(int(line))
+            return True
+        if not select.select([self._connection], [], [], left)[0]:
+            return False
+        try:
+            self._hear()
+        except OSError:
+            self._end(_UNKNOWN_END)
+        return True
 
     def send_signal(self, number: int) -> None:
         """As `subprocess.Popen.send_signal`."""

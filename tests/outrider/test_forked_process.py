@@ -5,6 +5,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,18 @@ def test_it_speaks_and_ends_as_a_child_does(forked: ForkedProcess, tmp_path: Pat
     assert (tmp_path / "log").read_text() == "to the log\n"
     forked.kill()
     assert forked.returncode == 7, "what has ended is left alone"
+
+
+def test_several_threads_may_end_it_and_wait_for_it(forked: ForkedProcess) -> None:
+    assert forked.stdout.readline()
+
+    def end(_: int) -> int:
+        for _ in range(50):
+            forked.kill()
+        return forked.wait(DEADLINE_S)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(end, range(4))) == [-signal.SIGKILL] * 4
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
