@@ -27,7 +27,7 @@ part() {
     [ $code -eq 0 ] || failed=1
 }
 
-# Plugins that an environment may have turn warnings about themselves into errors under xdist.
+# pytest-benchmark, where it is installed, warns that it is off under xdist, and warnings are errors here.
 gpu_tests() {
     name=$1
     shift
