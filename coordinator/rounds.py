@@ -64,7 +64,7 @@ class Flight:
         self.trees, self.rows, self.follows_ns = trees, sessions + len(trees.tokens), at_ns
 
     def tree_of(self, session_id: int) -> Tree:
-        """What was sent of a session."""
+        """What is verified of a session; of a successor nothing before `begins`."""
         return self.trees[self.group.places[session_id]]
 
 
