@@ -36,6 +36,7 @@ gpu_tests() {
 
 # widened ROLE SHAPE: the embedded model in that shape, written once
 widened() {
+    mkdir -p "$checkpoints"
     [ -f "$checkpoints/$1-$2/config.json" ] || part 120 "widen-$1-$2" env CUDA_VISIBLE_DEVICES= \
         "$python" -m outrider.cli widen "$1" "$2" "$checkpoints/$1-$2" --check none
 }
