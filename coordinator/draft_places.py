@@ -73,9 +73,9 @@ class DraftPlaces:
 
     def _open(self, session: Session, peer: DraftPeer) -> None:
         opening = session.opening(max_live_nodes=self._config.max_live_nodes)
-        if GrowthSource.NGRAM in peer.sources and session.mode is SpeculationMode.ASYNC:
-            # A trie speaks once a commit: what hangs below a tree that is sent, and below the target's own token after
-            # it, is there for the next one, when the answer is still on its way.
+        if session.mode is SpeculationMode.ASYNC:
+            # Growth goes on below a tree that is being verified, and below the target's own token after it: with a
+            # tree's own depth a draft would stand still, once it is as deep as that, until the answer is there.
             opening = replace(opening, max_depth=2 * (opening.max_depth + 1))
         session.join_draft(peer.worker_id, peer.number, opening.epoch)
         peer.sessions.add(session.session_id)

@@ -33,6 +33,7 @@ class GrowingTree:
         key: of the session's path, its first prompt token.
         length: committed tokens.
         is_sync: every commit begins a new tree, which ends at `max_nodes` nodes or `max_depth`.
+        max_nodes, max_depth: bounds of the tree below its root.
         min_value: nodes less likely to be reached are not expanded.
     """
 
@@ -51,7 +52,7 @@ class GrowingTree:
         self._model, self._key = model, key
         self.epoch, self.length, self.is_sync = epoch, length, is_sync
         self._max_nodes, self._min_value = max_nodes, min_value
-        self._max_depth = max_depth if is_sync else 1 << 30
+        self._max_depth = max_depth
         self._last_id = 0
         self._begin()
 

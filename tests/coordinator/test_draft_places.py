@@ -304,7 +304,7 @@ async def test_who_listens_to_tries_alone_lacks_no_model(make_bench):
         generation.cancel()
 
 
-async def test_a_trie_hears_what_was_asked_for_and_may_look_further(make_bench):
+async def test_drafts_hear_what_was_asked_for_and_look_further_than_one_tree(make_bench):
     bench = make_bench()
     bench.add_target(step_s=0.01)
     opened = {}
@@ -312,7 +312,7 @@ async def test_a_trie_hears_what_was_asked_for_and_may_look_further(make_bench):
         draft = bench.add_draft(name, delay_s=1000.0, sources=sources)
         draft.open_session = lambda opening, name=name: opened.setdefault(name, opening)
     sources = frozenset({MODEL, NGRAM})
-    for mode, depths in ((SpeculationMode.ASYNC, {"model": 4, "trie": 10}), (SpeculationMode.SYNC, {"model": 4})):
+    for mode, depths in ((SpeculationMode.ASYNC, {"model": 10, "trie": 10}), (SpeculationMode.SYNC, {"model": 4})):
         opened.clear()
         request = make_request(max_depth=4, sources=sources, mode=mode)
         generation = bench.scheduler.submit(request, [TextStream(None)])
