@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +38,35 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept
+
+
+def _patch_language_once_a_launch() -> None:
+    """Triton's interpreter replaces the functions of its language at every launch, and again whenever a kernel calls
+    another jit function: a third of its time here, for nothing. Once a launch and module of jit functions is enough.
+    """
+    from triton.runtime import interpreter
+
+    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patched: set[int] = set()
+
+    def patch_once(function: Any) -> interpreter._LangPatchScope:
+        module = id(function.__globals__)
+        if module in patched:
+            return interpreter._LangPatchScope()
+        patched.add(module)
+        return patch(function)
+
+    def launch_patched_anew(self: interpreter.GridExecutor, *arguments: Any, **options: Any) -> None:
+        # What the last one has replaced was put back when it ended.
+        patched.clear()
+        launch(self, *arguments, **options)
+
+    interpreter._patch_lang = patch_once
+    interpreter.GridExecutor.__call__ = launch_patched_anew
+
+
+if backend.INTERPRETED:
+    _patch_language_once_a_launch()
 
 
 @pytest.fixture(autouse=True)
