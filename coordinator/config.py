@@ -29,8 +29,11 @@ class CoordinatorConfig:
             half as many as may run (16 at least): then a request waits about half as long as it runs, at most.
         max_queue_wait_s: longest that a request may expect to wait, else it is refused at once; default no such bound.
         max_buffered_events: events that a slow reader may leave unread before its request rests until it reads on.
-        max_nodes: most nodes verified for a choice in one step, and the default of a request.
-        max_depth: deepest node of a tree, and the default of a request.
+        max_nodes: most nodes verified for a choice in one step, and the default of a request in async mode. One below a
+            power of two makes, with the root, steps that fill their CUDA graphs.
+        max_depth: deepest node of a tree, and the default of a request in async mode.
+        sync_nodes: nodes of a tree in sync mode, whose trees have the same size every round, unless a request says.
+        sync_depth: likewise its levels.
         max_live_nodes: most nodes that a draft may hold for a choice.
         drafts_per_session: draft workers of each source that grow one choice's tree in async mode, where there are as
             many.
@@ -91,8 +94,10 @@ class CoordinatorConfig:
     max_queue: int | None = None
     max_queue_wait_s: float | None = None
     max_buffered_events: int = 1024
-    max_nodes: int = 24
-    max_depth: int = 8
+    max_nodes: int = 31
+    max_depth: int = 16
+    sync_nodes: int = 24
+    sync_depth: int = 8
     max_live_nodes: int = 128
     drafts_per_session: int = 1
     verify_wait_cap_ms: float = 3.0
@@ -234,6 +239,8 @@ _AT_LEAST_ONE = (
     "max_buffered_events",
     "max_nodes",
     "max_depth",
+    "sync_nodes",
+    "sync_depth",
     "drafts_per_session",
     "heartbeat_interval_ms",
     "quarantine_losses",

@@ -1,7 +1,7 @@
 """How a request asks to be speculated for, and verified."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from outrider.coordinator.field_checks import FieldChecks
 from outrider.coordinator.messages import SpeculationMode
@@ -17,17 +17,30 @@ _MODES = {
 }
 
 
+class TreeBounds(NamedTuple):
+    """How large a tree may be, in nodes or levels.
+
+    Attributes:
+        most: and the default in async mode.
+        in_sync: the default in sync mode.
+    """
+
+    most: int
+    in_sync: int
+
+
 def speculation(
-    fields: FieldChecks, given: generation_pb2.SpeculationParams, highest: Mapping[str, int]
+    fields: FieldChecks, given: generation_pb2.SpeculationParams, bounds: Mapping[str, TreeBounds]
 ) -> tuple[SpeculationMode, int, int]:
-    """Its mode, and most nodes and greatest depth of a tree; `highest`: of the last two, by name."""
+    """Its mode, and most nodes and greatest depth of a tree; `bounds`: of the last two, by name."""
     mode = _MODES.get(given.mode)
     if mode is None:
         fields.wrong("speculation.mode", f"{given.mode} given, 1 (async), 2 (sync) or 3 (off) needed")
     values = []
     for name in ("max_nodes", "max_depth"):
-        most = highest[name]
-        value = getattr(given, name) if given.HasField(name) else most
+        most, in_sync = bounds[name]
+        default = in_sync if mode is SpeculationMode.SYNC else most
+        value = getattr(given, name) if given.HasField(name) else default
         if not 1 <= value <= most:
             fields.wrong(f"speculation.{name}", f"{value} given, 1 to {most} needed (mode 3, off, needs none)")
         values.append(value)

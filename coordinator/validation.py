@@ -3,7 +3,7 @@
 import itertools
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from outrider.coordinator.messages import GenerationRequest
 from outrider.coordinator.received_text import received_fault
 from outrider.coordinator.sampling_fields import sampling_spec
 from outrider.coordinator.source_fields import asked_sources
-from outrider.coordinator.speculation_fields import speculation, verification
+from outrider.coordinator.speculation_fields import TreeBounds, speculation, verification
 from outrider.coordinator.structured_outputs import structured_outputs
 from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.tokenizer import TextTokenizer
@@ -46,13 +46,24 @@ class RequestLimits:
         default_max_new_tokens: cut to the room that is left where the prompt is long.
         max_nodes: most nodes verified for a choice in one step, and the default.
         max_depth: deepest node, and the default.
+        sync_nodes, sync_depth: the defaults in sync mode, where they are less.
         allow_synthetic: whether a request may be judged by the synthetic rule, whose output means nothing.
     """
 
     default_max_new_tokens: int = 128
-    max_nodes: int = 24
-    max_depth: int = 8
+    max_nodes: int = 31
+    max_depth: int = 16
+    sync_nodes: int = 24
+    sync_depth: int = 8
     allow_synthetic: bool = False
+
+    @property
+    def tree_bounds(self) -> Mapping[str, TreeBounds]:
+        """What there is at most, and by default, by the field's name."""
+        return {
+            "max_nodes": TreeBounds(self.max_nodes, min(self.sync_nodes, self.max_nodes)),
+            "max_depth": TreeBounds(self.max_depth, min(self.sync_depth, self.max_depth)),
+        }
 
 
 def max_request_bytes(model: common_pb2.ModelInfo, tokenizer: TextTokenizer | None) -> int:
@@ -148,8 +159,7 @@ class _Check:
         sampling = replace(sampling, **verification(self.fields, asked, allow_synthetic=limits.allow_synthetic))
         sampling = replace(sampling, **self._structured_outputs(sampling))
         stop = self._stop()
-        highest = {"max_nodes": limits.max_nodes, "max_depth": limits.max_depth}
-        mode, max_nodes, max_depth = speculation(self.fields, asked, highest)
+        mode, max_nodes, max_depth = speculation(self.fields, asked, limits.tree_bounds)
         generation = GenerationRequest(
             request_id=request_id,
             prompt_token_ids=tuple(prompt[: self._model.max_model_len]),

@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -55,6 +56,19 @@ def test_defaults() -> None:
     assert (generation.n, len(streams), generation.trace, dict(generation.received)) == (1, 1, False, {})
     assert sampling.verification is VerificationRule.COUPLED
     assert (sampling.threshold_single, sampling.threshold_acc) == (1.0, 1.0)
+
+
+def test_trees_of_sync_mode_are_smaller_unless_the_request_says() -> None:
+    def bounds(limits: RequestLimits, **asked: Any) -> tuple[int, int]:
+        params = generation_pb2.SpeculationParams(mode=common_pb2.SPECULATION_MODE_SYNC, **asked)
+        request = generation_pb2.GenerateRequest(text="hello", speculation=params)
+        generation, _ = RequestValidator(MODEL, TOKENIZER, limits).check(request)
+        return generation.max_nodes, generation.max_depth
+
+    limits = RequestLimits(max_nodes=40, max_depth=20, sync_nodes=12, sync_depth=6)
+    assert bounds(limits) == (12, 6)
+    assert bounds(limits, max_nodes=40, max_depth=20) == (40, 20)
+    assert bounds(replace(limits, max_nodes=10, max_depth=5)) == (10, 5)
 
 
 def test_sources_of_growth() -> None:
