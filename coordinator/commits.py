@@ -8,6 +8,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,12 +16,14 @@ from outrider.coordinator.chain_mirror import ChainMirror
 from outrider.coordinator.draft_peer import DraftPeer
 from outrider.coordinator.forest import Forest, Moves
 from outrider.coordinator.group import Bools, Group
-from outrider.coordinator.messages import Commit, Commits, SessionVerdict
+from outrider.coordinator.messages import Commit, Commits
 from outrider.coordinator.mirror import move_roots
 from outrider.coordinator.rounds import Step
 from outrider.coordinator.rows import Ints
 from outrider.coordinator.session import Session
+from outrider.coordinator.taking import take
 from outrider.coordinator.trees import Trees
+from outrider.coordinator.verdicts import Verdicts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,28 +62,50 @@ class Committed:
         return self.group.sessions
 
 
-def commit(step: Step, answered: Sequence[tuple[int, Session, SessionVerdict]]) -> Committed:
-    """Takes what a target accepted.
+class Answered(NamedTuple):
+    """S sessions of a batch to whom a step gave tokens.
 
-    Args:
-        answered: places in the batch, sessions and verdicts with tokens.
+    Attributes:
+        places: [S] in the batch.
+        sessions: [S]
+        verdicts: [S]
     """
-    if not answered:
+
+    places: Sequence[int]
+    sessions: Sequence[Session]
+    verdicts: Verdicts
+
+
+def whole_answer(step: Step) -> Answered | None:
+    """The answer to a batch all of whose sessions have got tokens, as most are; None where one has to look at each."""
+    flight, result, _ = step
+    group, verdicts = flight.group, Verdicts.of(result.verdicts)
+    if not verdicts.have_tokens or verdicts.session_ids != group.ids:
+        return None
+    sessions = group.sessions
+    if verdicts.epochs != [session.target_epoch for session in sessions]:
+        return None
+    for session in sessions:
+        if session.flight is not flight or session.result is not None or session.generation.is_closed:
+            return None
+    if result.verified is not None and list(map(result.verified.get, group.ids)) != flight.trees.counts.tolist():
+        return None
+    return Answered(range(len(sessions)), sessions, verdicts)
+
+
+def commit(step: Step, answered: Answered) -> Committed:
+    """Takes what a target accepted."""
+    if not answered.places:
         return _nothing(step)
-    places_, sessions, verdicts = zip(*answered, strict=True)
-    trees, group, places = step.flight.trees, step.flight.group, np.array(places_)
+    trees, group, places, verdicts = step.flight.trees, step.flight.group, np.array(answered.places), answered.verdicts
     nodes = trees.counts[places]
-    if list(places_) != list(range(len(group))):
+    if list(answered.places) != list(range(len(group))):
         # Not all of them have got tokens, or in another order.
-        group = Group(sessions)
-    token_ids = [
-        session.take(verdict, count, step)
-        for session, verdict, count in zip(sessions, verdicts, nodes.tolist(), strict=True)
-    ]
+        group = Group(answered.sessions)
+    token_ids = take(group, verdicts, step, nodes)
     emitted = np.array(list(map(len, token_ids)))
-    numbers = [verdict.accepted_nodes for verdict in verdicts]
-    accepted, slots = _accepted_slots(numbers, emitted, trees.starts[places], trees.slots)
-    is_on = np.array([session.result is None and not session.generation.is_closed for session in sessions])
+    accepted, slots = _accepted_slots(verdicts.accepted, emitted, trees.starts[places], trees.slots)
+    is_on = np.array([session.result is None and not session.generation.is_closed for session in group.sessions])
     states, rows = group.states, group.rows
     told_ns = states.told_ns[rows]
     states.committed_ns[rows] = states.told_ns[rows] = step.result_ns

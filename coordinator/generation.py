@@ -30,6 +30,21 @@ class Generation:
         release: called once when the request ends in whatever way, with the generation.
     """
 
+    # Every round asks each session's for its reader.
+    __slots__ = (
+        "_error",
+        "_events",
+        "_max_buffered_events",
+        "_release",
+        "_wake",
+        "is_closed",
+        "on_resume",
+        "request",
+        "sessions",
+        "times",
+        "weights",
+    )
+
     def __init__(
         self, request: GenerationRequest, *, max_buffered_events: int, release: Callable[["Generation"], None]
     ) -> None:

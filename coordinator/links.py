@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import NamedTuple
 
 import grpc
@@ -25,7 +25,6 @@ from outrider.coordinator.messages import (
     GrowthBatch,
     SessionFault,
     SessionOpening,
-    SessionVerdict,
     SpeculationMode,
     TokenLogprobs,
     VerifyResult,
@@ -34,6 +33,7 @@ from outrider.coordinator.one_graph_answers import RESIDENT, counted_apart, expe
 from outrider.coordinator.resident import resident_growth
 from outrider.coordinator.successor import Successor
 from outrider.coordinator.trees import Submissions
+from outrider.coordinator.verdicts import Verdicts
 from outrider.draft_distribution import pack_distributions
 from outrider.errors import WorkerUnavailable
 from outrider.growth_source import ALL_SOURCES, sources_to_proto
@@ -305,29 +305,26 @@ def _verify_result(
     response: target_pb2.VerifyResponse, growth: GrowthBatch | None, verified: Mapping[int, int] | None
 ) -> VerifyResult:
     sessions = len(response.session_ids)
-    accepted, tokens = list(response.accepted_nodes), list(response.tokens)
-    token_counts = list(response.token_counts)
     outcomes = list(response.outcomes)
-    deferred: Iterable[bool] = itertools.repeat(False, sessions)
-    faults: Iterable[SessionFault | None] = itertools.repeat(None, sessions)
-    logprobs: Iterable[TokenLogprobs | None] = itertools.repeat(None, sessions)
+    deferred: Sequence[bool] = ()
+    faults: Sequence[SessionFault | None] = ()
+    logprobs: Sequence[TokenLogprobs | None] = ()
     if outcomes.count(target_pb2.OUTCOME_ACCEPTED) < sessions:
         deferred = [outcome == target_pb2.OUTCOME_DEFERRED for outcome in outcomes]
         faults = _faults(response)
     if response.logprobs:
         of_rows = {entry.row: _logprobs(entry) for entry in response.logprobs}
-        logprobs = map(of_rows.get, range(sessions))
-    columns = (
-        response.session_ids,
-        response.epochs,
-        deferred,
-        faults,
-        _split(accepted, response.accepted_counts),
-        _split(tokens, token_counts),
-        logprobs,
-        response.cached_tokens or itertools.repeat(0, sessions),
+        logprobs = list(map(of_rows.get, range(sessions)))
+    verdicts = Verdicts(
+        session_ids=list(response.session_ids),
+        epochs=list(response.epochs),
+        accepted=_split(list(response.accepted_nodes), list(response.accepted_counts)),
+        token_ids=_split(list(response.tokens), list(response.token_counts)),
+        deferred=deferred,
+        faults=faults,
+        logprobs=logprobs,
+        cached_tokens=list(response.cached_tokens),
     )
-    verdicts = list(map(SessionVerdict._make, zip(*columns, strict=True)))
     return VerifyResult(
         step=response.step,
         verdicts=verdicts,

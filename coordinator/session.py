@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outrider.coordinator import clock
@@ -20,6 +19,7 @@ from outrider.coordinator.messages import (
     SessionVerdict,
     SpeculationMode,
     TokenDelta,
+    TokenLogprobs,
 )
 from outrider.coordinator.mirror import Mirror, TreeMirror
 from outrider.coordinator.source_mix import Count, Kind
@@ -44,15 +44,16 @@ class Submission(NamedTuple):
     waited_ns: int
 
 
-class _Undelivered(NamedTuple):
+class Undelivered(NamedTuple):
     """Tokens that are committed, and that the client has not been told of."""
 
     token_ids: Sequence[int]
     text: str | None
     """None: still to be made."""
-    verdict: SessionVerdict
+    logprobs: TokenLogprobs | None
+    accepted_nodes: Sequence[int]
     step: "Step"
-    growth: Sequence[GrowthArrival]
+    growth: Sequence[GrowthArrival] = ()
 
 
 class Session:
@@ -60,6 +61,44 @@ class Session:
 
     The coordinator owns the truth: everything a worker needs to take the session up is here.
     """
+
+    # Every round looks at every session: as a dictionary of that many attributes each would be all over the memory.
+    __slots__ = (
+        "accepted_tokens",
+        "arrivals",
+        "cached_tokens",
+        "draft_epochs",
+        "drafted_tokens",
+        "end",
+        "epoch",
+        "flight",
+        "generation",
+        "grafted_nodes",
+        "index",
+        "is_plain",
+        "lets_target_draft",
+        "mirror",
+        "mode",
+        "probation",
+        "prompt_length",
+        "refused_by",
+        "request",
+        "rests_until_ns",
+        "result",
+        "row",
+        "rows",
+        "sampling",
+        "session_id",
+        "stop_ids",
+        "tap",
+        "target_epoch",
+        "target_id",
+        "text_bytes",
+        "text_stream",
+        "token_ids",
+        "undelivered",
+        "verify_steps",
+    )
 
     def __init__(
         self, session_id: int, generation: Generation, index: int, text_stream: TextStream, forest: Forest
@@ -94,7 +133,7 @@ class Session:
         """Results for which it is to be verified alone, after a worker crashed with it."""
         self.tap: SessionTap | None = None
         """Only while somebody watches its tree."""
-        self._undelivered: _Undelivered | None = None
+        self.undelivered: Undelivered | None = None
         self._take_received(request.received.get(index, ()))
         self.mirror: Mirror
         self.rows = forest.rows
@@ -107,8 +146,16 @@ class Session:
         self.stop_ids = frozenset(self.sampling.stop_token_ids)
         self.end = self.prompt_length + self.sampling.max_new_tokens
         """Tokens with which it ends at the latest, the prompt's included."""
-        self._is_plain = not request.stop and request.spans is None
+        self.is_plain = not request.stop and request.spans is None and not request.trace
         """Nothing is asked of its tokens but where they end."""
+        self.lets_target_draft = (
+            self.mode is SpeculationMode.ASYNC
+            and GrowthSource.EAGLE in request.sources
+            and self.sampling.rule is VerificationRule.COUPLED
+            and not self.sampling.is_synthetic
+            and not self.sampling.grammar
+        )
+        """Whether a target may draft for it in the graph that verifies."""
 
     def close(self) -> None:
         """It has ended: its tree goes."""
@@ -210,18 +257,6 @@ class Session:
             )
             self.arrivals.append(arrival)
 
-    @cached_property
-    def lets_target_draft(self) -> bool:
-        """Whether a target may draft for it in the graph that verifies; asked for every session in every round."""
-        sampling = self.sampling
-        return (
-            self.mode is SpeculationMode.ASYNC
-            and GrowthSource.EAGLE in self.request.sources
-            and sampling.rule is VerificationRule.COUPLED
-            and not sampling.is_synthetic
-            and not sampling.grammar
-        )
-
     @property
     def is_target_drafted(self) -> bool:
         """Whether a target has drafted for it."""
@@ -236,42 +271,14 @@ class Session:
         """The same when it had so many tokens."""
         return self.mode is not SpeculationMode.OFF and self.sampling.max_new_tokens - output_length > 1
 
-    def take(self, verdict: SessionVerdict, nodes: int, step: "Step") -> Sequence[int]:
-        """Appends what the target accepted; returns the tokens that are kept.
+    def take_with_care(self, verdict: SessionVerdict, step: "Step") -> Sequence[int]:
+        """Appends what the target accepted where this may be the last of it, or somebody looks on.
 
-        `commits.py` does for all sessions of a step what is left to do before the next batch, and `deliver` tells the
-        client, after it.
+        `taking.py` does so for all others at once; `deliver` tells the client, when the next batch has left.
 
-        Args:
-            nodes: of the tree that was verified.
+        Returns:
+            The tokens that are kept.
         """
-        if self._undelivered is not None:
-            self.deliver()
-        accepted, token_ids = verdict.accepted_nodes, verdict.token_ids
-        own, text = self.token_ids, None
-        if (
-            self._is_plain
-            and self.tap is None
-            and token_ids[-1] not in self.stop_ids
-            and len(own) + len(token_ids) < self.end
-        ):
-            own += token_ids
-        else:
-            token_ids, text = self._take_with_care(verdict, step)
-        self.flight = None
-        self.verify_steps += 1
-        self.drafted_tokens += nodes
-        self.accepted_tokens += min(len(accepted), len(token_ids))
-        growth: Sequence[GrowthArrival] = ()
-        if self.arrivals:
-            growth, self.arrivals = self.arrivals, []
-        self._undelivered = _Undelivered(token_ids, text, verdict, step, growth)
-        if self.cached_tokens is None:
-            self.cached_tokens = verdict.cached_tokens
-        return token_ids
-
-    def _take_with_care(self, verdict: SessionVerdict, step: "Step") -> tuple[Sequence[int], str | None]:
-        """The same where these may be its last tokens, or somebody looks on; (those that are kept, their text)."""
         before, token_ids = len(self.token_ids), verdict.token_ids
         self.committed_ns = step.result_ns
         try:
@@ -288,11 +295,13 @@ class Session:
             nodes, accepted, held_ns = len(submission.tree.tokens), len(verdict.accepted_nodes), submission.waited_ns
             since = {"submitted_ns": submission.submitted_ns, "now_ns": step.result_ns, "held_ns": held_ns}
             spans.note_round(self.index, step.result, nodes=nodes, accepted=accepted, tokens=len(token_ids), **since)
-        return token_ids, text
+        growth, self.arrivals = self.arrivals, []
+        self.undelivered = Undelivered(token_ids, text, verdict.logprobs, verdict.accepted_nodes, step, growth)
+        return token_ids
 
     def deliver(self) -> None:
         """Tells the client of what was committed, if anything was since the last time."""
-        news, self._undelivered = self._undelivered, None
+        news, self.undelivered = self.undelivered, None
         if news is None:
             return
         try:
@@ -302,7 +311,7 @@ class Session:
             return
         if self.tap is not None:
             self.tap.note_delivered(text)
-        logprobs = news.verdict.logprobs
+        logprobs = news.logprobs
         self.generation.emit(
             TokenDelta(
                 index=self.index,
@@ -380,7 +389,7 @@ class Session:
             f"the tokens of request {request_id} cannot be turned into text: {type(error).__name__}: {error}"
         )
 
-    def _round_record(self, news: _Undelivered) -> RoundRecord:
+    def _round_record(self, news: Undelivered) -> RoundRecord:
         flight, result, kept = news.step.flight, news.step.result, len(news.token_ids)
         tree = flight.tree_of(self.session_id)
         return RoundRecord(
@@ -395,7 +404,7 @@ class Session:
             node_tokens=tree.tokens,
             node_parents=tree.parents,
             node_values=tree.values,
-            accepted_nodes=news.verdict.accepted_nodes[:kept],
+            accepted_nodes=news.accepted_nodes[:kept],
             emitted_token_ids=news.token_ids,
             growth=news.growth,
         )

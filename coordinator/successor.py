@@ -16,6 +16,7 @@ from outrider.coordinator.group import Bools, Group
 from outrider.coordinator.messages import SessionVerdict
 from outrider.coordinator.rows import Ints
 from outrider.coordinator.trees import Tree, Trees
+from outrider.coordinator.verdicts import Verdicts
 from outrider.succession import NOTHING_EMITTED, Succession, surviving
 
 if TYPE_CHECKING:
@@ -79,12 +80,15 @@ class Successor:
             verdicts: all of the step.
         """
         ends, tokens = np.full(len(self.group), NOTHING_EMITTED), np.full(len(self.group), NOTHING_EMITTED)
-        for verdict in verdicts:
-            place = self.group.places.get(verdict.session_id)
-            if place is None or not verdict.token_ids or self._is_last(place, verdict.token_ids):
+        columns = Verdicts.of(verdicts)
+        for session_id, accepted, token_ids in zip(
+            columns.session_ids, columns.accepted, columns.token_ids, strict=True
+        ):
+            place = self.group.places.get(session_id)
+            if place is None or not token_ids or self._is_last(place, token_ids):
                 continue
-            ends[place] = verdict.accepted_nodes[-1] if verdict.accepted_nodes else 0
-            tokens[place] = verdict.token_ids[-1]
+            ends[place] = accepted[-1] if accepted else 0
+            tokens[place] = token_ids[-1]
         return ends, tokens
 
     def _is_last(self, place: int, token_ids: Sequence[int]) -> bool:

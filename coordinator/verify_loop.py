@@ -20,7 +20,7 @@ import numpy as np
 
 from outrider import collector
 from outrider.coordinator import clock
-from outrider.coordinator.commits import Committed, commit, tell_drafts
+from outrider.coordinator.commits import Answered, Committed, commit, tell_drafts, whole_answer
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.draft_demand import DraftDemand
 from outrider.coordinator.draft_peer import DraftPeer
@@ -41,6 +41,7 @@ from outrider.coordinator.rounds import Step, Way
 from outrider.coordinator.session import Session
 from outrider.coordinator.sync_wait import SyncWait
 from outrider.coordinator.trees import Tree
+from outrider.coordinator.verdicts import Verdicts
 from outrider.errors import WorkerUnavailable
 
 # A target that computed nothing has no room; asking again at once would only spin.
@@ -222,7 +223,7 @@ class VerifyLoop:
         step = Step(self.lane.flights.popleft(), result, clock.now_ns())
         # What a batch was held while the target was busy anyway is not counted.
         self._free_since_ns = None
-        answered = self._answered(step)
+        answered = whole_answer(step) or self._answered(step)
         committed = commit(step, answered)
         if result.resident:
             credit(committed, result.resident)
@@ -236,10 +237,11 @@ class VerifyLoop:
         self._uncounted.append(committed)
         self.lane.applied_result_ns = step.result_ns
 
-    def _answered(self, step: Step) -> list[tuple[int, Session, SessionVerdict]]:
-        """Places in the batch, sessions and verdicts with tokens; sessions without are seen to."""
+    def _answered(self, step: Step) -> Answered:
+        """Whom a step gave tokens to; sessions without are seen to."""
         flight, result, _ = step
-        places, answered = dict(flight.group.places), []
+        places = dict(flight.group.places)
+        answered: list[tuple[int, SessionVerdict]] = []
         for verdict in result.verdicts:
             place = places.get(verdict.session_id)
             if place is None:
@@ -258,7 +260,7 @@ class VerifyLoop:
                     session.rests_until_ns = step.result_ns + _DEFERRED_PAUSE_NS
             else:
                 _check_tree(step, place, session)
-                answered.append((place, session, verdict))
+                answered.append((place, verdict))
         # An answer has to name every session it was asked for, under its epoch: the others are lost there.
         for place in places.values():
             session = flight.sessions[place]
@@ -266,7 +268,8 @@ class VerifyLoop:
             if session.flight is flight and not session.is_finished:
                 session.flight, session.target_id = None, None
                 self._owner.take_fault(session, _UNANSWERED)
-        return answered
+        sessions = [flight.sessions[place] for place, _ in answered]
+        return Answered([place for place, _ in answered], sessions, Verdicts.of([verdict for _, verdict in answered]))
 
     def _note_misses(self, committed: Committed) -> None:
         """How the rounds of sessions ended that drafts run ahead of."""

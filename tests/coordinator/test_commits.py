@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outrider.coordinator.commits import Committed, commit, tell_drafts
+from outrider.coordinator.commits import Answered, Committed, commit, tell_drafts
 from outrider.coordinator.forest import Forest
 from outrider.coordinator.generation import Generation
 from outrider.coordinator.group import Group
@@ -25,6 +25,7 @@ from outrider.coordinator.rounds import Flight, Step
 from outrider.coordinator.session import Session
 from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.trees import Tree, Trees
+from outrider.coordinator.verdicts import Verdicts
 from outrider.sampling import SamplingSpec
 
 REQUEST = GenerationRequest(
@@ -92,9 +93,8 @@ class Bench:
             session.flight = flight
         result = VerifyResult(step=1, verdicts=verdicts, step_ns=1, forward_ns=1, step_tokens=3)
         by_id = {session.session_id: place for place, session in enumerate(self.sessions)}
-        answered = [
-            (by_id[verdict.session_id], self.sessions[by_id[verdict.session_id]], verdict) for verdict in verdicts
-        ]
+        places = [by_id[verdict.session_id] for verdict in verdicts]
+        answered = Answered(places, [self.sessions[place] for place in places], Verdicts.of(verdicts))
         return commit(Step(flight, result, NS), answered)
 
     def _slots(self, session: Session) -> list[int]:

@@ -21,7 +21,7 @@ from scipy import stats
 from outrider.coordinator import lane
 from outrider.coordinator.candidates import Candidates, candidates
 from outrider.coordinator.chain_mirror import ChainMirror
-from outrider.coordinator.commits import commit
+from outrider.coordinator.commits import Answered, commit
 from outrider.coordinator.forest import Forest
 from outrider.coordinator.generation import Generation
 from outrider.coordinator.group import Group
@@ -38,6 +38,7 @@ from outrider.coordinator.mirror import graft
 from outrider.coordinator.rounds import Step
 from outrider.coordinator.session import Session
 from outrider.coordinator.text_stream import TextStream
+from outrider.coordinator.verdicts import Verdicts
 from outrider.draft_distribution import WEIGHT_SUM, DraftDistribution
 from outrider.draft_worker.choice import ChildChooser, Children
 from outrider.draft_worker.growth import TreeGrowth
@@ -194,7 +195,7 @@ class Bench:
                 continue
             position = len(session.token_ids)
             self.accepted += len(verdict.accepted_nodes)
-            commit(step, [(place, session, verdict)])
+            commit(step, Answered([place], [session], Verdicts.of([verdict])))
             session.deliver()
             self.untold.append((session, position, session.token_ids[position:]))
 
