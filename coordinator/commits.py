@@ -33,6 +33,7 @@ class Committed:
     Attributes:
         step: whose result it was.
         group: the sessions.
+        lengths: [S] committed tokens before.
         token_ids: [S] those of each that are kept.
         emitted: [S] how many these are.
         nodes: [S] of the tree that was verified.
@@ -46,6 +47,7 @@ class Committed:
 
     step: Step
     group: Group
+    lengths: Ints
     token_ids: Sequence[Sequence[int]]
     emitted: Ints
     nodes: Ints
@@ -107,7 +109,7 @@ def commit(step: Step, answered: Answered) -> Committed:
     accepted, slots = _accepted_slots(verdicts.accepted, emitted, trees.starts[places], trees.slots)
     is_on = np.array([session.result is None and not session.generation.is_closed for session in group.sessions])
     states, rows = group.states, group.rows
-    told_ns = states.told_ns[rows]
+    lengths, told_ns = states.length[rows], states.told_ns[rows]
     states.committed_ns[rows] = states.told_ns[rows] = step.result_ns
     if group.forest is not None and group.forest.mix.is_active:
         _note_sources(group.forest, trees, places, slots)
@@ -126,6 +128,7 @@ def commit(step: Step, answered: Answered) -> Committed:
     return Committed(
         step=step,
         group=group,
+        lengths=lengths,
         token_ids=token_ids,
         emitted=emitted,
         nodes=nodes,
@@ -140,7 +143,7 @@ def commit(step: Step, answered: Answered) -> Committed:
 
 def _nothing(step: Step) -> Committed:
     none, no = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.bool_)
-    numbers = dict.fromkeys(("emitted", "nodes", "accepted", "told_ns"), none)
+    numbers = dict.fromkeys(("lengths", "emitted", "nodes", "accepted", "told_ns"), none)
     answers = dict.fromkeys(("is_on", "is_drafted", "is_covered", "is_wrong"), no)
     return Committed(step=step, group=Group(()), token_ids=(), **numbers, **answers)
 
@@ -193,17 +196,17 @@ def tell_drafts(committed: Committed, drafts: Mapping[str, DraftPeer]) -> None:
         return
     states = group.states
     numbers = np.where(committed.is_on, states.draft[group.rows], 0)
-    positions = states.length[group.rows] - committed.emitted
+    positions, token_ids = committed.lengths, committed.token_ids
     for peer in drafts.values():
         places = np.flatnonzero(numbers == peer.number)
         if not len(places):
             continue
-        rows, token_ids = group.rows[places], committed.token_ids
+        is_all = len(places) == len(group)
         commits = Commits(
-            session_ids=[group.ids[place] for place in places.tolist()],
-            epochs=states.draft_epoch[rows].tolist(),
+            session_ids=group.ids if is_all else [group.ids[place] for place in places.tolist()],
+            epochs=states.draft_epoch[group.rows[places]].tolist(),
             positions=positions[places].tolist(),
-            token_ids=[token_ids[place] for place in places.tolist()] if len(places) < len(group) else token_ids,
+            token_ids=token_ids if is_all else [token_ids[place] for place in places.tolist()],
         )
         peer.link.commit(commits)
     if numbers.min() >= 0:

@@ -112,11 +112,11 @@ class ServingCounts:
         has_tree = committed.nodes > 0
         for accepted, trees in Counter(committed.accepted[has_tree].tolist()).items():
             self.accepted_depths[accepted] += trees
-        for place in np.flatnonzero(~has_tree).tolist():
-            session, emitted = committed.sessions[place], int(committed.emitted[place])
-            if session.could_speculate(session.output_length - emitted):
-                self.bare_drafted += bool(committed.is_drafted[place])
-                self.bare_undrafted += not committed.is_drafted[place]
+        group = committed.group
+        is_bare = ~has_tree & (group.is_async | group.is_sync) & (group.ends - committed.lengths > 1)
+        drafted = int(np.count_nonzero(is_bare & committed.is_drafted))
+        self.bare_drafted += drafted
+        self.bare_undrafted += int(np.count_nonzero(is_bare)) - drafted
 
     def note_refusal(self, error: OutriderError) -> None:
         """A request was refused before it began; for every door to call."""

@@ -68,8 +68,9 @@ def _together(
     peers: list[DraftPeer], speakers: Ints, since_ns: Ints, answers: Bools, values: npt.NDArray[np.float64]
 ) -> list[Outlook]:
     sums: defaultdict[tuple[int, int, bool], float] = defaultdict(float)
-    for *kind, value in zip(*(column.tolist() for column in (speakers, since_ns, answers, values)), strict=True):
-        sums[tuple(kind)] += value
+    kinds = zip(speakers.tolist(), since_ns.tolist(), answers.tolist(), strict=True)
+    for kind, value in zip(kinds, values.tolist(), strict=True):
+        sums[kind] += value
     found = []
     for (speaker, since, is_answer), value in sums.items():
         peer = peers[speaker]

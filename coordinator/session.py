@@ -265,11 +265,7 @@ class Session:
     @property
     def may_speculate(self) -> bool:
         """Whether a tree could save this session a step."""
-        return self.could_speculate(self.output_length)
-
-    def could_speculate(self, output_length: int) -> bool:
-        """The same when it had so many tokens."""
-        return self.mode is not SpeculationMode.OFF and self.sampling.max_new_tokens - output_length > 1
+        return self.mode is not SpeculationMode.OFF and self.end - len(self.token_ids) > 1
 
     def take_with_care(self, verdict: SessionVerdict, step: "Step") -> Sequence[int]:
         """Appends what the target accepted where this may be the last of it, or somebody looks on.
