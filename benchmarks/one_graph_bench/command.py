@@ -76,9 +76,10 @@ def run(arguments: Sequence[str]) -> int:
                 _write(options, rows, None)
         calls = None
         if device.type == "cuda" and options.count and "one-graph" in options.contenders:
-            verifier, sessions = bench.warm_rounds(options.count, shapes[0])
+            counted = min(options.count, max(options.sessions))
+            verifier, sessions = bench.warm_rounds(counted, shapes[0])
             calls = count_rounds(verifier, sessions, rounds=8).as_dict()
-            console.print(f"{options.count} sessions, a round: {calls}")
+            console.print(f"{counted} sessions, a round: {calls}")
     console.print(_table(rows, trained=trained))
     _write(options, rows, calls)
     return 0
