@@ -125,7 +125,10 @@ class GrowthArrival:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundRecord:
-    """One verification of one choice, for traces; times are of the monotonic clock."""
+    """One verification of one choice, for traces; times are of the monotonic clock.
+
+    `waited_ns` as of `Flight`, and `held_ns` too.
+    """
 
     index: int
     step: int
@@ -141,6 +144,7 @@ class RoundRecord:
     accepted_nodes: Sequence[int]
     emitted_token_ids: Sequence[int]
     growth: Sequence[GrowthArrival]
+    held_ns: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,7 @@ class Flight:
     Attributes:
         is_alone: no other was on its way when it was sent.
         waited_ns: how long the free target was held for growth before.
+        held_ns: how long the batch was held on purpose since the result before, be it for growth or for its time to go.
         group: the sessions in columns.
         trees: [S] what is verified of each session; of a successor none before `begins`.
         successor: what was sent, of a batch that follows a step.
@@ -49,6 +50,7 @@ class Flight:
     submitted_ns: int
     is_alone: bool
     waited_ns: int = 0
+    held_ns: int = 0
     successor: "Successor | None" = None
     lead_ns: float = 0.0
     follows_ns: int = 0

@@ -403,4 +403,5 @@ class Session:
             accepted_nodes=news.accepted_nodes[:kept],
             emitted_token_ids=news.token_ids,
             growth=news.growth,
+            held_ns=flight.held_ns,
         )

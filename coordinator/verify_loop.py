@@ -20,6 +20,7 @@ import numpy as np
 
 from outrider import collector
 from outrider.coordinator import clock
+from outrider.coordinator.chosen_wait import ChosenWait
 from outrider.coordinator.commits import Answered, Committed, commit, tell_drafts, whole_answer
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.draft_demand import DraftDemand
@@ -110,6 +111,7 @@ class VerifyLoop:
         self._sync_wait = SyncWait(config.sync_wait_cap_ms, drafts)
         self._owner = owner
         self._free_since_ns: int | None = None
+        self._chosen_wait = ChosenWait()
         self._undelivered: OrderedDict[int, Session] = OrderedDict()
         self._uncounted: list[Committed] = []
 
@@ -129,6 +131,7 @@ class VerifyLoop:
                     self._learn()
                 hold_s = self._hold_s(sessions, now_ns)
                 if hold_s:
+                    self._chosen_wait.hold(now_ns, hold_s)
                     if lane.flights:
                         # The target is busy: there is time.
                         self._learn()
@@ -138,7 +141,7 @@ class VerifyLoop:
                     else:
                         await lane.change(timeout_s=hold_s)
                     continue
-                self._fire(sessions)
+                self._fire(sessions, held_ns=self._chosen_wait.end(now_ns))
                 # The batch is written to its stream before anything is learned, or told to clients, of the last one.
                 await asyncio.sleep(0)
                 self._learn()
@@ -172,12 +175,13 @@ class VerifyLoop:
         patience_ns = self.patience_ns(sessions, waited_ns=now_ns - self._free_since_ns)
         return min(max(self.lane.lead_ns(now_ns), patience_ns, 0.0), rest_left_ns) / 1e9
 
-    def _fire(self, sessions: Sequence[Session]) -> None:
+    def _fire(self, sessions: Sequence[Session], *, held_ns: int) -> None:
         if self.lane.goes_ahead:
             flight = self.lane.send_ahead(sessions)
         else:
             waited_ns = clock.now_ns() - (self._free_since_ns or clock.now_ns())
             flight = self.lane.submit(sessions, self.choose(sessions), waited_ns=waited_ns)
+        flight.held_ns = held_ns
         flight.result.add_done_callback(self._note_result)
         if self.lane.group(sessions).is_sync.any():
             self._sync_wait.note_fired(sessions, clock.now_ns())
@@ -223,6 +227,7 @@ class VerifyLoop:
         step = Step(self.lane.flights.popleft(), result, clock.now_ns())
         # What a batch was held while the target was busy anyway is not counted.
         self._free_since_ns = None
+        self._chosen_wait.end(step.result_ns)
         answered = whole_answer(step) or self._answered(step)
         committed = commit(step, answered)
         if result.resident:

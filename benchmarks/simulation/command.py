@@ -53,9 +53,9 @@ _ROWS: Sequence[tuple[str, str]] = (
     ("target_busy", "{:.1%}"),
     ("nodes_per_step", "{:.1f}"),
     ("scheduling_ms", "{:.2f}"),
+    ("held_ms", "{:.2f}"),
     ("own_scheduling_ms", "{:.2f}"),
     ("scheduling_cpu_ms", "{:.2f}"),
-    ("held_ms", "{:.2f}"),
     ("coordinator_cpu", "{:.1%}"),
     ("cpu_ms_per_round", "{:.2f}"),
     ("dropped_nodes", "{:d}"),
@@ -106,6 +106,8 @@ def _parse(arguments: Sequence[str]) -> tuple[list[SpeculationMode], bool, dict]
     parser = argparse.ArgumentParser(
         prog="benchmarks/simulate.py",
         description="The coordinator under load without a GPU: its own code, and fake workers of given step times.",
+        epilog="own_scheduling_ms is the coordinator's own delay between a result and the next batch: less what it "
+        "chose to wait (held_ms). benchmarks/simulation/figures.py says what each figure means.",
     )
     defaults = {field.name: field.default for field in fields(Settings) if field.default is not MISSING}
     for name, kind, text in _OPTIONS:

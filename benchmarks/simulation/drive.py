@@ -51,8 +51,10 @@ class Client:
     token_ids: list[int] = field(default_factory=list)
     deltas: list[tuple[int, int]] = field(default_factory=list)
     """(time, tokens)"""
+    held_ns: dict[int, int] = field(default_factory=dict)
+    """Step to the time for which its batch was held on purpose since the result before; of traced sessions."""
     waited_ns: dict[int, int] = field(default_factory=dict)
-    """Step to the time that the scheduler held it for growth; of traced sessions."""
+    """The same: for which a free target was held for growth."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +229,7 @@ async def _read(client: Client, generation: Generation) -> None:
                 client.deltas.append((time.monotonic_ns(), len(event.token_ids)))
                 client.token_ids.extend(event.token_ids)
             elif isinstance(event, RoundRecord):
-                client.waited_ns[event.step] = event.waited_ns
+                client.held_ns[event.step], client.waited_ns[event.step] = event.held_ns, event.waited_ns
 
 
 def _wrong_tokens(client: Client, model: PathModel) -> int:

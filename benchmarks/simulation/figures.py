@@ -9,10 +9,13 @@ exposed_ms         between a step's end and the beginning of the next at the tar
 target_busy        share of the time in which a target is in a step, mean over targets
 nodes_per_step     drafted nodes in a batch of all sessions
 scheduling_ms      from the reading of a result to the writing of the next batch, in the coordinator
-own_scheduling_ms  the same less the time for which growth was waited for: the coordinator's own work
-scheduling_cpu_ms  what the coordinator's thread used of a core in that time, growth that came meanwhile included; by
-                   what the delay is longer, it waited for a core, or for the threads of gRPC
-held_ms            the time for which growth was waited for
+held_ms            what of that it chose to wait: for growth, or, where the batch goes ahead of the step that runs, for
+                   its time to go. Until the batch was decided on, or was due: a timer that is late is not chosen
+own_scheduling_ms  the rest: the coordinator's own delay, whatever it did or waited for without having chosen to
+waited_ms          the time for which a free target was held for growth
+scheduling_cpu_ms  what the coordinator's thread used of a core in all of scheduling_ms, growth that came meanwhile and
+                   what clients were told in a wait included. Where nothing is held, the own delay is longer by what the
+                   coordinator waited for a core, or for the threads of gRPC
 coordinator_cpu    CPU seconds a second of the coordinator's process, its clients included
 cpu_ms_per_round   the same a step of a target
 worker_late_ms     how much longer the fake steps took than they should have: the simulator's own error
@@ -82,24 +85,23 @@ def _tpot_ns(run: RunTraces, client: Client) -> float | None:
 
 
 def _scheduling(run: RunTraces) -> Figures:
-    waited = {
-        (client.session_id, step): held_ns for client in run.clients for step, held_ns in client.waited_ns.items()
-    }
+    held_of = {(client.session_id, step): held for client in run.clients for step, held in client.held_ns.items()}
     delays, own, held, used = [], [], [], []
     for departure in (departure for departures in run.departures for departure in departures):
         if not departure.result_ns or not run.began_ns <= departure.left_ns <= run.ended_ns:
             continue
         delays.append(departure.left_ns - departure.result_ns)
         used.append(departure.cpu_ns)
-        held_ns = waited.get((departure.first_session, departure.step))
+        held_ns = held_of.get((departure.first_session, departure.step))
         if held_ns is not None:
             held.append(held_ns)
             own.append(delays[-1] - held_ns)
     return {
         "scheduling_ms": _spread(delays),
-        "own_scheduling_ms": _spread(own),
-        "scheduling_cpu_ms": _spread(used),
         "held_ms": _spread(held),
+        "own_scheduling_ms": _spread(own),
+        "waited_ms": _spread(waited for client in run.clients for waited in client.waited_ns.values()),
+        "scheduling_cpu_ms": _spread(used),
     }
 
 

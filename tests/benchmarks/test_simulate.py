@@ -121,6 +121,9 @@ def test_chains_reach_the_length_that_their_rate_gives_and_off_one_token(capsys)
         assert result["tokens_per_s"] * result["seconds"] == pytest.approx(rounds_in_tokens, rel=0.2)
         assert result["own_scheduling_ms"]["p50"] <= result["scheduling_ms"]["p99"]
         assert 0 < result["scheduling_cpu_ms"]["p50"] <= result["scheduling_ms"]["p99"]
+    # Without drafts every batch goes ahead, and waits for its time.
+    assert off["held_ms"]["p99"] > 0.1
+    assert off["own_scheduling_ms"]["mean"] < off["scheduling_ms"]["mean"]
 
 
 def test_async_speculates_over_several_workers_and_a_distant_target_is_exposed(capsys):
