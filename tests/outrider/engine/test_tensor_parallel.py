@@ -262,7 +262,7 @@ def test_two_gpus_choose_what_one_chooses_until_one_is_lost(tmp_path: Path) -> N
     threading.Timer(0.5, _signal_follower, (runner, signal.SIGKILL)).start()
     with pytest.raises(WorkerUnavailable, match="rank 1 was killed by signal 9"):
         launched.wait()
-    assert 0.4 <= time.monotonic() - began < 2.5
+    assert 0.4 <= time.monotonic() - began < 0.5 + _SOON_S
     torch.cuda.synchronize()
     runner.close()
 
