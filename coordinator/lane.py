@@ -399,7 +399,7 @@ class TargetLane:
         flight = Flight(
             sessions=group.sessions,
             group=group,
-            trees=Trees.of([Tree()] * len(group)),
+            trees=Trees.empty(len(group)),
             rows=len(group),
             submitted_ns=clock.now_ns(),
             is_alone=False,

@@ -15,7 +15,7 @@ from outrider.coordinator.forest import Forest
 from outrider.coordinator.group import Bools, Group
 from outrider.coordinator.messages import SessionVerdict
 from outrider.coordinator.rows import Ints
-from outrider.coordinator.trees import Tree, Trees
+from outrider.coordinator.trees import Trees
 from outrider.coordinator.verdicts import Verdicts
 from outrider.succession import NOTHING_EMITTED, Succession, surviving
 
@@ -58,9 +58,9 @@ class Successor:
 
     def trees(self, forest: Forest | None, ends: Ints, tokens: Ints) -> Trees:
         """What is verified, once the step's roots have moved; `ends` and `tokens` as `outcomes` gives them."""
+        if forest is None or not len(self.slots):
+            return Trees.empty(len(self.group))
         survivors = surviving(self.succession, ends, tokens)
-        if forest is None or not len(survivors.nodes):
-            return Trees.of([Tree()] * len(self.group))
         slots = self.slots[survivors.nodes]
         return Trees(
             counts=survivors.counts,

@@ -81,6 +81,12 @@ class Trees(Sequence[Tree]):
             distributions=distributions,
         )
 
+    @classmethod
+    def empty(cls, sessions: int) -> "Trees":
+        """Of so many sessions none has nodes."""
+        slots, values = np.zeros(0, dtype=np.int64), np.zeros(0)
+        return cls(counts=np.zeros(sessions, dtype=np.int64), slots=slots, tokens=[], parents=[], values=values)
+
     def __len__(self) -> int:
         return len(self.counts)
 
