@@ -1,5 +1,6 @@
 """How tests are shared out where several processes run them (`make test`): files stay whole, and long ones begin."""
 
+import gc
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,3 +48,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         ranks = {part: rank for rank, part in enumerate(_FIRST)}
         items.sort(key=lambda item: ranks.get(_part(item.nodeid), len(ranks)))
+
+
+def pytest_collection_finish() -> None:
+    # What was imported stays until the end: no need for the garbage collector to look through it again and again.
+    gc.collect()
+    gc.freeze()

@@ -27,7 +27,7 @@ PLACES = 4
 CONNECTIONS = 24
 SHORT: GenerateOptions = {"max_new_tokens": 12, "temperature": 1.0, "seed": 11, "ignore_eos": True}
 PLAIN: GenerateOptions = {**SHORT, "speculation": "off"}
-LONG: GenerateOptions = {**SHORT, "max_new_tokens": 96}
+LONG: GenerateOptions = {**SHORT, "max_new_tokens": 160}
 MINE: GenerateOptions = {**LONG, "request_id": "mine"}
 
 
@@ -88,6 +88,8 @@ async def test_a_coordinator_killed_costs_its_streams_nothing(deployment: Deploy
     prompt = held_out_prompts()[0]
     async with AsyncClient(deployment.endpoints[0]) as one:
         expected = await one.generate(prompt, **LONG)
+    # Asked for now: it takes Ray a moment, in which the streams might end.
+    pids = {own["name"]: own["pid"] for own in (await deployment.status())["workers"]}
     async with AsyncClient(deployment.endpoint, connections=CONNECTIONS) as client:
         streams = [client.stream(prompt, **LONG) for _ in range(PLACES)]
         reading = [asyncio.create_task(read(stream)) for stream in streams]
@@ -96,10 +98,8 @@ async def test_a_coordinator_killed_costs_its_streams_nothing(deployment: Deploy
                 await asyncio.sleep(0.01)
         infos = [await info_of(address) for address in deployment.endpoints]
         most, survivor = sorted(infos, key=lambda info: info.running_sessions, reverse=True)
-        name = f"coordinator-{infos.index(most)}"
-        (killed,) = (own for own in (await deployment.status())["workers"] if own["name"] == name)
         assert not any(task.done() for task in reading)
-        os.kill(killed["pid"], signal.SIGKILL)
+        os.kill(pids[f"coordinator-{infos.index(most)}"], signal.SIGKILL)
         await asyncio.gather(*reading)
         assert [stream.result.token_ids for stream in streams] == [expected.token_ids] * PLACES
     # And it comes back to where the others listen.

@@ -18,7 +18,6 @@ def _as_it_was():
     thresholds = gc.get_threshold()
     gc.disable()
     yield
-    gc.unfreeze()
     gc.set_threshold(*thresholds)
     gc.enable()
 
