@@ -45,6 +45,7 @@ class Cell:
         rule: by which drafts are judged.
         synthetic: rates at which drafts are accepted, whatever they say; none for what they are worth.
         turn: the cells of one turn are compared with each other.
+        most_gpus: that there are; workers of further ones share the last.
     """
 
     setup: Setup
@@ -55,10 +56,15 @@ class Cell:
     rule: str = "coupled"
     synthetic: tuple[float, ...] = ()
     turn: int = 0
+    most_gpus: int = 4
 
     @property
     def gpus(self) -> int:
         """That serve it: where nothing is drafted, the draft's does not count."""
+        return min(self._wanted_gpus, self.most_gpus)
+
+    @property
+    def _wanted_gpus(self) -> int:
         if self.setup is Setup.THREE_TARGETS:
             return 4
         if self.setup is Setup.SHARED or (self.mode == "off" and self.setup is not Setup.REPLICAS):
@@ -95,6 +101,7 @@ class Plan:
         rules: others than coupled, above temperature 0, for every number of sessions.
         synthetic: rates; cells at the first temperature, for every number of sessions.
         turns: how often all of it.
+        gpus: that there are.
     """
 
     sessions: Sequence[int]
@@ -108,22 +115,24 @@ class Plan:
     rules: Sequence[str] = ()
     synthetic: tuple[float, ...] = ()
     turns: int = 1
+    gpus: int = 4
 
 
 def cells_of(plan: Plan) -> list[Cell]:
     """All cells, turn after turn, those that the others are compared with first."""
     cells = dict.fromkeys([*_compared(plan), *_far(plan), *_baselines(plan), *_ruled(plan), *_synthetic(plan)])
-    return [replace(cell, turn=turn) for turn in range(plan.turns) for cell in cells]
+    return [replace(cell, turn=turn, most_gpus=plan.gpus) for turn in range(plan.turns) for cell in cells]
 
 
 def _compared(plan: Plan) -> Iterator[Cell]:
-    if Setup.APART not in plan.setups:
+    base = next((setup for setup in (Setup.APART, Setup.SHARED) if setup in plan.setups), None)
+    if base is None:
         return
     modes = sorted(plan.modes, key=_FIRST_MODES.index)
     for temperature in plan.temperatures:
         for sessions in plan.sessions:
             for mode in modes:
-                yield Cell(setup=Setup.APART, mode=mode, temperature=temperature, sessions=sessions)
+                yield Cell(setup=base, mode=mode, temperature=temperature, sessions=sessions)
 
 
 def _far(plan: Plan) -> Iterator[Cell]:

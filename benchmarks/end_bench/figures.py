@@ -164,7 +164,7 @@ def speedups(cells: Sequence[CellFigures]) -> list[float | None]:
     plain = {
         (one.cell.turn, one.cell.sessions, one.cell.temperature): one.tokens_per_s
         for one in cells
-        if one.cell.mode == "off" and one.cell.setup is Setup.APART
+        if one.cell.mode == "off" and one.cell.setup in {Setup.APART, Setup.SHARED}
     }
     rates = [plain.get((one.cell.turn, one.cell.sessions, one.cell.temperature)) for one in cells]
     return [one.tokens_per_s / rate if rate else None for one, rate in zip(cells, rates, strict=True)]

@@ -45,6 +45,7 @@ def service_options(
         target=target,
         draft=draft,
         device=arguments.device,
+        gpus=arguments.gpus,
         worker_args=worker_args,
         target_args=arguments.target_args.split(),
         draft_args=arguments.draft_args.split(),
@@ -71,6 +72,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         rules=arguments.rules,
         synthetic=tuple(arguments.synthetic),
         turns=arguments.turns,
+        gpus=arguments.gpus,
     )
 
 
@@ -86,7 +88,8 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     add(
         "--setups", nargs="*", choices=("apart", "shared", "replicas", "three targets"),
         help="target and draft apart, on one and the same GPU, two targets, and one draft for three targets on four "
-        "GPUs; default the first three on GPUs, apart on a CPU",
+        "GPUs; default the first three on GPUs, apart on a CPU; without apart, shared has the off that others are "
+        "compared with",
     )  # fmt: skip
     add("--baselines-at", type=float, nargs="*", help="temperatures of shared and replicas; default all")
     add("--rtt-ms", type=float, nargs="*", default=[], help="also with these round trips added to a link")
@@ -104,6 +107,7 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     add("--draft", type=Path, metavar="FOLDER")
     add("--scratch", type=Path, help="where widened checkpoints are written; default a temporary folder")
     add("--device", default="cpu", choices=("cpu", "cuda"), help="cuda: the first GPUs")
+    add("--gpus", type=int, default=4, help="that there are; with 1 all workers share it, and MPS should run")
     add("--dtype", choices=("float32", "bfloat16"))
     add("--kv-bytes", type=int, help="KV memory of each worker; default the worker's own, on GPUs 16 GiB")
     add("--prompt-tokens", type=int, help="length of prompts, made of several; default as they are")
@@ -124,6 +128,8 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(given)
     if (options.target is None) != (options.draft is None):
         parser.error("--target and --draft: give both folders or none")
+    if options.gpus < 1:
+        parser.error(f"--gpus: {options.gpus} given, 1 or more needed")
     on_gpu = options.device != "cpu"
     if options.setups is None:
         options.setups = ["apart", "shared", "replicas"] if on_gpu else ["apart"]

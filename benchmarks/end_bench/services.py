@@ -60,6 +60,7 @@ class ServiceOptions:
     Attributes:
         target, draft: checkpoint folders; None for the embedded models.
         device: cpu, or cuda: then every worker sees its own GPU alone.
+        gpus: that there are; workers of further ones share the last.
         worker_args: of both kinds of workers.
         target_args, draft_args, coordinator_args: further ones.
         start_timeout_s: until all of them serve.
@@ -68,6 +69,7 @@ class ServiceOptions:
     target: Path | None
     draft: Path | None
     device: str
+    gpus: int = 4
     worker_args: Sequence[str] = ()
     target_args: Sequence[str] = ()
     draft_args: Sequence[str] = ()
@@ -167,7 +169,7 @@ class Services:
             relay = self._stack.enter_context(Relay((_RELAYED, port), (_LOOPBACK, port)))
             self._relays |= dict.fromkeys(served, relay)
             arguments += ["--host", _LOOPBACK, "--port", str(port), "--advertised-host", _RELAYED]
-        environment = {"CUDA_VISIBLE_DEVICES": str(place.gpu)} if on_gpu else {}
+        environment = {"CUDA_VISIBLE_DEVICES": str(min(place.gpu, options.gpus - 1))} if on_gpu else {}
         self._roles[name] = RoleProcess(name, f"{place.role}-worker", arguments, environment=environment)
 
     def _await_workers(self, endpoint: str, count: int, deadline: float) -> None:

@@ -53,6 +53,12 @@ def test_cells_are_those_asked_for_and_what_they_are_compared_with_comes_first()
     ruled = cells_of(plan(temperatures=[0.0, 0.5], rules=["rejection"]))
     assert [(cell.rule, cell.temperature, cell.mode) for cell in ruled[4:]] == [("rejection", 0.5, "async")]
     assert [cell.gpus for cell in cells_of(plan())] == [1, 2]
+    assert [cell.gpus for cell in cells_of(plan(gpus=1, rtt_ms=[3]))] == [1, 1, 1, 1]
+    alone = cells_of(plan(setups=[Setup.SHARED], baselines_at=[0.0]))
+    assert [(cell.setup, cell.mode, cell.gpus) for cell in alone] == [
+        (Setup.SHARED, "off", 1),
+        (Setup.SHARED, "async", 1),
+    ]
     assert len(cells_of(plan(sessions=[1, 1]))) == 2
     assert [cell.turn for cell in cells_of(plan(turns=2))] == [0, 0, 1, 1]
 
