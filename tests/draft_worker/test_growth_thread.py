@@ -56,7 +56,7 @@ def test_commits_are_applied_while_a_step_runs_and_growth_leaves_behind_the_next
     commit = growth.commit
 
     def commit_and_let_go(*args: Any) -> None:
-        in_flight.append(growth._flight is not None)
+        in_flight.append(growth.num_begun > 0)
         commit(*args)
         device.done.set()
 
@@ -64,7 +64,7 @@ def test_commits_are_applied_while_a_step_runs_and_growth_leaves_behind_the_next
     deliver, next_runs = owner.deliver, list[bool]()
 
     def deliver_and_note(*args: Any) -> None:
-        next_runs.append(growth._flight is not None)
+        next_runs.append(growth.num_begun > 0)
         deliver(*args)
 
     monkeypatch.setattr(owner, "deliver", deliver_and_note)
