@@ -7,6 +7,9 @@ given its children; until then it is in flight. The root's own KV belongs to the
 A step's host time is one of its costs, so a child is a row of its parent's list until it is taken, and a commit touches
 the taken nodes alone: values are those seen from the root the tree began with, and what they are worth from the present
 one is a division; what hangs on a dead node leaves the frontier when it is met there.
+
+The best child of a node in flight may be *promised* to the step behind it, before anybody but the device knows its
+token: position, mask and a place for its KV follow from its parent. `DraftTree.grow` gives it its name, or ends it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,13 +27,15 @@ _NO_KEY, _DEAD = -1, -2
 _SMALLEST_ROOT_VALUE = 1e-100
 # Dead entries that the frontier may hold beside twice the live ones.
 _FRONTIER_SLACK = 64
+# What a best child is worth that nobody has seen: at first, and how much of the last one's estimate that takes on.
+_FIRST_GUESS, _GUESS_RATE = 0.7, 0.05
 
 
 class DraftNode:
     """A node that was taken, or looked at from outside.
 
     Attributes:
-        token: its token.
+        token: its token; of one that is promised -1 - r, the best child of row r of the step before.
         parent: the node above; None for a root and for what is no longer in a tree.
         acceptance: estimate given the parent.
         value: product of the estimates from the root that the tree began with.
@@ -43,7 +48,7 @@ class DraftNode:
             the node is expanded.
         child_distribution: the q that the only child was drawn from, under rejection; not set until then.
         made: (-value, node id, parent, token, acceptance) of every child that is a node.
-        taken: the children that are objects, by token.
+        taken: the children that are objects, by token; one that is promised among them.
     """
 
     __slots__ = (
@@ -125,6 +130,7 @@ class DraftTree:
         size: live nodes, the root not counted.
         last_position: as given.
         new_id: gives the next node id.
+        guess: what a best child's estimate should be, by those of late.
     """
 
     def __init__(
@@ -143,6 +149,7 @@ class DraftTree:
         self._max_children = max_children
         self._final_tokens = final_tokens
         self.new_id = count(1).__next__
+        self.guess = _FIRST_GUESS
         self._frontier: list[_Entry] = []
         # What may be expanded once the root has come nearer.
         self._deep: list[_Entry] = []
@@ -153,7 +160,7 @@ class DraftTree:
         """Path value of the best node that can be expanded; 0 if there is none."""
         frontier = self._frontier
         while frontier:
-            if frontier[0][2].key_offset != _DEAD:
+            if _is_there(frontier[0]):
                 return -frontier[0][0] / self.root.value
             heappop(frontier)
         return 0.0
@@ -165,6 +172,23 @@ class DraftTree:
             and node.position < self.last_position
             and node.position - self.root.position < self._max_depth
         )
+
+    def promise(self, parent: DraftNode, row: int) -> None:
+        """Puts the best child of a node in flight into the frontier, unless it is there or may have no children.
+
+        Args:
+            parent: the node.
+            row: of the rows of the step it is in whose children are ranked.
+        """
+        position = parent.position + 1
+        if (
+            parent.taken is _NONE_TAKEN
+            and position < self.last_position
+            and position - self.root.position < self._max_depth
+        ):
+            parent.taken = {}
+            # No other entry has its id.
+            heappush(self._frontier, (-parent.value * self.guess, -1 - parent.node_id, parent, -1 - row, self.guess))
 
     def grow(
         self,
@@ -198,22 +222,25 @@ class DraftTree:
             tokens = tokens[: self._max_children]
         scale, new_id = -parent.value, self.new_id
         # Fewer children than estimates where the vocabulary or the credit is smaller than the branching.
-        parent.taken = {}
+        promised, parent.taken = parent.taken, {}
         parent.made = made = [
             (scale * estimate, new_id(), parent, token, estimate)
             for token, estimate in zip(tokens, acceptance)  # noqa: B905 - a tenth of a child's time
             if estimate >= min_acceptance
         ]
+        self.size += len(made)
+        unexpanded = self._keep_promise(promised, tokens, made) if promised else made
+        if tokens:
+            self.guess += _GUESS_RATE * (acceptance[0] - self.guess)
         position = parent.position + 1
         if position < self.last_position:
             final, frontier = self._final_tokens, self._frontier
-            open_ones = [entry for entry in made if entry[3] not in final] if final else made
+            open_ones = [entry for entry in unexpanded if entry[3] not in final] if final else unexpanded
             if position - self.root.position < self._max_depth:
                 for entry in open_ones:
                     heappush(frontier, entry)
             else:
                 self._deep += open_ones
-        self.size += len(made)
         return len(made)
 
     def take_best(self) -> DraftNode | None:
@@ -221,9 +248,8 @@ class DraftTree:
         frontier = self._frontier
         while frontier:
             entry = heappop(frontier)
-            parent = entry[2]
-            if parent.key_offset != _DEAD:
-                return parent.taken.get(entry[3]) or _take(entry)
+            if _is_there(entry):
+                return entry[2].taken.get(entry[3]) or _take(entry)
         return None
 
     def take(self, most: int, min_value: float = 0.0) -> list[DraftNode]:
@@ -231,9 +257,8 @@ class DraftTree:
         frontier, highest, taken = self._frontier, -min_value * self.root.value, []
         while most > 0 and frontier and frontier[0][0] <= highest:
             entry = heappop(frontier)
-            parent = entry[2]
-            if parent.key_offset != _DEAD:
-                taken.append(parent.taken.get(entry[3]) or _take(entry))
+            if _is_there(entry):
+                taken.append(entry[2].taken.get(entry[3]) or _take(entry))
                 most -= 1
         return taken
 
@@ -288,6 +313,23 @@ class DraftTree:
         scale = -1 / self.root.value
         return [entry[0] * scale for node in (self.root, *self._objects()) for entry in node.made]
 
+    def _keep_promise(self, promised: dict[int, DraftNode], tokens: Sequence[int], made: list[_Entry]) -> list[_Entry]:
+        """Gives a promised node its name, or ends it where it is not to be expanded; the children that are not taken.
+
+        Args:
+            promised: the node, by the token that it has so far.
+            tokens: of the children, best first.
+            made: the children that are nodes.
+        """
+        (node,) = promised.values()
+        if not made or made[0][3] != tokens[0] or tokens[0] in self._final_tokens:
+            _kill(node)
+            return made
+        negative_value, node.node_id, parent, node.token, node.acceptance = made[0]
+        node.value = -negative_value
+        parent.taken[node.token] = node
+        return made[1:]
+
     def _plant(self, token: int, node_id: int, position: int) -> None:
         """A new root in place of everything."""
         _kill(self.root)
@@ -314,7 +356,7 @@ class DraftTree:
                 else:
                     self._deep.append(entry)
         if len(self._frontier) > 2 * self.size + _FRONTIER_SLACK:
-            self._frontier = [entry for entry in self._frontier if entry[2].key_offset != _DEAD]
+            self._frontier = [entry for entry in self._frontier if _is_there(entry)]
             heapify(self._frontier)
         return below
 
@@ -341,6 +383,12 @@ def _take(entry: _Entry) -> DraftNode:
     negative_value, node_id, parent, token, acceptance = entry
     node = parent.taken[token] = DraftNode(token, parent, acceptance, -negative_value, node_id, parent.position + 1)
     return node
+
+
+def _is_there(entry: _Entry) -> bool:
+    """Whether what the frontier has there is in the tree: its parent is, and where it was promised, not known yet."""
+    parent = entry[2]
+    return parent.key_offset != _DEAD and (entry[3] >= 0 or parent.child_tokens is None)
 
 
 def _kill(root: DraftNode) -> None:

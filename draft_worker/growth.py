@@ -6,14 +6,16 @@ k best under log q + G, with the noise the target will choose with. The children
 calibration, and a node's path value is the product along its path.
 
 A step is begun and finished. In between, while the device works, sessions may be opened, committed to and closed: what
-a commit leaves of the nodes in flight gets its children, and the others' are dropped.
+a commit leaves of the nodes in flight gets its children, and the others' are dropped. Where the device works on its
+own, another step may be begun meanwhile, and follows it without a gap; steps are finished in their order.
 
 Knows neither proto nor grpc; one thread calls it.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Container, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -28,6 +30,24 @@ from outrider.engine.kv_slots import SlotTable
 from outrider.errors import InvalidRequest, OutOfSlots, Superseded
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.matcher import SessionGrammar
+
+# Steps that may be under way: one that runs, and one that waits for the device.
+_MOST_BEGUN = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A step that was begun.
+
+    Attributes:
+        step: what it will give.
+        flight: its forward; None where it has none.
+        since_ns: when it was begun.
+    """
+
+    step: GrowthStep
+    flight: GrowthFlight | None
+    since_ns: int
 
 
 class TreeGrowth:
@@ -57,9 +77,12 @@ class TreeGrowth:
         # Those whose grammar was not compiled when last looked at.
         self._unready: set[tuple[int, int]] = set()
         self._launcher = GrowthLauncher(runner, chooser, max_nodes=config.max_live_nodes)
-        self._flight: GrowthFlight | None = None
-        # Of the step that was begun.
-        self._step = GrowthStep()
+        # The oldest first.
+        self._begun: deque[_Begun] = deque()
+        # When the last step's children were there, and when it was over.
+        self._collected_ns = self._finished_ns = 0
+        # Open sessions whose next step hangs on what the last one gave.
+        self._stepwise = 0
         # In the order they were opened.
         self._sessions: dict[tuple[int, int], DraftSession] = {}
         self._planner = StepPlanner(self._sessions.values(), runner.slots, config)
@@ -98,6 +121,7 @@ class TreeGrowth:
         live = min(start.limits.max_live_nodes, self.config.max_live_nodes)
         start = replace(start, limits=replace(start.limits, max_live_nodes=live))
         session = self._sessions[start.key] = DraftSession(start, self.slots, max_model_len=self.config.max_model_len)
+        self._stepwise += session.is_stepwise
         if start.sampling.grammar and self._grammars is not None:
             self._follow_grammar(session, self._grammars)
         return session
@@ -154,25 +178,51 @@ class TreeGrowth:
         return self.finish() if self.begin() else None
 
     def begin(self, left_out: Container[tuple[int, int]] = ()) -> bool:
-        """Starts a step; False if there is nothing to do until the next open, commit or close.
+        """Starts a step; False if there is nothing to do until the next open, commit or close, or `finish`.
 
         Args:
             left_out: keys of sessions that have no part in it.
         """
-        assert self._flight is None, "a step is begun before the last one is finished"
-        started = time.perf_counter_ns()
-        step, plan = GrowthStep(), self._planner.plan(self._without_unready(left_out))
+        if not self.takes_another:
+            return False
+        before = None
+        if self._begun:
+            flight = self._begun[-1].flight
+            assert flight is not None
+            before = flight.plan
+            if self._launcher.due is not None:
+                return False
+        since, flight = time.perf_counter_ns(), None
+        step, plan = GrowthStep(), self._planner.plan(self._without_unready(left_out), before)
         for session in plan.stuck:
             _end_round(session, step)
         if plan.rows.num_rows:
             step.tokens, step.sessions = plan.rows.num_rows, plan.rows.num_sessions
-            self._flight = self._launcher.launch(plan)
+            flight = self._launcher.launch(plan)
             self.steps += 1
-            step.step_ns = self._flight.begun_ns - started
         elif not step.has_growth:
             return False
-        self._step = step
+        self._begun.append(_Begun(step, flight, since))
         return True
+
+    @property
+    def num_begun(self) -> int:
+        """Steps that were begun and are not finished."""
+        return len(self._begun)
+
+    @property
+    def takes_another(self) -> bool:
+        """Whether a step may be begun now: none is under way, or one that need not be finished first."""
+        if not self._begun:
+            return True
+        flight = self._begun[-1].flight
+        return (
+            len(self._begun) < _MOST_BEGUN
+            and self._launcher.queues
+            and not self._stepwise
+            and flight is not None
+            and flight.plan.is_ranked
+        )
 
     @property
     def overlaps(self) -> bool:
@@ -181,29 +231,35 @@ class TreeGrowth:
 
     @property
     def step_tokens(self) -> int:
-        """Rows of the forward that was begun; 0 where none was."""
-        return 0 if self._flight is None else self._step.tokens
+        """Rows of the forward that was begun first; 0 where none was."""
+        return self._begun[0].step.tokens if self._begun else 0
 
     @property
     def expected_end_ns(self) -> int:
-        """When the forward that was begun should end, by `time.perf_counter_ns`."""
-        return 0 if self._flight is None else self._flight.expected_end_ns
+        """When the forward that was begun first should end, by `time.perf_counter_ns`."""
+        flight = self._begun[0].flight if self._begun else None
+        return 0 if flight is None else max(flight.expected_end_ns, self._collected_ns + flight.device_ns)
 
     @property
     def is_done(self) -> bool:
         """Whether `finish` would not wait."""
-        return self._flight is None or self._flight.is_done()
+        flight = self._begun[0].flight if self._begun else None
+        return flight is None or flight.is_done()
 
     def finish(self) -> GrowthStep:
-        """The step that was begun, with its nodes."""
-        step, flight, self._flight = self._step, self._flight, None
+        """The step that was begun first, with its nodes."""
+        begun = self._begun.popleft()
+        step, flight = begun.step, begun.flight
         if flight is None:
             return step
         children = flight.collect()
         collected = time.perf_counter_ns()
-        step.forward_ns = collected - flight.begun_ns
+        step.forward_ns = collected - max(flight.begun_ns, self._collected_ns)
+        self._collected_ns = collected
         self._add(flight.plan, children, step)
-        step.step_ns += time.perf_counter_ns() - flight.begun_ns
+        finished = time.perf_counter_ns()
+        step.step_ns = finished - max(begun.since_ns, self._finished_ns)
+        self._finished_ns = finished
         return step
 
     def _add(self, plan: StepPlan, found: FoundChildren, step: GrowthStep) -> None:
@@ -246,6 +302,7 @@ class TreeGrowth:
     def _remove(self, session: DraftSession) -> None:
         session.close()
         del self._sessions[session.key]
+        self._stepwise -= session.is_stepwise
 
 
 def _nobody() -> None:

@@ -21,6 +21,7 @@ from outrider.draft_distribution import DraftDistribution
 from outrider.draft_worker.choice import ChildChooser
 from outrider.draft_worker.step_plan import StepPlan
 from outrider.engine.batch import ForwardBatch
+from outrider.engine.buckets import Bucket
 from outrider.engine.draft_buckets import growth_buckets, words_per_mask
 from outrider.engine.kv_slots import SlotTable
 from outrider.engine.step_runner import LaunchedStep, StepRunner
@@ -71,7 +72,9 @@ class GrowthFlight:
         is_done: whether the device has come to its end.
         collect: waits for that end; the children.
         begun_ns: when its launch began.
-        expected_end_ns: when the device should come to its end; 0 where nothing is known of that.
+        expected_end_ns: when the device should come to its end if nothing ran before it; 0 where nothing is known of
+            that.
+        device_ns: how long the device should take.
     """
 
     plan: StepPlan
@@ -79,6 +82,7 @@ class GrowthFlight:
     collect: Callable[[], FoundChildren]
     begun_ns: int
     expected_end_ns: int = 0
+    device_ns: int = 0
 
 
 _NOTHING = FoundChildren([], [], [], [])
@@ -109,6 +113,18 @@ class GrowthLauncher:
         self._device_ns: dict[int, float] = {}
         self._seen: Counter[int] = Counter()
 
+    @property
+    def queues(self) -> bool:
+        """Whether a step may be launched before the one before it was collected, and then have best children of its
+        nodes in flight; where `due` is None, and of ranked steps alone.
+        """
+        return self.overlaps and self._steps is not None
+
+    @property
+    def due(self) -> Bucket | None:
+        """What is captured before the next step: that runs the program, so no other step may be under way."""
+        return None if self._steps is None else self._steps.due
+
     def warm_up(self, *, step_nodes: int, step_tokens: int, level_nodes: int, sessions: int) -> None:
         """Compiles and captures what growth begins with."""
         if self._steps is not None:
@@ -133,9 +149,12 @@ class GrowthLauncher:
         staged = self._steps.stage_growth(plan.rows, children=self._chooser.scored, words=self._words)
         rows = staged.bucket.tokens
         # The device begins while the launch goes on.
-        end = time.perf_counter_ns() + int(self._device_ns.get(rows, 0))
+        device_ns = int(self._device_ns.get(rows, 0))
+        end = time.perf_counter_ns() + device_ns
         launched = self._steps.launch(staged)
-        return GrowthFlight(plan, lambda: launched.is_done, lambda: self._ranked(plan, launched, rows), begun, end)
+        return GrowthFlight(
+            plan, lambda: launched.is_done, lambda: self._ranked(plan, launched, rows), begun, end, device_ns
+        )
 
     def _ranked(self, plan: StepPlan, launched: LaunchedStep, rows: int) -> FoundChildren:
         if not plan.nodes:

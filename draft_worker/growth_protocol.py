@@ -90,7 +90,7 @@ class Growth(Protocol):
         ...
 
     def begin(self, left_out: Container[tuple[int, int]] = ()) -> bool:
-        """Starts a step; False if there is nothing to do until the next open, commit or close.
+        """Starts a step; False if there is nothing to do until the next open, commit or close, or `finish`.
 
         Args:
             left_out: keys of sessions that have no part in it.
@@ -98,7 +98,17 @@ class Growth(Protocol):
         ...
 
     def finish(self) -> GrowthStep:
-        """The step that was begun, with its nodes."""
+        """The step that was begun first, with its nodes."""
+        ...
+
+    @property
+    def num_begun(self) -> int:
+        """Steps that were begun and are not finished."""
+        ...
+
+    @property
+    def takes_another(self) -> bool:
+        """Whether a step may be begun now: none is under way, or one that need not be finished first."""
         ...
 
     @property
@@ -108,12 +118,12 @@ class Growth(Protocol):
 
     @property
     def step_tokens(self) -> int:
-        """Rows of the forward that was begun; 0 where none was."""
+        """Rows of the forward that was begun first; 0 where none was."""
         ...
 
     @property
     def expected_end_ns(self) -> int:
-        """When the forward that was begun should end, by `time.perf_counter_ns`."""
+        """When the forward that was begun first should end, by `time.perf_counter_ns`."""
         ...
 
     @property

@@ -106,8 +106,8 @@ class GrowthStep:
 
     Attributes:
         source: of all its nodes.
-        step_ns: from the step's plan to its nodes.
-        forward_ns: of that the forward, from its launch until its children were there.
+        step_ns: from the step's plan to its nodes, without what is in the time of the step before.
+        forward_ns: of that the forward, from its launch until its children were there, likewise.
         tokens: rows of the forward.
         sessions: of the forward.
     """

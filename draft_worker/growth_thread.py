@@ -1,9 +1,9 @@
 """The one thread that grows: applies commands between steps, grows, and hands growth to its owners.
 
-It grows while there is anything to grow and sleeps on its queue otherwise. While a forward runs on its device, the
-growth of the one before is handed out and commands are applied as they arrive. A target commits to all its sessions at
-once, which takes longer than a forward: then the next forward does not wait for all, but leaves out the sessions whose
-commands still wait.
+It grows while there is anything to grow and sleeps on its queue otherwise. While a forward runs on its device, the next
+one is begun where that is possible, the growth of the one before is handed out, and commands are applied as they
+arrive. A target commits to all its sessions at once, which takes longer than a forward: then the next forward does not
+wait for all, but leaves out the sessions whose commands still wait.
 """
 
 import gc
@@ -203,21 +203,26 @@ class GrowthThread:
             left_out = {command.key for command in self._backlog if _is_keyed(command)}
             self._match(growth, left_out)
             begun = growth.begin(left_out)
-            idle = not begun
+            idle = not growth.num_begun
             self.watch.begins(self._usual_s.get(growth.step_tokens.bit_length()))
             if step is not None:
                 # Only now: the device has work by this time.
                 self._hand_out(step)
                 step = None
-            if begun:
-                self._apply_meanwhile(growth)
+            if begun and growth.takes_another:
+                continue
+            if not idle and self._apply_meanwhile(growth):
                 step = growth.finish()
                 self._count(step)
-                if not growth.overlaps or None in self._backlog:
+                if not growth.overlaps:
                     self._hand_out(step)
                     step = None
             if idle:
                 self.watch.rests()
+        if step is not None:
+            self._hand_out(step)
+        while growth.num_begun:
+            self._hand_out(growth.finish())
 
     def _apply_some(self, growth: Growth, *, block: bool) -> bool:
         """Applies commands that wait: a few, or all where nothing runs beside them. False once the thread is to end.
@@ -236,23 +241,30 @@ class GrowthThread:
             count -= 1
         return True
 
-    def _apply_meanwhile(self, growth: Growth) -> None:
-        """Applies commands as they arrive, until the forward's end, or shortly before it where none come."""
+    def _apply_meanwhile(self, growth: Growth) -> bool:
+        """Applies commands as they arrive, until the forward's end, or shortly before it where none come.
+
+        Returns:
+            Whether the step is to be finished; else another one may be begun by what was applied.
+        """
         end = growth.expected_end_ns - _WAKE_UP_NS
         while not growth.is_done:
             if self._backlog:
                 if self._backlog[0] is None:
-                    return
+                    return True
                 command = self._backlog.popleft()
                 assert command is not None
                 _apply(growth, command)
                 if not self._backlog:
                     self._match(growth)
+                    if growth.takes_another:
+                        return False
             else:
                 left = min(end - time.perf_counter_ns(), _LONGEST_SLEEP_NS)
                 sleeps = left > _SHORTEST_SLEEP_NS
                 if not self._receive(timeout_ns=left if sleeps else 0) and not sleeps:
-                    return
+                    return True
+        return True
 
     def _receive(self, *, block: bool = False, timeout_ns: int = 0) -> bool:
         """Moves what waits in the queue to the backlog; whether there was anything.

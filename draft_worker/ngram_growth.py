@@ -263,6 +263,8 @@ class NgramGrowth:
         return GrowthStep(GrowthSource.NGRAM)
 
     overlaps = False
+    num_begun = 0
+    takes_another = True
     step_tokens = 0
     expected_end_ns = 0
     is_done = True

@@ -96,6 +96,8 @@ class DraftSession:
         """Whether it grows one tree a round."""
         self.is_ranked = not replace(start.sampling, logprobs=None).reads_logits
         """Whether children are found by rank under log q + G, of logits as they are."""
+        self.is_stepwise = self.is_sync or not self.is_ranked
+        """Whether nothing of it can be begun before its last step is finished."""
         self.grammar: SessionGrammar | None = None
         """That its output has to match; None where it may be anything."""
         self.starved = False

@@ -170,12 +170,22 @@ class SourcedGrowth:
         return None if self.ngram is None else self.ngram.match(left_out)
 
     def begin(self, left_out: Container[tuple[int, int]] = ()) -> bool:
-        """Starts a step of the model; False if there is nothing to do until the next open, commit or close."""
+        """Starts a step of the model; False if there is nothing to do until the next command, or `finish`."""
         return self._stepping.begin(left_out)
 
     def finish(self) -> GrowthStep:
-        """The step that was begun, with its nodes."""
+        """The step that was begun first, with its nodes."""
         return self._stepping.finish()
+
+    @property
+    def num_begun(self) -> int:
+        """Steps that were begun and are not finished."""
+        return self._stepping.num_begun
+
+    @property
+    def takes_another(self) -> bool:
+        """Whether a step may be begun now."""
+        return self._stepping.takes_another
 
     @property
     def overlaps(self) -> bool:
@@ -184,12 +194,12 @@ class SourcedGrowth:
 
     @property
     def step_tokens(self) -> int:
-        """Rows of the forward that was begun; 0 where none was."""
+        """Rows of the forward that was begun first; 0 where none was."""
         return self._stepping.step_tokens
 
     @property
     def expected_end_ns(self) -> int:
-        """When the forward that was begun should end, by `time.perf_counter_ns`."""
+        """When the forward that was begun first should end, by `time.perf_counter_ns`."""
         return self._stepping.expected_end_ns
 
     @property

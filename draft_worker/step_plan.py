@@ -2,16 +2,20 @@
 
 Slots are reserved here. Where they run out, trees wait, and pending tokens take the KV of the youngest sessions,
 which start again once there is room.
+
+A step may be planned while the one before it runs. Of its nodes in flight the best children, whose tokens nobody here
+knows yet, compete with the nodes that are known; their siblings do at the step after.
 """
 
 import logging
 from collections.abc import Collection, Container
 from heapq import heapify, heappop, heapreplace
+from itertools import islice
 
 from outrider.draft_worker.draft_tree import DraftNode, assign_keys
 from outrider.draft_worker.growth_step import GrowthConfig
 from outrider.draft_worker.session import DraftSession
-from outrider.engine.draft_staging import GrowthRows
+from outrider.engine.draft_staging import MOST_PROMISED, GrowthRows
 from outrider.engine.kv_slots import SlotTable
 from outrider.log_output import about
 
@@ -96,20 +100,38 @@ class StepPlanner:
         self._slots = slots
         self._config = config
         self._turn = self._turn_of_levels = 0
+        # Nodes that wait for their children, by their sessions' keys.
+        self._in_flight: dict[tuple[int, int], int] = {}
 
-    def plan(self, left_out: Container[tuple[int, int]] = ()) -> StepPlan:
+    def plan(self, left_out: Container[tuple[int, int]] = (), before: StepPlan | None = None) -> StepPlan:
         """The next forward, perhaps empty.
 
         Args:
             left_out: keys of sessions that have no part in it.
+            before: the one that runs, where one does: of sessions in async mode alone, its children ranked.
         """
         plan = StepPlan()
+        self._in_flight.clear()
+        if before is not None:
+            self._promise(before)
         sessions = self._sessions
         if left_out:
             sessions = [session for session in sessions if session.key not in left_out]
         self._plan_chains(plan, sessions)
         self._plan_trees(plan, sessions)
         return plan
+
+    def _promise(self, before: StepPlan) -> None:
+        """Has the best children of the nodes in flight compete, and counts these nodes: their children need credit."""
+        rows = enumerate(before.nodes)
+        for session, count in before.spans:
+            promise, waiting = session.tree.promise, 0
+            for row, node in islice(rows, count):
+                if not node.is_dead:
+                    waiting += 1
+                    if row < MOST_PROMISED:
+                        promise(node, row)
+            self._in_flight[session.key] = waiting
 
     def _plan_chains(self, plan: StepPlan, sessions: Collection[DraftSession]) -> None:
         """Pending tokens, the shortest chain first: a final token must not wait for somebody's prompt."""
@@ -156,8 +178,8 @@ class StepPlanner:
             # It may have lost its slots just now, and there may be no other step that would say so.
             if session.is_sync and session.level == 0 and (session.starved or not session.root_is_open):
                 plan.stuck.append(session)
-            # A chain that is in this forward has its KV counted, but its root no children yet.
-            if session.kv_len < session.length or session.tree.root.child_tokens is None:
+            # A chain that is in this forward has its KV counted, but its root no children yet, and nobody promised any.
+            if session.kv_len < session.length or plan.holds_chain(session):
                 continue
             if session.is_sync:
                 levels.append(session)
@@ -197,9 +219,12 @@ class StepPlanner:
 
     def _room(self, session: DraftSession) -> int:
         """Nodes of the session that its credit and its row of slots allow to expand."""
-        live = session.limits.max_live_nodes
-        credit = (live - session.tree.size) // min(self._config.branching, live)
-        return min(credit, self._slots.max_row_len - self._slots.length(session.row))
+        live, length = session.limits.max_live_nodes, self._slots.length(session.row)
+        children = min(self._config.branching, live)
+        credit = (live - session.tree.size) // children - self._in_flight.get(session.key, 0)
+        # Promises that were not kept hold their places until a commit, and masks are no longer for that.
+        places = self._config.max_live_nodes - (length - session.length)
+        return min(credit, places, self._slots.max_row_len - length)
 
     def _share_out(self, growing: list[tuple[DraftSession, int]]) -> list[tuple[DraftSession, list[DraftNode]]]:
         """The step's width in nodes: everybody's minimum first, then the best of all sessions."""

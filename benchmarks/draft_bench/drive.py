@@ -163,8 +163,9 @@ def _best_path(session: DraftSession) -> list[int]:
     """The tokens that a target commits: down the child below which most was grown."""
     tokens: list[int] = []
     node: DraftNode = session.tree.root
-    while len(tokens) < _COMMITTED and node.taken:
-        node = max(node.taken.values(), key=lambda child: (len(child.taken), child.value))
+    # Without what was promised to the step that waits: its token is below 0.
+    while len(tokens) < _COMMITTED and (known := [child for child in node.taken.values() if child.token >= 0]):
+        node = max(known, key=lambda child: (len(child.taken), child.value))
         tokens.append(node.token)
     return tokens
 

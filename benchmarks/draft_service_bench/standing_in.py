@@ -15,12 +15,18 @@ _LATE_NS = 100_000
 
 
 class TimedDevice(IdleDevice):
-    """A launched step that is done after a while; waiting for it leaves the interpreter to others, asking does not."""
+    """A launched step that is done after a while; waiting for it leaves the interpreter to others, asking does not.
 
-    def __init__(self, staged: StagedStep, device_ns: int) -> None:
+    Args:
+        staged: what was launched.
+        device_ns: how long it takes.
+        begin_ns: when the device begins with it, by `time.perf_counter_ns`.
+    """
+
+    def __init__(self, staged: StagedStep, device_ns: int, begin_ns: int) -> None:
         super().__init__(staged)
         self._device_ns = device_ns
-        self._end_ns = time.perf_counter_ns() + device_ns
+        self._end_ns = begin_ns + device_ns
 
     @property
     def is_done(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride] - takes time here
@@ -43,10 +49,14 @@ class TimedDevice(IdleDevice):
 
 
 def timed_launch(device_ms: float, launch_ms: float) -> Callable[[StagedStep], TimedDevice]:
-    """What launches a step: busy on the host for `launch_ms`, while the device begins."""
+    """What launches a step: busy on the host for `launch_ms`, while the device begins, or after its last step."""
+    device_ns, free_ns = int(1e6 * device_ms), 0
 
     def launch(staged: StagedStep) -> TimedDevice:
-        launched = TimedDevice(staged, int(1e6 * device_ms))
+        nonlocal free_ns
+        begin = max(time.perf_counter_ns(), free_ns)
+        free_ns = begin + device_ns
+        launched = TimedDevice(staged, device_ns, begin)
         end = time.perf_counter_ns() + int(1e6 * launch_ms)
         while time.perf_counter_ns() < end:
             pass

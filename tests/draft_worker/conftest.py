@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,10 @@ from outrider.draft_worker.growth import TreeGrowth
 from outrider.draft_worker.growth_step import GrowthConfig, GrowthStep, SessionGrowth
 from outrider.draft_worker.session import DraftSession, GrowthLimits, SessionStart
 from outrider.engine.batch import ForwardBatch
+from outrider.engine.draft_staging import GrowthRows
 from outrider.engine.kv_slots import SlotTable
+from outrider.engine.step_trees import RECORD
+from outrider.kernels.coupled_sampling import coupled_topk_scored
 from outrider.kernels.noise import gumbel_noise
 from outrider.sampling import SamplingSpec
 
@@ -65,6 +69,64 @@ class TableRunner:
         return [token for token, _ in seen]
 
 
+class TableStep:
+    """A staged step: computed when it is launched, as what follows on a device's stream would find it."""
+
+    is_done, logits, features = True, None, None
+
+    def __init__(self, rows: GrowthRows, children: int) -> None:
+        self.rows, self.count = rows, children
+        self.bucket = SimpleNamespace(tokens=rows.num_rows)
+        self.found: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+    def device_ns(self) -> int:
+        return 0
+
+    def children(self) -> SimpleNamespace:
+        assert self.found is not None
+        return SimpleNamespace(**dict(zip(("tokens", "log_q", "scores"), self.found, strict=True)))
+
+
+class TableSteps:
+    """Staged steps of a table; tokens that are promised come from the step before.
+
+    Attributes:
+        promised: rows so far whose token was.
+    """
+
+    takes_trees, due = True, None
+
+    def __init__(self, forward: Callable[[ForwardBatch], torch.Tensor]) -> None:
+        self._forward = forward
+        self._best_children: list[int] = []
+        self.promised = 0
+
+    def stage_growth(self, growth: GrowthRows, *, children: int, words: int) -> TableStep:
+        del words
+        return TableStep(growth, children)
+
+    def launch(self, step: TableStep) -> TableStep:
+        rows = step.rows
+        self.promised += sum(token < 0 for token in rows.tokens)
+        rows.tokens = [token if token >= 0 else max(self._best_children[-1 - token], 0) for token in rows.tokens]
+        logits = self._forward(rows.batch())
+        if rows.wanted:
+            columns = np.frombuffer(b"".join(rows.records), dtype=RECORD)
+            positions = torch.tensor(rows.positions)[torch.tensor(rows.wanted)] + 1
+            sampling = {name: torch.from_numpy(columns[name].copy()) for name in RECORD.names or ()}
+            seeds = sampling["seeds"].view(torch.int64)
+            found = coupled_topk_scored(
+                logits, seeds, positions, sampling["temperature"], sampling["top_k"], sampling["top_p"],
+                sampling["min_p"], choice_index=sampling["choice_index"], k=step.count,
+            )  # fmt: skip
+            step.found = found[0].numpy(), found[1].numpy(), found[2].numpy()
+            self._best_children = found[0][:, 0].tolist()
+        return step
+
+
 @pytest.fixture
 def logits_after() -> Callable[[Sequence[int]], np.ndarray]:
     return table_logits
@@ -81,6 +143,20 @@ def make_growth() -> Callable[..., tuple[TreeGrowth, TableRunner]]:
         table = TableRunner(**(runner or {}))
         settings = {"max_model_len": 200, "min_path_value": 0.0, "min_acceptance": 0.0} | config
         return TreeGrowth(table, GrowthConfig(**settings)), table
+
+    return make
+
+
+@pytest.fixture
+def make_queued_growth(make_growth: Callable[..., Any]) -> Callable[..., tuple[TreeGrowth, TableSteps]]:
+    """Growth whose steps are staged, of which two may be under way."""
+
+    def make(**options: Any) -> tuple[TreeGrowth, TableSteps]:
+        plain, table = make_growth(**options)
+        table.steps = TableSteps(table.forward)
+        growth = TreeGrowth(table, plain.config)
+        growth._launcher.overlaps = True
+        return growth, table.steps
 
     return make
 

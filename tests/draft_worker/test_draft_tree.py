@@ -87,6 +87,75 @@ def test_a_node_in_flight_keeps_its_place_and_gets_its_children_as_the_root():
     assert (tree.size, tree.best_value) == (1, 0.5)
 
 
+def test_a_promised_child_is_taken_with_its_place_and_named_when_its_parent_is_expanded():
+    tree = make_tree()
+    first, second = grow(tree, tree.root, t1=0.6, t2=0.5)
+    assert take(tree, 1) == [first]
+    for _ in range(2):  # once is enough
+        tree.promise(first, 7)
+    # A node that is known may be worth more.
+    known, promised = tree.take(9)
+    assert (known, promised.parent, promised.token, promised.position) == (second, first, -8, 12)
+    assert promised.path_value == pytest.approx(0.6 * tree.guess)
+    assign_keys([promised, known], 1)
+    assert (promised.mask, tree.size) == (0b11, 2)
+    best, other = grow(tree, first, t3=0.5, t4=0.25)
+    assert best is promised
+    assert (promised.token, promised.acceptance, promised.path_value) == (3, 0.5, pytest.approx(0.3))
+    assert [promised.node_id, other.node_id] == [3, 4]
+    # It is in flight: nobody takes it again.
+    assert tree.take(9) == [other]
+    grow(tree, promised, t5=0.9)
+    assert tree.reroot([1, 3]) == ([0, 1], [])
+    assert tree.root is promised
+
+
+def test_a_promised_child_survives_with_its_parent_and_dies_with_it():
+    for committed, survives in ([1], True), ([2], False):
+        tree = make_tree()
+        first, second = grow(tree, tree.root, t1=0.6, t2=0.5)
+        assert take(tree, 2) == [first, second]
+        tree.promise(first, 0)
+        (promised,) = tree.take(1)
+        assign_keys([promised], 2)
+        _, survivors = tree.reroot(committed)
+        assert survivors == ([promised] if survives else [])
+        assert promised.is_dead == first.is_dead == (not survives)
+        assert tree.take(9) == []
+
+
+def test_a_promise_is_broken_where_the_child_is_not_to_be_expanded():
+    for tokens, least in (([2, 4], 0.0), ([3, 4], 0.7), ([-1, -1], 0.0)):
+        tree = make_tree(final_tokens=frozenset({2}))
+        tree.promise(tree.root, 0)
+        (promised,) = tree.take(1)
+        assign_keys([promised], 0)
+        made = tree.grow(tree.root, tokens, [0.6, 0.5], None, min_acceptance=least)
+        assert promised.is_dead
+        assert {node.token for node in tree.nodes()} == set(tokens[:made])
+        assert [node.token for node in tree.take(9)] == ([4] if made else [])
+
+
+def test_a_promise_that_nobody_took_makes_no_difference():
+    tree = make_tree()
+    tree.promise(tree.root, 0)
+    assert tree.best_value == pytest.approx(tree.guess)
+    first, second = grow(tree, tree.root, t1=0.6, t2=0.3)
+    assert tree.best_value == 0.6
+    assert tree.take(9) == [first, second]
+    assert tree.take_best() is None
+
+
+def test_no_child_is_promised_that_may_have_no_children():
+    for changes in {"max_depth": 1}, {"last_position": 11}:
+        tree = make_tree(**changes)  # pyright: ignore[reportArgumentType]
+        tree.promise(tree.root, 0)
+        assert tree.best_value == 0
+    tree = make_tree(max_depth=2, last_position=12)
+    tree.promise(tree.root, 0)
+    assert tree.best_value > 0
+
+
 def test_values_do_not_vanish_over_many_commits():
     tree = make_tree(last_position=10_000)
     grow(tree, tree.root, t1=0.5, t2=0.25)

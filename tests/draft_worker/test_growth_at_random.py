@@ -1,10 +1,11 @@
-"""Opens, commits, closes and reopenings at random, between steps and while they run, in too few slots and rows.
+"""Opens, commits, closes and reopenings at random, between steps and while one or two run, in too few slots and rows.
 
 Whatever happens, a node's children are those of exactly its own path, no slot is lost or somebody's twice, and what
 leaves is what a coordinator can graft.
 """
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from outrider.draft_distribution import WEIGHT_SUM
-from outrider.draft_worker.draft_tree import DraftNode
+from outrider.draft_worker.draft_tree import DraftNode, DraftTree
 from outrider.draft_worker.growth import TreeGrowth
 from outrider.draft_worker.growth_step import GrowthStep
 from outrider.draft_worker.session import DraftSession, GrowthLimits, GrowthMode
@@ -33,6 +34,9 @@ CHANGES: tuple[dict[str, Any], ...] = (
     {"verification": VerificationRule.TARGET_ONLY, "temperature": 1.0},
     {"verification": VerificationRule.REJECTION, "temperature": 1.0},
 )
+MODES = (GrowthMode.ASYNC, GrowthMode.ASYNC, GrowthMode.SYNC)
+# What lets a step be begun while another one runs.
+QUEUED_CHANGES: tuple[dict[str, Any], ...] = ({}, {"stop_token_ids": (1, 2, 3)})
 
 
 def context_of(session: DraftSession, node: DraftNode) -> list[int]:
@@ -79,14 +83,23 @@ def check_children(session: DraftSession, node: DraftNode, logits_after: Make) -
 class World:
     """Commands as coordinators send them, and what they know of the trees."""
 
-    def __init__(self, seed: int, make_growth: Make, make_start: Make, logits_after: Make) -> None:
+    def __init__(
+        self, seed: int, make_growth: Make, make_start: Make, logits_after: Make, *, queued: bool = False
+    ) -> None:
         self.chance = random.Random(seed)
         pick = self.chance.choice
+        self._changes, self._modes, self._credits = CHANGES, MODES, (3, 12, 64)
+        if queued:
+            self._credits = (3, 40, 64, 64)
+            # Sometimes beside what has to wait for its results.
+            mixed = seed % 4 == 0
+            self._changes = (*QUEUED_CHANGES * 12, *(CHANGES if mixed else ()))
+            self._modes = (*[GrowthMode.ASYNC] * 20, *(MODES if mixed else ()))
         self.growth: TreeGrowth
-        self.growth, _ = make_growth(
+        self.growth, self.runner = make_growth(
             runner={"num_slots": pick([70, 150, 400]), "max_rows": pick([3, 5]), "max_row_len": pick([90, 300])},
             max_step_nodes=pick([1, 3, 8]), max_step_tokens=pick([3, 16]), max_model_len=LONGEST,
-            max_live_nodes=pick([12, 64]), min_acceptance=pick([0.0, 0.05]),
+            max_live_nodes=64 if queued else pick([12, 64]), min_acceptance=pick([0.0, 0.05]),
         )  # fmt: skip
         self._make_start, self._logits_after = make_start, logits_after
         self._epochs: dict[int, int] = {}
@@ -116,7 +129,7 @@ class World:
         if self.growth.session((7, number)) is not None and self.chance.random() < 0.3:
             epoch -= 1
         self._epochs[number] = epoch
-        changes = {"temperature": pick([0.0, 0.7, 1.0]), "seed": self.chance.getrandbits(64)} | pick(CHANGES)
+        changes = {"temperature": pick([0.0, 0.7, 1.0]), "seed": self.chance.getrandbits(64)} | pick(self._changes)
         start = self._make_start(
             number,
             epoch=epoch,
@@ -124,8 +137,8 @@ class World:
             prompt=self.chance.choices(range(VOCAB), k=self.chance.randint(1, 20)),
             sampling=SamplingSpec(max_new_tokens=pick([5, 50, 50]), choice_index=pick([0, 2]), **changes),
             limits=GrowthLimits(
-                mode=pick([GrowthMode.ASYNC, GrowthMode.ASYNC, GrowthMode.SYNC]),
-                max_live_nodes=pick([3, 12, 64]), max_depth=pick([1, 3, 16]), sync_nodes=pick([1, 6, 24]),
+                mode=pick(self._modes),
+                max_live_nodes=pick(self._credits), max_depth=pick([1, 3, 16]), sync_nodes=pick([1, 6, 24]),
             ),
         )  # fmt: skip
         self.growth.open(start)
@@ -155,14 +168,19 @@ class World:
                 told[node_id] = [*(told[parent] if parent else root), token]
 
     def check(self, *, in_flight: bool) -> None:
-        slots = self.growth.slots
+        slots, config = self.growth.slots, self.growth.config
+        queued = self.growth._launcher.queues
         assert slots.used == sum(slots.length(session.row) for session in self.sessions)
         for session in self.sessions:
             below = list(session.tree.nodes())
             with_kv = [node for node in below if node.has_kv]
             assert session.tree.size == len(below)
             assert session.is_sync or len(below) <= session.limits.max_live_nodes
-            assert slots.length(session.row) == session.kv_len + len(with_kv)
+            kv_places = slots.length(session.row) - session.kv_len
+            # Promises that are open, or were not kept, hold places of their own.
+            held = [node.key_offset for node in session.tree._objects() if node.has_kv]
+            assert len(set(held)) == len(held) <= kv_places if queued else len(with_kv) == kv_places
+            assert session.kv_len < session.length or max(held, default=-1) < min(kv_places, config.max_live_nodes)
             assert session.kv_len == session.length or not below
             assert in_flight or all(node.child_tokens is not None for node in with_kv)
             for node in (session.tree.root, *below):
@@ -184,7 +202,9 @@ class World:
                 continue
             assert tree.root.child_tokens is not None
             room = min(session.limits.max_live_nodes - tree.size, slots.free)
-            assert not tree.best_value or room < min(config.branching, session.limits.max_live_nodes)
+            places = slots.length(session.row) - session.length
+            full = places in {config.max_live_nodes, slots.max_row_len - session.length}
+            assert not tree.best_value or full or room < min(config.branching, session.limits.max_live_nodes)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -211,8 +231,54 @@ def test_whatever_happens_when(make_growth: Make, make_start: Make, logits_after
     world.check_rest()
     assert overlapped > 20
     assert sum(map(len, world.told.values())) > 20
-    for session in world.sessions:
-        growth.close(session.key, session.epoch)
+    check_all_given_back(growth)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_whatever_happens_while_two_steps_are_under_way(
+    make_queued_growth: Make, make_start: Make, logits_after: Make, monkeypatch: pytest.MonkeyPatch, seed: int
+):
+    outcomes = Counter[bool]()
+    keep_promise = DraftTree._keep_promise
+
+    def keep_and_count(tree: DraftTree, promised: dict[int, DraftNode], *found: Any) -> Any:
+        (node,) = promised.values()
+        left = keep_promise(tree, promised, *found)
+        outcomes[not node.is_dead] += 1
+        return left
+
+    monkeypatch.setattr(DraftTree, "_keep_promise", keep_and_count)
+    world = World(seed, make_queued_growth, make_start, logits_after, queued=True)
+    growth, chance, overlapped = world.growth, world.chance, 0
+    for _ in range(500):
+        what = chance.random()
+        if what < 0.55:
+            left_out = {chance.choice([session.key for session in world.sessions])} if growth.num_sessions else set()
+            had = growth.num_begun
+            begun = growth.begin(left_out if chance.random() < 0.1 else ())
+            assert growth.num_begun == had + begun <= 2
+            overlapped += growth.num_begun == 2
+        elif what < 0.9 and growth.num_begun:
+            step = growth.finish()
+            world.check(in_flight=growth.num_begun > 0)
+            if chance.random() < 0.3:
+                world.command()
+            world.receive(step)
+        else:
+            world.command()
+        world.check(in_flight=growth.num_begun > 0)
+    while growth.num_begun or growth.begin():
+        world.receive(growth.finish())
+        world.check(in_flight=growth.num_begun > 0)
+    world.check_rest()
+    assert overlapped >= 10
+    assert world.runner.promised >= outcomes.total() > 3
+    check_all_given_back(growth)
+
+
+def check_all_given_back(growth: TreeGrowth) -> None:
+    for key in list(growth._sessions):
+        growth.close(key, 1 << 30)
     slots = growth.slots
     assert sorted(slots._free.tolist()) == list(range(slots.num_slots))
     assert (slots.used, slots.free_rows) == (0, len(slots.table))

@@ -12,6 +12,7 @@ from outrider.draft_worker.growth import TreeGrowth
 from outrider.draft_worker.growth_launch import GrowthFlight
 from outrider.draft_worker.growth_step import GrowthStep, SessionGrowth
 from outrider.draft_worker.growth_thread import CommitCommand, GrowthThread, Load, OpenCommand, SessionFailure
+from outrider.draft_worker.session import GrowthLimits
 
 Make = Callable[..., Any]
 KEY = (7, 1)
@@ -56,7 +57,7 @@ def test_commits_are_applied_while_a_step_runs_and_growth_leaves_behind_the_next
     commit = growth.commit
 
     def commit_and_let_go(*args: Any) -> None:
-        in_flight.append(growth._flight is not None)
+        in_flight.append(growth.num_begun > 0)
         commit(*args)
         device.done.set()
 
@@ -64,7 +65,7 @@ def test_commits_are_applied_while_a_step_runs_and_growth_leaves_behind_the_next
     deliver, next_runs = owner.deliver, list[bool]()
 
     def deliver_and_note(*args: Any) -> None:
-        next_runs.append(growth._flight is not None)
+        next_runs.append(growth.num_begun > 0)
         deliver(*args)
 
     monkeypatch.setattr(owner, "deliver", deliver_and_note)
@@ -83,6 +84,56 @@ def test_commits_are_applied_while_a_step_runs_and_growth_leaves_behind_the_next
     thread.stop()
     thread.stopped.result(30)
     assert not owner.failures
+
+
+def test_a_second_step_stands_behind_the_one_that_runs_and_growth_leaves_in_their_order(
+    make_queued_growth: Make, make_start: Make, monkeypatch: pytest.MonkeyPatch
+):
+    growth, steps = make_queued_growth(max_step_nodes=3)
+    device, owner = SlowDevice(growth, monkeypatch), Owner()
+    thread = GrowthThread(lambda: growth)
+    thread.start()
+    thread.submit([OpenCommand(owner, make_start(owner=owner))])
+    for _ in range(2):
+        assert device.launched.acquire(timeout=30)
+    # The root's best child, before anybody knew the root's children.
+    assert (steps.promised, owner.growths) == (1, [])
+    assert not device.launched.acquire(timeout=0.05)
+    device.done.set()
+    deadline = time.monotonic() + 60
+    while sum(len(record.node_ids) for record in owner.growths) < 60 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    thread.stop()
+    thread.stopped.result(30)
+    assert growth.num_begun == 0
+    known = {0}
+    for record in owner.growths:
+        for node_id, parent in zip(record.node_ids, record.parents, strict=True):
+            assert parent in known
+            known.add(node_id)
+    assert len(known) > 60
+    assert steps.promised > 3
+
+
+def test_a_commit_that_makes_work_has_it_launched_behind_the_step_that_runs(
+    make_queued_growth: Make, make_start: Make, monkeypatch: pytest.MonkeyPatch
+):
+    growth, _ = make_queued_growth()
+    device, owner = SlowDevice(growth, monkeypatch), Owner()
+    thread = GrowthThread(lambda: growth)
+    thread.start()
+    # The root's children use the credit up, so that nothing can be promised.
+    thread.submit([OpenCommand(owner, make_start(owner=owner, limits=GrowthLimits(max_live_nodes=4)))])
+    assert device.launched.acquire(timeout=30)
+    assert not device.launched.acquire(timeout=0.05)
+    thread.submit([CommitCommand(owner, KEY, 1, 3, [9])])
+    assert device.launched.acquire(timeout=30)
+    assert not owner.growths
+    # Both are finished before the thread ends; the first has nothing to give any more.
+    thread.stop()
+    thread.stopped.result(30)
+    assert growth.num_begun == 0
+    assert [(record.as_of, len(record.node_ids)) for record in owner.growths] == [(4, 4)]
 
 
 def test_a_thread_that_is_stopped_while_a_step_runs_ends_after_it(

@@ -18,6 +18,9 @@ from outrider.engine.step_buffers import StagedStep, StepBuffer, StepLayout
 from outrider.engine.step_staging import pack_changes
 from outrider.engine.step_trees import RECORD
 
+# Rows of a step whose best children the next step may have without the host knowing them.
+MOST_PROMISED = 4096
+
 
 class GrowthRows:
     """The rows of a growth step: of each session either a chain of pending tokens or nodes of its tree.
@@ -27,7 +30,8 @@ class GrowthRows:
         tree_starts: [S] key index of bit 0 of the masks.
         key_lens: [S] keys of each session.
         counts: [S] query rows of each session.
-        tokens: [T].
+        tokens: [T]; -1 - r stands for the best child of row r of the R of the growth step that was launched before,
+            r below `MOST_PROMISED`.
         positions: [T].
         write_index: [T] key index of each row's own key and value.
         prefix_lens: [T] keys before this index are seen by all.
