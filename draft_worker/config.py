@@ -48,6 +48,8 @@ class DraftWorkerConfig:
         max_model_len: most tokens of a session (prompt and output); default the checkpoint's own limit.
         max_live_nodes: most nodes of one session's tree, whatever its credit.
         max_step_nodes: most nodes expanded in one step, over all sessions; default 8 on a CPU, 64 on a GPU.
+        max_session_nodes: of these, most of one session: with more a step takes longer, and a tree is less deep by the
+            time that it is asked for.
         max_step_tokens: most prefill tokens of one step.
         ngram_capacity: most nodes of the trie of n-grams, of some 50 bytes each; the least recently used make room.
         ngram_max_trie_depth: tokens of an n-gram: all but the last are compared, and what is longer is not seen.
@@ -96,6 +98,7 @@ class DraftWorkerConfig:
     max_model_len: int | None = None
     max_live_nodes: int = 256
     max_step_nodes: int | None = None
+    max_session_nodes: int = GrowthConfig.max_session_nodes
     max_step_tokens: int = 256
     ngram_capacity: int = 10_000_000
     ngram_max_trie_depth: int = 18
@@ -188,6 +191,7 @@ class DraftWorkerConfig:
         return GrowthConfig(
             branching=self.branching,
             max_step_nodes=step_nodes if self.max_step_nodes is None else self.max_step_nodes,
+            max_session_nodes=self.max_session_nodes,
             max_step_tokens=self.max_step_tokens,
             max_live_nodes=self.max_live_nodes,
             max_model_len=max_model_len,

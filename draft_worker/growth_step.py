@@ -19,6 +19,7 @@ class GrowthConfig:
     Attributes:
         branching: children of a node.
         max_step_nodes: most nodes expanded in one step, over all sessions.
+        max_session_nodes: of these, most of one session: with more a step takes longer, and fewer of them are deeper.
         min_session_nodes: nodes a step leaves to each session that can grow before the best of all are taken.
         max_step_tokens: most prefill tokens of one step.
         max_step_rows: rows of one step that levels of sync sessions fill it up to, each of which comes whole.
@@ -40,6 +41,7 @@ class GrowthConfig:
 
     branching: int = 4
     max_step_nodes: int = 8
+    max_session_nodes: int = 16
     min_session_nodes: int = 1
     max_step_tokens: int = 256
     max_step_rows: int = 512
@@ -55,8 +57,8 @@ class GrowthConfig:
 
     def __post_init__(self) -> None:
         for name in (
-            "branching", "max_step_nodes", "min_session_nodes", "max_step_tokens", "max_step_rows", "max_live_nodes",
-            "max_model_len", "sync_step_nodes", "rejection_top_k",
+            "branching", "max_step_nodes", "max_session_nodes", "min_session_nodes", "max_step_tokens", "max_step_rows",
+            "max_live_nodes", "max_model_len", "sync_step_nodes", "rejection_top_k",
         ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} given, at least 1 needed")

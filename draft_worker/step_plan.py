@@ -218,13 +218,13 @@ class StepPlanner:
             plan.stuck.append(session)
 
     def _room(self, session: DraftSession) -> int:
-        """Nodes of the session that its credit and its row of slots allow to expand."""
+        """Nodes of the session that its credit, its row of slots and its share of a step allow to expand."""
         live, length = session.limits.max_live_nodes, self._slots.length(session.row)
         children = min(self._config.branching, live)
         credit = (live - session.tree.size) // children - self._in_flight.get(session.key, 0)
         # Promises that were not kept hold their places until a commit, and masks are no longer for that.
         places = self._config.max_live_nodes - (length - session.length)
-        return min(credit, places, self._slots.max_row_len - length)
+        return min(credit, places, self._slots.max_row_len - length, self._config.max_session_nodes)
 
     def _share_out(self, growing: list[tuple[DraftSession, int]]) -> list[tuple[DraftSession, list[DraftNode]]]:
         """The step's width in nodes: everybody's minimum first, then the best of all sessions."""

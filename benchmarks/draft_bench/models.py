@@ -93,6 +93,7 @@ def growth_config(point: Point) -> GrowthConfig:
     """So that every step can be as wide as the point says: nothing is too unlikely."""
     return GrowthConfig(
         max_step_nodes=point.width,
+        max_session_nodes=point.width,
         max_live_nodes=point.credit,
         max_model_len=_MAX_MODEL_LEN,
         min_path_value=0.0,

@@ -155,7 +155,12 @@ def _config(options: dict[str, Any], model: BenchModel) -> DraftWorkerConfig:
 
 def bare_step(runner: ModelRunner, config: GrowthConfig, point: Point, steps: int) -> tuple[float, float]:
     """Mean time from step to step in a growth thread without a server, milliseconds, and the rows of a step."""
-    growth = _growth(runner, replace(config, max_step_nodes=point.width, min_path_value=0.0, min_acceptance=0.0))
+    growth = _growth(
+        runner,
+        replace(
+            config, max_step_nodes=point.width, max_session_nodes=point.width, min_path_value=0.0, min_acceptance=0.0
+        ),
+    )
     thread, owner = started(growth, point, 0.0)
     owner.open()
     owner.run(200)

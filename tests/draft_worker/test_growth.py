@@ -55,6 +55,19 @@ def test_each_step_expands_the_best_of_all_sessions(tools: Any, make_growth: Mak
     assert [len(batch.token_ids) for batch in runner.batches[1:]] == [4] * 6
 
 
+def test_a_session_has_no_more_of_a_step_than_its_share(make_growth: Make, make_start: Make):
+    growth, runner = make_growth(max_step_nodes=8, max_session_nodes=3)
+    limits = GrowthLimits(max_live_nodes=400, max_depth=30)
+    growth.open(make_start(1, prompt=[1], limits=limits))
+    growth.step()
+    growth.step()
+    growth.open(make_start(2, prompt=[2], limits=limits))
+    for _ in range(4):
+        growth.step()
+    # Below a root there is less than that: its own children.
+    assert [len(batch.token_ids) for batch in runner.batches] == [1, 3, 4, 6, 6, 6]
+
+
 def test_no_session_starves_where_there_are_more_than_the_step_is_wide(make_growth: Make, make_start: Make):
     growth, runner = make_growth(max_step_nodes=2)
     for number in range(1, 6):

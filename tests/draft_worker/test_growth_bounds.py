@@ -136,7 +136,9 @@ def test_a_config_under_which_no_chain_would_grow_is_refused():
         GrowthConfig(rejection_acceptance=0.1, min_acceptance=0.2)
 
 
-@pytest.mark.parametrize("field", ["branching", "max_step_nodes", "max_step_tokens", "min_path_value"])
+@pytest.mark.parametrize(
+    "field", ["branching", "max_step_nodes", "max_session_nodes", "max_step_tokens", "min_path_value"]
+)
 def test_config_out_of_range_is_refused(field: str):
     with pytest.raises(ValueError, match=field):
         GrowthConfig(**{field: -1})
