@@ -76,7 +76,10 @@ def idle_growth(point: Point) -> Iterator[TreeGrowth]:
         runner = ModelRunner(_engine(folder, point, "cpu"), decoder=True)
         assert runner.steps is not None
         runner.steps.launch = IdleDevice  # pyright: ignore[reportAttributeAccessIssue] - a device that takes no time
-        yield TreeGrowth(runner, growth_config(point))
+        growth = TreeGrowth(runner, growth_config(point))
+        # As on a device that works on its own.
+        growth._launcher.overlaps = True
+        yield growth
 
 
 @contextmanager

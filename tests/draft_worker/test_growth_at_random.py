@@ -183,6 +183,7 @@ class World:
             assert session.kv_len < session.length or max(held, default=-1) < min(kv_places, config.max_live_nodes)
             assert session.kv_len == session.length or not below
             assert in_flight or all(node.child_tokens is not None for node in with_kv)
+            assert all(node.child_tokens is None or session.tree.may_expand(node) for node in below)
             for node in (session.tree.root, *below):
                 if node.child_tokens is not None and node not in self._checked:
                     check_children(session, node, self._logits_after)
