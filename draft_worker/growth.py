@@ -58,6 +58,7 @@ class TreeGrowth:
         config: see there.
         calibration: of all sessions.
         steps: forwards so far.
+        most_begun: steps that may be under way at a time, on a device that works on its own.
         wake: called, on any thread, when there may be something to do that no command tells of.
     """
 
@@ -69,6 +70,7 @@ class TreeGrowth:
             decay=config.calibration_decay,
         )
         self.steps = 0
+        self.most_begun = _MOST_BEGUN
         self.wake: Callable[[], None] = _nobody
         self.runner = runner
         chooser = ChildChooser(self.calibration, config, vocab_size=runner.vocab_size)
@@ -217,7 +219,7 @@ class TreeGrowth:
             return True
         flight = self._begun[-1].flight
         return (
-            len(self._begun) < _MOST_BEGUN
+            len(self._begun) < self.most_begun
             and self._launcher.queues
             and not self._stepwise
             and flight is not None

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _BUSY_WINDOW_NS = 1_000_000_000
 # Objects made and not freed until the collector runs: several times what the trees of a worker hold.
 _COLLECT_AFTER = 200_000
-# Commands that are applied before a forward is launched for those who need not wait.
+# Commands that are applied at least, before a forward is launched for those who need not wait.
 _AT_ONCE = 2
 # So long before a forward's expected end the thread no longer sleeps for commands: it might wake up late.
 _WAKE_UP_NS = 150_000
@@ -225,15 +225,23 @@ class GrowthThread:
             self._hand_out(growth.finish())
 
     def _apply_some(self, growth: Growth, *, block: bool) -> bool:
-        """Applies commands that wait: a few, or all where nothing runs beside them. False once the thread is to end.
+        """Applies commands that wait: half of them, and more while the device works; all where it never does by itself.
+
+        A target commits to all its sessions at once. Half of them go on while the other half's commits wait: so
+        forwards are wide, and nobody waits for many.
 
         Args:
             growth: to which.
             block: whether to wait for at least one.
+
+        Returns:
+            False once the thread is to end.
         """
         self._receive(block=block and not self._backlog)
-        count = _AT_ONCE if growth.overlaps else len(self._backlog)
-        while self._backlog and count > 0:
+        count = len(self._backlog)
+        if growth.overlaps:
+            count = max(_AT_ONCE, count // 2)
+        while self._backlog and (count > 0 or not growth.is_done):
             command = self._backlog.popleft()
             if command is None:
                 return False

@@ -21,7 +21,7 @@ from outrider.engine.model_runner import ModelRunner
 
 _POINTS = [Point(sessions=sessions, width=width) for sessions in (1, 16) for width in (8, 16, 64) if width >= sessions]
 _PARTS = ("parts", "host", "device")
-_WAYS = ("graph", "logits")
+_WAYS = ("graph", "one at a time", "logits")
 # Milliseconds of a period, for up to 64 nodes.
 _TARGETS = {"160m": 0.75, "1b": 1.5}
 
@@ -82,6 +82,8 @@ def _device_rows(
             growth = TreeGrowth(runner, growth_config(point))
             if way == "logits":
                 growth._launcher._steps = None
+            elif way == "one at a time":
+                growth.most_begun = 1
 
             def settle() -> None:
                 assert runner.steps is not None

@@ -122,9 +122,10 @@ def _model(options: dict[str, Any]) -> Iterator[BenchModel]:
             yield folder_model(folder)
 
 
-def _growth(runner: ModelRunner, config: GrowthConfig) -> TreeGrowth:
+def _growth(runner: ModelRunner, config: GrowthConfig, most_begun: int) -> TreeGrowth:
     # Estimates stay those of the prior, so that trees are as wide in the one measurement as in the other.
     growth = TreeGrowth(runner, replace(config, prior_strength=_UNLEARNING))
+    growth.most_begun = most_begun
     if runner.device.type == "cpu":
         growth._launcher.overlaps = True
     return growth
@@ -153,14 +154,21 @@ def _config(options: dict[str, Any], model: BenchModel) -> DraftWorkerConfig:
     )
 
 
-def bare_step(runner: ModelRunner, config: GrowthConfig, point: Point, steps: int) -> tuple[float, float]:
+def bare_step(
+    runner: ModelRunner, config: GrowthConfig, point: Point, *, steps: int, most_begun: int
+) -> tuple[float, float]:
     """Mean time from step to step in a growth thread without a server, milliseconds, and the rows of a step."""
+<<<<<<< HEAD
     growth = _growth(
         runner,
         replace(
             config, max_step_nodes=point.width, max_session_nodes=point.width, min_path_value=0.0, min_acceptance=0.0
         ),
     )
+=======
+    config = replace(config, max_step_nodes=point.width, min_path_value=0.0, min_acceptance=0.0)
+    growth = _growth(runner, config, most_begun)
+>>>>>>> 821d0d8524ce8862f4d1882e6f5665e7bcb9fbe5
     thread, owner = started(growth, point, 0.0)
     owner.open()
     owner.run(200)
@@ -180,7 +188,7 @@ def main() -> None:
         config = _config(options, model)
         runner = _runner(options, config, model)
         grown = config.growth(max_model_len=runner.info.max_model_len)
-        growth = _growth(runner, grown)
+        growth = _growth(runner, grown, options["steps_begun"])
         growth.warm_up()
         # Not before, for it compiles on all cores; bare steps have the cores of those that serve.
         settle()
@@ -188,7 +196,9 @@ def main() -> None:
         bare = {}
         for sessions, width in zip(options["sessions"], options["bare_rows"], strict=True):
             point = Point(sessions=sessions, width=width, live_nodes=config.max_live_nodes)
-            bare[sessions] = bare_step(runner, grown, point, options["bare_steps"])
+            bare[sessions] = bare_step(
+                runner, grown, point, steps=options["bare_steps"], most_begun=options["steps_begun"]
+            )
         probe = Probe()
         probe.install()
 
