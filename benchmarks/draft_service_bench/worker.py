@@ -158,17 +158,10 @@ def bare_step(
     runner: ModelRunner, config: GrowthConfig, point: Point, *, steps: int, most_begun: int
 ) -> tuple[float, float]:
     """Mean time from step to step in a growth thread without a server, milliseconds, and the rows of a step."""
-<<<<<<< HEAD
-    growth = _growth(
-        runner,
-        replace(
-            config, max_step_nodes=point.width, max_session_nodes=point.width, min_path_value=0.0, min_acceptance=0.0
-        ),
+    config = replace(
+        config, max_step_nodes=point.width, max_session_nodes=point.width, min_path_value=0.0, min_acceptance=0.0
     )
-=======
-    config = replace(config, max_step_nodes=point.width, min_path_value=0.0, min_acceptance=0.0)
     growth = _growth(runner, config, most_begun)
->>>>>>> 821d0d8524ce8862f4d1882e6f5665e7bcb9fbe5
     thread, owner = started(growth, point, 0.0)
     owner.open()
     owner.run(200)
