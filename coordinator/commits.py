@@ -101,7 +101,7 @@ def commit(step: Step, answered: Answered) -> Committed:
         return _nothing(step)
     trees, group, places, verdicts = step.flight.trees, step.flight.group, np.array(answered.places), answered.verdicts
     nodes = trees.counts[places]
-    if list(answered.places) != list(range(len(group))):
+    if answered.sessions is not group.sessions and answered.sessions != group.sessions:
         # Not all of them have got tokens, or in another order.
         group = Group(answered.sessions)
     token_ids = take(group, verdicts, step, nodes)
