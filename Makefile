@@ -46,8 +46,9 @@ demo: setup ## start the service on a local Ray, stream one completion, stop it
 
 # Each process with one thread: small tensors gain nothing from more. Three on two cores: two of them begin with tests of
 # whole services, which wait a good part of their time, and the third with Triton's interpreter, which never does.
+# Bytecode is kept, whatever the environment says: many of the processes that tests start import the same modules.
 test: setup ## run the tests, three side by side
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses 3
+	@env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses 3
 
 FAULTS ?= 60
 SEED ?=

@@ -73,7 +73,7 @@ class Answered(NamedTuple):
         verdicts: [S]
     """
 
-    places: Sequence[int]
+    places: Ints
     sessions: Sequence[Session]
     verdicts: Verdicts
 
@@ -92,16 +92,17 @@ def whole_answer(step: Step) -> Answered | None:
             return None
     if result.verified is not None and list(map(result.verified.get, group.ids)) != flight.trees.counts.tolist():
         return None
-    return Answered(range(len(sessions)), sessions, verdicts)
+    return Answered(np.arange(len(sessions)), sessions, verdicts)
 
 
 def commit(step: Step, answered: Answered) -> Committed:
     """Takes what a target accepted."""
-    if not answered.places:
+    if not answered.sessions:
         return _nothing(step)
-    trees, group, places, verdicts = step.flight.trees, step.flight.group, np.array(answered.places), answered.verdicts
+    trees, group = step.flight.trees, step.flight.group
+    places, verdicts = answered.places, answered.verdicts
     nodes = trees.counts[places]
-    if list(answered.places) != list(range(len(group))):
+    if answered.sessions is not group.sessions and answered.sessions != group.sessions:
         # Not all of them have got tokens, or in another order.
         group = Group(answered.sessions)
     token_ids = take(group, verdicts, step, nodes)

@@ -35,8 +35,6 @@ class Group:
         ends: [S] length at which it ends at the latest.
         most_nodes: [S] that it asked for.
         most_depth: [S]
-        is_plain: [S] whether nothing is asked of its tokens but where they end.
-        stop_ids: tokens that may end one of them.
     """
 
     def __init__(self, sessions: Sequence[Session]) -> None:
@@ -59,8 +57,6 @@ class Group:
         nodes = np.array([session.request.max_nodes for session in sessions], dtype=np.int64)
         self.most_nodes: Ints = np.where(is_off, 0, nodes)
         self.most_depth: Ints = np.array([session.request.max_depth for session in sessions], dtype=np.int64)
-        self.is_plain = _column([session.is_plain for session in sessions])
-        self.stop_ids = frozenset[int]().union(*(session.stop_ids for session in sessions))
 
     def __len__(self) -> int:
         return len(self.sessions)

@@ -1,56 +1,46 @@
 """Which sessions run where: requests in and out, their places at targets and drafts, and what to do when one is lost.
 
-Every target has a loop of its own (`verify_loop.py`) that keeps it busy with the sessions placed there. Growth arrives
-on its own (`take_growth`), so a slow, dead or absent draft costs speed and nothing else.
+Every target has a loop of its own (`targets.py`, `verify_loop.py`) that keeps it busy with the sessions placed there.
+Drafts are in `drafts.py`; what becomes of a session that a target has lost or refused is in `session_faults.py`.
 """
 
 import asyncio
-import functools
 import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from outrider.coordinator import clock, draining, growth_arrival
+from outrider.coordinator import clock, draining
 from outrider.coordinator.admission import Admission, Occupancy
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.draft_peer import DraftPeer
-from outrider.coordinator.draft_places import DraftPlaces
+from outrider.coordinator.drafts import Drafts
 from outrider.coordinator.forest import Forest
 from outrider.coordinator.generation import Generation
 from outrider.coordinator.lane import TargetLane
 from outrider.coordinator.links import DraftLink, TargetLink
-from outrider.coordinator.messages import FaultKind, GenerationRequest, GrowthBatch, SessionFault, SourceCounts
+from outrider.coordinator.messages import GenerationRequest, GrowthBatch, SessionFault, SourceCounts
 from outrider.coordinator.poison import DOUBT_S, LossKind, Suspects
 from outrider.coordinator.routing import PrefixRouter
 from outrider.coordinator.session import Session
+from outrider.coordinator.session_faults import SessionFaults
 from outrider.coordinator.shared_places import SharedPlaces
 from outrider.coordinator.source_mix import by_source
+from outrider.coordinator.targets import Targets
 from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.verify_loop import Totals, VerifyLoop
 from outrider.coordinator.warm_up import warm_up
-from outrider.coordinator.watchdog import watch_steps
 from outrider.coordinator.weights_gate import WeightsGate
 from outrider.errors import (
-    FieldViolation,
     InternalError,
-    InvalidRequest,
     OutriderError,
-    Overloaded,
     PoisonRequest,
-    WeightsReplaced,
     WorkerUnavailable,
 )
-from outrider.growth_source import GrowthSource, sources_from_proto
 from outrider.log_output import about
 from outrider.v1 import common_pb2, registry_pb2
 
 logger = logging.getLogger(__name__)
-
-# A worker's error of a session (a lost state, say) is answered by opening it anew; the same again is given up.
-MAX_REOPENINGS = 2
-# How long a session that a full target turned away waits before it asks again.
-_NO_ROOM_PAUSE_NS = 50_000_000
 
 
 class Scheduler:
@@ -64,21 +54,17 @@ class Scheduler:
 
     def __init__(self, config: CoordinatorConfig, *, loop_type: type[VerifyLoop] = VerifyLoop) -> None:
         self._config = config
-        self._loop_type = loop_type
         self._session_ids = itertools.count(1)
         self._sessions: dict[int, Session] = {}
         self._waiting: deque[Session] = deque()
         self._lanes: dict[str, TargetLane] = {}
-        self._loops: dict[str, asyncio.Task[None]] = {}
-        self._watches: dict[str, asyncio.Task[None]] = {}
-        self._drafts: dict[str, DraftPeer] = {}
-        self._places: dict[str, SharedPlaces] = {}
-        self._draft_places = DraftPlaces(config, self._drafts, self._sessions, self._lanes)
+        self.totals = Totals()
+        self._drafts = Drafts(config, self._sessions, self._lanes, self.totals)
+        self._targets = Targets(config, self._lanes, loop_type, self._drafts.peers, self)
+        self._faults = SessionFaults(config, self._lanes, self._targets.places, self.totals, self._move)
         warm_up()
         self._forest = Forest()
         self._router = PrefixRouter()
-        self._reopenings: dict[int, int] = {}
-        self._without_room_since: dict[int, int] = {}
         self._admission = Admission(
             max_queue=config.max_queue, max_wait_s=config.max_queue_wait_s, retry_after_s=config.retry_after_s
         )
@@ -88,7 +74,6 @@ class Scheduler:
         self._is_draining = False
         self._places_nobody = False
         self._target_deadline: asyncio.TimerHandle | None = None
-        self.totals = Totals()
 
     # --------------------------------------------------------------------------------------------- requests in and out
 
@@ -166,7 +151,7 @@ class Scheduler:
             session.committed_ns = clock.now_ns()
             lane.place(session)
             logger.debug("session %d goes to %s", session.session_id, lane.worker_id, extra=session.ids)
-            self._draft_places.assign(session)
+            self._drafts.assign(session)
             lane.notify()
         if replaced:
             self.end(replaced, self.weights.refusal(replaced[0].generation.weights))
@@ -176,10 +161,6 @@ class Scheduler:
         for lane in self._lanes.values():
             lane.notify()
 
-    def _assign_drafts(self) -> None:
-        """Gives drafts to the sessions that lack some, as far as there is room."""
-        self._draft_places.assign_all(session for lane in self._lanes.values() for session in lane.sessions.values())
-
     def finish_session(self, session: Session) -> None:
         """The session has emitted its last token."""
         self._release_session(session)
@@ -187,10 +168,7 @@ class Scheduler:
 
     def note_progress(self, sessions: Sequence[Session]) -> None:
         """These sessions have emitted tokens: what went wrong before is no reason to give them up."""
-        for troubled in (self._reopenings, self._without_room_since):
-            if troubled:
-                for session in sessions:
-                    troubled.pop(session.session_id, None)
+        self._faults.note_progress(sessions)
         if not any(lane.suspects for lane in self._lanes.values()):
             return
         for session in sessions:
@@ -219,17 +197,10 @@ class Scheduler:
         if session.tap is not None:
             session.tap.note_end()
         self._admission.note_end(session.session_id)
-        self._reopenings.pop(session.session_id, None)
-        self._without_room_since.pop(session.session_id, None)
+        self._faults.forget(session)
         if session in self._waiting:
             self._waiting.remove(session)
-        for worker_id, epoch in session.draft_epochs.items():
-            peer = self._drafts[worker_id]
-            peer.sessions.discard(session.session_id)
-            peer.link.close_session(session.session_id, epoch)
-        had_draft = bool(session.draft_epochs)
-        for worker_id in list(session.draft_epochs):
-            session.leave_draft(worker_id)
+        had_draft = self._drafts.let_go(session)
         session.close()
         for lane in self._lanes.values():
             if lane.let_go(session):
@@ -237,46 +208,12 @@ class Scheduler:
         if self._places_nobody:
             return
         if had_draft:
-            self._assign_drafts()
+            self._drafts.assign_all()
         self.admit()
 
     def take_fault(self, session: Session, fault: SessionFault) -> None:
         """The target has lost or refused a session."""
-        if fault.kind is FaultKind.REFUSED:
-            session.generation.abort(InvalidRequest([FieldViolation("request", fault.message)]))
-        elif fault.kind is FaultKind.REPLACED:
-            session.generation.abort(WeightsReplaced(f"{fault.message}; the tokens delivered stay valid"))
-        elif fault.kind is FaultKind.NO_ROOM:
-            self._wait_for_room(session, fault.message)
-        else:
-            count = self._reopenings[session.session_id] = self._reopenings.get(session.session_id, 0) + 1
-            if count > MAX_REOPENINGS:
-                message = f"the target worker cannot serve this request: {fault.message}"
-                session.generation.abort(WorkerUnavailable(message))
-                return
-            self.totals.serving.reopened += 1
-            logger.warning("session %d is opened anew: %s", session.session_id, fault.message, extra=session.ids)
-
-    def _wait_for_room(self, session: Session, reason: str) -> None:
-        """The target is full with others' sessions: this one rests for a moment, then asks again, or asks another."""
-        lanes = list(self._lanes.values())
-        others = any(held is not session for lane in lanes for held in lane.sessions.values()) or any(
-            self._places[lane.worker_id].has_others for lane in lanes
-        )
-        now_ns = clock.now_ns()
-        since_ns = self._without_room_since.setdefault(session.session_id, now_ns)
-        if now_ns - since_ns > self._config.room_wait_s * 1e9 and not others:
-            session.generation.abort(Overloaded(reason, retry_after_s=self._config.retry_after_s))
-            return
-        lane = next((lane for lane in lanes if session.session_id in lane.sessions), None)
-        if lane is not None and (places := self._places[lane.worker_id]).is_shared:
-            # Other coordinators' sessions have the room.
-            is_borrowed = places.note_refusal(len(lane.sessions))
-            if is_borrowed or any(other.has_room for other in lanes):
-                self._move(lane, [session])
-                self._without_room_since[session.session_id] = since_ns
-                return
-        session.rests_until_ns = now_ns + _NO_ROOM_PAUSE_NS
+        self._faults.take(session, fault)
 
     # --------------------------------------------------------------------------------------------------------- workers
 
@@ -305,7 +242,7 @@ class Scheduler:
         if self._target_deadline is not None:
             self._target_deadline.cancel()
             self._target_deadline = None
-        places = self._places[worker_id] = SharedPlaces(limits)
+        places = SharedPlaces(limits)
         lane = TargetLane(
             worker_id,
             link,
@@ -314,32 +251,20 @@ class Scheduler:
             one_graph=one_graph,
             ahead=ahead and self._config.ahead,
         )
-        self._lanes[worker_id] = lane
-        verify = self._loop_type(lane, self._config, self._drafts, self)
-        loop = self._loops[worker_id] = asyncio.create_task(verify.run(), name=f"verify {worker_id}")
-        loop.add_done_callback(functools.partial(self._on_loop_done, worker_id, on_failure))
-        watch = watch_steps(lane, least_s=self._config.step_timeout_s, on_hang=on_hang)
-        self._watches[worker_id] = asyncio.create_task(watch, name=f"watch {worker_id}")
-        self.admit()
 
-    def _on_loop_done(self, worker_id: str, on_failure: Callable[[str], None], loop: "asyncio.Task[None]") -> None:
-        if not loop.cancelled() and (error := loop.exception()) is not None:
-            logger.error("the verify loop of %s failed", worker_id, exc_info=error, extra=about(worker_id=worker_id))
-            reason = f"its verify loop failed: {error}"
+        def fail(reason: str) -> None:
             # The defect is ours.
             self.remove_target(worker_id, reason, kind=LossKind.SILENT)
             on_failure(reason)
 
+        self._targets.add(lane, places, on_failure=fail, on_hang=on_hang)
+        self.admit()
+
     def remove_target(self, worker_id: str, reason: str, *, kind: LossKind = LossKind.BROKEN) -> None:
         """A target worker is gone: its sessions go on elsewhere, or end when there is no other."""
-        lane = self._lanes.pop(worker_id, None)
+        lane = self._targets.remove(worker_id)
         if lane is None:
             return
-        loop = self._loops.pop(worker_id)
-        if loop is not asyncio.current_task():
-            loop.cancel()
-        self._watches.pop(worker_id).cancel()
-        del self._places[worker_id]
         sessions = list(lane.sessions.values())
         for session in sessions:
             lane.forget_drafted(session)
@@ -357,11 +282,11 @@ class Scheduler:
     def _requeue(self, sessions: Sequence[Session]) -> None:
         """Sessions whose target is gone, or not theirs any more, come first in the queue, as old as they are."""
         for session in reversed(sessions):
-            # Its loop tells clients no more, and whom it had no room for has not asked another target yet.
+            # Its loop tells clients no more.
             session.deliver()
             logger.debug("session %d has lost its target", session.session_id, extra=session.ids)
             session.flight, session.target_id, session.rests_until_ns = None, None, 0
-            self._without_room_since.pop(session.session_id, None)
+            self._faults.note_place_lost(session)
             if not session.is_finished:
                 self._waiting.appendleft(session)
 
@@ -385,12 +310,7 @@ class Scheduler:
 
     def drain_worker(self, worker_id: str, *, on_empty: Callable[[], None]) -> None:
         """A worker wants to go: it gets no new sessions, and `on_empty` is called once none of its own is left."""
-        if (peer := self._drafts.get(worker_id)) is not None:
-            peer.is_draining = True
-            sessions = [self._sessions[session_id] for session_id in peer.sessions]
-            for session in sessions:
-                peer.link.close_session(session.session_id, session.draft_epochs[worker_id])
-            self._take_from_draft(peer, sessions)
+        if self._drafts.drain(worker_id):
             on_empty()
         elif (lane := self._lanes.get(worker_id)) is not None:
             lane.is_draining = True
@@ -410,13 +330,12 @@ class Scheduler:
 
     def note_load(self, worker_id: str, load: common_pb2.WorkerLoad) -> None:
         """A worker's heartbeat."""
-        lane, peer = self._lanes.get(worker_id), self._drafts.get(worker_id)
-        if lane is not None:
+        if (lane := self._lanes.get(worker_id)) is not None:
             lane.is_preparing = load.preparing
-            if self._places[worker_id].hear(load, len(lane.sessions)):
+            if self._targets.places[worker_id].hear(load, len(lane.sessions)):
                 self.admit()
-        elif peer is not None and self._places[worker_id].hear(load, len(peer.sessions)):
-            self._assign_drafts()
+        else:
+            self._drafts.hear(worker_id, load)
 
     def _expect_target(self) -> None:
         """While there is no target: requests wait as long as is configured for a new one, then end."""
@@ -447,50 +366,19 @@ class Scheduler:
         self, worker_id: str, link: DraftLink, limits: registry_pb2.WorkerLimits, *, sources: Iterable[int] = ()
     ) -> None:
         """A draft worker is ready; sessions without one are given to it. `sources` as its introduction has them."""
-        known = sources_from_proto(sources, default=(GrowthSource.MODEL,))
-        places = self._places[worker_id] = SharedPlaces(limits)
-        self._drafts[worker_id] = DraftPeer(worker_id=worker_id, link=link, limits=places.limits, sources=known)
-        self._assign_drafts()
+        self._drafts.add(worker_id, link, limits, sources)
 
     def remove_draft(self, worker_id: str) -> None:
         """A draft worker is gone: what it has grown stays, its sessions go to another if there is one."""
-        peer = self._drafts.pop(worker_id, None)
-        if peer is None:
-            return
-        del self._places[worker_id]
-        self._take_from_draft(peer, [self._sessions[session_id] for session_id in peer.sessions])
-
-    def _take_from_draft(self, peer: DraftPeer, sessions: Sequence[Session]) -> None:
-        for session in sessions:
-            session.leave_draft(peer.worker_id)
-        peer.sessions.clear()
-        self._draft_places.assign_all(sessions)
-        self._notify_all()
+        self._drafts.remove(worker_id)
 
     def take_growth(self, worker_id: str, growth: GrowthBatch) -> None:
         """Growth has arrived; it may be late, for sessions that have ended, or of old epochs."""
-        peer = self._drafts.get(worker_id)
-        nodes = len(growth.node_ids)
-        self.totals.serving.grown_nodes += nodes
-        if peer is None:
-            self.totals.dropped_nodes += nodes
-            return
-        sessions = growth_arrival.take_growth(peer, growth, self._sessions, drafts=self._drafts, totals=self.totals)
-        for lane in self._lanes.values():
-            if any(session is not None and session.session_id in lane.sessions for session in sessions):
-                lane.notify()
+        self._drafts.take_growth(worker_id, growth)
 
     def take_draft_error(self, worker_id: str, session_id: int, epoch: int, message: str) -> None:
         """A draft cannot serve a session: it goes on without this draft."""
-        session, peer = self._sessions.get(session_id), self._drafts.get(worker_id)
-        if session is None or peer is None or session.draft_epochs.get(worker_id) != epoch:
-            return
-        logger.info("draft %s gave up session %d: %s", worker_id, session_id, message, extra=session.ids)
-        session.leave_draft(worker_id)
-        peer.sessions.discard(session_id)
-        session.refused_by.add(worker_id)
-        self._draft_places.assign(session)
-        self._notify_all()
+        self._drafts.take_error(worker_id, session_id, epoch, message)
 
     # ---------------------------------------------------------------------------------------------------------- status
 
@@ -507,7 +395,7 @@ class Scheduler:
     @property
     def drafts(self) -> Mapping[str, DraftPeer]:
         """By worker id."""
-        return self._drafts
+        return self._drafts.peers
 
     def source_counts(self) -> list[SourceCounts]:
         """What each source of growth has grown since the start, and what became of it."""
@@ -520,14 +408,7 @@ class Scheduler:
 
         Those whose sources a model is not one of count where there is a draft of theirs: another model would not help.
         """
-        grown = frozenset({GrowthSource.MODEL}).union(*(peer.sources for peer in self._drafts.values()))
-        has_growth = [
-            bool(session.draft_epochs) or session.is_target_drafted
-            for lane in self._lanes.values()
-            for session in lane.sessions.values()
-            if session.may_speculate and session.request.sources & grown
-        ]
-        return len(has_growth), has_growth.count(False)
+        return self._drafts.speculating()
 
     @property
     def waiting_requests(self) -> int:
@@ -549,7 +430,7 @@ class Scheduler:
         if self._target_deadline is not None:
             self._target_deadline.cancel()
         self._end_all(error)
-        tasks = [*self._loops.values(), *self._watches.values(), *self._drains]
+        tasks = [*self._targets.tasks, *self._drains]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -138,6 +138,8 @@ class VerifyLoop:
                     # Growth, a result, a session that comes or rests no more: all of them end the wait.
                     if self._undelivered:
                         await self._deliver(until_ns=now_ns + hold_s * 1e9)
+                    elif sessions and lane.goes_ahead:
+                        await self._until_due(now_ns + hold_s * 1e9)
                     else:
                         await lane.change(timeout_s=hold_s)
                     continue
@@ -174,6 +176,12 @@ class VerifyLoop:
             self._free_since_ns = now_ns
         patience_ns = self.patience_ns(sessions, waited_ns=now_ns - self._free_since_ns)
         return min(max(self.lane.lead_ns(now_ns), patience_ns, 0.0), rest_left_ns) / 1e9
+
+    async def _until_due(self, due_ns: float) -> None:
+        """Holds a batch that goes ahead: of all that comes meanwhile only the result before it changes anything."""
+        flights = self.lane.flights
+        while (left_ns := due_ns - clock.now_ns()) > 0 and flights and not flights[0].result.done():
+            await self.lane.change(timeout_s=left_ns / 1e9)
 
     def _fire(self, sessions: Sequence[Session], *, held_ns: int) -> None:
         if self.lane.goes_ahead:
@@ -273,8 +281,9 @@ class VerifyLoop:
             if session.flight is flight and not session.is_finished:
                 session.flight, session.target_id = None, None
                 self._owner.take_fault(session, _UNANSWERED)
+        own = np.array([place for place, _ in answered], dtype=np.int64)
         sessions = [flight.sessions[place] for place, _ in answered]
-        return Answered([place for place, _ in answered], sessions, Verdicts.of([verdict for _, verdict in answered]))
+        return Answered(own, sessions, Verdicts.of([verdict for _, verdict in answered]))
 
     def _note_misses(self, committed: Committed) -> None:
         """How the rounds of sessions ended that drafts run ahead of."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from outrider.coordinator.commits import Answered, Committed, commit, tell_drafts
@@ -94,7 +95,7 @@ class Bench:
         result = VerifyResult(step=1, verdicts=verdicts, step_ns=1, forward_ns=1, step_tokens=3)
         by_id = {session.session_id: place for place, session in enumerate(self.sessions)}
         places = [by_id[verdict.session_id] for verdict in verdicts]
-        answered = Answered(places, [self.sessions[place] for place in places], Verdicts.of(verdicts))
+        answered = Answered(np.array(places), [self.sessions[place] for place in places], Verdicts.of(verdicts))
         return commit(Step(flight, result, NS), answered)
 
     def _slots(self, session: Session) -> list[int]:

@@ -253,7 +253,7 @@ async def test_stopping_looks_for_no_one_to_take_the_places_over(make_bench, mon
     bench.add_draft()
     generations = [bench.scheduler.submit(make_request(number), [TextStream(None)]) for number in range(1, 41)]
     searches = []
-    monkeypatch.setattr(bench.scheduler, "_assign_drafts", lambda: searches.append(1))
+    monkeypatch.setattr(bench.scheduler._drafts, "assign_all", lambda: searches.append(1))
     await bench.scheduler.stop(WorkerUnavailable("stopping"))
     assert not searches
     for generation in generations:

@@ -1,6 +1,9 @@
 """Every parameter gives what the plain loop gives, also where an end falls inside an accepted path."""
 
 import itertools
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -35,6 +38,12 @@ def options_of(rule: dict) -> dict:
     return {name: list(value) if isinstance(value, tuple) else value for name, value in rule.items()}
 
 
+def together(check: Callable[[Any], None], items: Iterable[Any]) -> None:
+    """Checks all of them, several at a time: one by one, rounds of one session take most of the time."""
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(check, items))
+
+
 @pytest.mark.parametrize("speculation", ["off", "sync", "async"])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 def test_rules(client, reference, prompts, differs, *, rule, speculation):
@@ -57,19 +66,23 @@ def test_every_length_limit_cuts_the_same_text(client, prompts, speculation):
     """Some of these limits fall inside an accepted path, whatever its length."""
     prompt = prompts[0]
     whole = client.generate(prompt, max_new_tokens=20, speculation="off", ignore_eos=True)
-    for limit in range(1, 21):
+
+    def check(limit: int) -> None:
         output = client.generate(prompt, max_new_tokens=limit, speculation=speculation, ignore_eos=True)
         assert list(output.token_ids) == list(whole.token_ids[:limit])
         assert output.finish_reason == "length"
         assert output.usage.completion_tokens == limit
         assert whole.text.startswith(output.text.rstrip("\ufffd"))
 
+    together(check, range(1, 21))
+
 
 @pytest.mark.parametrize("speculation", ["off", "sync", "async"])
 def test_stop_tokens_inside_an_accepted_path(client, prompts, speculation):
     prompt = prompts[1]
     whole = list(client.generate(prompt, max_new_tokens=24, speculation="off", ignore_eos=True).token_ids)
-    for stop in dict.fromkeys(whole):
+
+    def check(stop: int) -> None:
         output = client.generate(
             prompt, max_new_tokens=24, speculation=speculation, ignore_eos=True, stop_token_ids=[stop]
         )
@@ -79,13 +92,16 @@ def test_stop_tokens_inside_an_accepted_path(client, prompts, speculation):
         assert output.choices[0].stop_reason == stop
         assert output.usage.completion_tokens == end
 
+    together(check, dict.fromkeys(whole))
+
 
 @pytest.mark.parametrize("speculation", ["off", "sync", "async"])
 def test_stop_strings_cut_text_and_tokens_alike(client, reference, prompts, speculation):
     prompt = prompts[2]
     plain = client.generate(prompt, max_new_tokens=24, speculation="off", ignore_eos=True)
     pieces = {plain.text[start : start + 3] for start in range(0, len(plain.text) - 3, 4)}
-    for stop in sorted(pieces):
+
+    def check(stop: str) -> None:
         output = client.generate(prompt, max_new_tokens=24, speculation=speculation, ignore_eos=True, stop=[stop])
         assert output.text == plain.text[: plain.text.index(stop)]
         assert output.finish_reason == "stop"
@@ -93,6 +109,8 @@ def test_stop_strings_cut_text_and_tokens_alike(client, reference, prompts, spec
         kept = next(count for count in range(1, 25) if stop in reference.tokenizer.decode(plain.token_ids[:count]))
         assert list(output.token_ids) == list(plain.token_ids[:kept])
         assert output.usage.completion_tokens == kept
+
+    together(check, sorted(pieces))
 
 
 @pytest.mark.parametrize("speculation", ["off", "sync", "async"])

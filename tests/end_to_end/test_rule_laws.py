@@ -195,7 +195,7 @@ class Bench:
                 continue
             position = len(session.token_ids)
             self.accepted += len(verdict.accepted_nodes)
-            commit(step, Answered([place], [session], Verdicts.of([verdict])))
+            commit(step, Answered(np.array([place]), [session], Verdicts.of([verdict])))
             session.deliver()
             self.untold.append((session, position, session.token_ids[position:]))
 
