@@ -3,17 +3,23 @@
 import asyncio
 from collections.abc import Sequence
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.coordinator.test_text_stream import BYTE_LEVEL
 
+from outrider.coordinator import clock
 from outrider.coordinator.ahead import Lead
+from outrider.coordinator.config import CoordinatorConfig
+from outrider.coordinator.lane import TargetLane
 from outrider.coordinator.messages import FaultKind, RoundRecord, SpeculationMode, TokenDelta, VerifyResult
 from outrider.coordinator.rounds import Way
 from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.trials import Trials
+from outrider.coordinator.verify_loop import VerifyLoop
 from outrider.sampling import SamplingSpec
+from outrider.v1 import registry_pb2
 
 STEP_S = 0.004
 
@@ -291,3 +297,25 @@ def test_a_lead_that_was_none_becomes_one():
     for _ in range(50):
         lead.observe(lead.ns(step_ns=8e6, overhead_ns=0.0), lead.ns(step_ns=8e6, overhead_ns=0.0) - 2e6)
     assert lead.ns(step_ns=8e6, overhead_ns=0.0) > 1.9e6
+
+
+async def test_a_batch_that_is_held_sleeps_through_growth_and_wakes_for_the_result():
+    nothing: Any = None
+    lane = TargetLane("target", nothing, registry_pb2.WorkerLimits(max_sessions=1), ahead=True)
+    loop = VerifyLoop(lane, CoordinatorConfig(), {}, nothing)
+    result = asyncio.get_running_loop().create_future()
+    in_flight: Any = SimpleNamespace(result=result)
+    lane.flights.append(in_flight)
+    held = asyncio.create_task(loop._until_due(clock.now_ns() + 3600e9))
+    for _ in range(5):
+        lane.notify()
+        await asyncio.sleep(0)
+    assert not held.done()
+    result.set_result(None)
+    lane.notify()
+    async with asyncio.timeout(10):
+        await held
+    # The batch that was due is not held at all.
+    in_flight.result = asyncio.get_running_loop().create_future()
+    async with asyncio.timeout(10):
+        await loop._until_due(clock.now_ns())
