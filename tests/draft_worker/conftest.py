@@ -95,14 +95,21 @@ class TableSteps:
 
     Attributes:
         promised: rows so far whose token was.
+        due: what is to be captured before the next step.
     """
 
-    takes_trees, due = True, None
+    takes_trees = True
 
     def __init__(self, forward: Callable[[ForwardBatch], torch.Tensor]) -> None:
         self._forward = forward
         self._best_children: list[int] = []
         self.promised = 0
+        self.due: str | None = None
+
+    def capture(self, bucket: str) -> None:
+        """Runs the program, which leaves other children in the place of the last step's."""
+        assert bucket == self.due
+        self.due, self._best_children = None, []
 
     def stage_growth(self, growth: GrowthRows, *, children: int, words: int) -> TableStep:
         del words

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from outrider.draft_worker.growth_step import GrowthStep
-from outrider.draft_worker.session import GrowthLimits
+from outrider.draft_worker.session import GrowthLimits, GrowthMode
 from outrider.draft_worker.session_checks import CommitMismatch
 from outrider.sampling import SamplingSpec
 
@@ -274,3 +274,57 @@ def test_commits_teach_the_calibration(tools: Any, make_growth: Make, make_start
     growth.step()
     after = [node.acceptance for node in session.tree.root.children.values()]
     assert after[3] > after[0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"limits": GrowthLimits(mode=GrowthMode.SYNC)},
+        {"sampling": SamplingSpec(repetition_penalty=1.5, max_new_tokens=100)},
+    ],
+)
+def test_no_step_overlaps_another_beside_a_session_that_needs_its_results(
+    make_queued_growth: Make, make_start: Make, changes: dict[str, Any]
+):
+    growth, _ = make_queued_growth()
+    growth.open(make_start(1))
+    assert growth.begin()
+    assert growth.takes_another
+    growth.open(make_start(2, **changes))
+    assert not growth.takes_another
+    assert not growth.begin()
+    growth.close((7, 2), 1)
+    assert growth.begin()
+    # No third one.
+    assert not growth.takes_another
+    assert not growth.begin()
+    assert [growth.finish().tokens for _ in range(2)] == [3, 1]
+    assert growth.num_begun == 0
+
+
+def test_a_graph_is_captured_while_no_step_is_under_way(make_queued_growth: Make, make_start: Make):
+    growth, steps = make_queued_growth()
+    growth.open(make_start(1))
+    assert growth.begin()
+    steps.due = "bucket"
+    assert not growth.begin()
+    growth.finish()
+    assert steps.due == "bucket"
+    assert growth.begin()
+    assert steps.due is None
+    # What is promised from here on is the new step's.
+    assert growth.begin()
+    assert steps.promised > 0
+    growth.finish()
+
+
+def test_what_waits_for_its_children_has_credit_for_them(make_queued_growth: Make, make_start: Make):
+    for credit, begun in ((7, False), (8, True)):
+        growth, _ = make_queued_growth()
+        session = growth.open(make_start(1, limits=GrowthLimits(max_live_nodes=credit)))
+        assert growth.begin()
+        # The root's four children come; its best child may have four of its own.
+        assert growth.begin() == begun
+        while growth.num_begun:
+            growth.finish()
+        assert session.tree.size == (8 if begun else 4)
