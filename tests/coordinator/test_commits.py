@@ -8,15 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.coordinator.commits import Answered, Committed, commit, tell_drafts
+from outrider.coordinator.commits import Answered, Committed, commit, tell_drafts, whole_answer
 from outrider.coordinator.forest import Forest
 from outrider.coordinator.generation import Generation
 from outrider.coordinator.group import Group
 from outrider.coordinator.messages import (
+    ChoiceResult,
     Commits,
+    FaultKind,
+    FinishReason,
     GenerationRequest,
     Growth,
     GrowthBatch,
+    SessionFault,
     SessionVerdict,
     SpeculationMode,
     VerifyResult,
@@ -75,6 +79,14 @@ class Bench:
 
     def step(self, verdicts: Sequence[SessionVerdict], *, sent: int = 2) -> Committed:
         """Each session's two best nodes were sent (11 and 21), or none."""
+        step = self.answer(verdicts, sent=sent)
+        by_id = {session.session_id: place for place, session in enumerate(self.sessions)}
+        places = [by_id[verdict.session_id] for verdict in verdicts]
+        answered = Answered(np.array(places), [self.sessions[place] for place in places], Verdicts.of(verdicts))
+        return commit(step, answered)
+
+    def answer(self, verdicts: Sequence[SessionVerdict], *, sent: int = 2) -> Step:
+        """The same, with its result not taken yet."""
         group = Group(self.sessions)
         trees = []
         for session in self.sessions:
@@ -93,10 +105,7 @@ class Bench:
         for session in self.sessions:
             session.flight = flight
         result = VerifyResult(step=1, verdicts=verdicts, step_ns=1, forward_ns=1, step_tokens=3)
-        by_id = {session.session_id: place for place, session in enumerate(self.sessions)}
-        places = [by_id[verdict.session_id] for verdict in verdicts]
-        answered = Answered(np.array(places), [self.sessions[place] for place in places], Verdicts.of(verdicts))
-        return commit(Step(flight, result, NS), answered)
+        return Step(flight, result, NS)
 
     def _slots(self, session: Session) -> list[int]:
         forest = self.forest
@@ -191,3 +200,42 @@ def test_a_result_without_tokens_changes_nothing():
     assert (len(committed.sessions), int(committed.emitted.sum())) == (0, 0)
     assert bench.drafts["one"].told == []
     assert session.flight is not None
+
+
+def test_an_answer_is_whole_where_every_session_that_was_sent_has_tokens():
+    bench = Bench()
+    sessions = [bench.add() for _ in range(3)]
+    verdicts = [accepted(session, [1], [11, 22]) for session in sessions]
+    step = bench.answer(verdicts)
+    whole = whole_answer(step)
+    assert whole is not None
+    assert (whole.places.tolist(), list(whole.sessions), list(whole.verdicts)) == ([0, 1, 2], sessions, verdicts)
+    counts = {session.session_id: 2 for session in sessions}
+    assert whole_answer(step._replace(result=replace(step.result, verified=counts))) is not None
+
+
+@pytest.mark.parametrize(
+    "what", ["left out", "twice", "deferred", "fault", "another epoch", "another batch", "ended", "closed", "verified"]
+)
+def test_an_answer_in_which_one_session_differs_is_looked_at_session_by_session(what):
+    bench = Bench()
+    sessions = [bench.add() for _ in range(3)]
+    first, *others = [accepted(session, [1], [11, 22]) for session in sessions]
+    changed = {
+        "left out": [],
+        "twice": [first, first],
+        "deferred": [first._replace(deferred=True)],
+        "fault": [first._replace(fault=SessionFault(kind=FaultKind.LOST, message="gone"))],
+        "another epoch": [first._replace(epoch=7)],
+    }
+    step = bench.answer([*changed.get(what, [first]), *others])
+    if what == "another batch":
+        sessions[0].flight = None
+    elif what == "ended":
+        sessions[0].result = ChoiceResult(index=0, finish_reason=FinishReason.STOP, completion_tokens=1)
+    elif what == "closed":
+        sessions[0].generation.is_closed = True
+    elif what == "verified":
+        counts = {session.session_id: 2 - (session is sessions[0]) for session in sessions}
+        step = step._replace(result=replace(step.result, verified=counts))
+    assert whole_answer(step) is None
