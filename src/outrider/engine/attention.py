@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from transformers import AttentionInterface
 
 from outrider.engine.config import AttentionBackend
 from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention, tree_attention_reference
@@ -107,5 +106,10 @@ def _attention(
     return out[None], None
 
 
-# Only the attention is registered: a name without a mask function of its own makes transformers build no mask at all.
-AttentionInterface.register(ATTENTION_NAME, _attention)
+def register_attention() -> None:
+    """Makes `ATTENTION_NAME` known to transformers' models."""
+    # Imported here: it is half of what a worker would import, and one whose forward is the decoder needs none of it.
+    from transformers import AttentionInterface
+
+    # Only the attention: a name without a mask function of its own makes transformers build no mask at all.
+    AttentionInterface.register(ATTENTION_NAME, _attention)

@@ -5,21 +5,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from outrider.checkpoint_json import read_json_object
-from outrider.engine.attention import ATTENTION_NAME
+from outrider.engine.attention import ATTENTION_NAME, register_attention
 from outrider.engine.config import EngineConfig
 from outrider.engine.decoder_spec import SERVED_FAMILIES
 from outrider.engine.quantization import check_quantization, dequantise_layers
 from outrider.engine.weight_source import SafetensorsSource
 from outrider.errors import CheckpointError
 from outrider.tokenizer_hash import tokenizer_hash
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +69,7 @@ def read_checkpoint(config: EngineConfig) -> tuple[PretrainedConfig, ModelCard]:
     return model_config, _card(folder, config, model_config)
 
 
-def load_checkpoint(config: EngineConfig) -> tuple[PreTrainedModel, ModelCard]:
+def load_checkpoint(config: EngineConfig) -> tuple["PreTrainedModel", ModelCard]:
     """The model in evaluation mode on the config's device, and its card.
 
     Raises:
@@ -85,7 +88,11 @@ def load_checkpoint(config: EngineConfig) -> tuple[PreTrainedModel, ModelCard]:
     return model.eval().requires_grad_(False), card
 
 
-def _load_weights(folder: Path, model_config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _load_weights(folder: Path, model_config: PretrainedConfig, dtype: torch.dtype) -> "PreTrainedModel":
+    # Imported here: `register_attention` says why.
+    from transformers import AutoModelForCausalLM
+
+    register_attention()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,

@@ -8,15 +8,16 @@ Seven model types are one program with these differences:
     gemma2           further norms of what a block adds, caps of scores and logits, windows by layer
     gemma3_text      further norms, norms of every head, one rotary table for windowed layers and one for the others
 
-Sources: transformers' modeling files of these types (read in 5.17 and 5.23), whose rotary classes make the frequencies.
+Sources: transformers' modeling files of these types (read in 5.17 and 5.23). What scales frequencies is transformers'
+own code; the rotary classes around it are not imported, which takes seconds, but compared with in tests.
 """
 
-import importlib
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Literal, NoReturn
 
 import torch
 from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from outrider.errors import CheckpointError
 
@@ -31,13 +32,13 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 # Their frequencies depend on the longest sequence of the batch: no table can hold them.
 _LENGTH_DEPENDENT_ROTARY = ("dynamic", "longrope")
+_SERVED_ROTARY = "default, linear, llama3 and yarn"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Family:
     """What a model type fixes and its config does not say."""
 
-    rotary_class: str
     is_gemma: bool = False
     addend_norms: bool = False
     head_norms: bool = False
@@ -47,20 +48,18 @@ class _Family:
 
 
 SERVED_FAMILIES: dict[str, _Family] = {
-    "llama": _Family(rotary_class="llama.LlamaRotaryEmbedding"),
-    "qwen2": _Family(rotary_class="qwen2.Qwen2RotaryEmbedding", windows="by_layer", always_qkv_bias=True),
-    "qwen3": _Family(rotary_class="qwen3.Qwen3RotaryEmbedding", windows="by_layer", head_norms=True),
-    "mistral": _Family(rotary_class="mistral.MistralRotaryEmbedding", windows="all"),
-    "gemma": _Family(rotary_class="gemma.GemmaRotaryEmbedding", is_gemma=True),
+    "llama": _Family(),
+    "qwen2": _Family(windows="by_layer", always_qkv_bias=True),
+    "qwen3": _Family(windows="by_layer", head_norms=True),
+    "mistral": _Family(windows="all"),
+    "gemma": _Family(is_gemma=True),
     "gemma2": _Family(
-        rotary_class="gemma2.Gemma2RotaryEmbedding",
         is_gemma=True,
         addend_norms=True,
         windows="by_layer",
         caps_scores=True,
     ),
     "gemma3_text": _Family(
-        rotary_class="gemma3.Gemma3RotaryEmbedding",
         is_gemma=True,
         addend_norms=True,
         head_norms=True,
@@ -163,7 +162,7 @@ class DecoderSpec:
         if config.num_attention_heads % config.num_key_value_heads or head_dim % 2:
             _refuse(config, f"{config.num_attention_heads} heads of {head_dim} over {config.num_key_value_heads}",
                     "heads of an even size, a multiple of the key and value heads")  # fmt: skip
-        rotaries, rotary_of = _rotaries(config, family, head_dim)
+        rotaries, rotary_of = _rotaries(config, head_dim)
         attention_bias = bool(getattr(config, "attention_bias", False)) and config.model_type != "mistral"
         query_scalar = config.query_pre_attn_scalar if family.addend_norms else head_dim
         return cls(
@@ -196,30 +195,32 @@ class DecoderSpec:
         )
 
 
-def _rotaries(
-    config: PretrainedConfig, family: _Family, head_dim: int
-) -> tuple[tuple[RotarySpec, ...], tuple[int, ...]]:
+def _rotaries(config: PretrainedConfig, head_dim: int) -> tuple[tuple[RotarySpec, ...], tuple[int, ...]]:
     """The kinds of rotary embedding, and which of them each layer takes."""
     layers: int = config.num_hidden_layers
     by_layer_type = config.model_type == "gemma3_text"
     kinds: list[str | None] = sorted(set(config.layer_types[:layers])) if by_layer_type else [None]
-    for kind in kinds:
-        parameters = config.rope_parameters if kind is None else config.rope_parameters[kind]
-        if parameters["rope_type"] in _LENGTH_DEPENDENT_ROTARY:
-            _refuse(config, f"rope type {parameters['rope_type']!r}, which depends on the length of the text",
-                    "default, linear, llama3 and yarn")  # fmt: skip
-    module, _, name = family.rotary_class.partition(".")
-    package = importlib.import_module(f"transformers.models.{module}.modeling_{module}")
-    embedding: Any = getattr(package, name)(config)
-    specs = []
-    for kind in kinds:
-        prefix = "" if kind is None else f"{kind}_"
-        frequencies = getattr(embedding, f"{prefix}inv_freq").float().tolist()
-        if len(frequencies) != head_dim // 2:
-            _refuse(config, f"a rotary embedding of {2 * len(frequencies)} of {head_dim} channels", "that of all")
-        specs.append(RotarySpec(tuple(frequencies), float(getattr(embedding, f"{prefix}attention_scaling"))))
+    specs = tuple(_rotary(config, kind, head_dim) for kind in kinds)
     rotary_of = [kinds.index(config.layer_types[index]) for index in range(layers)] if by_layer_type else [0] * layers
-    return tuple(specs), tuple(rotary_of)
+    return specs, tuple(rotary_of)
+
+
+def _rotary(config: PretrainedConfig, kind: str | None, head_dim: int) -> RotarySpec:
+    """That of the layers of type `kind`, or of all layers."""
+    parameters = config.rope_parameters if kind is None else config.rope_parameters[kind]
+    rope_type = parameters["rope_type"]
+    if rope_type in _LENGTH_DEPENDENT_ROTARY:
+        _refuse(config, f"rope type {rope_type!r}, which depends on the length of the text", _SERVED_ROTARY)
+    if rope_type == "default":
+        even = torch.arange(0, head_dim, 2, dtype=torch.float32)
+        frequencies, scaling = 1.0 / (parameters["rope_theta"] ** (even / head_dim)), 1.0
+    elif rope_type in ROPE_INIT_FUNCTIONS:
+        frequencies, scaling = ROPE_INIT_FUNCTIONS[rope_type](config, layer_type=kind)
+    else:
+        _refuse(config, f"rope type {rope_type!r}", _SERVED_ROTARY)
+    if len(frequencies) != head_dim // 2:
+        _refuse(config, f"a rotary embedding of {2 * len(frequencies)} of {head_dim} channels", "that of all")
+    return RotarySpec(tuple(frequencies.float().tolist()), float(scaling))
 
 
 def _window(config: PretrainedConfig, family: _Family, index: int) -> int:

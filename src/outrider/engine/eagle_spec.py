@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from transformers import LlamaConfig
-
 from outrider.checkpoint_json import read_json_object
 from outrider.engine.decoder_spec import DecoderSpec
 from outrider.errors import CheckpointError
@@ -69,6 +67,9 @@ def read_eagle_spec(folder: Path, *, target_layers: int, stored: frozenset[str])
     # Heads of other families' targets are Llama layers too, and say so; a window or another norm would be ignored.
     if document.get("model_type", "llama") != "llama":
         raise CheckpointError(f"{folder}: model_type is {document['model_type']!r}, 'llama' needed of an EAGLE head")
+    # Imported here: this one takes a second, and a worker without a head may not need it.
+    from transformers import LlamaConfig
+
     try:
         layer = DecoderSpec.of(LlamaConfig.from_dict({**sizes, "model_type": "llama", "num_hidden_layers": 1}))
     except (TypeError, ValueError, KeyError) as error:

@@ -11,11 +11,11 @@ failure in the middle is the end of the model. Rotary tables, buffers and KV cac
 import json
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig
 
 from outrider.engine.checkpoint import ModelCard, read_checkpoint
 from outrider.engine.config import EngineConfig
@@ -35,6 +35,9 @@ from outrider.engine.weight_version import Stamps, file_stamps, weights_version
 from outrider.errors import CheckpointError
 from outrider.kernels.scaled_weight import ScaledWeight, quantised
 from outrider.kernels.skinny_linear import Weight
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # Rows of the vocabulary that are copied at a time.
 _ROWS_AT_ONCE = 8192
@@ -150,7 +153,7 @@ def refill_decoder(
         torch.cuda.empty_cache()
 
 
-def refill_model(model: PreTrainedModel, source: WeightSource, *, quantize: bool) -> None:
+def refill_model(model: "PreTrainedModel", source: WeightSource, *, quantize: bool) -> None:
     """The same for transformers' code, packed layers included; arguments and errors likewise."""
     refilled = set()
     for name, layer in model.named_modules():

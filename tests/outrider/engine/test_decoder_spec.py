@@ -15,7 +15,13 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+from transformers.models.gemma.modeling_gemma import GemmaRotaryEmbedding
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RotaryEmbedding
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.mistral.modeling_mistral import MistralRotaryEmbedding
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from outrider.engine.checkpoint import SERVED_MODEL_TYPES
 from outrider.engine.decoder_spec import DecoderSpec, LayerSpec
@@ -36,6 +42,28 @@ LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 512,
+}
+
+LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+# What checkpoints come with, and what their makers say to set for longer texts.
+ROTARIES: dict[str, dict[str, Any]] = {
+    "short": {"rope_type": "default", "rope_theta": 1e4},
+    "long": {"rope_type": "default", "rope_theta": 1000000},
+    "linear": LINEAR,
+    "llama 3.1": {**LLAMA3, "original_max_position_embeddings": 8192},
+    "llama 3.2": {**LLAMA3, "factor": 32.0, "original_max_position_embeddings": 8192},
+    "yarn": {**YARN, "rope_theta": 1000000, "original_max_position_embeddings": 32768},
+    "yarn, its scaling given": {**YARN, "attention_factor": 0.9, "beta_fast": 24.0, "beta_slow": 2.0},
+    "yarn of two scales": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8, "truncate": False},
+    "in part of the channels": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+}
+CLASSES: dict[type[PretrainedConfig], Any] = {
+    LlamaConfig: LlamaRotaryEmbedding,
+    Qwen2Config: Qwen2RotaryEmbedding,
+    Qwen3Config: Qwen3RotaryEmbedding,
+    MistralConfig: MistralRotaryEmbedding,
+    GemmaConfig: GemmaRotaryEmbedding,
+    Gemma2Config: Gemma2RotaryEmbedding,
 }
 
 
@@ -84,9 +112,43 @@ def test_heads_may_be_wider_or_narrower_than_the_hidden_size() -> None:
     assert DecoderSpec.of(Qwen3Config(**{**LAYERS, "head_dim": 128})).head_dim == 128
 
 
-@pytest.mark.parametrize(
-    "rope_parameters", [None, {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, YARN, LLAMA3]
-)
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("name", ROTARIES)
+@pytest.mark.parametrize("family", CLASSES, ids=lambda family: family.model_type)
+def test_frequencies_are_those_of_transformers_classes(family: Any, name: str, head_dim: int) -> None:
+    sizes: dict[str, Any] = {**LAYERS, "head_dim": head_dim, "max_position_embeddings": 131072}
+    config = family(**sizes, rope_parameters=dict(ROTARIES[name]))
+    (rotary,) = DecoderSpec.of(config).rotaries
+    expected = CLASSES[family](config)
+    assert rotary.frequencies == tuple(expected.inv_freq.tolist())
+    assert rotary.scaling == expected.attention_scaling
+
+
+@pytest.mark.parametrize("name", ROTARIES)
+def test_frequencies_of_gemma3_are_those_of_transformers_class(name: str) -> None:
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = Gemma3TextConfig(
+        **{**LAYERS, "head_dim": 256},
+        max_position_embeddings=131072,
+        layer_types=kinds,
+        rope_parameters={"full_attention": dict(ROTARIES[name]), "sliding_attention": dict(ROTARIES["short"])},
+    )
+    spec, expected = DecoderSpec.of(config), Gemma3RotaryEmbedding(config)
+    for layer, kind in zip(spec.layers, kinds, strict=True):
+        rotary = spec.rotaries[layer.rotary]
+        assert rotary.frequencies == tuple(getattr(expected, f"{kind}_inv_freq").tolist())
+        assert rotary.scaling == getattr(expected, f"{kind}_attention_scaling")
+
+
+@pytest.mark.parametrize("family", [*CLASSES, Gemma3TextConfig], ids=lambda family: family.model_type)
+def test_frequencies_of_a_family_by_default_are_those_of_transformers_class(family: type[PretrainedConfig]) -> None:
+    config = family()
+    found = sorted(rotary.frequencies for rotary in DecoderSpec.of(config).rotaries)
+    buffers = dict({**CLASSES, Gemma3TextConfig: Gemma3RotaryEmbedding}[family](config).named_buffers())
+    assert found == sorted(tuple(value.tolist()) for name, value in buffers.items() if "original" not in name)
+
+
+@pytest.mark.parametrize("rope_parameters", [None, LINEAR, YARN, LLAMA3])
 def test_rotary_tables_are_transformers(rope_parameters: dict[str, Any] | None) -> None:
     config = LlamaConfig(**LAYERS, rope_parameters=rope_parameters)
     (rotary,) = DecoderSpec.of(config).rotaries
@@ -113,6 +175,7 @@ def test_gemma3_turns_windowed_layers_by_a_table_of_their_own() -> None:
     [
         (GPT2Config(), "model type 'gpt2' cannot be served; these can: model types llama, qwen2"),
         (LlamaConfig(**LAYERS, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "dynamic"),
+        (LlamaConfig(**LAYERS, rope_parameters={"rope_type": "mrope", "rope_theta": 1e4}), "rope type 'mrope'"),
         (LlamaConfig(**LAYERS, hidden_act="relu"), "activation 'relu' cannot be served; these can: silu"),
         (LlamaConfig(**{**LAYERS, "num_key_value_heads": 3}), "4 heads of 16 over 3"),
     ],
