@@ -1,5 +1,6 @@
 """Ranks on a CPU: real processes, gloo between them, a small model in float32."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -13,13 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from outrider.engine import step_runner, tensor_parallel_leader
 from outrider.engine.batch import BatchBuilder
 from outrider.engine.buckets import Bucket
 from outrider.engine.config import DtypeName
 from outrider.engine.model_runner import EngineConfig, ModelRunner
+from outrider.engine.step_runner import StepRunner
 from outrider.engine.tensor_parallel import Alone, Leader
 from outrider.engine.weight_source import SafetensorsSource
 from outrider.errors import CheckpointError, WorkerUnavailable
@@ -33,18 +35,19 @@ BUCKET = Bucket(tokens=1, sessions=1, keys=1, query_len=1, logit_rows=1, nodes=1
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(4)
-    # An odd vocabulary: the last rank's part is filled up.
-    config = LlamaConfig(
+    # An odd vocabulary: the last rank's part is filled up. Qwen 3: its config takes a rank less to import than Llama's.
+    config = Qwen3Config(
         vocab_size=1021,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=3,
         num_attention_heads=8,
         num_key_value_heads=4,
+        head_dim=8,
         max_position_embeddings=128,
     )
     folder = tmp_path_factory.mktemp("checkpoints") / "small"
-    LlamaForCausalLM(config).save_pretrained(folder)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
     return folder
 
 
@@ -56,14 +59,17 @@ def _config(checkpoint: Path, ranks: int) -> EngineConfig:
 
 @pytest.fixture(scope="module", autouse=True)
 def other_leader(checkpoint: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """A process that leads one follower and says its number; started first, for it takes seconds."""
+    """A process that leads one follower, says its number and whether it has imported transformers' models, as none
+    needs whose forward is the decoder; started first, for it takes seconds.
+    """
     script = (
         "import sys, time\n"
+        "import outrider.target_worker.server\n"
         "from outrider.engine.config import EngineConfig\n"
         "from outrider.engine.tensor_parallel import start_ranks\n"
         "ranks = start_ranks(EngineConfig(model_path=sys.argv[1], tensor_parallel_size=2))\n"
         "ranks.least(3)\n"
-        "print(*ranks.pids, flush=True)\n"
+        "print(*ranks.pids, 'transformers.modeling_utils' in sys.modules, flush=True)\n"
         "time.sleep(600)\n"
     )
     arguments = [sys.executable, "-c", script, str(checkpoint)]
@@ -169,13 +175,17 @@ def test_a_rank_that_never_answers_is_given_up(pair: ModelRunner) -> None:
     _wait_for_end(_leader(pair).pids[0])
 
 
-def test_a_rank_that_reads_no_commands_is_given_up(pair: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert pair.steps is not None
-    _signal_follower(pair, signal.SIGSTOP)
+def test_a_rank_that_reads_no_commands_is_given_up(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = ModelRunner(_config(checkpoint, 1), decoder=True)
+    assert alone.steps is not None
+    leader = Leader(_config(checkpoint, 2), None)
+    (pid,) = leader.pids
+    os.kill(pid, signal.SIGSTOP)
     monkeypatch.setattr(step_runner, "_CAPTURE_TIMEOUT_S", 0.5)
-    with pytest.raises(WorkerUnavailable, match="not answered in time"):
+    steps = StepRunner(alone.steps.program, alone.steps.ladder, alone.slots, unrolled=False, graphs=False, ranks=leader)
+    with contextlib.closing(leader), pytest.raises(WorkerUnavailable, match="not answered in time"):
         # Far more than a socket holds.
-        pair.steps.compile([replace(BUCKET, tokens=tokens) for tokens in range(20_000)])
+        steps.compile([replace(BUCKET, tokens=tokens) for tokens in range(20_000)])
 
 
 class _GoneForOthers(SafetensorsSource):
@@ -202,9 +212,10 @@ def test_sizes_that_do_not_divide_are_refused_before_anything_starts(
 
 def test_followers_end_with_a_leader_that_is_killed(other_leader: "subprocess.Popen[bytes]") -> None:
     assert other_leader.stdout is not None
-    follower = int(other_leader.stdout.readline())
+    follower, has_models = other_leader.stdout.readline().split()
+    assert has_models == b"False"
     other_leader.kill()
-    _wait_for_end(follower)
+    _wait_for_end(int(follower))
 
 
 def _save_model(folder: Path) -> None:
