@@ -324,6 +324,7 @@ class StepThread:
         assert flight is not None
         self._note(verifier)
         flight.answer()
+        verifier.learn()
         if (step := flight.result) is None:
             return
         self.counts.note(

@@ -111,9 +111,8 @@ def pack_changes(rows: Int32Array, slots: SlotTable, arrays: dict[str, np.ndarra
     Returns:
         [3, n] row, column and slot.
     """
-    numbers = rows.tolist()
-    begins = np.array([slots.take_changes(row) for row in numbers])
-    counts = np.array([slots.length(row) for row in numbers]) - begins
+    begins, ends = np.array(slots.take_changes(rows.tolist()))
+    counts = ends - begins
     starts = np.cumsum(counts) - counts
     of_entry = np.repeat(np.array([rows, begins - starts]), counts, axis=1)
     columns = of_entry[1] + np.arange(of_entry.shape[1])

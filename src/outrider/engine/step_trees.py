@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from outrider.engine.buckets import Bucket
 from outrider.engine.kv_slots import SlotTable
@@ -26,7 +27,7 @@ RECORD = np.dtype({
 """`SamplingSpec.record`."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+@dataclass(kw_only=True, eq=False, slots=True)
 class TreeColumns:
     """Trees of several sessions, whose rows have their slots.
 
@@ -35,8 +36,8 @@ class TreeColumns:
         roots: [bs] key index of each root, after which its nodes stand.
         lasts: [bs] highest position that a node may have.
         counts: [bs] rows of each tree.
-        tokens: [T] list.
-        parents: [T] list of node numbers within the tree, 0 for roots.
+        tokens: [T]
+        parents: [T] node numbers within the tree, 0 for roots.
         records: `SamplingSpec.record` of each session, one after the other.
         decided: (tree, node number) of trees whose path is known before: see `leave_decided`.
     """
@@ -45,8 +46,8 @@ class TreeColumns:
     roots: Sequence[int]
     lasts: Sequence[int]
     counts: Sequence[int]
-    tokens: Sequence[int]
-    parents: Sequence[int]
+    tokens: Sequence[int] | npt.NDArray[np.int64]
+    parents: Sequence[int] | npt.NDArray[np.int64]
     records: bytes
     decided: Sequence[tuple[int, int]] = ()
 
