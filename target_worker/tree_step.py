@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.step_runner import LaunchedStep
@@ -23,7 +22,8 @@ from outrider.engine.step_trees import TreeColumns
 from outrider.target_worker.sessions import DEFERRED, Outcome, Session, SessionKey, TreeRequest, TreeResult
 from outrider.target_worker.synthetic import DecidedPath
 
-Ints = npt.NDArray[np.int64]
+# A member of an enum is looked up anew wherever it is named.
+_ACCEPTED = Outcome.ACCEPTED
 
 
 class TreeStep:
@@ -220,7 +220,7 @@ class TreeSteps:
             session.reached = max(session.reached, root + count)
             emitted_counts.append(count)
             results[place] = TreeResult(
-                outcome=Outcome.ACCEPTED,
+                outcome=_ACCEPTED,
                 accepted_nodes=nodes[: min(accepted, count)],
                 token_ids=emitted,
                 cached_tokens=session.cached_tokens,
