@@ -153,10 +153,10 @@ def _surviving(sent: Succession, left: _Left) -> tuple[list[int], list[int], lis
 
 def _checked_parents(sent: Succession, verified: Ints) -> tuple[Ints, set[int]]:
     """The parents, and the places of the sessions of which one does not stand before its child; there they are 0."""
-    place = np.repeat(np.arange(len(verified)), sent.counts)
-    first = np.cumsum(sent.counts) - sent.counts
-    own = verified[place] + 1 + np.arange(len(place)) - first[place]
-    is_torn = sent.parents >= own
+    place = np.arange(len(verified)).repeat(sent.counts)
+    # Of each session, by how much the numbers of its nodes are more than their places among the N.
+    more = verified + 1 - sent.counts.cumsum() + sent.counts
+    is_torn = sent.parents >= np.arange(len(place)) + more[place]
     if not is_torn.any():
         return sent.parents, set()
     torn = set(place[is_torn].tolist())

@@ -180,9 +180,11 @@ class TreeSteps:
         if not 0 <= tokens.min() <= tokens.max() < self._runner.vocab_size or parents.min() < 0:
             return False
         columns.tokens, columns.parents = tokens, parents
-        counts = np.array(columns.counts)
         # A root's parent is its own number, 0: as many as there are trees do not stand before their children.
-        number = np.arange(total) - np.repeat(np.cumsum(counts) - counts, counts)
+        number = np.arange(total)
+        if trees > 1:
+            counts = np.array(columns.counts)
+            number -= (counts.cumsum() - counts).repeat(counts)
         return int(np.count_nonzero(parents >= number)) == trees
 
     def finish(self, step: TreeStep) -> list[TreeResult]:
@@ -195,8 +197,7 @@ class TreeSteps:
             answer = step.answer()
         columns, results = step.columns, step.results
         # A tree's rows follow one another, so a row's distance from the root's is its number.
-        firsts = np.cumsum(columns.counts) - columns.counts
-        numbers = (answer.rows[:, 1:] - firsts[:, None]).tolist()
+        numbers = (answer.rows[:, 1:] - answer.rows[:, :1]).tolist()
         emitted_counts: list[int] = []
         for place, session, root, last, chosen, nodes, accepted in zip(
             step.places,

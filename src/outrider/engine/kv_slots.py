@@ -163,6 +163,9 @@ class SlotTable:
         ends = list(map(operator.add, lengths, counts))
         if total > self.free or max(ends) > self.max_row_len:
             return False
+        if len(rows) == 1:
+            self.extend(rows[0], total)
+            return True
         if total > self._free_count and self.lender is not None:
             self._put_back(self.lender.give_back(total - self._free_count))
         rest = self._free_count - total
@@ -252,6 +255,9 @@ class SlotTable:
                 moves to the row's `start`, and so on.
             sizes: [n] of each row's, at least 1.
         """
+        if len(rows) == 1:
+            self.retain(rows[0], starts[0], kept.tolist())
+            return
         total = sum(counts)
         entries = _entries(rows, starts, counts, total)
         tail = self.table[entries]
@@ -261,7 +267,8 @@ class SlotTable:
         self.table[entries] = -1
         self.table[_entries(rows, starts, sizes, len(kept))] = tail[kept]
         # Where the last one has not moved, none has.
-        lasts = kept[np.cumsum(sizes) - 1] - np.cumsum(counts) + counts
+        ends = np.array((sizes, counts)).cumsum(axis=1)
+        lasts = kept[ends[0] - 1] - ends[1] + counts
         for row, start, size, last in zip(rows, starts, sizes, lasts.tolist(), strict=True):
             self.lengths[row] = start + size
             self._changed_from[row] = min(self._changed_from[row], start if last >= size else start + size)
@@ -279,7 +286,7 @@ def _entries(
     firsts = np.array([rows, begins])
     if total == len(rows):
         return firsts[0], firsts[1]
-    ends = np.cumsum(counts)
-    firsts[1] -= ends - counts
-    of_row = np.repeat(firsts, counts, axis=1)
+    of_each = np.array(counts)
+    firsts[1] -= of_each.cumsum() - of_each
+    of_row = firsts.repeat(of_each, axis=1)
     return of_row[0], of_row[1] + np.arange(total)
