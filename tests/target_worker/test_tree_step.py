@@ -11,7 +11,9 @@ from outrider.engine.model_runner import ModelRunner
 from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.target_worker.sessions import Code, OpenRequest, Outcome, SessionFault, TreeRequest, TreeResult
 from outrider.target_worker.tree_step import TreeStep
+from outrider.target_worker.unpacking import unpack
 from outrider.target_worker.verifier import Verifier
+from outrider.v1 import target_pb2
 
 SPECS = [
     SamplingSpec(max_new_tokens=25),
@@ -156,6 +158,15 @@ def test_a_fault_is_its_sessions_own(checkpoint: Path, wrong: TreeRequest, code:
     assert first.outcome is third.outcome is Outcome.ACCEPTED
     assert second.fault is not None and second.fault.code is code
     assert run(verifier, [asked(0, PROMPT + len(first.token_ids))])[0], "the others go on"
+
+
+def test_what_a_coordinator_sends_is_usual(checkpoint: Path) -> None:
+    trees = target_pb2.TreeBatch(
+        session_ids=[0, 2], epochs=[1, 1], lengths=[PROMPT, PROMPT], node_counts=[2, 0], tokens=[5, 6], parents=[0, 1]
+    )
+    batch, _ = unpack(target_pb2.VerifyRequest(incarnation=1, step=1, trees=trees))
+    assert list(batch.trees) == [asked(0), asked(2, tokens=[], parents=[])]
+    assert run(make_verifier(checkpoint, SPECS), batch.trees)[0]
 
 
 def test_a_session_that_stands_twice_is_refused(checkpoint: Path) -> None:
