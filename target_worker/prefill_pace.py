@@ -36,11 +36,11 @@ class PrefillPace:
         )
         self._verified_ns = self._verification_ns = 0
 
-    def note(self, shape: StepShape, step_ns: int) -> None:
-        """A step of this shape has just ended."""
+    def note(self, shape: StepShape, step_ns: int, *, ended_ns: int) -> None:
+        """A step of this shape has ended, by `time.perf_counter_ns`."""
         self.cost.observe(shape, step_ns)
         if shape.verify_rows:
-            self._verified_ns = time.perf_counter_ns()
+            self._verified_ns = ended_ns
             known_ns = self.cost.verification_ns(shape.verify_rows, shape.keys)
             self._verification_ns = step_ns if known_ns is None else int(known_ns)
 

@@ -54,9 +54,11 @@ class OpenRequest:
     draft: DraftLimits | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class TreeRequest:
     """A tree to verify; its root is the token at index `length - 1` and stands for node 0.
+
+    One is made for each session of a step while the device may wait for it: frozen, it would take thrice the time.
 
     Attributes:
         key: whose tree.
@@ -103,9 +105,9 @@ class TokenLogprobs:
     top_logprobs: npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, slots=True)
 class TreeResult:
-    """One tree's outcome.
+    """One tree's outcome; not frozen, as a `TreeRequest` is not.
 
     Attributes:
         outcome: accepted, deferred or error; ended, where the step before it was the session's last.

@@ -135,8 +135,10 @@ class Flight:
     result: StepResult | None = None
 
     @property
-    def trees(self) -> list[TreeRequest]:
+    def trees(self) -> Sequence[TreeRequest]:
         """Of its jobs, in the order of the step."""
+        if len(self.jobs) == 1:
+            return self.jobs[0].trees
         return [tree for job in self.jobs for tree in job.trees]
 
     @property

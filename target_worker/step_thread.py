@@ -21,6 +21,7 @@ from outrider.metrics.worker import StepCounts
 from outrider.step_holdups import StepHoldups
 from outrider.step_watch import StepWatch
 from outrider.target_worker.opens import Opens
+from outrider.target_worker.sessions import TreeRequest
 from outrider.target_worker.step_jobs import Batch, BatchResult, Flight, Job
 from outrider.target_worker.step_times import StepTimes
 from outrider.target_worker.verifier import Verifier
@@ -97,6 +98,8 @@ class StepThread:
     def submit(self, batch: Batch) -> "Future[BatchResult]":
         """Queues a batch. Batches take effect in the order in which they come in."""
         job = Job(batch)
+        # Made out here: between two steps, where they are looked at, the device may wait.
+        _ = batch.keys
         # Not to be cancelled: what a batch opens and closes has to happen whoever still waits for its results.
         job.done.set_running_or_notify_cancel()
         with self._arrived:
@@ -263,7 +266,8 @@ class StepThread:
     def _begin(self, verifier: Verifier, jobs: Sequence[Job]) -> None:
         """Opens, closes and starts what the jobs ask for."""
         batches = [job.batch for job in jobs]
-        flight = Flight(jobs=jobs, keys=frozenset().union(*(batch.keys for batch in batches)))
+        first, *others = batches
+        flight = Flight(jobs=jobs, keys=first.keys.union(*(batch.keys for batch in others)))
         # In flight from here on, so that whatever goes wrong is told to the jobs.
         self._flights.append(flight)
         # What no step touches is freed before this one, so that its opens find the room.
@@ -276,15 +280,20 @@ class StepThread:
         for job in jobs:
             job.resolve()
         trees = flight.trees
-        rows = sum(1 + len(tree.tokens) for tree in trees)
-        # What is to be prefilled comes on top, and its size is not known yet.
-        is_unknown = verifier.may_compile or verifier.has_pending_prefill or any(batch.opens for batch in batches)
-        self.watch.begins(None if is_unknown else self._times.usual_s.get(rows.bit_length()))
+        self.watch.begins(self._usual_s(verifier, batches, trees))
         flight.faults = [self.opens.open(verifier, batch.opens) for batch in batches]
         if trees:
             flight.pending = verifier.begin(trees)
             self._expect(verifier, flight)
         self._may_prefill = True
+
+    def _usual_s(self, verifier: Verifier, batches: Sequence[Batch], trees: Sequence[TreeRequest]) -> float | None:
+        """How long a step of these usually takes; None where nobody knows."""
+        # What is to be prefilled comes on top, and its size is not known yet.
+        if verifier.may_compile or verifier.has_pending_prefill or any(batch.opens for batch in batches):
+            return None
+        rows = sum(1 + len(tree.tokens) for tree in trees)
+        return self._times.usual_s.get(rows.bit_length())
 
     def _go_on(self, verifier: Verifier) -> None:
         """Finishes the oldest step, and answers its jobs.
@@ -324,6 +333,7 @@ class StepThread:
         assert flight is not None
         self._note(verifier)
         flight.answer()
+        verifier.learn()
         if (step := flight.result) is None:
             return
         self.counts.note(

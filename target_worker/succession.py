@@ -10,14 +10,16 @@ Shapes: S sessions of a successor, N nodes that it has.
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
 from outrider.succession import NOTHING_EMITTED, Ints, Succession, surviving
 from outrider.target_worker.sessions import Code, Outcome, SessionFault, SessionKey, TreeRequest, TreeResult
+from outrider.wire import split_by_counts
 
 _ENDED = TreeResult(outcome=Outcome.ENDED)
+# A member of an enum is looked up anew wherever it is named.
+_ENDED_OUTCOME, _ERROR_OUTCOME = Outcome.ENDED, Outcome.ERROR
 
 
 def _refused(code: Code, message: str) -> TreeResult:
@@ -46,24 +48,26 @@ class Successor:
     sent: Succession
 
 
-class _Left(NamedTuple):
-    """What the step has left of one session.
+class _Left:
+    """What the step has left of a successor's sessions, as columns of S.
 
     Attributes:
         is_in_step: whether it was in the step.
         verified: nodes that the step was asked to verify of it.
-        end: number of the last accepted one, 0 for the root; `NOTHING_EMITTED`.
-        token: the last that was emitted.
-        length: tokens that it has now.
+        ends: number of the last accepted one, 0 for the root; `NOTHING_EMITTED`.
+        tokens: the last that was emitted.
+        lengths: tokens that it has now.
         settled: its result, where there is nothing to verify any more.
     """
 
-    is_in_step: bool
-    verified: int
-    end: int
-    token: int
-    length: int
-    settled: TreeResult | None = None
+    def __init__(self, successor: Successor) -> None:
+        count = len(successor.keys)
+        self.is_in_step = [False] * count
+        self.verified = [0] * count
+        self.ends = [NOTHING_EMITTED] * count
+        self.tokens = [0] * count
+        self.lengths = list(successor.lengths)
+        self.settled: list[TreeResult | None] = [None] * count
 
 
 class StreamSteps:
@@ -91,68 +95,68 @@ class StreamSteps:
     def trees_of(self, successor: Successor) -> list[TreeRequest]:
         """[S] what is asked of the sessions, now that the step is finished; in place of faults their results."""
         assert self._step == successor.follows, "a successor follows the step before it"
-        places = {tree.key: place for place, tree in enumerate(self._trees)}
-        left = [
-            self._left(places.get(key), epoch, length)
-            for key, epoch, length in zip(successor.keys, successor.epochs, successor.lengths, strict=True)
-        ]
-        tokens, parents, counts, torn = _surviving(successor.sent, left)
-        trees: list[TreeRequest] = []
-        first = 0
-        for place, (one, count) in enumerate(zip(left, counts, strict=True)):
-            nodes = slice(first, first + count)
-            first += count
-            trees.append(
-                TreeRequest(
-                    key=successor.keys[place],
-                    epoch=successor.epochs[place],
-                    length=one.length,
-                    tokens=tokens[nodes],
-                    parents=parents[nodes],
-                    settled=_TORN if place in torn else one.settled,
+        left = self._left(successor)
+        if not len(successor.sent.tokens):
+            # Plain steps, as they all are without drafts.
+            return [
+                TreeRequest(key=key, epoch=epoch, length=length, tokens=(), parents=(), settled=settled)
+                for key, epoch, length, settled in zip(
+                    successor.keys, successor.epochs, left.lengths, left.settled, strict=True
                 )
+            ]
+        tokens, parents, counts, torn = _surviving(successor.sent, left)
+        for place in torn:
+            left.settled[place] = _TORN
+        return [
+            TreeRequest(
+                key=key, epoch=epoch, length=length, tokens=tokens[nodes], parents=parents[nodes], settled=settled
             )
-        return trees
+            for key, epoch, length, settled, nodes in zip(
+                successor.keys, successor.epochs, left.lengths, left.settled, split_by_counts(counts), strict=True
+            )
+        ]
 
-    def _left(self, place: int | None, epoch: int, length: int) -> _Left:
-        """Of the session at this place in the step, under this epoch and with this length in the successor."""
-        if place is None or (tree := self._trees[place]).epoch != epoch:
-            return _Left(False, 0, NOTHING_EMITTED, 0, length)
-        result, verified = self._results[place], len(tree.tokens)
-        if result.ended or result.outcome in (Outcome.ENDED, Outcome.ERROR):
-            return _Left(True, verified, NOTHING_EMITTED, 0, length, _ENDED)
-        if length != tree.length:
-            message = f"length {length} given, {tree.length} in the step that is followed: open the session again"
-            return _Left(True, verified, NOTHING_EMITTED, 0, length, _refused(Code.FAILED_PRECONDITION, message))
-        if not result.token_ids:
-            return _Left(True, verified, NOTHING_EMITTED, 0, length)
-        length += len(result.token_ids)
-        if tree.resident:
-            # Its nodes were never sent: nothing can hang from them.
-            return _Left(True, verified, NOTHING_EMITTED, 0, length)
-        end = result.accepted_nodes[-1] if result.accepted_nodes else 0
-        return _Left(True, verified, end, result.token_ids[-1], length)
+    def _left(self, successor: Successor) -> _Left:
+        left = _Left(successor)
+        places = {tree.key: place for place, tree in enumerate(self._trees)}
+        for row, (key, epoch, length) in enumerate(
+            zip(successor.keys, successor.epochs, successor.lengths, strict=True)
+        ):
+            place = places.get(key)
+            if place is None or (tree := self._trees[place]).epoch != epoch:
+                continue
+            result = self._results[place]
+            left.is_in_step[row] = True
+            left.verified[row] = len(tree.tokens)
+            if result.ended or result.outcome is _ENDED_OUTCOME or result.outcome is _ERROR_OUTCOME:
+                left.settled[row] = _ENDED
+            elif length != tree.length:
+                message = f"length {length} given, {tree.length} in the step that is followed: open the session again"
+                left.settled[row] = _refused(Code.FAILED_PRECONDITION, message)
+            elif result.token_ids:
+                left.lengths[row] += len(result.token_ids)
+                # What the worker drafted itself was never sent: nothing can hang from it.
+                if not tree.resident:
+                    left.ends[row] = result.accepted_nodes[-1] if result.accepted_nodes else 0
+                    left.tokens[row] = result.token_ids[-1]
+        return left
 
 
-def _surviving(sent: Succession, left: Sequence[_Left]) -> tuple[list[int], list[int], list[int], set[int]]:
+def _surviving(sent: Succession, left: _Left) -> tuple[list[int], list[int], list[int], set[int]]:
     """Tokens [n] and parents [n] of the nodes to verify, how many each session has [S], and who has torn trees."""
-    if not len(sent.tokens):
-        # Plain steps, as they all are without drafts.
-        return [], [], [0] * len(left), set()
-    verified = np.array([one.verified for one in left], dtype=np.int64)
+    ends, tokens, verified = np.array((left.ends, left.tokens, left.verified))
     parents, torn = _checked_parents(sent, verified)
-    is_in_step = np.array([one.is_in_step for one in left], dtype=np.bool_)
-    ends, tokens = np.array([(one.end, one.token) for one in left], dtype=np.int64).T
+    is_in_step = np.array(left.is_in_step)
     found = surviving(replace(sent, is_in_step=is_in_step, verified=verified, parents=parents), ends, tokens)
     return sent.tokens[found.nodes].tolist(), found.parents.tolist(), found.counts.tolist(), torn
 
 
 def _checked_parents(sent: Succession, verified: Ints) -> tuple[Ints, set[int]]:
     """The parents, and the places of the sessions of which one does not stand before its child; there they are 0."""
-    place = np.repeat(np.arange(len(verified)), sent.counts)
-    first = np.cumsum(sent.counts) - sent.counts
-    own = verified[place] + 1 + np.arange(len(place)) - first[place]
-    is_torn = sent.parents >= own
+    place = np.arange(len(verified)).repeat(sent.counts)
+    # Of each session, by how much the numbers of its nodes are more than their places among the N.
+    more = verified + 1 - sent.counts.cumsum() + sent.counts
+    is_torn = sent.parents >= np.arange(len(place)) + more[place]
     if not is_torn.any():
         return sent.parents, set()
     torn = set(place[is_torn].tolist())

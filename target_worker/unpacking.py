@@ -1,8 +1,9 @@
 """A coordinator's messages as the step thread takes them."""
 
 import logging
+from collections.abc import Sequence
 
-from outrider.draft_distribution import unpack_distributions
+from outrider.draft_distribution import DraftDistribution, unpack_distributions
 from outrider.errors import FieldViolation, InvalidRequest
 from outrider.growth_source import ALL_SOURCES, GrowthSource, sources_from_proto
 from outrider.log_output import about
@@ -142,10 +143,12 @@ def _draft_limits(opening: common_pb2.SessionOpen) -> DraftLimits | None:
 def _tree_requests(request: target_pb2.VerifyRequest) -> list[TreeRequest]:
     trees = request.trees
     tokens, parents = list(trees.tokens), list(trees.parents)
-    try:
-        distributions = unpack_distributions(trees.distributions, len(tokens))
-    except ValueError as error:
-        raise InvalidRequest([FieldViolation("trees", str(error))]) from error
+    distributions: Sequence[DraftDistribution | None] = ()
+    if trees.HasField("distributions"):
+        try:
+            distributions = unpack_distributions(trees.distributions, len(tokens))
+        except ValueError as error:
+            raise InvalidRequest([FieldViolation("trees", str(error))]) from error
     return [
         TreeRequest(
             key=(request.incarnation, session_id),

@@ -37,7 +37,9 @@ from outrider.target_worker.sessions import (
     TreeRequest,
     TreeResult,
 )
+from outrider.target_worker.step_cost import StepShape
 from outrider.target_worker.tree_checks import check_length, check_tree
+from outrider.target_worker.tree_step import TreeStep, TreeSteps
 from outrider.target_worker.walk import emit
 
 _PREFILL_PART = 4
@@ -64,16 +66,16 @@ class PendingStep:
     Attributes:
         begin_ns: when it began, by `time.perf_counter_ns`.
         results: of its trees, in their order; what the forward decides is still missing.
-        places: the places in `results` of the first of `works`.
-        works: what the forward computes.
+        places: the places in `results` of the first of `works`; empty where it is a usual step.
+        works: what the forward computes; empty there.
         forward: the forward itself.
     """
 
     begin_ns: int
     results: list[TreeResult]
-    places: Sequence[int]
-    works: Sequence[Work]
-    forward: ForwardStep
+    places: Sequence[int] = ()
+    works: Sequence[Work] = ()
+    forward: ForwardStep | TreeStep
 
 
 class Verifier:
@@ -124,8 +126,10 @@ class Verifier:
         )
         self._grammars = GrammarCompiler.of_checkpoint(runner.config.model_path)
         self._sessions: dict[SessionKey, Session] = {}
+        self._tree_steps = TreeSteps(runner, max_rows=self._max_rows)
         self._opens = 0
         self._finish_ns = 0
+        self._unlearned: tuple[StepShape, int] | None = None
         self.steps = 0
 
     @property
@@ -166,6 +170,7 @@ class Verifier:
     @property
     def prefill_due_s(self) -> float:
         """How long prefill should wait for a batch beside which it is cheap; 0.0 when none is expected."""
+        self.learn()
         expected = any(session.in_flight or self._kv.pending(session) == 0 for session in self._sessions.values())
         return self._pace.due_s() if expected else 0.0
 
@@ -278,6 +283,7 @@ class Verifier:
         It takes fewer rows than a step may, and little longer than a verification where sessions are running, so that a
         batch that arrives meanwhile does not wait for long.
         """
+        self.learn()
         return self._begin([], self._max_prefill_rows, self._pace.chunk_ns())
 
     def prefill(self) -> int:
@@ -290,6 +296,9 @@ class Verifier:
         Raises:
             WorkerUnavailable: a process that shares the model was lost; what the forward left is void.
         """
+        self.learn()
+        if isinstance(pending.forward, TreeStep):
+            return self._finish_trees(pending, pending.forward)
         results = pending.results
         with self._runner.ranks.guard():
             judged = pending.forward.finish()
@@ -306,20 +315,59 @@ class Verifier:
                 results[place] = result
         for work in pending.works:
             self._settle(work)
-        self.steps += 1
-        begin_ns, self._finish_ns = max(pending.begin_ns, self._finish_ns), time.perf_counter_ns()
-        step_ns = self._finish_ns - begin_ns
-        self._pace.note(step_shape(pending.works), step_ns)
-        return StepResult(
-            results=results,
-            step_ns=step_ns,
-            forward_ns=pending.forward.forward_ns,
+        return self._finished(
+            pending,
+            results,
+            step_shape(pending.works),
             tokens=sum(work.rows for work in pending.works),
             sessions=sum(work.rows > 0 for work in pending.works),
         )
 
+    def _finish_trees(self, pending: PendingStep, step: TreeStep) -> StepResult:
+        results = self._tree_steps.finish(step)
+        for session in step.sessions:
+            if session.closing:
+                self.close(session.key, session.epoch)
+        shape = StepShape(verify_rows=step.tokens, keys=sum(step.columns.roots))
+        return self._finished(pending, results, shape, tokens=step.tokens, sessions=len(step.sessions))
+
+    def _finished(
+        self, pending: PendingStep, results: list[TreeResult], shape: StepShape, *, tokens: int, sessions: int
+    ) -> StepResult:
+        self.steps += 1
+        begin_ns, self._finish_ns = max(pending.begin_ns, self._finish_ns), time.perf_counter_ns()
+        step_ns = self._finish_ns - begin_ns
+        self._unlearned = shape, step_ns
+        return StepResult(
+            results=results,
+            step_ns=step_ns,
+            forward_ns=pending.forward.forward_ns,
+            tokens=tokens,
+            sessions=sessions,
+        )
+
+    def learn(self) -> None:
+        """Learns what the step cost that was finished last: what a usual step does not wait for, and others begin with.
+
+        It happens by itself before it is needed; whoever has just begun a step has the time for it.
+        """
+        if self._unlearned is not None:
+            shape, step_ns = self._unlearned
+            self._unlearned = None
+            self._pace.note(shape, step_ns, ended_ns=self._finish_ns)
+
     def _begin(self, trees: Sequence[TreeRequest], max_rows: int, chunk_ns: float | None) -> PendingStep:
         begin_ns = time.perf_counter_ns()
+        if self._resident is None and not self._planner.is_waited_for:
+            usual = self._tree_steps.begin(trees, self._sessions)
+            if usual is not None:
+                return PendingStep(begin_ns=begin_ns, results=usual.results, forward=usual)
+        return self._planned(begin_ns, trees, max_rows, chunk_ns)
+
+    def _planned(
+        self, begin_ns: int, trees: Sequence[TreeRequest], max_rows: int, chunk_ns: float | None
+    ) -> PendingStep:
+        self.learn()
         results: list[TreeResult] = [DEFERRED] * len(trees)
         places: list[int] = []
         asked: list[tuple[Session, TreeRequest]] = []

@@ -98,45 +98,56 @@ def surviving(successor: Succession, ends: Ints, tokens: Ints) -> Survivors:
         tokens: [S] the final one of each; not read there either.
     """
     sessions, nodes = len(successor.counts), len(successor.tokens)
-    place = np.repeat(np.arange(sessions), successor.counts)
-    first = np.cumsum(successor.counts) - successor.counts
+    place = np.arange(sessions).repeat(successor.counts)
+    first = (successor.counts.cumsum() - successor.counts)[place]
     below = successor.parents - successor.verified[place] - 1
     """[N] the parent's place among the session's nodes; below 0 where it was not sent now."""
     numbers = np.arange(nodes)
-    above = np.where(below < 0, numbers, below + first[place])
-    is_root = (successor.parents == ends[place]) & (successor.tokens == tokens[place]) & successor.is_in_step[place]
+    above = np.where(below < 0, numbers, below + first)
+    is_followed = successor.is_in_step[place]
+    is_root = (successor.parents == ends[place]) & (successor.tokens == tokens[place]) & is_followed
     root = np.full(sessions, -1)
     # Of several the first, as a tree's first child is the one that counts.
-    roots = np.flatnonzero(is_root)[::-1]
+    roots = is_root.nonzero()[0][::-1]
     root[place[roots]] = roots
     above[roots] = roots
-    depths, top = _climb(above)
+    depths, top = _climb(above, numbers)
     own_root = root[place]
     floor = np.zeros(sessions, dtype=np.float32)
     floor[place[roots]] = successor.values[roots] * np.float32(successor.least_value)
     survives = (top == own_root) & (numbers != own_root) & (depths <= successor.max_depths[place])
     survives &= successor.values >= floor[place]
-    chosen = _best_first(successor, np.flatnonzero(survives), place)
+    chosen = _best_first(successor, survives.nonzero()[0], place)
     if len(chosen) > successor.max_total_nodes:
         shares = successor.values[chosen] / np.maximum(successor.values[own_root[chosen]], _LEAST_VALUE)
         best = np.argsort(-shares, kind="stable")[: successor.max_total_nodes]
         chosen = chosen[np.sort(best)]
-    whole = np.flatnonzero(~successor.is_in_step[place])
-    if len(whole):
+    if not is_followed.all():
         # Each session's stay together: it is in the one or in the other.
-        chosen = np.concatenate((chosen, whole))
+        chosen = np.concatenate((chosen, np.flatnonzero(~is_followed)))
         chosen = chosen[np.argsort(place[chosen], kind="stable")]
-    counts = np.bincount(place[chosen], minlength=sessions)
+    counts, ranks = _ranked(place[chosen], sessions)
     number = np.zeros(nodes, dtype=np.int64)
-    number[chosen] = np.arange(len(chosen)) - np.repeat(np.cumsum(counts) - counts, counts) + 1
+    number[chosen] = ranks + 1
     # The new root has number 0, and so has whatever was not sent now.
     parents = np.where(below[chosen] < 0, 0, number[above[chosen]])
     return Survivors(counts, chosen, parents)
 
 
-def _climb(above: Ints) -> tuple[Ints, Ints]:
+def _ranked(place: Ints, sessions: int) -> tuple[Ints, Ints]:
+    """[S] how many of these nodes each session has, and [n] how many of its session's stand before each.
+
+    Args:
+        place: [n] their sessions, ascending.
+        sessions: S.
+    """
+    counts = np.bincount(place, minlength=sessions)
+    return counts, np.arange(len(place)) - (counts.cumsum() - counts)[place]
+
+
+def _climb(above: Ints, numbers: Ints) -> tuple[Ints, Ints]:
     """[N] how far each node is from the one that it hangs from in the end, and [N] that one: its own `above`."""
-    depths = (above != np.arange(len(above))).astype(np.int64)
+    depths = (above != numbers).astype(np.int64)
     # By doubling: after k rounds a node knows the 2^k that are nearest above it.
     for _ in range(len(above).bit_length()):
         further = depths[above]
@@ -151,7 +162,6 @@ def _best_first(successor: Succession, nodes: Ints, place: Ints) -> Ints:
     """Of each session the best of these, best first; of equal ones the first: a parent stands before its children."""
     # The bits of a float of 0 to 1 are in its order.
     falling = _ONE - successor.values[nodes].view(np.int32).astype(np.int64)
-    nodes = nodes[np.argsort(place[nodes] << 32 | falling, kind="stable")]
-    counts = np.bincount(place[nodes], minlength=len(successor.counts))
-    ranks = np.arange(len(nodes)) - np.repeat(np.cumsum(counts) - counts, counts)
+    nodes = nodes[(place[nodes] << 32 | falling).argsort(kind="stable")]
+    ranks = _ranked(place[nodes], len(successor.counts))[1]
     return nodes[ranks < successor.max_nodes[place[nodes]]]

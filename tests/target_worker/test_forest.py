@@ -89,3 +89,29 @@ def test_trees_alone_are_staged_as_any_batch_is() -> None:
         for name, values in wanted.items():
             assert np.array_equal(values, given[name]), name
         assert (staged.trees, staged.logit_rows) == (expected.trees, expected.logit_rows)
+
+
+def test_roots_alone_are_staged_as_beside_a_tree() -> None:
+    ladder = BucketLadder(max_tokens=512, max_sessions=8, row_len=120, max_nodes=90, group=2)
+    staged = []
+    for parents in ([], [0]):
+        slots = SlotTable(num_slots=2000, max_rows=8, max_row_len=120)
+        trees = [rows_of(number, parents if number == 4 else []) for number in range(5)]
+        for tree in trees:
+            tree.session.row = slots.acquire_row()
+            slots.extend(tree.session.row, tree.session.root_index + tree.count)
+        columns = _columns(trees)
+        columns.decided = [(0, 0)]
+        step = stage_trees(columns, slots=slots, choose=ladder.bucket, buffer=StepBuffer(torch.device("cpu")))
+        staged.append(StepLayout.of(step.bucket).arrays(step.data))
+        assert (step.trees, step.logit_rows) == (5, 5 + len(parents))
+    alone, beside = staged
+    # The first four trees are the same, and their rows are the first ones.
+    for name, values in beside.items():
+        count = 5 if name == "query_start" else 4
+        assert np.array_equal(alone[name][:count], values[:count]), name
+    assert alone["query_start"][4:].tolist() == [4] + [5] * (len(alone["query_start"]) - 5)
+    assert alone["positions"][:5].tolist() == [1, 2, 3, 4, 5]
+    assert alone["choice_positions"][:5].tolist() == [2, 3, 4, 5, 6]
+    assert alone["tree_mask"][:5, 0].tolist() == [1] * 5 and not alone["tree_mask"][5:].any()
+    assert alone["tree_rows"][:5, 0].tolist() == [0, 1, 2, 3, 4] and (alone["first_child"] == -1).all()

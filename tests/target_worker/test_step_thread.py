@@ -50,6 +50,9 @@ class NotingVerifier:
     def is_in_flight(self, key: tuple[int, int]) -> bool:
         return key in self.in_flight
 
+    def learn(self) -> None:
+        """It knows all there is."""
+
     def capture(self) -> None:
         self.log.append(("capture", None))
         self.wants_capture = False

@@ -8,6 +8,7 @@ which it only reads, and goes on with its own. What a lender has and no row borr
 when it is needed.
 """
 
+import operator
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -60,7 +61,8 @@ class SlotTable:
         self._free_count = num_slots
         self.lender: SlotLender | None = None
         """Who lends slots to rows; at most one, who sets it."""
-        self._lengths = [0] * max_rows
+        self.lengths = [0] * max_rows
+        """[max_rows] slots of each row; to be read only."""
         self._borrowed = [0] * max_rows
         self._changed_from = [0] * max_rows
         self._free_rows = list(range(max_rows - 1, -1, -1))
@@ -92,20 +94,28 @@ class SlotTable:
 
     def length(self, row: int) -> int:
         """Slots of the row."""
-        return self._lengths[row]
+        return self.lengths[row]
 
     def borrowed(self, row: int) -> int:
         """How many of the row's slots, its first ones, are a lender's."""
         return self._borrowed[row]
 
-    def take_changes(self, row: int) -> int:
-        """The index from which on the row's slots may differ from those at the last call; its length where none do.
+    def take_changes(self, rows: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Where the slots of each row that may differ from those at the last call begin, and where they end.
 
         For whoever keeps a copy of the table, and for nobody else.
+
+        Args:
+            rows: [n] distinct rows.
+
+        Returns:
+            [n] the first index in question, the row's length where none is, and [n] the rows' lengths.
         """
-        changed_from = min(self._changed_from[row], self._lengths[row])
-        self._changed_from[row] = self._lengths[row]
-        return changed_from
+        ends = [self.lengths[row] for row in rows]
+        begins = [self._changed_from[row] for row in rows]
+        for row, end in zip(rows, ends, strict=True):
+            self._changed_from[row] = end
+        return list(map(min, begins, ends)), ends
 
     def acquire_row(self) -> int:
         """An empty row.
@@ -114,7 +124,7 @@ class SlotTable:
             OutOfSlots: every row is taken.
         """
         if not self._free_rows:
-            raise OutOfSlots(f"all {len(self._lengths)} rows are taken: raise max_num_seqs")
+            raise OutOfSlots(f"all {len(self.lengths)} rows are taken: raise max_num_seqs")
         return self._free_rows.pop()
 
     def release_row(self, row: int) -> None:
@@ -129,7 +139,7 @@ class SlotTable:
         Raises:
             OutOfSlots: the pool or the row has no room; nothing has changed.
         """
-        length = self._lengths[row]
+        length = self.lengths[row]
         if count > self.free:
             raise OutOfSlots(f"{count} slots asked for, {self.free} of {self.num_slots} free")
         if length + count > self.max_row_len:
@@ -139,11 +149,35 @@ class SlotTable:
         rest = self._free_count - count
         self.table[row, length : length + count] = self._free[rest : self._free_count][::-1]
         self._free_count = rest
-        self._lengths[row] = length + count
+        self.lengths[row] = length + count
+
+    def extend_rows(self, rows: Sequence[int], lengths: Sequence[int], counts: Sequence[int]) -> bool:
+        """Appends fresh slots to several rows; whether there was room for all, without which nothing has changed.
+
+        Args:
+            rows: [n] distinct rows.
+            lengths: [n] theirs.
+            counts: [n] of fresh slots.
+        """
+        total = sum(counts)
+        ends = list(map(operator.add, lengths, counts))
+        if total > self.free or max(ends) > self.max_row_len:
+            return False
+        if len(rows) == 1:
+            self.extend(rows[0], total)
+            return True
+        if total > self._free_count and self.lender is not None:
+            self._put_back(self.lender.give_back(total - self._free_count))
+        rest = self._free_count - total
+        self.table[_entries(rows, lengths, counts, total)] = self._free[rest : self._free_count][::-1]
+        self._free_count = rest
+        for row, end in zip(rows, ends, strict=True):
+            self.lengths[row] = end
+        return True
 
     def truncate(self, row: int, length: int) -> None:
         """Frees the row's slots at indices >= `length`; borrowed ones return to their lender."""
-        end, borrowed = self._lengths[row], self._borrowed[row]
+        end, borrowed = self.lengths[row], self._borrowed[row]
         if length >= end:
             return
         if length < borrowed:
@@ -152,7 +186,7 @@ class SlotTable:
             self.lender.take_return(row, length)
         self._put_back(self.table[row, max(length, borrowed) : end])
         self.table[row, length:end] = -1
-        self._lengths[row] = length
+        self.lengths[row] = length
         self._changed_from[row] = min(self._changed_from[row], length)
 
     def borrow(self, row: int, slots: Slots) -> None:
@@ -164,18 +198,18 @@ class SlotTable:
         """
         start = self._borrowed[row]
         stop = start + len(slots)
-        end = self._lengths[row]
+        end = self.lengths[row]
         assert stop <= self.max_row_len, "more is lent than a row holds"
         self._put_back(self.table[row, start : min(stop, end)])
         self.table[row, start:stop] = slots
         self._borrowed[row] = stop
-        self._lengths[row] = max(stop, end)
+        self.lengths[row] = max(stop, end)
         self._changed_from[row] = min(self._changed_from[row], start)
 
     def lend(self, row: int) -> Slots:
         """Makes all of the row's own slots the lender's, from whom the row has them now; a copy of them."""
-        slots = self.table[row, self._borrowed[row] : self._lengths[row]].copy()
-        self._borrowed[row] = self._lengths[row]
+        slots = self.table[row, self._borrowed[row] : self.lengths[row]].copy()
+        self._borrowed[row] = self.lengths[row]
         return slots
 
     def reclaim(self) -> None:
@@ -191,7 +225,7 @@ class SlotTable:
             start: index of the first slot in question.
             kept: distinct offsets; the slot at `start + kept[i]` moves to `start + i`.
         """
-        end = self._lengths[row]
+        end = self.lengths[row]
         assert start >= self._borrowed[row], "borrowed slots are not the row's to give away"
         if all(place == offset for place, offset in enumerate(kept)):
             # Nothing moves: a root without accepted nodes, or a chain.
@@ -206,9 +240,53 @@ class SlotTable:
         self._put_back(tail[dropped])
         self.table[row, start : start + len(chosen)] = tail[chosen]
         self.table[row, start + len(chosen) : end] = -1
-        self._lengths[row] = start + len(chosen)
+        self.lengths[row] = start + len(chosen)
+
+    def retain_rows(
+        self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], *, kept: Slots, sizes: Sequence[int]
+    ) -> None:
+        """`retain` of several rows at once.
+
+        Args:
+            rows: [n] distinct rows.
+            starts: [n] indices of the first slots in question, none of them borrowed.
+            counts: [n] slots from there to each row's end; T in all.
+            kept: [sum of sizes] places among the T, row by row, ascending within each row: the first of each row's
+                moves to the row's `start`, and so on.
+            sizes: [n] of each row's, at least 1.
+        """
+        if len(rows) == 1:
+            self.retain(rows[0], starts[0], kept.tolist())
+            return
+        total = sum(counts)
+        entries = _entries(rows, starts, counts, total)
+        tail = self.table[entries]
+        dropped = np.ones(total, dtype=np.bool_)
+        dropped[kept] = False
+        self._put_back(tail[dropped])
+        self.table[entries] = -1
+        self.table[_entries(rows, starts, sizes, len(kept))] = tail[kept]
+        # Where the last one has not moved, none has.
+        ends = np.array((sizes, counts)).cumsum(axis=1)
+        lasts = kept[ends[0] - 1] - ends[1] + counts
+        for row, start, size, last in zip(rows, starts, sizes, lasts.tolist(), strict=True):
+            self.lengths[row] = start + size
+            self._changed_from[row] = min(self._changed_from[row], start if last >= size else start + size)
 
     def _put_back(self, slots: Slots) -> None:
         count = len(slots)
         self._free[self._free_count : self._free_count + count] = slots[::-1]
         self._free_count += count
+
+
+def _entries(
+    rows: Sequence[int], begins: Sequence[int], counts: Sequence[int], total: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """[total] rows and columns of the table: of each row so many from its begin on."""
+    firsts = np.array([rows, begins])
+    if total == len(rows):
+        return firsts[0], firsts[1]
+    of_each = np.array(counts)
+    firsts[1] -= of_each.cumsum() - of_each
+    of_row = firsts.repeat(of_each, axis=1)
+    return of_row[0], of_row[1] + np.arange(total)

@@ -111,19 +111,22 @@ def pack_changes(rows: Int32Array, slots: SlotTable, arrays: dict[str, np.ndarra
     Returns:
         [3, n] row, column and slot.
     """
-    numbers = rows.tolist()
-    begins = np.array([slots.take_changes(row) for row in numbers])
-    counts = np.array([slots.length(row) for row in numbers]) - begins
-    starts = np.cumsum(counts) - counts
-    of_entry = np.repeat(np.array([rows, begins - starts]), counts, axis=1)
-    columns = of_entry[1] + np.arange(of_entry.shape[1])
-    taken = slots.table[of_entry[0], columns]
+    begins, ends = slots.take_changes(rows.tolist())
+    if len(begins) == 1:
+        columns = np.arange(begins[0], ends[0])
+        table_rows = rows.repeat(len(columns))
+    else:
+        firsts = np.array(begins)
+        counts = np.array(ends) - firsts
+        of_entry = np.array([rows, firsts - counts.cumsum() + counts]).repeat(counts, axis=1)
+        table_rows, columns = of_entry[0], of_entry[1] + np.arange(of_entry.shape[1])
+    taken = slots.table[table_rows, columns]
     room = len(arrays["update_rows"])
-    for name, values in (("update_rows", of_entry[0]), ("update_columns", columns), ("update_slots", taken)):
+    for name, values in (("update_rows", table_rows), ("update_columns", columns), ("update_slots", taken)):
         arrays[name][: len(values)] = values[:room]
     if len(columns) <= room:
         return _NOTHING_MORE
-    return np.stack([of_entry[0], columns, taken])[:, room:].astype(np.int32)
+    return np.stack([table_rows, columns, taken])[:, room:].astype(np.int32)
 
 
 def unroll(

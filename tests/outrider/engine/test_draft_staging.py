@@ -22,7 +22,7 @@ def make_slots() -> SlotTable:
     for count in (20, 5, 90):
         slots.extend(slots.acquire_row(), count)
     for row in range(3):
-        slots.take_changes(row)
+        slots.take_changes([row])
     slots.extend(0, 3)
     slots.extend(1, 4)
     slots.retain(2, 10, [5, 3, 70])

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 
 from outrider.engine.kv_slots import SlotTable
@@ -98,7 +99,67 @@ def test_a_copy_that_takes_changes_follows_the_table() -> None:
             table.release_row(row)
             assert table.acquire_row() == row
         if rng.random() < 0.5:
-            changed_from, length = table.take_changes(row), table.length(row)
+            [changed_from], [length] = table.take_changes([row])
+            assert length == table.length(row)
             copy[row, changed_from:length] = table.table[row, changed_from:length]
             assert copy[row, :length].tolist() == slots_of(table, row)
-            assert table.take_changes(row) == length
+            assert table.take_changes([row]) == ([length], [length])
+
+
+def test_rows_at_once_are_as_one_after_the_other() -> None:
+    rng = random.Random(2)
+    one, all_at_once = (SlotTable(num_slots=400, max_rows=6, max_row_len=60) for _ in range(2))
+    for table in (one, all_at_once):
+        for row in range(6):
+            assert table.acquire_row() == row
+            table.extend(row, 1 + row)
+    copy = all_at_once.table.copy()
+    for _ in range(500):
+        rows = rng.sample(range(6), rng.randint(1, 6))
+        starts = [one.length(row) for row in rows]
+        counts = [rng.choice([1, 1, 3, 8]) for _ in rows]
+        for row, count in zip(rows, counts, strict=True):
+            one.extend(row, count)
+        assert all_at_once.extend_rows(rows, starts, counts)
+        for row, begin, end in zip(rows, *all_at_once.take_changes(rows), strict=True):
+            copy[row, begin:end] = all_at_once.table[row, begin:end]
+        kept = [kept_of(rng, count) for count in counts]
+        firsts = np.cumsum(counts) - counts
+        for row, start, offsets in zip(rows, starts, kept, strict=True):
+            one.retain(row, start, offsets)
+        before = [slots_of(all_at_once, row) for row in rows]
+        all_at_once.retain_rows(
+            rows,
+            starts,
+            counts,
+            kept=np.concatenate([first + np.array(offsets) for first, offsets in zip(firsts, kept, strict=True)]),
+            sizes=[len(offsets) for offsets in kept],
+        )
+        for row, start, offsets, had in zip(rows, starts, kept, before, strict=True):
+            assert slots_of(all_at_once, row) == [*had[:start], *(had[start + offset] for offset in offsets)]
+            assert all_at_once.length(row) == one.length(row)
+            if one.length(row) > 40:
+                for table in (one, all_at_once):
+                    table.truncate(row, 5)
+        held = [slot for row in range(6) for slot in slots_of(all_at_once, row)]
+        assert len(held) == len(set(held)) == 400 - all_at_once.free
+        assert all_at_once.free == one.free
+        everyone = list(range(6))
+        for row, begin, end in zip(everyone, *all_at_once.take_changes(everyone), strict=True):
+            copy[row, begin:end] = all_at_once.table[row, begin:end]
+            assert copy[row, :end].tolist() == slots_of(all_at_once, row)
+
+
+def kept_of(rng: random.Random, count: int) -> list[int]:
+    """The root's slot, and some of the others in ascending order: the first ones, or any."""
+    others = rng.randint(0, count - 1)
+    return [0, *(range(1, 1 + others) if rng.random() < 0.5 else sorted(rng.sample(range(1, count), others)))]
+
+
+def test_rows_at_once_get_all_or_nothing() -> None:
+    table = SlotTable(num_slots=10, max_rows=2, max_row_len=6)
+    rows = [table.acquire_row(), table.acquire_row()]
+    assert table.extend_rows(rows, [0, 0], [4, 5])
+    assert not table.extend_rows(rows, [4, 5], [1, 1]), "one slot is free"
+    assert not table.extend_rows(rows[:1], [4], [3]), "a row holds six"
+    assert [table.length(row) for row in rows] == [4, 5] and table.free == 1

@@ -1,0 +1,248 @@
+"""The usual step: trees of sessions whose prompts are computed, chosen and walked by the device. Over columns.
+
+Nothing of such a step has to be planned: every tree fits, every slot is there, and of what comes back only tokens and
+paths are read. What lies between two steps on the device is the host's time alone, so a session is looked at once when
+a step begins and once when it ends, and slots are taken and freed for all at once. Whatever is not usual is left to
+`outrider.target_worker.planning` and `outrider.target_worker.forward_step`, which give the same results.
+
+Shapes: bs trees, T rows of all of them (root and nodes, tree after tree), m rows of the longest path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from outrider.engine.model_runner import ModelRunner
+from outrider.engine.step_runner import LaunchedStep
+from outrider.engine.step_staging import StepAnswer
+from outrider.engine.step_trees import TreeColumns
+from outrider.target_worker.sessions import DEFERRED, Outcome, Session, SessionKey, TreeRequest, TreeResult
+from outrider.target_worker.synthetic import DecidedPath
+
+# A member of an enum is looked up anew wherever it is named.
+_ACCEPTED = Outcome.ACCEPTED
+
+
+class TreeStep:
+    """A usual step under way; as `outrider.target_worker.forward_step.ForwardStep`, but for what it decides.
+
+    Attributes:
+        results: of all trees that were asked for, in their order; what the forward decides is still missing.
+        places: [bs] the sessions' places in `results`.
+        sessions: [bs]
+        columns: as the step was staged.
+        decided: [paths] of the trees in `columns.decided`, in their order.
+        tokens: T.
+        forward_ns: how long the device worked on it; 0 until `finish`.
+        may_overlap: whether another step may be started before this one is finished.
+    """
+
+    def __init__(self, usual: _Usual, launched: LaunchedStep, *, may_overlap: bool) -> None:
+        self.results, self.places, self.sessions, self.columns, self.decided = usual
+        self.tokens = len(self.columns.tokens)
+        self.forward_ns = 0
+        self.may_overlap = may_overlap
+        self._launched = launched
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the device is done with it."""
+        return self._launched.is_done
+
+    def answer(self) -> StepAnswer:
+        """The walks, once the device is done."""
+        answer = self._launched.result()
+        self.forward_ns = self._launched.device_ns()
+        return _completed(answer, self.columns, self.decided) if self.decided else answer
+
+
+class _Usual(NamedTuple):
+    """See `TreeStep`."""
+
+    results: list[TreeResult]
+    places: list[int]
+    sessions: list[Session]
+    columns: TreeColumns
+    decided: list[DecidedPath]
+
+
+class TreeSteps:
+    """Begins and finishes usual steps.
+
+    Args:
+        runner: the target.
+        max_rows: most rows of a step.
+    """
+
+    def __init__(self, runner: ModelRunner, *, max_rows: int) -> None:
+        self._runner, self._slots = runner, runner.slots
+        self._max_rows, self._max_tree_rows = max_rows, runner.config.max_tree_nodes + 1
+
+    def begin(self, trees: Sequence[TreeRequest], sessions: Mapping[SessionKey, Session]) -> TreeStep | None:
+        """Reserves the step's slots and launches it; None, and nothing has changed, where something is unusual.
+
+        Args:
+            trees: all that are asked for.
+            sessions: all that are open.
+        """
+        steps = self._runner.steps
+        if not trees or steps is None or not steps.takes_trees:
+            return None
+        usual = self._usual(trees, sessions)
+        if usual is None or not self._slots.extend_rows(usual.columns.rows, usual.columns.roots, usual.columns.counts):
+            return None
+        step = TreeStep(usual, steps.launch(steps.stage_trees(usual.columns)), may_overlap=not self._runner.is_tapped)
+        for session in usual.sessions:
+            session.in_flight = True
+        return step
+
+    def _usual(self, trees: Sequence[TreeRequest], sessions: Mapping[SessionKey, Session]) -> _Usual | None:
+        lengths = self._slots.lengths
+        results = [DEFERRED] * len(trees)
+        places: list[int] = []
+        asked: list[Session] = []
+        tokens: list[int] = []
+        parents: list[int] = []
+        counts: list[int] = []
+        coins: list[int] = []
+        for place, tree in enumerate(trees):
+            if tree.settled is not None:
+                if tree.settled.outcome is Outcome.ERROR:
+                    return None
+                results[place] = tree.settled
+                continue
+            session, length = sessions.get(tree.key), tree.length
+            if (
+                session is None
+                or session.epoch != tree.epoch
+                or session.in_flight
+                or len(session.tokens) != length
+                or lengths[session.row] != length - 1
+                or length >= session.limit
+                or session.sampling.reads_logits
+                or tree.resident
+                or tree.distributions
+            ):
+                return None
+            tokens.append(session.tokens[-1])
+            parents.append(0)
+            count = 1
+            if tree.tokens or tree.parents:
+                count += len(tree.tokens)
+                if count != len(tree.parents) + 1 or count > self._max_tree_rows:
+                    return None
+                tokens.extend(tree.tokens)
+                parents.extend(tree.parents)
+            if session.coins is not None:
+                coins.append(len(asked))
+            counts.append(count)
+            places.append(place)
+            asked.append(session)
+        if not asked or len(tokens) > self._max_rows or self._others_wait(asked, sessions):
+            return None
+        rows = [session.row for session in asked]
+        columns = TreeColumns(
+            rows=rows,
+            roots=[lengths[row] for row in rows],
+            # Nodes past the session's end are never accepted: their positions stay within what the model knows.
+            lasts=[session.limit - 1 for session in asked],
+            counts=counts,
+            tokens=tokens,
+            parents=parents,
+            records=b"".join([session.sampling.record for session in asked]),
+        )
+        if len(set(rows)) < len(rows) or not self._are_trees(columns):
+            return None
+        decided: list[DecidedPath] = []
+        for place in coins:
+            found, tree = asked[place].coins, trees[places[place]]
+            assert found is not None
+            decided.append(found.decide(tree.tokens, tree.parents, root=columns.roots[place]))
+        columns.decided = [(place, path.end) for place, path in zip(coins, decided, strict=True)]
+        return _Usual(results, places, asked, columns, decided)
+
+    def _others_wait(self, asked: Sequence[Session], sessions: Mapping[SessionKey, Session]) -> bool:
+        """Whether a session that is not asked for has a prompt to be computed."""
+        if len(asked) == len(sessions):
+            return False
+        lengths = self._slots.lengths
+        return any(not other.in_flight and lengths[other.row] < len(other.tokens) - 1 for other in sessions.values())
+
+    def _are_trees(self, columns: TreeColumns) -> bool:
+        """Whether nodes are tokens of the model's, and parents stand before their children."""
+        total, trees = len(columns.tokens), len(columns.rows)
+        if total == trees:
+            return True
+        tokens, parents = np.array([columns.tokens, columns.parents])
+        if not 0 <= tokens.min() <= tokens.max() < self._runner.vocab_size or parents.min() < 0:
+            return False
+        columns.tokens, columns.parents = tokens, parents
+        # A root's parent is its own number, 0: as many as there are trees do not stand before their children.
+        number = np.arange(total)
+        if trees > 1:
+            counts = np.array(columns.counts)
+            number -= (counts.cumsum() - counts).repeat(counts)
+        return int(np.count_nonzero(parents >= number)) == trees
+
+    def finish(self, step: TreeStep) -> list[TreeResult]:
+        """Waits for the step and commits what the walks accept; what is asked of each session, in order.
+
+        Raises:
+            WorkerUnavailable: a process that shares the model was lost; what the forward left is void.
+        """
+        with self._runner.ranks.guard():
+            answer = step.answer()
+        columns, results = step.columns, step.results
+        # A tree's rows follow one another, so a row's distance from the root's is its number.
+        numbers = (answer.rows[:, 1:] - answer.rows[:, :1]).tolist()
+        emitted_counts: list[int] = []
+        for place, session, root, last, chosen, nodes, accepted in zip(
+            step.places,
+            step.sessions,
+            columns.roots,
+            columns.lasts,
+            answer.tokens.tolist(),
+            numbers,
+            answer.accepted.tolist(),
+            strict=True,
+        ):
+            room = last - root
+            emitted = chosen[: min(accepted + 1, room)]
+            stops = session.stop_token_ids
+            ends = not stops.isdisjoint(emitted)
+            if ends:
+                emitted = emitted[: next(number for number, token in enumerate(emitted, 1) if token in stops)]
+            count = len(emitted)
+            session.tokens += emitted
+            session.in_flight = False
+            session.reached = max(session.reached, root + count)
+            emitted_counts.append(count)
+            results[place] = TreeResult(
+                outcome=_ACCEPTED,
+                accepted_nodes=nodes[: min(accepted, count)],
+                token_ids=emitted,
+                cached_tokens=session.cached_tokens,
+                ended=ends or count == room,
+            )
+        # The root and all emitted tokens but the last, which is the next root, keep their KV.
+        if sum(emitted_counts) < step.tokens:
+            kept = answer.rows[np.arange(answer.rows.shape[1]) < np.array(emitted_counts)[:, None]]
+            self._slots.retain_rows(columns.rows, columns.roots, columns.counts, kept=kept, sizes=emitted_counts)
+        return results
+
+
+def _completed(answer: StepAnswer, columns: TreeColumns, decided: Sequence[DecidedPath]) -> StepAnswer:
+    """The walks, but of trees whose path was decided: that path, and the token chosen at its end."""
+    width = max(answer.rows.shape[1], 1 + max(len(path.nodes) for path in decided))
+    tokens, rows = (np.pad(column, ((0, 0), (0, width - column.shape[1]))) for column in (answer.tokens, answer.rows))
+    accepted = answer.accepted.copy()
+    firsts = np.cumsum(columns.counts) - columns.counts
+    for (place, _), path in zip(columns.decided, decided, strict=True):
+        count, first = len(path.nodes), firsts[place]
+        tokens[place, : count + 1] = [*path.tokens, path.final(int(tokens[place, 0]))]
+        rows[place, : count + 1] = [first, *(first + node for node in path.nodes)]
+        accepted[place] = count
+    return StepAnswer(tokens=tokens, rows=rows, accepted=accepted)
