@@ -58,7 +58,8 @@ class TreeGrowth:
         config: see there.
         calibration: of all sessions.
         steps: forwards so far.
-        most_begun: steps that may be under way at a time, on a device that works on its own.
+        most_begun: steps that may be under way at a time, on a device that works on its own: 1 or 2, for only the
+            nodes of the last one have their children promised, and credit set aside.
         wake: called, on any thread, when there may be something to do that no command tells of.
     """
 

@@ -222,7 +222,7 @@ class StepPlanner:
         live, length = session.limits.max_live_nodes, self._slots.length(session.row)
         children = min(self._config.branching, live)
         credit = (live - session.tree.size) // children - self._in_flight.get(session.key, 0)
-        # Promises that were not kept hold their places until a commit, and masks are no longer for that.
+        # Promises that were not kept hold their places until a commit, and masks have no bits beside those of a tree.
         places = self._config.max_live_nodes - (length - session.length)
         return min(credit, places, self._slots.max_row_len - length, self._config.max_session_nodes)
 

@@ -40,7 +40,9 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--launch-ms", type=float, default=0.15, help="on cpu: of the host, to launch it")
     parser.add_argument("--bare-rows", nargs="+", type=int, default=[8, 32, 48, 64], help="of bare steps, by sessions")
     parser.add_argument("--bare-steps", type=int, default=1500)
-    parser.add_argument("--steps-begun", type=int, default=2, help="under way at a time; 1: none overlaps another")
+    parser.add_argument(
+        "--steps-begun", type=int, choices=(1, 2), default=2, help="under way at a time; 1: none overlaps another"
+    )
     parser.add_argument("--keep-cores-awake", type=int, default=0)
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args(arguments)
