@@ -44,11 +44,7 @@ def check_verification(
         raise ValueError("a session is answered twice in one step")
     if response.logprobs and max(entry.row for entry in response.logprobs) >= len(response.session_ids):
         raise ValueError("log probabilities of a row that there is not")
-    if 0 in response.token_counts and any(
-        not count and outcome not in _WITHOUT_TOKENS
-        for count, outcome in zip(response.token_counts, response.outcomes, strict=True)
-    ):
-        raise ValueError("a session that is neither deferred nor given up, and no token of it; one at least needed")
+    _check_outcomes(response)
     if response.accepted_nodes:
         _check_paths(response, node_counts)
 
@@ -70,11 +66,29 @@ def verified_counts(response: target_pb2.VerifyResponse, sent: Mapping[int, int]
     return counts
 
 
+def _check_outcomes(response: target_pb2.VerifyResponse) -> None:
+    """Accepted nodes have a token each, and there is mostly one behind them.
+
+    Where a root moves is found from both, here and for the batch that follows: they must not lead to two places.
+    """
+    columns = (response.outcomes, response.token_counts, response.accepted_counts)
+    if {len(column) for column in columns} != {len(response.session_ids)}:
+        raise ValueError(f"{len(response.session_ids)} sessions given, with {', '.join(map(str, map(len, columns)))}")
+    for outcome, emitted, accepted in zip(*columns, strict=True):
+        if outcome in _WITHOUT_TOKENS:
+            if emitted or accepted:
+                raise ValueError(
+                    f"{emitted} tokens and {accepted} nodes given of a session that is deferred or given up"
+                )
+        elif not emitted:
+            raise ValueError("a session that is neither deferred nor given up, and no token of it; one at least needed")
+        elif not accepted <= emitted <= accepted + 1:
+            raise ValueError(f"{emitted} tokens emitted for {accepted} accepted nodes; as many or one more needed")
+
+
 def _check_paths(response: target_pb2.VerifyResponse, node_counts: Mapping[int, int]) -> None:
     nodes, before = list(response.accepted_nodes), 0
-    for session_id, count, emitted in zip(
-        response.session_ids, response.accepted_counts, response.token_counts, strict=True
-    ):
+    for session_id, count in zip(response.session_ids, response.accepted_counts, strict=True):
         path, before = nodes[before : before + count], before + count
         if not path:
             continue
@@ -82,8 +96,6 @@ def _check_paths(response: target_pb2.VerifyResponse, node_counts: Mapping[int, 
         most = node_counts.get(session_id, path[-1])
         if path[0] < 1 or path[-1] > most or any(map(operator.ge, path, path[1:])):
             raise ValueError(f"nodes {path[:8]} accepted of a tree of {most}; ascending ones from 1 needed")
-        if emitted > count + 1:
-            raise ValueError(f"{emitted} tokens emitted for {count} accepted nodes; one more at most")
 
 
 def _check_total(name: str, counts: Sequence[int], entries: int) -> None:

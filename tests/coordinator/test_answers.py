@@ -47,7 +47,15 @@ def test_what_a_target_says_is_taken():
         {"accepted_nodes": [3, 3]},
         {"session_ids": [7, 7]},
         {"logprobs": [target_pb2.Logprobs(row=2)]},
-        {"token_counts": [4, 0], "tokens": [5, 6, 7, 8]},
+        # Of two tokens without an accepted node, the tree that follows would hang below a child of the old root.
+        {"token_counts": [3, 2], "tokens": [5, 6, 7, 8, 9]},
+        {"accepted_counts": [0, 0], "accepted_nodes": [], "token_counts": [2, 1], "tokens": [5, 6, 8]},
+        {"token_counts": [1, 1], "tokens": [5, 8]},
+        {"outcomes": [target_pb2.OUTCOME_ACCEPTED, target_pb2.OUTCOME_DEFERRED]},
+        {"outcomes": [target_pb2.OUTCOME_ENDED, target_pb2.OUTCOME_ACCEPTED]},
+        {"outcomes": [target_pb2.OUTCOME_ERROR, *[target_pb2.OUTCOME_ACCEPTED] * 2]},
+        {"accepted_counts": [2, 0, 0]},
+        {"token_counts": [3, 1, 0]},
         # An outcome that is none, which is what a worker says that forgets it.
         {"token_counts": [3, 0], "tokens": [5, 6, 7], "outcomes": [target_pb2.OUTCOME_ACCEPTED, 0]},
         # 2^64 - 1 ns in one report, and no one could be told of the server's state any more.

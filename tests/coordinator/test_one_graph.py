@@ -107,6 +107,7 @@ def answer(**changes: Any) -> target_pb2.VerifyResponse:
     columns: dict[str, Any] = {
         "session_ids": [7, 8, 9], "accepted_counts": [1, 0, 2], "accepted_nodes": [1, 1, 4],
         "token_counts": [2, 1, 3], "tokens": [1, 2, 3, 4, 5, 6], "drafted_counts": [3, 0, 6],
+        "outcomes": [target_pb2.OUTCOME_ACCEPTED] * 3,
     }  # fmt: skip
     return target_pb2.VerifyResponse(**columns | changes)
 
