@@ -58,9 +58,9 @@ class Bench:
         self.sessions: list[Session] = []
         self.drafts: Any = {"one": Draft(1), "two": Draft(2)}
 
-    def add(self, request: GenerationRequest = REQUEST) -> Session:
+    def add(self, request: GenerationRequest = REQUEST, text_stream: TextStream | None = None) -> Session:
         generation = Generation(request, max_buffered_events=10, release=lambda generation: None)
-        session = Session(len(self.sessions) + 1, generation, 0, TextStream(None), self.forest)
+        session = Session(len(self.sessions) + 1, generation, 0, text_stream or TextStream(None), self.forest)
         generation.sessions.append(session)
         if request.mode is not SpeculationMode.OFF:
             session.join_draft("one", 1, 7)
