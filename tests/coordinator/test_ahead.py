@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -102,6 +103,28 @@ async def test_what_a_batch_waits_behind_a_step_is_no_part_of_its_round(ahead_be
     for before, after in pairwise(rounds):
         assert after.submitted_ns >= before.result_ns
     assert sum(each.waited_ns for each in rounds) < 0.1 * STEP_S * 1e9 * len(rounds)
+
+
+async def test_a_batch_is_held_until_the_step_before_is_about_to_end(ahead_bench, make_request, monkeypatch):
+    """A trace tells so, and growth that comes meanwhile wakes nobody."""
+    target, step, asked = ahead_bench.target, ahead_bench.target._step, []
+
+    async def told_honestly(trees: Any) -> VerifyResult:
+        return replace(await step(trees), step_ns=round(STEP_S * 1e9))
+
+    monkeypatch.setattr(target, "_step", told_honestly)
+    hold_s = VerifyLoop._hold_s
+    monkeypatch.setattr(VerifyLoop, "_hold_s", lambda loop, *of: asked.append(of) or hold_s(loop, *of))
+    for name in ("one", "two", "three"):
+        ahead_bench.add_draft(name, delay_s=0.0002)
+    requests = [make_request(number, trace=number == 1) for number in range(1, 9)]
+    generations = [ahead_bench.scheduler.submit(request, [TextStream(None)]) for request in requests]
+    others = [asyncio.create_task(_until_ended(generation)) for generation in generations[1:]]
+    rounds = [event async for event in generations[0] if isinstance(event, RoundRecord)]
+    await asyncio.gather(*others)
+    assert len(rounds) > 10
+    assert all(0.7 * STEP_S * 1e9 < each.held_ns < STEP_S * 1e9 for each in rounds[2:])
+    assert len(asked) < 4 * len(target.batches)
 
 
 async def test_a_stop_token_ends_a_session_that_is_in_the_next_batch_already(
