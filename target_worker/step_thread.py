@@ -244,7 +244,8 @@ class StepThread:
     def _take_jobs(self, verifier: Verifier) -> Sequence[Job]:
         """The longest run of waiting jobs that asks for no session twice, nor for one that is in flight.
 
-        A successor whose step is not finished waits, and so does what came behind it.
+        Nor for one that the run closes: closes take effect behind the step. A successor whose step is not finished
+        waits, and so does what came behind it.
         """
         seen = set().union(*(flight.keys for flight in self._flights))
         count, rows = 0, verifier.free_rows
@@ -258,7 +259,7 @@ class StepThread:
             rows -= len(batch.opens)
             if self._flights and rows < 0 and batch.opens:
                 break
-            seen |= batch.verifies
+            seen |= batch.verifies.union([key for key, _ in batch.closes])
             count += 1
         jobs, self._jobs = self._jobs[:count], self._jobs[count:]
         return jobs

@@ -106,6 +106,8 @@ def test_a_promised_child_is_taken_with_its_place_and_named_when_its_parent_is_e
     # It is in flight: nobody takes it again.
     assert tree.take(9) == [other]
     grow(tree, promised, t5=0.9)
+    # By the estimate that it has got, not by the one that it was promised with.
+    assert tree.best_value == pytest.approx(0.27)
     assert tree.reroot([1, 3]) == ([0, 1], [])
     assert tree.root is promised
 
@@ -125,14 +127,14 @@ def test_a_promised_child_survives_with_its_parent_and_dies_with_it():
 
 
 def test_a_promise_is_broken_where_the_child_is_not_to_be_expanded():
-    for tokens, least in (([2, 4], 0.0), ([3, 4], 0.7), ([-1, -1], 0.0)):
+    for tokens, best, least in (([2, 4], 0.6, 0.0), ([3, 4], 0.6, 0.7), ([3, 4], 0.2, 0.4), ([-1, -1], 0.6, 0.0)):
         tree = make_tree(final_tokens=frozenset({2}))
         tree.promise(tree.root, 0)
         (promised,) = tree.take(1)
         assign_keys([promised], 0)
-        made = tree.grow(tree.root, tokens, [0.6, 0.5], None, min_acceptance=least)
+        made = tree.grow(tree.root, tokens, [best, 0.5], None, min_acceptance=least)
         assert promised.is_dead
-        assert {node.token for node in tree.nodes()} == set(tokens[:made])
+        assert {node.token for node in tree.nodes()} == set(tokens[:made] if best > least else tokens[2 - made :])
         assert [node.token for node in tree.take(9)] == ([4] if made else [])
 
 
@@ -140,7 +142,9 @@ def test_a_promise_that_nobody_took_makes_no_difference():
     tree = make_tree()
     tree.promise(tree.root, 0)
     assert tree.best_value == pytest.approx(tree.guess)
+    before = tree.guess
     first, second = grow(tree, tree.root, t1=0.6, t2=0.3)
+    assert 0.6 < tree.guess < before
     assert tree.best_value == 0.6
     assert tree.take(9) == [first, second]
     assert tree.take_best() is None

@@ -153,6 +153,17 @@ def test_a_session_stands_in_a_step_once(steps: StepThread, fake: NotingVerifier
     assert [entry for entry in fake.log if entry[0] == "step"] == [("step", [1]), ("step", [2, 3]), ("step", [2])]
 
 
+def test_what_came_behind_a_close_finds_the_session_closed(steps: StepThread, fake: NotingVerifier) -> None:
+    steps.submit(Batch(trees=[tree(1)]))
+    assert fake.entered.wait(30)
+    closing = steps.submit(Batch(trees=[tree(2)], closes=[((1, 5), 1)]))
+    behind = steps.submit(Batch(trees=[tree(5)]))
+    fake.go_on.set()
+    for done in (closing, behind):
+        done.result(30)
+    assert fake.log[1:] == [("close", 5), ("step", [2]), ("step", [5])]
+
+
 def test_why_an_open_failed_is_told_with_the_first_tree(steps: StepThread, fake: NotingVerifier) -> None:
     fake.go_on.set()
     assert steps.submit(Batch(opens=[opening(13)])).result(30).faults[0][2].message == "no room"

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -125,6 +126,29 @@ def test_usual_steps_give_the_results_of_planned_ones(checkpoint: Path) -> None:
                     verifier.close((1, number), 1)
     assert accepted > 30
     assert usual.slots_used == 0
+
+
+@pytest.mark.parametrize("spec", [SamplingSpec(), SamplingSpec(temperature=1.0, seed=4)])
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_session_ends_in_the_middle_of_an_accepted_path(checkpoint: Path, spec: SamplingSpec, others: int) -> None:
+    """At a stop token, at its last token, and at both; alone in the step, and beside a session that goes on."""
+    verifier = make_verifier(checkpoint, [spec])
+    chain: list[int] = []
+    for _ in range(5):
+        chain += verifier.step([asked(0, PROMPT + len(chain), tokens=[], parents=[])]).results[0].token_ids
+    ends = next(place for place in (2, 3, 4, 1) if chain[place - 1] not in chain[: place - 1])
+    stops = (chain[ends - 1],)
+    for ending in (
+        replace(spec, stop_token_ids=stops),
+        replace(spec, max_new_tokens=ends),
+        replace(spec, stop_token_ids=stops, max_new_tokens=ends),
+    ):
+        verifier = make_verifier(checkpoint, [ending] + [spec] * others)
+        trees = [asked(number, tokens=chain, parents=[0, 1, 2, 3, 4]) for number in range(1 + others)]
+        was_usual, [result, *_] = run(verifier, trees)
+        assert was_usual and result.ended
+        assert list(result.token_ids) == chain[:ends]
+        assert list(result.accepted_nodes) == list(range(1, ends + 1)), "what lies past the end was not accepted"
 
 
 def asked(number: int, length: int = PROMPT, **given: object) -> TreeRequest:
