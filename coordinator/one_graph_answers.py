@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from outrider.coordinator.messages import ResidentCount, VerifyResult
+from outrider.coordinator.verdicts import Verdicts
 from outrider.v1 import target_pb2
 
 RESIDENT = -1
@@ -48,13 +49,17 @@ def counted_apart(result: VerifyResult, drafted: Mapping[int, int]) -> VerifyRes
     """
     if not drafted:
         return result
-    resident = {
-        verdict.session_id: ResidentCount(drafted[verdict.session_id], len(verdict.accepted_nodes))
-        for verdict in result.verdicts
-        if verdict.session_id in drafted
-    }
-    verdicts = [
-        verdict._replace(accepted_nodes=()) if verdict.session_id in resident else verdict
-        for verdict in result.verdicts
-    ]
+    verdicts = Verdicts.of(result.verdicts)
+    numbers = list(zip(verdicts.session_ids, verdicts.accepted, strict=True))
+    resident = {own: ResidentCount(drafted[own], len(accepted)) for own, accepted in numbers if own in drafted}
+    verdicts = Verdicts(
+        session_ids=verdicts.session_ids,
+        epochs=verdicts.epochs,
+        accepted=[() if own in drafted else accepted for own, accepted in numbers],
+        token_ids=verdicts.token_ids,
+        deferred=verdicts.deferred,
+        faults=verdicts.faults,
+        logprobs=verdicts.logprobs,
+        cached_tokens=verdicts.cached_tokens,
+    )
     return replace(result, verdicts=verdicts, resident=resident)

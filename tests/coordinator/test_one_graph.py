@@ -15,6 +15,7 @@ from outrider.coordinator.messages import (
     VerifyResult,
 )
 from outrider.coordinator.one_graph_answers import RESIDENT, counted_apart, expected_counts
+from outrider.coordinator.verdicts import Verdicts
 from outrider.growth_source import GrowthSource
 from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.v1 import target_pb2
@@ -141,4 +142,6 @@ def test_accepted_nodes_become_counts():
     told = counted_apart(result, {7: 3})
     assert told.resident == {7: ResidentCount(3, 1)}
     assert [verdict.accepted_nodes for verdict in told.verdicts] == [(), [2]]
+    # They stay columns on their way to the commit.
+    assert isinstance(told.verdicts, Verdicts)
     assert counted_apart(result, {}) is result
