@@ -35,8 +35,8 @@ class Flight:
     Attributes:
         is_alone: no other was on its way when it was sent.
         waited_ns: how long the free target was held for growth before.
-        held_ns: how long the batch was held on purpose since the result before: for growth, for its time to go, or since
-            nobody could run.
+        held_ns: how long the batch was held on purpose since the result before: for growth, for its time to go, or
+            since nobody could run.
         group: the sessions in columns.
         trees: [S] what is verified of each session; of a successor none before `begins`.
         successor: what was sent, of a batch that follows a step.
