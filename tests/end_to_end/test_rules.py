@@ -20,6 +20,8 @@ from outrider.v1 import generation_pb2, generation_pb2_grpc
 
 Coins = Literal["target_only", "rejection"]
 COINS: tuple[Coins, ...] = ("target_only", "rejection")
+# On a busy machine growth may come too late for all of a short output: then it is asked for again.
+TRIES = {"async": 8, "sync": 1, "off": 1}
 
 
 @pytest.fixture(scope="module")
@@ -46,16 +48,22 @@ def test_at_temperature_0_every_rule_gives_the_greedy_tokens(client, reference, 
     spec = SamplingSpec(max_new_tokens=24, stop_token_ids=(reference.eos,))
     wanted = reference.generate(prompts[0], spec)
     for speculation in ("async", "sync", "off"):
-        output = client.generate(prompts[0], max_new_tokens=24, verification=rule, speculation=speculation)
-        assert differs(output.token_ids, wanted) is None
-        assert (output.speculation.accepted_tokens > 0) == (speculation != "off")
+        accepted = 0
+        for _ in range(TRIES[speculation]):
+            output = client.generate(prompts[0], max_new_tokens=24, verification=rule, speculation=speculation)
+            assert differs(output.token_ids, wanted) is None
+            if accepted := output.speculation.accepted_tokens:
+                break
+        assert (accepted > 0) == (speculation != "off")
 
 
 @pytest.mark.parametrize("speculation", ["async", "sync", "off"])
 @pytest.mark.parametrize("rule", COINS)
 def test_sampled_output_is_drafted_and_accepted(client, reference, prompts, rule, speculation):
     accepted = drafted = 0
-    for number, prompt in enumerate(prompts[:2]):
+    for number, prompt in enumerate(prompts[:2] * TRIES[speculation]):
+        if number >= 2 and accepted:
+            break
         settings = {"max_new_tokens": 24, "ignore_eos": True, "logprobs": 1, "seed": number, "temperature": 0.8}
         output = client.generate(prompt, verification=rule, speculation=speculation, trace=True, **settings)
         assert (len(output.token_ids), output.finish_reason) == (24, "length")
