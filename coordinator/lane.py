@@ -17,6 +17,7 @@ from outrider.coordinator.cost_model import StepCost
 from outrider.coordinator.draft_demand import DraftDemand
 from outrider.coordinator.firing import MissRates
 from outrider.coordinator.group import Group
+from outrider.coordinator.hopeless_ways import hopeless_ways
 from outrider.coordinator.links import TargetLink
 from outrider.coordinator.messages import SessionOpening, VerifyResult
 from outrider.coordinator.one_graph import resident_flags
@@ -31,10 +32,6 @@ from outrider.v1 import registry_pb2
 
 # A batch leaves so much of a step before it could begin, lest the target wait for it.
 _EARLY_SHARE = 0.1
-# Two groups are tried where their steps would take less than this share of a round as it is.
-_TRIED_SHARE = 1.1
-# What a step of half the rows is hoped to take, by one of all of them, before one was seen.
-_HOPED_HALF = 0.75
 # So often half of the nodes may go, where steps of that size have not been seen lately.
 _PROBE_ROUNDS = 48
 # The price of a row is read over so many, which is more than a rung of a small step.
@@ -190,29 +187,6 @@ class TargetLane:
     def _expected_result_ns(self, step_ns: float) -> float:
         """When the last batch in flight is answered, if it takes so long."""
         return max(self.flights[-1].submitted_ns + self.pace.overhead_ns, self.applied_result_ns) + step_ns
-
-    def _hopeless_ways(self, group: Group, sessions: int) -> set[int]:
-        """Ways that need no trial with what a batch of this group has shown."""
-        if Way.AHEAD not in self.way.ways:
-            return self._hopeless_groups(sessions)
-        if not can_follow(group):
-            return {Way.AHEAD, *self._hopeless_groups(sessions)}
-        # A step that begins at once is what two groups are for. Only growth may be worth more: where drafts grow much
-        # while a successor is made, not to wait may be.
-        grows = bool((group.states.draft[group.rows] != 0).any())
-        if grows and self.lead.is_long(step_ns=self.cost.predict_ns(len(group)), overhead_ns=self.pace.overhead_ns):
-            # Most of what grows in a step would come after its successor.
-            return {Way.AHEAD, *self._hopeless_groups(sessions)}
-        return {Way.TWO_GROUPS} if grows else {Way.WAIT, Way.NEVER_WAIT, Way.TWO_GROUPS}
-
-    def _hopeless_groups(self, sessions: int) -> set[int]:
-        """Two groups run two steps where one would do: not worth a trial unless a round has much else to hide."""
-        rows = round(self.pace.rows)
-        if sessions < 2 or rows < 2:
-            return {Way.TWO_GROUPS}
-        half, whole_ns = (rows + 1) // 2, self.cost.predict_ns(rows)
-        half_ns = self.cost.predict_ns(half) if self.cost.is_known(half) else _HOPED_HALF * whole_ns
-        return set() if 2 * half_ns < _TRIED_SHARE * (whole_ns + self.pace.gap_ns) else {Way.TWO_GROUPS}
 
     @property
     def has_room(self) -> bool:
@@ -475,7 +449,9 @@ class TargetLane:
             verified=len(flight.sessions),
             tokens=emitted,
             round_ns=round_ns,
-            hopeless=self._hopeless_ways(flight.group, sessions),
+            hopeless=hopeless_ways(
+                self.way.ways, flight.group, sessions, cost=self.cost, pace=self.pace, lead=self.lead
+            ),
         )
 
 
