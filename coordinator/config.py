@@ -32,8 +32,9 @@ class CoordinatorConfig:
         max_nodes: most nodes verified for a choice in one step, and the default of a request in async mode. One below a
             power of two makes, with the root, steps that fill their CUDA graphs.
         max_depth: deepest node of a tree, and the default of a request in async mode.
-        sync_nodes: nodes of a tree in sync mode, whose trees have the same size every round, unless a request says.
-        sync_depth: likewise its levels.
+        sync_nodes: nodes of a tree in sync mode, whose trees have the same size every round, unless a request says; no
+            more than max_nodes.
+        sync_depth: likewise its levels; no more than max_depth.
         max_live_nodes: most nodes that a draft may hold for a choice.
         drafts_per_session: draft workers of each source that grow one choice's tree in async mode, where there are as
             many.

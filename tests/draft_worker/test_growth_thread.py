@@ -48,6 +48,13 @@ class SlowDevice:
         monkeypatch.setattr(growth._launcher, "overlaps", True)
 
 
+def started(growth: TreeGrowth) -> GrowthThread:
+    """A thread that grows it."""
+    thread = GrowthThread(lambda: growth)
+    thread.start()
+    return thread
+
+
 def test_commits_are_applied_while_a_step_runs_and_growth_leaves_behind_the_next_launch(
     make_growth: Make, make_start: Make, monkeypatch: pytest.MonkeyPatch
 ):
@@ -69,8 +76,7 @@ def test_commits_are_applied_while_a_step_runs_and_growth_leaves_behind_the_next
         deliver(*args)
 
     monkeypatch.setattr(owner, "deliver", deliver_and_note)
-    thread = GrowthThread(lambda: growth)
-    thread.start()
+    thread = started(growth)
     thread.ready.result(30)
     thread.submit([OpenCommand(owner, make_start(owner=owner))])
     assert device.launched.acquire(timeout=30)
@@ -91,8 +97,7 @@ def test_a_second_step_stands_behind_the_one_that_runs_and_growth_leaves_in_thei
 ):
     growth, steps = make_queued_growth(max_step_nodes=3)
     device, owner = SlowDevice(growth, monkeypatch), Owner()
-    thread = GrowthThread(lambda: growth)
-    thread.start()
+    thread = started(growth)
     thread.submit([OpenCommand(owner, make_start(owner=owner))])
     for _ in range(2):
         assert device.launched.acquire(timeout=30)
@@ -120,8 +125,7 @@ def test_a_commit_that_makes_work_has_it_launched_behind_the_step_that_runs(
 ):
     growth, _ = make_queued_growth()
     device, owner = SlowDevice(growth, monkeypatch), Owner()
-    thread = GrowthThread(lambda: growth)
-    thread.start()
+    thread = started(growth)
     # The root's children use the credit up, so that nothing can be promised.
     thread.submit([OpenCommand(owner, make_start(owner=owner, limits=GrowthLimits(max_live_nodes=4)))])
     assert device.launched.acquire(timeout=30)
@@ -141,8 +145,7 @@ def test_a_thread_that_is_stopped_while_a_step_runs_ends_after_it(
 ):
     growth, _ = make_growth()
     device, owner = SlowDevice(growth, monkeypatch), Owner()
-    thread = GrowthThread(lambda: growth)
-    thread.start()
+    thread = started(growth)
     thread.submit([OpenCommand(owner, make_start(owner=owner))])
     assert device.launched.acquire(timeout=30)
     thread.stop()
@@ -164,8 +167,7 @@ def test_a_forward_leaves_out_sessions_whose_commits_still_wait(
         return begin(keys)
 
     monkeypatch.setattr(growth, "begin", begin_and_note)
-    thread = GrowthThread(lambda: growth)
-    thread.start()
+    thread = started(growth)
     thread.submit([OpenCommand(owner, make_start(number, owner=owner)) for number in numbers])
     assert device.launched.acquire(timeout=30)
     # The first half was opened before it, the others while it runs.
@@ -188,8 +190,7 @@ def test_it_says_how_long_its_step_has_run_and_whether_it_may_be_compiling(
 ):
     growth, _ = make_growth()
     device, owner = SlowDevice(growth, monkeypatch), Owner()
-    thread = GrowthThread(lambda: growth)
-    thread.start()
+    thread = started(growth)
     thread.ready.result(30)
     assert (thread.watch.age_s, thread.watch.is_preparing) == (0, False)
     thread.submit([OpenCommand(owner, make_start(owner=owner))])
