@@ -1,0 +1,129 @@
+"""A fake target whose weights can be changed."""
+
+import asyncio
+from typing import Self
+
+import grpc
+
+from outrider.coordinator.server import CoordinatorServer
+from outrider.registration import Registration
+from outrider.rpc import RoleServer
+from outrider.tokenizer_hash import tokenizer_hash
+from outrider.v1 import common_pb2, registry_pb2, target_pb2, target_pb2_grpc
+
+VOCABULARY = 256
+LENGTH = 12
+OLD, NEW = common_pb2.Weights(version="old", path="/old"), common_pb2.Weights(version="new", path="/new", reloads=1)
+
+
+def said(version: str) -> list[int]:
+    """What a target of these weights answers: the letters of its version, again and again."""
+    return [ord(version[place % len(version)]) for place in range(LENGTH)]
+
+
+class FakeTarget(target_pb2_grpc.TargetServiceServicer):
+    """A target process: loads whatever folder it knows, and speaks by its weights. Use as a context.
+
+    Attributes:
+        folders: that it can run with, and their versions.
+        runs: cleared, it answers no batch.
+        pauses_in: after so many batches it clears that itself.
+        breaks: a swap fails with this.
+        copies: cleared, a swap takes its time.
+    """
+
+    def __init__(self, name: str, folder, coordinators: list[CoordinatorServer], weights=OLD) -> None:
+        self.name, self._folder, self._coordinators = name, folder, coordinators
+        self.weights = common_pb2.Weights()
+        self.weights.CopyFrom(weights)
+        self.folders = {"/old": "old", "/new": "new"}
+        self.runs = asyncio.Event()
+        self.runs.set()
+        self.copies = asyncio.Event()
+        self.copies.set()
+        self.swaps_begun = 0
+        self.breaks = ""
+        self.sessions: dict[tuple[int, int], int] = {}
+        self.pauses_in = 0
+
+    async def __aenter__(self) -> Self:
+        add = target_pb2_grpc.add_TargetServiceServicer_to_server
+        self._server = RoleServer(services=[], add_services=lambda server: add(self, server), address="127.0.0.1:0")
+        await self._server.start()
+        model = common_pb2.ModelInfo(
+            name="fake", vocab_size=VOCABULARY, tokenizer_hash=tokenizer_hash(self._folder), max_model_len=512
+        )
+        model.weights.CopyFrom(self.weights)
+        introduction = registry_pb2.WorkerIntroduction(
+            worker_id=self.name,
+            name=self.name,
+            role=registry_pb2.WORKER_ROLE_TARGET,
+            address=self._server.address,
+            model=model,
+            limits=registry_pb2.WorkerLimits(max_sessions=8, max_tree_nodes=32, max_step_tokens=128),
+        )
+        self._registered = [
+            asyncio.create_task(Registration(each.address, introduction, self._load).keep())
+            for each in self._coordinators
+        ]
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        for task in self._registered:
+            task.cancel()
+        await asyncio.gather(*self._registered, return_exceptions=True)
+        await self._server.stop(grace_s=0)
+
+    def _load(self) -> common_pb2.WorkerLoad:
+        return common_pb2.WorkerLoad(weights=self.weights)
+
+    async def Verify(self, request_iterator, context):  # noqa: N802
+        async for request in request_iterator:
+            response = target_pb2.VerifyResponse(step=request.step, report=common_pb2.StepReport(step_ns=10, tokens=1))
+            for opening in request.opens:
+                if opening.weights in ("", self.weights.version):
+                    self.sessions[request.incarnation, opening.session_id] = len(opening.prompt) // 4
+                else:
+                    self._fault(response, opening.session_id, opening.epoch, grpc.StatusCode.ABORTED)
+            if not request.step:
+                continue
+            await asyncio.sleep(0.001)
+            await self.runs.wait()
+            self.pauses_in -= 1
+            if self.pauses_in == 0:
+                self.runs.clear()
+            trees = request.trees
+            for session, epoch, length in zip(trees.session_ids, trees.epochs, trees.lengths, strict=True):
+                response.session_ids.append(session)
+                response.epochs.append(epoch)
+                prompt = self.sessions.get((request.incarnation, session))
+                response.outcomes.append(target_pb2.OUTCOME_ERROR if prompt is None else target_pb2.OUTCOME_ACCEPTED)
+                response.accepted_counts.append(0)
+                response.token_counts.append(0 if prompt is None else 1)
+                if prompt is None:
+                    if not any(error.session_id == session for error in response.errors):
+                        self._fault(response, session, epoch, grpc.StatusCode.NOT_FOUND)
+                else:
+                    response.tokens.append(said(self.weights.version)[(length - prompt) % LENGTH])
+            yield response
+
+    def _fault(self, response, session_id: int, epoch: int, code: grpc.StatusCode) -> None:
+        response.errors.add(session_id=session_id, epoch=epoch, code=code.value[0], message="weights were replaced")
+
+    async def Reload(self, request, context):  # noqa: N802
+        version = self.folders.get(request.path)
+        if version is None or (request.HasField("swap") and version != self.weights.version and self.breaks):
+            message = self.breaks if version else f"{request.path}: model.norm.weight is missing"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, message)
+        found = common_pb2.Weights(version=version, path=request.path, reloads=request.swap.reloads)
+        if request.HasField("swap") and version != self.weights.version:
+            self.swaps_begun += 1
+            await self.copies.wait()
+            self.swap(found)
+            return target_pb2.ReloadResponse(found=found, running=self.weights, swap_ns=5)
+        self.weights.reloads = max(self.weights.reloads, found.reloads)
+        return target_pb2.ReloadResponse(found=found, running=self.weights)
+
+    def swap(self, weights: common_pb2.Weights) -> None:
+        self.sessions.clear()
+        self.weights.CopyFrom(weights)
