@@ -13,15 +13,19 @@ _SURE = Load(
 )  # fmt: skip
 
 
-def test_steps_that_serve_are_measured_beside_bare_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+# A step of the device that stands in takes half a millisecond. Where steps overlap, three of them may be over by the
+# time that the first of twenty is noted, if the thread lags behind: there are seventeen left for nineteen periods.
+@pytest.mark.parametrize(("begun", "least_ms"), [("1", 0.5), ("2", 0.5 * 17 / 19)])
+def test_steps_that_serve_are_measured_beside_bare_ones(
+    begun: str, least_ms: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     file = tmp_path / "figures.json"
     arguments = ["--sessions", "2", "--bare-rows", "6", "--bare-steps", "20", "--seconds", "0.5", "--warm-up", "0.2"]
-    assert command.run([*arguments, "--json", str(file)]) == 0
+    assert command.run([*arguments, "--steps-begun", begun, "--json", str(file)]) == 0
     (row,) = json.loads(file.read_text())
     assert row["sessions"] == 2
-    # A step of the device that stands in takes half a millisecond.
-    assert row["bare_ms"] > 0.5
-    assert row["step_ms"] > 0.5
+    assert row["bare_ms"] > least_ms
+    assert row["step_ms"] > least_ms
     assert row["bare_rows"] > 5
     assert row["tokens_per_round"] > 0
     assert 0 < row["to_reader_us"][0] <= row["to_reader_us"][1]
