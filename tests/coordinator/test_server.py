@@ -245,11 +245,18 @@ def all_serve(coordinator: CoordinatorServer, count: int) -> bool:
     return [(status.state, status.load) for status in statuses] == [("serving", LOAD)] * count
 
 
-async def generate(coordinator: CoordinatorServer, **settings) -> list[generation_pb2.GenerateResponse]:
+async def generate(
+    coordinator: CoordinatorServer,
+    mode: common_pb2.SpeculationMode = common_pb2.SPECULATION_MODE_ASYNC,
+    **settings,
+) -> list[generation_pb2.GenerateResponse]:
     async with open_channel(coordinator.address) as channel:
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
-        sampling = generation_pb2.SamplingParams(max_new_tokens=20, **settings)
-        request = generation_pb2.GenerateRequest(text="abc", sampling_params=sampling)
+        request = generation_pb2.GenerateRequest(
+            text="abc",
+            sampling_params=generation_pb2.SamplingParams(max_new_tokens=20, **settings),
+            speculation=generation_pb2.SpeculationParams(mode=mode),
+        )
         return [response async for response in stub.Generate(request)]
 
 
@@ -260,7 +267,8 @@ def tokens_of(responses) -> list[int]:
 async def test_tokens_travel_from_the_target_to_the_client(coordinator, model_folder):
     async with target_worker(coordinator, model_folder) as target, draft_worker(coordinator, model_folder):
         await until(lambda: all_serve(coordinator, 2))
-        responses = await generate(coordinator, logprobs=2)
+        # A sync round waits for its draft, however busy the machine.
+        responses = await generate(coordinator, common_pb2.SPECULATION_MODE_SYNC, logprobs=2)
         assert tokens_of(responses) == [next_token(length) for length in range(3, 23)]
         assert responses[0].HasField("started")
         finished = responses[-1].finished
