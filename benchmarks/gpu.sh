@@ -1,16 +1,16 @@
 #!/bin/sh
 # What needs GPUs, in one go: the tests marked gpu and the tables of docs/, each with a time limit and a file of its own.
 #
-#   sh benchmarks/gpu.sh FOLDER [tests] [ranks] [steps] [draft] [one-graph] [eagle] [end-to-end] [sources]
+#   sh benchmarks/gpu.sh FOLDER [tests] [ranks] [steps] [draft] [one-graph] [eagle] [sources] [end-to-end] [round-trips] [one-gpu]
 #
-# Without names everything, about a quarter of an hour on two GPUs; with one GPU leave out ranks, end-to-end and sources.
+# Without names everything, about twenty minutes on two GPUs; with one GPU leave out ranks, sources, end-to-end and round-trips.
 # FOLDER gets the reports. A GPU that measures should do nothing else; CUDA_VISIBLE_DEVICES picks it. PYTHON names another
 # interpreter, CHECKPOINTS where widened checkpoints are kept (20 GB; default FOLDER/checkpoints).
 set -u
 [ $# -ge 1 ] || { sed -n '2,8s/^# \{0,1\}//p' "$0"; exit 2; }
 mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 1
 shift
-[ $# -gt 0 ] || set -- tests ranks steps draft one-graph eagle end-to-end sources
+[ $# -gt 0 ] || set -- tests ranks steps draft one-graph eagle sources end-to-end round-trips one-gpu
 cd "$(dirname "$0")/.." || exit 1
 python=${PYTHON:-python}
 checkpoints=${CHECKPOINTS:-$out/checkpoints}
@@ -41,6 +41,18 @@ widened() {
         "$python" -m outrider.cli widen "$1" "$2" "$checkpoints/$1-$2" --check none
 }
 
+# end_to_end NAME SECONDS OPTION...: the widened pair through the whole service, each role on four cores that never sleep
+end_to_end() {
+    widened target 8b
+    widened draft 160m
+    report=$1 seconds=$2 awake="--keep-cores-awake 4"
+    shift 2
+    part $((seconds + 90)) "$report" "$python" benchmarks/end_to_end.py --device cuda --target "$checkpoints/target-8b" \
+        --draft "$checkpoints/draft-160m" --prompt-tokens 1024 --max-new-tokens 768 --warm-up 0.9 --prepare 1.0 --measure 2 \
+        --scale-to 3.5 --kv-bytes 32000000000 --time-limit "$seconds" --draft-args="--kv-bytes 12000000000 $awake" \
+        --target-args="$awake" --coordinator-args="$awake" --output "$out/$report" "$@"
+}
+
 for name in "$@"; do
     case $name in
         tests) gpu_tests tests -n "${WORKERS:-8}" tests/kernels tests/outrider tests/target_worker tests/draft_worker tests/benchmarks \
@@ -55,20 +67,21 @@ for name in "$@"; do
             part 240 one_graph "$python" benchmarks/one_graph.py --shape 8b --head "$checkpoints/eagle-8b" --shapes 1x1 2x1 \
                 --temperatures 0 1 --sessions 64 128 256 1 16 32 8 --seconds 150 --output-json "$out/one_graph.json" ;;
         eagle) part 90 eagle_step "$python" benchmarks/eagle_step.py --repeats 20 --json "$out/eagle_step.json" ;;
-        end-to-end) widened target 8b
-            widened draft 160m
-            awake="--keep-cores-awake 4"
-            part 300 end_to_end "$python" benchmarks/end_to_end.py --device cuda --target "$checkpoints/target-8b" \
-                --draft "$checkpoints/draft-160m" --setups apart --sessions 1 16 64 4 --temperatures 0 1 --prompt-tokens 1024 \
-                --max-new-tokens 768 --warm-up 0.9 --prepare 1.2 --measure 2 --kv-bytes 32000000000 --time-limit 200 \
-                --scale-to 3.5 --draft-args "--kv-bytes 12000000000 $awake" --target-args="$awake" --coordinator-args="$awake" \
-                --output "$out/end_to_end" ;;
+        end-to-end) end_to_end end_to_end 280 --setups apart replicas --sessions 1 16 64 4 --temperatures 0 1 0.6 --baselines-at 0 ;;
+        round-trips) end_to_end round_trips 120 --setups --sessions 1 --temperatures 0 --rtt-ms 1 3 --rtt-links draft target --turns 2 ;;
+        # Both models on the first GPU, their kernels side by side.
+        one-gpu) export CUDA_MPS_PIPE_DIRECTORY="$out/mps" CUDA_MPS_LOG_DIRECTORY="$out/mps-log"
+            mkdir -p "$out/mps" "$out/mps-log"
+            nvidia-cuda-mps-control -d
+            end_to_end one_gpu 150 --gpus 1 --setups shared --sessions 1 16 64 --temperatures 0 1
+            echo quit | nvidia-cuda-mps-control
+            unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY ;;
         sources) widened target 8b
             widened draft 160m
             part 200 sources "$python" benchmarks/sources.py --device cuda --gpus 2 --target "$checkpoints/target-8b" \
                 --draft "$checkpoints/draft-160m" --mixtures off model ngram model+ngram --workloads twice edits --sessions 16 \
                 --requests 64 --max-new-tokens 128 --max-depth 12 --time-limit 120 --output "$out/sources.json" ;;
-        *) echo "$name is none of tests, ranks, steps, draft, one-graph, eagle, end-to-end, sources" >&2; exit 2 ;;
+        *) echo "$name is none of tests, ranks, steps, draft, one-graph, eagle, sources, end-to-end, round-trips, one-gpu" >&2; exit 2 ;;
     esac
 done
 exit $failed
