@@ -10,17 +10,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from outrider.engine.model_runner import ModelCard, ModelRunner
 from outrider.engine.one_graph_runner import RoundRunner
 from outrider.engine.step_runner import StepRunner
-from outrider.errors import OutOfSlots
-from outrider.grammar.compiler import GrammarCompiler
-from outrider.grammar.matcher import SessionGrammar
 from outrider.target_worker.forward_step import ForwardStep, Verdict, start_forward
 from outrider.target_worker.one_graph import NO_ROUND_NEEDS, RoundDraft
-from outrider.target_worker.open_checks import check_open
+from outrider.target_worker.open_sessions import OpenSessions
 from outrider.target_worker.planning import Planner, Work, step_shape
 from outrider.target_worker.prefill_pace import PrefillPace
 from outrider.target_worker.resident import ResidentDraft
@@ -38,7 +33,6 @@ from outrider.target_worker.sessions import (
     TreeResult,
 )
 from outrider.target_worker.step_cost import StepShape
-from outrider.target_worker.tree_checks import check_length, check_tree
 from outrider.target_worker.tree_step import TreeStep, TreeSteps
 from outrider.target_worker.walk import emit
 
@@ -124,10 +118,8 @@ class Verifier:
             max_tree_nodes=runner.config.max_tree_nodes,
             fills_graphs=runner.steps is not None,
         )
-        self._grammars = GrammarCompiler.of_checkpoint(runner.config.model_path)
-        self._sessions: dict[SessionKey, Session] = {}
+        self._sessions = OpenSessions(runner, self._kv)
         self._tree_steps = TreeSteps(runner, max_rows=self._max_rows)
-        self._opens = 0
         self._finish_ns = 0
         self._unlearned: tuple[StepShape, int] | None = None
         self.steps = 0
@@ -181,8 +173,23 @@ class Verifier:
 
     def is_in_flight(self, key: SessionKey) -> bool:
         """Whether a step of the session has begun and is not finished."""
-        session = self._sessions.get(key)
-        return session is not None and session.in_flight
+        return self._sessions.is_in_flight(key)
+
+    def open(self, request: OpenRequest) -> None:
+        """Opens a session, or replaces it: see `OpenSessions.open`.
+
+        Raises:
+            SessionFault: an older epoch, tokens or parameters out of range, no room.
+        """
+        self._sessions.open(request)
+
+    def close(self, key: SessionKey, epoch: int) -> None:
+        """Frees a session and its slots, after its step in flight; unknown ones and reopened ones stay as they are."""
+        self._sessions.close(key, epoch)
+
+    def forget(self) -> None:
+        """Closes all sessions, none of which may be in flight, and remembers no KV: it is of weights that go."""
+        self._sessions.forget()
 
     @property
     def goes_on_alone(self) -> bool:
@@ -208,59 +215,6 @@ class Verifier:
     @property
     def _captured(self) -> Sequence[StepRunner | RoundRunner | None]:
         return self._runner.steps, None if self._rounds is None else self._rounds.runner
-
-    def open(self, request: OpenRequest) -> None:
-        """Opens a session, or replaces it where it is open under the same or an older epoch, and not in flight.
-
-        KV of tokens that the old and the new state share from the start on is kept, and more is taken from the cache.
-
-        Raises:
-            SessionFault: an older epoch, tokens or parameters out of range, no room.
-        """
-        held = self._sessions.get(request.key)
-        if held is not None and request.epoch < held.epoch:
-            raise SessionFault(Code.FAILED_PRECONDITION, f"epoch {request.epoch} is over: {held.epoch} is open")
-        tokens = [*request.prompt, *request.output]
-        ids = np.array(tokens, dtype=np.int64)
-        check_open(request, ids, model=self._runner.info, num_slots=self._slots.num_slots)
-        assert held is None or not held.in_flight, "a session is reopened while its step is in flight"
-        self._opens += 1
-        session = self._sessions[request.key] = Session(
-            key=request.key,
-            epoch=request.epoch,
-            order=self._opens if held is None else held.order,
-            row=self._acquire_row() if held is None else held.row,
-            tokens=tokens,
-            prompt_len=len(request.prompt),
-            sampling=request.sampling,
-            limit=min(len(request.prompt) + request.sampling.max_new_tokens, self._runner.info.max_model_len),
-            grammar=self._grammar_of(request),
-            draft=request.draft,
-        )
-        session.set_token_ids(ids)
-        if held is not None:
-            shared = self._kv.common_length(held, session)
-            self._kv.cut(held, shared)
-            session.next_node_id = held.next_node_id
-            session.cached_tokens, session.reached = held.cached_tokens, min(held.reached, shared)
-        self._kv.take(session)
-
-    def close(self, key: SessionKey, epoch: int) -> None:
-        """Frees a session and its slots, after its step in flight; unknown ones and reopened ones stay as they are."""
-        session = self._sessions.get(key)
-        if session is None or session.epoch > epoch:
-            return
-        session.closing = True
-        if not session.in_flight:
-            del self._sessions[key]
-            self._kv.release(session)
-
-    def forget(self) -> None:
-        """Closes all sessions, none of which may be in flight, and remembers no KV: it is of weights that go."""
-        for session in list(self._sessions.values()):
-            self.close(session.key, session.epoch)
-        assert not self._sessions, "a session's step was in flight"
-        self._kv.forget()
 
     def step(self, trees: Sequence[TreeRequest]) -> StepResult:
         """Verifies a batch of trees in one forward and commits what it accepts.
@@ -378,9 +332,9 @@ class Verifier:
                 results[place] = tree.settled
                 continue
             try:
-                if self.is_in_flight(tree.key):
+                if self._sessions.is_in_flight(tree.key):
                     continue
-                session = self._checked(tree, repeated=count[tree.key] > 1)
+                session = self._sessions.checked(tree, repeated=count[tree.key] > 1)
                 # Until its grammar is compiled nothing can be chosen; the others do not wait for that.
                 if session.grammar is None or session.grammar.is_ready:
                     asked.append((session, tree))
@@ -431,31 +385,6 @@ class Verifier:
             self._kv.keep(session)
         if session.closing:
             self.close(session.key, session.epoch)
-
-    def _grammar_of(self, request: OpenRequest) -> SessionGrammar | None:
-        grammar, end_ids = request.sampling.grammar, request.sampling.grammar_end_ids
-        return SessionGrammar(self._grammars.start(grammar, end_ids), end_ids) if grammar else None
-
-    def _acquire_row(self) -> int:
-        try:
-            return self._slots.acquire_row()
-        except OutOfSlots as error:
-            raise SessionFault(Code.RESOURCE_EXHAUSTED, str(error)) from error
-
-    def _checked(self, tree: TreeRequest, *, repeated: bool) -> Session:
-        session = self._sessions.get(tree.key)
-        if session is None or session.epoch < tree.epoch:
-            raise SessionFault(Code.NOT_FOUND, "the session is not open here under this epoch: open it again")
-        if session.epoch > tree.epoch:
-            raise SessionFault(Code.FAILED_PRECONDITION, f"epoch {tree.epoch} is over: {session.epoch} is open")
-        if repeated:
-            raise SessionFault(Code.INVALID_ARGUMENT, "the session stands in the batch more than once")
-        check_length(tree, session, num_slots=self._slots.num_slots)
-        check_tree(tree, session.sampling.rule, self._runner.vocab_size)
-        if tree.length < len(session.tokens):
-            self._kv.cut(session, tree.length - 1)
-            session.truncate(tree.length)
-        return session
 
     def _commit(self, session: Session, verdict: Verdict) -> TreeResult:
         """Commits what one session's walk emits."""

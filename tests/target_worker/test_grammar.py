@@ -276,7 +276,7 @@ def test_an_output_that_does_not_match_ends_its_session_alone(verifier: Verifier
 
 def test_nobody_waits_for_a_grammar_that_is_compiled(verifier: Verifier, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: Future[Any] = Future()
-    real = verifier._grammars
+    real = verifier._sessions._grammars  # pyright: ignore[reportPrivateUsage]
     matcher = real.compile(GRAMMAR["grammar"], (END,))
     monkeypatch.setattr(GrammarCompiler, "start", lambda *_arguments: compiled)
     verifier.open(open_request(SPECS["greedy"]))
