@@ -9,6 +9,7 @@ from the longest suffix, keeps its estimate, and the others share what it leaves
 
 from collections.abc import Callable, Sequence
 from itertools import count
+from operator import attrgetter
 from typing import NamedTuple
 
 from outrider.draft_worker.ngram_calibration import NgramCalibration
@@ -106,7 +107,8 @@ class GuessTree:
         return self.position < self._last_position and not self._root_is_final
 
     @property
-    def _depth_limit(self) -> int:
+    def depth_limit(self) -> int:
+        """The deepest that a node may be."""
         return min(self._max_depth, self._last_position - self.position)
 
     def likeliest_path(self) -> GuessPath | None:
@@ -119,9 +121,20 @@ class GuessTree:
             node = children[token]
             tokens.append(token)
             value *= node.acceptance
-        if not 0 < len(tokens) < self._depth_limit or tokens[-1] in self._final_tokens:
+        if not 0 < len(tokens) < self.depth_limit or tokens[-1] in self._final_tokens:
             return None
         return GuessPath(node, tokens, value)
+
+    def reach(self, depth: int) -> float:
+        """Nodes that are accepted in the mean on the way down by the best child of each, no deeper than this."""
+        node, value, nodes = self._root, 1.0, 0.0
+        for _ in range(depth):
+            if not node.children:
+                break
+            node = max(node.children.values(), key=attrgetter("acceptance"))
+            value *= node.acceptance
+            nodes += value
+        return nodes
 
     def graft(
         self,
@@ -153,7 +166,7 @@ class GuessTree:
         for token, place, estimate, bucket in zip(tokens, parents, estimates, buckets, strict=True):
             above, value, depth = top if place < 0 else nodes[place]
             node: GuessNode | None = None
-            if above is not None and depth < self._depth_limit and not (place >= 0 and tokens[place] in final):
+            if above is not None and depth < self.depth_limit and not (place >= 0 and tokens[place] in final):
                 node = above.children.get(token)
                 if node is None:
                     acceptance = min(estimate, above.left)

@@ -29,6 +29,8 @@ from outrider.sampling import VerificationRule
 # Times that a commit is followed by a match of the text and the guesses after it, so that the next commit finds a tree
 # that goes on, and how likely all these guesses have to be right together.
 _LOOKS_AHEAD, _LEAST_AHEAD = 2, 0.1
+# Growth is asked for two trees deep. Where so much of the first is expected to be accepted, no other source is needed.
+_TREES_DEEP, _ENOUGH = 2, 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,12 @@ class NgramSession:
             new_id=new_id,
         )
 
+    @property
+    def leads(self) -> bool:
+        """Whether nearly all of the next tree is expected to be accepted as it is guessed."""
+        depth = -(-self.tree.depth_limit // _TREES_DEEP)
+        return not self.is_sync and self.tree.reach(depth) >= _ENOUGH * depth
+
     def commit(self, token_ids: Sequence[int], calibration: NgramCalibration) -> None:
         """Tokens that it does not have yet, at least one."""
         self.tokens += token_ids
@@ -99,6 +107,8 @@ class NgramGrowth:
         steps: matches so far.
         slots: there are none.
         wake: called when a match was put off.
+        leading: keys of sessions whose guesses need no other source beside them: nearly all of a tree is expected to be
+            accepted.
     """
 
     def __init__(self, source: NgramSource, config: NgramGrowthConfig) -> None:
@@ -107,6 +117,7 @@ class NgramGrowth:
         self.steps = 0
         self.slots = NoSlots()
         self.wake: Callable[[], None] = _nobody
+        self.leading: set[tuple[int, int]] = set()
         self._sessions: dict[tuple[int, int], NgramSession] = {}
         # Opened or committed to since they were matched.
         self._due: dict[tuple[int, int], NgramSession] = {}
@@ -164,6 +175,7 @@ class NgramGrowth:
             context = min(self.source.suffix_tokens, len(session.tokens) - len(token_ids))
             self.source.add(session.tokens[-len(token_ids) - context :], start=context)
             self._due[key] = session
+            self.leading.discard(key)
 
     def speak(self, key: tuple[int, int]) -> None:
         """From now on nobody else answers the commits of this open session."""
@@ -221,6 +233,8 @@ class NgramGrowth:
             if not ahead or not self._look(*zip(*ahead, strict=True), texts=texts):
                 break
         for session, own in zip(sessions, new, strict=True):
+            if session.leads:
+                self.leading.add(session.key)
             if own.node_ids or session.speaks:
                 step.tokens += len(own.node_ids)
                 step.sessions += 1
@@ -271,6 +285,7 @@ class NgramGrowth:
 
     def _remove(self, session: NgramSession) -> None:
         del self._sessions[session.key]
+        self.leading.discard(session.key)
         self._due.pop(session.key, None)
 
 

@@ -4,7 +4,8 @@ The nodes of both have their ids from one counter, so that an id is one node's. 
 same node: then it has two ids, and the mirror, where nodes of the same parent and token are one node, keeps the higher
 estimate. A session that asks for nothing this worker has is open and stays silent.
 
-The n-grams of a session are told of a commit first, and matched before the model's next forward is begun.
+The n-grams of a session are told of a commit first, and matched before the model's next forward is begun. Where nearly
+all of a tree is expected to be accepted as n-grams guess it, the model rests: its steps would only take others' time.
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -171,11 +172,21 @@ class SourcedGrowth:
 
     def begin(self, left_out: Container[tuple[int, int]] = ()) -> bool:
         """Starts a step of the model; False if there is nothing to do until the next command, or `finish`."""
-        return self._stepping.begin(left_out)
+        return self._stepping.begin(self._with_resting(left_out))
 
     def finish(self) -> GrowthStep:
         """The step that was begun first, with its nodes."""
         return self._stepping.finish()
+
+    def _with_resting(self, left_out: Container[tuple[int, int]]) -> Container[tuple[int, int]]:
+        """`left_out`, and the sessions that go on by n-grams for now.
+
+        Their model rests, and computes what was committed meanwhile in one chain once it is needed again.
+        """
+        leading = set[tuple[int, int]]() if self.ngram is None else self.ngram.leading
+        if not leading:
+            return left_out
+        return {key for key in self._sessions if key in leading or key in left_out}
 
     @property
     def num_begun(self) -> int:

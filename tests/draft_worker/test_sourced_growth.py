@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from outrider.draft_worker.ngram_growth import NgramGrowth, NgramGrowthConfig
 from outrider.draft_worker.ngram_source import NgramSource
 from outrider.draft_worker.ngram_tree import NgramConfig
 from outrider.draft_worker.ngram_trie import NgramTrie
-from outrider.draft_worker.session import GrowthLimits
+from outrider.draft_worker.session import GrowthLimits, GrowthMode
 from outrider.draft_worker.session_checks import CommitMismatch
 from outrider.draft_worker.sourced_growth import SourcedGrowth
 from outrider.errors import InvalidRequest, OutOfSlots, Superseded
@@ -202,3 +203,64 @@ def test_a_session_without_noise_or_with_coins_is_guessed_for_as_well(ngram: Ngr
         growth.open(make_start(number, prompt=[7, 3, 1, 4], sampling=sampling))
     records = {record.session_id: record for _, record in drive(growth)}
     assert records[1].tokens[:4] == records[2].tokens[:4] == [1, 5, 9, 2]
+
+
+def test_the_model_rests_while_nearly_all_of_a_tree_is_expected_to_be_right(
+    make_growth: Make, ngram: NgramGrowth, make_start: Make, monkeypatch: pytest.MonkeyPatch
+):
+    text = [number * 5 % 23 for number in range(23)]
+    ngram.source.add(text)
+    assert ngram.source.settle()
+    model, runner = make_growth()
+    growth = SourcedGrowth(model, ngram)
+    growth.open(make_start(prompt=text[:3], limits=GrowthLimits(max_live_nodes=64, max_depth=10)))
+    # What matches have been worth so far is not enough.
+    assert ngram.match() is not None
+    assert not ngram.leading
+    assert growth.begin()
+    growth.finish()
+    monkeypatch.setattr(ngram.calibration, "estimates", lambda buckets: np.full(buckets.shape, 0.97))
+    growth.commit(KEY, 1, 3, [(text[3] + 1) % 23, *text[:4]])
+    assert ngram.match() is not None
+    assert ngram.leading == {KEY}
+    rows = sum(len(batch.token_ids) for batch in runner.batches)
+    assert not growth.begin()
+    growth.commit(KEY, 1, 8, text[4:7])
+    # Until the text is matched again nobody knows.
+    assert not ngram.leading
+    ngram.match()
+    assert ngram.leading == {KEY}
+    assert not growth.begin()
+    assert sum(len(batch.token_ids) for batch in runner.batches) == rows
+    # Elsewhere the trie knows nothing: the model computes what it has missed, and grows.
+    growth.commit(KEY, 1, 11, [23, 23])
+    records = drive(growth)
+    assert not ngram.leading
+    assert MODEL in {source for source, _ in records}
+    session = model.session(KEY)
+    assert session is not None
+    assert session.length == 13
+    # Others' growth does not stop for it, and it is forgotten with its session.
+    growth.commit(KEY, 1, 13, text[:5])
+    ngram.match()
+    assert ngram.leading == {KEY}
+    growth.open(make_start(2, sources=[MODEL]))
+    ngram.match()
+    assert growth.begin()
+    growth.finish()
+    growth.close(KEY, 1)
+    assert not ngram.leading
+
+
+def test_a_sync_sessions_model_never_rests(
+    make_growth: Make, ngram: NgramGrowth, make_start: Make, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(ngram.calibration, "estimates", lambda buckets: np.full(buckets.shape, 0.97))
+    model, _ = make_growth()
+    growth = SourcedGrowth(model, ngram)
+    limits = GrowthLimits(max_live_nodes=64, max_depth=4, mode=GrowthMode.SYNC, sync_nodes=8)
+    growth.open(make_start(prompt=SONG[:4], limits=limits))
+    assert ngram.match() is not None
+    assert not ngram.leading
+    assert growth.begin()
+    growth.finish()
