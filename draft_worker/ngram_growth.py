@@ -30,7 +30,7 @@ from outrider.sampling import VerificationRule
 # that goes on, and how likely all these guesses have to be right together.
 _LOOKS_AHEAD, _LEAST_AHEAD = 2, 0.1
 # Growth is asked for two trees deep. Where so much of the first is expected to be accepted, no other source is needed.
-_TREES_DEEP, _ENOUGH = 2, 0.8
+_TREES_DEEP, _ENOUGH = 2, 2 / 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class NgramSession:
 
     @property
     def leads(self) -> bool:
-        """Whether nearly all of the next tree is expected to be accepted as it is guessed."""
+        """Whether most of the next tree's depth is expected to be accepted as it is guessed."""
         depth = -(-self.tree.depth_limit // _TREES_DEEP)
         return not self.is_sync and self.tree.reach(depth) >= _ENOUGH * depth
 
@@ -107,8 +107,8 @@ class NgramGrowth:
         steps: matches so far.
         slots: there are none.
         wake: called when a match was put off.
-        leading: keys of sessions whose guesses need no other source beside them: nearly all of a tree is expected to be
-            accepted.
+        leading: keys of sessions whose guesses need no other source beside them: they are expected to be right for most
+            of a tree's depth.
     """
 
     def __init__(self, source: NgramSource, config: NgramGrowthConfig) -> None:

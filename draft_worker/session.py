@@ -125,6 +125,11 @@ class DraftSession:
         return len(self.tokens)
 
     @property
+    def has_prompt(self) -> bool:
+        """Whether the prompt has KV."""
+        return self.kv_len >= self.prompt_len
+
+    @property
     def root_is_open(self) -> bool:
         """Whether the committed tokens can be continued at all. A stop token within the prompt stops nothing."""
         root = self.tree.root

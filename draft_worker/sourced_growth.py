@@ -4,8 +4,8 @@ The nodes of both have their ids from one counter, so that an id is one node's. 
 same node: then it has two ids, and the mirror, where nodes of the same parent and token are one node, keeps the higher
 estimate. A session that asks for nothing this worker has is open and stays silent.
 
-The n-grams of a session are told of a commit first, and matched before the model's next forward is begun. Where nearly
-all of a tree is expected to be accepted as n-grams guess it, the model rests: its steps would only take others' time.
+The n-grams of a session are told of a commit first, and matched before the model's next forward is begun. Where they
+are expected to be right for most of a tree's depth, the model rests: its steps would only take others' time.
 """
 
 from collections.abc import Callable, Container, Sequence
@@ -181,12 +181,15 @@ class SourcedGrowth:
     def _with_resting(self, left_out: Container[tuple[int, int]]) -> Container[tuple[int, int]]:
         """`left_out`, and the sessions that go on by n-grams for now.
 
-        Their model rests, and computes what was committed meanwhile in one chain once it is needed again.
+        Their model rests, and computes what was committed meanwhile in one chain once it is needed again; prompts it
+        computes at once, while the target does so too.
         """
-        leading = set[tuple[int, int]]() if self.ngram is None else self.ngram.leading
-        if not leading:
+        if self.model is None or self.ngram is None:
             return left_out
-        return {key for key in self._sessions if key in leading or key in left_out}
+        resting = {key for key in self.ngram.leading if (own := self.model.session(key)) is not None and own.has_prompt}
+        if not resting:
+            return left_out
+        return {key for key in self._sessions if key in resting or key in left_out}
 
     @property
     def num_begun(self) -> int:

@@ -205,7 +205,7 @@ def test_a_session_without_noise_or_with_coins_is_guessed_for_as_well(ngram: Ngr
     assert records[1].tokens[:4] == records[2].tokens[:4] == [1, 5, 9, 2]
 
 
-def test_the_model_rests_while_nearly_all_of_a_tree_is_expected_to_be_right(
+def test_the_model_rests_while_ngrams_are_expected_to_be_right_for_most_of_a_tree(
     make_growth: Make, ngram: NgramGrowth, make_start: Make, monkeypatch: pytest.MonkeyPatch
 ):
     text = [number * 5 % 23 for number in range(23)]
@@ -250,6 +250,14 @@ def test_the_model_rests_while_nearly_all_of_a_tree_is_expected_to_be_right(
     growth.finish()
     growth.close(KEY, 1)
     assert not ngram.leading
+    # A prompt is computed all the same, and nothing after it.
+    growth.close((7, 2), 1)
+    growth.open(make_start(3, prompt=text[:4], limits=GrowthLimits(max_live_nodes=64, max_depth=10)))
+    ngram.match()
+    assert ngram.leading == {(7, 3)}
+    rows = len(runner.batches)
+    drive(growth)
+    assert [batch.token_ids.tolist() for batch in runner.batches[rows:]] == [text[:4]]
 
 
 def test_a_sync_sessions_model_never_rests(
