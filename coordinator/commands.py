@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from outrider.client import Client, GenerateOptions, GenerationOutput, Stream
-from outrider.client_progress import source_speculation
+from outrider.client_outputs import source_speculation
 from outrider.command_options import OtlpEndpoint
 from outrider.coordinator.calibration_status import calibration_dict, calibration_tables
 from outrider.growth_source import WORDS, GrowthSource, sources_from_proto

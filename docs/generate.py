@@ -116,13 +116,13 @@ def _table(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 def python_page() -> str:
     """The client and the errors, with their docstrings."""
-    from outrider import client, client_progress, errors
+    from outrider import client, client_outputs, errors
     from outrider.security import tls
 
     places = [
         (client, ["Client", "AsyncClient", "Stream", "AsyncStream", "GenerateOptions"]),
         (client, ["Delta", "GenerationOutput", "ChoiceOutput"]),
-        (client_progress, ["TokenLogprobs", "Usage", "Speculation", "Timings"]),
+        (client_outputs, ["TokenLogprobs", "Usage", "Speculation", "Timings"]),
         (tls, ["TlsConfig"]),
     ]
     parts = [_NOTE, "# The Python client", _fenced_where_indented(_doc(client))]

@@ -26,7 +26,9 @@ import grpc.aio
 from outrider import tracing
 from outrider.client_endpoints import Endpoint, Endpoints, endpoint_list
 from outrider.client_errors import error_of
-from outrider.client_progress import ChoiceOutput, Delta, GenerateOptions, GenerationOutput, Progress
+from outrider.client_outputs import ChoiceOutput, Delta, GenerationOutput
+from outrider.client_progress import Progress
+from outrider.client_request import GenerateOptions
 from outrider.errors import Overloaded, WorkerUnavailable
 from outrider.rpc import CHANNEL_OPTIONS
 from outrider.security.bearer import authorized, check_transport

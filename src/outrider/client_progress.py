@@ -3,31 +3,29 @@
 import random
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
-from outrider.errors import FieldViolation, InvalidRequest, OutriderError, Overloaded, WorkerUnavailable
-from outrider.growth_source import GrowthSource, source_of_word, to_proto
-from outrider.structured_options import StructuredOptions, take_structured
-from outrider.v1 import common_pb2, generation_pb2, target_pb2
-from outrider.wire import floats_from_bytes
+from outrider.client_outputs import (
+    ChoiceOutput,
+    Delta,
+    GenerationOutput,
+    Speculation,
+    Timings,
+    TokenLogprobs,
+    Usage,
+    source_speculation,
+    token_logprobs,
+)
+from outrider.client_request import GenerateOptions, build_request
+from outrider.errors import OutriderError, Overloaded, WorkerUnavailable
+from outrider.v1 import generation_pb2
 
 DEFAULT_TIMEOUT_S = 600.0
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 
-_MODES = {
-    "async": common_pb2.SPECULATION_MODE_ASYNC,
-    "sync": common_pb2.SPECULATION_MODE_SYNC,
-    "off": common_pb2.SPECULATION_MODE_OFF,
-}
-_RULES = {
-    "coupled": common_pb2.VERIFICATION_RULE_COUPLED,
-    "target_only": common_pb2.VERIFICATION_RULE_TARGET_ONLY,
-    "rejection": common_pb2.VERIFICATION_RULE_REJECTION,
-    "synthetic": common_pb2.VERIFICATION_RULE_SYNTHETIC,
-}
 _FINISH_REASONS: dict[int, Literal["stop", "length"]] = {
     generation_pb2.FINISH_REASON_STOP: "stop",
     generation_pb2.FINISH_REASON_LENGTH: "length",
@@ -36,163 +34,6 @@ _FINISH_REASONS: dict[int, Literal["stop", "length"]] = {
 
 # Of a recorded tree, what is kept: the live page reads no more.
 MAX_TREE_CHARACTERS = 16 << 20
-
-
-class GenerateOptions(StructuredOptions, total=False):
-    """Every parameter of a generation; generation.proto (`SamplingParams`, `SpeculationParams`) says what each means.
-
-    None is the same as absent. `timeout_s` bounds the whole generation (default 600; None is no bound).
-    """
-
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    min_p: float | None
-    repetition_penalty: float | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    logit_bias: Mapping[int, float] | None
-    allowed_token_ids: Sequence[int] | None
-    seed: int | None
-    max_new_tokens: int | None
-    min_new_tokens: int | None
-    stop: str | Sequence[str] | None
-    stop_token_ids: Sequence[int] | None
-    ignore_eos: bool
-    n: int | None
-    logprobs: int | None
-    speculation: Literal["async", "sync", "off"]
-    sources: Sequence[Literal["model", "ngram", "eagle"]] | None
-    max_nodes: int | None
-    max_depth: int | None
-    verification: Literal["coupled", "target_only", "rejection", "synthetic"] | None
-    threshold_single: float | None
-    threshold_acc: float | None
-    synthetic_rates: Sequence[float] | None
-    request_id: str | None
-    trace: bool
-    record_tree: bool
-    timeout_s: float | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenLogprobs:
-    """Log probabilities of m tokens: the chosen ones' `[m]`, and the k best as (token id, log probability) `[m][k]`."""
-
-    token_logprobs: Sequence[float]
-    top: Sequence[Sequence[tuple[int, float]]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Delta:
-    """New tokens of one choice. `offset` tokens and `text_offset` UTF-8 bytes of text went before."""
-
-    index: int
-    token_ids: Sequence[int]
-    text: str
-    offset: int
-    text_offset: int
-    logprobs: TokenLogprobs | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChoiceOutput:
-    """One choice. `finish_reason` is None while it is unfinished; `stop_reason` is the stop token id or string."""
-
-    index: int
-    text: str
-    token_ids: Sequence[int]
-    finish_reason: Literal["stop", "length"] | None = None
-    stop_reason: int | str | None = None
-    logprobs: TokenLogprobs | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Usage:
-    """Tokens of a generation, over all its choices.
-
-    Of the prompt's, `cached_tokens` had to be computed for none of them: the target's prefix cache had their KV.
-    """
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class SourceSpeculation:
-    """What one source has grown, how much of it was verified, and how much of that accepted.
-
-    What several sources have grown counts for each.
-    """
-
-    drafted_tokens: int
-    submitted_tokens: int
-    accepted_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Speculation:
-    """How drafting went, over all choices (after a resume: since then)."""
-
-    verify_steps: int
-    drafted_tokens: int
-    accepted_tokens: int
-    acceptance_length: float
-    sources: Mapping[str, SourceSpeculation] = field(default_factory=dict)
-    """By "model", "ngram" and "eagle": those that have grown anything."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Timings:
-    """As the server measured them (after a resume: since then)."""
-
-    queue_ms: float
-    ttft_ms: float
-    tpot_ms: float
-    total_ms: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class GenerationOutput:
-    """A whole generation.
-
-    Attributes:
-        seed: with the same request it gives the same tokens again.
-        rounds: one entry a verification, if the request asked for a trace.
-        resumes: how often the stream broke and was resumed.
-        weights: version of those that the tokens were chosen with; empty where the service does not know.
-    """
-
-    request_id: str
-    seed: int
-    choices: Sequence[ChoiceOutput]
-    usage: Usage
-    speculation: Speculation
-    timings: Timings
-    rounds: Sequence[generation_pb2.Round] = field(default=(), repr=False)
-    resumes: int = 0
-    weights: str = ""
-
-    @property
-    def text(self) -> str:
-        """Text of the first choice."""
-        return self.choices[0].text
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """Tokens of the first choice."""
-        return self.choices[0].token_ids
-
-    @property
-    def finish_reason(self) -> Literal["stop", "length"] | None:
-        """Why the first choice ended."""
-        return self.choices[0].finish_reason
-
-    @property
-    def logprobs(self) -> TokenLogprobs | None:
-        """Log probabilities of the first choice, if asked for."""
-        return self.choices[0].logprobs
 
 
 @dataclass
@@ -216,7 +57,7 @@ class _Received:
             text=delta.text.encode("utf-8")[known_bytes:].decode("utf-8", errors="ignore"),
             offset=len(self.token_ids),
             text_offset=self.text_bytes,
-            logprobs=_logprobs(delta.logprobs, known) if delta.HasField("logprobs") else None,
+            logprobs=token_logprobs(delta.logprobs, known) if delta.HasField("logprobs") else None,
         )
         if not new.token_ids and not new.text:
             return None
@@ -412,86 +253,3 @@ class Progress:
             resumes=self._resumes,
             weights=finished.weights,
         )
-
-
-def source_speculation(stats: generation_pb2.SpeculationStats) -> dict[str, SourceSpeculation]:
-    """Statistics by source."""
-    return {
-        GrowthSource(own.source).word: SourceSpeculation(
-            drafted_tokens=own.drafted_tokens,
-            submitted_tokens=own.submitted_tokens,
-            accepted_tokens=own.accepted_tokens,
-        )
-        for own in stats.sources
-        if own.source in set(GrowthSource)
-    }
-
-
-def build_request(prompt: str | Sequence[int], options: GenerateOptions) -> generation_pb2.GenerateRequest:
-    """The message of a prompt and options.
-
-    Raises:
-        InvalidRequest: a value that the message cannot hold.
-        TypeError: an option that does not exist.
-    """
-    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-    request, violations = generation_pb2.GenerateRequest(), []
-
-    def put(field_name: str, message: Any) -> None:
-        try:
-            request.MergeFrom(message())
-        except (TypeError, ValueError, UnicodeError) as error:
-            violations.append(FieldViolation(field_name, str(error)))
-
-    if isinstance(prompt, str):
-        put("text", lambda: generation_pb2.GenerateRequest(text=prompt))
-    else:
-        put("token_ids", lambda: generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=prompt)))
-    given["speculation"] = given.get("speculation", "async")
-    for name, attribute, numbers in (("speculation", "mode", _MODES), ("verification", "verification", _RULES)):
-        if (word := given.pop(name, None)) in numbers:
-            setattr(request.speculation, attribute, numbers[word])
-        elif word is not None:
-            violations.append(FieldViolation(name, f"{word!r} given, {', '.join(numbers)} needed"))
-    put("sources", lambda: _with_sources(given.pop("sources", ())))
-    put("structured_outputs", lambda: _structured(given))
-    if isinstance(given.get("stop"), str):
-        given["stop"] = [given["stop"]]
-    unknown = given.keys() - GenerateOptions.__annotations__.keys()
-    if unknown:
-        raise TypeError(f"no such option: {', '.join(sorted(unknown))}")
-    for name, value in given.items():
-        put(name, lambda name=name, value=value: _option_message(name, value))
-    if violations:
-        raise InvalidRequest(violations)
-    return request
-
-
-def _with_sources(words: str | Sequence[str]) -> generation_pb2.GenerateRequest:
-    sources = map(source_of_word, [words] if isinstance(words, str) else words)
-    return generation_pb2.GenerateRequest(
-        speculation=generation_pb2.SpeculationParams(sources=[to_proto(source) for source in sources])
-    )
-
-
-def _structured(given: dict[str, Any]) -> generation_pb2.GenerateRequest:
-    message = take_structured(given)
-    if message is None:
-        return generation_pb2.GenerateRequest()
-    return generation_pb2.GenerateRequest(sampling_params=generation_pb2.SamplingParams(structured_outputs=message))
-
-
-def _option_message(name: str, value: Any) -> generation_pb2.GenerateRequest:
-    if name in generation_pb2.SamplingParams.DESCRIPTOR.fields_by_name:
-        return generation_pb2.GenerateRequest(sampling_params=generation_pb2.SamplingParams(**{name: value}))
-    if name in generation_pb2.SpeculationParams.DESCRIPTOR.fields_by_name:
-        return generation_pb2.GenerateRequest(speculation=generation_pb2.SpeculationParams(**{name: value}))
-    return generation_pb2.GenerateRequest(**{name: value})
-
-
-def _logprobs(logprobs: target_pb2.Logprobs, skip: int) -> TokenLogprobs:
-    chosen = floats_from_bytes(logprobs.token_logprobs).tolist()
-    best, count = floats_from_bytes(logprobs.top_logprobs).tolist(), logprobs.top_count
-    pairs = list(zip(logprobs.top_token_ids, best, strict=True))
-    top = [tuple(pairs[row * count : (row + 1) * count]) for row in range(len(chosen))]
-    return TokenLogprobs(token_logprobs=tuple(chosen[skip:]), top=tuple(top[skip:]))

@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from outrider.client import ChoiceOutput, GenerationOutput
-from outrider.client_progress import Speculation, Timings, Usage
+from outrider.client_outputs import Speculation, Timings, Usage
 from outrider.deploy.demo import Progress, summary
 
 
