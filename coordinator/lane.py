@@ -449,9 +449,7 @@ class TargetLane:
             verified=len(flight.sessions),
             tokens=emitted,
             round_ns=round_ns,
-            hopeless=hopeless_ways(
-                self.way.ways, flight.group, sessions, cost=self.cost, pace=self.pace, lead=self.lead
-            ),
+            hopeless=hopeless_ways(self.way.ways, flight.group, sessions, cost=self.cost, pace=self.pace),
         )
 
 

@@ -29,6 +29,8 @@ class Settings:
         draft_width: nodes that one draft step expands, over all sessions.
         draft_rtt_ms: round trip to a draft beside that of loopback, half of it each way.
         target_rtt_ms: the same to a target.
+        pause_ms: what some batches are late by on their way to a target (in virtual time only).
+        pause_share: of the batches, those.
         rank_rates: chance that the draft's r-th child is what the target chooses, given that their parent is.
         spread: half of the positions have a first rate higher by this, the other half a lower one; the draft knows.
         duration_s: of the measurement; without effect where `tokens` is given.
@@ -64,6 +66,8 @@ class Settings:
     draft_width: int = 64
     draft_rtt_ms: float = 0.0
     target_rtt_ms: float = 0.0
+    pause_ms: float = 0.0
+    pause_share: float = 0.0
     rank_rates: tuple[float, ...] = (0.7, 0.12, 0.05, 0.03)
     spread: float = 0.2
     duration_s: float = 5.0
@@ -145,6 +149,8 @@ _NOT_NEGATIVE = (
     "target_session_us",
     "draft_rtt_ms",
     "target_rtt_ms",
+    "pause_ms",
+    "pause_share",
     "spread",
     "warmup_s",
     "tokens",

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from benchmarks.simulation.last_step import LastStep, Outcome, Tree
-from benchmarks.simulation.path_model import PathModel, mix
+from benchmarks.simulation.path_model import PathModel, mix, share
 from benchmarks.simulation.settings import Settings
 from benchmarks.simulation.tree_grower import GrownRows, TreeGrower
 
@@ -68,8 +68,7 @@ class VirtualTarget:
         session_ids, epochs = successor.group.ids, successor.epochs
         trees = self._last.trees(successor.succession, session_ids, epochs)
         columns = list(zip(session_ids, epochs, successor.lengths, strict=True))
-        ahead_ns = self._free_at_ns - round(clock.now_ns() + self._one_way_ns)
-        return self._run(columns, trees, ahead_ns=ahead_ns)
+        return self._run(columns, trees, follows=True)
 
     def _open(self, openings: Sequence[SessionOpening]) -> None:
         for opening in openings:
@@ -78,18 +77,18 @@ class VirtualTarget:
             self._sessions[opening.session_id] = (opening.prompt[0], opening.epoch, length, most)
 
     def _run(
-        self, columns: Sequence[tuple[int, int, int]], trees: Sequence[Tree], *, ahead_ns: int | None = None
+        self, columns: Sequence[tuple[int, int, int]], trees: Sequence[Tree], *, follows: bool = False
     ) -> "asyncio.Future[VerifyResult]":
-        """A step of sessions (id, epoch, length) and their trees; `ahead_ns` of one that follows another."""
+        """A step of sessions (id, epoch, length) and their trees; whether it follows the one before."""
         future: asyncio.Future[VerifyResult] = asyncio.get_running_loop().create_future()
         rows = len(trees) + sum(len(tokens) for tokens, _ in trees)
         step_ns = round(self._settings.target_step_ns(rows=rows, sessions=len(trees)) * self._luck())
-        began_ns = max(clock.now_ns() + round(self._one_way_ns), self._free_at_ns)
-        self._free_at_ns = began_ns + step_ns
+        comes_ns = clock.now_ns() + round(self._one_way_ns + self._pause_ns())
+        ahead_ns = self._free_at_ns - comes_ns
+        self._free_at_ns = max(comes_ns, self._free_at_ns) + step_ns
         self.busy_ns += step_ns
         self.steps += 1
         self.rows += rows
-        follows = ahead_ns is not None
         counts = {column[0]: len(tree[0]) for column, tree in zip(columns, trees, strict=True)}
         verdicts = [self._verdict(*column, tree, follows) for column, tree in zip(columns, trees, strict=True)]
         self._last.end()
@@ -100,7 +99,7 @@ class VirtualTarget:
             forward_ns=step_ns,
             step_tokens=rows,
             verified=counts if follows else None,
-            ahead_ns=ahead_ns or 0,
+            ahead_ns=ahead_ns if follows else 0,
         )
 
         def answer() -> None:
@@ -111,8 +110,12 @@ class VirtualTarget:
         return future
 
     def _luck(self) -> float:
-        chance = (mix(self._settings.seed, self.steps) >> 11) * 2.0**-53
-        return 1 + self._settings.target_jitter * (2 * chance - 1)
+        return 1 + self._settings.target_jitter * (2 * share(mix(self._settings.seed, self.steps)) - 1)
+
+    def _pause_ns(self) -> float:
+        """What keeps this batch on its way, beside the way itself."""
+        is_late = share(mix(mix(self._settings.seed, self.steps), 1)) < self._settings.pause_share
+        return self._settings.pause_ms * 1e6 if is_late else 0.0
 
     def _verdict(self, session_id: int, epoch: int, length: int, tree: Tree, follows: bool) -> SessionVerdict:
         key, own_epoch, own_length, most = self._sessions[session_id]
