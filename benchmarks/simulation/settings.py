@@ -19,6 +19,9 @@ class Settings:
         sessions: that run at a time, from the beginning to the end.
         workers: draft workers.
         targets: target workers.
+        prompt_steps: steps of its target that a session's prompt takes, one session's behind the other's; until then it
+            is deferred (in virtual time only).
+        prompt_rows: rows of such a step beside the others'.
         mode: of every session.
         target_step_ms: a target's step without rows.
         target_row_us: each row of it (tree nodes and roots).
@@ -56,6 +59,8 @@ class Settings:
     sessions: int = 16
     workers: int = 1
     targets: int = 1
+    prompt_steps: int = 0
+    prompt_rows: int = 256
     mode: SpeculationMode = SpeculationMode.ASYNC
     target_step_ms: float = 8.0
     target_row_us: float = 10.0
@@ -144,6 +149,8 @@ class Settings:
 
 
 _NOT_NEGATIVE = (
+    "prompt_steps",
+    "prompt_rows",
     "target_jitter",
     "target_row_us",
     "target_session_us",

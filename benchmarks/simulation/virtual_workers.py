@@ -28,6 +28,7 @@ from outrider.coordinator.messages import (
     VerifyResult,
 )
 from outrider.coordinator.successor import Successor
+from outrider.succession import NOTHING_EMITTED
 
 
 def _after(delay_ns: float, what: Callable[[], None]) -> None:
@@ -49,6 +50,8 @@ class VirtualTarget:
         self._sessions: dict[int, tuple[int, int, int, int]] = {}
         """Session to its path's key, its epoch, its committed length and the one with which it ends."""
         self._last = LastStep()
+        self._prompts: dict[int, int] = {}
+        """Session to the steps that its prompt still takes, oldest first."""
         self._free_at_ns = 0
         self.busy_ns = self.steps = self.rows = 0
 
@@ -75,13 +78,15 @@ class VirtualTarget:
             length = len(opening.prompt) + len(opening.output)
             most = len(opening.prompt) + opening.sampling.max_new_tokens
             self._sessions[opening.session_id] = (opening.prompt[0], opening.epoch, length, most)
+            if self._settings.prompt_steps:
+                self._prompts[opening.session_id] = self._settings.prompt_steps
 
     def _run(
         self, columns: Sequence[tuple[int, int, int]], trees: Sequence[Tree], *, follows: bool = False
     ) -> "asyncio.Future[VerifyResult]":
         """A step of sessions (id, epoch, length) and their trees; whether it follows the one before."""
         future: asyncio.Future[VerifyResult] = asyncio.get_running_loop().create_future()
-        rows = len(trees) + sum(len(tokens) for tokens, _ in trees)
+        rows = len(trees) + sum(len(tokens) for tokens, _ in trees) + self._prefill()
         step_ns = round(self._settings.target_step_ns(rows=rows, sessions=len(trees)) * self._luck())
         comes_ns = clock.now_ns() + round(self._one_way_ns + self._pause_ns())
         ahead_ns = self._free_at_ns - comes_ns
@@ -109,6 +114,17 @@ class VirtualTarget:
         _after(self._free_at_ns + self._one_way_ns - clock.now_ns(), answer)
         return future
 
+    def _prefill(self) -> int:
+        """Rows of a prompt that this step has, the oldest one's; its session may emit in the step after its last."""
+        if not self._prompts:
+            return 0
+        session_id = next(iter(self._prompts))
+        self._prompts[session_id] -= 1
+        if self._prompts[session_id] < 0:
+            del self._prompts[session_id]
+            return self._prefill()
+        return self._settings.prompt_rows
+
     def _luck(self) -> float:
         return 1 + self._settings.target_jitter * (2 * share(mix(self._settings.seed, self.steps)) - 1)
 
@@ -122,6 +138,9 @@ class VirtualTarget:
         expected = self._last.length(session_id, epoch, own_length) if follows else own_length
         if (epoch, length) != (own_epoch, expected):
             raise ValueError(f"session {session_id}: {(epoch, length)} submitted, {(own_epoch, expected)} held")
+        if session_id in self._prompts:
+            self._last.note(session_id, epoch, Outcome(own_length, len(tree[0]), NOTHING_EMITTED, NOTHING_EMITTED))
+            return SessionVerdict(session_id=session_id, epoch=epoch, deferred=True)
         accepted, emitted = self._model.walk(key, own_length, *tree)
         self._sessions[session_id] = (key, epoch, own_length + len(emitted), most)
         outcome = Outcome.of(own_length, len(tree[0]), accepted, emitted, most=most)
@@ -132,6 +151,7 @@ class VirtualTarget:
         """Forgets a session."""
         if session_id in self._sessions and self._sessions[session_id][1] == epoch:
             del self._sessions[session_id]
+            self._prompts.pop(session_id, None)
 
 
 class VirtualDraft:

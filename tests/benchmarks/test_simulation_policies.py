@@ -219,6 +219,22 @@ def test_pauses_do_not_end_for_good_what_hides_the_way_to_a_target(sessions):
     assert drafted.tokens_per_s > 0.97 * off.tokens_per_s
 
 
+def test_prompts_are_no_reason_to_go_ahead_no_more():
+    """Ways are tried while prompts are computed, the first when nobody emits yet; its rate then is not its own."""
+    slow = near(
+        sessions=16,
+        target_rtt_ms=0.8,
+        draft_step_ms=28.0,
+        wait_cap_ms=3.0,
+        prompt_steps=6,
+        warmup_s=1.5,
+        duration_s=1.0,
+    )
+    drafted, off = (simulate(replace(slow, mode=mode)) for mode in (ASYNC, OFF_MODE))
+    assert drafted.tokens_per_s > 0.97 * off.tokens_per_s
+    assert drafted.wrong_tokens == 0
+
+
 def test_a_target_goes_on_at_once_where_batches_are_sent_ahead():
     """Near or 3 ms away, with a draft and without: the step's end is the next one's beginning."""
     for mode, rtt_ms in ((OFF_MODE, 0.3), (OFF_MODE, 3.0), (ASYNC, 3.0)):
