@@ -452,7 +452,8 @@ class TargetLane:
             sessions=sessions,
             verified=len(flight.sessions) - deferred,
             tokens=emitted,
-            round_ns=round_ns - prompts_ns,
+            # Results that were read late may stand closer together than steps do.
+            round_ns=max(round_ns - prompts_ns, 0.5 * low_ns),
             hopeless=hopeless_ways(self.way.ways, flight.group, sessions, cost=self.cost, pace=self.pace),
         )
 
