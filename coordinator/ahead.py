@@ -9,8 +9,6 @@ how much the prediction of the step's end was off. It leaves by the mean of that
 _DEVIATIONS = 2.5
 # Before anything was measured: a share of the step, for all that is not its way.
 _FIRST_SHARE = 0.2
-# So much of a step for making a successor is long; known after so many.
-_LONG_SHARE, _KNOWN = 0.6, 64
 # An error counts as so many deviations at most, and as no less than that much: a pause of the whole machine is no rule.
 _MOST_DEVIATIONS, _LEAST_ERROR_NS = 4.0, 200_000.0
 
@@ -21,7 +19,6 @@ class Lead:
     def __init__(self) -> None:
         self._mean_ns: float | None = None
         self._deviation_ns = 0.0
-        self._observed = 0
 
     def ns(self, *, step_ns: float, overhead_ns: float) -> float:
         """That time.
@@ -34,14 +31,8 @@ class Lead:
             return overhead_ns + _FIRST_SHARE * step_ns
         return max(0.0, self._mean_ns + _DEVIATIONS * self._deviation_ns)
 
-    def is_long(self, *, step_ns: float, overhead_ns: float) -> bool:
-        """Whether making one, its way apart, is known to take most of a step: growth would come after it."""
-        lead_ns = self.ns(step_ns=step_ns, overhead_ns=overhead_ns)
-        return self._observed >= _KNOWN and lead_ns - overhead_ns > _LONG_SHARE * step_ns
-
     def observe(self, lead_ns: float, ahead_ns: float) -> None:
         """One that was made so long before the expected result lay at the target so long before the end."""
-        self._observed += 1
         needed_ns = lead_ns - ahead_ns
         if self._mean_ns is None:
             self._mean_ns, self._deviation_ns = needed_ns, abs(needed_ns) / 2

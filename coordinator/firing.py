@@ -22,7 +22,7 @@ from dataclasses import dataclass
 # Levels that are looked ahead.
 LEVELS = 6
 # What the formula's gain is multiplied by: compared at twelve settings, see docs/scheduling.md.
-_EMPHASIS = 1.4
+_EMPHASIS = 0.5
 # How many mean deviations past its mean an answer still counts as on its way.
 _PATIENT_DEVIATIONS = 3.0
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection
 
-from outrider.coordinator.ahead import Lead
 from outrider.coordinator.cost_model import StepCost
 from outrider.coordinator.group import Group
 from outrider.coordinator.rounds import RoundPace, Way
@@ -14,27 +13,23 @@ _TRIED_SHARE = 1.1
 _HOPED_HALF = 0.75
 
 
-def hopeless_ways(
-    ways: Collection[int], group: Group, sessions: int, *, cost: StepCost, pace: RoundPace, lead: Lead
-) -> set[int]:
+def hopeless_ways(ways: Collection[int], group: Group, sessions: int, *, cost: StepCost, pace: RoundPace) -> set[int]:
     """Ways that need no trial with what a batch has shown.
 
     Args:
         ways: that the target has.
         group: the batch's sessions.
         sessions: of the target.
-        cost, pace, lead: what is known of its steps, its rounds and its batches sent ahead.
+        cost, pace: what is known of its steps and its rounds.
     """
     if Way.AHEAD not in ways:
         return _hopeless_groups(sessions, cost=cost, pace=pace)
     if not can_follow(group):
         return {Way.AHEAD, *_hopeless_groups(sessions, cost=cost, pace=pace)}
     # A step that begins at once is what two groups are for. Only growth may be worth more: where drafts grow much
-    # while a successor is made, not to wait may be.
+    # while a successor is made, not to wait may be. Whether it is, its trials say: what a successor needs is measured
+    # by sending it, so a rule that drew on that would never hear that pauses are over.
     grows = bool((group.states.draft[group.rows] != 0).any())
-    if grows and lead.is_long(step_ns=cost.predict_ns(len(group)), overhead_ns=pace.overhead_ns):
-        # Most of what grows in a step would come after its successor.
-        return {Way.AHEAD, *_hopeless_groups(sessions, cost=cost, pace=pace)}
     return {Way.TWO_GROUPS} if grows else {Way.WAIT, Way.NEVER_WAIT, Way.TWO_GROUPS}
 
 

@@ -28,6 +28,7 @@ from outrider.coordinator.session import Session
 from outrider.coordinator.successor import can_follow, succeed
 from outrider.coordinator.trees import Submissions, Tree, Trees
 from outrider.coordinator.trials import Trials
+from outrider.coordinator.verdicts import Verdicts
 from outrider.v1 import registry_pb2
 
 # A batch leaves so much of a step before it could begin, lest the target wait for it.
@@ -443,15 +444,17 @@ class TargetLane:
         if demand is not None:
             between_ns = max(0, round_ns - result.step_ns - flight.waited_ns)
             demand.note_target_round(round_ns=round_ns, plain_ns=result.step_ns * bare_ns / whole_ns + between_ns)
-        sessions = len(self.sessions)
+        # Prompts that are computed beside a batch are no way's doing, nor that their sessions emit nothing yet.
+        deferred = sum(Verdicts.of(result.verdicts).deferred)
+        prompts_ns = max(0.0, result.step_ns * (1 - low_ns / whole_ns))
+        sessions = len(self.sessions) - deferred
         self.way.observe(
             sessions=sessions,
-            verified=len(flight.sessions),
+            verified=len(flight.sessions) - deferred,
             tokens=emitted,
-            round_ns=round_ns,
-            hopeless=hopeless_ways(
-                self.way.ways, flight.group, sessions, cost=self.cost, pace=self.pace, lead=self.lead
-            ),
+            # Results that were read late may stand closer together than steps do.
+            round_ns=max(round_ns - prompts_ns, 0.5 * low_ns),
+            hopeless=hopeless_ways(self.way.ways, flight.group, sessions, cost=self.cost, pace=self.pace),
         )
 
 

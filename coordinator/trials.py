@@ -70,9 +70,13 @@ class Trials:
         """
         if not verified:
             return
-        if sessions.bit_length() != self._bucket or self.current in hopeless:
+        has_choice = sum(way not in hopeless for way in self.ways) > 1
+        if sessions.bit_length() != self._bucket or self.current in hopeless or not has_choice:
             self._bucket, self._block = sessions.bit_length(), _Block()
             self._choose(hopeless)
+        if not has_choice:
+            # Plain decoding, say: that the one way was slow there would be held against it beside others.
+            return
         block = self._block
         block.rounds += 1
         if block.rounds <= _SETTLING_ROUNDS:

@@ -60,6 +60,7 @@ class GrowingTree:
         self.root = GrownNode(0, 0, acceptance=1.0, depth=0, value=1.0, path_hash=None)
         self.size = 0
         self._frontier = [self.root]
+        self._next: list[GrownNode] = []
         self.is_complete = False
 
     @property
@@ -71,7 +72,7 @@ class GrowingTree:
         return best.value if best.value >= self._min_value or best is self.root else 0.0
 
     def expand(self) -> tuple[GrownNode, Sequence[GrownNode]]:
-        """Expands the best node: (it, its children)."""
+        """Expands the best node: (it, its children), which may be expanded themselves after `end_step`."""
         parent = heappop(self._frontier)
         parent.children = []
         position = self.length + parent.depth
@@ -90,8 +91,14 @@ class GrowingTree:
             parent.children.append(child)
             self.size += 1
             if child.depth < self._max_depth:
-                heappush(self._frontier, child)
+                self._next.append(child)
         return parent, parent.children
+
+    def end_step(self) -> None:
+        """A step is one forward over nodes that were there before it: what it has made is the next one's to expand."""
+        for child in self._next:
+            heappush(self._frontier, child)
+        self._next = []
 
     def finish_if_whole(self) -> bool:
         """Whether this step was the last of a `sync` round."""

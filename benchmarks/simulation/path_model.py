@@ -24,7 +24,7 @@ def mix(state: int, value: int) -> int:
     return word ^ word >> 31
 
 
-def _share(word: int) -> float:
+def share(word: int) -> float:
     """A 64-bit word as a number in [0, 1)."""
     return (word >> 11) * 2.0**-53
 
@@ -78,14 +78,14 @@ class PathModel:
 
     def _luck_of(self, path_hash: int) -> int:
         """The draft whose luck is this one's at the position."""
-        if not self._draft or self._kinship >= 1 or _share(mix(path_hash, _KINSHIP)) < self._kinship:
+        if not self._draft or self._kinship >= 1 or share(mix(path_hash, _KINSHIP)) < self._kinship:
             return 0
         return self._draft
 
     def rank(self, session: int, position: int) -> int | None:
         """The draft's rank of that token, from 0; None: it does not propose it."""
         path_hash = self._hash(session, position)
-        luck = _share(mix(path_hash, 1 + _LUCKS * self._luck_of(path_hash)))
+        luck = share(mix(path_hash, 1 + _LUCKS * self._luck_of(path_hash)))
         for rank, bound in enumerate(self._cumulative[path_hash >> 63]):
             if luck < bound:
                 return rank

@@ -19,6 +19,9 @@ class Settings:
         sessions: that run at a time, from the beginning to the end.
         workers: draft workers.
         targets: target workers.
+        prompt_steps: steps of its target that a session's prompt takes, one session's behind the other's; until then it
+            is deferred (in virtual time only).
+        prompt_rows: rows of such a step beside the others'.
         mode: of every session.
         target_step_ms: a target's step without rows.
         target_row_us: each row of it (tree nodes and roots).
@@ -29,6 +32,8 @@ class Settings:
         draft_width: nodes that one draft step expands, over all sessions.
         draft_rtt_ms: round trip to a draft beside that of loopback, half of it each way.
         target_rtt_ms: the same to a target.
+        pause_ms: what some batches are late by on their way to a target (in virtual time only).
+        pause_share: of the batches, those.
         rank_rates: chance that the draft's r-th child is what the target chooses, given that their parent is.
         spread: half of the positions have a first rate higher by this, the other half a lower one; the draft knows.
         duration_s: of the measurement; without effect where `tokens` is given.
@@ -54,6 +59,8 @@ class Settings:
     sessions: int = 16
     workers: int = 1
     targets: int = 1
+    prompt_steps: int = 0
+    prompt_rows: int = 256
     mode: SpeculationMode = SpeculationMode.ASYNC
     target_step_ms: float = 8.0
     target_row_us: float = 10.0
@@ -64,6 +71,8 @@ class Settings:
     draft_width: int = 64
     draft_rtt_ms: float = 0.0
     target_rtt_ms: float = 0.0
+    pause_ms: float = 0.0
+    pause_share: float = 0.0
     rank_rates: tuple[float, ...] = (0.7, 0.12, 0.05, 0.03)
     spread: float = 0.2
     duration_s: float = 5.0
@@ -140,11 +149,15 @@ class Settings:
 
 
 _NOT_NEGATIVE = (
+    "prompt_steps",
+    "prompt_rows",
     "target_jitter",
     "target_row_us",
     "target_session_us",
     "draft_rtt_ms",
     "target_rtt_ms",
+    "pause_ms",
+    "pause_share",
     "spread",
     "warmup_s",
     "tokens",

@@ -82,6 +82,7 @@ class TreeGrower:
             if not best[0][0]:
                 break
         for session_id, part in grown.items():
+            self._trees[session_id].end_step()
             part.complete = self._trees[session_id].finish_if_whole()
         return grown
 

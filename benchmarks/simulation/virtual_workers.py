@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from benchmarks.simulation.last_step import LastStep, Outcome, Tree
-from benchmarks.simulation.path_model import PathModel, mix
+from benchmarks.simulation.path_model import PathModel, mix, share
 from benchmarks.simulation.settings import Settings
 from benchmarks.simulation.tree_grower import GrownRows, TreeGrower
 
@@ -28,6 +28,7 @@ from outrider.coordinator.messages import (
     VerifyResult,
 )
 from outrider.coordinator.successor import Successor
+from outrider.succession import NOTHING_EMITTED
 
 
 def _after(delay_ns: float, what: Callable[[], None]) -> None:
@@ -49,6 +50,8 @@ class VirtualTarget:
         self._sessions: dict[int, tuple[int, int, int, int]] = {}
         """Session to its path's key, its epoch, its committed length and the one with which it ends."""
         self._last = LastStep()
+        self._prompts: dict[int, int] = {}
+        """Session to the steps that its prompt still takes, oldest first."""
         self._free_at_ns = 0
         self.busy_ns = self.steps = self.rows = 0
 
@@ -68,28 +71,29 @@ class VirtualTarget:
         session_ids, epochs = successor.group.ids, successor.epochs
         trees = self._last.trees(successor.succession, session_ids, epochs)
         columns = list(zip(session_ids, epochs, successor.lengths, strict=True))
-        ahead_ns = self._free_at_ns - round(clock.now_ns() + self._one_way_ns)
-        return self._run(columns, trees, ahead_ns=ahead_ns)
+        return self._run(columns, trees, follows=True)
 
     def _open(self, openings: Sequence[SessionOpening]) -> None:
         for opening in openings:
             length = len(opening.prompt) + len(opening.output)
             most = len(opening.prompt) + opening.sampling.max_new_tokens
             self._sessions[opening.session_id] = (opening.prompt[0], opening.epoch, length, most)
+            if self._settings.prompt_steps:
+                self._prompts[opening.session_id] = self._settings.prompt_steps
 
     def _run(
-        self, columns: Sequence[tuple[int, int, int]], trees: Sequence[Tree], *, ahead_ns: int | None = None
+        self, columns: Sequence[tuple[int, int, int]], trees: Sequence[Tree], *, follows: bool = False
     ) -> "asyncio.Future[VerifyResult]":
-        """A step of sessions (id, epoch, length) and their trees; `ahead_ns` of one that follows another."""
+        """A step of sessions (id, epoch, length) and their trees; whether it follows the one before."""
         future: asyncio.Future[VerifyResult] = asyncio.get_running_loop().create_future()
-        rows = len(trees) + sum(len(tokens) for tokens, _ in trees)
+        rows = len(trees) + sum(len(tokens) for tokens, _ in trees) + self._prefill()
         step_ns = round(self._settings.target_step_ns(rows=rows, sessions=len(trees)) * self._luck())
-        began_ns = max(clock.now_ns() + round(self._one_way_ns), self._free_at_ns)
-        self._free_at_ns = began_ns + step_ns
+        comes_ns = clock.now_ns() + round(self._one_way_ns + self._pause_ns())
+        ahead_ns = self._free_at_ns - comes_ns
+        self._free_at_ns = max(comes_ns, self._free_at_ns) + step_ns
         self.busy_ns += step_ns
         self.steps += 1
         self.rows += rows
-        follows = ahead_ns is not None
         counts = {column[0]: len(tree[0]) for column, tree in zip(columns, trees, strict=True)}
         verdicts = [self._verdict(*column, tree, follows) for column, tree in zip(columns, trees, strict=True)]
         self._last.end()
@@ -100,7 +104,7 @@ class VirtualTarget:
             forward_ns=step_ns,
             step_tokens=rows,
             verified=counts if follows else None,
-            ahead_ns=ahead_ns or 0,
+            ahead_ns=ahead_ns if follows else 0,
         )
 
         def answer() -> None:
@@ -110,15 +114,33 @@ class VirtualTarget:
         _after(self._free_at_ns + self._one_way_ns - clock.now_ns(), answer)
         return future
 
+    def _prefill(self) -> int:
+        """Rows of a prompt that this step has, the oldest one's; its session may emit in the step after its last."""
+        if not self._prompts:
+            return 0
+        session_id = next(iter(self._prompts))
+        self._prompts[session_id] -= 1
+        if self._prompts[session_id] < 0:
+            del self._prompts[session_id]
+            return self._prefill()
+        return self._settings.prompt_rows
+
     def _luck(self) -> float:
-        chance = (mix(self._settings.seed, self.steps) >> 11) * 2.0**-53
-        return 1 + self._settings.target_jitter * (2 * chance - 1)
+        return 1 + self._settings.target_jitter * (2 * share(mix(self._settings.seed, self.steps)) - 1)
+
+    def _pause_ns(self) -> float:
+        """What keeps this batch on its way, beside the way itself."""
+        is_late = share(mix(mix(self._settings.seed, self.steps), 1)) < self._settings.pause_share
+        return self._settings.pause_ms * 1e6 if is_late else 0.0
 
     def _verdict(self, session_id: int, epoch: int, length: int, tree: Tree, follows: bool) -> SessionVerdict:
         key, own_epoch, own_length, most = self._sessions[session_id]
         expected = self._last.length(session_id, epoch, own_length) if follows else own_length
         if (epoch, length) != (own_epoch, expected):
             raise ValueError(f"session {session_id}: {(epoch, length)} submitted, {(own_epoch, expected)} held")
+        if session_id in self._prompts:
+            self._last.note(session_id, epoch, Outcome(own_length, len(tree[0]), NOTHING_EMITTED, NOTHING_EMITTED))
+            return SessionVerdict(session_id=session_id, epoch=epoch, deferred=True)
         accepted, emitted = self._model.walk(key, own_length, *tree)
         self._sessions[session_id] = (key, epoch, own_length + len(emitted), most)
         outcome = Outcome.of(own_length, len(tree[0]), accepted, emitted, most=most)
@@ -129,6 +151,7 @@ class VirtualTarget:
         """Forgets a session."""
         if session_id in self._sessions and self._sessions[session_id][1] == epoch:
             del self._sessions[session_id]
+            self._prompts.pop(session_id, None)
 
 
 class VirtualDraft:

@@ -9,6 +9,7 @@ from benchmarks.simulation.command import run
 from benchmarks.simulation.growing_tree import GrowingTree
 from benchmarks.simulation.path_model import PathModel
 from benchmarks.simulation.settings import Settings
+from benchmarks.simulation.tree_grower import TreeGrower
 
 from outrider.coordinator.messages import SpeculationMode
 
@@ -76,7 +77,15 @@ def grown_tree(model: PathModel, *, is_sync: bool, max_nodes: int) -> GrowingTre
     tree = GrowingTree(model, key=5, epoch=1, length=2, is_sync=is_sync, max_nodes=max_nodes, max_depth=3)
     while tree.best_value:
         tree.expand()
+        tree.end_step()
     return tree
+
+
+def test_a_draft_grows_a_level_a_step_however_wide():
+    model = PathModel(seed=1, rank_rates=(0.5, 0.5), spread=0.0)
+    grower = TreeGrower(model, width=16)
+    grower.open(1, key=5, epoch=1, length=2, is_sync=False, max_nodes=40, max_depth=9)
+    assert [len(grower.step()[1].rows) for _ in range(4)] == [2, 4, 8, 16]
 
 
 def test_a_tree_keeps_what_a_commit_leaves_and_forgets_the_rest():

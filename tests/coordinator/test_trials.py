@@ -50,3 +50,10 @@ def test_a_hopeless_way_is_left_at_once_and_not_tried():
     play(trials, [1.0, 5.0], 200)
     assert trials.current == 1
     assert play(trials, [1.0, 5.0], 100, hopeless=frozenset({1}))[1] <= 1
+
+
+def test_what_one_way_shows_where_there_is_no_other_is_not_held_against_it():
+    """Plain decoding, then drafts, with which either way gives thrice the tokens."""
+    trials = Trials(range(2))
+    play(trials, [1.0, 1.0], 2000, hopeless=frozenset({1}))
+    assert play(trials, [3.3, 3.0], 400)[0] > 300
