@@ -113,48 +113,91 @@ class VerifyLoop:
         self._free_since_ns: int | None = None
         self._chosen_wait = ChosenWait()
         self._undelivered: OrderedDict[int, Session] = OrderedDict()
+        self._untold: list[Committed] = []
+        """Commits of which drafts, counters and clients are still to hear."""
         self._uncounted: list[Committed] = []
+        self._has_fired = False
+        self._error: Exception | None = None
+        """What went wrong with a result that was taken at once."""
 
     async def run(self) -> None:
         """Rounds for ever, until the target is lost."""
         lane = self.lane
+        lane.link.on_result = self._take_at_once
         try:
             while True:
+                if self._error is not None:
+                    raise self._error
+                if self._has_fired:
+                    self._has_fired = False
+                    await self._after_batch()
+                    continue
                 if lane.flights and (lane.is_full or lane.flights[0].result.done()):
-                    result = await lane.flights[0].result
-                    self._apply(result)
+                    await self._take_next()
                     continue
                 now_ns = clock.now_ns()
-                sessions = self._ready(now_ns)
+                sessions, hold_s = self._fire_if_due(now_ns)
                 if not sessions:
                     # Nobody waits for it now, and there may be no further batch for long.
                     self._learn()
-                hold_s = self._hold_s(sessions, now_ns)
                 if hold_s:
-                    self._chosen_wait.hold(now_ns, hold_s)
-                    if lane.flights:
-                        # The target is busy: there is time.
-                        self._learn()
-                    # Growth, a result, a session that comes or rests no more: all of them end the wait.
-                    if self._undelivered:
-                        await self._deliver(until_ns=now_ns + hold_s * 1e9)
-                    elif sessions and lane.goes_ahead:
-                        await self._until_due(now_ns + hold_s * 1e9)
-                    else:
-                        await lane.change(timeout_s=hold_s)
-                    continue
-                self._fire(sessions, held_ns=self._chosen_wait.end(now_ns))
-                # The batch is written to its stream before anything is learned, or told to clients, of the last one.
-                await asyncio.sleep(0)
-                self._learn()
-                await self._deliver()
-                if lane.flights and not lane.flights[0].result.done():
-                    collector.between_rounds()
+                    await self._hold(sessions, now_ns, hold_s)
         except WorkerUnavailable as error:
             self._owner.remove_target(lane.worker_id, str(error))
         finally:
+            lane.link.on_result = None
             # Of a loop that ends while it holds a batch.
+            self._tell()
             self._learn()
+
+    async def _take_next(self) -> None:
+        """Waits for the next result, and applies it unless that has been done at once."""
+        self._tell()
+        flights = self.lane.flights
+        flight = flights[0]
+        result = await flight.result
+        if flights and flights[0] is flight:
+            self._apply(result)
+
+    def _take_at_once(self) -> None:
+        """A result is in: it is applied, and the next batch sent if it is due, in the same turn of the event loop.
+
+        Its next turns belong to whatever else has come, growth above all; the target has nothing to do meanwhile.
+        """
+        lane = self.lane
+        if self._error is not None or not lane.flights or not lane.flights[0].result.done():
+            return
+        try:
+            self._learn()
+            self._apply(lane.flights[0].result.result())
+            if not lane.is_full:
+                self._fire_if_due(clock.now_ns())
+            else:
+                self._tell()
+        except Exception as error:  # noqa: BLE001 - the loop ends of it, not the link
+            self._error = error
+        lane.notify()
+
+    async def _hold(self, sessions: Sequence[Session], now_ns: int, hold_s: float) -> None:
+        """Growth, a result, a session that comes or rests no more: all of them end the wait."""
+        self._chosen_wait.hold(now_ns, hold_s)
+        if self.lane.flights:
+            # The target is busy: there is time.
+            self._learn()
+        if self._undelivered:
+            await self._deliver(until_ns=now_ns + hold_s * 1e9)
+        elif sessions and self.lane.goes_ahead:
+            await self._until_due(now_ns + hold_s * 1e9)
+        else:
+            await self.lane.change(timeout_s=hold_s)
+
+    async def _after_batch(self) -> None:
+        """What has time until the batch is answered: the batch is written to its stream before."""
+        await asyncio.sleep(0)
+        self._learn()
+        await self._deliver()
+        if self.lane.flights and not self.lane.flights[0].result.done():
+            collector.between_rounds()
 
     # ------------------------------------------------------------------------------------------------ when, who, what
 
@@ -180,8 +223,22 @@ class VerifyLoop:
     async def _until_due(self, due_ns: float) -> None:
         """Holds a batch that goes ahead: of all that comes meanwhile only the result before it changes anything."""
         flights = self.lane.flights
-        while (left_ns := due_ns - clock.now_ns()) > 0 and flights and not flights[0].result.done():
+        before = flights[0]
+        while (
+            (left_ns := due_ns - clock.now_ns()) > 0 and flights and flights[0] is before and not before.result.done()
+        ):
             await self.lane.change(timeout_s=left_ns / 1e9)
+
+    def _fire_if_due(self, now_ns: int) -> tuple[Sequence[Session], float]:
+        """Sends the next batch if nothing is waited for; its sessions, and for how long it is held (0: it was sent)."""
+        try:
+            sessions = self._ready(now_ns)
+            hold_s = self._hold_s(sessions, now_ns)
+            if not hold_s:
+                self._fire(sessions, held_ns=self._chosen_wait.end(now_ns))
+        finally:
+            self._tell()
+        return sessions, hold_s
 
     def _fire(self, sessions: Sequence[Session], *, held_ns: int) -> None:
         if self.lane.goes_ahead:
@@ -194,6 +251,7 @@ class VerifyLoop:
         if self.lane.group(sessions).is_sync.any():
             self._sync_wait.note_fired(sessions, clock.now_ns())
         self._free_since_ns = None
+        self._has_fired = True
 
     def _note_result(self, result: "asyncio.Future[VerifyResult]") -> None:
         if not result.cancelled():
@@ -231,7 +289,7 @@ class VerifyLoop:
     # --------------------------------------------------------------------------------------------------------- commits
 
     def _apply(self, result: VerifyResult) -> None:
-        """Commits a step's verdicts: what the next batch waits for. It is counted, and told to clients, later."""
+        """Commits a step's verdicts: what the next batch waits for. It is told and counted when that has left."""
         step = Step(self.lane.flights.popleft(), result, clock.now_ns())
         # What a batch was held while the target was busy anyway is not counted.
         self._free_since_ns = None
@@ -240,15 +298,31 @@ class VerifyLoop:
         committed = commit(step, answered)
         if result.resident:
             credit(committed, result.resident)
-        self._owner.totals.note_nodes(committed)
-        tell_drafts(committed, self._drafts)
         self._note_misses(committed)
-        self._go_on(committed)
+        for session in committed.sessions:
+            if session.tap is not None and not session.is_finished:
+                # Before it hears that the next tree was sent.
+                session.tap.note_moved()
+        self._untold.append(committed)
+        if not committed.is_on.all():
+            # Whoever comes in the place of sessions that end may be in the next batch.
+            self._tell()
         self.lane.begin_next(step)
         if result.growth is not None:
             self._graft(result.growth)
         self._uncounted.append(committed)
         self.lane.applied_result_ns = step.result_ns
+
+    def _tell(self) -> None:
+        """Drafts hear of commits, clients are to hear, sessions that have ended go.
+
+        In the turn of the event loop in which they were applied: as soon as the next batch has left, or is held.
+        """
+        untold, self._untold = self._untold, []
+        for committed in untold:
+            self._owner.totals.note_nodes(committed)
+            tell_drafts(committed, self._drafts)
+            self._go_on(committed)
 
     def _answered(self, step: Step) -> Answered:
         """Whom a step gave tokens to; sessions without are seen to."""
@@ -312,9 +386,6 @@ class VerifyLoop:
             finished = []
         self._undelivered.update((session.session_id, session) for session in sessions)
         self._owner.note_progress(sessions)
-        for session in sessions:
-            if session.tap is not None:
-                session.tap.note_moved()
         for session in finished:
             session.deliver()
         for session in finished:
