@@ -1,13 +1,13 @@
 """What a step's result does to its sessions, all of them together.
 
-The next batch waits for this, so it does what that needs and no more: tokens are appended, trees move their roots, and
-drafts are told. Counting and learning come when the batch has left (`VerifyLoop`), clients hear after that.
+The next batch waits for this, so it does what that needs and no more: trees move their roots, and it turns out who
+goes on. Tokens are appended and drafts told as soon as the batch has left; counting and learning (`VerifyLoop`) come
+then, and clients hear after that.
 """
 
-import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -18,10 +18,11 @@ from outrider.coordinator.forest import Forest, Moves
 from outrider.coordinator.group import Bools, Group
 from outrider.coordinator.messages import Commit, Commits
 from outrider.coordinator.mirror import move_roots
+from outrider.coordinator.parts import Parts
 from outrider.coordinator.rounds import Step
 from outrider.coordinator.rows import Ints
 from outrider.coordinator.session import Session
-from outrider.coordinator.taking import take
+from outrider.coordinator.taking import goes_on_plainly, take, take_plainly
 from outrider.coordinator.trees import Trees
 from outrider.coordinator.verdicts import Verdicts
 
@@ -43,6 +44,7 @@ class Committed:
         told_ns: [S] when it had its last tokens before; 0 where these are the first.
         is_covered: [S] whether its last token was a node of its tree.
         is_wrong: [S] not, although there were other nodes there.
+        untaken: [S] whose tokens are still to be appended to their sessions (`take_tokens`); None: that is done.
     """
 
     step: Step
@@ -57,6 +59,7 @@ class Committed:
     told_ns: Ints
     is_covered: Bools
     is_wrong: Bools
+    untaken: Verdicts | None = None
 
     @property
     def sessions(self) -> Sequence[Session]:
@@ -96,7 +99,20 @@ def whole_answer(step: Step) -> Answered | None:
 
 
 def commit(step: Step, answered: Answered) -> Committed:
-    """Takes what a target accepted."""
+    """Takes what a target accepted, all of it."""
+    committed = commit_trees(step, answered)
+    take_tokens(committed)
+    return replace(committed, untaken=None)
+
+
+def take_tokens(committed: Committed) -> None:
+    """What `commit_trees` has left: before anybody looks at these sessions' tokens, and once."""
+    if committed.untaken is not None:
+        take_plainly(committed.group, committed.untaken, committed.step, committed.nodes)
+
+
+def commit_trees(step: Step, answered: Answered) -> Committed:
+    """Takes what a target accepted, as far as the next batch waits for it."""
     if not answered.sessions:
         return _nothing(step)
     trees, group = step.flight.trees, step.flight.group
@@ -105,12 +121,20 @@ def commit(step: Step, answered: Answered) -> Committed:
     if answered.sessions is not group.sessions and answered.sessions != group.sessions:
         # Not all of them have got tokens, or in another order.
         group = Group(answered.sessions)
-    token_ids = take(group, verdicts, step, nodes)
-    emitted = np.array(list(map(len, token_ids)))
-    accepted, slots = _accepted_slots(verdicts.accepted, emitted, trees.starts[places], trees.slots)
-    is_on = np.array([session.result is None and not session.generation.is_closed for session in group.sessions])
     states, rows = group.states, group.rows
     lengths, told_ns = states.length[rows], states.told_ns[rows]
+    is_plain = goes_on_plainly(group, verdicts, lengths)
+    token_ids: Sequence[Sequence[int]] = verdicts.token_ids
+    if is_plain:
+        for session in group.sessions:
+            session.flight = None
+        is_on = np.ones(len(group), dtype=np.bool_)
+    else:
+        token_ids = take(group, verdicts, step, nodes)
+        is_on = np.array([session.result is None and not session.generation.is_closed for session in group.sessions])
+    kept = Parts.of(token_ids)
+    emitted = kept.counts
+    accepted, slots = _accepted_slots(verdicts.accepted, emitted, trees.starts[places], trees.slots)
     states.committed_ns[rows] = states.told_ns[rows] = step.result_ns
     if group.forest is not None and group.forest.mix.is_active:
         _note_sources(group.forest, trees, places, slots)
@@ -118,7 +142,7 @@ def commit(step: Step, answered: Answered) -> Committed:
     moves = Moves(
         rows=rows,
         counts=emitted,
-        tokens=_joined(token_ids),
+        tokens=kept.array,
         accepted=accepted,
         slots=slots,
         keeps_tree=~group.is_sync,
@@ -139,6 +163,7 @@ def commit(step: Step, answered: Answered) -> Committed:
         told_ns=told_ns,
         is_covered=states.was_drafted[rows],
         is_wrong=states.was_missed[rows],
+        untaken=verdicts if is_plain else None,
     )
 
 
@@ -149,18 +174,13 @@ def _nothing(step: Step) -> Committed:
     return Committed(step=step, group=Group(()), token_ids=(), **numbers, **answers)
 
 
-def _joined(parts: Iterable[Sequence[int]]) -> Ints:
-    return np.array(list(itertools.chain.from_iterable(parts)), dtype=np.int64)
-
-
-def _accepted_slots(numbers: Sequence[Sequence[int]], emitted: Ints, starts: Ints, slots: Ints) -> tuple[Ints, Ints]:
+def _accepted_slots(numbers: Parts, emitted: Ints, starts: Ints, slots: Ints) -> tuple[Ints, Ints]:
     """[S] how many accepted nodes of each session are kept, and [A] their slots; `numbers`: in its tree, from 1."""
-    accepted = np.array(list(map(len, numbers)))
-    if (accepted > emitted).any():
+    if (numbers.counts > emitted).any():
         # Where a stop string ended the text, what was accepted behind it is of no use.
-        numbers = [own[:most] for own, most in zip(numbers, emitted.tolist(), strict=True)]
-        accepted = np.minimum(accepted, emitted)
-    return accepted, slots[_joined(numbers) - 1 + np.repeat(starts, accepted)]
+        numbers = Parts.of([own[:most] for own, most in zip(numbers, emitted.tolist(), strict=True)])
+    # The counts are the commit's own: what the target drafted by itself is added to them (`one_graph.credit`).
+    return numbers.counts.copy(), slots[numbers.array - 1 + np.repeat(starts, numbers.counts)]
 
 
 def _note_sources(forest: Forest, trees: Trees, places: Ints, accepted: Ints) -> None:

@@ -32,6 +32,8 @@ class Group:
         is_tree: [S] whether it has a tree that rounds move.
         mirrors: [S]
         chains: places of those that have chains.
+        is_plain: of the tokens of each nothing is asked but where they end, and its tree, if any, goes on with them.
+        stop_ids: that some of them end with.
         ends: [S] length at which it ends at the latest.
         most_nodes: [S] that it asked for.
         most_depth: [S]
@@ -53,6 +55,8 @@ class Group:
         self.is_tree = ~is_chain & ~is_off
         self.mirrors: list[Mirror] = [session.mirror for session in sessions]
         self.chains = np.flatnonzero(is_chain & ~is_off).tolist()
+        self.is_plain = not self.chains and not self.is_sync.any() and all(session.is_plain for session in sessions)
+        self.stop_ids = frozenset[int]().union(*(session.stop_ids for session in sessions))
         self.ends: Ints = np.array([session.end for session in sessions], dtype=np.int64)
         nodes = np.array([session.request.max_nodes for session in sessions], dtype=np.int64)
         self.most_nodes: Ints = np.where(is_off, 0, nodes)

@@ -331,7 +331,8 @@ class TargetLane:
         submissions = Submissions(
             session_ids=group.ids,
             epochs=[session.target_epoch for session in sessions],
-            lengths=[len(session.token_ids) for session in sessions],
+            # Their lists may be shorter: tokens are appended when this has left (`VerifyLoop`).
+            lengths=group.states.length[group.rows].tolist() if sessions else [],
             trees=trees,
             # A tree that was chosen all the same is a tree as any other.
             resident=(resident_flags(sessions) & (trees.counts == 0)).tolist() if self.one_graph else (),

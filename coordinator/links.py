@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import grpc
+import numpy as np
 from google.protobuf.message import Message
 
 from outrider import tracing
@@ -23,6 +24,7 @@ from outrider.coordinator.messages import (
     VerifyResult,
 )
 from outrider.coordinator.one_graph_answers import RESIDENT, counted_apart, expected_counts
+from outrider.coordinator.parts import Parts
 from outrider.coordinator.resident import resident_growth
 from outrider.coordinator.successor import Successor
 from outrider.coordinator.trees import Submissions
@@ -241,8 +243,8 @@ def _verify_result(
     verdicts = Verdicts(
         session_ids=list(response.session_ids),
         epochs=list(response.epochs),
-        accepted=_split(list(response.accepted_nodes), list(response.accepted_counts)),
-        token_ids=_split(list(response.tokens), list(response.token_counts)),
+        accepted=_parts(response.accepted_nodes, response.accepted_counts),
+        token_ids=_parts(response.tokens, response.token_counts),
         deferred=deferred,
         faults=faults,
         logprobs=logprobs,
@@ -260,10 +262,8 @@ def _verify_result(
     )
 
 
-def _split(values: Sequence[int], counts: Sequence[int]) -> list[Sequence[int]]:
-    """The first so many, the next so many, ..."""
-    ends = list(itertools.accumulate(counts))
-    return [values[end - count : end] for end, count in zip(ends, counts, strict=True)]
+def _parts(values: Sequence[int], counts: Sequence[int]) -> Parts:
+    return Parts(list(values), np.array(counts, dtype=np.int64))
 
 
 def _faults(response: target_pb2.VerifyResponse) -> list[SessionFault | None]:

@@ -13,7 +13,6 @@ import asyncio
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -21,9 +20,16 @@ import numpy as np
 from outrider import collector
 from outrider.coordinator import clock
 from outrider.coordinator.chosen_wait import ChosenWait
-from outrider.coordinator.commits import Answered, Committed, commit, tell_drafts, whole_answer
+from outrider.coordinator.commits import (
+    Answered,
+    Committed,
+    commit,
+    commit_trees,
+    take_tokens,
+    tell_drafts,
+    whole_answer,
+)
 from outrider.coordinator.config import CoordinatorConfig
-from outrider.coordinator.draft_demand import DraftDemand
 from outrider.coordinator.draft_peer import DraftPeer
 from outrider.coordinator.firing import patience_ns
 from outrider.coordinator.lane import TargetLane
@@ -34,13 +40,13 @@ from outrider.coordinator.messages import (
     SessionVerdict,
     VerifyResult,
 )
-from outrider.coordinator.metrics_counts import ServingCounts
 from outrider.coordinator.one_graph import credit, is_resident
 from outrider.coordinator.outlooks import outlooks
 from outrider.coordinator.resident import graft_resident
 from outrider.coordinator.rounds import Step, Way
 from outrider.coordinator.session import Session
 from outrider.coordinator.sync_wait import SyncWait
+from outrider.coordinator.totals import Totals
 from outrider.coordinator.trees import Tree
 from outrider.coordinator.verdicts import Verdicts
 from outrider.errors import WorkerUnavailable
@@ -50,35 +56,6 @@ _DEFERRED_PAUSE_NS = 5_000_000
 # Sessions whose clients hear before the event loop looks for results and growth again: some 40 us each.
 _DELIVERED_AT_ONCE = 8
 _UNANSWERED = SessionFault(kind=FaultKind.LOST, message="the target left it out of its answer")
-
-
-@dataclass(kw_only=True)
-class Totals:
-    """Counters since start."""
-
-    requests: int = 0
-    emitted_tokens: int = 0
-    verify_steps: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    dropped_nodes: int = 0
-    steps: int = 0
-    demand: DraftDemand = field(default_factory=DraftDemand)
-    serving: ServingCounts = field(default_factory=ServingCounts)
-
-    def note_nodes(self, committed: Committed) -> None:
-        """Counts what was verified, with the commit: so are the sources, and a model's share is what they leave."""
-        self.drafted_tokens += int(committed.nodes.sum())
-        self.accepted_tokens += int(committed.accepted.sum())
-
-    def note_round(self, committed: Committed) -> int:
-        """Counts the rest of a step's result; returns the tokens that were emitted."""
-        emitted = int(committed.emitted.sum())
-        self.verify_steps += len(committed.sessions)
-        self.emitted_tokens += emitted
-        self.steps += 1
-        self.serving.note_round(committed)
-        return emitted
 
 
 class SessionOwner(Protocol):
@@ -295,17 +272,12 @@ class VerifyLoop:
         self._free_since_ns = None
         self._chosen_wait.end(step.result_ns)
         answered = whole_answer(step) or self._answered(step)
-        committed = commit(step, answered)
+        committed = commit(step, answered) if self._is_looked_at(result) else commit_trees(step, answered)
         if result.resident:
             credit(committed, result.resident)
         self._note_misses(committed)
-        for session in committed.sessions:
-            if session.tap is not None and not session.is_finished:
-                # Before it hears that the next tree was sent.
-                session.tap.note_moved()
         self._untold.append(committed)
-        if not committed.is_on.all():
-            # Whoever comes in the place of sessions that end may be in the next batch.
+        if committed.untaken is None:
             self._tell()
         self.lane.begin_next(step)
         if result.growth is not None:
@@ -313,15 +285,21 @@ class VerifyLoop:
         self._uncounted.append(committed)
         self.lane.applied_result_ns = step.result_ns
 
+    def _is_looked_at(self, result: VerifyResult) -> bool:
+        """Whether sessions' tokens are asked for before the next batch leaves: how many they are, or which."""
+        lane = self.lane
+        return bool(lane.flights or lane.suspects or lane.one_graph) or result.growth is not None
+
     def _tell(self) -> None:
-        """Drafts hear of commits, clients are to hear, sessions that have ended go.
+        """Drafts hear of commits, sessions have their tokens, clients are to hear; who has ended goes.
 
         In the turn of the event loop in which they were applied: as soon as the next batch has left, or is held.
         """
         untold, self._untold = self._untold, []
         for committed in untold:
-            self._owner.totals.note_nodes(committed)
             tell_drafts(committed, self._drafts)
+            take_tokens(committed)
+            self._owner.totals.note_nodes(committed)
             self._go_on(committed)
 
     def _answered(self, step: Step) -> Answered:
@@ -386,6 +364,10 @@ class VerifyLoop:
             finished = []
         self._undelivered.update((session.session_id, session) for session in sessions)
         self._owner.note_progress(sessions)
+        if committed.untaken is None:
+            for session in sessions:
+                if session.tap is not None:
+                    session.tap.note_moved()
         for session in finished:
             session.deliver()
         for session in finished:

@@ -12,6 +12,7 @@ import time
 import numpy as np
 
 from outrider.compiled import IS_COMPILED
+from outrider.coordinator.answer_kernels import is_usual
 from outrider.coordinator.candidates import candidates
 from outrider.coordinator.cost_model import StepCost
 from outrider.coordinator.forest import Forest, Moves
@@ -36,6 +37,7 @@ def warm_up() -> None:
         session_id=1, epoch=1, as_of=1, node_ids=(1, 2), parents=(0, 1), tokens=(2, 3), acceptance=(0.5, 0.5)
     )
     batch, states = GrowthBatch.of([growth]), forest.rows
+    is_usual(most, most, most, most, most, most, 1, 2)
     count_expanded(batch.parents, np.array(batch.node_counts))
     note_known(most, most, states.unanswered, states.length, states.was_drafted, np.array([0]))
     graft("warm-up", batch, [mirror])

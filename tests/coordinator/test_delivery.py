@@ -21,6 +21,9 @@ from outrider.errors import WorkerUnavailable
 from outrider.sampling import SamplingSpec
 from outrider.v1 import registry_pb2, target_pb2
 
+# As many as the coordinator needs to tell all clients of the last step.
+_TURNS_OF_A_STEP = 10
+
 
 class Stream:
     """A target at the other end of the link: a token for everybody, one step after the other."""
@@ -34,6 +37,8 @@ class Stream:
     async def __aiter__(self) -> AsyncIterator[target_pb2.VerifyResponse]:
         while True:
             answer = await self._answers.get()
+            for _ in range(_TURNS_OF_A_STEP):
+                await asyncio.sleep(0)
             yield answer
             self.happened_by_turn.append(f"answer {answer.step} is taken")
 

@@ -13,6 +13,7 @@ from tests.coordinator.committing import Commitment, commit_together
 
 from outrider.compiled import IS_COMPILED
 from outrider.coordinator import (
+    answer_kernels,
     candidate_kernels,
     choice_kernels,
     commit_kernels,
@@ -169,7 +170,14 @@ def test_nothing_is_compiled_while_requests_run(mode: SpeculationMode) -> None:
     warm_up()
     loops = [
         loop
-        for module in (candidate_kernels, choice_kernels, commit_kernels, forest_kernels, growth_kernels)
+        for module in (
+            answer_kernels,
+            candidate_kernels,
+            choice_kernels,
+            commit_kernels,
+            forest_kernels,
+            growth_kernels,
+        )
         for loop in vars(module).values()
         if hasattr(loop, "signatures")
     ]
