@@ -12,7 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from outrider.compiled import IS_COMPILED
 from outrider.coordinator.chain_mirror import ChainMirror
+from outrider.coordinator.commit_kernels import Told, note_commits
 from outrider.coordinator.draft_peer import DraftPeer
 from outrider.coordinator.forest import Forest, Moves
 from outrider.coordinator.group import Bools, Group
@@ -122,7 +124,7 @@ def commit_trees(step: Step, answered: Answered) -> Committed:
         # Not all of them have got tokens, or in another order.
         group = Group(answered.sessions)
     states, rows = group.states, group.rows
-    lengths, told_ns = states.length[rows], states.told_ns[rows]
+    lengths = states.length[rows]
     is_plain = goes_on_plainly(group, verdicts, lengths)
     token_ids: Sequence[Sequence[int]] = verdicts.token_ids
     if is_plain:
@@ -132,32 +134,30 @@ def commit_trees(step: Step, answered: Answered) -> Committed:
     else:
         token_ids = take(group, verdicts, step, nodes)
         is_on = np.array([session.result is None and not session.generation.is_closed for session in group.sessions])
-    kept = Parts.of(token_ids)
-    emitted = kept.counts
-    accepted, slots = _accepted_slots(verdicts.accepted, emitted, trees.starts[places], trees.slots)
-    states.committed_ns[rows] = states.told_ns[rows] = step.result_ns
+    kept, numbers = Parts.of(token_ids), _kept_numbers(verdicts.accepted, is_plain, token_ids)
+    told = Told(states.told_ns, states.committed_ns, states.unanswered, states.draft)
+    of_trees = numbers.array, numbers.counts, trees.starts[places], trees.slots
+    told_ns, is_drafted, slots = _note_commits(told, rows, is_on, *of_trees, step.result_ns)
     if group.forest is not None and group.forest.mix.is_active:
         _note_sources(group.forest, trees, places, slots)
-    # Sync mode grows every tree afresh.
     moves = Moves(
         rows=rows,
-        counts=emitted,
+        counts=kept.counts,
         tokens=kept.array,
-        accepted=accepted,
+        accepted=numbers.counts,
         slots=slots,
-        keeps_tree=~group.is_sync,
+        keeps_tree=group.keeps_tree,
     )
     _move(group, moves, token_ids, is_on)
-    is_drafted = states.draft[rows] != 0
-    states.unanswered[rows[is_drafted & is_on]] += 1
     return Committed(
         step=step,
         group=group,
         lengths=lengths,
         token_ids=token_ids,
-        emitted=emitted,
+        emitted=kept.counts,
         nodes=nodes,
-        accepted=accepted,
+        # The commit's own: what the target drafted by itself is added to it (`one_graph.credit`).
+        accepted=numbers.counts.copy(),
         is_on=is_on,
         is_drafted=is_drafted,
         told_ns=told_ns,
@@ -174,13 +174,24 @@ def _nothing(step: Step) -> Committed:
     return Committed(step=step, group=Group(()), token_ids=(), **numbers, **answers)
 
 
-def _accepted_slots(numbers: Parts, emitted: Ints, starts: Ints, slots: Ints) -> tuple[Ints, Ints]:
-    """[S] how many accepted nodes of each session are kept, and [A] their slots; `numbers`: in its tree, from 1."""
-    if (numbers.counts > emitted).any():
-        # Where a stop string ended the text, what was accepted behind it is of no use.
-        numbers = Parts.of([own[:most] for own, most in zip(numbers, emitted.tolist(), strict=True)])
-    # The counts are the commit's own: what the target drafted by itself is added to them (`one_graph.credit`).
-    return numbers.counts.copy(), slots[numbers.array - 1 + np.repeat(starts, numbers.counts)]
+def _kept_numbers(accepted: Parts, is_plain: bool, token_ids: Sequence[Sequence[int]]) -> Parts:
+    """[S] accepted nodes of each session that are kept, by their numbers in its tree, from 1."""
+    if is_plain or (accepted.counts <= list(map(len, token_ids))).all():
+        return accepted
+    # Where a stop string ended the text, what was accepted behind it is of no use.
+    return Parts.of([own[: len(kept)] for own, kept in zip(accepted, token_ids, strict=True)])
+
+
+def _note_commits(  # noqa: PLR0917
+    told: Told, rows: Ints, is_on: Bools, numbers: Ints, accepted: Ints, starts: Ints, slots: Ints, at_ns: int
+) -> tuple[Ints, Bools, Ints]:
+    """As of `note_commits`."""
+    if IS_COMPILED:
+        return note_commits(told, rows, is_on, numbers, accepted, starts, slots, at_ns)
+    before, is_drafted = told.told_ns[rows], told.draft[rows] != 0
+    told.committed_ns[rows] = told.told_ns[rows] = at_ns
+    told.unanswered[rows[is_drafted & is_on]] += 1
+    return before, is_drafted, slots[numbers - 1 + np.repeat(starts, accepted)]
 
 
 def _note_sources(forest: Forest, trees: Trees, places: Ints, accepted: Ints) -> None:

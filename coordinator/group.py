@@ -29,9 +29,11 @@ class Group:
         forest: of their trees; None where none has one.
         is_async: [S] whether its mode is.
         is_sync: [S] the same.
+        has_sync: any is.
         is_tree: [S] whether it has a tree that rounds move.
         mirrors: [S]
         chains: places of those that have chains.
+        keeps_tree: [S] whether what hangs below its new root is of use.
         is_plain: of the tokens of each nothing is asked but where they end, and its tree, if any, goes on with them.
         stop_ids: that some of them end with.
         ends: [S] length at which it ends at the latest.
@@ -55,7 +57,10 @@ class Group:
         self.is_tree = ~is_chain & ~is_off
         self.mirrors: list[Mirror] = [session.mirror for session in sessions]
         self.chains = np.flatnonzero(is_chain & ~is_off).tolist()
-        self.is_plain = not self.chains and not self.is_sync.any() and all(session.is_plain for session in sessions)
+        self.has_sync = bool(self.is_sync.any())
+        # Sync mode grows every tree afresh.
+        self.keeps_tree: Bools = ~self.is_sync
+        self.is_plain = not self.chains and not self.has_sync and all(session.is_plain for session in sessions)
         self.stop_ids = frozenset[int]().union(*(session.stop_ids for session in sessions))
         self.ends: Ints = np.array([session.end for session in sessions], dtype=np.int64)
         nodes = np.array([session.request.max_nodes for session in sessions], dtype=np.int64)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from outrider.compiled import entries
+from outrider.coordinator.commit_kernels import all_go_on
 from outrider.coordinator.group import Group
 from outrider.coordinator.rows import Ints
 from outrider.coordinator.session import Undelivered
@@ -33,7 +35,7 @@ def goes_on_plainly(group: Group, verdicts: Verdicts, lengths: Ints) -> bool:
         lengths: [S] committed tokens before.
     """
     accepted, emitted = verdicts.accepted.counts, verdicts.token_ids.counts
-    if not group.is_plain or (accepted > emitted).any() or (lengths + emitted >= group.ends).any():
+    if not group.is_plain or not all_go_on(*map(entries, (lengths, emitted, accepted, group.ends))):
         return False
     values = verdicts.token_ids.values
     if group.stop_ids and not group.stop_ids.isdisjoint([values[end] for end in (np.cumsum(emitted) - 1).tolist()]):

@@ -18,8 +18,10 @@ from typing import Protocol
 import numpy as np
 
 from outrider import collector
+from outrider.compiled import entries
 from outrider.coordinator import clock
 from outrider.coordinator.chosen_wait import ChosenWait
+from outrider.coordinator.commit_kernels import count_misses
 from outrider.coordinator.commits import (
     Answered,
     Committed,
@@ -181,21 +183,21 @@ class VerifyLoop:
     def _ready(self, now_ns: int) -> Sequence[Session]:
         """The next batch's sessions: while others can run, those whose fixed tree is still growing stay out of it."""
         sessions = self.lane.next_group(now_ns)
-        if not self.lane.group(sessions).is_sync.any():
+        if not self.lane.group(sessions).has_sync:
             return sessions
         return [session for session in sessions if self._sync_wait.left_ns(session, now_ns) <= 0] or sessions
 
     def _hold_s(self, sessions: Sequence[Session], now_ns: int) -> float:
         """How long the batch is held before the question is asked again: 0 is to fire."""
         # Asked anew after every wait: an event loop's timers may be a millisecond early, and then it goes on resting.
-        rest_left_ns = self.lane.rest_left_ns(now_ns)
         if not sessions:
             self._free_since_ns = None
-            return rest_left_ns / 1e9
+            return self.lane.rest_left_ns(now_ns) / 1e9
         if self._free_since_ns is None:
             self._free_since_ns = now_ns
         patience_ns = self.patience_ns(sessions, waited_ns=now_ns - self._free_since_ns)
-        return min(max(self.lane.lead_ns(now_ns), patience_ns, 0.0), rest_left_ns) / 1e9
+        held_ns = max(self.lane.lead_ns(now_ns), patience_ns, 0.0)
+        return min(held_ns, self.lane.rest_left_ns(now_ns)) / 1e9 if held_ns else 0.0
 
     async def _until_due(self, due_ns: float) -> None:
         """Holds a batch that goes ahead: of all that comes meanwhile only the result before it changes anything."""
@@ -225,7 +227,7 @@ class VerifyLoop:
             flight = self.lane.submit(sessions, self.choose(sessions), waited_ns=waited_ns)
         flight.held_ns = held_ns
         flight.result.add_done_callback(self._note_result)
-        if self.lane.group(sessions).is_sync.any():
+        if flight.group.has_sync:
             self._sync_wait.note_fired(sessions, clock.now_ns())
         self._free_since_ns = None
         self._has_fired = True
@@ -246,7 +248,7 @@ class VerifyLoop:
         """How long the free target should wait for these sessions' drafts; 0 is not at all."""
         lane = self.lane
         group = lane.group(sessions)
-        if group.is_sync.all():
+        if group.has_sync and group.is_sync.all():
             now_ns = clock.now_ns()
             return max(self._sync_wait.left_ns(session, now_ns) for session in sessions)
         if lane.one_graph:
@@ -339,11 +341,10 @@ class VerifyLoop:
 
     def _note_misses(self, committed: Committed) -> None:
         """How the rounds of sessions ended that drafts run ahead of."""
-        ran = committed.is_on & committed.is_drafted & committed.group.is_async
-        missed, with_tree = ran & ~committed.is_covered, ran & (committed.nodes > 0)
-        rounds, misses, tree_rounds = (int(np.count_nonzero(which)) for which in (ran, missed, with_tree))
-        tokens = int(committed.emitted[ran].sum())
-        wrong, tree_misses = (int(np.count_nonzero(missed & which)) for which in (committed.is_wrong, with_tree))
+        own = committed
+        who = own.is_on, own.is_drafted, own.group.is_async, own.is_covered, own.is_wrong
+        columns = map(entries, (*who, own.nodes, own.emitted))
+        rounds, tokens, misses, wrong, tree_rounds, tree_misses = count_misses(*columns)
         self.lane.misses.observe_many(
             rounds, tokens=tokens, misses=misses, tree_rounds=tree_rounds, tree_misses=tree_misses
         )
