@@ -24,7 +24,7 @@ from outrider.coordinator.parts import Parts
 from outrider.coordinator.rounds import Step
 from outrider.coordinator.rows import Ints
 from outrider.coordinator.session import Session
-from outrider.coordinator.taking import goes_on_plainly, take, take_plainly
+from outrider.coordinator.taking import careful_places, take_carefully, take_plainly
 from outrider.coordinator.trees import Trees
 from outrider.coordinator.verdicts import Verdicts
 
@@ -46,7 +46,9 @@ class Committed:
         told_ns: [S] when it had its last tokens before; 0 where these are the first.
         is_covered: [S] whether its last token was a node of its tree.
         is_wrong: [S] not, although there were other nodes there.
-        untaken: [S] whose tokens are still to be appended to their sessions (`take_tokens`); None: that is done.
+        careful: places of those that have their tokens already; the others' are still to be appended (`take_tokens`).
+        verdicts: [S]
+        is_watched: somebody follows a tree.
     """
 
     step: Step
@@ -61,7 +63,9 @@ class Committed:
     told_ns: Ints
     is_covered: Bools
     is_wrong: Bools
-    untaken: Verdicts | None = None
+    careful: Sequence[int] = ()
+    verdicts: Verdicts | None = None
+    is_watched: bool = False
 
     @property
     def sessions(self) -> Sequence[Session]:
@@ -104,13 +108,13 @@ def commit(step: Step, answered: Answered) -> Committed:
     """Takes what a target accepted, all of it."""
     committed = commit_trees(step, answered)
     take_tokens(committed)
-    return replace(committed, untaken=None)
+    return replace(committed, verdicts=None)
 
 
 def take_tokens(committed: Committed) -> None:
     """What `commit_trees` has left: before anybody looks at these sessions' tokens, and once."""
-    if committed.untaken is not None:
-        take_plainly(committed.group, committed.untaken, committed.step, committed.nodes)
+    if (verdicts := committed.verdicts) is not None:
+        take_plainly(committed.group, verdicts, committed.step, committed.nodes, committed.careful)
 
 
 def commit_trees(step: Step, answered: Answered) -> Committed:
@@ -125,16 +129,22 @@ def commit_trees(step: Step, answered: Answered) -> Committed:
         group = Group(answered.sessions)
     states, rows = group.states, group.rows
     lengths = states.length[rows]
-    is_plain = goes_on_plainly(group, verdicts, lengths)
+    careful = careful_places(group, verdicts, lengths)
     token_ids: Sequence[Sequence[int]] = verdicts.token_ids
-    if is_plain:
-        for session in group.sessions:
-            session.flight = None
-        is_on = np.ones(len(group), dtype=np.bool_)
-    else:
-        token_ids = take(group, verdicts, step, nodes)
-        is_on = np.array([session.result is None and not session.generation.is_closed for session in group.sessions])
-    kept, numbers = Parts.of(token_ids), _kept_numbers(verdicts.accepted, is_plain, token_ids)
+    is_on, numbers = np.ones(len(group), dtype=np.bool_), verdicts.accepted
+    if careful:
+        taken = take_carefully(group, verdicts, step, nodes, careful)
+        if any(group.sessions[place].is_finished for place in careful):
+            is_on = np.array([not session.is_finished for session in group.sessions])
+        if any(len(own) < verdicts.token_ids.counts[place] for place, own in zip(careful, taken, strict=True)):
+            # Where a stop string ended the text, what was accepted behind it is of no use.
+            token_ids = list(token_ids)
+            for place, own in zip(careful, taken, strict=True):
+                token_ids[place] = own
+        numbers = _kept_numbers(numbers, token_ids)
+    for session in group.sessions:
+        session.flight = None
+    kept = Parts.of(token_ids)
     told = Told(states.told_ns, states.committed_ns, states.unanswered, states.draft)
     of_trees = numbers.array, numbers.counts, trees.starts[places], trees.slots
     told_ns, is_drafted, slots = _note_commits(told, rows, is_on, *of_trees, step.result_ns)
@@ -163,7 +173,9 @@ def commit_trees(step: Step, answered: Answered) -> Committed:
         told_ns=told_ns,
         is_covered=states.was_drafted[rows],
         is_wrong=states.was_missed[rows],
-        untaken=verdicts if is_plain else None,
+        careful=careful,
+        verdicts=verdicts,
+        is_watched=any(group.sessions[place].tap is not None for place in careful),
     )
 
 
@@ -174,11 +186,10 @@ def _nothing(step: Step) -> Committed:
     return Committed(step=step, group=Group(()), token_ids=(), **numbers, **answers)
 
 
-def _kept_numbers(accepted: Parts, is_plain: bool, token_ids: Sequence[Sequence[int]]) -> Parts:
-    """[S] accepted nodes of each session that are kept, by their numbers in its tree, from 1."""
-    if is_plain or (accepted.counts <= list(map(len, token_ids))).all():
+def _kept_numbers(accepted: Parts, token_ids: Sequence[Sequence[int]]) -> Parts:
+    """[S] accepted nodes of each session whose tokens are kept, by their numbers in its tree, from 1."""
+    if (accepted.counts <= Parts.of(token_ids).counts).all():
         return accepted
-    # Where a stop string ended the text, what was accepted behind it is of no use.
     return Parts.of([own[: len(kept)] for own, kept in zip(accepted, token_ids, strict=True)])
 
 

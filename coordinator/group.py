@@ -34,7 +34,7 @@ class Group:
         mirrors: [S]
         chains: places of those that have chains.
         keeps_tree: [S] whether what hangs below its new root is of use.
-        is_plain: of the tokens of each nothing is asked but where they end, and its tree, if any, goes on with them.
+        careful: places of those whose tokens are looked at before the next batch leaves.
         stop_ids: that some of them end with.
         ends: [S] length at which it ends at the latest.
         most_nodes: [S] that it asked for.
@@ -60,7 +60,12 @@ class Group:
         self.has_sync = bool(self.is_sync.any())
         # Sync mode grows every tree afresh.
         self.keeps_tree: Bools = ~self.is_sync
-        self.is_plain = not self.chains and not self.has_sync and all(session.is_plain for session in sessions)
+        # A chain is a list beside the session's own, and how long a fixed tree is waited for hangs on what is left.
+        self.careful = [
+            place
+            for place, session in enumerate(sessions)
+            if not session.is_plain or session.mirror.is_chain or session.mode is SpeculationMode.SYNC
+        ]
         self.stop_ids = frozenset[int]().union(*(session.stop_ids for session in sessions))
         self.ends: Ints = np.array([session.end for session in sessions], dtype=np.int64)
         nodes = np.array([session.request.max_nodes for session in sessions], dtype=np.int64)

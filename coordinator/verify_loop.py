@@ -274,12 +274,14 @@ class VerifyLoop:
         self._free_since_ns = None
         self._chosen_wait.end(step.result_ns)
         answered = whole_answer(step) or self._answered(step)
-        committed = commit(step, answered) if self._is_looked_at(result) else commit_trees(step, answered)
+        is_looked_at = self._is_looked_at(result)
+        committed = commit(step, answered) if is_looked_at else commit_trees(step, answered)
         if result.resident:
             credit(committed, result.resident)
         self._note_misses(committed)
         self._untold.append(committed)
-        if committed.untaken is None:
+        if is_looked_at or committed.is_watched or not committed.is_on.all():
+            # Whoever comes in the place of sessions that have ended may be in the next batch.
             self._tell()
         self.lane.begin_next(step)
         if result.growth is not None:
@@ -365,7 +367,7 @@ class VerifyLoop:
             finished = []
         self._undelivered.update((session.session_id, session) for session in sessions)
         self._owner.note_progress(sessions)
-        if committed.untaken is None:
+        if committed.is_watched:
             for session in sessions:
                 if session.tap is not None:
                     session.tap.note_moved()
@@ -393,12 +395,16 @@ class VerifyLoop:
     async def _deliver(self, until_ns: float = math.inf) -> None:
         """Lets the clients have what was committed since the last time: a few at a time, behind results and growth."""
         waiting, flights = self._undelivered, self.lane.flights
+        first = flights[0] if flights else None
         while waiting:
             for _ in range(min(len(waiting), _DELIVERED_AT_ONCE)):
                 _, session = waiting.popitem(last=False)
                 session.deliver()
             await asyncio.sleep(0)
-            if (flights and flights[0].result.done()) or clock.now_ns() >= until_ns:
+            # A result that is in, or was taken at once: there is a batch to be sent, or to be held anew.
+            if first is not (flights[0] if flights else None) or (first is not None and first.result.done()):
+                break
+            if clock.now_ns() >= until_ns:
                 break
 
 
