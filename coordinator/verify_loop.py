@@ -1,6 +1,7 @@
 """One target's rounds.
 
-    results in -> commit -> who may run -> hold while growth is worth it -> choose nodes -> batch out -> deltas out
+    results in -> commit -> who may run -> hold while growth is worth it -> choose nodes -> batch out
+                                                                        -> drafts hear -> deltas out
 
 A batch may also leave ahead of the result before it (`Way.AHEAD`): then it is held until that result is near, and what
 of it is verified turns out with the commit.
