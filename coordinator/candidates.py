@@ -66,7 +66,7 @@ class Candidates:
         if forest is None or not counts.any():
             return Trees.of([Tree()] * len(counts))
         if IS_COMPILED:
-            columns = cut_trees(forest.columns(0), self.starts, self.slots, self.values, counts)
+            columns = cut_trees(forest.columns(0), self.starts, self.slots, self.values, self.depths, counts)
             slots, tokens, parents, values = columns
             return Trees(counts=counts, slots=slots, tokens=tokens.tolist(), parents=parents.tolist(), values=values)
         chosen = np.flatnonzero(self.ranks < counts[self.places])
@@ -107,7 +107,7 @@ def _candidates(
 ) -> Candidates:
     forest = _forest_of(mirrors)
     if IS_COMPILED and forest is not None and not chains:
-        found = best_nodes(forest.columns(0), rows, most, deepest, _MOST_DEPTH)
+        found = best_nodes(forest.columns(0), len(forest.root), rows, most, deepest, _MOST_DEPTH)
         starts, places, ranks, slots, values, depths, is_leaf = found
         return Candidates(mirrors, starts, places, ranks, values, depths, is_leaf, slots, chains)
     places, slots, values, depths, is_leaf = (

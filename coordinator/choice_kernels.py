@@ -54,6 +54,40 @@ def best_count(values: Any, order: Any, costs: Any, sessions: int) -> tuple[int,
 
 
 @compiled
+def whole_level_values(  # noqa: PLR0917
+    values: Any, is_leaf: Any, starts: Any, widths: Any, most: Any, hit: float, price: float
+) -> Any:
+    """[S] what a level more is worth to each session, where nothing is there yet of what may come below leaves.
+
+    Args:
+        values: [n] path values of the candidates.
+        is_leaf: [n] whether nothing hangs below it.
+        starts: [S + 1] where each session's begin.
+        widths: [S] nodes that the draft's next step expands.
+        most: [S] nodes that may be sent.
+        hit: chance that a node's children hold the truth.
+        price: of a row, in tokens.
+    """
+    sums = np.zeros(len(most))
+    for session in range(len(most)):
+        first, end = starts[session], starts[session + 1]
+        if first == end:
+            if most[session] > 0:
+                sums[session] = max(1.0 - price / hit, 0.0)
+            continue
+        displaced, rank = price, 0.0
+        # A session that has all the nodes that it may send pays with the last of them, any other with the row.
+        if end - first >= most[session]:
+            displaced = max(values[end - 1], price)
+        for node in range(first, end):
+            if is_leaf[node]:
+                share = min(max(widths[session] - rank, 0.0), 1.0)
+                rank += 1
+                sums[session] += share * max(values[node] - displaced / hit, 0.0)
+    return sums
+
+
+@compiled
 def level_values(  # noqa: PLR0917
     leaf_values: Any,
     leaf_places: Any,

@@ -223,3 +223,81 @@ def _verdicts(row: Any, parent: Any, depth: Any, place: Any, roots: Any) -> Any:
             verdicts[node] = verdict
             node = parent[node]
     return verdicts
+
+
+@compiled
+def all_go_on(lengths: Any, emitted: Any, accepted: Any, ends: Any) -> bool:
+    """Whether S sessions are shorter than they may get, and each accepted node has its token.
+
+    Args:
+        lengths: [S] committed tokens before.
+        emitted: [S] tokens more.
+        accepted: [S] nodes.
+        ends: [S] length with which it ends.
+    """
+    for session in range(len(lengths)):
+        if lengths[session] + emitted[session] >= ends[session] or accepted[session] > emitted[session]:
+            return False
+    return True
+
+
+class Told(NamedTuple):
+    """Those columns of `Rows` that tell of commits, rather than of trees."""
+
+    told_ns: Any
+    committed_ns: Any
+    unanswered: Any
+    draft: Any
+
+
+@compiled
+def note_commits(  # noqa: PLR0917
+    told: Told, rows: Any, is_on: Any, numbers: Any, accepted: Any, starts: Any, slots: Any, at_ns: int
+) -> Any:
+    """What S commits leave in their rows, and which nodes they are of.
+
+    Args:
+        told: of all rows.
+        rows: [S]
+        is_on: [S] whether it goes on: its draft is to answer.
+        numbers: [A] of accepted nodes in their trees, from 1.
+        accepted: [S] how many of them each has.
+        starts: [S] where its nodes begin.
+        slots: [n] of all nodes that were verified.
+        at_ns: when the result came.
+
+    Returns:
+        [S] when each had its last tokens before, [S] whether a draft grows for it, [A] slots of the accepted nodes.
+    """
+    before, is_drafted = np.empty(len(rows), np.int64), np.empty(len(rows), np.bool_)
+    own, node = np.empty(len(numbers), np.int64), 0
+    for session in range(len(rows)):
+        row = rows[session]
+        before[session], is_drafted[session] = told.told_ns[row], told.draft[row] != 0
+        told.told_ns[row] = told.committed_ns[row] = at_ns
+        if is_drafted[session] and is_on[session]:
+            told.unanswered[row] += 1
+        for _ in range(accepted[session]):
+            own[node] = slots[starts[session] + numbers[node] - 1]
+            node += 1
+    return before, is_drafted, own
+
+
+@compiled
+def count_misses(  # noqa: PLR0917
+    is_on: Any, is_drafted: Any, is_async: Any, is_covered: Any, is_wrong: Any, nodes: Any, emitted: Any
+) -> tuple[int, int, int, int, int, int]:
+    """Of S rounds those that drafts run ahead of: how many, their tokens, misses, and of these the wrong ones; with
+    trees, and misses of these. All [S] as of `Committed`.
+    """
+    rounds, tokens, misses, wrong, tree_rounds, tree_misses = 0, 0, 0, 0, 0, 0
+    for session in range(len(is_on)):
+        if is_on[session] and is_drafted[session] and is_async[session]:
+            rounds += 1
+            tokens += emitted[session]
+            missed, has_tree = not is_covered[session], nodes[session] > 0
+            misses += missed
+            wrong += missed and is_wrong[session]
+            tree_rounds += has_tree
+            tree_misses += missed and has_tree
+    return rounds, tokens, misses, wrong, tree_rounds, tree_misses

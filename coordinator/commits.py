@@ -1,27 +1,30 @@
 """What a step's result does to its sessions, all of them together.
 
-The next batch waits for this, so it does what that needs and no more: tokens are appended, trees move their roots, and
-drafts are told. Counting and learning come when the batch has left (`VerifyLoop`), clients hear after that.
+The next batch waits for this, so it does what that needs and no more: trees move their roots, and it turns out who
+goes on. Tokens are appended and drafts told as soon as the batch has left; counting and learning (`VerifyLoop`) come
+then, and clients hear after that.
 """
 
-import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
+from outrider.compiled import IS_COMPILED
 from outrider.coordinator.chain_mirror import ChainMirror
+from outrider.coordinator.commit_kernels import Told, note_commits
 from outrider.coordinator.draft_peer import DraftPeer
 from outrider.coordinator.forest import Forest, Moves
 from outrider.coordinator.group import Bools, Group
 from outrider.coordinator.messages import Commit, Commits
 from outrider.coordinator.mirror import move_roots
+from outrider.coordinator.parts import Parts
 from outrider.coordinator.rounds import Step
 from outrider.coordinator.rows import Ints
 from outrider.coordinator.session import Session
-from outrider.coordinator.taking import take
+from outrider.coordinator.taking import careful_places, take_carefully, take_plainly
 from outrider.coordinator.trees import Trees
 from outrider.coordinator.verdicts import Verdicts
 
@@ -43,6 +46,9 @@ class Committed:
         told_ns: [S] when it had its last tokens before; 0 where these are the first.
         is_covered: [S] whether its last token was a node of its tree.
         is_wrong: [S] not, although there were other nodes there.
+        careful: places of those that have their tokens already; the others' are still to be appended (`take_tokens`).
+        verdicts: [S]
+        is_watched: somebody follows a tree.
     """
 
     step: Step
@@ -57,6 +63,9 @@ class Committed:
     told_ns: Ints
     is_covered: Bools
     is_wrong: Bools
+    careful: Sequence[int] = ()
+    verdicts: Verdicts | None = None
+    is_watched: bool = False
 
     @property
     def sessions(self) -> Sequence[Session]:
@@ -96,7 +105,20 @@ def whole_answer(step: Step) -> Answered | None:
 
 
 def commit(step: Step, answered: Answered) -> Committed:
-    """Takes what a target accepted."""
+    """Takes what a target accepted, all of it."""
+    committed = commit_trees(step, answered)
+    take_tokens(committed)
+    return replace(committed, verdicts=None)
+
+
+def take_tokens(committed: Committed) -> None:
+    """What `commit_trees` has left: before anybody looks at these sessions' tokens, and once."""
+    if (verdicts := committed.verdicts) is not None:
+        take_plainly(committed.group, verdicts, committed.step, committed.nodes, committed.careful)
+
+
+def commit_trees(step: Step, answered: Answered) -> Committed:
+    """Takes what a target accepted, as far as the next batch waits for it."""
     if not answered.sessions:
         return _nothing(step)
     trees, group = step.flight.trees, step.flight.group
@@ -105,40 +127,55 @@ def commit(step: Step, answered: Answered) -> Committed:
     if answered.sessions is not group.sessions and answered.sessions != group.sessions:
         # Not all of them have got tokens, or in another order.
         group = Group(answered.sessions)
-    token_ids = take(group, verdicts, step, nodes)
-    emitted = np.array(list(map(len, token_ids)))
-    accepted, slots = _accepted_slots(verdicts.accepted, emitted, trees.starts[places], trees.slots)
-    is_on = np.array([session.result is None and not session.generation.is_closed for session in group.sessions])
     states, rows = group.states, group.rows
-    lengths, told_ns = states.length[rows], states.told_ns[rows]
-    states.committed_ns[rows] = states.told_ns[rows] = step.result_ns
+    lengths = states.length[rows]
+    careful = careful_places(group, verdicts, lengths)
+    token_ids: Sequence[Sequence[int]] = verdicts.token_ids
+    is_on, numbers = np.ones(len(group), dtype=np.bool_), verdicts.accepted
+    if careful:
+        taken = take_carefully(group, verdicts, step, nodes, careful)
+        if any(group.sessions[place].is_finished for place in careful):
+            is_on = np.array([not session.is_finished for session in group.sessions])
+        if any(len(own) < verdicts.token_ids.counts[place] for place, own in zip(careful, taken, strict=True)):
+            # Where a stop string ended the text, what was accepted behind it is of no use.
+            token_ids = list(token_ids)
+            for place, own in zip(careful, taken, strict=True):
+                token_ids[place] = own
+        numbers = _kept_numbers(numbers, token_ids)
+    for session in group.sessions:
+        session.flight = None
+    kept = Parts.of(token_ids)
+    told = Told(states.told_ns, states.committed_ns, states.unanswered, states.draft)
+    of_trees = numbers.array, numbers.counts, trees.starts[places], trees.slots
+    told_ns, is_drafted, slots = _note_commits(told, rows, is_on, *of_trees, step.result_ns)
     if group.forest is not None and group.forest.mix.is_active:
         _note_sources(group.forest, trees, places, slots)
-    # Sync mode grows every tree afresh.
     moves = Moves(
         rows=rows,
-        counts=emitted,
-        tokens=_joined(token_ids),
-        accepted=accepted,
+        counts=kept.counts,
+        tokens=kept.array,
+        accepted=numbers.counts,
         slots=slots,
-        keeps_tree=~group.is_sync,
+        keeps_tree=group.keeps_tree,
     )
     _move(group, moves, token_ids, is_on)
-    is_drafted = states.draft[rows] != 0
-    states.unanswered[rows[is_drafted & is_on]] += 1
     return Committed(
         step=step,
         group=group,
         lengths=lengths,
         token_ids=token_ids,
-        emitted=emitted,
+        emitted=kept.counts,
         nodes=nodes,
-        accepted=accepted,
+        # The commit's own: what the target drafted by itself is added to it (`one_graph.credit`).
+        accepted=numbers.counts.copy(),
         is_on=is_on,
         is_drafted=is_drafted,
         told_ns=told_ns,
         is_covered=states.was_drafted[rows],
         is_wrong=states.was_missed[rows],
+        careful=careful,
+        verdicts=verdicts,
+        is_watched=any(group.sessions[place].tap is not None for place in careful),
     )
 
 
@@ -149,18 +186,23 @@ def _nothing(step: Step) -> Committed:
     return Committed(step=step, group=Group(()), token_ids=(), **numbers, **answers)
 
 
-def _joined(parts: Iterable[Sequence[int]]) -> Ints:
-    return np.array(list(itertools.chain.from_iterable(parts)), dtype=np.int64)
+def _kept_numbers(accepted: Parts, token_ids: Sequence[Sequence[int]]) -> Parts:
+    """[S] accepted nodes of each session whose tokens are kept, by their numbers in its tree, from 1."""
+    if (accepted.counts <= Parts.of(token_ids).counts).all():
+        return accepted
+    return Parts.of([own[: len(kept)] for own, kept in zip(accepted, token_ids, strict=True)])
 
 
-def _accepted_slots(numbers: Sequence[Sequence[int]], emitted: Ints, starts: Ints, slots: Ints) -> tuple[Ints, Ints]:
-    """[S] how many accepted nodes of each session are kept, and [A] their slots; `numbers`: in its tree, from 1."""
-    accepted = np.array(list(map(len, numbers)))
-    if (accepted > emitted).any():
-        # Where a stop string ended the text, what was accepted behind it is of no use.
-        numbers = [own[:most] for own, most in zip(numbers, emitted.tolist(), strict=True)]
-        accepted = np.minimum(accepted, emitted)
-    return accepted, slots[_joined(numbers) - 1 + np.repeat(starts, accepted)]
+def _note_commits(  # noqa: PLR0917
+    told: Told, rows: Ints, is_on: Bools, numbers: Ints, accepted: Ints, starts: Ints, slots: Ints, at_ns: int
+) -> tuple[Ints, Bools, Ints]:
+    """As of `note_commits`."""
+    if IS_COMPILED:
+        return note_commits(told, rows, is_on, numbers, accepted, starts, slots, at_ns)
+    before, is_drafted = told.told_ns[rows], told.draft[rows] != 0
+    told.committed_ns[rows] = told.told_ns[rows] = at_ns
+    told.unanswered[rows[is_drafted & is_on]] += 1
+    return before, is_drafted, slots[numbers - 1 + np.repeat(starts, accepted)]
 
 
 def _note_sources(forest: Forest, trees: Trees, places: Ints, accepted: Ints) -> None:

@@ -20,7 +20,7 @@ from outrider.growth_source import GrowthSource, sources_from_proto
 from outrider.v1 import common_pb2, registry_pb2
 
 if TYPE_CHECKING:
-    from outrider.coordinator.verify_loop import Totals
+    from outrider.coordinator.totals import Totals
 
 logger = logging.getLogger(__name__)
 

@@ -29,9 +29,13 @@ class Group:
         forest: of their trees; None where none has one.
         is_async: [S] whether its mode is.
         is_sync: [S] the same.
+        has_sync: any is.
         is_tree: [S] whether it has a tree that rounds move.
         mirrors: [S]
         chains: places of those that have chains.
+        keeps_tree: [S] whether what hangs below its new root is of use.
+        careful: places of those whose tokens are looked at before the next batch leaves.
+        stop_ids: that some of them end with.
         ends: [S] length at which it ends at the latest.
         most_nodes: [S] that it asked for.
         most_depth: [S]
@@ -53,6 +57,16 @@ class Group:
         self.is_tree = ~is_chain & ~is_off
         self.mirrors: list[Mirror] = [session.mirror for session in sessions]
         self.chains = np.flatnonzero(is_chain & ~is_off).tolist()
+        self.has_sync = bool(self.is_sync.any())
+        # Sync mode grows every tree afresh.
+        self.keeps_tree: Bools = ~self.is_sync
+        # A chain is a list beside the session's own, and how long a fixed tree is waited for hangs on what is left.
+        self.careful = [
+            place
+            for place, session in enumerate(sessions)
+            if not session.is_plain or session.mirror.is_chain or session.mode is SpeculationMode.SYNC
+        ]
+        self.stop_ids = frozenset[int]().union(*(session.stop_ids for session in sessions))
         self.ends: Ints = np.array([session.end for session in sessions], dtype=np.int64)
         nodes = np.array([session.request.max_nodes for session in sessions], dtype=np.int64)
         self.most_nodes: Ints = np.where(is_off, 0, nodes)

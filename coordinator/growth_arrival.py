@@ -11,7 +11,7 @@ from outrider.growth_source import GrowthSource
 
 if TYPE_CHECKING:
     from outrider.coordinator.draft_peer import DraftPeer
-    from outrider.coordinator.verify_loop import Totals
+    from outrider.coordinator.totals import Totals
 
 Owners = Sequence[Session | None]
 """[S] of a message's sessions; None where its growth is not wanted."""

@@ -4,7 +4,6 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +20,7 @@ from outrider.coordinator.hopeless_ways import hopeless_ways
 from outrider.coordinator.links import TargetLink
 from outrider.coordinator.messages import SessionOpening, VerifyResult
 from outrider.coordinator.one_graph import resident_flags
-from outrider.coordinator.open_leaves import next_level, open_leaves
+from outrider.coordinator.open_leaves import Leaves, level_leaves
 from outrider.coordinator.rounds import Flight, RoundPace, Step, Way
 from outrider.coordinator.selection import Ints, choose_counts
 from outrider.coordinator.session import Session
@@ -39,19 +38,6 @@ _PROBE_ROUNDS = 48
 _PRICE_ROWS = 32
 # The first is begun with.
 _WAYS = (Way.AHEAD, Way.WAIT, Way.NEVER_WAIT, Way.TWO_GROUPS)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Leaves:
-    """What the next level of S sessions would hang from.
-
-    Attributes:
-        values: [S] path values of the leaves, less what the level's rows would cost; 0 where none may follow.
-        has_tree: [S] whether anything is known below the root.
-    """
-
-    values: npt.NDArray[np.float64]
-    has_tree: npt.NDArray[np.bool_]
 
 
 class _Offer(NamedTuple):
@@ -201,7 +187,15 @@ class TargetLane:
 
     def runnable(self, now_ns: int) -> list[Session]:
         """Sessions that may be verified now, oldest first; those in flight and those whose reader stalls are not."""
-        return [session for session in self._willing(now_ns) if session.flight is None]
+        return [
+            session
+            for session in self.sessions.values()
+            if session.flight is None
+            and session.result is None
+            and session.rests_until_ns <= now_ns
+            and not (generation := session.generation).is_closed
+            and not generation.is_stalled
+        ]
 
     def _willing(self, now_ns: int) -> list[Session]:
         """Sessions that may be verified, now or behind what they have in flight."""
@@ -266,21 +260,14 @@ class TargetLane:
             widths: [S] nodes that one step of the session's draft expands of it.
             by_model: [S] whether that is a model; asked where other sources grow too. None: all are.
         """
-        found = self.candidates(sessions)
-        leaves = open_leaves(found, by_model)
-        counts = np.diff(found.starts)
-        hit, price = self.misses.hit, self.pace.rate(len(sessions)) * self._row_ns
-        most = self._most(sessions)
-        sums, displaced = next_level(
-            found, leaves, widths=np.asarray(widths, dtype=np.float64), most=most, hit=hit, price=price
+        return level_leaves(
+            self.candidates(sessions),
+            by_model,
+            widths=np.asarray(widths, dtype=np.float64),
+            most=self._most(sessions),
+            hit=self.misses.hit,
+            price=self.pace.rate(len(sessions)) * self._row_ns,
         )
-        has_tree = counts > 0
-        if leaves.root_shares is not None:
-            # Below these roots others have grown, and the model has not: it begins anew there.
-            anew = has_tree & (most > 0) & (leaves.root_shares > 0)
-            sums[anew] = leaves.root_shares[anew] * np.maximum(1.0 - displaced[anew] / hit, 0.0)
-            has_tree &= leaves.root_shares == 0
-        return Leaves(values=sums, has_tree=has_tree)
 
     def _most(self, sessions: Sequence[Session]) -> Ints:
         """[S] nodes that a session may send."""
@@ -312,9 +299,10 @@ class TargetLane:
 
     def _with_fixed_trees(self, sessions: Sequence[Session], offered: Ints, counts: Ints) -> Ints:
         """A fixed tree is what sync mode is for: it is submitted whole as long as the step has room for it."""
-        fixed = np.flatnonzero(self.group(sessions).is_sync).tolist()
-        if not fixed:
+        group = self.group(sessions)
+        if not group.has_sync:
             return counts
+        fixed = np.flatnonzero(group.is_sync).tolist()
         counts = counts.copy()
         room = self.limits.max_step_tokens - len(sessions) - int(counts.sum())
         for place in fixed:
@@ -332,7 +320,8 @@ class TargetLane:
         submissions = Submissions(
             session_ids=group.ids,
             epochs=[session.target_epoch for session in sessions],
-            lengths=[len(session.token_ids) for session in sessions],
+            # Their lists may be shorter: tokens are appended when this has left (`VerifyLoop`).
+            lengths=group.states.length[group.rows].tolist() if sessions else [],
             trees=trees,
             # A tree that was chosen all the same is a tree as any other.
             resident=(resident_flags(sessions) & (trees.counts == 0)).tolist() if self.one_graph else (),

@@ -1,21 +1,15 @@
-"""The coordinator's ends of the worker streams: messages to protocol buffers and back, reader and writer apart.
-
-A link owns one long-lived bidirectional stream. Two ends that both write before they read would block each other, so
-on every link one task reads and one writes.
-"""
+"""The coordinator's ends of the worker streams: messages to protocol buffers and back."""
 
 import asyncio
-import contextlib
 import itertools
-import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import grpc
-import grpc.aio
+import numpy as np
 from google.protobuf.message import Message
 
-from outrider import rpc, tracing
+from outrider import tracing
 from outrider.coordinator.answers import check_report, check_verification, verified_counts
 from outrider.coordinator.firing import Latency
 from outrider.coordinator.growth import growth_batch
@@ -30,10 +24,12 @@ from outrider.coordinator.messages import (
     VerifyResult,
 )
 from outrider.coordinator.one_graph_answers import RESIDENT, counted_apart, expected_counts
+from outrider.coordinator.parts import Parts
 from outrider.coordinator.resident import resident_growth
 from outrider.coordinator.successor import Successor
 from outrider.coordinator.trees import Submissions
 from outrider.coordinator.verdicts import Verdicts
+from outrider.coordinator.worker_link import WorkerLink
 from outrider.draft_distribution import pack_distributions
 from outrider.errors import WorkerUnavailable
 from outrider.growth_source import ALL_SOURCES, sources_to_proto
@@ -41,8 +37,6 @@ from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from outrider.wire import floats_from_bytes, floats_to_bytes, tokens_to_bytes
-
-logger = logging.getLogger(__name__)
 
 _MODES = {
     SpeculationMode.ASYNC: common_pb2.SPECULATION_MODE_ASYNC,
@@ -80,86 +74,6 @@ def opening_to_proto(opening: SessionOpening) -> common_pb2.SessionOpen:
     )
 
 
-class _Link:
-    """What both links share: the channel, the two tasks, and one notice when the stream is lost."""
-
-    def __init__(self, address: str, *, tls: TlsConfig | None, role: Role, on_lost: Callable[[str], None]) -> None:
-        self.address = address
-        # Whatever answers at the address that a worker named has to prove that it is one.
-        self._channel = rpc.open_channel(address, tls=tls, peer=role)
-        self._on_lost = on_lost
-        self._tasks: list[asyncio.Task[None]] = []
-        self._outgoing_ready = asyncio.Event()
-        self.is_lost = False
-
-    def _start(self, call: "grpc.aio.StreamStreamCall") -> None:
-        self._call = call
-        for work in (self._read(), self._write()):
-            self._tasks.append(asyncio.create_task(self._guard(work)))
-
-    async def _guard(self, work: Coroutine[None, None, None]) -> None:
-        try:
-            await work
-            reason = "the worker closed the stream"
-        except grpc.aio.AioRpcError as error:
-            reason = f"{error.code().name}: {error.details()}"
-        except asyncio.InvalidStateError as error:
-            reason = str(error)
-        except (ValueError, IndexError) as error:
-            reason = f"the worker sent a message that cannot be used: {error}"
-        except Exception as error:
-            # Whatever it is, whoever waits on this link has to hear of it.
-            logger.exception("the stream to %s failed", self.address)
-            reason = f"{type(error).__name__}: {error}"
-        self._lose(reason)
-
-    def _lose(self, reason: str) -> None:
-        if not self.is_lost:
-            self.is_lost = True
-            self._fail(reason)
-            self._on_lost(reason)
-
-    def _fail(self, reason: str) -> None:
-        """Answers whoever waits on this link."""
-
-    async def _read(self) -> None:
-        raise NotImplementedError
-
-    async def _write(self) -> None:
-        while True:
-            await self._outgoing_ready.wait()
-            self._outgoing_ready.clear()
-            for message in self._take_outgoing():
-                await self._call.write(message)
-
-    def _take_outgoing(self) -> Sequence[object]:
-        raise NotImplementedError
-
-    async def ready(self, *, timeout_s: float) -> None:
-        """Waits until the worker answers.
-
-        Raises:
-            WorkerUnavailable: it does not in time.
-        """
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._channel.channel_ready()
-        except TimeoutError as error:
-            raise WorkerUnavailable(f"{self.address} did not answer within {timeout_s:g} s") from error
-
-    async def close(self) -> None:
-        """Ends the stream; the worker closes the sessions that came over it."""
-        self.is_lost = True
-        for task in self._tasks:
-            task.cancel()
-        self._call.cancel()
-        for task in self._tasks:
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-        self._fail("the link was closed")
-        await self._channel.close(None)
-
-
 def _check_readable(message: Message | None) -> None:
     # What gRPC gives in place of a message that it could not read.
     if message is None:
@@ -174,7 +88,7 @@ class _Waiting(NamedTuple):
     is_successor: bool
 
 
-class TargetLink(_Link):
+class TargetLink(WorkerLink):
     """The stream to one target worker.
 
     Args:
@@ -198,6 +112,8 @@ class TargetLink(_Link):
         """Batches by step."""
         self._resident_steps: set[int] = set()
         self._outgoing: list[target_pb2.VerifyRequest] = []
+        self.on_result: Callable[[], None] | None = None
+        """Called when a batch has been answered, before anything else is done."""
         self.load = common_pb2.WorkerLoad()
         metadata = tracing.stream_metadata("target", address)
         self._start(target_pb2_grpc.TargetServiceStub(self._channel).Verify(metadata=metadata))
@@ -222,7 +138,7 @@ class TargetLink(_Link):
             self._resident_steps.add(self._step + 1)
             counts = zip(submissions.resident, node_counts, strict=True)
             node_counts = [RESIDENT if resident else count for resident, count in counts]
-        return self._send_batch(batch, node_counts, openings)
+        return self._send_batch(batch, submissions.session_ids, node_counts, openings)
 
     def follow(
         self, successor: Successor, *, openings: Sequence[SessionOpening] = ()
@@ -244,20 +160,27 @@ class TargetLink(_Link):
             max_depths=sent.max_depths.tolist(),
             max_total_nodes=sent.max_total_nodes,
         )
-        return self._send_batch(batch, node_counts, openings)
+        return self._send_batch(batch, successor.group.ids, node_counts, openings, is_successor=True)
 
     def _send_batch(
-        self, batch: target_pb2.TreeBatch, node_counts: Sequence[int], openings: Sequence[SessionOpening]
+        self,
+        batch: target_pb2.TreeBatch,
+        session_ids: Sequence[int],
+        node_counts: Sequence[int],
+        openings: Sequence[SessionOpening],
+        *,
+        is_successor: bool = False,
     ) -> "asyncio.Future[VerifyResult]":
         self._step += 1
         future: asyncio.Future[VerifyResult] = asyncio.get_running_loop().create_future()
         if self.is_lost:
             future.set_exception(WorkerUnavailable("the target worker's stream is lost"))
             return future
-        counts = dict(zip(batch.session_ids, node_counts, strict=True))
-        self._waiting[self._step] = _Waiting(future, counts, is_successor=batch.follows > 0)
         opens = [opening_to_proto(opening) for opening in openings]
         self._send(target_pb2.VerifyRequest(step=self._step, opens=opens, trees=batch))
+        self._flush()
+        counts = dict(zip(session_ids, node_counts, strict=True))
+        self._waiting[self._step] = _Waiting(future, counts, is_successor)
         return future
 
     def close_session(self, session_id: int, epoch: int) -> None:
@@ -293,6 +216,8 @@ class TargetLink(_Link):
                 future.set_result(counted_apart(result, drafted))
             # Only now: whatever is wrong with an answer, whoever waits for it hears of it as the link ends.
             del self._waiting[response.step]
+            if self.on_result is not None:
+                self.on_result()
 
     def _fail(self, reason: str) -> None:
         waiting, self._waiting = self._waiting, {}
@@ -318,8 +243,8 @@ def _verify_result(
     verdicts = Verdicts(
         session_ids=list(response.session_ids),
         epochs=list(response.epochs),
-        accepted=_split(list(response.accepted_nodes), list(response.accepted_counts)),
-        token_ids=_split(list(response.tokens), list(response.token_counts)),
+        accepted=_parts(response.accepted_nodes, response.accepted_counts),
+        token_ids=_parts(response.tokens, response.token_counts),
         deferred=deferred,
         faults=faults,
         logprobs=logprobs,
@@ -337,10 +262,8 @@ def _verify_result(
     )
 
 
-def _split(values: Sequence[int], counts: Sequence[int]) -> list[Sequence[int]]:
-    """The first so many, the next so many, ..."""
-    ends = list(itertools.accumulate(counts))
-    return [values[end - count : end] for end, count in zip(ends, counts, strict=True)]
+def _parts(values: Sequence[int], counts: Sequence[int]) -> Parts:
+    return Parts(list(values), np.array(counts, dtype=np.int64))
 
 
 def _faults(response: target_pb2.VerifyResponse) -> list[SessionFault | None]:
@@ -365,7 +288,7 @@ def _logprobs(entry: target_pb2.Logprobs) -> TokenLogprobs:
     return TokenLogprobs(token_logprobs=token_logprobs, top_token_ids=rows or [[]] * count, top_logprobs=top)
 
 
-class DraftLink(_Link):
+class DraftLink(WorkerLink):
     """The stream to one draft worker. Nothing sent here is ever waited for.
 
     Growth that no target would take ends the stream: a broken draft costs its own sessions their speed, not their
@@ -403,13 +326,14 @@ class DraftLink(_Link):
         self._commands().opens.append(opening_to_proto(opening))
 
     def commit(self, commits: Commits) -> None:
-        """Tells the worker what was committed. Commits made together leave as one message."""
+        """Tells the worker what was committed, now; what was to be sent before leaves with it."""
         batch = self._commands().commits
         batch.session_ids.extend(commits.session_ids)
         batch.epochs.extend(commits.epochs)
         batch.positions.extend(commits.positions)
         batch.token_counts.extend(map(len, commits.token_ids))
         batch.tokens.extend(itertools.chain.from_iterable(commits.token_ids))
+        self._flush()
 
     def close_session(self, session_id: int, epoch: int) -> None:
         """Frees a session at the worker."""

@@ -18,7 +18,7 @@ from outrider.coordinator.metrics_counts import ServingCounts
 from outrider.coordinator.mirror import TreeMirror
 from outrider.coordinator.registered_worker import RegisteredWorker
 from outrider.coordinator.scheduler import Scheduler
-from outrider.coordinator.verify_loop import Totals
+from outrider.coordinator.totals import Totals
 from outrider.growth_source import GrowthSource
 from outrider.metrics.families import Families, registry_of
 from outrider.v1 import generation_pb2, registry_pb2

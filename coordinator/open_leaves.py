@@ -1,6 +1,7 @@
 """Where a draft's next level would hang, and how much of it would be new, when several sources grow the same trees."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -8,10 +9,23 @@ import numpy.typing as npt
 
 from outrider.compiled import IS_COMPILED
 from outrider.coordinator.candidates import Candidates
-from outrider.coordinator.choice_kernels import level_values
+from outrider.coordinator.choice_kernels import level_values, whole_level_values
 from outrider.coordinator.forest import Floats
 from outrider.coordinator.mirror import TreeMirror
 from outrider.coordinator.rows import Ints
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaves:
+    """What the next level of S sessions would hang from.
+
+    Attributes:
+        values: [S] path values of the leaves, less what the level's rows would cost; 0 where none may follow.
+        has_tree: [S] whether anything is known below the root.
+    """
+
+    values: npt.NDArray[np.float64]
+    has_tree: npt.NDArray[np.bool_]
 
 
 class OpenLeaves(NamedTuple):
@@ -56,6 +70,16 @@ def open_leaves(found: Candidates, by_model: Sequence[bool] | npt.NDArray[np.boo
     return OpenLeaves(found.values[kept], found.places[kept], shares[kept], root_shares)
 
 
+def whole_next_level(found: Candidates, *, widths: Floats, most: Ints, hit: float, price: float) -> Floats | None:
+    """The first of `next_level` where only models grow; None where that is not so, or nothing is compiled."""
+    if not IS_COMPILED or found.chains:
+        return None
+    forest = next((mirror.forest for mirror in found.mirrors if isinstance(mirror, TreeMirror)), None)
+    if forest is None or forest.mix.is_active:
+        return None
+    return whole_level_values(found.values, found.is_leaf, found.starts, widths, most, hit, price)
+
+
 def next_level(
     found: Candidates, leaves: OpenLeaves, *, widths: Floats, most: Ints, hit: float, price: float
 ) -> tuple[Floats, Floats]:
@@ -85,3 +109,27 @@ def next_level(
     sums = np.bincount(places, weights=net, minlength=len(counts)).astype(np.float64)
     sums[(counts == 0) & (most > 0)] = max(1.0 - price / hit, 0.0)
     return sums, displaced
+
+
+def level_leaves(
+    found: Candidates,
+    by_model: Sequence[bool] | npt.NDArray[np.bool_] | None,
+    *,
+    widths: Floats,
+    most: Ints,
+    hit: float,
+    price: float,
+) -> Leaves:
+    """The leaves that the next level of each session will hang from; as of `open_leaves` and `next_level`."""
+    has_tree = found.starts[1:] > found.starts[:-1]
+    whole = whole_next_level(found, widths=widths, most=most, hit=hit, price=price)
+    if whole is not None:
+        return Leaves(values=whole, has_tree=has_tree)
+    leaves = open_leaves(found, by_model)
+    sums, displaced = next_level(found, leaves, widths=widths, most=most, hit=hit, price=price)
+    if leaves.root_shares is not None:
+        # Below these roots others have grown, and the model has not: it begins anew there.
+        anew = has_tree & (most > 0) & (leaves.root_shares > 0)
+        sums[anew] = leaves.root_shares[anew] * np.maximum(1.0 - displaced[anew] / hit, 0.0)
+        has_tree &= leaves.root_shares == 0
+    return Leaves(values=sums, has_tree=has_tree)

@@ -28,7 +28,8 @@ from outrider.coordinator.shared_places import SharedPlaces
 from outrider.coordinator.source_mix import by_source
 from outrider.coordinator.targets import Targets
 from outrider.coordinator.text_stream import TextStream
-from outrider.coordinator.verify_loop import Totals, VerifyLoop
+from outrider.coordinator.totals import Totals
+from outrider.coordinator.verify_loop import VerifyLoop
 from outrider.coordinator.warm_up import warm_up
 from outrider.coordinator.weights_gate import WeightsGate
 from outrider.errors import (

@@ -13,7 +13,7 @@ from outrider.coordinator.shared_places import SharedPlaces
 from outrider.errors import FieldViolation, InvalidRequest, Overloaded, WeightsReplaced, WorkerUnavailable
 
 if TYPE_CHECKING:
-    from outrider.coordinator.verify_loop import Totals
+    from outrider.coordinator.totals import Totals
 
 logger = logging.getLogger(__name__)
 

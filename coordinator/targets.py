@@ -82,6 +82,8 @@ class Targets:
         lane = self._lanes.pop(worker_id, None)
         if lane is None:
             return None
+        # A result that comes before the loop has ended is nobody's.
+        lane.link.on_result = None
         loop = self._loops.pop(worker_id)
         if loop is not asyncio.current_task():
             loop.cancel()

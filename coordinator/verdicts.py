@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import overload
 
 from outrider.coordinator.messages import SessionFault, SessionVerdict, TokenLogprobs
+from outrider.coordinator.parts import Parts
 
 
 class Verdicts(Sequence[SessionVerdict]):
@@ -36,13 +37,13 @@ class Verdicts(Sequence[SessionVerdict]):
         cached_tokens: Sequence[int] = (),
     ) -> None:
         self.session_ids, self.epochs = session_ids, epochs
-        self.accepted, self.token_ids = accepted, token_ids
         self.deferred, self.faults, self.logprobs = deferred, faults, logprobs
         self.cached_tokens = cached_tokens
         given = [epochs, accepted, token_ids, *filter(None, (deferred, faults, logprobs, cached_tokens))]
         if any(len(column) != len(session_ids) for column in given):
             lengths = ", ".join(str(len(column)) for column in given)
             raise ValueError(f"columns of {lengths} entries given for {len(session_ids)} sessions")
+        self.accepted, self.token_ids = Parts.of(accepted), Parts.of(token_ids)
 
     @classmethod
     def of(cls, verdicts: Sequence[SessionVerdict]) -> "Verdicts":

@@ -1,6 +1,7 @@
 """One target's rounds.
 
-    results in -> commit -> who may run -> hold while growth is worth it -> choose nodes -> batch out -> deltas out
+    results in -> commit -> who may run -> hold while growth is worth it -> choose nodes -> batch out
+                                                                        -> drafts hear -> deltas out
 
 A batch may also leave ahead of the result before it (`Way.AHEAD`): then it is held until that result is near, and what
 of it is verified turns out with the commit.
@@ -13,17 +14,25 @@ import asyncio
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
 from outrider import collector
+from outrider.compiled import entries
 from outrider.coordinator import clock
 from outrider.coordinator.chosen_wait import ChosenWait
-from outrider.coordinator.commits import Answered, Committed, commit, tell_drafts, whole_answer
+from outrider.coordinator.commit_kernels import count_misses
+from outrider.coordinator.commits import (
+    Answered,
+    Committed,
+    commit,
+    commit_trees,
+    take_tokens,
+    tell_drafts,
+    whole_answer,
+)
 from outrider.coordinator.config import CoordinatorConfig
-from outrider.coordinator.draft_demand import DraftDemand
 from outrider.coordinator.draft_peer import DraftPeer
 from outrider.coordinator.firing import patience_ns
 from outrider.coordinator.lane import TargetLane
@@ -34,13 +43,13 @@ from outrider.coordinator.messages import (
     SessionVerdict,
     VerifyResult,
 )
-from outrider.coordinator.metrics_counts import ServingCounts
 from outrider.coordinator.one_graph import credit, is_resident
 from outrider.coordinator.outlooks import outlooks
 from outrider.coordinator.resident import graft_resident
 from outrider.coordinator.rounds import Step, Way
 from outrider.coordinator.session import Session
 from outrider.coordinator.sync_wait import SyncWait
+from outrider.coordinator.totals import Totals
 from outrider.coordinator.trees import Tree
 from outrider.coordinator.verdicts import Verdicts
 from outrider.errors import WorkerUnavailable
@@ -50,35 +59,6 @@ _DEFERRED_PAUSE_NS = 5_000_000
 # Sessions whose clients hear before the event loop looks for results and growth again: some 40 us each.
 _DELIVERED_AT_ONCE = 8
 _UNANSWERED = SessionFault(kind=FaultKind.LOST, message="the target left it out of its answer")
-
-
-@dataclass(kw_only=True)
-class Totals:
-    """Counters since start."""
-
-    requests: int = 0
-    emitted_tokens: int = 0
-    verify_steps: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    dropped_nodes: int = 0
-    steps: int = 0
-    demand: DraftDemand = field(default_factory=DraftDemand)
-    serving: ServingCounts = field(default_factory=ServingCounts)
-
-    def note_nodes(self, committed: Committed) -> None:
-        """Counts what was verified, with the commit: so are the sources, and a model's share is what they leave."""
-        self.drafted_tokens += int(committed.nodes.sum())
-        self.accepted_tokens += int(committed.accepted.sum())
-
-    def note_round(self, committed: Committed) -> int:
-        """Counts the rest of a step's result; returns the tokens that were emitted."""
-        emitted = int(committed.emitted.sum())
-        self.verify_steps += len(committed.sessions)
-        self.emitted_tokens += emitted
-        self.steps += 1
-        self.serving.note_round(committed)
-        return emitted
 
 
 class SessionOwner(Protocol):
@@ -113,75 +93,132 @@ class VerifyLoop:
         self._free_since_ns: int | None = None
         self._chosen_wait = ChosenWait()
         self._undelivered: OrderedDict[int, Session] = OrderedDict()
+        self._untold: list[Committed] = []
+        """Commits of which drafts, counters and clients are still to hear."""
         self._uncounted: list[Committed] = []
+        self._has_fired = False
+        self._error: Exception | None = None
+        """What went wrong with a result that was taken at once."""
 
     async def run(self) -> None:
         """Rounds for ever, until the target is lost."""
         lane = self.lane
+        lane.link.on_result = self._take_at_once
         try:
             while True:
+                if self._error is not None:
+                    raise self._error
+                if self._has_fired:
+                    self._has_fired = False
+                    await self._after_batch()
+                    continue
                 if lane.flights and (lane.is_full or lane.flights[0].result.done()):
-                    result = await lane.flights[0].result
-                    self._apply(result)
+                    await self._take_next()
                     continue
                 now_ns = clock.now_ns()
-                sessions = self._ready(now_ns)
+                sessions, hold_s = self._fire_if_due(now_ns)
                 if not sessions:
                     # Nobody waits for it now, and there may be no further batch for long.
                     self._learn()
-                hold_s = self._hold_s(sessions, now_ns)
                 if hold_s:
-                    self._chosen_wait.hold(now_ns, hold_s)
-                    if lane.flights:
-                        # The target is busy: there is time.
-                        self._learn()
-                    # Growth, a result, a session that comes or rests no more: all of them end the wait.
-                    if self._undelivered:
-                        await self._deliver(until_ns=now_ns + hold_s * 1e9)
-                    elif sessions and lane.goes_ahead:
-                        await self._until_due(now_ns + hold_s * 1e9)
-                    else:
-                        await lane.change(timeout_s=hold_s)
-                    continue
-                self._fire(sessions, held_ns=self._chosen_wait.end(now_ns))
-                # The batch is written to its stream before anything is learned, or told to clients, of the last one.
-                await asyncio.sleep(0)
-                self._learn()
-                await self._deliver()
-                if lane.flights and not lane.flights[0].result.done():
-                    collector.between_rounds()
+                    await self._hold(sessions, now_ns, hold_s)
         except WorkerUnavailable as error:
             self._owner.remove_target(lane.worker_id, str(error))
         finally:
+            lane.link.on_result = None
             # Of a loop that ends while it holds a batch.
+            self._tell()
             self._learn()
+
+    async def _take_next(self) -> None:
+        """Waits for the next result, and applies it unless that has been done at once."""
+        self._tell()
+        flights = self.lane.flights
+        flight = flights[0]
+        result = await flight.result
+        if flights and flights[0] is flight:
+            self._apply(result)
+
+    def _take_at_once(self) -> None:
+        """A result is in: it is applied, and the next batch sent if it is due, in the same turn of the event loop.
+
+        Its next turns belong to whatever else has come, growth above all; the target has nothing to do meanwhile.
+        """
+        lane = self.lane
+        if self._error is not None or not lane.flights or not lane.flights[0].result.done():
+            return
+        try:
+            self._learn()
+            self._apply(lane.flights[0].result.result())
+            if not lane.is_full:
+                self._fire_if_due(clock.now_ns())
+            else:
+                self._tell()
+        except Exception as error:  # noqa: BLE001 - the loop ends of it, not the link
+            self._error = error
+        lane.notify()
+
+    async def _hold(self, sessions: Sequence[Session], now_ns: int, hold_s: float) -> None:
+        """Growth, a result, a session that comes or rests no more: all of them end the wait."""
+        self._chosen_wait.hold(now_ns, hold_s)
+        if self.lane.flights:
+            # The target is busy: there is time.
+            self._learn()
+        if self._undelivered:
+            await self._deliver(until_ns=now_ns + hold_s * 1e9)
+        elif sessions and self.lane.goes_ahead:
+            await self._until_due(now_ns + hold_s * 1e9)
+        else:
+            await self.lane.change(timeout_s=hold_s)
+
+    async def _after_batch(self) -> None:
+        """What has time until the batch is answered: the batch is written to its stream before."""
+        await asyncio.sleep(0)
+        self._learn()
+        await self._deliver()
+        if self.lane.flights and not self.lane.flights[0].result.done():
+            collector.between_rounds()
 
     # ------------------------------------------------------------------------------------------------ when, who, what
 
     def _ready(self, now_ns: int) -> Sequence[Session]:
         """The next batch's sessions: while others can run, those whose fixed tree is still growing stay out of it."""
         sessions = self.lane.next_group(now_ns)
-        if not self.lane.group(sessions).is_sync.any():
+        if not self.lane.group(sessions).has_sync:
             return sessions
         return [session for session in sessions if self._sync_wait.left_ns(session, now_ns) <= 0] or sessions
 
     def _hold_s(self, sessions: Sequence[Session], now_ns: int) -> float:
         """How long the batch is held before the question is asked again: 0 is to fire."""
         # Asked anew after every wait: an event loop's timers may be a millisecond early, and then it goes on resting.
-        rest_left_ns = self.lane.rest_left_ns(now_ns)
         if not sessions:
             self._free_since_ns = None
-            return rest_left_ns / 1e9
+            return self.lane.rest_left_ns(now_ns) / 1e9
         if self._free_since_ns is None:
             self._free_since_ns = now_ns
         patience_ns = self.patience_ns(sessions, waited_ns=now_ns - self._free_since_ns)
-        return min(max(self.lane.lead_ns(now_ns), patience_ns, 0.0), rest_left_ns) / 1e9
+        held_ns = max(self.lane.lead_ns(now_ns), patience_ns, 0.0)
+        return min(held_ns, self.lane.rest_left_ns(now_ns)) / 1e9 if held_ns else 0.0
 
     async def _until_due(self, due_ns: float) -> None:
         """Holds a batch that goes ahead: of all that comes meanwhile only the result before it changes anything."""
         flights = self.lane.flights
-        while (left_ns := due_ns - clock.now_ns()) > 0 and flights and not flights[0].result.done():
+        before = flights[0]
+        while (
+            (left_ns := due_ns - clock.now_ns()) > 0 and flights and flights[0] is before and not before.result.done()
+        ):
             await self.lane.change(timeout_s=left_ns / 1e9)
+
+    def _fire_if_due(self, now_ns: int) -> tuple[Sequence[Session], float]:
+        """Sends the next batch if nothing is waited for; its sessions, and for how long it is held (0: it was sent)."""
+        try:
+            sessions = self._ready(now_ns)
+            hold_s = self._hold_s(sessions, now_ns)
+            if not hold_s:
+                self._fire(sessions, held_ns=self._chosen_wait.end(now_ns))
+        finally:
+            self._tell()
+        return sessions, hold_s
 
     def _fire(self, sessions: Sequence[Session], *, held_ns: int) -> None:
         if self.lane.goes_ahead:
@@ -191,9 +228,10 @@ class VerifyLoop:
             flight = self.lane.submit(sessions, self.choose(sessions), waited_ns=waited_ns)
         flight.held_ns = held_ns
         flight.result.add_done_callback(self._note_result)
-        if self.lane.group(sessions).is_sync.any():
+        if flight.group.has_sync:
             self._sync_wait.note_fired(sessions, clock.now_ns())
         self._free_since_ns = None
+        self._has_fired = True
 
     def _note_result(self, result: "asyncio.Future[VerifyResult]") -> None:
         if not result.cancelled():
@@ -211,7 +249,7 @@ class VerifyLoop:
         """How long the free target should wait for these sessions' drafts; 0 is not at all."""
         lane = self.lane
         group = lane.group(sessions)
-        if group.is_sync.all():
+        if group.has_sync and group.is_sync.all():
             now_ns = clock.now_ns()
             return max(self._sync_wait.left_ns(session, now_ns) for session in sessions)
         if lane.one_graph:
@@ -231,24 +269,43 @@ class VerifyLoop:
     # --------------------------------------------------------------------------------------------------------- commits
 
     def _apply(self, result: VerifyResult) -> None:
-        """Commits a step's verdicts: what the next batch waits for. It is counted, and told to clients, later."""
+        """Commits a step's verdicts: what the next batch waits for. It is told and counted when that has left."""
         step = Step(self.lane.flights.popleft(), result, clock.now_ns())
         # What a batch was held while the target was busy anyway is not counted.
         self._free_since_ns = None
         self._chosen_wait.end(step.result_ns)
         answered = whole_answer(step) or self._answered(step)
-        committed = commit(step, answered)
+        is_looked_at = self._is_looked_at(result)
+        committed = commit(step, answered) if is_looked_at else commit_trees(step, answered)
         if result.resident:
             credit(committed, result.resident)
-        self._owner.totals.note_nodes(committed)
-        tell_drafts(committed, self._drafts)
         self._note_misses(committed)
-        self._go_on(committed)
+        self._untold.append(committed)
+        if is_looked_at or committed.is_watched or not committed.is_on.all():
+            # Whoever comes in the place of sessions that have ended may be in the next batch.
+            self._tell()
         self.lane.begin_next(step)
         if result.growth is not None:
             self._graft(result.growth)
         self._uncounted.append(committed)
         self.lane.applied_result_ns = step.result_ns
+
+    def _is_looked_at(self, result: VerifyResult) -> bool:
+        """Whether sessions' tokens are asked for before the next batch leaves: how many they are, or which."""
+        lane = self.lane
+        return bool(lane.flights or lane.suspects or lane.one_graph) or result.growth is not None
+
+    def _tell(self) -> None:
+        """Drafts hear of commits, sessions have their tokens, clients are to hear; who has ended goes.
+
+        In the turn of the event loop in which they were applied: as soon as the next batch has left, or is held.
+        """
+        untold, self._untold = self._untold, []
+        for committed in untold:
+            tell_drafts(committed, self._drafts)
+            take_tokens(committed)
+            self._owner.totals.note_nodes(committed)
+            self._go_on(committed)
 
     def _answered(self, step: Step) -> Answered:
         """Whom a step gave tokens to; sessions without are seen to."""
@@ -287,11 +344,10 @@ class VerifyLoop:
 
     def _note_misses(self, committed: Committed) -> None:
         """How the rounds of sessions ended that drafts run ahead of."""
-        ran = committed.is_on & committed.is_drafted & committed.group.is_async
-        missed, with_tree = ran & ~committed.is_covered, ran & (committed.nodes > 0)
-        rounds, misses, tree_rounds = (int(np.count_nonzero(which)) for which in (ran, missed, with_tree))
-        tokens = int(committed.emitted[ran].sum())
-        wrong, tree_misses = (int(np.count_nonzero(missed & which)) for which in (committed.is_wrong, with_tree))
+        own = committed
+        who = own.is_on, own.is_drafted, own.group.is_async, own.is_covered, own.is_wrong
+        columns = map(entries, (*who, own.nodes, own.emitted))
+        rounds, tokens, misses, wrong, tree_rounds, tree_misses = count_misses(*columns)
         self.lane.misses.observe_many(
             rounds, tokens=tokens, misses=misses, tree_rounds=tree_rounds, tree_misses=tree_misses
         )
@@ -312,9 +368,10 @@ class VerifyLoop:
             finished = []
         self._undelivered.update((session.session_id, session) for session in sessions)
         self._owner.note_progress(sessions)
-        for session in sessions:
-            if session.tap is not None:
-                session.tap.note_moved()
+        if committed.is_watched:
+            for session in sessions:
+                if session.tap is not None:
+                    session.tap.note_moved()
         for session in finished:
             session.deliver()
         for session in finished:
@@ -339,12 +396,16 @@ class VerifyLoop:
     async def _deliver(self, until_ns: float = math.inf) -> None:
         """Lets the clients have what was committed since the last time: a few at a time, behind results and growth."""
         waiting, flights = self._undelivered, self.lane.flights
+        first = flights[0] if flights else None
         while waiting:
             for _ in range(min(len(waiting), _DELIVERED_AT_ONCE)):
                 _, session = waiting.popitem(last=False)
                 session.deliver()
             await asyncio.sleep(0)
-            if (flights and flights[0].result.done()) or clock.now_ns() >= until_ns:
+            # A result that is in, or was taken at once: there is a batch to be sent, or to be held anew.
+            if first is not (flights[0] if flights else None) or (first is not None and first.result.done()):
+                break
+            if clock.now_ns() >= until_ns:
                 break
 
 

@@ -12,13 +12,15 @@ import time
 import numpy as np
 
 from outrider.compiled import IS_COMPILED
+from outrider.coordinator.answer_kernels import is_usual
 from outrider.coordinator.candidates import candidates
+from outrider.coordinator.commit_kernels import Told, all_go_on, count_misses, note_commits
 from outrider.coordinator.cost_model import StepCost
 from outrider.coordinator.forest import Forest, Moves
 from outrider.coordinator.growth_kernels import count_expanded, note_known
 from outrider.coordinator.messages import Growth, GrowthBatch
 from outrider.coordinator.mirror import TreeMirror, graft, move_roots
-from outrider.coordinator.open_leaves import next_level, open_leaves
+from outrider.coordinator.open_leaves import next_level, open_leaves, whole_next_level
 from outrider.coordinator.selection import choose_counts
 
 logger = logging.getLogger(__name__)
@@ -36,10 +38,16 @@ def warm_up() -> None:
         session_id=1, epoch=1, as_of=1, node_ids=(1, 2), parents=(0, 1), tokens=(2, 3), acceptance=(0.5, 0.5)
     )
     batch, states = GrowthBatch.of([growth]), forest.rows
+    is_usual(most, most, most, most, most, most, 1, 2)
+    yes = np.array([True])
+    all_go_on(most, most, most, most)
+    note_commits(Told(*np.zeros((4, 1), np.int64)), most * 0, yes, most, most, most * 0, most, 1)
+    count_misses(yes, yes, yes, yes, yes, most, most)
     count_expanded(batch.parents, np.array(batch.node_counts))
     note_known(most, most, states.unanswered, states.length, states.was_drafted, np.array([0]))
     graft("warm-up", batch, [mirror])
     found = candidates([mirror], most=[2], deepest=[2])
+    whole_next_level(found, widths=np.ones(1), most=most, hit=0.5, price=0.0)
     next_level(found, open_leaves(found, None), widths=np.ones(1), most=most, hit=0.5, price=0.0)
     choose_counts(found.values, found.places, sessions=1, cost_ns=StepCost().predict_many_ns, max_rows=4)
     trees = found.trees(most)

@@ -1,8 +1,11 @@
 """Workers' answers that must not be used; each brought a coordinator into trouble before it was refused."""
 
+import random
+
 import numpy as np
 import pytest
 
+from outrider.coordinator import answers
 from outrider.coordinator.answers import check_report, check_verification, usable_acceptance
 from outrider.v1 import common_pb2, target_pb2
 
@@ -67,6 +70,39 @@ def test_what_a_target_says_is_taken():
 def test_what_no_target_says_is_refused(changes):
     with pytest.raises(ValueError, match=r"needed|given|reported|twice|at most|there is not"):
         check(answer(**changes))
+
+
+def test_what_passes_at_once_would_pass_entry_by_entry(monkeypatch):
+    """Answers by dice, right or wrong in one number: where nothing is wrong, and nobody left out, it passes at once."""
+    usual = answers._is_usual
+    monkeypatch.setattr(answers, "IS_COMPILED", False)
+    dice, passed = random.Random(5), 0
+    for _ in range(3000):
+        counts = [dice.randrange(1, 4) for _ in range(dice.randrange(1, 5))]
+        columns = {
+            "session_ids": list(range(1, len(counts) + 1)),
+            "outcomes": [target_pb2.OUTCOME_ACCEPTED] * len(counts),
+            "token_counts": counts,
+            "accepted_counts": [count - dice.choice((0, 1)) for count in counts],
+            "tokens": [dice.randrange(9) for _ in range(sum(counts))],
+        }
+        columns["accepted_nodes"] = [node + 1 for count in columns["accepted_counts"] for node in range(count)]
+        if (wrong := columns[dice.choice(list(columns))]) and dice.random() < 0.7:
+            wrong[dice.randrange(len(wrong))] += dice.choice((-1, 1))
+        asked = {session_id: dice.randrange(2, 5) for session_id in range(1, len(counts) + 1)}
+        try:
+            response = target_pb2.VerifyResponse(**columns)
+        except ValueError:
+            continue
+        try:
+            check_verification(response, asked, vocab_size=9)
+            is_right = True
+        except ValueError:
+            is_right = False
+        is_whole = columns["session_ids"] == list(asked) and set(columns["outcomes"]) == {target_pb2.OUTCOME_ACCEPTED}
+        assert usual(response, asked, 9) == (is_right and is_whole)
+        passed += is_right
+    assert 500 < passed < 2500
 
 
 def test_a_long_step_and_a_large_one_are_taken():

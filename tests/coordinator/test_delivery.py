@@ -21,22 +21,32 @@ from outrider.errors import WorkerUnavailable
 from outrider.sampling import SamplingSpec
 from outrider.v1 import registry_pb2, target_pb2
 
+# As many as the coordinator needs to tell all clients of the last step.
+_TURNS_OF_A_STEP = 10
+
 
 class Stream:
     """A target at the other end of the link: a token for everybody, one step after the other."""
 
     def __init__(self, happened: list[str]) -> None:
         self._happened = happened
+        self.happened_by_turn: list[str] = []
+        """Batches written, and who reads answers comes for the next: what is between is one turn of the event loop."""
         self._answers: asyncio.Queue[target_pb2.VerifyResponse] = asyncio.Queue()
 
     async def __aiter__(self) -> AsyncIterator[target_pb2.VerifyResponse]:
         while True:
-            yield await self._answers.get()
+            answer = await self._answers.get()
+            for _ in range(_TURNS_OF_A_STEP):
+                await asyncio.sleep(0)
+            yield answer
+            self.happened_by_turn.append(f"answer {answer.step} is taken")
 
     async def write(self, request: target_pb2.VerifyRequest) -> None:
         if not request.step:
             return
         self._happened.append(f"batch {request.step}")
+        self.happened_by_turn.append(f"batch {request.step}")
         sessions = len(request.trees.session_ids)
         self._answers.put_nowait(
             target_pb2.VerifyResponse(
@@ -62,7 +72,17 @@ class LinkToStream(TargetLink):
 
     def _start(self, call: Any) -> None:
         call.cancel()
-        super()._start(Stream(self._happened))  # pyright: ignore[reportArgumentType]
+        self.stream = Stream(self._happened)
+        super()._start(self.stream)  # pyright: ignore[reportArgumentType]
+
+
+LIMITS = registry_pb2.WorkerLimits(max_sessions=4, max_tree_nodes=8, max_step_tokens=64)
+
+
+def short_request(tokens: int, **options: Any) -> GenerationRequest:
+    return GenerationRequest(
+        request_id="a", prompt_token_ids=(1, 2), sampling=SamplingSpec(max_new_tokens=tokens), **options
+    )
 
 
 async def rounds(monkeypatch: pytest.MonkeyPatch, *, tokens: int, **options: Any) -> list[str]:
@@ -78,11 +98,8 @@ async def rounds(monkeypatch: pytest.MonkeyPatch, *, tokens: int, **options: Any
     monkeypatch.setattr(Generation, "emit", noting)
     link = LinkToStream(happened)
     scheduler = Scheduler(CoordinatorConfig(port=0))
-    limits = registry_pb2.WorkerLimits(max_sessions=4, max_tree_nodes=8, max_step_tokens=64)
-    scheduler.add_target("target", link, limits)
-    request = GenerationRequest(
-        request_id="a", prompt_token_ids=(1, 2), sampling=SamplingSpec(max_new_tokens=tokens), **options
-    )
+    scheduler.add_target("target", link, LIMITS)
+    request = short_request(tokens, **options)
     generation = scheduler.submit(request, [TextStream(None) for _ in range(request.n)])
     async with asyncio.timeout(30):
         [event async for event in generation]
@@ -97,6 +114,43 @@ async def test_clients_hear_after_the_next_batch_is_written(monkeypatch, mode):
     assert happened == [
         "batch 1", "batch 2", "delta 1", "batch 3", "delta 2", "batch 4", "delta 3", "delta 4",
     ]  # fmt: skip
+
+
+async def test_the_next_batch_is_written_in_the_turn_in_which_a_result_is_read():
+    """What else the event loop has to do, growth above all, comes after it."""
+    link, scheduler = LinkToStream([]), Scheduler(CoordinatorConfig(port=0))
+    scheduler.add_target("target", link, LIMITS)
+    generation = scheduler.submit(short_request(3, mode=SpeculationMode.OFF), [TextStream(None)])
+    async with asyncio.timeout(30):
+        [event async for event in generation]
+    await scheduler.stop(WorkerUnavailable("the test is over"))
+    await link.close()
+    assert link.stream.happened_by_turn == [
+        "batch 1", "batch 2", "answer 1 is taken", "batch 3", "answer 2 is taken", "answer 3 is taken",
+    ]  # fmt: skip
+
+
+async def test_a_defect_in_that_turn_ends_the_targets_loop_and_not_its_link():
+    class Broken(VerifyLoop):
+        def choose(self, sessions: Sequence[Session]) -> Sequence[Tree]:
+            if self.lane.steps:
+                raise RuntimeError("a defect")
+            return super().choose(sessions)
+
+    reasons: list[str] = []
+    link, scheduler = LinkToStream([]), Scheduler(CoordinatorConfig(port=0), loop_type=Broken)
+    scheduler.add_target("target", link, LIMITS, on_failure=reasons.append)
+    generation = scheduler.submit(short_request(3, mode=SpeculationMode.OFF), [TextStream(None)])
+    tokens: list[int] = []
+    with pytest.raises(WorkerUnavailable):
+        async for event in generation:
+            assert isinstance(event, TokenDelta)
+            tokens += event.token_ids
+    assert reasons == ["its verify loop failed: a defect"]
+    # What had been committed by then is delivered.
+    assert tokens == [1, 2]
+    assert not link.is_lost
+    await link.close()
 
 
 async def test_the_end_of_a_choice_waits_for_no_batch(monkeypatch):

@@ -13,6 +13,7 @@ from tests.coordinator.committing import Commitment, commit_together
 
 from outrider.compiled import IS_COMPILED
 from outrider.coordinator import (
+    answer_kernels,
     candidate_kernels,
     choice_kernels,
     commit_kernels,
@@ -29,7 +30,7 @@ from outrider.coordinator.cost_model import StepCost
 from outrider.coordinator.forest import Forest
 from outrider.coordinator.messages import Growth, GrowthBatch, SpeculationMode
 from outrider.coordinator.mirror import TreeMirror, graft
-from outrider.coordinator.open_leaves import next_level, open_leaves
+from outrider.coordinator.open_leaves import next_level, open_leaves, whole_next_level
 from outrider.coordinator.selection import choose_counts
 from outrider.coordinator.warm_up import warm_up
 
@@ -85,6 +86,8 @@ class Service:
         self.trees = self.found.trees(counts)
         sums = np.array([self.dice.random() * 8 for _ in most]), np.array(most)
         level = next_level(self.found, open_leaves(self.found, None), widths=sums[0], most=sums[1], hit=0.7, price=0.1)
+        whole = whole_next_level(self.found, widths=sums[0], most=sums[1], hit=0.7, price=0.1)
+        assert (whole is None) != open_leaves_module.IS_COMPILED
         self.cost.observe(self.dice.randrange(1, 300), self.dice.uniform(3e6, 6e6))
         choice = choose_counts(
             self.found.values,
@@ -95,7 +98,13 @@ class Service:
             fair_slowdown=self.dice.choice([1.02, 1.5]),
         )
         asked = np.array([300, 1, 20_000, 17])
-        self.choices = [*level, choice.counts, np.array([choice.emitted]), self.cost.predict_many_ns(asked)]
+        self.choices = [
+            *level,
+            level[0] if whole is None else whole,
+            choice.counts,
+            np.array([choice.emitted]),
+            self.cost.predict_many_ns(asked),
+        ]
         commitments = []
         for own, mirror, tree in zip(self.lists, self.mirrors, self.trees, strict=True):
             if self.dice.random() < 0.1:
@@ -169,7 +178,14 @@ def test_nothing_is_compiled_while_requests_run(mode: SpeculationMode) -> None:
     warm_up()
     loops = [
         loop
-        for module in (candidate_kernels, choice_kernels, commit_kernels, forest_kernels, growth_kernels)
+        for module in (
+            answer_kernels,
+            candidate_kernels,
+            choice_kernels,
+            commit_kernels,
+            forest_kernels,
+            growth_kernels,
+        )
         for loop in vars(module).values()
         if hasattr(loop, "signatures")
     ]

@@ -6,7 +6,15 @@ import pytest
 from tests.coordinator.test_commits import REQUEST, Bench, accepted
 from tests.coordinator.test_text_stream import BYTE_LEVEL
 
-from outrider.coordinator.messages import FinishReason, RoundRecord, SpeculationMode, TokenDelta, TokenLogprobs
+from outrider.coordinator.commits import commit_trees, take_tokens, whole_answer
+from outrider.coordinator.messages import (
+    FinishReason,
+    RoundRecord,
+    SessionVerdict,
+    SpeculationMode,
+    TokenDelta,
+    TokenLogprobs,
+)
 from outrider.coordinator.metrics_counts import ServingCounts
 from outrider.coordinator.session import Session
 from outrider.coordinator.text_stream import TextStream
@@ -53,6 +61,43 @@ def test_what_a_stop_string_cuts_off_counts_nowhere():
         assert (list(delta.token_ids), delta.logprobs) == ([11, 21, 30][:count], logprobs(-1.0, -2.0, -3.0).head(count))
     counts = [(own.verify_steps, own.drafted_tokens, own.accepted_tokens) for own in (whole, cut)]
     assert counts == [(1, 2, 2), (1, 2, 1)]
+
+
+def ends(session: Session) -> SessionVerdict:
+    return accepted(session, [], [2])
+
+
+def goes_on(session: Session) -> SessionVerdict:
+    return accepted(session, [1], [11, 22])
+
+
+@pytest.mark.parametrize(
+    ("request_", "verdict", "waits", "is_on"),
+    [
+        (REQUEST, goes_on, True, True),
+        (REQUEST, ends, False, False),
+        (replace(REQUEST, sampling=replace(REQUEST.sampling, max_new_tokens=2)), goes_on, False, False),
+        (replace(REQUEST, trace=True), goes_on, False, True),
+        (replace(REQUEST, mode=SpeculationMode.SYNC), goes_on, False, True),
+    ],
+)
+def test_tokens_wait_for_the_batch_only_where_nobody_asks_for_them(request_, verdict, waits, is_on):
+    bench = Bench()
+    sessions = [bench.add(), bench.add(request_)]
+    step = bench.answer([goes_on(sessions[0]), verdict(sessions[1])])
+    answered = whole_answer(step)
+    assert answered is not None
+    committed = commit_trees(step, answered)
+    assert committed.is_on.tolist() == [True, is_on]
+    # Trees have moved all the same, and the next batch may be chosen.
+    assert sessions[0].rows.length[sessions[0].row] == 4
+    assert all(session.flight is None for session in sessions)
+    assert [len(session.token_ids) > 2 for session in sessions] == [False, not waits]
+    take_tokens(committed)
+    assert [session.token_ids[2:] for session in sessions] == [list(own) for own in committed.token_ids]
+    counts = [(own.verify_steps, own.drafted_tokens, own.cached_tokens) for own in sessions]
+    assert counts == [(1, 2, 0)] * 2
+    assert list(told(sessions[0]).token_ids) == [11, 22]
 
 
 def test_a_trace_has_the_tree_and_what_it_was_held_for():
