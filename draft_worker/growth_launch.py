@@ -9,7 +9,7 @@ Shapes: R rows whose children are wanted, k children.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -126,11 +126,14 @@ class GrowthLauncher:
         """What is captured before the next step: that runs the program, so no other step may be under way."""
         return None if self._steps is None else self._steps.due
 
-    def warm_up(self, *, step_nodes: int, step_tokens: int, level_nodes: int, sessions: int) -> None:
+    def warm_up(
+        self, *, step_nodes: int, step_tokens: int, level_nodes: int, sessions: int, cuts: Collection[int]
+    ) -> None:
         """Compiles and captures what growth begins with."""
         child_kernels.warm_up()
         if self._steps is not None:
             growth_kernels.warm_up()
+            self._steps.cut(cuts)
             buckets = growth_buckets(
                 self._steps.ladder,
                 step_nodes=step_nodes,

@@ -298,7 +298,8 @@ class RankedChildren:
 
 def mask_words(masks: Sequence[int], words: int) -> npt.NDArray[np.int64]:
     """Masks as int64 words [T, words], bit j little-endian over the words."""
-    return np.frombuffer(_mask_bytes(masks, words), dtype="<i8").reshape(len(masks), words)
+    # A copy may be written to, which torch wants of what it reads.
+    return np.frombuffer(_mask_bytes(masks, words), dtype="<i8").reshape(len(masks), words).copy()
 
 
 def _mask_bytes(masks: Sequence[int], words: int) -> bytes:
