@@ -52,7 +52,7 @@ class QueuedDraft(VirtualDraft):
         times: of its host and device.
 
     Attributes:
-        answers_ns: from when a commit was applied to when growth below its root arrives, where that root had no children.
+        answers_ns: from when a commit was applied to when growth below its root arrived, where that had no children.
         met: commits, by the steps under way when each was applied.
         steps: that were begun.
     """

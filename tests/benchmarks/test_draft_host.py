@@ -1,9 +1,10 @@
 """The draft of the simulator whose steps overlap: exact, lossless, and what it is for."""
 
+import json
 from dataclasses import replace
 
 import pytest
-from benchmarks.simulation.draft_host import settings_of, simulate_host
+from benchmarks.simulation.draft_host import run, settings_of, simulate_host
 from benchmarks.simulation.queued_draft import DraftTimes
 
 TIMES = DraftTimes()
@@ -25,6 +26,16 @@ def test_what_a_commit_waits_for_is_sent_before_the_next_step_is_planned():
     first, last = (simulate_host(settings, replace(TIMES, sends=sends)) for sends in ("behind", "last"))
     # The whole of a begin, which the device does not need.
     assert last["answer_ms"] - first["answer_ms"] == pytest.approx(TIMES.begin, abs=0.05)
+
+
+def test_every_way_of_every_load_has_its_row(capsys: pytest.CaptureFixture[str]):
+    options = ["--sessions", "1", "--live-nodes", "64", "--right", "65", "--duration", "0.1", "--json"]
+    assert run(options) == 0
+    shown = capsys.readouterr()
+    rows = json.loads(shown.out)
+    assert len({row["way"] for row in rows}) == len(rows) == 4
+    assert all(row["tokens_per_s"] > 0 and row["wrong_tokens"] == 0 for row in rows)
+    assert "a draft's host on virtual time" in shown.err
 
 
 def test_a_draft_without_credit_stands_still():
