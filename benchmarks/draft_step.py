@@ -1,6 +1,6 @@
 """How long a draft's growth step takes, in a growth thread that serves sessions: the period from step to step.
 
-    python benchmarks/draft_step.py [--shape 160m 1b] [--only parts host device] [--json FILE]
+    python benchmarks/draft_step.py [--shape 160m 1b] [--only parts host device] [--graph-cuts 2,8 none] [--json FILE]
 
 parts   where the host's time goes; needs no GPU
 host    what the host takes where the device answers at once; needs no GPU

@@ -20,7 +20,9 @@ import numpy.typing as npt
 import torch
 
 from outrider.acceptance_calibration import AcceptanceCalibration
+from outrider.compiled import IS_COMPILED
 from outrider.draft_distribution import DraftDistribution
+from outrider.draft_worker.child_kernels import MOST_BRANCHING, estimate_children
 from outrider.draft_worker.draft_tree import DraftNode
 from outrider.draft_worker.growth_step import GrowthConfig
 from outrider.draft_worker.row_processors import grammar_masks, has_processors, processor_batch
@@ -139,9 +141,24 @@ class ChildChooser:
             temperature: [R].
             learned: [R] or one bool: where the calibration answers from its prior alone (False).
         """
-        buckets = self._calibration.buckets(log_q, scores, temperature)[:, : self._branching]
-        acceptance = self._calibration.estimate(buckets, learned)
-        return tokens[:, : self._branching].tolist(), acceptance.tolist(), buckets
+        calibration, branching = self._calibration, self._branching
+        if IS_COMPILED and branching <= MOST_BRANCHING:
+            if isinstance(learned, bool):
+                learned = np.full(len(log_q), learned)
+            buckets, acceptance = estimate_children(
+                log_q,
+                scores,
+                temperature,
+                learned,
+                calibration.edges,
+                calibration.prior,
+                calibration.learned,
+                branching,
+            )
+        else:
+            buckets = calibration.buckets(log_q, scores, temperature)[:, :branching]
+            acceptance = calibration.estimate(buckets, learned)
+        return tokens[:, :branching].tolist(), acceptance.tolist(), buckets
 
     def _choose_most_likely(self, rows: Rows, logits: torch.Tensor) -> list[Children]:
         probs, ids = _probs(_SamplingColumns(rows, logits.device), logits).topk(self._branching)

@@ -171,6 +171,7 @@ class TreeGrowth:
             step_tokens=config.max_step_tokens,
             level_nodes=config.sync_step_nodes,
             sessions=self.slots.free_rows,
+            cuts=config.graph_cuts,
         )
 
     def match(self, left_out: Container[tuple[int, int]] = ()) -> None:

@@ -9,7 +9,7 @@ Shapes: R rows whose children are wanted, k children.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,14 +18,15 @@ import numpy.typing as npt
 import torch
 
 from outrider.draft_distribution import DraftDistribution
+from outrider.draft_worker import child_kernels
 from outrider.draft_worker.choice import ChildChooser
 from outrider.draft_worker.step_plan import StepPlan
+from outrider.engine import growth_kernels
 from outrider.engine.batch import ForwardBatch
 from outrider.engine.buckets import Bucket
 from outrider.engine.draft_buckets import growth_buckets, words_per_mask
 from outrider.engine.kv_slots import SlotTable
 from outrider.engine.step_runner import LaunchedStep, StepRunner
-from outrider.engine.step_trees import RECORD
 
 
 class Runner(Protocol):
@@ -125,9 +126,14 @@ class GrowthLauncher:
         """What is captured before the next step: that runs the program, so no other step may be under way."""
         return None if self._steps is None else self._steps.due
 
-    def warm_up(self, *, step_nodes: int, step_tokens: int, level_nodes: int, sessions: int) -> None:
+    def warm_up(
+        self, *, step_nodes: int, step_tokens: int, level_nodes: int, sessions: int, cuts: Collection[int]
+    ) -> None:
         """Compiles and captures what growth begins with."""
+        child_kernels.warm_up()
         if self._steps is not None:
+            growth_kernels.warm_up()
+            self._steps.cut(cuts)
             buckets = growth_buckets(
                 self._steps.ladder,
                 step_nodes=step_nodes,
@@ -162,7 +168,7 @@ class GrowthLauncher:
             return _NOTHING
         found = launched.children()
         self._note_time(rows, launched)
-        temperature = np.frombuffer(b"".join(plan.rows.records), dtype=RECORD)["temperature"]
+        temperature = plan.rows.temperatures()
         learned: npt.NDArray[np.bool_] | bool = True
         if any(session.is_sync for session, _ in plan.spans):
             learned = np.repeat([not session.is_sync for session, _ in plan.spans], [count for _, count in plan.spans])

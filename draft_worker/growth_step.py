@@ -27,6 +27,7 @@ class GrowthConfig:
         max_model_len: most tokens of a session.
         min_path_value: nodes less likely to be reached are not expanded: a commit would wait for that step.
         min_acceptance: children less likely to be accepted are not grown.
+        graph_cuts: the layers that CUDA graphs of a step end with, but for its last: see `StepGraphs`.
         sync_step_nodes: sync mode: nodes of one session expanded in one step.
         prior_strength: trials that the calibration's prior is worth.
         calibration_decay: what one trial leaves of its bucket's earlier ones.
@@ -49,6 +50,7 @@ class GrowthConfig:
     max_model_len: int = 2048
     min_path_value: float = 0.03
     min_acceptance: float = 0.02
+    graph_cuts: tuple[int, ...] = (2, 8)
     sync_step_nodes: int = 8
     prior_strength: float = 20.0
     calibration_decay: float = 0.999

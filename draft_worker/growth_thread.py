@@ -1,9 +1,9 @@
 """The one thread that grows: applies commands between steps, grows, and hands growth to its owners.
 
-It grows while there is anything to grow and sleeps on its queue otherwise. While a forward runs on its device, the next
-one is begun where that is possible, the growth of the one before is handed out, and commands are applied as they
-arrive. A target commits to all its sessions at once, which takes longer than a forward: then the next forward does not
-wait for all, but leaves out the sessions whose commands still wait.
+It grows while there is anything to grow and sleeps on its queue otherwise. While a forward runs on its device, the
+growth of the one before is handed out, the next one is begun where that is possible, and commands are applied as they
+arrive; where none runs, the next one comes first. A target commits to all its sessions at once, which takes longer than
+a forward: then the next forward does not wait for all, but leaves out the sessions whose commands still wait.
 """
 
 import gc
@@ -214,7 +214,8 @@ class GrowthThread:
             if not idle and self._apply_meanwhile(growth):
                 step = growth.finish()
                 self._count(step)
-                if not growth.overlaps:
+                if growth.num_begun or not growth.overlaps:
+                    # The device has work, or never works on its own: nothing is more urgent.
                     self._hand_out(step)
                     step = None
             if idle:

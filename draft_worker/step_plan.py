@@ -58,15 +58,23 @@ class StepPlan:
 
     def add_nodes(self, session: DraftSession, nodes: list[DraftNode], first_index: int) -> None:
         """Nodes of the session's tree, their KV at key indices from `first_index` on."""
-        length = session.length
+        length = len(session.tokens)
         assign_keys(nodes, first_index - length)
+        if len(nodes) == 1:
+            # Most of them, where there are many sessions.
+            (node,) = nodes
+            token_ids, positions, masks = [node.token], [node.position], [node.mask]
+        else:
+            token_ids = [node.token for node in nodes]
+            positions = [node.position for node in nodes]
+            masks = [node.mask for node in nodes]
         self.rows.add_tree(
             session.row,
             tree_start=length,
             first_index=first_index,
-            token_ids=[node.token for node in nodes],
-            positions=[node.position for node in nodes],
-            masks=[node.mask for node in nodes],
+            token_ids=token_ids,
+            positions=positions,
+            masks=masks,
             record=session.sampling.record,
         )
         self.nodes += nodes
@@ -137,9 +145,12 @@ class StepPlanner:
         """Pending tokens, the shortest chain first: a final token must not wait for somebody's prompt."""
         waiting = []
         for session in sessions:
-            session.starved = session.starved and not self._may_restart(session)
-            if session.kv_len < session.length and session.wants_prefill:
+            if session.starved:
+                session.starved = not self._may_restart(session)
+            if session.kv_len < len(session.tokens) and session.wants_prefill:
                 waiting.append(session)
+        if not waiting:
+            return
         waiting.sort(key=lambda session: session.length - session.kv_len)
         budget = self._config.max_step_tokens
         for session in waiting:
@@ -179,7 +190,7 @@ class StepPlanner:
             if session.is_sync and session.level == 0 and (session.starved or not session.root_is_open):
                 plan.stuck.append(session)
             # A chain that is in this forward has its KV counted, but its root no children yet, and nobody promised any.
-            if session.kv_len < session.length or plan.holds_chain(session):
+            if session.kv_len < len(session.tokens) or plan.holds_chain(session):
                 continue
             if session.is_sync:
                 levels.append(session)
@@ -191,8 +202,7 @@ class StepPlanner:
                 levels, plan, self._config.max_step_rows - (self._config.max_step_nodes if growing else 0)
             )
         if growing:
-            for session, nodes in self._share_out(growing):
-                self._add_nodes(session, nodes, plan)
+            self._add_shares([share for share in self._share_out(growing) if share[1]], plan)
 
     def _plan_levels(self, sessions: list[DraftSession], plan: StepPlan, most: int) -> None:
         """Levels of sync sessions up to so many rows of the step; one at least. The next step begins with the others.
@@ -219,12 +229,11 @@ class StepPlanner:
 
     def _room(self, session: DraftSession) -> int:
         """Nodes of the session that its credit, its row of slots and its share of a step allow to expand."""
-        live, length = session.limits.max_live_nodes, self._slots.length(session.row)
-        children = min(self._config.branching, live)
-        credit = (live - session.tree.size) // children - self._in_flight.get(session.key, 0)
+        config, live, length = self._config, session.limits.max_live_nodes, self._slots.lengths[session.row]
+        credit = (live - session.tree.size) // min(config.branching, live) - self._in_flight.get(session.key, 0)
         # Promises that were not kept hold their places until a commit, and masks have no bits beside those of a tree.
-        places = self._config.max_live_nodes - (length - session.length)
-        return min(credit, places, self._slots.max_row_len - length, self._config.max_session_nodes)
+        places = config.max_live_nodes - (length - len(session.tokens))
+        return min(credit, places, self._slots.max_row_len - length, config.max_session_nodes)
 
     def _share_out(self, growing: list[tuple[DraftSession, int]]) -> list[tuple[DraftSession, list[DraftNode]]]:
         """The step's width in nodes: everybody's minimum first, then the best of all sessions."""
@@ -257,6 +266,17 @@ class StepPlanner:
             else:
                 heappop(best)
         return [(session, share) for (session, _), share in zip(growing, shares, strict=True)]
+
+    def _add_shares(self, shares: list[tuple[DraftSession, list[DraftNode]]], plan: StepPlan) -> None:
+        """Nodes of several sessions, whose slots are taken all at once."""
+        if not shares:
+            return
+        rows = [session.row for session, _ in shares]
+        firsts = [self._slots.lengths[row] for row in rows]
+        has_room = self._slots.extend_rows(rows, firsts, [len(nodes) for _, nodes in shares])
+        assert has_room, "more nodes were chosen than there is room for"
+        for (session, nodes), first_index in zip(shares, firsts, strict=True):
+            plan.add_nodes(session, nodes, first_index)
 
     def _add_nodes(self, session: DraftSession, nodes: list[DraftNode], plan: StepPlan) -> None:
         if nodes:

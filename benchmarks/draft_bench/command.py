@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.draft_worker.growth import TreeGrowth
+from outrider.draft_worker.growth_step import GrowthConfig
 from outrider.engine.model_runner import ModelRunner
 
 _POINTS = [Point(sessions=sessions, width=width) for sessions in (1, 16) for width in (8, 16, 64) if width >= sessions]
@@ -34,6 +35,13 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--points", nargs="+", type=_point, default=_POINTS, help="SESSIONSxWIDTH")
     parser.add_argument("--ways", nargs="+", choices=_WAYS, default=list(_WAYS))
     parser.add_argument("--steps", type=int, default=300, help="steps of each measurement")
+    parser.add_argument(
+        "--graph-cuts",
+        nargs="+",
+        type=_cuts,
+        default=[GrowthConfig.graph_cuts],
+        help="of the device's steps: each the layers that graphs of a step end with, such as 2,8, or none",
+    )
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args(arguments)
     parts = options.only or [part for part in _PARTS if part != "device" or torch.cuda.is_available()]
@@ -45,9 +53,10 @@ def run(arguments: list[str]) -> int:
                 rows.append(_row("host alone", "", point, measure(growth, point, steps=options.steps, warm=40)))
     if "device" in parts:
         for shape in options.shape:
-            with shape_growth(shape, options.points) as runner:
-                rows += _device_rows(shape, runner, options.points, options.ways, options.steps)
-            torch.cuda.empty_cache()
+            for cuts in options.graph_cuts:
+                with shape_growth(shape, options.points) as runner:
+                    rows += _device_rows(shape, runner, options, cuts)
+                torch.cuda.empty_cache()
     if rows:
         Console(width=140).print(_table(rows))
     if "parts" in parts:
@@ -70,15 +79,16 @@ def _parts_table(points: list[Point], steps: int) -> Table:
 
 
 def _device_rows(
-    shape: str, runner: ModelRunner, points: list[Point], ways: list[str], steps: int
+    shape: str, runner: ModelRunner, options: argparse.Namespace, cuts: tuple[int, ...]
 ) -> list[dict[str, Any]]:
     rows = []
     begin = time.perf_counter()
-    TreeGrowth(runner, growth_config(max(points, key=lambda point: point.width))).warm_up()
+    widest = growth_config(max(options.points, key=lambda point: point.width))
+    TreeGrowth(runner, replace(widest, graph_cuts=cuts)).warm_up()
     assert runner.steps is not None
-    Console().print(f"{shape}: {runner.steps.graphs} graphs in {time.perf_counter() - begin:.1f} s")
-    for point in points:
-        for way in ways:
+    Console().print(f"{shape}, cuts {cuts}: {runner.steps.graphs} graphs in {time.perf_counter() - begin:.1f} s")
+    for point in options.points:
+        for way in options.ways:
             growth = TreeGrowth(runner, growth_config(point))
             if way == "logits":
                 growth._launcher._steps = None
@@ -91,11 +101,11 @@ def _device_rows(
                     runner.steps.capture(bucket)
 
             try:
-                found = measure(growth, point, steps=steps, warm=40, settle=settle)
+                found = measure(growth, point, steps=options.steps, warm=40, settle=settle)
             except Exception as error:  # noqa: BLE001 - the other points are measured all the same
                 Console().print(f"{shape} {way} {point}: {error!r}")
                 continue
-            rows.append(_row(shape, way, point, found))
+            rows.append(_row(shape, way, point, found) | {"cuts": ",".join(map(str, cuts)) or "none"})
             Console(width=160).print({name: _short(value) for name, value in rows[-1].items()})
     return rows
 
@@ -113,17 +123,20 @@ def _point(text: str) -> Point:
     return Point(sessions=int(sessions), width=int(width))
 
 
+def _cuts(text: str) -> tuple[int, ...]:
+    return () if text == "none" else tuple(map(int, text.split(",")))
+
+
 def _table(rows: list[dict[str, Any]]) -> Table:
     table = Table(title="a growth step, milliseconds")
     for name in (
-        "model", "way", "sessions", "width", "period", "p90", "mean", "launch to children", "device", "commit, us",
-        "target",
+        "model", "way", "cuts", "sessions", "width", "period", "p90", "mean", "launch to children", "device",
+        "commit, us", "target",
     ):  # fmt: skip
         table.add_column(name, justify="right")
     for row in rows:
         times = [f"{row[name]:.3f}" for name in ("period", "high", "mean", "forward", "device")]
         target = str(_TARGETS.get(row["model"], "")) if row["way"] == "graph" else ""
-        table.add_row(
-            row["model"], row["way"], str(row["sessions"]), str(row["width"]), *times, f"{row['commit']:.0f}", target
-        )  # fmt: skip
+        names = [str(row.get(name, "")) for name in ("model", "way", "cuts", "sessions", "width")]
+        table.add_row(*names, *times, f"{row['commit']:.0f}", target)
     return table

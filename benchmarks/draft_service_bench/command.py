@@ -140,6 +140,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     for name in (
         "sessions", "bare step, ms", "rows", "step, ms", "rows", "of bare", "steps/s", "tokens a round",
         "step's end to reader, us (p50, p90)", "commit to growth, us (p50, p90)",
+        "commits that met 0, 1, 2 steps, %",
     ):  # fmt: skip
         table.add_column(name, justify="right")
     for row in rows:
@@ -148,6 +149,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
             f"{row['rows']:.1f}", f"{row['step_ms'] / row['bare_ms']:.2f}", f"{row['steps_per_s']:.0f}",
             f"{row['tokens_per_round']:.2f}",
             *(" ".join(f"{value:.0f}" for value in row[name]) for name in ("to_reader_us", "commit_to_growth_us")),
+            " ".join(f"{100 * count / max(sum(row['met']), 1):.0f}" for count in row["met"]),
         )  # fmt: skip
     return table
 

@@ -65,6 +65,8 @@ class Probe:
         self._cpu: dict[str, int] = defaultdict(int)
         self._calls: dict[str, int] = defaultdict(int)
         self._ends: list[tuple[int, int]] = []
+        # Commits, by the steps under way when each was applied.
+        self._met = [0, 0, 0]
         self._began_ns = self._finished_ns = 0
 
     def install(self) -> None:
@@ -76,7 +78,7 @@ class Probe:
         """A measurement begins."""
         for counts in (self._wall, self._cpu, self._calls):
             counts.clear()
-        self._ends = []
+        self._ends, self._met = [], [0, 0, 0]
         self._began_ns, self._on = time.perf_counter_ns(), True
 
     def end(self) -> dict[str, Any]:
@@ -90,6 +92,7 @@ class Probe:
             "cpu": {name: total * 1e-3 / steps for name, total in self._cpu.items()},
             "calls": {name: count / steps for name, count in self._calls.items()},
             "ends": self._ends,
+            "met": self._met,
         }
 
     def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,6 +102,8 @@ class Probe:
             if name == "hand out":
                 # What the message will say of steps so far, and when the step that it is of had ended.
                 self._ends.append((args[0].load().steps, self._finished_ns))
+            if name == "commit":
+                self._met[args[0].num_begun] += 1
             cpu, wall = time.thread_time_ns(), time.perf_counter_ns()
             result = function(*args, **named)
             now = time.perf_counter_ns()

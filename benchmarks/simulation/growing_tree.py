@@ -7,9 +7,13 @@ from benchmarks.simulation.path_model import PathModel
 
 
 class GrownNode:
-    """A node as its draft holds it."""
+    """A node as its draft holds it.
 
-    __slots__ = ("acceptance", "children", "depth", "node_id", "path_hash", "token", "value")
+    Attributes:
+        promised: while it is in flight, its best child where the step behind it may have that, or has it.
+    """
+
+    __slots__ = ("acceptance", "children", "depth", "node_id", "path_hash", "promised", "token", "value")
 
     def __init__(
         self, node_id: int, token: int, *, acceptance: float, depth: int, value: float, path_hash: int | None
@@ -21,6 +25,7 @@ class GrownNode:
         self.value = value
         self.path_hash = path_hash
         self.children: list[GrownNode] | None = None
+        self.promised: GrownNode | None = None
 
     def __lt__(self, other: "GrownNode") -> bool:
         return self.value > other.value

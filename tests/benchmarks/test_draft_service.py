@@ -30,6 +30,9 @@ def test_steps_that_serve_are_measured_beside_bare_ones(
     assert row["tokens_per_round"] > 0
     assert 0 < row["to_reader_us"][0] <= row["to_reader_us"][1]
     assert row["commit_to_growth_us"][0] > 0
+    # Steps under way when a commit is applied.
+    assert sum(row["met"]) > 10
+    assert sum(row["met"][int(begun) + 1 :]) == 0
     assert {"plan", "stage", "launch", "collect", "add", "commit", "hand out", "meanwhile"} <= set(row["wall"])
     assert "A draft worker that serves" in capsys.readouterr().out
 

@@ -140,5 +140,6 @@ def test_a_config_under_which_no_chain_would_grow_is_refused():
     "field", ["branching", "max_step_nodes", "max_session_nodes", "max_step_tokens", "min_path_value"]
 )
 def test_config_out_of_range_is_refused(field: str):
+    given: dict[str, Any] = {field: -1}
     with pytest.raises(ValueError, match=field):
-        GrowthConfig(**{field: -1})
+        GrowthConfig(**given)

@@ -18,6 +18,7 @@ from outrider.draft_worker.session import GrowthLimits, GrowthMode
 from outrider.engine.batch import BatchBuilder
 from outrider.engine.buckets import Bucket
 from outrider.engine.draft_buckets import growth_buckets, words_per_mask
+from outrider.engine.draft_staging import GrowthRows
 from outrider.engine.model_runner import EngineConfig, ModelRunner
 from outrider.engine.step_trees import RECORD
 from outrider.kernels.coupled_sampling import coupled_topk_scored
@@ -314,7 +315,7 @@ class TimedSteps:
 def test_a_first_step_that_compiled_is_soon_forgotten():
     steps, chooser = TimedSteps(), SimpleNamespace(scored=4, ranked=lambda *found: ([], [], []))
     launcher = GrowthLauncher(SimpleNamespace(steps=steps), chooser, max_nodes=64)  # type: ignore[arg-type]
-    plan = SimpleNamespace(is_ranked=True, nodes=[1], rows=SimpleNamespace(records=[]), spans=[])
+    plan = SimpleNamespace(is_ranked=True, nodes=[1], rows=GrowthRows(), spans=[])
 
     def expected_ns(taken_ns: int) -> float:
         steps.taken_ns = taken_ns

@@ -120,6 +120,27 @@ def test_a_second_step_stands_behind_the_one_that_runs_and_growth_leaves_in_thei
     assert steps.promised > 3
 
 
+def test_growth_leaves_before_a_third_step_is_planned(
+    make_queued_growth: Make, make_start: Make, monkeypatch: pytest.MonkeyPatch
+):
+    growth, _ = make_queued_growth(max_step_nodes=3)
+    device, owner = SlowDevice(growth, monkeypatch), Owner()
+    events: list[str] = []
+    launch, deliver = growth._launcher.launch, owner.deliver
+    monkeypatch.setattr(growth._launcher, "launch", lambda plan: events.append("launch") or launch(plan))
+    monkeypatch.setattr(owner, "deliver", lambda *args: events.append("deliver") or deliver(*args))
+    thread = started(growth)
+    thread.submit([OpenCommand(owner, make_start(owner=owner))])
+    for _ in range(2):
+        assert device.launched.acquire(timeout=30)
+    device.done.set()
+    assert owner.grown.wait(30)
+    thread.stop()
+    thread.stopped.result(30)
+    # The second step keeps the device busy meanwhile.
+    assert events[:3] == ["launch", "launch", "deliver"]
+
+
 def test_a_commit_that_makes_work_has_it_launched_behind_the_step_that_runs(
     make_queued_growth: Make, make_start: Make, monkeypatch: pytest.MonkeyPatch
 ):

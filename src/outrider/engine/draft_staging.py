@@ -6,20 +6,26 @@ one level a step, so a step's host time is one of its costs.
 Shapes: T rows, S sessions, R rows whose children are ranked, W mask words, C children of a row.
 """
 
+import functools
+import struct
+from array import array
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from outrider.compiled import IS_COMPILED
 from outrider.engine.batch import ForwardBatch
 from outrider.engine.buckets import Bucket
 from outrider.engine.kv_slots import SlotTable
-from outrider.engine.step_buffers import StagedStep, StepBuffer, StepLayout
+from outrider.engine.step_buffers import Bytes, StagedStep, StepBuffer, StepLayout
 from outrider.engine.step_staging import pack_changes
 from outrider.engine.step_trees import RECORD
 
 # Rows of a step whose best children the next step may have without the host knowing them.
 MOST_PROMISED = 4096
+_NOTHING_MORE = np.empty((3, 0), dtype=np.int32)
 
 
 class GrowthRows:
@@ -41,8 +47,8 @@ class GrowthRows:
     """
 
     __slots__ = (
-        "counts", "key_lens", "masks", "positions", "prefix_lens", "records", "rows", "tokens", "tree_starts", "wanted",
-        "write_index",
+        "_sampling", "counts", "key_lens", "masks", "positions", "prefix_lens", "records", "rows", "tokens",
+        "tree_starts", "wanted", "write_index",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -57,6 +63,7 @@ class GrowthRows:
         self.masks: list[int] = []
         self.wanted: list[int] = []
         self.records: list[bytes] = []
+        self._sampling: npt.NDArray[np.int32] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -143,6 +150,16 @@ class GrowthRows:
             logit_rows=np.array(self.wanted, dtype=np.int64),
         )
 
+    def sampling(self) -> npt.NDArray[np.int32]:
+        """[8 R] `records` one after the other, made once; when the rows are whole."""
+        if self._sampling is None:
+            self._sampling = np.frombuffer(b"".join(self.records), dtype=np.int32)
+        return self._sampling
+
+    def temperatures(self) -> npt.NDArray[np.float32]:
+        """[R] of the rows whose children are ranked."""
+        return self.sampling().view(RECORD)["temperature"].copy()
+
     def _session(self, row: int, tree_start: int, key_len: int, count: int) -> None:
         self.rows.append(row)
         self.tree_starts.append(tree_start)
@@ -169,15 +186,58 @@ def stage_growth(
         choose: the bucket that holds a step of a given size.
         buffer: free to be written.
     """
-    total, ranked, sessions = growth.num_rows, len(growth.wanted), growth.num_sessions
-    of_session = np.array([growth.rows, growth.tree_starts, growth.key_lens, growth.counts], dtype=np.int32)
+    total, sessions = growth.num_rows, growth.num_sessions
     bucket = choose(Bucket(
-        tokens=total, sessions=sessions, keys=max(growth.key_lens), query_len=max(growth.counts), logit_rows=ranked,
-        nodes=0, words=max(words, (max(growth.masks).bit_length() + 63) // 64), children=children,
+        tokens=total, sessions=sessions, keys=max(growth.key_lens), query_len=max(growth.counts),
+        logit_rows=len(growth.wanted), nodes=0, words=max(words, (max(growth.masks).bit_length() + 63) // 64),
+        children=children,
     ))  # fmt: skip
-    layout = StepLayout.of(bucket)
+    pack = _pack_compiled if IS_COMPILED else pack_columns
+    data, more = pack(growth, StepLayout.of(bucket), slots, buffer)
+    return StagedStep(
+        bucket=bucket, data=data, more_updates=more, logit_rows=len(growth.wanted), trees=0, buffer=buffer
+    )
+
+
+def _pack_compiled(
+    growth: GrowthRows, layout: StepLayout, slots: SlotTable, buffer: StepBuffer
+) -> tuple[Bytes, npt.NDArray[np.int32]]:
+    """`pack_columns` as one loop."""
+    begins, ends = slots.take_changes(growth.rows)
+    columns = array("q", growth.rows + growth.tree_starts + growth.key_lens + growth.counts + begins + ends)
+    columns.extend(growth.tokens + growth.positions + growth.write_index + growth.prefix_lens + growth.wanted)
+    width, views = layout.bucket.words, buffer.views(layout.nbytes)
+    places, template = _places(layout)
+    changed = _kernels().pack_growth(
+        (len(growth.rows), len(growth.tokens), len(growth.wanted), width),
+        np.frombuffer(columns, dtype=np.int64),
+        np.frombuffer(_mask_bytes(growth.masks, width), dtype=np.int64),
+        growth.sampling(),
+        slots.table,
+        places,
+        template,
+        views.wide,
+        views.words,
+    )
+    assert changed >= 0, "a row writes to a slot that was not reserved"
+    if changed <= layout.updates:
+        return views.data, _NOTHING_MORE
+    # Rare: a commit that moves more than usual.
+    spans = zip(growth.rows, begins, ends, strict=True)
+    entries = np.array([(row, index) for row, begin, end in spans for index in range(begin, end)]).T
+    more = np.stack([*entries, slots.table[entries[0], entries[1]]])[:, layout.updates :]
+    return views.data, more.astype(np.int32)
+
+
+def pack_columns(
+    growth: GrowthRows, layout: StepLayout, slots: SlotTable, buffer: StepBuffer
+) -> tuple[Bytes, npt.NDArray[np.int32]]:
+    """A step's bytes, and the changed entries of the slot table that find no place there."""
+    total, ranked, sessions = growth.num_rows, len(growth.wanted), growth.num_sessions
     data, arrays = buffer.step(layout)
-    rows, tree_starts, key_lens, counts = of_session
+    rows, tree_starts, key_lens, counts = np.array(
+        [growth.rows, growth.tree_starts, growth.key_lens, growth.counts], dtype=np.int32
+    )
     arrays["rows"][:sessions] = rows
     arrays["tree_start"][:sessions] = tree_starts
     arrays["key_len"][:sessions] = key_lens
@@ -191,16 +251,30 @@ def stage_growth(
     arrays["positions"][:total] = of_row[0]
     arrays["write_slots"][:total] = write_slots
     arrays["prefix_len"][:total] = of_row[2]
-    arrays["tree_mask"][:total] = mask_words(growth.masks, bucket.words)
+    arrays["tree_mask"][:total] = mask_words(growth.masks, layout.bucket.words)
     if ranked:
         wanted = np.array(growth.wanted)
         arrays["logit_rows"][:ranked] = wanted
         arrays["choice_positions"][:ranked] = of_row[0][wanted] + 1
-        columns = np.frombuffer(b"".join(growth.records), dtype=RECORD)
+        columns = growth.sampling().view(RECORD)
         for name in RECORD.names or ():
             arrays[name][:ranked] = columns[name]
-    more = pack_changes(rows, slots, arrays)
-    return StagedStep(bucket=bucket, data=data, more_updates=more, logit_rows=ranked, trees=0, buffer=buffer)
+    return data, pack_changes(rows, slots, arrays)
+
+
+@functools.cache
+def _kernels() -> Any:
+    # Whoever stages trees of a target alone has no use for a compiler.
+    from outrider.engine import growth_kernels
+
+    return growth_kernels
+
+
+@functools.lru_cache(maxsize=512)
+def _places(layout: StepLayout) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Where the arrays of a layout lie, and a step of nothing, as the loop takes them."""
+    places = [layout.begins[name] for name in _kernels().ARRAYS]
+    return np.array([*places, layout.updates], dtype=np.int64), layout.template.view(np.int64)
 
 
 class RankedChildren:
@@ -224,8 +298,12 @@ class RankedChildren:
 
 def mask_words(masks: Sequence[int], words: int) -> npt.NDArray[np.int64]:
     """Masks as int64 words [T, words], bit j little-endian over the words."""
+    # A copy may be written to, which torch wants of what it reads.
+    return np.frombuffer(_mask_bytes(masks, words), dtype="<i8").reshape(len(masks), words).copy()
+
+
+def _mask_bytes(masks: Sequence[int], words: int) -> bytes:
     if words == 1:
-        return np.array(masks, dtype=np.uint64).view(np.int64)[:, None]
+        return struct.pack(f"<{len(masks)}Q", *masks)
     size = 8 * words
-    data = b"".join([mask.to_bytes(size, "little") for mask in masks])
-    return np.frombuffer(data, dtype="<i8").reshape(len(masks), words)
+    return b"".join([mask.to_bytes(size, "little") for mask in masks])

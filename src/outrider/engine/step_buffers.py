@@ -11,6 +11,7 @@ import functools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +47,7 @@ class StepLayout:
     Attributes:
         bucket: whose.
         updates: U, entries of the slot table that a step brings along.
+        begins: the first byte of each array, by name.
         nbytes: of a step.
         template: [nbytes] a step of nothing.
     """
@@ -61,6 +63,7 @@ class StepLayout:
             begin = -(-end // _ALIGNMENT) * _ALIGNMENT
             self._arrays.append(_Array(name, dtype, shape, padding, begin))
             end = self._arrays[-1].end
+        self.begins = {array.name: array.begin for array in self._arrays}
         self.nbytes = -(-end // _ALIGNMENT) * _ALIGNMENT
         self.template: Bytes = np.zeros(self.nbytes, dtype=np.uint8)
         for array, values in zip(self._arrays, self.arrays(self.template).values(), strict=True):
@@ -114,6 +117,21 @@ class StepLayout:
                 yield name, "<i4", (bucket.sessions, bucket.nodes), -1
 
 
+@dataclass(frozen=True, slots=True)
+class StepViews:
+    """A step's bytes in a buffer, and the same as whole numbers.
+
+    Attributes:
+        data: [nbytes].
+        wide: [nbytes / 8] int64.
+        words: [nbytes / 4] int32.
+    """
+
+    data: Bytes
+    wide: npt.NDArray[np.int64]
+    words: npt.NDArray[np.int32]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StagedStep:
     """A step as it is sent to whoever runs it.
@@ -144,18 +162,29 @@ class StepBuffer:
         self._times = [0, 0]
         self._used = False
         self._tensors: dict[str, torch.Tensor] = {}
-        self._arrays: dict[Bucket, dict[str, np.ndarray]] = {}
+        # Views of these, by their kind and size, or by the layout.
+        self._arrays: dict[StepLayout, tuple[Bytes, dict[str, np.ndarray]]] = {}
+        self._views: dict[int, StepViews] = {}
+        self._parts: dict[tuple[str, int], torch.Tensor] = {}
 
     def step(self, layout: StepLayout) -> tuple[Bytes, dict[str, np.ndarray]]:
         """The bytes of a step of nothing, and views of its arrays."""
-        data = self._bytes("step", layout.nbytes).numpy()[: layout.nbytes]
-        data[:] = layout.template
-        arrays = self._arrays.get(layout.bucket)
-        if arrays is None:
-            if len(self._arrays) >= _MOST_LAYOUTS:
-                self._arrays.clear()
-            arrays = self._arrays[layout.bucket] = layout.arrays(data)
-        return data, arrays
+        found = self._arrays.get(layout)
+        if found is None:
+            data = self._bytes("step", layout.nbytes).numpy()[: layout.nbytes]
+            _make_room(self._arrays)
+            found = self._arrays[layout] = (data, layout.arrays(data))
+        found[0][:] = layout.template
+        return found
+
+    def views(self, nbytes: int) -> StepViews:
+        """The bytes of a step as they are, to be written whole."""
+        found = self._views.get(nbytes)
+        if found is None:
+            data = self._bytes("step", nbytes).numpy()[:nbytes]
+            _make_room(self._views)
+            found = self._views[nbytes] = StepViews(data, data.view(np.int64), data.view(np.int32))
+        return found
 
     def copy_in(self, data: Bytes) -> None:
         """Takes a step's bytes that were packed elsewhere."""
@@ -163,11 +192,17 @@ class StepBuffer:
 
     def step_tensor(self, nbytes: int) -> torch.Tensor:
         """[nbytes] uint8, the bytes as the copy to the device reads them."""
-        return self._bytes("step", nbytes)[:nbytes]
+        found = self._parts.get(("step", nbytes))
+        if found is None:
+            found = self._keep("step", nbytes, self._bytes("step", nbytes)[:nbytes])
+        return found
 
     def answer(self, count: int) -> torch.Tensor:
         """[count] int32 on the host."""
-        return self._bytes("answer", 4 * count)[: 4 * count].view(torch.int32)
+        found = self._parts.get(("answer", count))
+        if found is None:
+            found = self._keep("answer", count, self._bytes("answer", 4 * count)[: 4 * count].view(torch.int32))
+        return found
 
     def note_begin(self) -> None:
         """Here the device begins with the step."""
@@ -206,8 +241,20 @@ class StepBuffer:
             # Room to spare: pinning memory stops the device.
             held = torch.empty(max(2 * nbytes, 1 << 18), dtype=torch.uint8, pin_memory=self._pinned)
             self._tensors[name] = held
-            self._arrays.clear()
+            for views in (self._arrays, self._views, self._parts):
+                views.clear()
         return held
+
+    def _keep(self, name: str, size: int, part: torch.Tensor) -> torch.Tensor:
+        _make_room(self._parts)
+        self._parts[name, size] = part
+        return part
+
+
+def _make_room(views: dict[Any, Any]) -> None:
+    """Forgets views rather than keep any number of them."""
+    if len(views) >= _MOST_LAYOUTS:
+        views.clear()
 
 
 class StepBuffers:

@@ -9,7 +9,7 @@ as several graphs, short ones first: the device computes the first layers while 
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -32,9 +32,9 @@ _WEIGHT_WITHOUT_GRAPH = 32
 _COMPILING_THREADS = 8
 # Graphs at a time, a few megabytes each.
 _MOST_GRAPHS = 192
-# The layers that graphs of a step end with, but for its last: a layer takes the device several times as long as the
-# host takes to launch it, so each graph may be about that many times as long as the one before.
-_CUTS = (2, 8)
+CUTS = (2, 8)
+"""The layers that graphs of a step end with, but for its last: a layer takes the device several times as long as the
+host takes to launch it, so each graph may be about that many times as long as the one before."""
 
 
 class Program(Protocol):
@@ -76,10 +76,14 @@ class StepGraphs:
         max_tokens: rows of the largest bucket that is captured.
         enabled: whether anything is.
         strict: whether it is an error where there is no memory for a graph; then nothing is ever `due`.
+
+    Attributes:
+        cuts: the layers that graphs of a step end with, but for its last; set before anything is captured.
     """
 
     def __init__(self, program: Program, *, max_tokens: int, enabled: bool, strict: bool = False) -> None:
         self._program, self._max_tokens, self._strict = program, max_tokens, strict
+        self.cuts: Collection[int] = CUTS
         self._enabled = enabled and program.device.type == "cuda"
         self._captured: dict[Bucket, _Captured] = {}
         self._missing: dict[Bucket, _Want] = {}
@@ -233,7 +237,7 @@ class StepGraphs:
                 capture.callback(graphs[-1].capture_end)
 
             def after_layer(count: int) -> None:
-                if count in _CUTS:
+                if count in self.cuts:
                     capture.close()
                     begin()
 

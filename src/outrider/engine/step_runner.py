@@ -127,6 +127,16 @@ class StepRunner:
         assert not self.graphs, "layers are tapped before graphs are captured"
         self._program.tap(taps, rows=self._ladder.max_tokens)
 
+    def cut(self, layers: Collection[int]) -> None:
+        """Captures every step as several graphs, which end with these layers; before anything is captured.
+
+        The device begins when the first graph has been launched, but each takes the host some time more. Where a step
+        is launched while another one runs, the device need not begin early.
+        """
+        if set(layers) != set(self._graphs.cuts):
+            assert not self.graphs, "steps are cut before graphs are captured"
+            self._graphs.cuts = layers
+
     @property
     def graphs(self) -> int:
         """Captured graphs."""

@@ -3,11 +3,14 @@
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
+from outrider.compiled import IS_COMPILED
+from outrider.engine import growth_kernels
 from outrider.engine.buckets import Bucket
 from outrider.engine.draft_buckets import words_per_mask
-from outrider.engine.draft_staging import GrowthRows, RankedChildren, stage_growth
+from outrider.engine.draft_staging import GrowthRows, RankedChildren, pack_columns, stage_growth
 from outrider.engine.kv_slots import SlotTable
 from outrider.engine.step_buffers import StagedStep, StepBuffer, StepLayout
 from outrider.engine.step_staging import stage_step
@@ -110,3 +113,67 @@ def test_an_answer_is_read_back_by_row():
     np.testing.assert_array_equal(found.tokens, tokens[:3])
     np.testing.assert_array_equal(found.log_q, floats[0, :3])
     np.testing.assert_array_equal(found.scores, floats[1, :3])
+
+
+def random_rows(chance: np.random.Generator, slots: SlotTable) -> GrowthRows:
+    rows = GrowthRows()
+    for row in chance.permutation(4)[: chance.integers(1, 5)].tolist():
+        length, count = slots.length(row), int(chance.integers(1, 6))
+        slots.extend(row, count)
+        if chance.random() < 0.3:
+            rows.add_chain(row, list(range(count)), length, HOT.record if chance.random() < 0.7 else None)
+            continue
+        masks = [int(chance.integers(1, 1 << 62)) << int(chance.integers(0, 60)) for _ in range(count)]
+        rows.add_tree(
+            row, tree_start=max(length - 9, 0), first_index=length, token_ids=chance.integers(-9, 99, count).tolist(),
+            positions=chance.integers(0, 500, count).tolist(), masks=masks,
+            record=COLD.record if chance.random() < 0.5 else HOT.record,
+        )  # fmt: skip
+    return rows
+
+
+# Of long rows that were never sent, more has changed than a step has room for.
+@pytest.mark.parametrize(("lengths", "has_more"), [((20, 5, 60, 0), False), ((130, 140, 120, 140), True)])
+def test_the_loop_packs_what_numpy_does(lengths: tuple[int, ...], has_more: bool):
+    bucket = Bucket(tokens=24, sessions=4, keys=150, query_len=24, logit_rows=24, nodes=0, words=2, children=3)
+    found_more = False
+    for seed in range(60):
+        steps = []
+        for way in ("loop", "numpy"):
+            chance = np.random.default_rng(seed)
+            slots = SlotTable(num_slots=800, max_rows=4, max_row_len=150)
+            for count in lengths:
+                slots.extend(slots.acquire_row(), count)
+            rows, buffer = random_rows(chance, slots), StepBuffer(torch.device("cpu"))
+            buffer.views(StepLayout.of(bucket).nbytes).data[:] = 7
+            if way == "numpy":
+                steps.append(pack_columns(rows, StepLayout.of(bucket), slots, buffer))
+            else:
+                step = stage_growth(rows, children=3, words=2, slots=slots, choose=lambda _: bucket, buffer=buffer)
+                steps.append((step.data, step.more_updates))
+        (data, more), (expected, expected_more) = steps
+        arrays = StepLayout.of(bucket).arrays(data)
+        for name, values in StepLayout.of(bucket).arrays(expected).items():
+            np.testing.assert_array_equal(arrays[name], values, err_msg=name)
+        np.testing.assert_array_equal(more, expected_more)
+        found_more = found_more or more.size > 0
+    assert found_more == has_more
+
+
+def test_a_row_without_its_slot_is_found_out():
+    slots = SlotTable(num_slots=9, max_rows=1, max_row_len=9)
+    slots.extend(slots.acquire_row(), 2)
+    rows, buffer = GrowthRows(), StepBuffer(torch.device("cpu"))
+    rows.add_chain(0, [1, 2, 3], 0, COLD.record)
+    with pytest.raises(AssertionError, match="not reserved"):
+        stage_growth(rows, children=3, words=1, slots=slots, choose=lambda need: need, buffer=buffer)
+
+
+@pytest.mark.skipif(not IS_COMPILED, reason="nothing is compiled without numba")
+def test_no_step_waits_for_the_compiler():
+    growth_kernels.warm_up()
+    kernel: Any = growth_kernels.pack_growth
+    before = list(kernel.signatures)
+    staged()
+    staged(words=4)
+    assert kernel.signatures == before

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from outrider.engine.buckets import Bucket
-from outrider.engine.step_graphs import StepGraphs
+from outrider.engine.step_graphs import CUTS, StepGraphs
 from outrider.engine.step_program import StepOutput, StepProgram
 
 SMALL = Bucket(tokens=4, sessions=1, keys=90, query_len=4, logit_rows=4, nodes=4, words=1)
@@ -171,7 +171,12 @@ def test_a_step_is_captured_as_several_graphs_and_an_error_ends_the_one_it_came_
     graphs.run(SMALL, graphs._nothing(SMALL))
     assert told == ["replay 0", "replay 1", "replay 2"]
     told.clear()
+    graphs.cuts = ()
+    graphs.capture(LARGEST)
+    assert told == ["begin 0", *["layer"] * 9, "end 0"]
+    told.clear()
+    graphs.cuts = CUTS
     failing = 3
     graphs.capture(LARGE)
     assert told == ["begin 0", *two, "end 0", "begin 1", "layer", "end 1"]
-    assert len(graphs) == 1
+    assert len(graphs) == 2
