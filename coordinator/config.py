@@ -99,7 +99,7 @@ class CoordinatorConfig:
     max_depth: int = 16
     sync_nodes: int = 24
     sync_depth: int = 8
-    max_live_nodes: int = 128
+    max_live_nodes: int = 256
     drafts_per_session: int = 1
     verify_wait_cap_ms: float = 3.0
     sync_wait_cap_ms: float = 1000.0
