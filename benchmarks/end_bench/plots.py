@@ -62,7 +62,8 @@ def _draw(cells: Cells, path: Path, title: str, label: str, entry: str) -> Path:
         axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
     axes[0][0].set_ylabel(label)
-    if cells:
+    # A cell in which no round ended has no point.
+    if axes[0][-1].get_legend_handles_labels()[0]:
         axes[0][-1].legend(fontsize="small")
     figure.suptitle(title)
     figure.tight_layout()

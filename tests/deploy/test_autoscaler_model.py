@@ -15,8 +15,8 @@ def test_the_model_knows_the_speed_that_is_there_and_roughly_that_of_one_draft_m
     one, from_one = play(SLOW)
     two, from_two = play(replace(SLOW, workers=2))
     assert from_one[0] == 1
-    assert from_one[1] == pytest.approx(one / plain, rel=0.04)
-    assert from_two[2] == pytest.approx(two / plain, rel=0.04)
+    assert from_one[1] == pytest.approx(one / plain, rel=0.05)
+    assert from_two[2] == pytest.approx(two / plain, rel=0.05)
     # 1.2 times as fast with the second one.
     assert two / one > 1.15
     assert from_one[2] == pytest.approx(two / plain, rel=0.15)
@@ -26,4 +26,4 @@ def test_the_model_knows_the_speed_that_is_there_and_roughly_that_of_one_draft_m
 def test_a_draft_that_keeps_up_with_its_sessions_is_said_to_be_enough():
     _, speed = play(replace(SLOW, sessions=4, draft_step_ms=0.75, draft_width=64))
     assert speed[1] > 2
-    assert speed[4] / speed[1] < 1.03
+    assert speed[4] / speed[1] < 1.04
