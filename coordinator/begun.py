@@ -1,5 +1,6 @@
 """A coroutine that runs up to its first wait at once, in place of behind what else the event loop has to do."""
 
+import asyncio
 from collections.abc import Coroutine, Generator
 from typing import Any
 
@@ -14,13 +15,13 @@ class Begun:
     def __init__(self, work: Coroutine[Any, None, None]) -> None:
         self._work = work
         self._waited_for: Any = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self.is_over = False
         try:
             self._waited_for = work.send(None)
         except StopIteration:
             self.is_over = True
-        except Exception as error:  # noqa: BLE001 - who awaits gets it
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - who awaits gets it
             self._error = error
 
     def __await__(self) -> Generator[Any, Any, None]:

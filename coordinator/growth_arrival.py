@@ -46,6 +46,8 @@ def take_growth(
         )
     elif _is_by_model(growth):
         peer.note_answers(growth, owners)
+    else:
+        _note_rests(growth, owners)
     grafted = graft(worker_id, growth, [None if session is None else session.mirror for session in owners])
     totals.dropped_nodes += len(growth.node_ids) - sum(grafted)
     note_grafted(worker_id, growth, owners, grafted)
@@ -64,8 +66,15 @@ def note_grafted(worker_id: str, growth: GrowthBatch, owners: Owners, grafted: S
             session.note_growth(worker_id, as_of=as_of, nodes=nodes, grafted=new)
 
 
+def _note_rests(growth: GrowthBatch, owners: Owners) -> None:
+    """A trie has said all that there will be of a commit: the model beside it rests, and is not waited for."""
+    for session, as_of, is_all in zip(owners, growth.as_of, growth.complete, strict=True):
+        if session is not None and is_all and as_of == session.rows.length[session.row]:
+            session.rows.unanswered[session.row] = 0
+
+
 def _is_by_model(growth: GrowthBatch) -> bool:
-    return growth.sources is None or bool((growth.sources == GrowthSource.MODEL).any())
+    return growth.is_step and (growth.sources is None or bool((growth.sources == GrowthSource.MODEL).any()))
 
 
 def _note_step(peer: "DraftPeer", growth: GrowthBatch, totals: "Totals") -> None:

@@ -436,8 +436,11 @@ class TargetLane:
         # Prompts that are computed beside a batch are no way's doing, nor that their sessions emit nothing yet.
         deferred = sum(Verdicts.of(result.verdicts).deferred)
         prompts_ns = max(0.0, result.step_ns * (1 - low_ns / whole_ns))
-        sessions = len(self.sessions) - deferred
+        # Those that have ended with it are gone by now, and were there.
+        placed = max(len(self.sessions), len(flight.sessions))
+        sessions = placed - deferred
         self.way.observe(
+            placed=placed,
             sessions=sessions,
             verified=len(flight.sessions) - deferred,
             tokens=emitted,

@@ -378,6 +378,7 @@ class GrowthBatch:
         acceptance: [N]
         distributions: [N] or empty.
         sources: [N] of GrowthSource; None: all MODEL.
+        is_step: whether it is a step's growth; else a trie says that it has no guess.
     """
 
     session_ids: Sequence[int]
@@ -391,6 +392,7 @@ class GrowthBatch:
     acceptance: npt.NDArray[np.float64]
     distributions: Sequence[DraftDistribution | None] = ()
     sources: npt.NDArray[np.int64] | None = None
+    is_step: bool = True
 
     @classmethod
     def of(cls, growths: Sequence[Growth]) -> Self:

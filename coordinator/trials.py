@@ -35,6 +35,8 @@ class _Record:
 
 @dataclass
 class _Block:
+    way: int
+    settling: int = _SETTLING_ROUNDS
     rounds: int = 0
     sessions: int = 0
     tokens: float = 0.0
@@ -55,36 +57,44 @@ class Trials:
         self.ways = ways
         self.current = ways[0]
         self._records: dict[int, dict[int, _Record]] = {}
-        self._block = _Block()
+        self._block = _Block(self.current)
         self._bucket = 0
 
-    def observe(self, *, sessions: int, verified: int, tokens: float, round_ns: float, hopeless: Set[int]) -> None:
+    def observe(
+        self, *, placed: int, sessions: int, verified: int, tokens: float, round_ns: float, hopeless: Set[int]
+    ) -> None:
         """One round by `current`.
 
         Args:
-            sessions: that could have been verified in it.
+            placed: sessions that are there, by whose number records are kept.
+            sessions: of these, that could have been verified in it.
             verified: sessions that were.
             tokens: that these emitted.
             round_ns: since the round before, all waiting included.
             hopeless: ways that are not to be tried now.
         """
-        if not verified:
+        if not verified or sessions < 1:
             return
-        has_choice = sum(way not in hopeless for way in self.ways) > 1
-        if sessions.bit_length() != self._bucket or self.current in hopeless or not has_choice:
-            self._bucket, self._block = sessions.bit_length(), _Block()
-            self._choose(hopeless)
-        if not has_choice:
+        choices = [way for way in self.ways if way not in hopeless]
+        if len(choices) < 2:
             # Plain decoding, say: that the one way was slow there would be held against it beside others.
+            self.current = choices[0] if choices else self.current
             return
+        if placed.bit_length() != self._bucket or self._block.way in hopeless:
+            self._bucket = placed.bit_length()
+            self._begin(hopeless)
         block = self._block
-        block.rounds += 1
-        if block.rounds <= _SETTLING_ROUNDS:
+        if self.current != block.way:
+            # The only way for a while; the block goes on.
+            self.current, block.settling = block.way, _SETTLING_ROUNDS
+        if block.settling:
+            block.settling -= 1
             return
+        block.rounds += 1
         block.sessions += verified
         block.tokens += tokens
         block.session_ns += sessions * round_ns
-        if block.rounds - _SETTLING_ROUNDS >= _BLOCK_ROUNDS and block.sessions >= _BLOCK_SESSIONS:
+        if block.rounds >= _BLOCK_ROUNDS and block.sessions >= _BLOCK_SESSIONS:
             self._close(block, hopeless)
 
     def _close(self, block: _Block, hopeless: Set[int]) -> None:
@@ -93,10 +103,14 @@ class Trials:
         record = self._of_bucket()[self.current]
         record.weight += block.sessions
         record.mean += (block.tokens / block.session_ns - record.mean) * block.sessions / record.weight
-        before, self._block = self.current, _Block()
-        self._choose(hopeless)
+        before = self.current
+        self._begin(hopeless)
         if self.current == before:
-            self._block.rounds = _SETTLING_ROUNDS
+            self._block.settling = 0
+
+    def _begin(self, hopeless: Set[int]) -> None:
+        self._choose(hopeless)
+        self._block = _Block(self.current)
 
     def _of_bucket(self) -> dict[int, _Record]:
         return self._records.setdefault(self._bucket, {way: _Record() for way in self.ways})

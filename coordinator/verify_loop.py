@@ -145,15 +145,17 @@ class VerifyLoop:
         Its next turns belong to whatever else has come, growth above all; the target has nothing to do meanwhile.
         """
         lane = self.lane
-        if self._error is not None or not lane.flights or not lane.flights[0].result.done():
+        result = lane.flights[0].result if lane.flights else None
+        if self._error is not None or result is None or not result.done() or result.cancelled():
             return
         try:
             self._learn()
-            self._apply(lane.flights[0].result.result())
-            if not lane.is_full:
-                self._fire_if_due(clock.now_ns())
-            else:
+            self._apply(result.result())
+            if lane.is_full or lane.goes_ahead:
+                # The next batch is at the target already: when one more is due, the loop finds in its own turn.
                 self._tell()
+            else:
+                self._fire_if_due(clock.now_ns())
         except Exception as error:  # noqa: BLE001 - the loop ends of it, not the link
             self._error = error
         lane.notify()
@@ -302,8 +304,11 @@ class VerifyLoop:
         """
         untold, self._untold = self._untold, []
         for committed in untold:
-            tell_drafts(committed, self._drafts)
-            take_tokens(committed)
+            try:
+                tell_drafts(committed, self._drafts)
+            finally:
+                # Trees have moved: whatever goes wrong, a session is not to go on elsewhere without these.
+                take_tokens(committed)
             self._owner.totals.note_nodes(committed)
             self._go_on(committed)
 
@@ -338,6 +343,8 @@ class VerifyLoop:
             if session.flight is flight and not session.is_finished:
                 session.flight, session.target_id = None, None
                 self._owner.take_fault(session, _UNANSWERED)
+        # A fault of one choice ends its request, with choices that were answered before it.
+        answered = [(place, verdict) for place, verdict in answered if not flight.sessions[place].is_finished]
         own = np.array([place for place, _ in answered], dtype=np.int64)
         sessions = [flight.sessions[place] for place, _ in answered]
         return Answered(own, sessions, Verdicts.of([verdict for _, verdict in answered]))

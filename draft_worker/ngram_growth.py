@@ -203,7 +203,7 @@ class NgramGrowth:
         step = GrowthStep(GrowthSource.NGRAM)
         for session in due:
             if session.is_silent and session.speaks:
-                step.add(_growth(session, NewGuesses()))
+                step.add(_growth(session, NewGuesses(), is_all=session.is_sync))
         self._guess([session for session in due if not session.is_silent], step)
         if not step.has_growth:
             return None
@@ -233,12 +233,13 @@ class NgramGrowth:
             if not ahead or not self._look(*zip(*ahead, strict=True), texts=texts):
                 break
         for session, own in zip(sessions, new, strict=True):
-            if session.leads:
+            leads = session.leads
+            if leads:
                 self.leading.add(session.key)
-            if own.node_ids or session.speaks:
+            if own.node_ids or session.speaks or leads:
                 step.tokens += len(own.node_ids)
                 step.sessions += 1
-                step.add(_growth(session, own))
+                step.add(_growth(session, own, is_all=leads or (session.is_sync and session.speaks)))
 
     def _look(
         self,
@@ -289,7 +290,7 @@ class NgramGrowth:
         self._due.pop(session.key, None)
 
 
-def _growth(session: NgramSession, new: NewGuesses) -> SessionGrowth:
+def _growth(session: NgramSession, new: NewGuesses, *, is_all: bool) -> SessionGrowth:
     return SessionGrowth(
         owner=session.owner,
         session_id=session.key[1],
@@ -300,7 +301,7 @@ def _growth(session: NgramSession, new: NewGuesses) -> SessionGrowth:
         tokens=new.tokens,
         acceptance=new.acceptance,
         distributions=[None] * len(new.node_ids),
-        complete=session.is_sync and session.speaks,
+        complete=is_all,
     )
 
 

@@ -6,7 +6,7 @@ for comes at once.
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -63,6 +63,7 @@ class FakeTarget:
     Attributes:
         batches: what was verified, also of batches that followed a step.
         successors: batches that followed one, as sent.
+        on_result: called when an answer is there, as a link does.
     """
 
     def __init__(self, *, step_s: float = 0.0, defer_first: bool = False) -> None:
@@ -80,21 +81,44 @@ class FakeTarget:
         self._ended: set[tuple[int, int]] = set()
         self._last_step = LastStep()
         self._last: asyncio.Future[VerifyResult] | None = None
+        self.on_result: Callable[[], None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def submit(
         self, trees: Sequence[TreeSubmission], *, openings: Sequence[SessionOpening] = ()
     ) -> "asyncio.Future[VerifyResult]":
         self.batches.append(trees)
         self._open(openings)
-        self._last = asyncio.ensure_future(self._step(trees))
+        self._last = self._answered(self._step(trees))
         return self._last
+
+    def _answered(self, work: "Coroutine[Any, Any, VerifyResult]") -> "asyncio.Future[VerifyResult]":
+        """As a link answers: the result is there, and in the same turn of the event loop it says so."""
+        future: asyncio.Future[VerifyResult] = asyncio.get_running_loop().create_future()
+
+        async def answer() -> None:
+            try:
+                result = await work
+            except Exception as error:  # noqa: BLE001 - who awaits the answer gets it
+                if not future.done():
+                    future.set_exception(error)
+                return
+            if not future.done():
+                future.set_result(result)
+            if self.on_result is not None:
+                self.on_result()
+
+        task = asyncio.ensure_future(answer())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return future
 
     def follow(
         self, successor: Successor, *, openings: Sequence[SessionOpening] = ()
     ) -> "asyncio.Future[VerifyResult]":
         self.successors.append(successor)
         assert self._last is not None
-        self._last = asyncio.ensure_future(self._next_step(successor, openings, self._last))
+        self._last = self._answered(self._next_step(successor, openings, self._last))
         return self._last
 
     def _open(self, openings: Sequence[SessionOpening]) -> None:

@@ -1,5 +1,6 @@
 """What growth is expected: whose, since when, and worth what."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +12,12 @@ from outrider.coordinator.firing import Latency
 from outrider.coordinator.forest import Forest
 from outrider.coordinator.generation import Generation
 from outrider.coordinator.group import Group
-from outrider.coordinator.messages import GenerationRequest, SpeculationMode
+from outrider.coordinator.growth_arrival import take_growth
+from outrider.coordinator.messages import GenerationRequest, GrowthBatch, SpeculationMode
 from outrider.coordinator.outlooks import outlooks
 from outrider.coordinator.session import Session
 from outrider.coordinator.text_stream import TextStream
+from outrider.coordinator.totals import Totals
 from outrider.growth_source import GrowthSource
 from outrider.sampling import SamplingSpec
 from outrider.v1 import registry_pb2
@@ -116,3 +119,42 @@ def test_of_several_drafts_the_model_that_spoke_last_speaks_next(bench):
     session.leave_draft("a")
     # A trie that has answered has nothing more to say.
     assert bench.found() == []
+
+
+def told(
+    session: Session, *, source: GrowthSource, nodes: int, complete: bool = False, is_step: bool = True
+) -> GrowthBatch:
+    return GrowthBatch(
+        session_ids=[session.session_id],
+        epochs=[1],
+        as_of=[len(session.token_ids)],
+        node_counts=[nodes],
+        complete=[complete],
+        node_ids=np.arange(1, nodes + 1),
+        parents=np.zeros(nodes, dtype=np.int64),
+        tokens=np.arange(nodes),
+        acceptance=np.full(nodes, 0.2),
+        sources=np.full(nodes, int(source)) if nodes and source is not GrowthSource.MODEL else None,
+        is_step=is_step,
+    )
+
+
+def test_a_model_that_rests_while_its_trie_leads_is_not_waited_for_and_teaches_nothing(bench):
+    peer = bench.draft("a", last_ms=9)
+    session = bench.session("a", unanswered=1)
+    rows, sessions, totals = bench.forest.rows, {session.session_id: session}, Totals()
+    take: Any = partial(take_growth, peer, sessions=sessions, drafts=bench.drafts, totals=totals)
+    # More may come from the model.
+    take(told(session, source=GrowthSource.NGRAM, nodes=3))
+    assert rows.unanswered[session.row] == 1
+    take(told(session, source=GrowthSource.NGRAM, nodes=3, complete=True))
+    assert rows.unanswered[session.row] == 0
+    # Nor has a model answered where a trie says that it has nothing new.
+    rows.unanswered[session.row] = 1
+    take(told(session, source=GrowthSource.NGRAM, nodes=0, complete=True, is_step=False))
+    assert rows.unanswered[session.row] == 0
+    assert (peer.last_growth_ns, totals.demand.draft_steps) == (9 * MS, 0)
+    rows.unanswered[session.row] = 1
+    take(told(session, source=GrowthSource.MODEL, nodes=2))
+    assert rows.unanswered[session.row] == 0
+    assert peer.last_growth_ns > 9 * MS

@@ -14,7 +14,9 @@ def play(trials: Trials, rates: list[float], rounds: int, *, sessions: int = 8, 
         way = trials.current
         used[way] += 1
         tokens = sum(chance.choice((0.3, 1.0, 1.7)) for _ in range(sessions)) * rates[way]
-        trials.observe(sessions=sessions, verified=sessions, tokens=tokens, round_ns=1.0, hopeless=hopeless)
+        trials.observe(
+            placed=sessions, sessions=sessions, verified=sessions, tokens=tokens, round_ns=1.0, hopeless=hopeless
+        )
     return used
 
 
@@ -57,3 +59,21 @@ def test_what_one_way_shows_where_there_is_no_other_is_not_held_against_it():
     trials = Trials(range(2))
     play(trials, [1.0, 1.0], 2000, hopeless=frozenset({1}))
     assert play(trials, [3.3, 3.0], 400)[0] > 300
+
+
+def test_requests_that_come_and_go_are_compared_all_the_same():
+    """One short request after another: the first rounds of each have one way, in its last nobody is left."""
+    trials, used = Trials(range(2)), 0
+    for _ in range(400):
+        play(trials, [1.0, 1.0], 2, sessions=1, hopeless=frozenset({1}))
+        used += play(trials, [1.0, 1.5], 9, sessions=1)[1]
+        trials.observe(placed=1, sessions=0, verified=1, tokens=1.0, round_ns=1.0, hopeless=NOTHING)
+    assert used > 0.7 * 400 * 9
+
+
+def test_prompts_that_come_and_go_do_not_begin_anew():
+    trials = Trials(range(2))
+    for _ in range(300):
+        play(trials, [1.0, 1.5], 10, sessions=16)
+        trials.observe(placed=16, sessions=15, verified=15, tokens=15.0, round_ns=1.0, hopeless=NOTHING)
+    assert play(trials, [1.0, 1.5], 300, sessions=16)[1] > 200

@@ -272,3 +272,43 @@ def test_a_sync_sessions_model_never_rests(
     assert not ngram.leading
     assert growth.begin()
     growth.finish()
+
+
+def test_the_trie_answers_every_commit_while_the_model_rests(
+    make_growth: Make, ngram: NgramGrowth, make_start: Make, monkeypatch: pytest.MonkeyPatch
+):
+    """Also where there is nothing new to say, for nobody else does; and it says that nothing more will come."""
+    monkeypatch.setattr(ngram.calibration, "estimates", lambda buckets: np.full(buckets.shape, 0.99))
+    text = [number * 5 % 23 for number in range(23)]
+    ngram.source.add(text)
+    assert ngram.source.settle()
+    model, _ = make_growth()
+    growth = SourcedGrowth(model, ngram)
+    # Its end is near: soon every guess has been made.
+    limits, sampling = GrowthLimits(max_live_nodes=64, max_depth=34), SamplingSpec(max_new_tokens=14)
+    growth.open(make_start(prompt=text[:4], limits=limits, sampling=sampling))
+    drive(growth)
+    empty = 0
+    for length in range(4, 17):
+        growth.commit(KEY, 1, length, [text[length]])
+        records = drive(growth)
+        assert {source for source, _ in records} == {NGRAM}
+        assert [(record.as_of, record.complete) for _, record in records] == [(length + 1, True)]
+        empty += not records[0][1].node_ids
+    assert empty > 3
+
+
+def test_who_rests_and_who_is_left_out_have_no_part_in_a_step(
+    make_growth: Make, ngram: NgramGrowth, make_start: Make, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(ngram.calibration, "estimates", lambda buckets: np.full(buckets.shape, 0.99))
+    model, runner = make_growth()
+    growth = SourcedGrowth(model, ngram)
+    growth.open(make_start(prompt=SONG[:4], limits=GrowthLimits(max_live_nodes=64, max_depth=10)))
+    drive(growth)
+    assert ngram.leading == {KEY}
+    for number in (2, 3):
+        growth.open(make_start(number, prompt=[7, 7, number], sources=[MODEL]))
+    assert growth.begin({(7, 2)})
+    growth.finish()
+    assert runner.batches[-1].token_ids.tolist() == [7, 7, 3]

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from outrider.compiled import IS_COMPILED
 from outrider.engine.batch import ForwardBatch
 from outrider.engine.buckets import Bucket
 from outrider.engine.kv_slots import SlotTable
@@ -192,8 +191,7 @@ def stage_growth(
         logit_rows=len(growth.wanted), nodes=0, words=max(words, (max(growth.masks).bit_length() + 63) // 64),
         children=children,
     ))  # fmt: skip
-    pack = _pack_compiled if IS_COMPILED else pack_columns
-    data, more = pack(growth, StepLayout.of(bucket), slots, buffer)
+    data, more = _packer()(growth, StepLayout.of(bucket), slots, buffer)
     return StagedStep(
         bucket=bucket, data=data, more_updates=more, logit_rows=len(growth.wanted), trees=0, buffer=buffer
     )
@@ -263,8 +261,15 @@ def pack_columns(
 
 
 @functools.cache
-def _kernels() -> Any:
+def _packer() -> "Callable[[GrowthRows, StepLayout, SlotTable, StepBuffer], tuple[Bytes, npt.NDArray[np.int32]]]":
     # Whoever stages trees of a target alone has no use for a compiler.
+    from outrider.compiled import IS_COMPILED
+
+    return _pack_compiled if IS_COMPILED else pack_columns
+
+
+@functools.cache
+def _kernels() -> Any:
     from outrider.engine import growth_kernels
 
     return growth_kernels
