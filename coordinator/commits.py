@@ -1,8 +1,8 @@
 """What a step's result does to its sessions, all of them together.
 
 The next batch waits for this, so it does what that needs and no more: trees move their roots, and it turns out who
-goes on. Tokens are appended and drafts told as soon as the batch has left; counting and learning (`VerifyLoop`) come
-then, and clients hear after that.
+goes on. Tokens are appended and drafts told as soon as the batch has left or is held, and before where a session has
+ended or somebody looks at its tokens; counting and learning (`VerifyLoop`) come then, and clients hear after that.
 """
 
 from collections import defaultdict

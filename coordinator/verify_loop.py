@@ -149,6 +149,7 @@ class VerifyLoop:
         if self._error is not None or result is None or not result.done() or result.cancelled():
             return
         try:
+            # The next batch is chosen by what the steps before have shown.
             self._learn()
             self._apply(result.result())
             if lane.is_full or lane.goes_ahead:

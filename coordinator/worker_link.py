@@ -1,7 +1,8 @@
 """A stream to a worker: reader and writer apart.
 
 A link owns one long-lived bidirectional stream. Two ends that both write before they read would block each other, so
-on every link one task reads and one writes.
+on every link one task reads and one writes. A message that finds nothing being written is begun by whoever has it
+(`_flush`), up to where its stream would wait: the writer goes on from there.
 """
 
 import asyncio
