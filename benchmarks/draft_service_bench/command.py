@@ -34,7 +34,7 @@ def run(arguments: list[str]) -> int:
     parser.add_argument("--acceptance", type=float, default=0.85, help="of the best child")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--prompt-tokens", type=int, default=200)
-    parser.add_argument("--live-nodes", type=int, default=128)
+    parser.add_argument("--live-nodes", type=int, default=256)
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--device-ms", type=float, default=0.5, help="on cpu: a step of the device")
     parser.add_argument("--launch-ms", type=float, default=0.15, help="on cpu: of the host, to launch it")

@@ -31,7 +31,7 @@ _RATES = {
 _FIRST = DraftTimes()
 _WAYS = {
     "as it is": _FIRST,
-    "sent behind the next begin": replace(_FIRST, sends="last"),
+    "sent behind the next begin": replace(_FIRST, sends_late=True),
     "one step at a time": replace(_FIRST, begun=1),
     "half the host's time": replace(_FIRST, begin=_FIRST.begin / 2, finish=_FIRST.finish / 2),
 }

@@ -30,8 +30,8 @@ class DraftTimes:
         begin: of the host, until the device has it.
         finish: of the host, to collect a step.
         hand_out: of the host, to send its growth.
-        sends: when growth is sent: "first", "behind" (before the next step is begun where one is under way, and else
-            after, as the draft worker does), "last" (after the next step was begun).
+        sends_late: growth always leaves after the next step was begun; else before it where another one is under way,
+            as the draft worker does.
         commit: of the host, to apply one.
         begun: steps that may be under way.
     """
@@ -40,7 +40,7 @@ class DraftTimes:
     begin: float = 0.25
     finish: float = 0.14
     hand_out: float = 0.06
-    sends: str = "behind"
+    sends_late: bool = False
     commit: float = 0.06
     begun: int = 2
 
@@ -130,7 +130,7 @@ class QueuedDraft(VirtualDraft):
         grown = self._grower.finish()
         self._begun.popleft()
         self._unsent.append(grown)
-        if self._times.sends == "first" or (self._times.sends == "behind" and self._begun):
+        if self._begun and not self._times.sends_late:
             await self._send_grown()
 
     async def _send_grown(self) -> None:

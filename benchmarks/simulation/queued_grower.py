@@ -12,7 +12,7 @@ from outrider.coordinator import clock
 
 # What a best child is worth that nobody has seen, as in `draft_tree`; nodes of one session that a step expands at most.
 _GUESS, _SESSION_NODES = 0.7, 16
-# Children that a node in flight may have.
+# Children that a node in flight may have, at most: path models with more rates overrun the credit.
 _BRANCHING = 4
 
 

@@ -27,7 +27,7 @@ def test_a_run_is_exact():
 
 def test_what_a_commit_waits_for_is_sent_before_the_next_step_is_planned():
     settings = settings_of(1, "45", 128, 0.3)
-    first, last = (simulate_host(settings, replace(TIMES, sends=sends)) for sends in ("behind", "last"))
+    first, last = (simulate_host(settings, replace(TIMES, sends_late=late)) for late in (False, True))
     # The whole of a begin, which the device does not need.
     assert last["answer_ms"] - first["answer_ms"] == pytest.approx(TIMES.begin, abs=0.05)
 
