@@ -136,7 +136,7 @@ def test_chains_reach_the_length_that_their_rate_gives_and_off_one_token(capsys)
 
 
 def test_async_speculates_over_several_workers_and_a_distant_target_is_exposed(capsys):
-    options = ("--sessions", "4", "--workers", "2", "--targets", "2", "--mode", "async", "--tokens", "60")
+    options = ("--sessions", "4", "--workers", "2", "--targets", "2", "--mode", "async", "--tokens", "240")
     (near,) = simulate(capsys, *options)
     # What goes ahead hides the way.
     (far,) = simulate(capsys, *options, "--target-rtt-ms", "10", "--draft-rtt-ms", "2", "--no-ahead")

@@ -344,9 +344,12 @@ async def test_drafts_and_their_model_are_replaced_one_after_the_other(
     fewest = [len(old)]
     replacing = asyncio.create_task(command("replace", "draft", "--model", "better"))
     while not replacing.done():
-        workers = await workers_of(deployment)
-        fewest.append(sum(own["role"] == "draft" and own["state"] == "serving" for own in workers.values()))
+        roles = [(own["role"], own["state"]) for own in (await workers_of(deployment)).values()]
+        # On a busy machine a coordinator may be slow to answer, and then nobody is known to serve.
+        if ("coordinator", "serving") in roles:
+            fewest.append(roles.count(("draft", "serving")))
     assert await replacing == 0
+    assert len(fewest) > 1
     assert min(fewest) == len(old), "a draft went before its successor served"
     workers = await workers_of(deployment)
     fresh = {name for name in workers if name.startswith("draft")}
