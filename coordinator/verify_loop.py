@@ -96,6 +96,7 @@ class VerifyLoop:
         self._untold: list[Committed] = []
         """Commits of which drafts, counters and clients are still to hear."""
         self._uncounted: list[Committed] = []
+        """Commits that nothing has been learned from yet."""
         self._has_fired = False
         self._error: Exception | None = None
         """What went wrong with a result that was taken at once."""

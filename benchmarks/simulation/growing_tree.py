@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
-from benchmarks.simulation.path_model import PathModel
+from benchmarks.simulation.path_model import Guess, PathModel
 
 
 class GrownNode:
@@ -84,20 +84,23 @@ class GrowingTree:
         for guess in self._model.guesses(self._key, position, parent.path_hash):
             if self.size >= self._max_nodes:
                 break
-            self._last_id += 1
-            child = GrownNode(
-                self._last_id,
-                guess.token,
-                acceptance=guess.acceptance,
-                depth=parent.depth + 1,
-                value=parent.value * guess.acceptance,
-                path_hash=guess.path_hash,
-            )
+            child = self._new_child(parent, guess)
             parent.children.append(child)
             self.size += 1
             if child.depth < self._max_depth:
                 self._next.append(child)
         return parent, parent.children
+
+    def _new_child(self, parent: GrownNode, guess: Guess) -> GrownNode:
+        self._last_id += 1
+        return GrownNode(
+            self._last_id,
+            guess.token,
+            acceptance=guess.acceptance,
+            depth=parent.depth + 1,
+            value=parent.value * guess.acceptance,
+            path_hash=guess.path_hash,
+        )
 
     def end_step(self) -> None:
         """A step is one forward over nodes that were there before it: what it has made is the next one's to expand."""

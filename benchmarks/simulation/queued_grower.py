@@ -52,15 +52,7 @@ class QueuedTree(GrowingTree):
         for rank, guess in enumerate(self._model.guesses(self._key, self.length + parent.depth, parent.path_hash)):
             if self.size >= self._max_nodes:
                 break
-            self._last_id += 1
-            child = GrownNode(
-                self._last_id,
-                guess.token,
-                acceptance=guess.acceptance,
-                depth=parent.depth + 1,
-                value=parent.value * guess.acceptance,
-                path_hash=guess.path_hash,
-            )
+            child = self._new_child(parent, guess)
             promised = parent.promised
             if rank == 0 and promised is not None and promised in self.flying:
                 # It keeps its place in the step that it is in.
