@@ -1,23 +1,21 @@
 """`generate` and `status` against a scripted server, through the command line's own entry."""
 
-import asyncio
 import contextlib
 import io
 import json
 import os
 import sys
-import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 import pytest
+from tests.outrider.scripted_server import serving_in_thread
 
 from outrider import cli
 from outrider.errors import FieldViolation, InvalidRequest, OutriderError, WorkerRefused, WorkerUnavailable
 from outrider.rpc import abort_with
-from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc, registry_pb2
+from outrider.v1 import common_pb2, generation_pb2, registry_pb2
 from outrider.wire import floats_to_bytes
 
 ROUND = generation_pb2.Round(
@@ -156,24 +154,10 @@ class ScriptedServicer:
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedServicer]:
     """A server in a thread; the command line finds it through its environment variable."""
-    servicer, loop = ScriptedServicer(), asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-
-    async def start() -> tuple[grpc.aio.Server, int]:
-        server = grpc.aio.server()
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)  # pyright: ignore[reportArgumentType]
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        return server, port
-
-    grpc_server, port = asyncio.run_coroutine_threadsafe(start(), loop).result(30)
-    monkeypatch.setenv("OUTRIDER_ENDPOINT", f"127.0.0.1:{port}")
-    yield servicer
-    asyncio.run_coroutine_threadsafe(grpc_server.stop(0), loop).result(30)
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    loop.close()
+    servicer = ScriptedServicer()
+    with serving_in_thread(servicer) as endpoint:
+        monkeypatch.setenv("OUTRIDER_ENDPOINT", endpoint)
+        yield servicer
 
 
 def test_text_on_stdout_statistics_on_stderr(server: ScriptedServicer, capsys: pytest.CaptureFixture[str]) -> None:

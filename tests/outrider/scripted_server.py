@@ -107,27 +107,35 @@ class ScriptedServicer:
 
 
 @contextlib.contextmanager
-def serving(script: Script) -> Iterator[tuple[ScriptedServicer, str]]:
-    """A server in a thread with an event loop of its own, so that both clients can be tested alike."""
-    servicer, loop = ScriptedServicer(script), asyncio.new_event_loop()
+def serving_in_thread(servicer: Any) -> Iterator[str]:
+    """Its host:port: a server in a thread with an event loop of its own."""
+    loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
 
     async def start() -> tuple[grpc.aio.Server, int]:
         server = grpc.aio.server()
-        generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)  # pyright: ignore[reportArgumentType]
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         return server, port
 
     server, port = asyncio.run_coroutine_threadsafe(start(), loop).result(30)
     try:
-        yield servicer, f"127.0.0.1:{port}"
+        yield f"127.0.0.1:{port}"
     finally:
         asyncio.run_coroutine_threadsafe(server.stop(0), loop).result(30)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
+
+
+@contextlib.contextmanager
+def serving(script: Script) -> Iterator[tuple[ScriptedServicer, str]]:
+    """A scripted server, so that both clients can be tested alike, and its host:port."""
+    servicer = ScriptedServicer(script)
+    with serving_in_thread(servicer) as endpoint:
+        yield servicer, endpoint
 
 
 async def whole(request: Request, _: int) -> AsyncIterator[Response]:
