@@ -80,6 +80,11 @@ class Group:
         """What does change, in columns over all rows."""
         return self.sessions[0].rows
 
+    @property
+    def is_drafted(self) -> bool:
+        """Whether any has a draft that grows its tree."""
+        return bool((self.states.draft[self.rows] != 0).any())
+
     def reaches(self, max_tree_nodes: int) -> tuple[Ints, Ints]:
         """[S] most nodes and greatest depth of a tree that is submitted: none past the last output token."""
         room = self.ends - 1 - self.states.length[self.rows]

@@ -29,8 +29,7 @@ def hopeless_ways(ways: Collection[int], group: Group, sessions: int, *, cost: S
     # A step that begins at once is what two groups are for. Only growth may be worth more: where drafts grow much
     # while a successor is made, not to wait may be. Whether it is, its trials say: what a successor needs is measured
     # by sending it, so a rule that drew on that would never hear that pauses are over.
-    grows = bool((group.states.draft[group.rows] != 0).any())
-    return {Way.TWO_GROUPS} if grows else {Way.WAIT, Way.NEVER_WAIT, Way.TWO_GROUPS}
+    return {Way.TWO_GROUPS} if group.is_drafted else {Way.WAIT, Way.NEVER_WAIT, Way.TWO_GROUPS}
 
 
 def _hopeless_groups(sessions: int, *, cost: StepCost, pace: RoundPace) -> set[int]:

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from outrider.coordinator import clock
 from outrider.coordinator.ahead import Lead
+from outrider.coordinator.alarm import Alarm
 from outrider.coordinator.candidates import Candidates, group_candidates
 from outrider.coordinator.cost_model import StepCost
 from outrider.coordinator.draft_demand import DraftDemand
@@ -88,6 +89,7 @@ class TargetLane:
         self._groups: list[Group] = []
         self._row_ns = 0.0
         self._changed = asyncio.Event()
+        self._alarm = Alarm(self._changed.set)
 
     @property
     def is_full(self) -> bool:
@@ -166,14 +168,17 @@ class TargetLane:
             return 0.0
         overhead_ns, step_ns = self.pace.overhead_ns, self.cost.predict_ns(self.flights[-1].rows)
         if self.goes_ahead:
-            early_ns = self.lead.ns(step_ns=step_ns, overhead_ns=overhead_ns)
+            early_ns = self.lead.ns(step_ns=step_ns, overhead_ns=overhead_ns, grows=self.flights[-1].group.is_drafted)
         else:
             early_ns = overhead_ns + _EARLY_SHARE * step_ns
         return self._expected_result_ns(step_ns) - early_ns - now_ns
 
     def _expected_result_ns(self, step_ns: float) -> float:
         """When the last batch in flight is answered, if it takes so long."""
-        return max(self.flights[-1].submitted_ns + self.pace.overhead_ns, self.applied_result_ns) + step_ns
+        last = self.flights[-1]
+        # A successor lies there when the step before it ends, or soon after.
+        came_ns = 0.0 if last.successor is not None else last.submitted_ns + self.pace.overhead_ns
+        return max(came_ns, self.applied_result_ns) + step_ns
 
     @property
     def has_room(self) -> bool:
@@ -219,14 +224,16 @@ class TargetLane:
     async def change(self, *, timeout_s: float) -> None:
         """Waits for the next `notify`, not longer than so many seconds (or for ever: inf)."""
         self._changed.clear()
-        timer = None
         if timeout_s != math.inf:
-            timer = asyncio.get_running_loop().call_later(timeout_s, self._changed.set)
+            self._alarm.set(timeout_s)
         try:
             await self._changed.wait()
         finally:
-            if timer is not None:
-                timer.cancel()
+            self._alarm.cancel()
+
+    def close(self) -> None:
+        """Nobody waits for changes any more."""
+        self._alarm.close()
 
     def group(self, sessions: Sequence[Session]) -> Group:
         """These sessions in columns; mostly they are those of the last batch, or of the one before."""
@@ -348,7 +355,7 @@ class TargetLane:
 
     def send_ahead(self, sessions: Sequence[Session]) -> Flight:
         """Sends the batch that follows the one in flight."""
-        followed = self.flights[0]
+        followed, now_ns = self.flights[0], clock.now_ns()
         openings = [self._opening(session) for session in sessions if session.target_id != self.worker_id]
         group = self.group(sessions)
         successor = succeed(
@@ -359,7 +366,6 @@ class TargetLane:
             least_value=min(1.0, self.pace.rate(len(group)) * self._row_ns),
         )
         step_ns = self.cost.predict_ns(followed.rows)
-        lead_ns = self.lead.ns(step_ns=step_ns, overhead_ns=self.pace.overhead_ns)
         flight = Flight(
             sessions=group.sessions,
             group=group,
@@ -368,8 +374,8 @@ class TargetLane:
             submitted_ns=clock.now_ns(),
             is_alone=False,
             successor=successor,
-            # No sooner than the step itself was known.
-            lead_ns=min(lead_ns, self._expected_result_ns(step_ns) - followed.begun_ns),
+            # Not as planned: what kept the loop so long would do so earlier, too.
+            lead_ns=self._expected_result_ns(step_ns) - now_ns,
             result=self.link.follow(successor, openings=openings),
         )
         for session in sessions:

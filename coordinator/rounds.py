@@ -40,7 +40,7 @@ class Flight:
         group: the sessions in columns.
         trees: [S] what is verified of each session; of a successor none before `begins`.
         successor: what was sent, of a batch that follows a step.
-        lead_ns: how long before that step's expected result it was to be made.
+        lead_ns: how long before that step's expected result it was made.
         follows_ns: when that step's result came; 0 before.
     """
 

@@ -6,7 +6,9 @@ sessions a mean rate is kept that forgets; the next block is played by the way w
 
     mean + margin of error
 
-so that a way that was tried little, or long ago, is tried again, the more rarely the clearer its defeat was.
+so that a way that was tried little, or long ago, is tried again, the more rarely the clearer its defeat was. A block
+far from its own way's mean says that something else has changed (other requests, another temperature): what is known of
+all ways is of before that, and they are compared anew.
 """
 
 from collections.abc import Sequence, Set
@@ -23,6 +25,8 @@ _SPREAD = 0.7
 _BENEFIT = 1.5
 # What a block leaves of the weight of all means before it.
 _FORGET = 0.97
+# A block whose rate is off its way's mean by more than this share of it is none of chance.
+_CHANGED = 0.4
 
 
 @dataclass
@@ -98,11 +102,14 @@ class Trials:
             self._close(block, hopeless)
 
     def _close(self, block: _Block, hopeless: Set[int]) -> None:
+        rate, mean = block.tokens / block.session_ns, self._of_bucket()[self.current].mean
+        if mean and abs(rate - mean) > _CHANGED * mean:
+            del self._records[self._bucket]
         for record in self._of_bucket().values():
             record.weight *= _FORGET
         record = self._of_bucket()[self.current]
         record.weight += block.sessions
-        record.mean += (block.tokens / block.session_ns - record.mean) * block.sessions / record.weight
+        record.mean += (rate - record.mean) * block.sessions / record.weight
         before = self.current
         self._begin(hopeless)
         if self.current == before:

@@ -127,6 +127,7 @@ class VerifyLoop:
             self._owner.remove_target(lane.worker_id, str(error))
         finally:
             lane.link.on_result = None
+            lane.close()
             # Of a loop that ends while it holds a batch.
             self._tell()
             self._learn()

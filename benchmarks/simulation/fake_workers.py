@@ -21,6 +21,7 @@ from benchmarks.simulation.settings import Settings
 from benchmarks.simulation.tree_grower import GrownRows, TreeGrower
 from grpc.aio import ServicerContext
 
+from outrider.coordinator.alarm import Alarm
 from outrider.succession import succession_from_proto
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from outrider.wire import floats_to_bytes, split_by_counts, tokens_from_bytes
@@ -44,7 +45,18 @@ class StepTrace:
 
 async def sleep_until(due_ns: int) -> None:
     """Sleeps to a time of the monotonic clock; a step that is late already still lets the streams be served."""
-    await asyncio.sleep(max(0.0, (due_ns - time.monotonic_ns()) / 1e9))
+    left_ns = due_ns - time.monotonic_ns()
+    if left_ns <= 0:
+        await asyncio.sleep(0)
+        return
+    # The loop's own timers would round a draft's step to a whole millisecond.
+    is_due = asyncio.Event()
+    alarm = Alarm(is_due.set)
+    alarm.set(left_ns / 1e9)
+    try:
+        await is_due.wait()
+    finally:
+        alarm.close()
 
 
 class DelayLine(Generic[T]):

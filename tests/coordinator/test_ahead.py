@@ -303,7 +303,7 @@ def test_few_are_late_and_none_lies_there_for_long():
     """Needed are 1 to 1.5 ms; a pause of the whole machine now and then is no reason to leave earlier for ever."""
     lead, aheads = Lead(), []
     for number in range(400):
-        lead_ns = lead.ns(step_ns=8e6, overhead_ns=5e5)
+        lead_ns = lead.ns(step_ns=8e6, overhead_ns=5e5, grows=False)
         needed_ns = 1e6 + 5e5 * (number * 7 % 11) / 10 if number % 60 else 3e7
         lead.observe(lead_ns, lead_ns - needed_ns)
         if number >= 100 and number % 60:
@@ -318,8 +318,31 @@ def test_a_lead_that_was_none_becomes_one():
     for _ in range(50):
         lead.observe(1e6, 1e6)
     for _ in range(50):
-        lead.observe(lead.ns(step_ns=8e6, overhead_ns=0.0), lead.ns(step_ns=8e6, overhead_ns=0.0) - 2e6)
-    assert lead.ns(step_ns=8e6, overhead_ns=0.0) > 1.9e6
+        lead_ns = lead.ns(step_ns=8e6, overhead_ns=0.0, grows=False)
+        lead.observe(lead_ns, lead_ns - 2e6)
+    assert lead.ns(step_ns=8e6, overhead_ns=0.0, grows=False) > 1.9e6
+
+
+def test_where_trees_grow_it_leaves_later():
+    lead = Lead()
+    for number in range(100):
+        lead.observe(2e6, 1e6 if number % 2 else 5e5)
+    early, late = (lead.ns(step_ns=8e6, overhead_ns=0.0, grows=grows) for grows in (False, True))
+    assert 1.25e6 < late < early
+
+
+def test_of_a_successor_the_end_is_known_by_the_result_before():
+    """It lay at the target then: when it was sent, and what plain batches need for their way, say nothing of it."""
+    nothing: Any = None
+    lane = TargetLane("target", nothing, registry_pb2.WorkerLimits(max_sessions=1), ahead=True)
+    lane.cost.observe(1, 4_000_000)
+    lane.applied_result_ns = 10_000_000
+    flight: Any = SimpleNamespace(submitted_ns=9_500_000, rows=1, successor=object())
+    lane.flights.append(flight)
+    lane.pace.overhead_ns = 3e6
+    assert lane._expected_result_ns(4e6) == 14e6
+    flight.successor = None
+    assert lane._expected_result_ns(4e6) == 16.5e6
 
 
 async def test_a_batch_that_is_held_sleeps_through_growth_and_wakes_for_the_result():

@@ -37,6 +37,15 @@ def test_a_way_that_has_become_better_is_found():
     assert used[1] > 0.7 * 3000
 
 
+def test_other_requests_are_no_merit_of_the_way_that_has_not_seen_them():
+    """All ways emit a quarter of what they did: the one that is better now is found at once, not when all have sunk."""
+    trials = Trials(range(3))
+    play(trials, [4.0, 4.4, 4.8], 2000)
+    assert trials.current == 2
+    used = play(trials, [1.2, 1.0, 0.9], 500)
+    assert used[0] > 0.75 * 500
+
+
 def test_every_number_of_sessions_has_records_of_its_own():
     trials = Trials(range(2))
     play(trials, [1.0, 1.3], 2000, sessions=8)
