@@ -6,9 +6,10 @@ sessions a mean rate is kept that forgets; the next block is played by the way w
 
     mean + margin of error
 
-so that a way that was tried little, or long ago, is tried again, the more rarely the clearer its defeat was. A block
-far from its own way's mean says that something else has changed (other requests, another temperature): what is known of
-all ways is of before that, and they are compared anew.
+once every way has shown enough, in turn (a single short block may have met a cold start, or bad luck), so that a way
+that was tried little, or long ago, is tried again, the more rarely the clearer its defeat was. A block far from its own
+way's mean says that something else has changed (other requests, another temperature): what is known of all ways is of
+before that, and they are compared anew.
 """
 
 from collections.abc import Sequence, Set
@@ -25,16 +26,19 @@ _SPREAD = 0.7
 _BENEFIT = 1.5
 # What a block leaves of the weight of all means before it.
 _FORGET = 0.97
-# A block whose rate is off its way's mean by more than this share of it is none of chance.
-_CHANGED = 0.4
+# Verifications of single sessions by each way before they are compared.
+_FIRST_SESSIONS = 3 * _BLOCK_SESSIONS
+# A block whose rate is this many times its way's mean, or its mean that many times the rate, is none of chance.
+_CHANGED = 1.8
 
 
 @dataclass
 class _Record:
-    """Mean tokens a nanosecond and session, and the verifications that it rests on."""
+    """Mean tokens a nanosecond and session, the verifications that it rests on, and all that there were."""
 
     mean: float = 0.0
     weight: float = 0.0
+    seen: int = 0
 
 
 @dataclass
@@ -103,11 +107,12 @@ class Trials:
 
     def _close(self, block: _Block, hopeless: Set[int]) -> None:
         rate, mean = block.tokens / block.session_ns, self._of_bucket()[self.current].mean
-        if mean and abs(rate - mean) > _CHANGED * mean:
+        if mean and not mean / _CHANGED < rate < mean * _CHANGED:
             del self._records[self._bucket]
         for record in self._of_bucket().values():
             record.weight *= _FORGET
         record = self._of_bucket()[self.current]
+        record.seen += block.sessions
         record.weight += block.sessions
         record.mean += (rate - record.mean) * block.sessions / record.weight
         before = self.current
@@ -125,10 +130,12 @@ class Trials:
     def _choose(self, hopeless: Set[int]) -> None:
         records = self._of_bucket()
         ways = [way for way in self.ways if way not in hopeless] or [self.current]
-        self.current = max(ways, key=lambda way: self._hope(records[way]))
+        least_tried = min(ways, key=lambda way: records[way].seen)
+        if records[least_tried].seen < _FIRST_SESSIONS:
+            self.current = least_tried
+        else:
+            self.current = max(ways, key=lambda way: self._hope(records[way]))
 
     @staticmethod
     def _hope(record: _Record) -> float:
-        if not record.weight:
-            return float("inf")
         return record.mean * (1 + _BENEFIT * _SPREAD / sqrt(record.weight))

@@ -16,12 +16,15 @@ from typing import Literal, cast
 import uvloop
 
 from outrider.client import AsyncClient, GenerateOptions
+from outrider.errors import Overloaded
 from outrider.v1 import generation_pb2
 
 Rule = Literal["coupled", "target_only", "rejection", "synthetic"]
 
 # Seeds of requests that follow each other in a session lie so far apart.
 _SEEDS_APART = 1000
+# A request that found no place is sent again after this.
+_TRY_AGAIN_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,17 +148,24 @@ async def _session(client: AsyncClient, load: Load, session: int, driven: Driven
     count = 0
     while time.monotonic() < load.end_s:
         prompt = load.prompts[(session + count) % len(load.prompts)]
-        async with client.stream(prompt, **load.options(session, count)) as stream:
-            async for delta in stream:
-                now = time.monotonic()
-                if now >= load.end_s:
-                    break
-                if now >= load.begin_s:
-                    driven.tokens += len(delta.token_ids)
-            else:
-                if time.monotonic() >= load.begin_s:
-                    driven.tpot_ms.append(stream.result.timings.tpot_ms)
-                    driven.ttft_ms.append(stream.result.timings.ttft_ms)
+        try:
+            async with client.stream(prompt, **load.options(session, count)) as stream:
+                async for delta in stream:
+                    now = time.monotonic()
+                    if now >= load.end_s:
+                        break
+                    if now >= load.begin_s:
+                        driven.tokens += len(delta.token_ids)
+                else:
+                    if time.monotonic() >= load.begin_s:
+                        driven.tpot_ms.append(stream.result.timings.tpot_ms)
+                        driven.ttft_ms.append(stream.result.timings.ttft_ms)
+        except Overloaded:
+            # The places of the last measurement's requests are given back while this one begins.
+            if time.monotonic() >= load.begin_s:
+                raise
+            await asyncio.sleep(_TRY_AGAIN_S)
+            continue
         if stream.rounds:
             driven.requests.append([_round(record) for record in stream.rounds])
         count += 1

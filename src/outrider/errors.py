@@ -24,7 +24,7 @@
 `rpc.py` maps them to gRPC codes in one place.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -47,6 +47,10 @@ class InvalidRequest(OutriderError):
         self.violations = tuple(violations)
         super().__init__("; ".join(f"{violation.field}: {violation.description}" for violation in self.violations))
 
+    def __reduce__(self) -> tuple[type["InvalidRequest"], tuple[Sequence[FieldViolation]]]:
+        # Pickle would make it anew of its message.
+        return type(self), (self.violations,)
+
 
 class Overloaded(OutriderError):
     """The bounded queue is full."""
@@ -54,6 +58,14 @@ class Overloaded(OutriderError):
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         self.retry_after_s = retry_after_s
         super().__init__(message)
+
+    def __reduce__(self) -> tuple[Callable[..., "Overloaded"], tuple[str, float]]:
+        # Pickle would make it anew of its message alone.
+        return _overloaded, (str(self), self.retry_after_s)
+
+
+def _overloaded(message: str, retry_after_s: float) -> Overloaded:
+    return Overloaded(message, retry_after_s=retry_after_s)
 
 
 class WorkerUnavailable(OutriderError):

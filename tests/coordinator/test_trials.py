@@ -46,6 +46,14 @@ def test_other_requests_are_no_merit_of_the_way_that_has_not_seen_them():
     assert used[0] > 0.75 * 500
 
 
+def test_a_way_that_begins_badly_is_heard_again():
+    """One session alone: the first block of the first way met a cold start."""
+    trials = Trials(range(3))
+    play(trials, [0.7, 0.9, 0.9], 68, sessions=1)
+    used = play(trials, [1.2, 1.0, 1.0], 3000, sessions=1)
+    assert used[0] > 0.6 * 3000
+
+
 def test_every_number_of_sessions_has_records_of_its_own():
     trials = Trials(range(2))
     play(trials, [1.0, 1.3], 2000, sessions=8)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
 from outrider.engine import weight_version
 from outrider.engine.batch import BatchBuilder
@@ -238,17 +238,35 @@ def test_files_that_are_written_meanwhile_are_noticed(folders, copy: Path):
         checked.check_unchanged()
 
 
+def _save_model_of_two_key_heads(folder: Path) -> Path:
+    torch.manual_seed(6)
+    config = LlamaConfig(
+        vocab_size=8192,
+        hidden_size=384,
+        intermediate_size=1024,
+        num_hidden_layers=8,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", [{}, {"quantization": "fp8"}, {"tensor_parallel_size": 2}], ids=str)
 def test_graphs_that_were_captured_run_the_other_weights(tmp_path: Path, options: dict[str, Any]):
-    if torch.cuda.device_count() < options.get("tensor_parallel_size", 1):
+    ranks = options.get("tensor_parallel_size", 1)
+    if torch.cuda.device_count() < ranks:
         pytest.skip("needs as many CUDA devices")
-    other = Path(shutil.copytree(embedded_target_path(), tmp_path / "other"))
+    # The embedded target has one key head, which two ranks cannot share.
+    first = Path(embedded_target_path()) if ranks == 1 else _save_model_of_two_key_heads(tmp_path / "first")
+    other = Path(shutil.copytree(first, tmp_path / "other"))
     for file in other.glob("*.safetensors"):
         save_file({name: tensor * 1.25 for name, tensor in load_file(file).items()}, file)
     runners = [
         ModelRunner(EngineConfig(model_path=path, device="cuda", num_slots=4096, max_num_seqs=4, **options))
-        for path in (embedded_target_path(), other)
+        for path in (first, other)
     ]
     try:
         for runner in runners:
@@ -271,7 +289,7 @@ def test_graphs_that_were_captured_run_the_other_weights(tmp_path: Path, options
         after = logits(running)
         torch.testing.assert_close(after, logits(fresh), atol=0.05, rtol=0.01)
         assert (after - before).abs().max() > 0.5
-        running.refill(Path(embedded_target_path()))
+        running.refill(first)
         assert torch.equal(logits(running), before)
     finally:
         for runner in runners:
