@@ -57,8 +57,8 @@ for name in "$@"; do
     case $name in
         tests) gpu_tests tests -n "${WORKERS:-8}" tests/kernels tests/outrider tests/target_worker tests/draft_worker tests/benchmarks \
             --deselect tests/outrider/engine/test_tensor_parallel.py --deselect tests/outrider/engine/test_weight_reload.py ;;
-        # One after the other: each wants two GPUs.
-        ranks) gpu_tests ranks tests/outrider/engine/test_tensor_parallel.py tests/outrider/engine/test_weight_reload.py
+        # Side by side: their models are small, and each captures graphs for the better part of a minute.
+        ranks) gpu_tests ranks -n 5 --dist load tests/outrider/engine/test_tensor_parallel.py tests/outrider/engine/test_weight_reload.py
             part 240 tensor_parallel "$python" benchmarks/tensor_parallel.py 8b@1 8b@2 70b@2 ;;
         steps) part 240 target_step "$python" benchmarks/target_step.py --quick --output-json "$out/target_step.json" ;;
         draft) part 120 draft_step "$python" benchmarks/draft_step.py --only device --json "$out/draft_step.json"
