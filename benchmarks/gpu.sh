@@ -1,16 +1,16 @@
 #!/bin/sh
 # What needs GPUs, in one go: the tests marked gpu and the tables of docs/, each with a time limit and a file of its own.
 #
-#   sh benchmarks/gpu.sh FOLDER [tests] [ranks] [steps] [draft] [one-graph] [eagle] [sources] [end-to-end] [round-trips] [one-gpu]
+#   sh benchmarks/gpu.sh FOLDER [tests] [ranks] [steps] [draft] [one-graph] [eagle] [sources] [end-to-end] [round-trips] [ways] [one-gpu]
 #
-# Without names everything, about twenty minutes on two GPUs; with one GPU leave out ranks, sources, end-to-end and round-trips.
+# Without names everything, about twenty minutes on two GPUs; with one GPU leave out ranks, sources, end-to-end, round-trips and ways.
 # FOLDER gets the reports. A GPU that measures should do nothing else; CUDA_VISIBLE_DEVICES picks it. PYTHON names another
 # interpreter, CHECKPOINTS where widened checkpoints are kept (20 GB; default FOLDER/checkpoints).
 set -u
 [ $# -ge 1 ] || { sed -n '2,8s/^# \{0,1\}//p' "$0"; exit 2; }
 mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 1
 shift
-[ $# -gt 0 ] || set -- tests ranks steps draft one-graph eagle sources end-to-end round-trips one-gpu
+[ $# -gt 0 ] || set -- tests ranks steps draft one-graph eagle sources end-to-end round-trips ways one-gpu
 cd "$(dirname "$0")/.." || exit 1
 python=${PYTHON:-python}
 checkpoints=${CHECKPOINTS:-$out/checkpoints}
@@ -71,6 +71,11 @@ for name in "$@"; do
         eagle) part 90 eagle_step "$python" benchmarks/eagle_step.py --repeats 20 --json "$out/eagle_step.json" ;;
         end-to-end) end_to_end end_to_end 280 --setups apart replicas --sessions 1 16 64 4 --temperatures 0 1 0.6 --baselines-at 0 ;;
         round-trips) end_to_end round_trips 120 --setups --sessions 1 --temperatures 0 --rtt-ms 1 3 --rtt-links draft target --turns 2 ;;
+        # Each way of timing rounds by itself: what the trials should find.
+        ways) for way in ahead never-wait wait; do
+                end_to_end "rounds_$way" 120 --setups apart --sessions 1 16 64 --temperatures 1 0 --modes async \
+                    --coordinator-args="--keep-cores-awake 4 --rounds $way"
+            done ;;
         # Both models on the first GPU, their kernels side by side.
         one-gpu) export CUDA_MPS_PIPE_DIRECTORY="$out/mps" CUDA_MPS_LOG_DIRECTORY="$out/mps-log"
             mkdir -p "$out/mps" "$out/mps-log"
@@ -83,7 +88,7 @@ for name in "$@"; do
             part 200 sources "$python" benchmarks/sources.py --device cuda --gpus 2 --target "$checkpoints/target-8b" \
                 --draft "$checkpoints/draft-160m" --mixtures off model ngram model+ngram --workloads twice edits --sessions 16 \
                 --requests 64 --max-new-tokens 128 --max-depth 12 --time-limit 120 --output "$out/sources.json" ;;
-        *) echo "$name is none of tests, ranks, steps, draft, one-graph, eagle, sources, end-to-end, round-trips, one-gpu" >&2; exit 2 ;;
+        *) echo "$name is none of tests, ranks, steps, draft, one-graph, eagle, sources, end-to-end, round-trips, ways, one-gpu" >&2; exit 2 ;;
     esac
 done
 exit $failed

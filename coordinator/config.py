@@ -5,12 +5,15 @@ import math
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 from outrider.addresses import check_address
 from outrider.metrics.options import check_metrics_options
 from outrider.models import embedded_target_path
 from outrider.security.binding import check_bind
 from outrider.security.tls import TlsConfig
+
+RoundTiming = Literal["learned", "wait", "never-wait", "two-groups", "ahead"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +46,8 @@ class CoordinatorConfig:
         fair_slowdown: how many times slower a choice may expect to go on than if nobody's trees were verified.
         ahead: send a batch before the step before it has ended, where that is faster: the target goes on at once with
             what of it hangs below that step's tokens. Tokens are the same.
+        rounds: how rounds are timed: learned tries all ways and keeps to the quickest, the others keep to one of them,
+            for measurements (docs/scheduling.md).
         heartbeat_interval_ms: how often a worker reports.
         lease_ms: silence after which a worker counts as lost.
         step_timeout_s: least time after which a target counts as lost whose step does not come back; otherwise 10 times
@@ -105,6 +110,7 @@ class CoordinatorConfig:
     sync_wait_cap_ms: float = 1000.0
     fair_slowdown: float = 1.5
     ahead: bool = True
+    rounds: RoundTiming = "learned"
     heartbeat_interval_ms: int = 500
     lease_ms: int = 2000
     step_timeout_s: float = 5.0
@@ -142,6 +148,7 @@ class CoordinatorConfig:
         if self.worker_port is not None and not 0 <= self.worker_port <= 65535:
             raise ValueError(f"worker_port: {self.worker_port} given, 0 to 65535 needed")
         self._check_doors()
+        self._check_rounds()
         _check_vllm_extra(needed=self.vllm_grpc)
         for name in _AT_LEAST_ONE:
             value = getattr(self, name)
@@ -168,6 +175,12 @@ class CoordinatorConfig:
                 f"lease_ms: {self.lease_ms} given, at least twice heartbeat_interval_ms "
                 f"({self.heartbeat_interval_ms}) needed"
             )
+
+    def _check_rounds(self) -> None:
+        if self.rounds not in get_args(RoundTiming):
+            raise ValueError(f"rounds: {self.rounds!r} given, one of {', '.join(get_args(RoundTiming))} needed")
+        if self.rounds == "ahead" and not self.ahead:
+            raise ValueError("rounds: ahead given, and no batch may be sent ahead (ahead is off)")
 
     def _check_doors(self) -> None:
         check_bind(self.host, insecure=self.insecure, tls_ca=self.tls, token_file=self.token_file)

@@ -13,6 +13,7 @@ from outrider.coordinator import clock
 from outrider.coordinator.ahead import Lead
 from outrider.coordinator.alarm import Alarm
 from outrider.coordinator.candidates import Candidates, group_candidates
+from outrider.coordinator.config import RoundTiming
 from outrider.coordinator.cost_model import StepCost
 from outrider.coordinator.draft_demand import DraftDemand
 from outrider.coordinator.firing import MissRates
@@ -22,7 +23,7 @@ from outrider.coordinator.links import TargetLink
 from outrider.coordinator.messages import SessionOpening, VerifyResult
 from outrider.coordinator.one_graph import resident_flags
 from outrider.coordinator.open_leaves import Leaves, level_leaves
-from outrider.coordinator.rounds import Flight, RoundPace, Step, Way
+from outrider.coordinator.rounds import Flight, RoundPace, Step, Way, ways_of
 from outrider.coordinator.selection import Ints, choose_counts
 from outrider.coordinator.session import Session
 from outrider.coordinator.successor import can_follow, succeed
@@ -37,8 +38,6 @@ _EARLY_SHARE = 0.1
 _PROBE_ROUNDS = 48
 # The price of a row is read over so many, which is more than a rung of a small step.
 _PRICE_ROWS = 32
-# The first is begun with.
-_WAYS = (Way.AHEAD, Way.WAIT, Way.NEVER_WAIT, Way.TWO_GROUPS)
 
 
 class _Offer(NamedTuple):
@@ -61,6 +60,7 @@ class TargetLane:
         fair_slowdown: float = 1.5,
         one_graph: bool = False,
         ahead: bool = False,
+        timing: RoundTiming = "learned",
     ) -> None:
         self.worker_id = worker_id
         self.one_graph = one_graph
@@ -78,7 +78,7 @@ class TargetLane:
         self.pace = RoundPace()
         self.misses = MissRates()
         self.lead = Lead()
-        self.way = Trials(_WAYS if ahead else _WAYS[1:])
+        self.way = Trials(ways_of(timing, ahead=ahead))
         self.steps = 0
         self.is_draining = False
         """It takes no new sessions."""

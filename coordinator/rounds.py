@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
+from outrider.coordinator.config import RoundTiming
 from outrider.coordinator.group import Group
 from outrider.coordinator.messages import VerifyResult
 from outrider.coordinator.session import Session
@@ -26,6 +27,21 @@ class Way(IntEnum):
     """One half is verified while the other half's trees grow and its batch travels."""
     AHEAD = 3
     """All sessions in one batch, which lies at the target before the step before it ends."""
+
+
+_NAMED = {"wait": Way.WAIT, "never-wait": Way.NEVER_WAIT, "two-groups": Way.TWO_GROUPS, "ahead": Way.AHEAD}
+
+
+def ways_of(timing: RoundTiming, *, ahead: bool) -> tuple[Way, ...]:
+    """The ways that a target's rounds may be timed in, the one to begin with first.
+
+    Args:
+        timing: the name of one, or "learned": all.
+        ahead: whether the target may be sent batches ahead; if not, "ahead" is "learned".
+    """
+    if timing != "learned" and (ahead or timing != "ahead"):
+        return (_NAMED[timing],)
+    return ((Way.AHEAD,) if ahead else ()) + (Way.WAIT, Way.NEVER_WAIT, Way.TWO_GROUPS)
 
 
 @dataclass(kw_only=True, eq=False)

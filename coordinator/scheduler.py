@@ -251,6 +251,7 @@ class Scheduler:
             fair_slowdown=self._config.fair_slowdown,
             one_graph=one_graph,
             ahead=ahead and self._config.ahead,
+            timing=self._config.rounds,
         )
 
         def fail(reason: str) -> None:

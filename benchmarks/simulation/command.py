@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
+from typing import get_args
 
 import uvloop
 from benchmarks.simulation.drive import simulate
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider import collector
+from outrider.coordinator.config import RoundTiming
 from outrider.coordinator.messages import SpeculationMode
 from outrider.errors import OutriderError
 
@@ -120,6 +122,10 @@ def _parse(arguments: Sequence[str]) -> tuple[list[SpeculationMode], bool, dict]
     parser.add_argument(
         "--ahead", action=argparse.BooleanOptionalAction, default=True,
         help="send batches before the step before them has ended, where that is faster (default)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rounds", choices=get_args(RoundTiming), default="learned",
+        help="how rounds are timed: the quickest way of all, or always this one (default learned)",
     )  # fmt: skip
     parser.add_argument(
         "--collector", choices=COLLECTORS, default="serving", help="Python's, in this process (default serving)"

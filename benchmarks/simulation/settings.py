@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from outrider.coordinator.config import CoordinatorConfig
+from outrider.coordinator.config import CoordinatorConfig, RoundTiming
 from outrider.coordinator.messages import SpeculationMode
 from outrider.v1 import registry_pb2
 
@@ -49,6 +49,7 @@ class Settings:
         max_step_rows: most rows of a target's step.
         wait_cap_ms: longest that a free target waits for growth.
         ahead: batches may be sent before the step before them has ended.
+        rounds: how rounds are timed, as in `CoordinatorConfig`.
         collector: Python's garbage collector in the coordinator: "serving" as a coordinator has it, "on" as Python has
             it, "frozen" with what exists before the first session left out of it, "off".
 
@@ -87,6 +88,7 @@ class Settings:
     max_step_rows: int = 4096
     wait_cap_ms: float = 20.0
     ahead: bool = True
+    rounds: RoundTiming = "learned"
     collector: str = "serving"
 
     def __post_init__(self) -> None:
@@ -139,6 +141,7 @@ class Settings:
             max_live_nodes=max(self.max_live_nodes, self.max_nodes),
             verify_wait_cap_ms=self.wait_cap_ms,
             ahead=self.ahead,
+            rounds=self.rounds,
         )
 
     def worker_limits(self) -> registry_pb2.WorkerLimits:

@@ -15,7 +15,7 @@ from outrider.coordinator.ahead import Lead
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.lane import TargetLane
 from outrider.coordinator.messages import FaultKind, RoundRecord, SpeculationMode, TokenDelta, VerifyResult
-from outrider.coordinator.rounds import Way
+from outrider.coordinator.rounds import Way, ways_of
 from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.trials import Trials
 from outrider.coordinator.verify_loop import VerifyLoop
@@ -321,6 +321,26 @@ def test_a_lead_that_was_none_becomes_one():
         lead_ns = lead.ns(step_ns=8e6, overhead_ns=0.0, grows=False)
         lead.observe(lead_ns, lead_ns - 2e6)
     assert lead.ns(step_ns=8e6, overhead_ns=0.0, grows=False) > 1.9e6
+
+
+def test_rounds_keep_to_the_way_that_is_named():
+    learned = ways_of("learned", ahead=True)
+    assert learned[0] is Way.AHEAD
+    assert set(learned) == set(Way)
+    assert set(ways_of("learned", ahead=False)) == set(Way) - {Way.AHEAD}
+    assert ways_of("two-groups", ahead=True) == (Way.TWO_GROUPS,)
+    assert ways_of("ahead", ahead=True) == (Way.AHEAD,)
+    # A target that takes none ahead has the others tried.
+    assert ways_of("ahead", ahead=False) == ways_of("learned", ahead=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"rounds": "early"}, "one of learned, wait,"), ({"rounds": "ahead", "ahead": False}, "ahead is off")],
+)
+def test_a_timing_that_cannot_be_is_refused(options: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        CoordinatorConfig(**options)
 
 
 def test_where_trees_grow_it_leaves_later():
