@@ -33,7 +33,8 @@ class _Itimerspec(ctypes.Structure):
 def _libc() -> Any:
     if sys.platform != "linux":
         return None
-    libc = ctypes.CDLL(None, use_errno=True)
+    # The calls never block: to let go of the interpreter's lock would only mean to wait for it again.
+    libc = ctypes.PyDLL(None, use_errno=True)
     return libc if hasattr(libc, "timerfd_create") else None
 
 
@@ -41,7 +42,7 @@ _LIBC = _libc()
 
 
 class Alarm:
-    """Rings once after each `set`, unless it is cancelled or set anew before. Of one event loop.
+    """Rings once after each `set`, unless it is cancelled or set anew before. Until `close` it is of one event loop.
 
     Args:
         ring: called when it is time, on the event loop.

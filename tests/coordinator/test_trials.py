@@ -46,6 +46,15 @@ def test_other_requests_are_no_merit_of_the_way_that_has_not_seen_them():
     assert used[0] > 0.75 * 500
 
 
+def test_pauses_of_the_machine_are_no_other_requests():
+    """One round in a hundred takes fifteen times as long: the blocks that have it are nothing to begin anew for."""
+    trials, used = Trials(range(3)), 0
+    for number in range(100):
+        used += play(trials, [1.0, 1.2, 1.0], 99, sessions=16, seed=number)[1]
+        trials.observe(placed=16, sessions=16, verified=16, tokens=16.0, round_ns=15.0, hopeless=NOTHING)
+    assert used > 0.75 * 99 * 100
+
+
 def test_a_way_that_begins_badly_is_heard_again():
     """One session alone: the first block of the first way met a cold start."""
     trials = Trials(range(3))
