@@ -55,6 +55,11 @@ class Alarm:
         self._is_set = False
         self._timer: asyncio.TimerHandle | None = None
 
+    def open(self) -> None:
+        """Takes its descriptor now, not with the first `set`."""
+        if not clock.is_replaced():
+            self._has_descriptor()
+
     def set(self, after_s: float) -> None:
         """It is to ring so many seconds from now."""
         self.cancel()

@@ -231,6 +231,10 @@ class TargetLane:
         finally:
             self._alarm.cancel()
 
+    def open(self) -> None:
+        """From now on changes are waited for: what that takes is taken at once, whatever comes."""
+        self._alarm.open()
+
     def close(self) -> None:
         """Nobody waits for changes any more."""
         self._alarm.close()

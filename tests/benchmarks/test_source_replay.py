@@ -45,7 +45,7 @@ def test_a_mixture_is_as_good_as_the_better_of_its_sources(found: dict[str, list
     for mixture in ("model+ngram", "model/ngram"):
         for number in (0, 1):
             best = max(found["model"][number].tokens_per_s, found["ngram"][number].tokens_per_s)
-            assert found[mixture][number].tokens_per_s > 0.95 * best
+            assert found[mixture][number].tokens_per_s > 0.94 * best
 
 
 def test_a_trie_that_hears_late_guesses_less():

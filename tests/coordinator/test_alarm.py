@@ -78,7 +78,10 @@ async def test_a_closed_one_gives_its_descriptor_back_and_may_be_set_again(kind)
     alarm = Alarm(lambda: rung.append(1))
     for _ in range(3):
         before = timer_descriptors()
+        alarm.open()
+        held = timer_descriptors()
         alarm.set(0.05)
+        assert timer_descriptors() == held
         assert len(timer_descriptors() - before) == (kind == "descriptor")
         alarm.close()
         assert timer_descriptors() == before
