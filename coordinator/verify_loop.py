@@ -105,8 +105,8 @@ class VerifyLoop:
         """Rounds for ever, until the target is lost."""
         lane = self.lane
         lane.link.on_result = self._take_at_once
-        lane.open()
         try:
+            lane.open()
             while True:
                 if self._error is not None:
                     raise self._error
