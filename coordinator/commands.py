@@ -255,6 +255,7 @@ def round_dict(record: generation_pb2.Round) -> dict[str, Any]:
         "waited_ns": record.waited_ns,
         "step_ns": record.step_ns,
         "forward_ns": record.forward_ns,
+        "ahead_ns": record.ahead_ns if record.HasField("ahead_ns") else None,
         "node_tokens": list(record.node_tokens),
         "node_parents": list(record.node_parents),
         "node_values": floats_from_bytes(record.node_values).tolist(),

@@ -127,7 +127,7 @@ class GrowthArrival:
 class RoundRecord:
     """One verification of one choice, for traces; times are of the monotonic clock.
 
-    `waited_ns` as of `Flight`, and `held_ns` too.
+    `waited_ns` as of `Flight`, and `held_ns` too. `ahead_ns` as of `VerifyResult`; None if it was not sent ahead.
     """
 
     index: int
@@ -145,6 +145,7 @@ class RoundRecord:
     emitted_token_ids: Sequence[int]
     growth: Sequence[GrowthArrival]
     held_ns: int = 0
+    ahead_ns: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,6 +83,7 @@ def _round(record: RoundRecord) -> generation_pb2.Round:
         waited_ns=record.waited_ns,
         step_ns=record.step_ns,
         forward_ns=record.forward_ns,
+        ahead_ns=record.ahead_ns,
         node_tokens=record.node_tokens,
         node_parents=record.node_parents,
         node_values=floats_to_bytes(record.node_values),

@@ -404,4 +404,5 @@ class Session:
             emitted_token_ids=news.token_ids,
             growth=news.growth,
             held_ns=flight.held_ns,
+            ahead_ns=None if flight.successor is None else result.ahead_ns,
         )

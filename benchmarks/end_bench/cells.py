@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 # Cells that a killed run should not have left out come first.
 _FIRST_MODES = ("off", "async", "sync")
@@ -32,6 +33,18 @@ class Setup(StrEnum):
         return self in {Setup.FAR_DRAFT, Setup.FAR_TARGET}
 
 
+class Service(NamedTuple):
+    """What has a coordinator of its own; workers are shared by all services of their setups.
+
+    Attributes:
+        setup: which workers it has.
+        round_timing: how it times rounds, as its option --rounds.
+    """
+
+    setup: Setup
+    round_timing: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     """One measurement.
@@ -44,6 +57,7 @@ class Cell:
         rtt_ms: round trip added to the delayed link.
         rule: by which drafts are judged.
         synthetic: rates at which drafts are accepted, whatever they say; none for what they are worth.
+        round_timing: how its rounds are timed, as the coordinator's option --rounds.
         turn: the cells of one turn are compared with each other.
         most_gpus: that there are; workers of further ones share the last.
     """
@@ -55,8 +69,14 @@ class Cell:
     rtt_ms: float = 0.0
     rule: str = "coupled"
     synthetic: tuple[float, ...] = ()
+    round_timing: str = "learned"
     turn: int = 0
     most_gpus: int = 4
+
+    @property
+    def service(self) -> Service:
+        """That runs it."""
+        return Service(self.setup, self.round_timing)
 
     @property
     def gpus(self) -> int:
@@ -82,6 +102,8 @@ class Cell:
         parts = [f"{self.mode} {self.setup}"]
         if self.setup.is_far:
             parts.append(f"{self.rtt_ms:g} ms")
+        if self.round_timing != "learned":
+            parts.append(self.round_timing)
         if self.rule != "coupled":
             parts.append(" ".join([self.rule, *(f"{rate:g}" for rate in self.synthetic)]))
         return f"{' '.join(parts)}, {self.sessions} sessions, temperature {self.temperature:g}"
@@ -94,6 +116,7 @@ class Plan:
     Attributes:
         sessions, temperatures, modes: of the cells that are compared with each other.
         setups: beside those of delayed links.
+        round_timings: ways of timing rounds, each compared with async.
         baselines_at: temperatures of the setups but apart.
         rtt_ms: round trips, each a cell of every delayed link at the first temperature.
         rtt_links: draft, target.
@@ -108,6 +131,7 @@ class Plan:
     temperatures: Sequence[float]
     modes: Sequence[str]
     setups: Sequence[Setup]
+    round_timings: Sequence[str] = ()
     baselines_at: Sequence[float] = ()
     rtt_ms: Sequence[float] = ()
     rtt_links: Sequence[str] = ("draft",)
@@ -132,7 +156,10 @@ def _compared(plan: Plan) -> Iterator[Cell]:
     for temperature in plan.temperatures:
         for sessions in plan.sessions:
             for mode in modes:
-                yield Cell(setup=base, mode=mode, temperature=temperature, sessions=sessions)
+                cell = Cell(setup=base, mode=mode, temperature=temperature, sessions=sessions)
+                yield cell
+                if mode == "async":
+                    yield from (replace(cell, round_timing=way) for way in plan.round_timings)
 
 
 def _far(plan: Plan) -> Iterator[Cell]:
@@ -178,6 +205,6 @@ def _baselines(plan: Plan) -> Iterator[Cell]:
                         yield Cell(setup=setup, mode=mode, temperature=temperature, sessions=sessions)
 
 
-def setups_of(cells: Iterable[Cell]) -> list[Setup]:
+def services_of(cells: Iterable[Cell]) -> list[Service]:
     """Those that occur."""
-    return list(dict.fromkeys(cell.setup for cell in cells))
+    return list(dict.fromkeys(cell.service for cell in cells))

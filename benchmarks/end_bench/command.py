@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from benchmarks.end_bench import report
-from benchmarks.end_bench.cells import Cell, Setup, cells_of, setups_of
+from benchmarks.end_bench.cells import Cell, Service, cells_of, services_of
 from benchmarks.end_bench.checkpoints import widen_pair
 from benchmarks.end_bench.driving import Drivers, Load, Rule
 from benchmarks.end_bench.figures import CellFigures, as_dicts
@@ -119,7 +119,7 @@ def measure(run: Run, console: Console) -> None:
             target, draft = widen_pair(arguments.shapes, folder)
             say("the pair is written")
         options = service_options(arguments, target, draft, most_s=run.left_s)
-        services = stack.enter_context(Services(options, setups_of(cells), say, log_folder=arguments.output))
+        services = stack.enter_context(Services(options, services_of(cells), say, log_folder=arguments.output))
         bench = Bench(
             services=services,
             drivers=stack.enter_context(Drivers(processes=arguments.clients)),
@@ -131,9 +131,9 @@ def measure(run: Run, console: Console) -> None:
 
 
 def _measure_all(run: Run, bench: Bench, cells: Sequence[Cell], say: Callable[[str], None]) -> None:
-    known: set[tuple[Setup, str, int]] = set()
+    known: set[tuple[Service, str, int]] = set()
     for number, cell in enumerate(cells):
-        way = (cell.setup, cell.mode, cell.sessions)
+        way = (cell.service, cell.mode, cell.sessions)
         warm_up_s = run.arguments.warm_up + (0 if way in known else run.arguments.prepare)
         known.add(way)
         if run.left_s < warm_up_s + bench.measure_s + 2 * _LEAD_S:
@@ -161,7 +161,7 @@ class Bench:
         prompts: of the requests, as token ids.
         max_new_tokens: of every request.
         measure_s: how long a cell is looked at.
-        prefilled: of each setup, sessions whose first prompts its targets have seen.
+        prefilled: of each service, sessions whose first prompts its targets have seen.
     """
 
     services: Services
@@ -169,11 +169,11 @@ class Bench:
     prompts: Sequence[Sequence[int]]
     max_new_tokens: int
     measure_s: float
-    prefilled: dict[Setup, int] = field(default_factory=dict)
+    prefilled: dict[Service, int] = field(default_factory=dict)
 
     def figures(self, cell: Cell, *, warm_up_s: float) -> CellFigures:
         """Measures one cell, after so many seconds of its load."""
-        endpoint = self.services.endpoints[cell.setup]
+        endpoint = self.services.endpoints[cell.service]
         self.services.add_rtt(cell.setup, cell.rtt_ms)
         begin_s = time.monotonic() + _LEAD_S + warm_up_s
         load = Load(
@@ -191,10 +191,10 @@ class Bench:
             begin_s=begin_s,
             end_s=begin_s + self.measure_s,
         )
-        if cell.sessions > self.prefilled.get(cell.setup, 0):
+        if cell.sessions > self.prefilled.get(cell.service, 0):
             begin_s += self._prefill(load)
             load = replace(load, begin_s=begin_s, end_s=begin_s + self.measure_s)
-            self.prefilled[cell.setup] = cell.sessions
+            self.prefilled[cell.service] = cell.sessions
         futures = self.drivers.drive(load)
         time.sleep(max(0.0, load.begin_s - time.monotonic()))
         before = _totals(endpoint)

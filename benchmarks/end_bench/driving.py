@@ -78,6 +78,7 @@ class Round:
     forward_ns: int
     nodes: int
     emitted: int
+    ahead_ns: int | None = None
 
 
 @dataclass(kw_only=True)
@@ -180,6 +181,7 @@ def _round(record: generation_pb2.Round) -> Round:
         record.forward_ns,
         len(record.node_tokens),
         len(record.emitted_token_ids),
+        record.ahead_ns if record.HasField("ahead_ns") else None,
     )
 
 

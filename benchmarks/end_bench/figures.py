@@ -38,6 +38,8 @@ class RoundFigures:
         exposed_mean_ms: the same, its mean.
         waited_ms: that the coordinator held a round for growth.
         busy, device: shares of the time.
+        ahead, late: shares of the rounds: of those whose batch was sent before the step before had ended, and of those
+            of them that came after it.
     """
 
     rounds: int
@@ -49,6 +51,8 @@ class RoundFigures:
     waited_ms: float
     busy: float
     device: float
+    ahead: float
+    late: float
 
     @classmethod
     def of(cls, requests: Iterable[Sequence[Round]], *, begin_s: float, end_s: float) -> RoundFigures | None:
@@ -76,6 +80,8 @@ class RoundFigures:
             waited_ms=statistics.median(later.waited_ns for _, later in pairs) / _MS,
             busy=sum(later.step_ns for _, later in pairs) / total,
             device=sum(later.forward_ns for _, later in pairs) / total,
+            ahead=sum(later.ahead_ns is not None for _, later in pairs) / len(pairs),
+            late=sum((later.ahead_ns or 0) < 0 for _, later in pairs) / len(pairs),
         )
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from benchmarks.end_bench.cells import Plan, Setup
 from benchmarks.end_bench.services import ServiceOptions
 
+from outrider.coordinator.config import RoundTiming
 from outrider.models import embedded_target_path, held_out_prompts
 
 
@@ -66,6 +68,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         baselines_at=arguments.temperatures if arguments.baselines_at is None else arguments.baselines_at,
         modes=arguments.modes,
         setups=[Setup(name) for name in arguments.setups],
+        round_timings=arguments.rounds,
         rtt_ms=arguments.rtt_ms,
         rtt_links=arguments.rtt_links,
         rtt_sessions=arguments.rtt_sessions,
@@ -90,6 +93,10 @@ def parse(given: Sequence[str]) -> argparse.Namespace:
         help="target and draft apart, on one and the same GPU, two targets, and one draft for three targets on four "
         "GPUs; default the first three on GPUs, apart on a CPU; without apart, shared has the off that others are "
         "compared with",
+    )  # fmt: skip
+    add(
+        "--rounds", nargs="*", default=[], choices=[way for way in get_args(RoundTiming) if way != "learned"],
+        help="also async with a coordinator that keeps to one way of timing them; a coordinator for each",
     )  # fmt: skip
     add("--baselines-at", type=float, nargs="*", help="temperatures of shared and replicas; default all")
     add("--rtt-ms", type=float, nargs="*", default=[], help="also with these round trips added to a link")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from benchmarks.end_bench.cells import Setup
+from benchmarks.end_bench.cells import Service, Setup
 from benchmarks.end_bench.relay import Relay
 
 from outrider.client import Client
@@ -78,28 +78,28 @@ class ServiceOptions:
 
 
 class Services:
-    """All setups at once, one coordinator each; use with `with`.
+    """All of them at once, one coordinator each; use with `with`.
 
     Args:
         options: of their processes.
-        setups: to serve.
+        services: to start.
         say: takes a line of progress.
         log_folder: where what the processes wrote to stderr is kept.
 
     Attributes:
-        endpoints: host:port of each setup's coordinator.
+        endpoints: host:port of each one's coordinator.
     """
 
     def __init__(
         self,
         options: ServiceOptions,
-        setups: Sequence[Setup],
+        services: Sequence[Service],
         say: Callable[[str], None],
         *,
         log_folder: Path | None = None,
     ) -> None:
-        self._options, self._setups, self._say, self._log_folder = options, setups, say, log_folder
-        self.endpoints: dict[Setup, str] = {}
+        self._options, self._services, self._say, self._log_folder = options, services, say, log_folder
+        self.endpoints: dict[Service, str] = {}
         self._roles: dict[str, RoleProcess] = {}
         self._relays: dict[Setup, Relay] = {}
         self._stack = ExitStack()
@@ -139,35 +139,42 @@ class Services:
 
     def _start(self, deadline: float) -> None:
         options = self._options
-        coordinators: dict[Setup, RoleProcess] = {}
-        for setup in self._setups:
-            name = f"coordinator of {setup}"
-            arguments = ["--port", "0", *_model(options.target), *options.coordinator_args]
-            coordinators[setup] = self._roles[name] = RoleProcess(name, "coordinator", arguments)
-        for setup, coordinator in coordinators.items():
-            self.endpoints[setup] = coordinator.await_ready(deadline)
-        wanted = dict.fromkeys(self._setups, 0)
+        coordinators: dict[Service, RoleProcess] = {}
+        for service in self._services:
+            name = f"coordinator of {service.setup}, rounds {service.round_timing}"
+            arguments = [
+                "--port",
+                "0",
+                "--rounds",
+                service.round_timing,
+                *_model(options.target),
+                *options.coordinator_args,
+            ]
+            coordinators[service] = self._roles[name] = RoleProcess(name, "coordinator", arguments)
+        for service, coordinator in coordinators.items():
+            self.endpoints[service] = coordinator.await_ready(deadline)
+        wanted = dict.fromkeys(self._services, 0)
         for name, place in PLACES.items():
-            served = [setup for setup in self._setups if setup in place.setups]
+            served = [service for service in self._services if service.setup in place.setups]
             if served:
                 self._start_worker(name, place, served)
-            for setup in served:
-                wanted[setup] += 1
-        for setup, count in wanted.items():
-            self._await_workers(self.endpoints[setup], count, deadline)
+            for service in served:
+                wanted[service] += 1
+        for service, count in wanted.items():
+            self._await_workers(self.endpoints[service], count, deadline)
 
-    def _start_worker(self, name: str, place: Place, served: Sequence[Setup]) -> None:
+    def _start_worker(self, name: str, place: Place, served: Sequence[Service]) -> None:
         options = self._options
         on_gpu = options.device.startswith("cuda")
         arguments = ["--device", "cuda:0" if on_gpu else options.device, *options.worker_args]
         arguments += options.target_args if place.role == "target" else options.draft_args
         arguments += _model(options.target if place.role == "target" else options.draft)
-        for setup in served:
-            arguments += ["--coordinators", self.endpoints[setup]]
+        for service in served:
+            arguments += ["--coordinators", self.endpoints[service]]
         if place.is_far:
             port = free_port()
             relay = self._stack.enter_context(Relay((_RELAYED, port), (_LOOPBACK, port)))
-            self._relays |= dict.fromkeys(served, relay)
+            self._relays |= {service.setup: relay for service in served}
             arguments += ["--host", _LOOPBACK, "--port", str(port), "--advertised-host", _RELAYED]
         environment = {"CUDA_VISIBLE_DEVICES": str(min(place.gpu, options.gpus - 1))} if on_gpu else {}
         self._roles[name] = RoleProcess(name, f"{place.role}-worker", arguments, environment=environment)

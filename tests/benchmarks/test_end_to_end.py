@@ -8,13 +8,14 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from benchmarks.end_bench import command, driving
-from benchmarks.end_bench.cells import Cell, Plan, Setup, cells_of
+from benchmarks.end_bench.cells import Cell, Plan, Setup, cells_of, services_of
 from benchmarks.end_bench.driving import Driven, Load, Round
 from benchmarks.end_bench.figures import CellFigures, RoundFigures, as_dicts
 from benchmarks.end_bench.options import parse, plan_of, prompts_of, service_options
@@ -60,6 +61,14 @@ def test_cells_are_those_asked_for_and_what_they_are_compared_with_comes_first()
         (Setup.SHARED, "async", 1),
     ]
     assert len(cells_of(plan(sessions=[1, 1]))) == 2
+    timed = cells_of(plan(round_timings=["ahead", "wait"]))
+    assert [(cell.mode, cell.round_timing) for cell in timed] == [
+        ("off", "learned"),
+        ("async", "learned"),
+        ("async", "ahead"),
+        ("async", "wait"),
+    ]
+    assert [service.round_timing for service in services_of(timed)] == ["learned", "ahead", "wait"]
     assert [cell.turn for cell in cells_of(plan(turns=2))] == [0, 0, 1, 1]
 
 
@@ -111,7 +120,17 @@ def test_exposed_time_is_what_a_round_takes_beside_the_targets_step():
         waited_ms=0.5,
         busy=0.8,
         device=0.4,
+        ahead=0,
+        late=0,
     )
+
+
+def test_rounds_sent_ahead_are_counted_and_those_that_came_late():
+    sent = [None, 50, None, -70, 20]
+    one = [replace(each, ahead_ns=ahead_ns) for each, ahead_ns in zip(rounds(1, 2, 3, 4, 5), sent, strict=True)]
+    found = RoundFigures.of([one], begin_s=0, end_s=1)
+    assert found is not None
+    assert (found.rounds, found.ahead, found.late) == (4, 0.75, 0.25)
 
 
 def test_rounds_outside_the_window_between_requests_and_of_steps_nobody_saw_do_not_count():

@@ -249,7 +249,7 @@ class Timings(_message.Message):
     def __init__(self, queue_ms: _Optional[float] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., total_ms: _Optional[float] = ...) -> None: ...
 
 class Round(_message.Message):
-    __slots__ = ("index", "step", "length", "submitted_ns", "result_ns", "waited_ns", "step_ns", "node_tokens", "node_parents", "node_values", "accepted_nodes", "emitted_token_ids", "growth", "forward_ns")
+    __slots__ = ("index", "step", "length", "submitted_ns", "result_ns", "waited_ns", "step_ns", "node_tokens", "node_parents", "node_values", "accepted_nodes", "emitted_token_ids", "growth", "forward_ns", "ahead_ns")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
@@ -264,6 +264,7 @@ class Round(_message.Message):
     EMITTED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     GROWTH_FIELD_NUMBER: _ClassVar[int]
     FORWARD_NS_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_NS_FIELD_NUMBER: _ClassVar[int]
     index: int
     step: int
     length: int
@@ -278,7 +279,8 @@ class Round(_message.Message):
     emitted_token_ids: _containers.RepeatedScalarFieldContainer[int]
     growth: _containers.RepeatedCompositeFieldContainer[GrowthArrival]
     forward_ns: int
-    def __init__(self, index: _Optional[int] = ..., step: _Optional[int] = ..., length: _Optional[int] = ..., submitted_ns: _Optional[int] = ..., result_ns: _Optional[int] = ..., waited_ns: _Optional[int] = ..., step_ns: _Optional[int] = ..., node_tokens: _Optional[_Iterable[int]] = ..., node_parents: _Optional[_Iterable[int]] = ..., node_values: _Optional[bytes] = ..., accepted_nodes: _Optional[_Iterable[int]] = ..., emitted_token_ids: _Optional[_Iterable[int]] = ..., growth: _Optional[_Iterable[_Union[GrowthArrival, _Mapping]]] = ..., forward_ns: _Optional[int] = ...) -> None: ...
+    ahead_ns: int
+    def __init__(self, index: _Optional[int] = ..., step: _Optional[int] = ..., length: _Optional[int] = ..., submitted_ns: _Optional[int] = ..., result_ns: _Optional[int] = ..., waited_ns: _Optional[int] = ..., step_ns: _Optional[int] = ..., node_tokens: _Optional[_Iterable[int]] = ..., node_parents: _Optional[_Iterable[int]] = ..., node_values: _Optional[bytes] = ..., accepted_nodes: _Optional[_Iterable[int]] = ..., emitted_token_ids: _Optional[_Iterable[int]] = ..., growth: _Optional[_Iterable[_Union[GrowthArrival, _Mapping]]] = ..., forward_ns: _Optional[int] = ..., ahead_ns: _Optional[int] = ...) -> None: ...
 
 class GrowthArrival(_message.Message):
     __slots__ = ("worker_id", "arrived_ns", "as_of", "nodes", "grafted", "during_verify")
