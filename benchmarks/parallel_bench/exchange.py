@@ -81,6 +81,8 @@ def _measure(meeting: Meeting, wanted: Sequence[Size]) -> list[dict[str, Any]]:
 
 
 def _measure_size(collectives: CudaCollectives, size: Size, device: torch.device) -> dict[str, Any]:
+    # As in the service; read where the memory is made.
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     import torch.distributed._symmetric_memory as symmetric_memory
 
     generator = torch.Generator(device).manual_seed(dist.get_rank())

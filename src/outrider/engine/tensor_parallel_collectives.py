@@ -8,6 +8,7 @@ Shapes: W ranks, P parts, T rows, N hidden, R rows of logits, v columns of a ran
 
 import logging
 import os
+import pickle
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage] - documented, and not exported
+from torch.distributed import FileStore, Store  # pyright: ignore[reportPrivateImportUsage] - documented, not exported
 
 from outrider.kernels.all_reduce import Mailbox, MailboxLayout, exchange_parts, gather_columns
 from outrider.kernels.all_reduce_norm import exchange_norm
@@ -30,7 +31,7 @@ _ALIGNMENT = 128
 # Rows that are summed and normed in one launch. 72, those of a step of one large tree, was faster: docs/target-step.md.
 # None, until the GPU tests of two ranks have held that launch's tokens against one rank's.
 _FEW_ROWS = 0
-_NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+_NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0"}
 # Otherwise torch ends the process where NCCL notices a lost rank, before anybody has said which.
 _NO_ABORT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 # One host: what ranks say while they connect never leaves it.
@@ -118,9 +119,10 @@ def connect(meeting: Meeting, device: torch.device, options: SumOptions) -> "Glo
     os.environ.update(_NO_MULTICAST | _NO_ABORT)
     for name, value in _LOOPBACK.items():
         os.environ.setdefault(name, value)
+    store = FileStore(meeting.store_path, meeting.world_size)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=FileStore(meeting.store_path, meeting.world_size),
+        store=store,
         rank=meeting.rank,
         world_size=meeting.world_size,
         timeout=_TIMEOUT,
@@ -137,35 +139,63 @@ def connect(meeting: Meeting, device: torch.device, options: SumOptions) -> "Glo
         row_size=options.hidden_size,
         row_counts=_FEW_ROWS,
     )
-    return CudaCollectives(_mailbox(layout, meeting.rank, device) if options.letter_bytes else None, options)
+    return CudaCollectives(_mailbox(layout, meeting, store, device) if options.letter_bytes else None, options)
 
 
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def _mailbox(layout: MailboxLayout, rank: int, device: torch.device) -> Mailbox | None:
+def _mailbox(layout: MailboxLayout, meeting: Meeting, store: Store, device: torch.device) -> Mailbox | None:
     """This rank's mailbox, or None on all ranks where one of them cannot reach another's memory."""
-    # Imported here: a part of torch that only GPUs need.
-    import torch.distributed._symmetric_memory as symmetric_memory
-
+    memory = torch.zeros(layout.total_bytes, dtype=torch.uint8, device=device)
+    torch.cuda.synchronize(device)
     mailbox = None
     try:
-        memory = symmetric_memory.empty(layout.total_bytes, dtype=torch.uint8, device=device)
-        memory.zero_()
-        torch.cuda.synchronize(device)
-        # Where GPUs see each other's memory this succeeds on all ranks; the sum below notices where it does not.
-        handle = symmetric_memory.rendezvous(memory, dist.distributed_c10d._get_default_group())
-        # All ranks allocate alike, so the memory begins at the same place of every rank's buffer.
-        begin = memory.data_ptr() - handle.buffer_ptrs[rank]
-        addresses = [address + begin for address in handle.buffer_ptrs]
-        mailbox = Mailbox(layout, rank=rank, memory=memory, addresses=addresses, owner=handle)
+        storages = _storages_of_all(memory.untyped_storage(), meeting, store, device)
+        addresses = [storage.data_ptr() for storage in storages]
+        mailbox = Mailbox(layout, rank=meeting.rank, memory=memory, addresses=addresses, owner=storages)
     except RuntimeError as error:
-        logger.warning("rank %d cannot share memory with the other GPUs, NCCL alone is used: %s", rank, error)
+        logger.warning("rank %d cannot share memory with the other GPUs, NCCL alone is used: %s", meeting.rank, error)
     willing = torch.tensor(int(mailbox is not None), device=device)
     dist.all_reduce(willing, dist.ReduceOp.MIN)
     torch.cuda.synchronize(device)
     return mailbox if int(willing) else None
+
+
+def _storages_of_all(
+    own: torch.UntypedStorage, meeting: Meeting, store: Store, device: torch.device
+) -> list[torch.UntypedStorage]:
+    """[W] the ranks' storages by CUDA's inter-process handles, the others' mapped for this rank's GPU.
+
+    torch's symmetric memory would be the public way. It counts the meetings of each process, and where one rank has had
+    more than another, such as a second model in its process, all of them wait for five minutes and then fail.
+
+    Raises:
+        RuntimeError: a rank's memory cannot be shared, or not be mapped.
+    """
+    try:
+        handle = pickle.dumps(own._share_cuda_()).hex()
+    except RuntimeError:
+        # The others need not wait for it.
+        store.set(_handle_key(meeting.rank), "")
+        raise
+    store.set(_handle_key(meeting.rank), handle)
+    storages = []
+    for rank in range(meeting.world_size):
+        if rank == meeting.rank:
+            storages.append(own)
+        elif handle := store.get(_handle_key(rank)).decode():
+            # The first entry is the owner's GPU: mapped for that one, a second context would be made there.
+            _, *others = pickle.loads(bytes.fromhex(handle))
+            storages.append(torch.UntypedStorage._new_shared_cuda(device.index, *others))
+        else:
+            raise RuntimeError(f"rank {rank} has none to share")
+    return storages
+
+
+def _handle_key(rank: int) -> str:
+    return f"mailbox of rank {rank}"
 
 
 class CudaCollectives:
