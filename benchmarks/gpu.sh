@@ -73,7 +73,7 @@ for name in "$@"; do
         round-trips) end_to_end round_trips 120 --setups --sessions 1 --temperatures 0 --rtt-ms 1 3 --rtt-links draft target --turns 2 ;;
         # Each way of timing rounds by itself beside what the trials find, before which they have compared all of them.
         ways) end_to_end ways 280 --setups apart --sessions 1 16 64 --temperatures 1 0 --rounds ahead never-wait wait \
-            --prepare 3.5 --coordinator-args="--keep-cores-awake 2" ;;
+            --prepare 2.5 --coordinator-args="--keep-cores-awake 2" ;;
         # Both models on the first GPU, their kernels side by side.
         one-gpu) export CUDA_MPS_PIPE_DIRECTORY="$out/mps" CUDA_MPS_LOG_DIRECTORY="$out/mps-log"
             mkdir -p "$out/mps" "$out/mps-log"

