@@ -211,7 +211,7 @@ class Bench:
         began_s = time.monotonic()
         until_s = began_s + _LEAD_S
         once = replace(load, mode="off", rule="coupled", synthetic=(), max_new_tokens=1, traced=0)
-        for future in self.drivers.drive(replace(once, begin_s=until_s, end_s=until_s)):
+        for future in self.drivers.drive(replace(once, begin_s=until_s + _BACK_S / 2, end_s=until_s)):
             future.result(timeout=_BACK_S)
         return time.monotonic() - began_s
 

@@ -38,7 +38,8 @@ class Load:
         traced: of these, so many have every verification reported.
         mode, temperature, rule, synthetic: as of the cell.
         max_new_tokens: of every request.
-        begin_s, end_s: what is counted; sessions start at once and stop at the end.
+        begin_s, end_s: what is counted; sessions start at once and stop at the end. One that has found no place by then
+            tries on until the begin, where that is later: nothing is counted, and every session has run once.
     """
 
     endpoint: str
@@ -147,7 +148,7 @@ async def _drive(load: Load) -> Driven:
 
 async def _session(client: AsyncClient, load: Load, session: int, driven: Driven) -> None:
     count = 0
-    while time.monotonic() < load.end_s:
+    while (now := time.monotonic()) < load.end_s or (not count and now < load.begin_s):
         prompt = load.prompts[(session + count) % len(load.prompts)]
         try:
             async with client.stream(prompt, **load.options(session, count)) as stream:

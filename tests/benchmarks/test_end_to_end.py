@@ -8,6 +8,7 @@ import threading
 import time
 from argparse import Namespace
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from benchmarks.end_bench.plots import draw
 from benchmarks.end_bench.relay import Relay
 from benchmarks.end_bench.services import PLACES
 
-from outrider.errors import WorkerUnavailable
+from outrider.errors import Overloaded, WorkerUnavailable
 from outrider.v1 import generation_pb2, registry_pb2
 
 MS = 1_000_000
@@ -270,6 +271,37 @@ async def test_what_comes_before_the_begin_or_after_the_end_does_not_count(monke
     await driving._session(client, load, 0, driven)  # pyright: ignore[reportArgumentType]
     # At 0.5, 1.1 and 1.2 s, where the first request ends, and at 1.7 and 2.3 s; at 2.4 s it is over.
     assert driven == Driven(tokens=2 + 4 + 1 + 2, tpot_ms=[2.0], ttft_ms=[3.0])
+
+
+class FullAtFirst(FakeStream):
+    """One that has a place for a request at a given time only; each that is sent before waits a little."""
+
+    def __init__(self, free_s: float) -> None:
+        super().__init__()
+        self.free_s = free_s
+
+    def stream(self, *_: Any, **__: Any) -> FakeStream:
+        if self.now_s < self.free_s:
+            self.now_s += 0.3
+            raise Overloaded("the queue is full")
+        return self
+
+
+@pytest.mark.parametrize(("free_s", "is_served"), [(0.7, True), (5.0, False)])
+async def test_a_session_that_only_prefills_waits_for_its_place(
+    monkeypatch: pytest.MonkeyPatch, free_s: float, is_served: bool
+):
+    client, driven = FullAtFirst(free_s), Driven()
+    monkeypatch.setattr(driving, "time", client)
+    monkeypatch.setattr(driving, "_TRY_AGAIN_S", 0.0)
+    load = Load(
+        endpoint="", prompts=["a"], first=0, sessions=1, traced=0, mode="off", temperature=0.0, rule="coupled",
+        synthetic=(), max_new_tokens=1, begin_s=2.0, end_s=0.2,
+    )  # fmt: skip
+    with nullcontext() if is_served else pytest.raises(Overloaded):
+        await driving._session(client, load, 0, driven)  # pyright: ignore[reportArgumentType]
+    assert driven == Driven()
+    assert client.now_s == pytest.approx(0.9 + 0.5 if is_served else 2.1)
 
 
 def test_requests_of_a_session_differ_and_repeat_in_another_run():
