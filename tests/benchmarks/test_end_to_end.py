@@ -283,7 +283,7 @@ class FullAtFirst(FakeStream):
     def stream(self, *_: Any, **__: Any) -> FakeStream:
         if self.now_s < self.free_s:
             self.now_s += 0.3
-            raise Overloaded("the queue is full")
+            raise Overloaded("the queue is full", retry_after_s=0.1)
         return self
 
 
