@@ -4,15 +4,10 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
-
-import numpy as np
-import numpy.typing as npt
 
 from outrider.coordinator import clock
 from outrider.coordinator.ahead import Lead
 from outrider.coordinator.alarm import Alarm
-from outrider.coordinator.candidates import Candidates, group_candidates
 from outrider.coordinator.config import RoundTiming
 from outrider.coordinator.cost_model import StepCost
 from outrider.coordinator.draft_demand import DraftDemand
@@ -22,11 +17,10 @@ from outrider.coordinator.hopeless_ways import hopeless_ways
 from outrider.coordinator.links import TargetLink
 from outrider.coordinator.messages import SessionOpening, VerifyResult
 from outrider.coordinator.one_graph import resident_flags
-from outrider.coordinator.open_leaves import Leaves, level_leaves
 from outrider.coordinator.rounds import Flight, RoundPace, Step, Way, ways_of
-from outrider.coordinator.selection import Ints, choose_counts
 from outrider.coordinator.session import Session
 from outrider.coordinator.successor import can_follow, succeed
+from outrider.coordinator.tree_choice import TreeChoice
 from outrider.coordinator.trees import Submissions, Tree, Trees
 from outrider.coordinator.trials import Trials
 from outrider.coordinator.verdicts import Verdicts
@@ -34,18 +28,6 @@ from outrider.v1 import registry_pb2
 
 # A batch leaves so much of a step before it could begin, lest the target wait for it.
 _EARLY_SHARE = 0.1
-# So often half of the nodes may go, where steps of that size have not been seen lately.
-_PROBE_ROUNDS = 48
-# The price of a row is read over so many, which is more than a rung of a small step.
-_PRICE_ROWS = 32
-
-
-class _Offer(NamedTuple):
-    """The candidates of some sessions, as their forest was then; `version` is None where that does not tell."""
-
-    group: Group
-    version: int | None
-    found: Candidates
 
 
 class TargetLane:
@@ -77,17 +59,16 @@ class TargetLane:
         self.cost = StepCost()
         self.pace = RoundPace()
         self.misses = MissRates()
+        self.trees = TreeChoice(
+            limits, self.cost, self.pace, self.misses, fair_slowdown=fair_slowdown, one_graph=one_graph
+        )
         self.lead = Lead()
         self.way = Trials(ways_of(timing, ahead=ahead))
-        self.steps = 0
         self.is_draining = False
         """It takes no new sessions."""
         self.is_preparing = False
         """Its last heartbeat said that what it runs may be compiling."""
-        self._fair_slowdown = fair_slowdown
-        self._offer: _Offer | None = None
         self._groups: list[Group] = []
-        self._row_ns = 0.0
         self._changed = asyncio.Event()
         self._alarm = Alarm(self._changed.set)
 
@@ -156,7 +137,8 @@ class TargetLane:
         self.suspects.discard(session.session_id)
         if self.sessions.pop(session.session_id, None) is None:
             return False
-        self._groups, self._offer = [], None
+        self._groups = []
+        self.trees.forget_offer()
         self.forget_drafted(session)
         if session.target_id == self.worker_id:
             self.link.close_session(session.session_id, session.target_epoch)
@@ -247,82 +229,6 @@ class TargetLane:
         self._groups = [Group(sessions), *self._groups[:1]]
         return self._groups[0]
 
-    def candidates(self, sessions: Sequence[Session]) -> Candidates:
-        """The best nodes of each session, as far as its request and this target go."""
-        group = self.group(sessions)
-        # Of chains nobody counts the changes.
-        version = None if group.forest is None or group.chains else group.forest.version
-        offer = self._offer
-        # Whether to wait and what to send are asked of the same sessions, with nothing in between.
-        if offer is None or version is None or offer.group is not group or offer.version != version:
-            offer = self._offer = _Offer(group, version, group_candidates(group, self.limits.max_tree_nodes))
-        return offer.found
-
-    def leaf_values(
-        self,
-        sessions: Sequence[Session],
-        *,
-        widths: Sequence[float] | npt.NDArray[np.floating],
-        by_model: Sequence[bool] | npt.NDArray[np.bool_] | None = None,
-    ) -> Leaves:
-        """The leaves that the next level of each session will hang from.
-
-        Args:
-            widths: [S] nodes that one step of the session's draft expands of it.
-            by_model: [S] whether that is a model; asked where other sources grow too. None: all are.
-        """
-        return level_leaves(
-            self.candidates(sessions),
-            by_model,
-            widths=np.asarray(widths, dtype=np.float64),
-            most=self._most(sessions),
-            hit=self.misses.hit,
-            price=self.pace.rate(len(sessions)) * self._row_ns,
-        )
-
-    def _most(self, sessions: Sequence[Session]) -> Ints:
-        """[S] nodes that a session may send."""
-        return self.group(sessions).reaches(self.limits.max_tree_nodes)[0]
-
-    def choose(self, sessions: Sequence[Session]) -> Trees:
-        """The trees of all sessions together that promise the highest rate."""
-        found = self.candidates(sessions)
-        counts = self._best_counts(found, max_rows=self.limits.max_step_tokens)
-        rows = len(sessions) + int(counts.sum()) // 2
-        if self.steps % _PROBE_ROUNDS == _PROBE_ROUNDS - 1 and not self.cost.is_known(rows):
-            # If smaller steps cost much less than the line through larger ones says, only a smaller one can show it.
-            counts = self._best_counts(found, max_rows=rows)
-        counts = self._with_fixed_trees(sessions, np.diff(found.starts), counts)
-        if self.one_graph:
-            counts = np.where(resident_flags(sessions), 0, counts)
-        return found.trees(counts)
-
-    def _best_counts(self, found: Candidates, *, max_rows: int) -> Ints:
-        choice = choose_counts(
-            found.values,
-            found.places,
-            sessions=len(found.mirrors),
-            cost_ns=lambda rows: self.cost.predict_many_ns(rows) + self.pace.overhead_ns,
-            max_rows=max_rows,
-            fair_slowdown=self._fair_slowdown,
-        )
-        return choice.counts
-
-    def _with_fixed_trees(self, sessions: Sequence[Session], offered: Ints, counts: Ints) -> Ints:
-        """A fixed tree is what sync mode is for: it is submitted whole as long as the step has room for it."""
-        group = self.group(sessions)
-        if not group.has_sync:
-            return counts
-        fixed = np.flatnonzero(group.is_sync).tolist()
-        counts = counts.copy()
-        room = self.limits.max_step_tokens - len(sessions) - int(counts.sum())
-        for place in fixed:
-            more = int(offered[place] - counts[place])
-            if 0 < more <= room:
-                counts[place] += more
-                room -= more
-        return counts
-
     def submit(self, sessions: Sequence[Session], chosen: Sequence[Tree], *, waited_ns: int) -> Flight:
         """Sends one batch."""
         openings = [self._opening(session) for session in sessions if session.target_id != self.worker_id]
@@ -366,8 +272,8 @@ class TargetLane:
             followed,
             group,
             max_tree_nodes=self.limits.max_tree_nodes,
-            max_total_nodes=self._most_together(group),
-            least_value=min(1.0, self.pace.rate(len(group)) * self._row_ns),
+            max_total_nodes=self.trees.most_together(group),
+            least_value=min(1.0, self.trees.price(len(group))),
         )
         step_ns = self.cost.predict_ns(followed.rows)
         flight = Flight(
@@ -387,13 +293,6 @@ class TargetLane:
                 _board(session, flight)
         self.flights.append(flight)
         return flight
-
-    def _most_together(self, group: Group) -> int:
-        """Nodes of all sessions that a step takes, and that slow nobody down too much who has none."""
-        roots = len(group)
-        most = min(self.limits.max_step_tokens - roots, int(self._most(group.sessions).sum()))
-        costs_ns = self.cost.predict_many_ns(roots + np.arange(max(0, most) + 1))
-        return int(np.searchsorted(costs_ns, self._fair_slowdown * costs_ns[0], side="right")) - 1
 
     def begin_next(self, step: Step) -> None:
         """A step has ended and is committed: the batch that follows it, if there is one, runs with what that left."""
@@ -426,26 +325,22 @@ class TargetLane:
         self, flight: Flight, result: VerifyResult, *, emitted: int, result_ns: int, demand: DraftDemand | None = None
     ) -> None:
         """Takes a round's times into the cost model, the rate and the trials; `result_ns`: when its result came."""
-        self.steps += 1
         if flight.successor is not None and not emitted:
             # All its sessions had ended with the step before.
             return
         self.cost.observe(result.step_tokens, result.step_ns)
         if flight.successor is not None:
             self.lead.observe(flight.lead_ns, result.ahead_ns)
-        # The price of a row, where steps are now; and this step with its nodes and without.
-        rows, nodes = flight.rows, len(flight.trees.tokens)
-        whole = max(result.step_tokens, rows)
-        asked = np.array([rows, rows + _PRICE_ROWS, whole, whole - nodes])
-        low_ns, high_ns, whole_ns, bare_ns = self.cost.predict_many_ns(asked).tolist()
-        self._row_ns = (high_ns - low_ns) / _PRICE_ROWS
+        prices = self.trees.learn(rows=flight.rows, nodes=len(flight.trees.tokens), step_tokens=result.step_tokens)
         round_ns = self.pace.observe(flight, result.step_ns, tokens=emitted, result_ns=result_ns)
         if demand is not None:
             between_ns = max(0, round_ns - result.step_ns - flight.waited_ns)
-            demand.note_target_round(round_ns=round_ns, plain_ns=result.step_ns * bare_ns / whole_ns + between_ns)
+            demand.note_target_round(
+                round_ns=round_ns, plain_ns=result.step_ns * prices.bare_ns / prices.whole_ns + between_ns
+            )
         # Prompts that are computed beside a batch are no way's doing, nor that their sessions emit nothing yet.
         deferred = sum(Verdicts.of(result.verdicts).deferred)
-        prompts_ns = max(0.0, result.step_ns * (1 - low_ns / whole_ns))
+        prompts_ns = max(0.0, result.step_ns * (1 - prices.rows_ns / prices.whole_ns))
         # Those that have ended with it are gone by now, and were there.
         placed = max(len(self.sessions), len(flight.sessions))
         sessions = placed - deferred
@@ -455,7 +350,7 @@ class TargetLane:
             verified=len(flight.sessions) - deferred,
             tokens=emitted,
             # Results that were read late may stand closer together than steps do.
-            round_ns=max(round_ns - prompts_ns, 0.5 * low_ns),
+            round_ns=max(round_ns - prompts_ns, 0.5 * prices.rows_ns),
             hopeless=hopeless_ways(self.way.ways, flight.group, sessions, cost=self.cost, pace=self.pace),
         )
 

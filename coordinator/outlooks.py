@@ -12,19 +12,19 @@ import numpy.typing as npt
 from outrider.coordinator.draft_peer import DraftPeer
 from outrider.coordinator.firing import GrowthForecast, Outlook
 from outrider.coordinator.group import Bools, Group
-from outrider.coordinator.lane import TargetLane
 from outrider.coordinator.rows import Ints
+from outrider.coordinator.tree_choice import TreeChoice
 
 # A draft that has answered none of a session's last commits is waited for at every so many of them only.
 _RETRY_COMMITS = 8
 _NOBODY = -1
 
 
-def outlooks(lane: TargetLane, group: Group, drafts: Mapping[str, DraftPeer], now_ns: int) -> list[Outlook]:
+def outlooks(trees: TreeChoice, group: Group, drafts: Mapping[str, DraftPeer], now_ns: int) -> list[Outlook]:
     """What S sessions may expect.
 
     Args:
-        lane: where they are.
+        trees: of their target.
         group: the sessions.
         drafts: by worker id.
         now_ns: the time.
@@ -39,7 +39,7 @@ def outlooks(lane: TargetLane, group: Group, drafts: Mapping[str, DraftPeer], no
     # A last entry stands for nobody, which is what -1 finds.
     has_model = np.array([*(peer.has_model for peer in peers), True])[speakers]
     widths = np.array([*(peer.width for peer in peers), 0.0])[speakers]
-    leaves = lane.leaf_values(group.sessions, widths=widths, by_model=has_model)
+    leaves = trees.leaf_values(group, widths=widths, by_model=has_model)
     counted = (speakers != _NOBODY) & (leaves.values > 0) & (has_model | (unanswered > 0))
     last_ns = np.array([*(peer.last_growth_ns for peer in peers), 0])[speakers]
     # The step that the draft is in may expand what has just become the root, although it does not know of it yet; else

@@ -247,7 +247,7 @@ class VerifyLoop:
 
     def choose(self, sessions: Sequence[Session]) -> Sequence[Tree]:
         """Each session's tree."""
-        return self.lane.choose(sessions)
+        return self.lane.trees.choose(self.lane.group(sessions))
 
     # --------------------------------------------------------------------------------------------- waiting for growth
 
@@ -265,7 +265,7 @@ class VerifyLoop:
             return 0.0
         now_ns = clock.now_ns()
         return patience_ns(
-            outlooks(lane, group, self._drafts, now_ns),
+            outlooks(lane.trees, group, self._drafts, now_ns),
             gains=lane.misses.level_gains(),
             rate=lane.pace.rate(len(group)),
             now_ns=now_ns,

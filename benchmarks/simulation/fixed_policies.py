@@ -29,11 +29,11 @@ def fixed_tree(count: int, *, waits: bool) -> type[VerifyLoop]:
             lane.way = Trials((Way.WAIT,))
 
         def choose(self, sessions: Sequence[Session]) -> Sequence[Tree]:
-            found = self.lane.candidates(sessions)
+            found = self.lane.trees.candidates(self.lane.group(sessions))
             return found.trees(choose_each(found.places, sessions=len(sessions), count=count).tolist())
 
         def patience_ns(self, sessions: Sequence[Session], *, waited_ns: int) -> float:
-            if not waits or np.diff(self.lane.candidates(sessions).starts).min() >= count:
+            if not waits or np.diff(self.lane.trees.candidates(self.lane.group(sessions)).starts).min() >= count:
                 return 0.0
             return max(0.0, self._config.verify_wait_cap_ms * 1e6 - waited_ns)
 

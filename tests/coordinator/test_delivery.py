@@ -133,7 +133,7 @@ async def test_the_next_batch_is_written_in_the_turn_in_which_a_result_is_read()
 async def test_a_defect_in_that_turn_ends_the_targets_loop_and_not_its_link():
     class Broken(VerifyLoop):
         def choose(self, sessions: Sequence[Session]) -> Sequence[Tree]:
-            if self.lane.steps:
+            if self.lane.trees.steps:
                 raise RuntimeError("a defect")
             return super().choose(sessions)
 

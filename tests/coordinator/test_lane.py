@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from outrider.coordinator import clock
@@ -147,14 +148,14 @@ def _chain(session_id: int, values: list[float]) -> Growth:
 
 def test_leaves_are_worth_their_path_less_what_they_displace():
     lane, sessions = grown_lane([[], [0.9, 0.5], [0.9, 0.8, 0.7]])
-    leaves = lane.leaf_values(sessions, widths=[4.0, 4.0, 4.0])
+    leaves = lane.trees.leaf_values(lane.group(sessions), widths=np.array([4.0, 4.0, 4.0]))
     assert list(leaves.has_tree) == [False, True, True]
     # A bare root is reached for sure; nothing is paid for rows before a rate is known.
     assert leaves.values[0] == pytest.approx(1.0)
     assert leaves.values[1] == pytest.approx(0.45)
     # Three nodes are all that it may send: the next level takes the place of the last, and is worth less than that.
     assert leaves.values[2] == 0.0
-    narrow = lane.leaf_values(sessions, widths=[0.0, 0.5, 0.0])
+    narrow = lane.trees.leaf_values(lane.group(sessions), widths=np.array([0.0, 0.5, 0.0]))
     assert narrow.values[1] == pytest.approx(0.45 / 2)
 
 
@@ -168,14 +169,14 @@ def test_a_chain_beside_trees_is_sent_as_it_is_now():
     chain = Session(2, generation, 0, TextStream(None), tree.mirror.forest)
     assert isinstance(chain.mirror, ChainMirror)
     sessions = [tree, chain]
-    assert [list(own.tokens) for own in lane.choose(sessions)] == [[1], []]
+    assert [list(own.tokens) for own in lane.trees.choose(lane.group(sessions))] == [[1], []]
     drawn = [DraftDistribution.quantised([token], [1.0]) for token in (1, 2)]
     chain.mirror.graft("draft", replace(_chain(2, [0.9, 0.8]), distributions=drawn))
-    assert [list(own.tokens) for own in lane.choose(sessions)] == [[1], [1, 2]]
+    assert [list(own.tokens) for own in lane.trees.choose(lane.group(sessions))] == [[1], [1, 2]]
     chain.token_ids.append(1)
     chain.rows.length[chain.row] += 1
     chain.mirror.commit([1])
-    trees = lane.choose(sessions)
+    trees = lane.trees.choose(lane.group(sessions))
     assert [list(own.tokens) for own in trees] == [[1], [2]]
     assert len(trees.tokens) == len(trees.parents)
 
@@ -185,12 +186,12 @@ def test_smaller_steps_are_tried_where_none_were_seen():
     lane, sessions = grown_lane([[0.9, 0.8, 0.7]])
     for _ in range(100):
         lane.cost.observe(4, 4 * MS)
-    lane.steps = 1
-    assert [len(tree.tokens) for tree in lane.choose(sessions)] == [3]
-    lane.steps = 47
-    assert [len(tree.tokens) for tree in lane.choose(sessions)] == [1]
+    lane.trees.steps = 1
+    assert [len(tree.tokens) for tree in lane.trees.choose(lane.group(sessions))] == [3]
+    lane.trees.steps = 47
+    assert [len(tree.tokens) for tree in lane.trees.choose(lane.group(sessions))] == [1]
     lane.cost.observe(2, 3.9 * MS)
-    assert [len(tree.tokens) for tree in lane.choose(sessions)] == [3]
+    assert [len(tree.tokens) for tree in lane.trees.choose(lane.group(sessions))] == [3]
 
 
 def test_misses_begin_with_what_a_good_pair_shows():

@@ -55,16 +55,16 @@ class Bench:
         self.sessions.append(session)
         return session
 
-    def leaf_values(self, sessions: list[Session], *, widths: Any, by_model: Any) -> Any:
+    def leaf_values(self, group: Group, *, widths: Any, by_model: Any) -> Any:
         self.widths = list(widths)
         return SimpleNamespace(
-            values=np.array([float(own.session_id) for own in sessions]), has_tree=np.ones(len(sessions), dtype=bool)
+            values=np.array([float(own.session_id) for own in group.sessions]), has_tree=np.ones(len(group), dtype=bool)
         )
 
     def found(self, now_ms: float = 10) -> list[tuple[float, float, float]]:
         """(since when, how long it takes, value) of each outlook."""
-        lane: Any = self
-        expected = outlooks(lane, Group(self.sessions), self.drafts, round(now_ms * MS))
+        trees: Any = self
+        expected = outlooks(trees, Group(self.sessions), self.drafts, round(now_ms * MS))
         return sorted((own.forecast.since_ns / MS, own.forecast.latency.mean_ns / MS, own.value) for own in expected)
 
 

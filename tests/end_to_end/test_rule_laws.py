@@ -18,7 +18,7 @@ import pytest
 import torch
 from scipy import stats
 
-from outrider.coordinator import lane
+from outrider.coordinator import tree_choice
 from outrider.coordinator.candidates import Candidates, candidates
 from outrider.coordinator.chain_mirror import ChainMirror
 from outrider.coordinator.commits import Answered, commit
@@ -184,7 +184,7 @@ class Bench:
         self.untold.clear()
 
     def _verify(self, running: Sequence[Session]) -> None:
-        flight = self.lane.submit(running, self.lane.choose(running), waited_ns=0)
+        flight = self.lane.submit(running, self.lane.trees.choose(self.lane.group(running)), waited_ns=0)
         self.lane.flights.clear()
         result: Any = flight.result
         step = Step(flight, result, 0)
@@ -279,7 +279,7 @@ def test_a_selection_that_looks_at_the_draws_q_is_found_out(monkeypatch: pytest.
         ]
         return candidates(group.mirrors, most=list(map(min, most.tolist(), likely)), deepest=deepest.tolist())
 
-    monkeypatch.setattr(lane, "group_candidates", biased)
+    monkeypatch.setattr(tree_choice, "group_candidates", biased)
     assert sampled(VerificationRule.REJECTION, count=1250)[0] < 1e-6
 
 
