@@ -1,16 +1,17 @@
 #!/bin/sh
 # What needs GPUs, in one go: the tests marked gpu and the tables of docs/, each with a time limit and a file of its own.
 #
-#   sh benchmarks/gpu.sh FOLDER [tests] [ranks] [steps] [draft] [one-graph] [eagle] [sources] [end-to-end] [round-trips] [ways] [one-gpu]
+#   sh benchmarks/gpu.sh FOLDER [tests] [ranks] [steps] [draft] [one-graph] [eagle] [sources] [end-to-end] [replicas] [round-trips] [ways] [one-gpu]
 #
-# Without names everything, about twenty minutes on two GPUs; with one GPU leave out ranks, sources, end-to-end, round-trips and ways.
+# Without names everything, about twenty minutes on two GPUs; with one GPU leave out ranks, sources, end-to-end, replicas,
+# round-trips and ways.
 # FOLDER gets the reports. A GPU that measures should do nothing else; CUDA_VISIBLE_DEVICES picks it. PYTHON names another
 # interpreter, CHECKPOINTS where widened checkpoints are kept (20 GB; default FOLDER/checkpoints).
 set -u
-[ $# -ge 1 ] || { sed -n '2,8s/^# \{0,1\}//p' "$0"; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 2; }
 mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 1
 shift
-[ $# -gt 0 ] || set -- tests ranks steps draft one-graph eagle sources end-to-end round-trips ways one-gpu
+[ $# -gt 0 ] || set -- tests ranks steps draft one-graph eagle sources end-to-end replicas round-trips ways one-gpu
 cd "$(dirname "$0")/.." || exit 1
 python=${PYTHON:-python}
 checkpoints=${CHECKPOINTS:-$out/checkpoints}
@@ -41,11 +42,11 @@ widened() {
         "$python" -m outrider.cli widen "$1" "$2" "$checkpoints/$1-$2" --check none
 }
 
-# end_to_end NAME SECONDS OPTION...: the widened pair through the whole service, each role on four cores that never sleep
+# end_to_end NAME SECONDS OPTION...: the widened pair through the whole service, each role on three cores that never sleep
 end_to_end() {
     widened target 8b
     widened draft 160m
-    report=$1 seconds=$2 awake="--keep-cores-awake 4"
+    report=$1 seconds=$2 awake="--keep-cores-awake 3"
     shift 2
     part $((seconds + 90)) "$report" "$python" benchmarks/end_to_end.py --device cuda --target "$checkpoints/target-8b" \
         --draft "$checkpoints/draft-160m" --prompt-tokens 1024 --max-new-tokens 768 --warm-up 0.9 --prepare 1.0 --measure 2 \
@@ -69,8 +70,10 @@ for name in "$@"; do
             part 240 one_graph "$python" benchmarks/one_graph.py --shape 8b --head "$checkpoints/eagle-8b" --shapes 1x1 2x1 \
                 --temperatures 0 1 --sessions 64 128 256 1 16 32 8 --seconds 150 --output-json "$out/one_graph.json" ;;
         eagle) part 90 eagle_step "$python" benchmarks/eagle_step.py --repeats 20 --json "$out/eagle_step.json" ;;
-        end-to-end) end_to_end end_to_end 280 --setups apart replicas --sessions 1 16 64 4 --temperatures 0 1 0.6 --baselines-at 0 ;;
-        round-trips) end_to_end round_trips 120 --setups --sessions 1 --temperatures 0 --rtt-ms 1 3 --rtt-links draft target --turns 2 ;;
+        # With a draft behind 0, 1 and 3 ms, and with a target on each GPU; a machine's cores are shared by what is started.
+        end-to-end) end_to_end end_to_end 280 --setups apart --sessions 1 16 64 4 --temperatures 0 1 --prepare 2.5 --rtt-ms 1 3 ;;
+        replicas) end_to_end replicas 150 --setups apart replicas --modes off --sessions 16 64 --temperatures 0 --baselines-at 0 ;;
+        round-trips) end_to_end round_trips 150 --setups --sessions 1 --temperatures 0 --rtt-ms 1 3 --rtt-links draft target --turns 2 ;;
         # Each way of timing rounds by itself beside what the trials find, before which they have compared all of them.
         ways) end_to_end ways 280 --setups apart --sessions 1 16 64 --temperatures 1 0 --rounds ahead never-wait wait \
             --prepare 2.5 --coordinator-args="--keep-cores-awake 2" ;;
@@ -86,7 +89,7 @@ for name in "$@"; do
             part 200 sources "$python" benchmarks/sources.py --device cuda --gpus 2 --target "$checkpoints/target-8b" \
                 --draft "$checkpoints/draft-160m" --mixtures off model ngram model+ngram --workloads twice edits --sessions 16 \
                 --requests 64 --max-new-tokens 128 --max-depth 12 --time-limit 120 --output "$out/sources.json" ;;
-        *) echo "$name is none of tests, ranks, steps, draft, one-graph, eagle, sources, end-to-end, round-trips, ways, one-gpu" >&2; exit 2 ;;
+        *) echo "$name is none of tests, ranks, steps, draft, one-graph, eagle, sources, end-to-end, replicas, round-trips, ways, one-gpu" >&2; exit 2 ;;
     esac
 done
 exit $failed
