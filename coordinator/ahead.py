@@ -7,7 +7,7 @@ how much the prediction of the step's end was off. It leaves by the mean of that
 
 # Of what is needed: beyond so many mean deviations few are late. Where trees grow, to be early costs about as much as
 # to be late.
-_DEVIATIONS, _GROWING_DEVIATIONS = 2.5, 1.0
+_DEVIATIONS, _GROWING_DEVIATIONS = 2.5, 1.5
 # Before anything was measured: a share of the step, for all that is not its way.
 _FIRST_SHARE = 0.2
 # An error counts as so many deviations at most, and as no less than that much: a pause of the whole machine is no rule.
