@@ -3,7 +3,9 @@
 Plan, stage, launch, and commit of steps whose device does nothing: it answers at once that every tree's first chain of
 two nodes is accepted. On a GPU this time is hidden behind the step before, where another batch waits; where none does,
 it stands beside the step. Of a batch that was sent ahead, only unpacking is hidden: between two steps lie `finish`, the
-choice of what survives of the batch, and `begin`.
+choice of what survives of the batch, and `begin`. The *turn* is all that the step thread does from the end of a step on
+the device to the launch of the one that was sent ahead, its own bookkeeping included; *after*, what it does from there
+until the step is answered and it waits again.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from outrider.engine.step_buffers import StagedStep, StepLayout
 from outrider.engine.step_staging import StepAnswer
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.sessions import OpenRequest, SessionKey, TreeRequest
+from outrider.target_worker.step_jobs import Batch
+from outrider.target_worker.step_thread import StepThread
 from outrider.target_worker.succession import StreamSteps
 from outrider.target_worker.unpacking import unpack
 from outrider.target_worker.verifier import Verifier
@@ -35,16 +39,23 @@ from outrider.v1 import target_pb2
 from outrider.wire import floats_to_bytes
 
 _PROMPT, _STEPS, _ROUNDS = 1000, 30, 9
-SIZES = ((1, 1), (1, 16), (1, 64), (8, 8), (32, 8), (64, 1))
+SIZES = ((1, 1), (1, 16), (1, 64), (8, 8), (16, 1), (16, 4), (32, 8), (64, 1), (64, 4))
 
 
 class IdleDevice:
-    """A launched step that is done already."""
+    """A launched step that is done already.
+
+    Attributes:
+        launched_s: when the last one of all was launched, by `time.perf_counter`.
+        asked_s: when its answer was asked for.
+    """
 
     logits = None
     is_done = True
+    launched_s = asked_s = 0.0
 
     def __init__(self, staged: StagedStep) -> None:
+        IdleDevice.launched_s = time.perf_counter()
         self._staged = staged
 
     def wait(self) -> None:
@@ -59,7 +70,9 @@ class IdleDevice:
         trees = self._staged.trees
         rows: Int32Array = _tree_rows(self._staged)[:trees, :3].copy()
         accepted = (rows[:, 1:] >= 0).sum(axis=1).astype(np.int32)
-        return StepAnswer(tokens=np.full_like(rows, 5), rows=rows, accepted=accepted)
+        answer = StepAnswer(tokens=np.full_like(rows, 5), rows=rows, accepted=accepted)
+        IdleDevice.asked_s = time.perf_counter()
+        return answer
 
 
 _views: dict[tuple[int, object], Int32Array] = {}
@@ -73,6 +86,15 @@ def _tree_rows(staged: StagedStep) -> Int32Array:
     return _views[key]
 
 
+class _LaunchingVerifier(Verifier):
+    """One whose step thread begins the next step before it answers the one that has ended, as on a GPU."""
+
+    @property
+    def goes_on_alone(self) -> bool:
+        """As on a GPU."""
+        return True
+
+
 def make_verifier(folder: Path) -> Verifier:
     """A verifier over a model that is never run."""
     config = LlamaConfig(
@@ -83,7 +105,7 @@ def make_verifier(folder: Path) -> Verifier:
     runner = ModelRunner(EngineConfig(model_path=folder, num_slots=200_000), decoder=True)
     assert runner.steps is not None
     runner.steps.launch = IdleDevice  # pyright: ignore[reportAttributeAccessIssue] - a device that takes no time
-    return Verifier(runner, max_step_tokens=4096)
+    return _LaunchingVerifier(runner, max_step_tokens=4096)
 
 
 def measure(verifier: Verifier, sessions: int, rows: int) -> tuple[float, ...]:
@@ -136,6 +158,33 @@ def measure_ahead(verifier: Verifier, sessions: int, rows: int) -> tuple[float, 
         length += len(step.results[0].token_ids)
         taken.append(np.diff(times) * 1e6)
     verifier.finish(pending)
+    _close(verifier, keys)
+    return _medians(taken)
+
+
+def measure_turn(verifier: Verifier, sessions: int, rows: int) -> tuple[float, ...]:
+    """Median microseconds of a step thread's turn and of what it does after it, for batches as `measure_ahead`'s.
+
+    The thread's own loop is gone through here, step by step: which thread that is makes no difference to it.
+    """
+    keys = _opened(verifier, sessions)
+    parents = [max(node - 2, 0) for node in range(rows - 1)]
+    trees = [TreeRequest(key=key, epoch=1, length=_PROMPT, tokens=[5] * len(parents), parents=parents) for key in keys]
+    thread, stream = StepThread(lambda: verifier), StreamSteps()
+    done = thread.submit(Batch(trees=trees, step=1, stream=stream))
+    thread.turn(verifier)
+    taken, length = [], _PROMPT
+    for step_number in range(1, _STEPS + 1):
+        message = _successor(keys, step_number, length, parents)
+        batch, _ = unpack(message, last_step=step_number, stream=stream)
+        following = thread.submit(batch)
+        thread.turn(verifier)
+        ended_s = time.perf_counter()
+        length += len(done.result().results[0].token_ids)
+        done = following
+        taken.append(np.diff([IdleDevice.asked_s, IdleDevice.launched_s, ended_s]) * 1e6)
+    thread.turn(verifier)
+    assert done.done(), "a step was begun more or less than was asked for"
     _close(verifier, keys)
     return _medians(taken)
 
@@ -197,15 +246,16 @@ def main() -> int:
     ahead = Table(
         "sessions", "rows each", "unpack, us", "finish, us", "pick, us", "begin, us", title="a batch sent ahead"
     )
+    turn = Table("sessions", "rows each", "turn, us", "after, us", title="the step thread, batches sent ahead")
     with tempfile.TemporaryDirectory() as folder:
         verifier = make_verifier(Path(folder))
         for sessions, rows in SIZES:
-            for table, measured in ((plain, measure), (ahead, measure_ahead)):
+            for table, measured in ((plain, measure), (ahead, measure_ahead), (turn, measure_turn)):
                 # Each by itself: rounds differ in what disturbed them.
                 rounds = [measured(verifier, sessions, rows) for _ in range(_ROUNDS)]
                 best = [min(column) for column in zip(*rounds, strict=True)]
                 table.add_row(str(sessions), str(rows), *(f"{time_us:.0f}" for time_us in best))
-    for table in (plain, ahead):
+    for table in (plain, ahead, turn):
         Console().print(table)
     return 0
 

@@ -73,7 +73,7 @@ class StepThread:
         self._unanswered: Flight | None = None
         self._times = StepTimes()
         self._may_prefill = True
-        self._busy_ns = 0
+        self._busy_ns = self._busy_from = 0
         self._reported = (time.perf_counter_ns(), 0)
         self._gauges = Load()
         self._busy = 0.0
@@ -178,33 +178,38 @@ class StepThread:
         self.stopped.set_exception(error)
 
     def _serve(self, verifier: Verifier) -> None:
-        busy_from = time.perf_counter_ns()
-        while True:
-            with self._arrived:
-                jobs = self._wait(verifier)
-                stopping = self._stopping
-            if not self._flights:
-                busy_from = time.perf_counter_ns()
-            if jobs:
-                self._begin(verifier, jobs)
-            elif self._flights:
-                self._go_on(verifier)
-            elif self._alone:
-                self._run_alone(verifier)
-            elif stopping:
-                return
-            elif verifier.wants_capture:
-                self.watch.begins(None)
-                verifier.capture()
-            else:
-                self._prefill(verifier)
-            if not self._flights:
-                self.watch.rests()
-            collector.between_rounds()
-            now = time.perf_counter_ns()
-            self._busy_ns += now - busy_from
-            busy_from = now
-            self._note(verifier)
+        self._busy_from = time.perf_counter_ns()
+        while self.turn(verifier):
+            pass
+
+    def turn(self, verifier: Verifier) -> bool:
+        """Waits until there is something to do, and does it; False where the thread is to end. For the thread alone."""
+        with self._arrived:
+            jobs = self._wait(verifier)
+            stopping = self._stopping
+        if not self._flights:
+            self._busy_from = time.perf_counter_ns()
+        if jobs:
+            self._begin(verifier, jobs)
+        elif self._flights:
+            self._go_on(verifier)
+        elif self._alone:
+            self._run_alone(verifier)
+        elif stopping:
+            return False
+        elif verifier.wants_capture:
+            self.watch.begins(None)
+            verifier.capture()
+        else:
+            self._prefill(verifier)
+        if not self._flights:
+            self.watch.rests()
+        collector.between_rounds()
+        now = time.perf_counter_ns()
+        self._busy_ns += now - self._busy_from
+        self._busy_from = now
+        self._note(verifier)
+        return True
 
     def _wait(self, verifier: Verifier) -> Sequence[Job]:
         """Waits until there is something to do.

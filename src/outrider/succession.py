@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from outrider.succession_kernels import survivors
 from outrider.v1 import target_pb2
 from outrider.wire import floats_from_bytes
 
@@ -63,7 +64,8 @@ def succession_from_proto(trees: target_pb2.TreeBatch) -> Succession:
         counts=np.array(trees.node_counts, dtype=np.int64),
         tokens=np.array(trees.tokens, dtype=np.int64),
         parents=np.array(trees.parents, dtype=np.int64),
-        values=floats_from_bytes(trees.values),
+        # What is read of bytes is of another kind, for which loops would be compiled anew.
+        values=floats_from_bytes(trees.values).copy(),
         least_value=trees.least_value,
         max_nodes=np.array(trees.max_nodes, dtype=np.int64),
         max_depths=np.array(trees.max_depths, dtype=np.int64),
@@ -132,6 +134,29 @@ def surviving(successor: Succession, ends: Ints, tokens: Ints) -> Survivors:
     # The new root has number 0, and so has whatever was not sent now.
     parents = np.where(below[chosen] < 0, 0, number[above[chosen]])
     return Survivors(counts, chosen, parents)
+
+
+def surviving_compiled(successor: Succession, ends: Ints, tokens: Ints) -> Survivors:
+    """`surviving` as one loop, for a device that waits; of arrays that are contiguous and can be written to.
+
+    Whoever has it done while something waits has called `succession_kernels.warm_up` before.
+    """
+    return Survivors(
+        *survivors(
+            successor.is_in_step,
+            successor.verified,
+            successor.counts,
+            successor.tokens,
+            successor.parents,
+            successor.values,
+            successor.max_nodes,
+            successor.max_depths,
+            ends,
+            tokens,
+            np.float32(successor.least_value),
+            successor.max_total_nodes,
+        )
+    )
 
 
 def _ranked(place: Ints, sessions: int) -> tuple[Ints, Ints]:

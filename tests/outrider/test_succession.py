@@ -1,12 +1,17 @@
 """What of a successor is verified, against a reference that follows tokens in plain trees."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.succession import NOTHING_EMITTED, Succession, surviving
+from outrider import succession_kernels
+from outrider.compiled import IS_COMPILED
+from outrider.succession import NOTHING_EMITTED, Succession, Survivors, surviving, surviving_compiled
 
 
 @dataclass
@@ -107,13 +112,17 @@ def together(parts: list[Sent], least_value: float, max_total_nodes: int = 1000)
     )
 
 
+@pytest.mark.parametrize("find", [surviving, surviving_compiled], ids=["columns", "compiled"])
+@settings(deadline=None)
 @given(
     parts=st.lists(sessions(), max_size=5),
     least_value=st.sampled_from([0.0, 0.1, 0.4, 0.7, 1.0]),
     most=st.integers(0, 12),
 )
-def test_what_survives_is_what_hangs_below_the_emitted_tokens(parts: list[Sent], least_value: float, most: int) -> None:
-    found = surviving(
+def test_what_survives_is_what_hangs_below_the_emitted_tokens(
+    find: Callable[..., Survivors], parts: list[Sent], least_value: float, most: int
+) -> None:
+    found = find(
         together(parts, least_value, most),
         np.array([sent.end for sent in parts], dtype=np.int64),
         np.array([sent.token for sent in parts], dtype=np.int64),
@@ -132,3 +141,17 @@ def test_a_miss_leaves_a_plain_step() -> None:
     found = surviving(together([sent], 0.0), np.array([1]), np.array([2]))
     assert found.counts.tolist() == [0]
     assert not len(found.nodes)
+
+
+@pytest.mark.skipif(not IS_COMPILED, reason="nothing is compiled without numba")
+def test_no_step_waits_for_the_compiler() -> None:
+    succession_kernels.warm_up()
+    kernels: list[Any] = [succession_kernels.survivors, succession_kernels.are_in_order]
+    before = [list(kernel.signatures) for kernel in kernels]
+    sent = Sent(True, 2, 1, 1, 8, 8, tokens=[1, 0], parents=[1, 3], values=[np.float32(0.5), np.float32(0.25)])
+    of_step = together([sent], 0.0)
+    surviving_compiled(of_step, np.array([1]), np.array([1]))
+    assert succession_kernels.are_in_order(of_step.verified, of_step.counts, of_step.parents)
+    # Other tests have compiled what steps need: one signature says that the warm-up's is the same.
+    assert [list(kernel.signatures) for kernel in kernels] == before
+    assert [len(signatures) for signatures in before] == [1, 1]
