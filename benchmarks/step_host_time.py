@@ -27,6 +27,7 @@ from outrider.engine.batch import Int32Array
 from outrider.engine.config import EngineConfig
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.step_buffers import StagedStep, StepLayout
+from outrider.engine.step_program import answer_len
 from outrider.engine.step_staging import StepAnswer
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.sessions import OpenRequest, SessionKey, TreeRequest
@@ -67,12 +68,14 @@ class IdleDevice:
 
     def result(self) -> StepAnswer:
         """The root and, where there are so many, two nodes of every tree."""
-        trees = self._staged.trees
-        rows: Int32Array = _tree_rows(self._staged)[:trees, :3].copy()
-        accepted = (rows[:, 1:] >= 0).sum(axis=1).astype(np.int32)
-        answer = StepAnswer(tokens=np.full_like(rows, 5), rows=rows, accepted=accepted)
+        staged, bucket = self._staged, self._staged.bucket
+        words = np.full(answer_len(bucket), 5, dtype=np.int32)
+        rows: Int32Array = _tree_rows(staged)[: staged.trees, :3]
+        paths = words[bucket.logit_rows :][: bucket.sessions * bucket.nodes].reshape(bucket.sessions, bucket.nodes)
+        paths[: staged.trees, : rows.shape[1]] = rows
+        words[bucket.logit_rows + bucket.sessions * bucket.nodes :][: staged.trees] = (rows[:, 1:] >= 0).sum(axis=1)
         IdleDevice.asked_s = time.perf_counter()
-        return answer
+        return StepAnswer.of(words, staged)
 
 
 _views: dict[tuple[int, object], Int32Array] = {}

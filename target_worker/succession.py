@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from outrider.succession import NOTHING_EMITTED, Ints, Succession, surviving
+from outrider.compiled import IS_COMPILED
+from outrider.succession import NOTHING_EMITTED, Ints, Succession, surviving, surviving_compiled
+from outrider.succession_kernels import are_in_order
 from outrider.target_worker.sessions import Code, Outcome, SessionFault, SessionKey, TreeRequest, TreeResult
 from outrider.wire import split_by_counts
 
@@ -147,12 +149,15 @@ def _surviving(sent: Succession, left: _Left) -> tuple[list[int], list[int], lis
     ends, tokens, verified = np.array((left.ends, left.tokens, left.verified))
     parents, torn = _checked_parents(sent, verified)
     is_in_step = np.array(left.is_in_step)
-    found = surviving(replace(sent, is_in_step=is_in_step, verified=verified, parents=parents), ends, tokens)
+    find = surviving_compiled if IS_COMPILED else surviving
+    found = find(replace(sent, is_in_step=is_in_step, verified=verified, parents=parents), ends, tokens)
     return sent.tokens[found.nodes].tolist(), found.parents.tolist(), found.counts.tolist(), torn
 
 
 def _checked_parents(sent: Succession, verified: Ints) -> tuple[Ints, set[int]]:
     """The parents, and the places of the sessions of which one does not stand before its child; there they are 0."""
+    if IS_COMPILED and are_in_order(verified, sent.counts, sent.parents):
+        return sent.parents, set()
     place = np.arange(len(verified)).repeat(sent.counts)
     # Of each session, by how much the numbers of its nodes are more than their places among the N.
     more = verified + 1 - sent.counts.cumsum() + sent.counts

@@ -15,10 +15,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from outrider import succession_kernels
+from outrider.compiled import IS_COMPILED
+from outrider.engine import step_trees
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.step_runner import LaunchedStep
 from outrider.engine.step_staging import StepAnswer
 from outrider.engine.step_trees import TreeColumns
+from outrider.engine.tree_kernels import are_trees
 from outrider.target_worker.sessions import DEFERRED, Outcome, Session, SessionKey, TreeRequest, TreeResult
 from outrider.target_worker.synthetic import DecidedPath
 
@@ -176,15 +180,14 @@ class TreeSteps:
         total, trees = len(columns.tokens), len(columns.rows)
         if total == trees:
             return True
-        tokens, parents = np.array([columns.tokens, columns.parents])
+        tokens, parents = columns.tokens, columns.parents = np.array([columns.tokens, columns.parents])
+        counts = np.array(columns.counts)
+        if IS_COMPILED:
+            return are_trees(counts, tokens, parents, self._runner.vocab_size)
         if not 0 <= tokens.min() <= tokens.max() < self._runner.vocab_size or parents.min() < 0:
             return False
-        columns.tokens, columns.parents = tokens, parents
         # A root's parent is its own number, 0: as many as there are trees do not stand before their children.
-        number = np.arange(total)
-        if trees > 1:
-            counts = np.array(columns.counts)
-            number -= (counts.cumsum() - counts).repeat(counts)
+        number = np.arange(total) - (counts.cumsum() - counts).repeat(counts)
         return int(np.count_nonzero(parents >= number)) == trees
 
     def finish(self, step: TreeStep) -> list[TreeResult]:
@@ -232,6 +235,13 @@ class TreeSteps:
             kept = answer.rows[np.arange(answer.rows.shape[1]) < np.array(emitted_counts)[:, None]]
             self._slots.retain_rows(columns.rows, columns.roots, columns.counts, kept=kept, sizes=emitted_counts)
         return results
+
+
+def warm_up() -> None:
+    """Compiles what steps go through, or loads what was compiled, before anybody waits for it."""
+    step_trees.warm_up()
+    if IS_COMPILED:
+        succession_kernels.warm_up()
 
 
 def _completed(answer: StepAnswer, columns: TreeColumns, decided: Sequence[DecidedPath]) -> StepAnswer:

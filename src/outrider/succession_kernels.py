@@ -116,7 +116,7 @@ def _best_of_all(  # noqa: PLR0917
 
 
 @compiled
-def _parents(verified: Any, counts: Any, parents: Any, kept: Any, nodes: Any) -> Any:  # noqa: PLR0917
+def _parents(verified: Any, counts: Any, parents: Any, kept: Any, nodes: Any) -> Any:
     """[n] of the nodes that are verified: the new root has number 0, and so has whatever was not sent now."""
     numbers, found = np.zeros(len(parents), np.int64), np.empty(len(nodes), np.int64)
     first, begin = 0, 0
@@ -147,5 +147,7 @@ def warm_up() -> None:
     """Compiles the loops, or loads what was compiled, before anybody waits for them."""
     none, nothing = np.zeros(0, np.bool_), np.zeros(0, np.int64)
     values = np.zeros(0, np.float32)
-    survivors(none, *[nothing] * 4, values, *[nothing] * 4, np.float32(0.0), 0)
+    survivors(
+        none, nothing, nothing, nothing, nothing, values, nothing, nothing, nothing, nothing, np.float32(0.0), 0
+    )  # fmt: skip
     are_in_order(nothing, nothing, nothing)

@@ -9,7 +9,7 @@ from outrider.engine.buckets import BucketLadder
 from outrider.engine.kv_slots import SlotTable
 from outrider.engine.step_buffers import StepBuffer, StepLayout
 from outrider.engine.step_staging import stage_step
-from outrider.engine.step_trees import stage_trees
+from outrider.engine.step_trees import need_of_trees, stage_trees
 from outrider.kernels.tree_links import links_of_parents
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.forest import Forest
@@ -81,8 +81,10 @@ def test_trees_alone_are_staged_as_any_batch_is() -> None:
             _batch(works, forest, tables[0]), forest.choices(), slots=tables[0], choose=ladder.bucket,
             buffer=StepBuffer(torch.device("cpu")),
         )  # fmt: skip
+        columns = _columns(trees)
         staged = stage_trees(
-            _columns(trees), slots=tables[1], choose=ladder.bucket, buffer=StepBuffer(torch.device("cpu"))
+            columns, slots=tables[1], bucket=ladder.bucket(need_of_trees(columns)),
+            buffer=StepBuffer(torch.device("cpu")),
         )  # fmt: skip
         assert staged.bucket == expected.bucket
         wanted, given = (StepLayout.of(step.bucket).arrays(step.data) for step in (expected, staged))
@@ -102,7 +104,8 @@ def test_roots_alone_are_staged_as_beside_a_tree() -> None:
             slots.extend(tree.session.row, tree.session.root_index + tree.count)
         columns = _columns(trees)
         columns.decided = [(0, 0)]
-        step = stage_trees(columns, slots=slots, choose=ladder.bucket, buffer=StepBuffer(torch.device("cpu")))
+        bucket = ladder.bucket(need_of_trees(columns))
+        step = stage_trees(columns, slots=slots, bucket=bucket, buffer=StepBuffer(torch.device("cpu")))
         staged.append(StepLayout.of(step.bucket).arrays(step.data))
         assert (step.trees, step.logit_rows) == (5, 5 + len(parents))
     alone, beside = staged
