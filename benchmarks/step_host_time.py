@@ -29,6 +29,7 @@ from outrider.engine.model_runner import ModelRunner
 from outrider.engine.step_buffers import StagedStep, StepLayout
 from outrider.engine.step_program import answer_len
 from outrider.engine.step_staging import StepAnswer
+from outrider.engine.step_trees import read_answer
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.sessions import OpenRequest, SessionKey, TreeRequest
 from outrider.target_worker.step_jobs import Batch
@@ -75,7 +76,7 @@ class IdleDevice:
         paths[: staged.trees, : rows.shape[1]] = rows
         words[bucket.logit_rows + bucket.sessions * bucket.nodes :][: staged.trees] = (rows[:, 1:] >= 0).sum(axis=1)
         IdleDevice.asked_s = time.perf_counter()
-        return StepAnswer.of(words, staged)
+        return read_answer(words, staged)
 
 
 _views: dict[tuple[int, object], Int32Array] = {}

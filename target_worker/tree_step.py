@@ -57,10 +57,10 @@ class TreeStep:
         return self._launched.is_done
 
     def answer(self) -> StepAnswer:
-        """The walks, once the device is done."""
+        """The walks as the device took them, once it is done."""
         answer = self._launched.result()
         self.forward_ns = self._launched.device_ns()
-        return _completed(answer, self.columns, self.decided) if self.decided else answer
+        return answer
 
 
 class _Usual(NamedTuple):
@@ -200,17 +200,16 @@ class TreeSteps:
             answer = step.answer()
         columns, results = step.columns, step.results
         # A tree's rows follow one another, so a row's distance from the root's is its number.
-        numbers = (answer.rows[:, 1:] - answer.rows[:, :1]).tolist()
-        emitted_counts: list[int] = []
-        for place, session, root, last, chosen, nodes, accepted in zip(
-            step.places,
-            step.sessions,
-            columns.roots,
-            columns.lasts,
-            answer.tokens.tolist(),
-            numbers,
-            answer.accepted.tolist(),
-            strict=True,
+        numbers = (answer.rows - answer.rows[:, :1]).tolist()
+        walks = list(zip(answer.tokens.tolist(), numbers, answer.accepted.tolist(), strict=True))
+        for (place, _), path in zip(columns.decided, step.decided, strict=True):
+            # That path, and the token chosen at its end.
+            final = path.final(walks[place][0][0])
+            walks[place] = [*path.tokens, final], [0, *path.nodes], len(path.nodes)
+        sizes: list[int] = []
+        kept: list[int] = []
+        for place, session, root, last, (chosen, nodes, accepted) in zip(
+            step.places, step.sessions, columns.roots, columns.lasts, walks, strict=True
         ):
             room = last - root
             emitted = chosen[: min(accepted + 1, room)]
@@ -222,18 +221,18 @@ class TreeSteps:
             session.tokens += emitted
             session.in_flight = False
             session.reached = max(session.reached, root + count)
-            emitted_counts.append(count)
+            sizes.append(count)
+            kept += nodes[:count]
             results[place] = TreeResult(
                 outcome=_ACCEPTED,
-                accepted_nodes=nodes[: min(accepted, count)],
+                accepted_nodes=nodes[1 : min(accepted, count) + 1],
                 token_ids=emitted,
                 cached_tokens=session.cached_tokens,
                 ended=ends or count == room,
             )
         # The root and all emitted tokens but the last, which is the next root, keep their KV.
-        if sum(emitted_counts) < step.tokens:
-            kept = answer.rows[np.arange(answer.rows.shape[1]) < np.array(emitted_counts)[:, None]]
-            self._slots.retain_rows(columns.rows, columns.roots, columns.counts, kept=kept, sizes=emitted_counts)
+        if len(kept) < step.tokens:
+            self._slots.retain_rows(columns.rows, columns.roots, columns.counts, kept=kept, sizes=sizes)
         return results
 
 
@@ -242,17 +241,3 @@ def warm_up() -> None:
     step_trees.warm_up()
     if IS_COMPILED:
         succession_kernels.warm_up()
-
-
-def _completed(answer: StepAnswer, columns: TreeColumns, decided: Sequence[DecidedPath]) -> StepAnswer:
-    """The walks, but of trees whose path was decided: that path, and the token chosen at its end."""
-    width = max(answer.rows.shape[1], 1 + max(len(path.nodes) for path in decided))
-    tokens, rows = (np.pad(column, ((0, 0), (0, width - column.shape[1]))) for column in (answer.tokens, answer.rows))
-    accepted = answer.accepted.copy()
-    firsts = np.cumsum(columns.counts) - columns.counts
-    for (place, _), path in zip(columns.decided, decided, strict=True):
-        count, first = len(path.nodes), firsts[place]
-        tokens[place, : count + 1] = [*path.tokens, path.final(int(tokens[place, 0]))]
-        rows[place, : count + 1] = [first, *(first + node for node in path.nodes)]
-        accepted[place] = count
-    return StepAnswer(tokens=tokens, rows=rows, accepted=accepted)

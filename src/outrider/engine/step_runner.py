@@ -22,7 +22,7 @@ from outrider.engine.step_buffers import StagedStep, StepBuffer, StepBuffers
 from outrider.engine.step_graphs import StepGraphs
 from outrider.engine.step_program import StepOutput, StepProgram, answer_len
 from outrider.engine.step_staging import StepAnswer, stage_step
-from outrider.engine.step_trees import TreeColumns, need_of_trees, stage_trees
+from outrider.engine.step_trees import TreeColumns, need_of_trees, read_answer, stage_trees
 from outrider.engine.tensor_parallel import Alone, Ranks
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class LaunchedStep:
     def result(self) -> StepAnswer:
         """The walks of a step with choices, once the device is done."""
         self.wait()
-        return StepAnswer.of(self._buffer.answer(answer_len(self._staged.bucket)).numpy(), self._staged)
+        return read_answer(self._buffer.answer_words(answer_len(self._staged.bucket)), self._staged)
 
     def children(self) -> RankedChildren:
         """What a growth step's rows rank best, once the device is done."""

@@ -17,10 +17,11 @@ import numpy.typing as npt
 
 from outrider.compiled import IS_COMPILED
 from outrider.engine import tree_kernels
+from outrider.engine.batch import Int32Array
 from outrider.engine.buckets import Bucket
 from outrider.engine.kv_slots import SlotTable
 from outrider.engine.step_buffers import Bytes, StagedStep, StepBuffer, StepLayout
-from outrider.engine.step_staging import pack_changes
+from outrider.engine.step_staging import StepAnswer, pack_changes
 from outrider.tree import climb, link
 
 _CHOICES = ("seeds", "temperature", "top_p", "min_p", "top_k", "choice_index")
@@ -147,6 +148,15 @@ def pack_tree_columns(
     return data, pack_changes(rows, slots, arrays)
 
 
+def read_answer(words: Int32Array, staged: StagedStep) -> StepAnswer:
+    """`StepAnswer.of`, in less time."""
+    if not IS_COMPILED:
+        return StepAnswer.of(words, staged)
+    bucket = staged.bucket
+    found = tree_kernels.read_walks(words, bucket.logit_rows, bucket.sessions, bucket.nodes, staged.trees)
+    return StepAnswer(tokens=found[0], rows=found[1], accepted=found[2])
+
+
 def warm_up() -> None:
     """Compiles the loops, or loads what was compiled, before anybody waits for them."""
     if not IS_COMPILED:
@@ -158,6 +168,8 @@ def warm_up() -> None:
         (1, 1), np.zeros((6, 0), np.int64), nothing, nothing, np.frombuffer(b"", dtype=np.int32), words, places,
         nothing, nothing, words[0],
     )  # fmt: skip
+    tree_kernels.read_walks(words[0], 0, 0, 0, 0)
+    tree_kernels.retain_slots(words, words[0], 0, np.zeros((5, 0), np.int64), nothing)
 
 
 def _pack_roots(trees: TreeColumns, arrays: dict[str, np.ndarray], of_tree: np.ndarray, slots: SlotTable) -> None:
