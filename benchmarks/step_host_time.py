@@ -148,11 +148,12 @@ def measure_ahead(verifier: Verifier, sessions: int, rows: int) -> tuple[float, 
         message = _successor(keys, step_number, length, parents).SerializeToString()
         times = [time.perf_counter()]
         batch, _ = unpack(target_pb2.VerifyRequest.FromString(message), last_step=step_number, stream=stream)
+        assert batch.successor is not None
+        stream.prepare(batch.successor, step_number, trees)
         times.append(time.perf_counter())
         step = verifier.finish(pending)
         times.append(time.perf_counter())
         stream.ends(step_number, trees, step.results)
-        assert batch.successor is not None
         trees = stream.trees_of(batch.successor)
         times.append(time.perf_counter())
         pending = verifier.begin(trees)

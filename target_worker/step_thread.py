@@ -20,6 +20,7 @@ from outrider.errors import WorkerUnavailable
 from outrider.metrics.worker import StepCounts
 from outrider.step_holdups import StepHoldups
 from outrider.step_watch import StepWatch
+from outrider.target_worker.asked_trees import row_count
 from outrider.target_worker.opens import Opens
 from outrider.target_worker.sessions import TreeRequest
 from outrider.target_worker.step_jobs import Batch, BatchResult, Flight, Job
@@ -298,14 +299,17 @@ class StepThread:
         # What is to be prefilled comes on top, and its size is not known yet.
         if verifier.may_compile or verifier.has_pending_prefill or any(batch.opens for batch in batches):
             return None
-        rows = sum(1 + len(tree.tokens) for tree in trees)
-        return self._times.usual_s.get(rows.bit_length())
+        return self._times.usual_s.get(row_count(trees).bit_length())
 
     def _go_on(self, verifier: Verifier) -> None:
         """Finishes the oldest step, and answers its jobs.
 
         Where that leaves a device without work, what waits for it begins first: answers can leave while it runs.
         """
+        waiting = self._jobs
+        if waiting:
+            # The device is at work meanwhile.
+            waiting[0].prepare(self._flights[0].jobs)
         self._finish(verifier)
         try:
             if not self._flights and self._jobs and verifier.goes_on_alone:

@@ -23,11 +23,12 @@ from outrider.engine.step_runner import LaunchedStep
 from outrider.engine.step_staging import StepAnswer
 from outrider.engine.step_trees import TreeColumns
 from outrider.engine.tree_kernels import are_trees
+from outrider.target_worker.asked_trees import AskedTrees
 from outrider.target_worker.sessions import DEFERRED, Outcome, Session, SessionKey, TreeRequest, TreeResult
 from outrider.target_worker.synthetic import DecidedPath
 
 # A member of an enum is looked up anew wherever it is named.
-_ACCEPTED = Outcome.ACCEPTED
+_ACCEPTED, _ERROR = Outcome.ACCEPTED, Outcome.ERROR
 
 
 class TreeStep:
@@ -95,7 +96,8 @@ class TreeSteps:
         steps = self._runner.steps
         if not trees or steps is None or not steps.takes_trees:
             return None
-        usual = self._usual(trees, sessions)
+        asked = trees if isinstance(trees, AskedTrees) else AskedTrees.of(trees)
+        usual = None if asked is None else self._usual(asked, sessions)
         if usual is None or not self._slots.extend_rows(usual.columns.rows, usual.columns.roots, usual.columns.counts):
             return None
         step = TreeStep(usual, steps.launch(steps.stage_trees(usual.columns)), may_overlap=not self._runner.is_tapped)
@@ -103,49 +105,41 @@ class TreeSteps:
             session.in_flight = True
         return step
 
-    def _usual(self, trees: Sequence[TreeRequest], sessions: Mapping[SessionKey, Session]) -> _Usual | None:
+    def _usual(self, trees: AskedTrees, sessions: Mapping[SessionKey, Session]) -> _Usual | None:
         lengths = self._slots.lengths
         results = [DEFERRED] * len(trees)
         places: list[int] = []
         asked: list[Session] = []
-        tokens: list[int] = []
-        parents: list[int] = []
-        counts: list[int] = []
         coins: list[int] = []
-        for place, tree in enumerate(trees):
-            if tree.settled is not None:
-                if tree.settled.outcome is Outcome.ERROR:
+        for place, (key, epoch, length, settled) in enumerate(
+            zip(trees.keys, trees.epochs, trees.lengths, trees.settled, strict=True)
+        ):
+            if settled is not None:
+                if settled.outcome is _ERROR:
                     return None
-                results[place] = tree.settled
+                results[place] = settled
                 continue
-            session, length = sessions.get(tree.key), tree.length
+            session = sessions.get(key)
             if (
                 session is None
-                or session.epoch != tree.epoch
+                or session.epoch != epoch
                 or session.in_flight
                 or len(session.tokens) != length
                 or lengths[session.row] != length - 1
                 or length >= session.limit
                 or session.sampling.reads_logits
-                or tree.resident
-                or tree.distributions
             ):
                 return None
-            tokens.append(session.tokens[-1])
-            parents.append(0)
-            count = 1
-            if tree.tokens or tree.parents:
-                count += len(tree.tokens)
-                if count != len(tree.parents) + 1 or count > self._max_tree_rows:
-                    return None
-                tokens.extend(tree.tokens)
-                parents.extend(tree.parents)
             if session.coins is not None:
                 coins.append(len(asked))
-            counts.append(count)
             places.append(place)
             asked.append(session)
-        if not asked or len(tokens) > self._max_rows or self._others_wait(asked, sessions):
+        if (
+            not asked
+            or len(trees.tokens) > self._max_rows
+            or max(trees.counts) > self._max_tree_rows
+            or self._others_wait(asked, sessions)
+        ):
             return None
         rows = [session.row for session in asked]
         columns = TreeColumns(
@@ -153,19 +147,19 @@ class TreeSteps:
             roots=[lengths[row] for row in rows],
             # Nodes past the session's end are never accepted: their positions stay within what the model knows.
             lasts=[session.limit - 1 for session in asked],
-            counts=counts,
-            tokens=tokens,
-            parents=parents,
+            counts=trees.counts,
+            tokens=trees.tokens,
+            parents=trees.parents,
             records=b"".join([session.sampling.record for session in asked]),
         )
-        if len(set(rows)) < len(rows) or not self._are_trees(columns):
+        if len(set(rows)) < len(rows) or not self._are_trees(columns, [session.tokens[-1] for session in asked]):
             return None
         decided: list[DecidedPath] = []
-        for place in coins:
-            found, tree = asked[place].coins, trees[places[place]]
+        for tree in coins:
+            found = asked[tree].coins
             assert found is not None
-            decided.append(found.decide(tree.tokens, tree.parents, root=columns.roots[place]))
-        columns.decided = [(place, path.end) for place, path in zip(coins, decided, strict=True)]
+            decided.append(found.decide(*trees.nodes(tree), root=columns.roots[tree]))
+        columns.decided = [(tree, path.end) for tree, path in zip(coins, decided, strict=True)]
         return _Usual(results, places, asked, columns, decided)
 
     def _others_wait(self, asked: Sequence[Session], sessions: Mapping[SessionKey, Session]) -> bool:
@@ -175,20 +169,20 @@ class TreeSteps:
         lengths = self._slots.lengths
         return any(not other.in_flight and lengths[other.row] < len(other.tokens) - 1 for other in sessions.values())
 
-    def _are_trees(self, columns: TreeColumns) -> bool:
-        """Whether nodes are tokens of the model's, and parents stand before their children."""
-        total, trees = len(columns.tokens), len(columns.rows)
-        if total == trees:
-            return True
-        tokens, parents = columns.tokens, columns.parents = np.array([columns.tokens, columns.parents])
-        counts = np.array(columns.counts)
+    def _are_trees(self, columns: TreeColumns, roots: Sequence[int]) -> bool:
+        """Whether nodes are tokens of the model's, and parents stand before their children; tells the roots' tokens."""
+        tokens, parents, counts = columns.tokens, columns.parents, np.array(columns.counts)
+        assert isinstance(tokens, np.ndarray) and isinstance(parents, np.ndarray)
         if IS_COMPILED:
-            return are_trees(counts, tokens, parents, self._runner.vocab_size)
+            return are_trees(counts, np.array(roots), tokens, parents, self._runner.vocab_size)
+        firsts = counts.cumsum() - counts
+        tokens[firsts] = 0
         if not 0 <= tokens.min() <= tokens.max() < self._runner.vocab_size or parents.min() < 0:
             return False
         # A root's parent is its own number, 0: as many as there are trees do not stand before their children.
-        number = np.arange(total) - (counts.cumsum() - counts).repeat(counts)
-        return int(np.count_nonzero(parents >= number)) == trees
+        number = np.arange(len(tokens)) - firsts.repeat(counts)
+        tokens[firsts] = roots
+        return int(np.count_nonzero(parents >= number)) == len(counts)
 
     def finish(self, step: TreeStep) -> list[TreeResult]:
         """Waits for the step and commits what the walks accept; what is asked of each session, in order.

@@ -81,6 +81,53 @@ def survivors(  # noqa: PLR0917
 
 
 @compiled
+def surviving_rows(  # noqa: PLR0917
+    is_in_step: Any,
+    verified: Any,
+    counts: Any,
+    tokens: Any,
+    parents: Any,
+    values: Any,
+    max_nodes: Any,
+    max_depths: Any,
+    ends: Any,
+    finals: Any,
+    least_value: Any,
+    max_total_nodes: int,
+    is_asked: Any,
+) -> tuple[Any, Any, Any]:
+    """`survivors` as the rows of a step: a root of token 0 and parent 0 before the nodes of each session.
+
+    Args:
+        is_asked: bool [S] of which sessions there are rows; no nodes survive of the others.
+
+    Returns:
+        Rows of each session that is asked for, and tokens and parents of all of these.
+    """
+    kept, nodes, numbers = survivors(
+        is_in_step, verified, counts, tokens, parents, values, max_nodes, max_depths, ends, finals, least_value,
+        max_total_nodes,
+    )  # fmt: skip
+    asked = 0
+    for session in range(len(kept)):
+        asked += is_asked[session]
+    rows = np.empty(asked, np.int64)
+    row_tokens, row_parents = np.zeros(asked + len(nodes), np.int64), np.zeros(asked + len(nodes), np.int64)
+    asked, row, node = 0, 0, 0
+    for session in range(len(kept)):
+        if not is_asked[session]:
+            continue
+        rows[asked] = kept[session] + 1
+        asked += 1
+        row += 1
+        for _ in range(kept[session]):
+            row_tokens[row], row_parents[row] = tokens[nodes[node]], numbers[node]
+            row += 1
+            node += 1
+    return rows, row_tokens, row_parents
+
+
+@compiled
 def _best_of_all(  # noqa: PLR0917
     is_in_step: Any, kept: Any, nodes: Any, values: Any, roots: Any, max_total_nodes: int
 ) -> int:
@@ -131,23 +178,10 @@ def _parents(verified: Any, counts: Any, parents: Any, kept: Any, nodes: Any) ->
     return found
 
 
-@compiled
-def are_in_order(verified: Any, counts: Any, parents: Any) -> bool:
-    """Whether every parent stands before its child."""
-    first = 0
-    for session in range(len(counts)):
-        for place in range(counts[session]):
-            if parents[first + place] > verified[session] + place:
-                return False
-        first += counts[session]
-    return True
-
-
 def warm_up() -> None:
     """Compiles the loops, or loads what was compiled, before anybody waits for them."""
     none, nothing = np.zeros(0, np.bool_), np.zeros(0, np.int64)
     values = np.zeros(0, np.float32)
-    survivors(
-        none, nothing, nothing, nothing, nothing, values, nothing, nothing, nothing, nothing, np.float32(0.0), 0
+    surviving_rows(
+        none, nothing, nothing, nothing, nothing, values, nothing, nothing, nothing, nothing, np.float32(0.0), 0, none
     )  # fmt: skip
-    are_in_order(nothing, nothing, nothing)

@@ -9,6 +9,7 @@ Shapes: T rows of all trees (root and nodes, tree after tree), bs trees.
 
 import functools
 import operator
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -92,9 +93,10 @@ def _pack_compiled(
     """`pack_tree_columns` as one loop."""
     begins, ends = slots.take_changes(trees.rows)
     views, (places, template) = buffer.views(layout.nbytes), _places(layout)
+    columns = [*trees.rows, *trees.roots, *trees.lasts, *trees.counts, *begins, *ends]
     changed = tree_kernels.pack_trees(
         (layout.bucket.words, layout.bucket.nodes),
-        np.array((trees.rows, trees.roots, trees.lasts, trees.counts, begins, ends)),
+        np.frombuffer(array("q", columns), dtype=np.int64).reshape(6, -1),
         np.asarray(trees.tokens),
         np.asarray(trees.parents),
         np.frombuffer(trees.records, dtype=np.int32),
@@ -163,7 +165,7 @@ def warm_up() -> None:
         return
     nothing = np.zeros(0, np.int64)
     places, words = np.zeros(len(tree_kernels.ARRAYS) + 2, np.int64), np.zeros((1, 1), np.int32)
-    tree_kernels.are_trees(nothing, nothing, nothing, 1)
+    tree_kernels.are_trees(nothing, nothing, nothing, nothing, 1)
     tree_kernels.pack_trees(
         (1, 1), np.zeros((6, 0), np.int64), nothing, nothing, np.frombuffer(b"", dtype=np.int32), words, places,
         nothing, nothing, words[0],

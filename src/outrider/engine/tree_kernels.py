@@ -1,7 +1,7 @@
 """The usual step packed into its bytes, its answer read, and the slots that its walks leave kept, each as one loop.
 
-For where numba is there; without it `step_trees.py` and `kv_slots.py` do the same with numpy, array by array. Between two steps on the
-device this is what the device waits for, and with few sessions numpy's time is that of its calls.
+For where numba is there; without it `step_trees.py` and `kv_slots.py` do the same with numpy, array by array. This lies
+between two steps on the device, which waits for it, and with few sessions numpy's time is that of its calls.
 
 Shapes: as in `outrider.engine.step_trees`.
 """
@@ -26,17 +26,19 @@ _ROW, _ROOT, _LAST, _COUNT, _BEGIN, _END = 0, 1, 2, 3, 4, 5
 
 
 @compiled
-def are_trees(counts: Any, tokens: Any, parents: Any, vocab_size: int) -> bool:
-    """Whether nodes are tokens of the model's, and parents stand before their children; roots are not looked at.
+def are_trees(counts: Any, roots: Any, tokens: Any, parents: Any, vocab_size: int) -> bool:
+    """Whether nodes are tokens of the model's, and parents stand before their children.
 
     Args:
         counts: int64 [bs]
-        tokens: int64 [T]
+        roots: int64 [bs] their tokens.
+        tokens: int64 [T]; those of roots are written.
         parents: int64 [T]
         vocab_size: of the model.
     """
     first = 0
     for tree in range(len(counts)):
+        tokens[first] = roots[tree]
         for number in range(1, counts[tree]):
             row = first + number
             if not (0 <= tokens[row] < vocab_size and 0 <= parents[row] < number):
