@@ -205,12 +205,13 @@ class TreeSteps:
         for place, session, root, last, (chosen, nodes, accepted) in zip(
             step.places, step.sessions, columns.roots, columns.lasts, walks, strict=True
         ):
-            room = last - root
-            emitted = chosen[: min(accepted + 1, room)]
+            count, room = accepted + 1, last - root
+            ends = count >= room
+            emitted = chosen[: room if ends else count]
             stops = session.stop_token_ids
-            ends = not stops.isdisjoint(emitted)
-            if ends:
+            if not stops.isdisjoint(emitted):
                 emitted = emitted[: next(number for number, token in enumerate(emitted, 1) if token in stops)]
+                ends = True
             count = len(emitted)
             session.tokens += emitted
             session.in_flight = False
@@ -219,10 +220,10 @@ class TreeSteps:
             kept += nodes[:count]
             results[place] = TreeResult(
                 outcome=_ACCEPTED,
-                accepted_nodes=nodes[1 : min(accepted, count) + 1],
+                accepted_nodes=nodes[1 : count + (count <= accepted)],
                 token_ids=emitted,
                 cached_tokens=session.cached_tokens,
-                ended=ends or count == room,
+                ended=ends,
             )
         # The root and all emitted tokens but the last, which is the next root, keep their KV.
         if len(kept) < step.tokens:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.compiled import IS_COMPILED
-from outrider.engine import tree_kernels
+from outrider.engine import slot_kernels
 from outrider.errors import OutOfSlots
 
 Slots = npt.NDArray[np.int32]
@@ -171,9 +171,13 @@ class SlotTable:
             return True
         if total > self._free_count and self.lender is not None:
             self._put_back(self.lender.give_back(total - self._free_count))
-        rest = self._free_count - total
-        self.table[_entries(rows, lengths, counts, total)] = self._free[rest : self._free_count][::-1]
-        self._free_count = rest
+        if IS_COMPILED:
+            columns = np.frombuffer(array("q", [*rows, *lengths, *counts]), dtype=np.int64).reshape(3, -1)
+            self._free_count = slot_kernels.take_slots(self.table, self._free, self._free_count, columns)
+        else:
+            rest = self._free_count - total
+            self.table[_entries(rows, lengths, counts, total)] = self._free[rest : self._free_count][::-1]
+            self._free_count = rest
         for row, end in zip(rows, ends, strict=True):
             self.lengths[row] = end
         return True
@@ -281,7 +285,7 @@ class SlotTable:
         """`_retain_columns` as one loop."""
         columns = np.frombuffer(array("q", [*rows, *starts, *counts, *sizes, *sizes]), dtype=np.int64).reshape(5, -1)
         offsets = np.frombuffer(array("q", kept), dtype=np.int64)
-        count = tree_kernels.retain_slots(self.table, self._free, self._free_count, columns, offsets)
+        count = slot_kernels.retain_slots(self.table, self._free, self._free_count, columns, offsets)
         assert count >= 0, f"offsets kept twice, or in another order: {list(kept)}"
         self._free_count = count
         return columns[4].tolist()

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.compiled import IS_COMPILED
-from outrider.engine import tree_kernels
+from outrider.engine import slot_kernels, tree_kernels
 from outrider.engine.batch import Int32Array
 from outrider.engine.buckets import Bucket
 from outrider.engine.kv_slots import SlotTable
@@ -171,7 +171,7 @@ def warm_up() -> None:
         nothing, nothing, words[0],
     )  # fmt: skip
     tree_kernels.read_walks(words[0], 0, 0, 0, 0)
-    tree_kernels.retain_slots(words, words[0], 0, np.zeros((5, 0), np.int64), nothing)
+    slot_kernels.warm_up()
 
 
 def _pack_roots(trees: TreeColumns, arrays: dict[str, np.ndarray], of_tree: np.ndarray, slots: SlotTable) -> None:

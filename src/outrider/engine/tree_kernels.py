@@ -1,7 +1,7 @@
-"""The usual step packed into its bytes, its answer read, and the slots that its walks leave kept, each as one loop.
+"""The usual step packed into its bytes, and its answer read, each as one loop.
 
-For where numba is there; without it `step_trees.py` and `kv_slots.py` do the same with numpy, array by array. This lies
-between two steps on the device, which waits for it, and with few sessions numpy's time is that of its calls.
+For where numba is there; without it `step_trees.py` does the same with numpy, array by array. This lies between two
+steps on the device, which waits for it, and with few sessions numpy's time is that of its calls.
 
 Shapes: as in `outrider.engine.step_trees`.
 """
@@ -172,45 +172,3 @@ def read_walks(words: Any, logit_rows: int, sessions: int, nodes: int, trees: in
             row = words[logit_rows + tree * nodes + place]
             rows[tree, place], tokens[tree, place] = row, words[row]
     return tokens, rows, accepted
-
-
-@compiled
-def retain_slots(table: Any, free: Any, free_count: int, columns: Any, kept: Any) -> int:
-    """Keeps some slots at the end of several rows, in their order, and frees the others.
-
-    Args:
-        table: int32 [rows, length] the slot table.
-        free: int32, the stack of free slots.
-        free_count: how many there are.
-        columns: int64 [5, n] of each row: which it is, index of the first slot in question, slots from there to its
-            end, how many of them are kept, and room for whether any of these moved, which is written.
-        kept: int64, of each row the offsets of those that are kept, ascending.
-
-    Returns:
-        How many free slots there are now; -1, and the table is void, where offsets do not ascend.
-    """
-    freed = 0
-    for place in range(columns.shape[1]):
-        freed += columns[2, place] - columns[3, place]
-    # The stack's top is to be the first slot that was freed, and so on.
-    top, first = free_count + freed, 0
-    for place in range(columns.shape[1]):
-        row, start, count, size = columns[0, place], columns[1, place], columns[2, place], columns[3, place]
-        done = 0
-        for offset in range(count):
-            slot = table[row, start + offset]
-            if done < size and kept[first + done] == offset:
-                table[row, start + done] = slot
-                done += 1
-            else:
-                top -= 1
-                if top < free_count:
-                    return -1
-                free[top] = slot
-        if done < size:
-            return -1
-        for offset in range(size, count):
-            table[row, start + offset] = -1
-        columns[4, place] = kept[first + size - 1] != size - 1
-        first += size
-    return free_count + freed
