@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ from outrider.engine.step_buffers import StagedStep, StepLayout
 from outrider.engine.step_program import answer_len
 from outrider.engine.step_staging import StepAnswer
 from outrider.engine.step_trees import read_answer
-from outrider.sampling import SamplingSpec
+from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.target_worker.sessions import OpenRequest, SessionKey, TreeRequest
 from outrider.target_worker.step_jobs import Batch
 from outrider.target_worker.step_thread import StepThread
@@ -41,6 +42,8 @@ from outrider.v1 import target_pb2
 from outrider.wire import floats_to_bytes
 
 _PROMPT, _STEPS, _ROUNDS = 1000, 30, 9
+# The token that the device chooses everywhere.
+_CHOSEN = 6
 SIZES = ((1, 1), (1, 16), (1, 64), (8, 8), (16, 1), (16, 4), (32, 8), (64, 1), (64, 4))
 
 
@@ -70,7 +73,7 @@ class IdleDevice:
     def result(self) -> StepAnswer:
         """The root and, where there are so many, two nodes of every tree."""
         staged, bucket = self._staged, self._staged.bucket
-        words = np.full(answer_len(bucket), 5, dtype=np.int32)
+        words = np.full(answer_len(bucket), _CHOSEN, dtype=np.int32)
         rows: Int32Array = _tree_rows(staged)[: staged.trees, :3]
         paths = words[bucket.logit_rows :][: bucket.sessions * bucket.nodes].reshape(bucket.sessions, bucket.nodes)
         paths[: staged.trees, : rows.shape[1]] = rows
@@ -120,7 +123,7 @@ def make_verifier(folder: Path) -> Verifier:
 def measure(verifier: Verifier, sessions: int, rows: int) -> tuple[float, ...]:
     """Median microseconds of `begin` and `finish` for trees of `rows` rows, the root counted."""
     keys = _opened(verifier, sessions)
-    parents = [max(node - 2, 0) for node in range(rows - 1)]
+    parents = _parents(rows)
     length, taken = _PROMPT, []
     for _ in range(_STEPS):
         trees = [
@@ -144,7 +147,7 @@ def measure_ahead(verifier: Verifier, sessions: int, rows: int) -> tuple[float, 
     Each has twice the nodes that are verified of it: below the path that is accepted, and below a sibling of its.
     """
     keys = _opened(verifier, sessions)
-    parents = [max(node - 2, 0) for node in range(rows - 1)]
+    parents = _parents(rows)
     trees: Sequence[TreeRequest] = [
         TreeRequest(key=key, epoch=1, length=_PROMPT, tokens=[5] * len(parents), parents=parents) for key in keys
     ]
@@ -172,13 +175,13 @@ def measure_ahead(verifier: Verifier, sessions: int, rows: int) -> tuple[float, 
     return _medians(taken)
 
 
-def measure_turn(verifier: Verifier, sessions: int, rows: int) -> tuple[float, ...]:
+def measure_turn(verifier: Verifier, sessions: int, rows: int, **sampling: Any) -> tuple[float, ...]:
     """Median microseconds of a step thread's turn and of what it does after it, for batches as `measure_ahead`'s.
 
     The thread's own loop is gone through here, step by step: which thread that is makes no difference to it.
     """
-    keys = _opened(verifier, sessions)
-    parents = [max(node - 2, 0) for node in range(rows - 1)]
+    keys = _opened(verifier, sessions, **sampling)
+    parents = _parents(rows)
     trees = [TreeRequest(key=key, epoch=1, length=_PROMPT, tokens=[5] * len(parents), parents=parents) for key in keys]
     thread, stream = StepThread(lambda: verifier), StreamSteps()
     done = thread.submit(Batch(trees=trees, step=1, stream=stream))
@@ -197,6 +200,12 @@ def measure_turn(verifier: Verifier, sessions: int, rows: int) -> tuple[float, .
     assert done.done(), "a step was begun more or less than was asked for"
     _close(verifier, keys)
     return _medians(taken)
+
+
+def measure_coins(verifier: Verifier, sessions: int, rows: int) -> tuple[float, ...]:
+    """The same where coins decide that the first chain is accepted: benchmarks of the service run so."""
+    rates = (1.0, 1.0, 0.0)
+    return measure_turn(verifier, sessions, rows, verification=VerificationRule.SYNTHETIC, synthetic_rates=rates)
 
 
 def _successor(
@@ -218,7 +227,7 @@ def _successor(
     request.trees.epochs.extend([1] * len(keys))
     request.trees.lengths.extend([length] * len(keys))
     request.trees.node_counts.extend([len(growth)] * len(keys))
-    request.trees.tokens.extend([5] * len(growth) * len(keys))
+    request.trees.tokens.extend([_CHOSEN, *[5] * (len(growth) - 1)][: len(growth)] * len(keys))
     request.trees.parents.extend(growth * len(keys))
     request.trees.values = floats_to_bytes(values * len(keys))
     request.trees.max_nodes.extend([max(verified, 1)] * len(keys))
@@ -228,11 +237,16 @@ def _successor(
     return request
 
 
-def _opened(verifier: Verifier, sessions: int) -> list[SessionKey]:
+def _parents(rows: int) -> list[int]:
+    """Of the nodes of a tree of so many rows: a chain of two, and others."""
+    return [node if node < 2 else node - 2 for node in range(rows - 1)]
+
+
+def _opened(verifier: Verifier, sessions: int, **sampling: Any) -> list[SessionKey]:
     """So many sessions whose prompts are computed."""
     keys = [(1, number) for number in range(sessions)]
     for key in keys:
-        spec = SamplingSpec(temperature=1.0, seed=key[1], max_new_tokens=3000)
+        spec = SamplingSpec(temperature=1.0, seed=key[1], max_new_tokens=3000, **sampling)
         verifier.open(OpenRequest(key=key, epoch=1, prompt=[key[1] % 64] * _PROMPT, output=[], sampling=spec))
     while verifier.prefill():
         pass
@@ -256,16 +270,22 @@ def main() -> int:
     ahead = Table(
         "sessions", "rows each", "unpack, us", "finish, us", "pick, us", "begin, us", title="a batch sent ahead"
     )
+    coins = Table("sessions", "rows each", "turn, us", "after, us", title="the same where coins decide")
     turn = Table("sessions", "rows each", "turn, us", "after, us", title="the step thread, batches sent ahead")
     with tempfile.TemporaryDirectory() as folder:
         verifier = make_verifier(Path(folder))
         for sessions, rows in SIZES:
-            for table, measured in ((plain, measure), (ahead, measure_ahead), (turn, measure_turn)):
+            for table, measured in (
+                (plain, measure),
+                (ahead, measure_ahead),
+                (turn, measure_turn),
+                (coins, measure_coins),
+            ):
                 # Each by itself: rounds differ in what disturbed them.
                 rounds = [measured(verifier, sessions, rows) for _ in range(_ROUNDS)]
                 best = [min(column) for column in zip(*rounds, strict=True)]
                 table.add_row(str(sessions), str(rows), *(f"{time_us:.0f}" for time_us in best))
-    for table in (plain, ahead, turn):
+    for table in (plain, ahead, turn, coins):
         Console().print(table)
     return 0
 
