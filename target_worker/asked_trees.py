@@ -77,12 +77,6 @@ class AskedTrees(Sequence[TreeRequest]):
         counts = iter(self.counts)
         return [0 if settled is not None else next(counts) - 1 for settled in self.settled]
 
-    def nodes(self, tree: int) -> tuple[list[int], list[int]]:
-        """Tokens and parents of the nodes of one of the A trees."""
-        first = sum(self.counts[:tree])
-        rows = slice(first + 1, first + self.counts[tree])
-        return self.tokens[rows].tolist(), self.parents[rows].tolist()
-
     def __len__(self) -> int:
         return len(self.keys)
 

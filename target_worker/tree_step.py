@@ -26,6 +26,7 @@ from outrider.engine.tree_kernels import are_trees
 from outrider.target_worker.asked_trees import AskedTrees
 from outrider.target_worker.sessions import DEFERRED, Outcome, Session, SessionKey, TreeRequest, TreeResult
 from outrider.target_worker.synthetic import DecidedPath
+from outrider.wire import split_by_counts
 
 # A member of an enum is looked up anew wherever it is named.
 _ACCEPTED, _ERROR = Outcome.ACCEPTED, Outcome.ERROR
@@ -85,6 +86,7 @@ class TreeSteps:
     def __init__(self, runner: ModelRunner, *, max_rows: int) -> None:
         self._runner, self._slots = runner, runner.slots
         self._max_rows, self._max_tree_rows = max_rows, runner.config.max_tree_nodes + 1
+        self._last: TreeStep | None = None
 
     def begin(self, trees: Sequence[TreeRequest], sessions: Mapping[SessionKey, Session]) -> TreeStep | None:
         """Reserves the step's slots and launches it; None, and nothing has changed, where something is unusual.
@@ -103,7 +105,17 @@ class TreeSteps:
         step = TreeStep(usual, steps.launch(steps.stage_trees(usual.columns)), may_overlap=not self._runner.is_tapped)
         for session in usual.sessions:
             session.in_flight = True
+        self._last = step
         return step
+
+    def look_ahead(self) -> None:
+        """Makes what steps after the last one that was begun will need; whoever has time for it calls it."""
+        step, self._last = self._last, None
+        if step is not None:
+            for tree, _ in step.columns.decided:
+                coins = step.sessions[tree].coins
+                assert coins is not None
+                coins.make_ahead(step.columns.roots[tree])
 
     def _usual(self, trees: AskedTrees, sessions: Mapping[SessionKey, Session]) -> _Usual | None:
         lengths = self._slots.lengths
@@ -154,11 +166,7 @@ class TreeSteps:
         )
         if len(set(rows)) < len(rows) or not self._are_trees(columns, [session.tokens[-1] for session in asked]):
             return None
-        decided: list[DecidedPath] = []
-        for tree in coins:
-            found = asked[tree].coins
-            assert found is not None
-            decided.append(found.decide(*trees.nodes(tree), root=columns.roots[tree]))
+        decided = _decided(trees, columns.roots, asked, coins) if coins else []
         columns.decided = [(tree, path.end) for tree, path in zip(coins, decided, strict=True)]
         return _Usual(results, places, asked, columns, decided)
 
@@ -229,6 +237,27 @@ class TreeSteps:
         if len(kept) < step.tokens:
             self._slots.retain_rows(columns.rows, columns.roots, columns.counts, kept=kept, sizes=sizes)
         return results
+
+
+def _decided(
+    trees: AskedTrees, roots: Sequence[int], sessions: Sequence[Session], coins: Sequence[int]
+) -> list[DecidedPath]:
+    """The paths that coins accept, of some of the trees.
+
+    Args:
+        trees: A with a tree to verify.
+        roots: [A] index of each root in its session's tokens.
+        sessions: [A]
+        coins: which of the A have coins.
+    """
+    tokens, parents = trees.tokens.tolist(), trees.parents.tolist()
+    rows = list(split_by_counts(trees.counts))
+    decided: list[DecidedPath] = []
+    for tree in coins:
+        found, nodes = sessions[tree].coins, slice(rows[tree].start + 1, rows[tree].stop)
+        assert found is not None
+        decided.append(found.decide(tokens[nodes], parents[nodes], root=roots[tree]))
+    return decided
 
 
 def warm_up() -> None:

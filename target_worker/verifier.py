@@ -303,8 +303,10 @@ class Verifier:
     def learn(self) -> None:
         """Learns what the step cost that was finished last: what a usual step does not wait for, and others begin with.
 
-        It happens by itself before it is needed; whoever has just begun a step has the time for it.
+        It happens by itself before it is needed; whoever has just begun a step has the time for it, and for what the
+        step after that one will need.
         """
+        self._tree_steps.look_ahead()
         if self._unlearned is not None:
             shape, step_ns = self._unlearned
             self._unlearned = None
