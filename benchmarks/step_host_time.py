@@ -193,7 +193,9 @@ def measure_turn(verifier: Verifier, sessions: int, rows: int, **sampling: Any) 
         following = thread.submit(batch)
         thread.turn(verifier)
         ended_s = time.perf_counter()
-        length += len(done.result().results[0].token_ids)
+        count = len(done.result().results[0].token_ids)
+        assert count == min(rows, 3), "the successor lacks what it was to verify"
+        length += count
         done = following
         taken.append(np.diff([IdleDevice.asked_s, IdleDevice.launched_s, ended_s]) * 1e6)
     thread.turn(verifier)
