@@ -114,11 +114,15 @@ class SlotTable:
         Returns:
             [n] the first index in question, the row's length where none is, and [n] the rows' lengths.
         """
-        ends = [self.lengths[row] for row in rows]
-        begins = [self._changed_from[row] for row in rows]
-        for row, end in zip(rows, ends, strict=True):
-            self._changed_from[row] = end
-        return list(map(min, begins, ends)), ends
+        lengths, changed_from = self.lengths, self._changed_from
+        begins: list[int] = []
+        ends: list[int] = []
+        for row in rows:
+            begin, end = changed_from[row], lengths[row]
+            begins.append(begin if begin < end else end)
+            ends.append(end)
+            changed_from[row] = end
+        return begins, ends
 
     def acquire_row(self) -> int:
         """An empty row.
@@ -272,7 +276,9 @@ class SlotTable:
             rows, starts, sizes, retain(rows, starts, counts, kept, sizes), strict=True
         ):
             self.lengths[row] = start + size
-            self._changed_from[row] = min(self._changed_from[row], start if has_moved else start + size)
+            begin = start if has_moved else start + size
+            if begin < self._changed_from[row]:
+                self._changed_from[row] = begin
 
     def _retain_compiled(
         self,

@@ -132,9 +132,9 @@ class StepViews:
     words: npt.NDArray[np.int32]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, slots=True)
 class StagedStep:
-    """A step as it is sent to whoever runs it.
+    """A step as it is sent to whoever runs it. Not frozen: a device waits while it is made.
 
     Attributes:
         bucket: that it runs in.
