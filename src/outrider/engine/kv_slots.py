@@ -277,8 +277,7 @@ class SlotTable:
         ):
             self.lengths[row] = start + size
             begin = start if has_moved else start + size
-            if begin < self._changed_from[row]:
-                self._changed_from[row] = begin
+            self._changed_from[row] = min(self._changed_from[row], begin)
 
     def _retain_compiled(
         self,
