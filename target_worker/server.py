@@ -10,6 +10,7 @@ from outrider.engine.model_runner import ModelRunner
 from outrider.growth_source import GrowthSource
 from outrider.rpc import RoleServer
 from outrider.security.roles import Role
+from outrider.target_worker import tree_step
 from outrider.target_worker.config import TargetWorkerConfig
 from outrider.target_worker.metrics import target_metrics
 from outrider.target_worker.one_graph_setup import make_rounds
@@ -52,6 +53,7 @@ class TargetWorker(Worker[StepThread]):
         rounds = None
         if config.one_graph and resident is not None:
             rounds = make_rounds(runner, resident, config.round_shape, max_step_tokens=config.max_step_tokens)
+        tree_step.warm_up()
         runner.warm_up()
         if resident is not None:
             resident.warm_up()

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from outrider.target_worker.asked_trees import node_counts
 from outrider.target_worker.sessions import OpenRequest, SessionFault, SessionKey, TreeRequest, TreeResult
 from outrider.target_worker.succession import StreamSteps, Successor
 from outrider.target_worker.verifier import PendingStep, StepResult
@@ -98,9 +99,18 @@ class Job:
             self.ahead_ns = batch.stream.ended_ns - self.arrived_ns
             self.trees = batch.stream.trees_of(batch.successor)
 
+    def prepare(self, running: "Sequence[Job]") -> None:
+        """Makes out what of its trees can be known while the step of these jobs runs, if it follows one of theirs."""
+        successor, stream = self.batch.successor, self.batch.stream
+        if successor is None or stream is None:
+            return
+        for job in running:
+            if job.batch.stream is stream:
+                stream.prepare(successor, job.batch.step, job.trees)
+
     def answer(self, results: Sequence[TreeResult], faults: Faults, step: StepResult | None) -> None:
         """Tells who waits."""
-        verified = [] if self.batch.successor is None else [len(tree.tokens) for tree in self.trees]
+        verified = [] if self.batch.successor is None else node_counts(self.trees)
         self.done.set_result(
             BatchResult(
                 results=results,

@@ -20,6 +20,7 @@ from outrider.errors import WorkerUnavailable
 from outrider.metrics.worker import StepCounts
 from outrider.step_holdups import StepHoldups
 from outrider.step_watch import StepWatch
+from outrider.target_worker.asked_trees import row_count
 from outrider.target_worker.opens import Opens
 from outrider.target_worker.sessions import TreeRequest
 from outrider.target_worker.step_jobs import Batch, BatchResult, Flight, Job
@@ -73,7 +74,7 @@ class StepThread:
         self._unanswered: Flight | None = None
         self._times = StepTimes()
         self._may_prefill = True
-        self._busy_ns = 0
+        self._busy_ns = self._busy_from = 0
         self._reported = (time.perf_counter_ns(), 0)
         self._gauges = Load()
         self._busy = 0.0
@@ -178,33 +179,38 @@ class StepThread:
         self.stopped.set_exception(error)
 
     def _serve(self, verifier: Verifier) -> None:
-        busy_from = time.perf_counter_ns()
-        while True:
-            with self._arrived:
-                jobs = self._wait(verifier)
-                stopping = self._stopping
-            if not self._flights:
-                busy_from = time.perf_counter_ns()
-            if jobs:
-                self._begin(verifier, jobs)
-            elif self._flights:
-                self._go_on(verifier)
-            elif self._alone:
-                self._run_alone(verifier)
-            elif stopping:
-                return
-            elif verifier.wants_capture:
-                self.watch.begins(None)
-                verifier.capture()
-            else:
-                self._prefill(verifier)
-            if not self._flights:
-                self.watch.rests()
-            collector.between_rounds()
-            now = time.perf_counter_ns()
-            self._busy_ns += now - busy_from
-            busy_from = now
-            self._note(verifier)
+        self._busy_from = time.perf_counter_ns()
+        while self.turn(verifier):
+            pass
+
+    def turn(self, verifier: Verifier) -> bool:
+        """Waits until there is something to do, and does it; False where the thread is to end. For the thread alone."""
+        with self._arrived:
+            jobs = self._wait(verifier)
+            stopping = self._stopping
+        if not self._flights:
+            self._busy_from = time.perf_counter_ns()
+        if jobs:
+            self._begin(verifier, jobs)
+        elif self._flights:
+            self._go_on(verifier)
+        elif self._alone:
+            self._run_alone(verifier)
+        elif stopping:
+            return False
+        elif verifier.wants_capture:
+            self.watch.begins(None)
+            verifier.capture()
+        else:
+            self._prefill(verifier)
+        if not self._flights:
+            self.watch.rests()
+        collector.between_rounds()
+        now = time.perf_counter_ns()
+        self._busy_ns += now - self._busy_from
+        self._busy_from = now
+        self._note(verifier)
+        return True
 
     def _wait(self, verifier: Verifier) -> Sequence[Job]:
         """Waits until there is something to do.
@@ -293,14 +299,17 @@ class StepThread:
         # What is to be prefilled comes on top, and its size is not known yet.
         if verifier.may_compile or verifier.has_pending_prefill or any(batch.opens for batch in batches):
             return None
-        rows = sum(1 + len(tree.tokens) for tree in trees)
-        return self._times.usual_s.get(rows.bit_length())
+        return self._times.usual_s.get(row_count(trees).bit_length())
 
     def _go_on(self, verifier: Verifier) -> None:
         """Finishes the oldest step, and answers its jobs.
 
         Where that leaves a device without work, what waits for it begins first: answers can leave while it runs.
         """
+        waiting = self._jobs
+        if waiting:
+            # The device is at work meanwhile.
+            waiting[0].prepare(self._flights[0].jobs)
         self._finish(verifier)
         try:
             if not self._flights and self._jobs and verifier.goes_on_alone:

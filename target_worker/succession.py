@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from outrider.succession import NOTHING_EMITTED, Ints, Succession, surviving
+from outrider.succession import NOTHING_EMITTED, Ints, Succession, surviving_rows
+from outrider.target_worker.asked_trees import AskedTrees
 from outrider.target_worker.sessions import Code, Outcome, SessionFault, SessionKey, TreeRequest, TreeResult
-from outrider.wire import split_by_counts
 
 _ENDED = TreeResult(outcome=Outcome.ENDED)
 # A member of an enum is looked up anew wherever it is named.
@@ -48,26 +48,84 @@ class Successor:
     sent: Succession
 
 
-class _Left:
-    """What the step has left of a successor's sessions, as columns of S.
+class Followed:
+    """What is known of a successor before the step that it follows is finished.
 
     Attributes:
-        is_in_step: whether it was in the step.
-        verified: nodes that the step was asked to verify of it.
-        ends: number of the last accepted one, 0 for the root; `NOTHING_EMITTED`.
-        tokens: the last that was emitted.
-        lengths: tokens that it has now.
-        settled: its result, where there is nothing to verify any more.
+        successor: itself.
+        trees: of the step.
     """
 
-    def __init__(self, successor: Successor) -> None:
-        count = len(successor.keys)
-        self.is_in_step = [False] * count
-        self.verified = [0] * count
-        self.ends = [NOTHING_EMITTED] * count
-        self.tokens = [0] * count
-        self.lengths = list(successor.lengths)
-        self.settled: list[TreeResult | None] = [None] * count
+    def __init__(self, successor: Successor, trees: Sequence[TreeRequest]) -> None:
+        self.successor, self.trees = successor, trees
+        own = {tree.key: place for place, tree in enumerate(trees)}
+        self._places: list[int | None] = []
+        self._refused: dict[int, TreeResult] = {}
+        verified: list[int] = []
+        for row, (key, epoch, length) in enumerate(
+            zip(successor.keys, successor.epochs, successor.lengths, strict=True)
+        ):
+            place = own.get(key)
+            if place is None or (tree := trees[place]).epoch != epoch:
+                self._places.append(None)
+                verified.append(0)
+                continue
+            self._places.append(place)
+            verified.append(len(tree.tokens))
+            if length != tree.length:
+                message = f"length {length} given, {tree.length} in the step that is followed: open the session again"
+                self._refused[row] = _refused(Code.FAILED_PRECONDITION, message)
+        numbers = np.array(verified, dtype=np.int64)
+        parents, self._torn = _checked_parents(successor.sent, numbers)
+        # Where nothing was emitted, nothing is left of a session that was in the step.
+        is_in_step = [place is not None or row in self._torn for row, place in enumerate(self._places)]
+        self._sent = replace(
+            successor.sent, is_in_step=np.array(is_in_step, dtype=np.bool_), verified=numbers, parents=parents
+        )
+
+    def rows(self, results: Sequence[TreeResult]) -> AskedTrees:
+        """What is asked of the sessions, now that the step's trees had these results."""
+        successor, count = self.successor, len(self._places)
+        lengths = list(successor.lengths)
+        settled: list[TreeResult | None] = [None] * count
+        ends, finals, is_asked = [NOTHING_EMITTED] * count, [0] * count, [True] * count
+        for row, place in enumerate(self._places):
+            if place is None:
+                continue
+            result = results[place]
+            if result.ended or result.outcome is _ENDED_OUTCOME or result.outcome is _ERROR_OUTCOME:
+                settled[row], is_asked[row] = _ENDED, False
+            elif row in self._refused:
+                settled[row], is_asked[row] = self._refused[row], False
+            elif token_ids := result.token_ids:
+                lengths[row] += len(token_ids)
+                # What the worker drafted itself was never sent: nothing can hang from it.
+                if not self.trees[place].resident:
+                    ends[row] = result.accepted_nodes[-1] if result.accepted_nodes else 0
+                    finals[row] = token_ids[-1]
+        for row in self._torn:
+            settled[row], is_asked[row], ends[row] = _TORN, False, NOTHING_EMITTED
+        rows = surviving_rows(
+            self._sent,
+            np.array(ends, dtype=np.int64),
+            np.array(finals, dtype=np.int64),
+            np.array(is_asked, dtype=np.bool_),
+        )
+        return AskedTrees(
+            successor.keys, successor.epochs, lengths, settled, (rows.counts.tolist(), rows.tokens, rows.parents)
+        )
+
+
+def _checked_parents(sent: Succession, verified: Ints) -> tuple[Ints, set[int]]:
+    """The parents, and the places of the sessions of which one does not stand before its child; there they are 0."""
+    place = np.arange(len(verified)).repeat(sent.counts)
+    # Of each session, by how much the numbers of its nodes are more than their places among the N.
+    more = verified + 1 - sent.counts.cumsum() + sent.counts
+    is_torn = sent.parents >= np.arange(len(place)) + more[place]
+    if not is_torn.any():
+        return sent.parents, set()
+    torn = set(place[is_torn].tolist())
+    return np.where(np.isin(place, list(torn)), 0, sent.parents), torn
 
 
 class StreamSteps:
@@ -82,6 +140,7 @@ class StreamSteps:
         self._step = 0
         self._trees: Sequence[TreeRequest] = ()
         self._results: Sequence[TreeResult] = ()
+        self._followed: Followed | None = None
 
     def ends(self, step: int, trees: Sequence[TreeRequest], results: Sequence[TreeResult]) -> None:
         """A step is finished: these trees had these results."""
@@ -92,72 +151,15 @@ class StreamSteps:
         """Whether the step that is followed is finished."""
         return self._step >= successor.follows
 
-    def trees_of(self, successor: Successor) -> list[TreeRequest]:
+    def prepare(self, successor: Successor, step: int, trees: Sequence[TreeRequest]) -> None:
+        """Makes out what can be known of a successor while the step that it follows runs, over these trees."""
+        if step == successor.follows:
+            self._followed = Followed(successor, trees)
+
+    def trees_of(self, successor: Successor) -> AskedTrees:
         """[S] what is asked of the sessions, now that the step is finished; in place of faults their results."""
         assert self._step == successor.follows, "a successor follows the step before it"
-        left = self._left(successor)
-        if not len(successor.sent.tokens):
-            # Plain steps, as they all are without drafts.
-            return [
-                TreeRequest(key=key, epoch=epoch, length=length, tokens=(), parents=(), settled=settled)
-                for key, epoch, length, settled in zip(
-                    successor.keys, successor.epochs, left.lengths, left.settled, strict=True
-                )
-            ]
-        tokens, parents, counts, torn = _surviving(successor.sent, left)
-        for place in torn:
-            left.settled[place] = _TORN
-        return [
-            TreeRequest(
-                key=key, epoch=epoch, length=length, tokens=tokens[nodes], parents=parents[nodes], settled=settled
-            )
-            for key, epoch, length, settled, nodes in zip(
-                successor.keys, successor.epochs, left.lengths, left.settled, split_by_counts(counts), strict=True
-            )
-        ]
-
-    def _left(self, successor: Successor) -> _Left:
-        left = _Left(successor)
-        places = {tree.key: place for place, tree in enumerate(self._trees)}
-        for row, (key, epoch, length) in enumerate(
-            zip(successor.keys, successor.epochs, successor.lengths, strict=True)
-        ):
-            place = places.get(key)
-            if place is None or (tree := self._trees[place]).epoch != epoch:
-                continue
-            result = self._results[place]
-            left.is_in_step[row] = True
-            left.verified[row] = len(tree.tokens)
-            if result.ended or result.outcome is _ENDED_OUTCOME or result.outcome is _ERROR_OUTCOME:
-                left.settled[row] = _ENDED
-            elif length != tree.length:
-                message = f"length {length} given, {tree.length} in the step that is followed: open the session again"
-                left.settled[row] = _refused(Code.FAILED_PRECONDITION, message)
-            elif result.token_ids:
-                left.lengths[row] += len(result.token_ids)
-                # What the worker drafted itself was never sent: nothing can hang from it.
-                if not tree.resident:
-                    left.ends[row] = result.accepted_nodes[-1] if result.accepted_nodes else 0
-                    left.tokens[row] = result.token_ids[-1]
-        return left
-
-
-def _surviving(sent: Succession, left: _Left) -> tuple[list[int], list[int], list[int], set[int]]:
-    """Tokens [n] and parents [n] of the nodes to verify, how many each session has [S], and who has torn trees."""
-    ends, tokens, verified = np.array((left.ends, left.tokens, left.verified))
-    parents, torn = _checked_parents(sent, verified)
-    is_in_step = np.array(left.is_in_step)
-    found = surviving(replace(sent, is_in_step=is_in_step, verified=verified, parents=parents), ends, tokens)
-    return sent.tokens[found.nodes].tolist(), found.parents.tolist(), found.counts.tolist(), torn
-
-
-def _checked_parents(sent: Succession, verified: Ints) -> tuple[Ints, set[int]]:
-    """The parents, and the places of the sessions of which one does not stand before its child; there they are 0."""
-    place = np.arange(len(verified)).repeat(sent.counts)
-    # Of each session, by how much the numbers of its nodes are more than their places among the N.
-    more = verified + 1 - sent.counts.cumsum() + sent.counts
-    is_torn = sent.parents >= np.arange(len(place)) + more[place]
-    if not is_torn.any():
-        return sent.parents, set()
-    torn = set(place[is_torn].tolist())
-    return np.where(np.isin(place, list(torn)), 0, sent.parents), torn
+        followed, self._followed = self._followed, None
+        if followed is None or followed.successor is not successor or followed.trees is not self._trees:
+            followed = Followed(successor, self._trees)
+        return followed.rows(self._results)

@@ -89,21 +89,24 @@ class SyntheticCoins:
         """
         rates = self._sampling.synthetic_rates
         nodes: list[int] = []
-        rejected, last, deepest = None, 0, len(rates) - 1
+        accepted: list[int] = []
+        rejected, last, depth, deepest = None, 0, 0, len(rates) - 1
         for number, parent in enumerate(parents, start=1):
             if parent == last:
-                depth = len(nodes)
                 if self.coin(root + depth + 1) >= rates[depth if depth < deepest else deepest]:
                     rejected = tokens[number - 1]
                     break
                 nodes.append(number)
+                accepted.append(tokens[number - 1])
                 last = number
-        return DecidedPath(
-            nodes=nodes,
-            tokens=[tokens[number - 1] for number in nodes],
-            rejected=rejected,
-            stop_token_ids=self._stops,
-        )
+                depth += 1
+        return DecidedPath(nodes=nodes, tokens=accepted, rejected=rejected, stop_token_ids=self._stops)
+
+    def make_ahead(self, position: int) -> None:
+        """Makes the coins that are needed soon after those of a position, so that no step waits for them."""
+        number = position // _BLOCK + 1
+        if number not in self._blocks:
+            self._blocks[number] = self._made(number)
 
     def _made(self, number: int) -> list[float]:
         sampling = self._sampling

@@ -15,15 +15,21 @@ from typing import NamedTuple
 
 import numpy as np
 
+from outrider import succession_kernels
+from outrider.compiled import IS_COMPILED
+from outrider.engine import step_trees
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.step_runner import LaunchedStep
 from outrider.engine.step_staging import StepAnswer
 from outrider.engine.step_trees import TreeColumns
+from outrider.engine.tree_kernels import are_trees
+from outrider.target_worker.asked_trees import AskedTrees
 from outrider.target_worker.sessions import DEFERRED, Outcome, Session, SessionKey, TreeRequest, TreeResult
 from outrider.target_worker.synthetic import DecidedPath
+from outrider.wire import split_by_counts
 
 # A member of an enum is looked up anew wherever it is named.
-_ACCEPTED = Outcome.ACCEPTED
+_ACCEPTED, _ERROR = Outcome.ACCEPTED, Outcome.ERROR
 
 
 class TreeStep:
@@ -53,10 +59,10 @@ class TreeStep:
         return self._launched.is_done
 
     def answer(self) -> StepAnswer:
-        """The walks, once the device is done."""
+        """The walks as the device took them, once it is done."""
         answer = self._launched.result()
         self.forward_ns = self._launched.device_ns()
-        return _completed(answer, self.columns, self.decided) if self.decided else answer
+        return answer
 
 
 class _Usual(NamedTuple):
@@ -80,6 +86,7 @@ class TreeSteps:
     def __init__(self, runner: ModelRunner, *, max_rows: int) -> None:
         self._runner, self._slots = runner, runner.slots
         self._max_rows, self._max_tree_rows = max_rows, runner.config.max_tree_nodes + 1
+        self._last: TreeStep | None = None
 
     def begin(self, trees: Sequence[TreeRequest], sessions: Mapping[SessionKey, Session]) -> TreeStep | None:
         """Reserves the step's slots and launches it; None, and nothing has changed, where something is unusual.
@@ -91,57 +98,60 @@ class TreeSteps:
         steps = self._runner.steps
         if not trees or steps is None or not steps.takes_trees:
             return None
-        usual = self._usual(trees, sessions)
+        asked = trees if isinstance(trees, AskedTrees) else AskedTrees.of(trees)
+        usual = None if asked is None else self._usual(asked, sessions)
         if usual is None or not self._slots.extend_rows(usual.columns.rows, usual.columns.roots, usual.columns.counts):
             return None
         step = TreeStep(usual, steps.launch(steps.stage_trees(usual.columns)), may_overlap=not self._runner.is_tapped)
         for session in usual.sessions:
             session.in_flight = True
+        self._last = step
         return step
 
-    def _usual(self, trees: Sequence[TreeRequest], sessions: Mapping[SessionKey, Session]) -> _Usual | None:
+    def look_ahead(self) -> None:
+        """Makes what steps after the last one that was begun will need; whoever has time for it calls it."""
+        step, self._last = self._last, None
+        if step is not None:
+            for tree, _ in step.columns.decided:
+                coins = step.sessions[tree].coins
+                assert coins is not None
+                coins.make_ahead(step.columns.roots[tree])
+
+    def _usual(self, trees: AskedTrees, sessions: Mapping[SessionKey, Session]) -> _Usual | None:
         lengths = self._slots.lengths
         results = [DEFERRED] * len(trees)
         places: list[int] = []
         asked: list[Session] = []
-        tokens: list[int] = []
-        parents: list[int] = []
-        counts: list[int] = []
         coins: list[int] = []
-        for place, tree in enumerate(trees):
-            if tree.settled is not None:
-                if tree.settled.outcome is Outcome.ERROR:
+        for place, (key, epoch, length, settled) in enumerate(
+            zip(trees.keys, trees.epochs, trees.lengths, trees.settled, strict=True)
+        ):
+            if settled is not None:
+                if settled.outcome is _ERROR:
                     return None
-                results[place] = tree.settled
+                results[place] = settled
                 continue
-            session, length = sessions.get(tree.key), tree.length
+            session = sessions.get(key)
             if (
                 session is None
-                or session.epoch != tree.epoch
+                or session.epoch != epoch
                 or session.in_flight
                 or len(session.tokens) != length
                 or lengths[session.row] != length - 1
                 or length >= session.limit
                 or session.sampling.reads_logits
-                or tree.resident
-                or tree.distributions
             ):
                 return None
-            tokens.append(session.tokens[-1])
-            parents.append(0)
-            count = 1
-            if tree.tokens or tree.parents:
-                count += len(tree.tokens)
-                if count != len(tree.parents) + 1 or count > self._max_tree_rows:
-                    return None
-                tokens.extend(tree.tokens)
-                parents.extend(tree.parents)
             if session.coins is not None:
                 coins.append(len(asked))
-            counts.append(count)
             places.append(place)
             asked.append(session)
-        if not asked or len(tokens) > self._max_rows or self._others_wait(asked, sessions):
+        if (
+            not asked
+            or len(trees.tokens) > self._max_rows
+            or max(trees.counts) > self._max_tree_rows
+            or self._others_wait(asked, sessions)
+        ):
             return None
         rows = [session.row for session in asked]
         columns = TreeColumns(
@@ -149,19 +159,15 @@ class TreeSteps:
             roots=[lengths[row] for row in rows],
             # Nodes past the session's end are never accepted: their positions stay within what the model knows.
             lasts=[session.limit - 1 for session in asked],
-            counts=counts,
-            tokens=tokens,
-            parents=parents,
+            counts=trees.counts,
+            tokens=trees.tokens,
+            parents=trees.parents,
             records=b"".join([session.sampling.record for session in asked]),
         )
-        if len(set(rows)) < len(rows) or not self._are_trees(columns):
+        if len(set(rows)) < len(rows) or not self._are_trees(columns, [session.tokens[-1] for session in asked]):
             return None
-        decided: list[DecidedPath] = []
-        for place in coins:
-            found, tree = asked[place].coins, trees[places[place]]
-            assert found is not None
-            decided.append(found.decide(tree.tokens, tree.parents, root=columns.roots[place]))
-        columns.decided = [(place, path.end) for place, path in zip(coins, decided, strict=True)]
+        decided = _decided(trees, columns.roots, asked, coins) if coins else []
+        columns.decided = [(tree, path.end) for tree, path in zip(coins, decided, strict=True)]
         return _Usual(results, places, asked, columns, decided)
 
     def _others_wait(self, asked: Sequence[Session], sessions: Mapping[SessionKey, Session]) -> bool:
@@ -171,21 +177,20 @@ class TreeSteps:
         lengths = self._slots.lengths
         return any(not other.in_flight and lengths[other.row] < len(other.tokens) - 1 for other in sessions.values())
 
-    def _are_trees(self, columns: TreeColumns) -> bool:
-        """Whether nodes are tokens of the model's, and parents stand before their children."""
-        total, trees = len(columns.tokens), len(columns.rows)
-        if total == trees:
-            return True
-        tokens, parents = np.array([columns.tokens, columns.parents])
+    def _are_trees(self, columns: TreeColumns, roots: Sequence[int]) -> bool:
+        """Whether nodes are tokens of the model's, and parents stand before their children; tells the roots' tokens."""
+        tokens, parents, counts = columns.tokens, columns.parents, np.array(columns.counts)
+        assert isinstance(tokens, np.ndarray) and isinstance(parents, np.ndarray)
+        if IS_COMPILED:
+            return are_trees(counts, np.array(roots), tokens, parents, self._runner.vocab_size)
+        firsts = counts.cumsum() - counts
+        tokens[firsts] = 0
         if not 0 <= tokens.min() <= tokens.max() < self._runner.vocab_size or parents.min() < 0:
             return False
-        columns.tokens, columns.parents = tokens, parents
         # A root's parent is its own number, 0: as many as there are trees do not stand before their children.
-        number = np.arange(total)
-        if trees > 1:
-            counts = np.array(columns.counts)
-            number -= (counts.cumsum() - counts).repeat(counts)
-        return int(np.count_nonzero(parents >= number)) == trees
+        number = np.arange(len(tokens)) - firsts.repeat(counts)
+        tokens[firsts] = roots
+        return int(np.count_nonzero(parents >= number)) == len(counts)
 
     def finish(self, step: TreeStep) -> list[TreeResult]:
         """Waits for the step and commits what the walks accept; what is asked of each session, in order.
@@ -197,52 +202,66 @@ class TreeSteps:
             answer = step.answer()
         columns, results = step.columns, step.results
         # A tree's rows follow one another, so a row's distance from the root's is its number.
-        numbers = (answer.rows[:, 1:] - answer.rows[:, :1]).tolist()
-        emitted_counts: list[int] = []
-        for place, session, root, last, chosen, nodes, accepted in zip(
-            step.places,
-            step.sessions,
-            columns.roots,
-            columns.lasts,
-            answer.tokens.tolist(),
-            numbers,
-            answer.accepted.tolist(),
-            strict=True,
+        numbers = (answer.rows - answer.rows[:, :1]).tolist()
+        walks = list(zip(answer.tokens.tolist(), numbers, answer.accepted.tolist(), strict=True))
+        for (place, _), path in zip(columns.decided, step.decided, strict=True):
+            # That path, and the token chosen at its end.
+            final = path.final(walks[place][0][0])
+            walks[place] = [*path.tokens, final], [0, *path.nodes], len(path.nodes)
+        sizes: list[int] = []
+        kept: list[int] = []
+        for place, session, root, last, (chosen, nodes, accepted) in zip(
+            step.places, step.sessions, columns.roots, columns.lasts, walks, strict=True
         ):
-            room = last - root
-            emitted = chosen[: min(accepted + 1, room)]
+            count, room = accepted + 1, last - root
+            ends = count >= room
+            emitted = chosen[: room if ends else count]
             stops = session.stop_token_ids
-            ends = not stops.isdisjoint(emitted)
-            if ends:
+            if not stops.isdisjoint(emitted):
                 emitted = emitted[: next(number for number, token in enumerate(emitted, 1) if token in stops)]
+                ends = True
             count = len(emitted)
             session.tokens += emitted
             session.in_flight = False
             session.reached = max(session.reached, root + count)
-            emitted_counts.append(count)
+            sizes.append(count)
+            kept += nodes[:count]
             results[place] = TreeResult(
                 outcome=_ACCEPTED,
-                accepted_nodes=nodes[: min(accepted, count)],
+                accepted_nodes=nodes[1 : count + (count <= accepted)],
                 token_ids=emitted,
                 cached_tokens=session.cached_tokens,
-                ended=ends or count == room,
+                ended=ends,
             )
         # The root and all emitted tokens but the last, which is the next root, keep their KV.
-        if sum(emitted_counts) < step.tokens:
-            kept = answer.rows[np.arange(answer.rows.shape[1]) < np.array(emitted_counts)[:, None]]
-            self._slots.retain_rows(columns.rows, columns.roots, columns.counts, kept=kept, sizes=emitted_counts)
+        if len(kept) < step.tokens:
+            self._slots.retain_rows(columns.rows, columns.roots, columns.counts, kept=kept, sizes=sizes)
         return results
 
 
-def _completed(answer: StepAnswer, columns: TreeColumns, decided: Sequence[DecidedPath]) -> StepAnswer:
-    """The walks, but of trees whose path was decided: that path, and the token chosen at its end."""
-    width = max(answer.rows.shape[1], 1 + max(len(path.nodes) for path in decided))
-    tokens, rows = (np.pad(column, ((0, 0), (0, width - column.shape[1]))) for column in (answer.tokens, answer.rows))
-    accepted = answer.accepted.copy()
-    firsts = np.cumsum(columns.counts) - columns.counts
-    for (place, _), path in zip(columns.decided, decided, strict=True):
-        count, first = len(path.nodes), firsts[place]
-        tokens[place, : count + 1] = [*path.tokens, path.final(int(tokens[place, 0]))]
-        rows[place, : count + 1] = [first, *(first + node for node in path.nodes)]
-        accepted[place] = count
-    return StepAnswer(tokens=tokens, rows=rows, accepted=accepted)
+def _decided(
+    trees: AskedTrees, roots: Sequence[int], sessions: Sequence[Session], coins: Sequence[int]
+) -> list[DecidedPath]:
+    """The paths that coins accept, of some of the trees.
+
+    Args:
+        trees: A with a tree to verify.
+        roots: [A] index of each root in its session's tokens.
+        sessions: [A]
+        coins: which of the A have coins.
+    """
+    tokens, parents = trees.tokens.tolist(), trees.parents.tolist()
+    rows = list(split_by_counts(trees.counts))
+    decided: list[DecidedPath] = []
+    for tree in coins:
+        found, nodes = sessions[tree].coins, slice(rows[tree].start + 1, rows[tree].stop)
+        assert found is not None
+        decided.append(found.decide(tokens[nodes], parents[nodes], root=roots[tree]))
+    return decided
+
+
+def warm_up() -> None:
+    """Compiles what steps go through, or loads what was compiled, before anybody waits for it."""
+    step_trees.warm_up()
+    if IS_COMPILED:
+        succession_kernels.warm_up()

@@ -39,9 +39,11 @@ from outrider.target_worker.walk import emit
 _PREFILL_PART = 4
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, slots=True)
 class StepResult:
     """Results in the order of the trees, and what the step cost (see StepReport in common.proto).
+
+    Not frozen: a device waits while it is made.
 
     `step_ns` begins when the step before ended, if this one had begun by then.
     """
@@ -53,9 +55,9 @@ class StepResult:
     sessions: int
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, slots=True)
 class PendingStep:
-    """A step whose forward has been started.
+    """A step whose forward has been started. Not frozen, as a `StepResult` is not.
 
     Attributes:
         begin_ns: when it began, by `time.perf_counter_ns`.
@@ -303,8 +305,10 @@ class Verifier:
     def learn(self) -> None:
         """Learns what the step cost that was finished last: what a usual step does not wait for, and others begin with.
 
-        It happens by itself before it is needed; whoever has just begun a step has the time for it.
+        It happens by itself before it is needed; whoever has just begun a step has the time for it, and for what the
+        step after that one will need.
         """
+        self._tree_steps.look_ahead()
         if self._unlearned is not None:
             shape, step_ns = self._unlearned
             self._unlearned = None

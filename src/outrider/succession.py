@@ -15,6 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from outrider import succession_kernels
+from outrider.compiled import IS_COMPILED
 from outrider.v1 import target_pb2
 from outrider.wire import floats_from_bytes
 
@@ -63,7 +65,8 @@ def succession_from_proto(trees: target_pb2.TreeBatch) -> Succession:
         counts=np.array(trees.node_counts, dtype=np.int64),
         tokens=np.array(trees.tokens, dtype=np.int64),
         parents=np.array(trees.parents, dtype=np.int64),
-        values=floats_from_bytes(trees.values),
+        # What is read of bytes is of another kind, for which loops would be compiled anew.
+        values=floats_from_bytes(trees.values).copy(),
         least_value=trees.least_value,
         max_nodes=np.array(trees.max_nodes, dtype=np.int64),
         max_depths=np.array(trees.max_depths, dtype=np.int64),
@@ -132,6 +135,63 @@ def surviving(successor: Succession, ends: Ints, tokens: Ints) -> Survivors:
     # The new root has number 0, and so has whatever was not sent now.
     parents = np.where(below[chosen] < 0, 0, number[above[chosen]])
     return Survivors(counts, chosen, parents)
+
+
+class SurvivingRows(NamedTuple):
+    """The rows of a step that verifies the trees: a root before each session's nodes, A sessions and T rows in all.
+
+    Attributes:
+        counts: [A]
+        tokens: [T]; 0 of roots.
+        parents: [T] node numbers; 0 of roots.
+    """
+
+    counts: Ints
+    tokens: Ints
+    parents: Ints
+
+
+def surviving_rows(successor: Succession, ends: Ints, tokens: Ints, is_asked: npt.NDArray[np.bool_]) -> SurvivingRows:
+    """`surviving`, as rows; by one loop where numba is there, for a device waits.
+
+    Args:
+        successor: of the step; its arrays are contiguous and can be written to.
+        ends: as there.
+        tokens: as there.
+        is_asked: [S] of which sessions there are rows; no nodes may survive of the others.
+    """
+    if not IS_COMPILED:
+        return surviving_row_columns(successor, ends, tokens, is_asked)
+    return SurvivingRows(
+        *succession_kernels.surviving_rows(
+            successor.is_in_step,
+            successor.verified,
+            successor.counts,
+            successor.tokens,
+            successor.parents,
+            successor.values,
+            successor.max_nodes,
+            successor.max_depths,
+            ends,
+            tokens,
+            np.float32(successor.least_value),
+            successor.max_total_nodes,
+            is_asked,
+        )
+    )
+
+
+def surviving_row_columns(
+    successor: Succession, ends: Ints, tokens: Ints, is_asked: npt.NDArray[np.bool_]
+) -> SurvivingRows:
+    """`surviving_rows` with numpy, whole columns at a time; arguments as there."""
+    found = surviving(successor, ends, tokens)
+    counts = found.counts[is_asked]
+    rows = SurvivingRows(counts + 1, *np.zeros((2, len(counts) + len(found.nodes)), dtype=np.int64))
+    # Before a node stand the roots up to its own.
+    places = np.arange(len(found.nodes)) + np.arange(1, len(counts) + 1).repeat(counts)
+    rows.tokens[places], rows.parents[places] = successor.tokens[found.nodes], found.parents
+    return rows
 
 
 def _ranked(place: Ints, sessions: int) -> tuple[Ints, Ints]:

@@ -1,12 +1,24 @@
 """What of a successor is verified, against a reference that follows tokens in plain trees."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.succession import NOTHING_EMITTED, Succession, surviving
+from outrider import succession_kernels
+from outrider.compiled import IS_COMPILED
+from outrider.succession import (
+    NOTHING_EMITTED,
+    Succession,
+    SurvivingRows,
+    surviving,
+    surviving_row_columns,
+    surviving_rows,
+)
 
 
 @dataclass
@@ -127,8 +139,49 @@ def test_what_survives_is_what_hangs_below_the_emitted_tokens(parts: list[Sent],
     assert found.parents.tolist() == [parent for _, parents in expected for parent in parents]
 
 
+@pytest.mark.parametrize("find", [surviving_rows, surviving_row_columns], ids=["one loop", "columns"])
+@settings(deadline=None)
+@given(
+    parts=st.lists(sessions(), max_size=5),
+    least_value=st.sampled_from([0.0, 0.1, 0.4, 0.7, 1.0]),
+    most=st.integers(0, 12),
+    ended=st.sets(st.integers(0, 4)),
+)
+def test_the_rows_of_a_step_are_roots_and_what_survives(
+    find: Callable[..., SurvivingRows], parts: list[Sent], least_value: float, most: int, ended: set[int]
+) -> None:
+    is_asked = [place not in ended or not sent.is_in_step for place, sent in enumerate(parts)]
+    for sent, is_so in zip(parts, is_asked, strict=True):
+        sent.end = sent.end if is_so else NOTHING_EMITTED
+    found = find(
+        together(parts, least_value, most),
+        np.array([sent.end for sent in parts], dtype=np.int64),
+        np.array([sent.token for sent in parts], dtype=np.int64),
+        np.array(is_asked, dtype=np.bool_),
+    )
+    trees = best_of_all(parts, [reference(sent, least_value) for sent in parts], most)
+    expected = [(sent, *tree) for sent, tree, is_so in zip(parts, trees, is_asked, strict=True) if is_so]
+    assert found.counts.tolist() == [1 + len(nodes) for _, nodes, _ in expected]
+    assert found.tokens.tolist() == [
+        token for sent, nodes, _ in expected for token in (0, *(sent.tokens[n] for n in nodes))
+    ]
+    assert found.parents.tolist() == [parent for _, _, parents in expected for parent in (0, *parents)]
+
+
 def test_a_miss_leaves_a_plain_step() -> None:
     sent = Sent(True, 2, 1, 2, 8, 8, tokens=[1, 0], parents=[1, 3], values=[np.float32(0.5), np.float32(0.25)])
     found = surviving(together([sent], 0.0), np.array([1]), np.array([2]))
     assert found.counts.tolist() == [0]
     assert not len(found.nodes)
+
+
+@pytest.mark.skipif(not IS_COMPILED, reason="nothing is compiled without numba")
+def test_no_step_waits_for_the_compiler() -> None:
+    succession_kernels.warm_up()
+    kernel: Any = succession_kernels.surviving_rows
+    before = list(kernel.signatures)
+    sent = Sent(True, 2, 1, 1, 8, 8, tokens=[1, 0], parents=[1, 3], values=[np.float32(0.5), np.float32(0.25)])
+    surviving_rows(together([sent], 0.0), np.array([1]), np.array([1]), np.array([True]))
+    # Other tests have compiled what steps need: one signature says that the warm-up's is the same.
+    assert kernel.signatures == before
+    assert len(before) == 1

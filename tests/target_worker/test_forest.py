@@ -1,15 +1,20 @@
 """All trees of a step at once give what each alone gives."""
 
 import random
+from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
+from outrider.compiled import IS_COMPILED
+from outrider.engine import slot_kernels, step_trees, tree_kernels
 from outrider.engine.buckets import BucketLadder
 from outrider.engine.kv_slots import SlotTable
 from outrider.engine.step_buffers import StepBuffer, StepLayout
+from outrider.engine.step_program import answer_len
 from outrider.engine.step_staging import stage_step
-from outrider.engine.step_trees import stage_trees
+from outrider.engine.step_trees import need_of_trees, stage_trees
 from outrider.kernels.tree_links import links_of_parents
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.forest import Forest
@@ -61,7 +66,9 @@ def test_a_forest_is_its_trees() -> None:
             assert choices.positions[rows].tolist() == (tree.session.root_index + 1 + tree.depths).tolist()
 
 
-def test_trees_alone_are_staged_as_any_batch_is() -> None:
+@pytest.mark.parametrize("is_compiled", [True, False] if IS_COMPILED else [False])
+def test_trees_alone_are_staged_as_any_batch_is(is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_trees, "IS_COMPILED", is_compiled)
     chance = random.Random(3)
     ladder = BucketLadder(max_tokens=512, max_sessions=8, row_len=120, max_nodes=90, group=2)
     for most in (1, 6, 63, 80):
@@ -81,8 +88,10 @@ def test_trees_alone_are_staged_as_any_batch_is() -> None:
             _batch(works, forest, tables[0]), forest.choices(), slots=tables[0], choose=ladder.bucket,
             buffer=StepBuffer(torch.device("cpu")),
         )  # fmt: skip
+        columns = _columns(trees)
         staged = stage_trees(
-            _columns(trees), slots=tables[1], choose=ladder.bucket, buffer=StepBuffer(torch.device("cpu"))
+            columns, slots=tables[1], bucket=ladder.bucket(need_of_trees(columns)),
+            buffer=StepBuffer(torch.device("cpu")),
         )  # fmt: skip
         assert staged.bucket == expected.bucket
         wanted, given = (StepLayout.of(step.bucket).arrays(step.data) for step in (expected, staged))
@@ -91,7 +100,9 @@ def test_trees_alone_are_staged_as_any_batch_is() -> None:
         assert (staged.trees, staged.logit_rows) == (expected.trees, expected.logit_rows)
 
 
-def test_roots_alone_are_staged_as_beside_a_tree() -> None:
+@pytest.mark.parametrize("is_compiled", [True, False] if IS_COMPILED else [False])
+def test_roots_alone_are_staged_as_beside_a_tree(is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_trees, "IS_COMPILED", is_compiled)
     ladder = BucketLadder(max_tokens=512, max_sessions=8, row_len=120, max_nodes=90, group=2)
     staged = []
     for parents in ([], [0]):
@@ -102,7 +113,8 @@ def test_roots_alone_are_staged_as_beside_a_tree() -> None:
             slots.extend(tree.session.row, tree.session.root_index + tree.count)
         columns = _columns(trees)
         columns.decided = [(0, 0)]
-        step = stage_trees(columns, slots=slots, choose=ladder.bucket, buffer=StepBuffer(torch.device("cpu")))
+        bucket = ladder.bucket(need_of_trees(columns))
+        step = stage_trees(columns, slots=slots, bucket=bucket, buffer=StepBuffer(torch.device("cpu")))
         staged.append(StepLayout.of(step.bucket).arrays(step.data))
         assert (step.trees, step.logit_rows) == (5, 5 + len(parents))
     alone, beside = staged
@@ -115,3 +127,57 @@ def test_roots_alone_are_staged_as_beside_a_tree() -> None:
     assert alone["choice_positions"][:5].tolist() == [2, 3, 4, 5, 6]
     assert alone["tree_mask"][:5, 0].tolist() == [1] * 5 and not alone["tree_mask"][5:].any()
     assert alone["tree_rows"][:5, 0].tolist() == [0, 1, 2, 3, 4] and (alone["first_child"] == -1).all()
+
+
+@pytest.mark.parametrize("is_compiled", [True, False] if IS_COMPILED else [False])
+def test_what_finds_no_place_in_a_step_is_sent_beside_it(is_compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a prompt does that came out of the prefix cache."""
+    monkeypatch.setattr(step_trees, "IS_COMPILED", is_compiled)
+    ladder = BucketLadder(max_tokens=512, max_sessions=8, row_len=120, max_nodes=90, group=2)
+    slots, trees = SlotTable(num_slots=2000, max_rows=8, max_row_len=120), [rows_of(0, []), rows_of(40, [0])]
+    for tree in trees:
+        tree.session.tokens = [7] * 100
+        tree.session.limit = 120
+        tree.session.row = slots.acquire_row()
+        slots.extend(tree.session.row, tree.session.root_index + tree.count)
+    columns = _columns(trees)
+    bucket = ladder.bucket(need_of_trees(columns))
+    step = stage_trees(columns, slots=slots, bucket=bucket, buffer=StepBuffer(torch.device("cpu")))
+    arrays = StepLayout.of(step.bucket).arrays(step.data)
+    sent = np.concatenate(
+        [np.stack([arrays[f"update_{name}"] for name in ("rows", "columns", "slots")]), step.more_updates], axis=1
+    )
+    assert step.more_updates.size
+    seen = np.full((2, 120), -1)
+    seen[sent[0], sent[1]] = sent[2]
+    assert np.array_equal(seen[:, :100], slots.table[:2, :100])
+
+
+@pytest.mark.skipif(not IS_COMPILED, reason="nothing is compiled without numba")
+def test_no_step_waits_for_the_compiler() -> None:
+    step_trees.warm_up()
+    kernels: list[Any] = [
+        tree_kernels.are_trees, tree_kernels.pack_trees, tree_kernels.read_walks, slot_kernels.take_slots,
+        slot_kernels.retain_slots,
+    ]  # fmt: skip
+    before = [list(kernel.signatures) for kernel in kernels]
+    slots, trees = SlotTable(num_slots=200, max_rows=8, max_row_len=120), [rows_of(0, [0, 0]), rows_of(1, [])]
+    for tree in trees:
+        tree.session.row = slots.acquire_row()
+    columns = _columns(trees)
+    assert slots.extend_rows(columns.rows, [0, 0], [4, 5])
+    assert slots.extend_rows(columns.rows, [4, 5], columns.counts)
+    columns.roots = [4, 5]
+    tokens, parents = np.array(columns.tokens), np.array(columns.parents)
+    assert tree_kernels.are_trees(np.array(columns.counts), np.array([1, 1]), tokens, parents, 1000)
+    buffer = StepBuffer(torch.device("cpu"))
+    need = need_of_trees(columns)
+    step = stage_trees(columns, slots=slots, bucket=need, buffer=buffer)
+    buffer.answer(answer_len(need)).zero_()
+    answer = step_trees.read_answer(buffer.answer_words(answer_len(need)), step)
+    assert answer.accepted.tolist() == [0, 0]
+    slots.retain_rows(columns.rows, columns.roots, columns.counts, kept=[0, 0], sizes=[1, 1])
+    assert [slots.length(row) for row in columns.rows] == [5, 6]
+    # Other tests have compiled what steps need: one signature says that the warm-up's is the same.
+    assert [list(kernel.signatures) for kernel in kernels] == before
+    assert {len(signatures) for signatures in before} == {1}

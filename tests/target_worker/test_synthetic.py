@@ -40,6 +40,25 @@ def test_a_coin_is_a_word_of_the_coins_stream_of_its_position():
         assert coins.coin(position) == pytest.approx(int(word) / 2**32, abs=2**-24)
 
 
+def test_coins_are_there_before_a_step_needs_them(checkpoint, monkeypatch):
+    made: list[int] = []
+    make = SyntheticCoins._made
+    monkeypatch.setattr(SyntheticCoins, "_made", lambda coins, number: made.append(number) or make(coins, number))
+    sessions = Sessions(checkpoint, [spec_of(0.6)], decoder=True)
+    verifier = sessions.verifier
+    while verifier.prefill():
+        pass
+    assert made == [0], "as the session is opened"
+    root = TreeRequest(key=(1, 0), epoch=1, length=len(PROMPTS[0]), tokens=[3], parents=[0])
+    pending = verifier.begin([root])
+    assert made == [0], "the device is about to wait"
+    verifier.learn()
+    assert made == [0, 1]
+    verifier.finish(pending)
+    verifier.learn()
+    assert made == [0, 1]
+
+
 def test_depths_are_accepted_at_their_rates_and_the_last_holds_for_the_rest():
     lengths = torch.tensor([len(accepted(spec_of(0.8, 0.5), root=root * 9)) for root in range(4000)])
     for depth, rate in enumerate([0.8, 0.5, 0.5, 0.5]):

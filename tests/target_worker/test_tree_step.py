@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from outrider.compiled import IS_COMPILED
+from outrider.engine import kv_slots, step_trees
 from outrider.engine.config import EngineConfig
 from outrider.engine.model_runner import ModelRunner
 from outrider.sampling import SamplingSpec, VerificationRule
+from outrider.target_worker import tree_step
 from outrider.target_worker.sessions import Code, OpenRequest, Outcome, SessionFault, TreeRequest, TreeResult
 from outrider.target_worker.tree_step import TreeStep
 from outrider.target_worker.unpacking import unpack
@@ -94,7 +97,12 @@ def plain_outputs(folder: Path) -> list[list[int]]:
     return outputs
 
 
-def test_usual_steps_give_the_results_of_planned_ones(checkpoint: Path) -> None:
+@pytest.mark.parametrize("is_compiled", [True, False] if IS_COMPILED else [False])
+def test_usual_steps_give_the_results_of_planned_ones(
+    checkpoint: Path, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (kv_slots, step_trees, tree_step):
+        monkeypatch.setattr(module, "IS_COMPILED", is_compiled)
     expected = plain_outputs(checkpoint)
     usual, planned = make_verifier(checkpoint, SPECS), make_verifier(checkpoint, [*SPECS, READER_SPEC])
     chance = random.Random(3)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from outrider.compiled import compiled
+from outrider.engine import slot_kernels
 
 ARRAYS = (
     "token_ids", "write_slots", "tree_mask", "positions", "prefix_len", "rows", "query_start", "tree_start", "key_len",
@@ -104,7 +105,8 @@ def _pack_sampling(  # noqa: PLR0917
 
 
 def warm_up() -> None:
-    """Compiles the loop, or loads what was compiled, before anybody waits for it."""
+    """Compiles what steps go through, or loads what was compiled, before anybody waits for it."""
+    slot_kernels.warm_up()
     nothing = np.zeros(1, np.int64)
     table = np.zeros((1, 1), np.int32)
     places = np.zeros(len(ARRAYS) + 1, np.int64)

@@ -9,12 +9,15 @@ when it is needed.
 """
 
 import operator
+from array import array
 from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from outrider.compiled import IS_COMPILED
+from outrider.engine import slot_kernels
 from outrider.errors import OutOfSlots
 
 Slots = npt.NDArray[np.int32]
@@ -111,11 +114,15 @@ class SlotTable:
         Returns:
             [n] the first index in question, the row's length where none is, and [n] the rows' lengths.
         """
-        ends = [self.lengths[row] for row in rows]
-        begins = [self._changed_from[row] for row in rows]
-        for row, end in zip(rows, ends, strict=True):
-            self._changed_from[row] = end
-        return list(map(min, begins, ends)), ends
+        lengths, changed_from = self.lengths, self._changed_from
+        begins: list[int] = []
+        ends: list[int] = []
+        for row in rows:
+            begin, end = changed_from[row], lengths[row]
+            begins.append(begin if begin < end else end)
+            ends.append(end)
+            changed_from[row] = end
+        return begins, ends
 
     def acquire_row(self) -> int:
         """An empty row.
@@ -168,9 +175,13 @@ class SlotTable:
             return True
         if total > self._free_count and self.lender is not None:
             self._put_back(self.lender.give_back(total - self._free_count))
-        rest = self._free_count - total
-        self.table[_entries(rows, lengths, counts, total)] = self._free[rest : self._free_count][::-1]
-        self._free_count = rest
+        if IS_COMPILED:
+            columns = np.frombuffer(array("q", [*rows, *lengths, *counts]), dtype=np.int64).reshape(3, -1)
+            self._free_count = slot_kernels.take_slots(self.table, self._free, self._free_count, columns)
+        else:
+            rest = self._free_count - total
+            self.table[_entries(rows, lengths, counts, total)] = self._free[rest : self._free_count][::-1]
+            self._free_count = rest
         for row, end in zip(rows, ends, strict=True):
             self.lengths[row] = end
         return True
@@ -243,35 +254,70 @@ class SlotTable:
         self.lengths[row] = start + len(chosen)
 
     def retain_rows(
-        self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int], *, kept: Slots, sizes: Sequence[int]
+        self,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        *,
+        kept: Sequence[int],
+        sizes: Sequence[int],
     ) -> None:
         """`retain` of several rows at once.
 
         Args:
             rows: [n] distinct rows.
             starts: [n] indices of the first slots in question, none of them borrowed.
-            counts: [n] slots from there to each row's end; T in all.
-            kept: [sum of sizes] places among the T, row by row, ascending within each row: the first of each row's
-                moves to the row's `start`, and so on.
+            counts: [n] slots from there to each row's end.
+            kept: [sum of sizes] of each row the offsets from its `start` that are kept, ascending.
             sizes: [n] of each row's, at least 1.
         """
-        if len(rows) == 1:
-            self.retain(rows[0], starts[0], kept.tolist())
-            return
+        retain = self._retain_compiled if IS_COMPILED else self._retain_columns
+        for row, start, size, has_moved in zip(
+            rows, starts, sizes, retain(rows, starts, counts, kept, sizes), strict=True
+        ):
+            self.lengths[row] = start + size
+            begin = start if has_moved else start + size
+            self._changed_from[row] = min(self._changed_from[row], begin)
+
+    def _retain_compiled(
+        self,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        kept: Sequence[int],
+        sizes: Sequence[int],
+    ) -> list[int]:
+        """`_retain_columns` as one loop."""
+        columns = np.frombuffer(array("q", [*rows, *starts, *counts, *sizes, *sizes]), dtype=np.int64).reshape(5, -1)
+        offsets = np.frombuffer(array("q", kept), dtype=np.int64)
+        count = slot_kernels.retain_slots(self.table, self._free, self._free_count, columns, offsets)
+        assert count >= 0, f"offsets kept twice, or in another order: {list(kept)}"
+        self._free_count = count
+        return columns[4].tolist()
+
+    def _retain_columns(
+        self,
+        rows: Sequence[int],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        kept: Sequence[int],
+        sizes: Sequence[int],
+    ) -> list[bool]:
+        """The same but for `lengths`: [n] whether any slot of the row moved."""
         total = sum(counts)
         entries = _entries(rows, starts, counts, total)
         tail = self.table[entries]
+        ends, places = np.array((sizes, counts)).cumsum(axis=1), np.array(kept)
+        lasts = places[ends[0] - 1]
+        places += (ends[1] - counts).repeat(sizes)
         dropped = np.ones(total, dtype=np.bool_)
-        dropped[kept] = False
+        dropped[places] = False
+        assert total - int(dropped.sum()) == len(places), f"offsets kept twice: {list(kept)}"
         self._put_back(tail[dropped])
         self.table[entries] = -1
-        self.table[_entries(rows, starts, sizes, len(kept))] = tail[kept]
+        self.table[_entries(rows, starts, sizes, len(places))] = tail[places]
         # Where the last one has not moved, none has.
-        ends = np.array((sizes, counts)).cumsum(axis=1)
-        lasts = kept[ends[0] - 1] - ends[1] + counts
-        for row, start, size, last in zip(rows, starts, sizes, lasts.tolist(), strict=True):
-            self.lengths[row] = start + size
-            self._changed_from[row] = min(self._changed_from[row], start if last >= size else start + size)
+        return (lasts >= sizes).tolist()
 
     def _put_back(self, slots: Slots) -> None:
         count = len(slots)

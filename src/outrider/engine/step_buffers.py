@@ -132,9 +132,9 @@ class StepViews:
     words: npt.NDArray[np.int32]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, slots=True)
 class StagedStep:
-    """A step as it is sent to whoever runs it.
+    """A step as it is sent to whoever runs it. Not frozen: a device waits while it is made.
 
     Attributes:
         bucket: that it runs in.
@@ -166,6 +166,7 @@ class StepBuffer:
         self._arrays: dict[StepLayout, tuple[Bytes, dict[str, np.ndarray]]] = {}
         self._views: dict[int, StepViews] = {}
         self._parts: dict[tuple[str, int], torch.Tensor] = {}
+        self._answers: dict[int, npt.NDArray[np.int32]] = {}
 
     def step(self, layout: StepLayout) -> tuple[Bytes, dict[str, np.ndarray]]:
         """The bytes of a step of nothing, and views of its arrays."""
@@ -202,6 +203,14 @@ class StepBuffer:
         found = self._parts.get(("answer", count))
         if found is None:
             found = self._keep("answer", count, self._bytes("answer", 4 * count)[: 4 * count].view(torch.int32))
+        return found
+
+    def answer_words(self, count: int) -> npt.NDArray[np.int32]:
+        """The same for reading."""
+        found = self._answers.get(count)
+        if found is None:
+            _make_room(self._answers)
+            found = self._answers[count] = self.answer(count).numpy()
         return found
 
     def note_begin(self) -> None:
@@ -241,7 +250,7 @@ class StepBuffer:
             # Room to spare: pinning memory stops the device.
             held = torch.empty(max(2 * nbytes, 1 << 18), dtype=torch.uint8, pin_memory=self._pinned)
             self._tensors[name] = held
-            for views in (self._arrays, self._views, self._parts):
+            for views in (self._arrays, self._views, self._parts, self._answers):
                 views.clear()
         return held
 

@@ -22,7 +22,7 @@ from outrider.engine.step_buffers import StagedStep, StepBuffer, StepBuffers
 from outrider.engine.step_graphs import StepGraphs
 from outrider.engine.step_program import StepOutput, StepProgram, answer_len
 from outrider.engine.step_staging import StepAnswer, stage_step
-from outrider.engine.step_trees import TreeColumns, stage_trees
+from outrider.engine.step_trees import TreeColumns, need_of_trees, read_answer, stage_trees
 from outrider.engine.tensor_parallel import Alone, Ranks
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 _CAPTURE_TIMEOUT_S = 900.0
 # Of entries that found no place in a step: a kernel is compiled for each way that so many lie in memory.
 _UPDATE_COUNTS = (1, 2, 3, 4, 16)
+# Of steps of trees whose buckets are kept.
+_MOST_SIZES = 4096
 
 
 class LaunchedStep:
@@ -73,7 +75,7 @@ class LaunchedStep:
     def result(self) -> StepAnswer:
         """The walks of a step with choices, once the device is done."""
         self.wait()
-        return StepAnswer.of(self._buffer.answer(answer_len(self._staged.bucket)).numpy(), self._staged)
+        return read_answer(self._buffer.answer_words(answer_len(self._staged.bucket)), self._staged)
 
     def children(self) -> RankedChildren:
         """What a growth step's rows rank best, once the device is done."""
@@ -106,6 +108,8 @@ class StepRunner:
         self._program, self._ladder, self._slots, self._unrolled = program, ladder, slots, unrolled
         self._ranks = ranks or Alone(program.device)
         self._buffers = StepBuffers(program.device)
+        # By rows, trees and rows of the largest.
+        self._tree_buckets: dict[tuple[int, int, int], Bucket] = {}
         # A rank that gave a capture up would stop half-way in what the others run to its end.
         strict = self._ranks.world_size > 1
         self._graphs = StepGraphs(program, max_tokens=ladder.max_tokens, enabled=graphs, strict=strict)
@@ -149,7 +153,17 @@ class StepRunner:
 
     def stage_trees(self, trees: TreeColumns) -> StagedStep:
         """`stage` of trees to verify and nothing else, in less time."""
-        return stage_trees(trees, slots=self._slots, choose=self._choose, buffer=self._buffers.take())
+        size = len(trees.tokens), len(trees.rows), max(trees.counts)
+        wanted = self._tree_buckets.get(size)
+        if wanted is None:
+            wanted = self._ladder.bucket(need_of_trees(trees))
+            if size[0] <= self._ladder.max_tokens:
+                # There the length of contexts bounds nothing.
+                if len(self._tree_buckets) >= _MOST_SIZES:
+                    self._tree_buckets.clear()
+                self._tree_buckets[size] = wanted
+        bucket = self._graphs.choose(wanted)
+        return stage_trees(trees, slots=self._slots, bucket=bucket, buffer=self._buffers.take())
 
     def stage(self, batch: ForwardBatch, choices: TreeChoices | None = None) -> StagedStep:
         """The step as bytes; its slots are reserved. It must be launched before the next one is staged.

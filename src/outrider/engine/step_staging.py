@@ -169,9 +169,9 @@ def unroll(
     return unrolled, paths
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, slots=True)
 class StepAnswer:
-    """What comes back of a step whose choices were walked.
+    """What comes back of a step whose choices were walked. Not frozen, as `StagedStep` is not.
 
     Attributes:
         tokens: [bs, m] the chosen token at each row of a path, root first; m is the longest path's length.

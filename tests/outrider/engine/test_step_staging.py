@@ -1,5 +1,7 @@
 """A step's bytes hold the step: unpacked they say what was packed, filled up with nothing."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from outrider.engine.kv_slots import SlotTable
 from outrider.engine.step_buffers import StagedStep, StepBuffer, StepBuffers, StepLayout
 from outrider.engine.step_program import answer_len
 from outrider.engine.step_staging import StepAnswer, stage_step
+from outrider.engine.step_trees import read_answer
 from outrider.tree import ancestor_masks
 
 BUCKET = Bucket(tokens=12, sessions=4, keys=32, query_len=12, logit_rows=8, nodes=5, words=2)
@@ -161,13 +164,14 @@ def test_writing_where_nothing_was_reserved_is_noticed() -> None:
         stage(builder.build(), table_with([12, 5]))
 
 
-def test_an_answer_is_paths_and_their_tokens() -> None:
+@pytest.mark.parametrize("read", [StepAnswer.of, read_answer], ids=["columns", "one loop"])
+def test_an_answer_is_paths_and_their_tokens(read: Callable[..., StepAnswer]) -> None:
     staged = stage(chain_and_tree(), table_with([12, 5]), choices())
     words = np.full(answer_len(BUCKET), 99, dtype=np.int32)
     words[:8] = [50, 51, 52, 53, 54, 0, 0, 0]
     words[8:28].reshape(4, 5)[:2, :3] = [[0, 99, 99], [1, 2, 4]]
     words[28:30] = [0, 2]
-    answer = StepAnswer.of(words, staged)
+    answer = read(words, staged)
     assert answer.accepted.tolist() == [0, 2]
     assert answer.rows[1].tolist() == [1, 2, 4]
     assert answer.tokens[0, 0] == 50
