@@ -11,6 +11,7 @@ import time
 
 import numpy as np
 
+from outrider import succession_kernels
 from outrider.compiled import IS_COMPILED
 from outrider.coordinator.answer_kernels import is_usual
 from outrider.coordinator.candidates import candidates
@@ -32,6 +33,7 @@ def warm_up() -> None:
     if not IS_COMPILED:
         return
     began_s = time.perf_counter()
+    succession_kernels.warm_up()
     forest, token_ids, most = Forest(), [1], np.array([1])
     mirror = TreeMirror(forest, token_ids)
     growth = Growth(

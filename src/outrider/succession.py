@@ -10,7 +10,7 @@ ends and by the coordinator when it hears of it. Both find the same: what is com
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -89,17 +89,24 @@ class Survivors(NamedTuple):
 
 
 def surviving(successor: Succession, ends: Ints, tokens: Ints) -> Survivors:
-    """The trees below what a step has emitted.
+    """The trees below what a step has emitted; by one loop where numba is there.
 
     The new root is the node sent now that hangs below the last accepted one and has the final token; the tree is what
     hangs below it, the best first. Without such a node, or where nothing was emitted, the tree is empty.
 
     Args:
-        successor: of the step.
+        successor: of the step; its arrays are contiguous and can be written to.
         ends: [S] number of the last accepted node, 0 for the root; -1 where nothing was emitted. Of sessions that are
             not in the step it is not read.
         tokens: [S] the final one of each; not read there either.
     """
+    if not IS_COMPILED:
+        return surviving_columns(successor, ends, tokens)
+    return Survivors(*succession_kernels.survivors(*_columns(successor, ends, tokens)))
+
+
+def surviving_columns(successor: Succession, ends: Ints, tokens: Ints) -> Survivors:
+    """`surviving` with numpy, whole columns at a time; arguments as there."""
     sessions, nodes = len(successor.counts), len(successor.tokens)
     place = np.arange(sessions).repeat(successor.counts)
     first = (successor.counts.cumsum() - successor.counts)[place]
@@ -162,36 +169,38 @@ def surviving_rows(successor: Succession, ends: Ints, tokens: Ints, is_asked: np
     """
     if not IS_COMPILED:
         return surviving_row_columns(successor, ends, tokens, is_asked)
-    return SurvivingRows(
-        *succession_kernels.surviving_rows(
-            successor.is_in_step,
-            successor.verified,
-            successor.counts,
-            successor.tokens,
-            successor.parents,
-            successor.values,
-            successor.max_nodes,
-            successor.max_depths,
-            ends,
-            tokens,
-            np.float32(successor.least_value),
-            successor.max_total_nodes,
-            is_asked,
-        )
-    )
+    return SurvivingRows(*succession_kernels.surviving_rows(*_columns(successor, ends, tokens), is_asked))
 
 
 def surviving_row_columns(
     successor: Succession, ends: Ints, tokens: Ints, is_asked: npt.NDArray[np.bool_]
 ) -> SurvivingRows:
     """`surviving_rows` with numpy, whole columns at a time; arguments as there."""
-    found = surviving(successor, ends, tokens)
+    found = surviving_columns(successor, ends, tokens)
     counts = found.counts[is_asked]
     rows = SurvivingRows(counts + 1, *np.zeros((2, len(counts) + len(found.nodes)), dtype=np.int64))
     # Before a node stand the roots up to its own.
     places = np.arange(len(found.nodes)) + np.arange(1, len(counts) + 1).repeat(counts)
     rows.tokens[places], rows.parents[places] = successor.tokens[found.nodes], found.parents
     return rows
+
+
+def _columns(successor: Succession, ends: Ints, tokens: Ints) -> Any:
+    """As the loops take them."""
+    return (
+        successor.is_in_step,
+        successor.verified,
+        successor.counts,
+        successor.tokens,
+        successor.parents,
+        successor.values,
+        successor.max_nodes,
+        successor.max_depths,
+        ends,
+        tokens,
+        np.float32(successor.least_value),
+        successor.max_total_nodes,
+    )
 
 
 def _ranked(place: Ints, sessions: int) -> tuple[Ints, Ints]:

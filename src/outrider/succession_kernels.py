@@ -182,6 +182,7 @@ def warm_up() -> None:
     """Compiles the loops, or loads what was compiled, before anybody waits for them."""
     none, nothing = np.zeros(0, np.bool_), np.zeros(0, np.int64)
     values = np.zeros(0, np.float32)
+    survivors(none, nothing, nothing, nothing, nothing, values, nothing, nothing, nothing, nothing, np.float32(0.0), 0)
     surviving_rows(
         none, nothing, nothing, nothing, nothing, values, nothing, nothing, nothing, nothing, np.float32(0.0), 0, none
     )  # fmt: skip

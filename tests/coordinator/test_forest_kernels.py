@@ -11,6 +11,7 @@ from benchmarks.simulation.settings import Settings
 from benchmarks.simulation.virtual_run import simulate
 from tests.coordinator.committing import Commitment, commit_together
 
+from outrider import succession_kernels
 from outrider.compiled import IS_COMPILED
 from outrider.coordinator import (
     answer_kernels,
@@ -185,6 +186,7 @@ def test_nothing_is_compiled_while_requests_run(mode: SpeculationMode) -> None:
             commit_kernels,
             forest_kernels,
             growth_kernels,
+            succession_kernels,
         )
         for loop in vars(module).values()
         if hasattr(loop, "signatures")

@@ -15,7 +15,9 @@ from outrider.succession import (
     NOTHING_EMITTED,
     Succession,
     SurvivingRows,
+    Survivors,
     surviving,
+    surviving_columns,
     surviving_row_columns,
     surviving_rows,
 )
@@ -119,13 +121,17 @@ def together(parts: list[Sent], least_value: float, max_total_nodes: int = 1000)
     )
 
 
+@pytest.mark.parametrize("find", [surviving, surviving_columns], ids=["one loop", "columns"])
+@settings(deadline=None)
 @given(
     parts=st.lists(sessions(), max_size=5),
     least_value=st.sampled_from([0.0, 0.1, 0.4, 0.7, 1.0]),
     most=st.integers(0, 12),
 )
-def test_what_survives_is_what_hangs_below_the_emitted_tokens(parts: list[Sent], least_value: float, most: int) -> None:
-    found = surviving(
+def test_what_survives_is_what_hangs_below_the_emitted_tokens(
+    find: Callable[..., Survivors], parts: list[Sent], least_value: float, most: int
+) -> None:
+    found = find(
         together(parts, least_value, most),
         np.array([sent.end for sent in parts], dtype=np.int64),
         np.array([sent.token for sent in parts], dtype=np.int64),
