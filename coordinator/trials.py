@@ -33,9 +33,10 @@ _SETTLING_ROUNDS = 2
 _PAUSE, _USUAL_SHARE = 4.0, 0.1
 # Variance of one verification's tokens, by their mean squared.
 _SPREAD = 0.5
-# Blocks by each way before they are compared: a single one may have met a cold start, or bad luck.
-_FIRST_BLOCKS = 3
-# Standard errors that a way is given the benefit of. With 1.5, ways of equal worth take turns too often.
+# Verifications by each way before they are compared: a single short block may have met a cold start, or bad luck.
+_FIRST_SESSIONS = 3 * _BLOCK_SESSIONS
+# Standard errors that a way is given the benefit of. With 1.5, ways of about equal worth take
+# turns more often: 3.0 % of tokens were lost in place of 2.8.
 _BENEFIT = 1.25
 # What a block leaves of what is known, in variances; and the variance that is not exceeded so.
 _FORGET, _UNKNOWN = 0.98, 1.0
@@ -46,7 +47,7 @@ _PRIOR = 0.04
 _DRIFT, _DRIFT_LEAST, _LEARN = 0.005, 0.002, 0.06
 # A block whose squared deviation is this many times the variance of what is expected is far off, and makes the ranking
 # doubtful by that variance. At 25 times, a best way that has become 40 % slower costs a quarter more; with a doubt of
-# 0.01, ways that lie 25 % behind are not looked at.
+# 0.01, a way that has become better with other requests was used for 53 % of 600 rounds in place of 79.
 _FAR, _DOUBT = 16.0, 0.02
 
 
@@ -54,12 +55,12 @@ class _Rates:
     """What blocks say of the rates of W ways.
 
     Attributes:
-        blocks: [W] that each has played.
+        seen: [W] verifications of single sessions by each.
         is_far: whether the last block was far from what was expected.
     """
 
     def __init__(self, ways: int) -> None:
-        self.blocks = [0] * ways
+        self.seen = [0] * ways
         self.is_far = False
         # Logarithms of tokens a nanosecond and session.
         self._means = np.zeros(ways)
@@ -88,7 +89,7 @@ class _Rates:
         self._means += gain * off
         covariance -= np.outer(gain, covariance[way])
         self._last = way
-        self.blocks[way] += 1
+        self.seen[way] += verified
 
     def hopes(self) -> npt.NDArray[np.float64]:
         """[W] Rates, those of others than the last way with a margin for how little is known of them beside it."""
@@ -173,8 +174,8 @@ class Trials:
         rates = self._of_bucket()
         choices = [index for index, way in enumerate(self.ways) if way not in hopeless]
         if not rates.is_far or self.current in hopeless:
-            chosen = min(choices, key=rates.blocks.__getitem__)
-            if rates.blocks[chosen] >= _FIRST_BLOCKS:
+            chosen = min(choices, key=rates.seen.__getitem__)
+            if rates.seen[chosen] >= _FIRST_SESSIONS:
                 chosen = max(choices, key=rates.hopes().__getitem__)
             self.current = self.ways[chosen]
         self._block = _Block(self.current)
