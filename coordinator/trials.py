@@ -88,6 +88,8 @@ class _Rates:
         gain = covariance[way] / (covariance[way, way] + noise)
         self._means += gain * off
         covariance -= np.outer(gain, covariance[way])
+        # What rounding leaves of asymmetry would grow by what is forgotten.
+        self._covariance = (covariance + covariance.T) / 2
         self._last = way
         self.seen[way] += verified
 

@@ -130,3 +130,10 @@ def test_prompts_that_come_and_go_do_not_begin_anew():
         play(trials, [1.0, 1.5], 10, sessions=16)
         trials.observe(placed=16, sessions=15, verified=15, tokens=15.0, round_ns=1.0, hopeless=NOTHING)
     assert play(trials, [1.0, 1.5], 300, sessions=16)[1] > 200
+
+
+def test_a_long_life_leaves_the_filter_sound():
+    """Four ways, one of which never is to be tried: rounding must not add up (warnings are errors)."""
+    trials = Trials(range(4))
+    used = play(trials, [1.0, 1.01, 1.2, 1.0], 60_000, sessions=8, hopeless=frozenset({3}))
+    assert used[2] > 0.8 * 60_000
