@@ -46,6 +46,33 @@ def test_other_requests_are_no_merit_of_the_way_that_has_not_seen_them():
     assert used[0] > 0.75 * 500
 
 
+def test_requests_of_other_rates_keep_the_ranking():
+    """One session, whose requests emit at thrice the rate of others: a new one says nothing of the ways."""
+    used = 0
+    for seed in range(20):
+        trials, chance = Trials(range(4)), random.Random(seed)
+        for number in range(60):
+            level = chance.choice((1.0, 3.0))
+            rates = [level * factor for factor in (1.0, 1.1, 0.95, 0.8)]
+            used += play(trials, rates, 250, sessions=1, seed=100 * seed + number)[1]
+    assert used > 0.5 * 20 * 60 * 250
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_way_does_not_stay_for_what_other_requests_have_brought(seed):
+    """All become faster while little is known, the way that is played less than the others."""
+    trials = Trials(range(3))
+    play(trials, [1.0, 1.25, 1.1], 300, sessions=16, seed=seed)
+    assert play(trials, [3.0, 2.4, 2.6], 600, sessions=16, seed=10 + seed)[0] > 0.6 * 600
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_best_way_is_left_when_it_alone_has_become_slower(seed):
+    trials = Trials(range(3))
+    play(trials, [1.0, 1.25, 1.1], 3000, sessions=16, seed=seed)
+    assert play(trials, [1.0, 0.75, 1.1], 1000, sessions=16, seed=10 + seed)[1] < 0.25 * 1000
+
+
 def test_pauses_of_the_machine_are_no_other_requests():
     """One round in a hundred takes fifteen times as long: the blocks that have it are nothing to begin anew for."""
     trials, used = Trials(range(3)), 0
@@ -103,3 +130,10 @@ def test_prompts_that_come_and_go_do_not_begin_anew():
         play(trials, [1.0, 1.5], 10, sessions=16)
         trials.observe(placed=16, sessions=15, verified=15, tokens=15.0, round_ns=1.0, hopeless=NOTHING)
     assert play(trials, [1.0, 1.5], 300, sessions=16)[1] > 200
+
+
+def test_a_long_life_leaves_the_filter_sound():
+    """Four ways, one of which never is to be tried: rounding must not add up (warnings are errors)."""
+    trials = Trials(range(4))
+    used = play(trials, [1.0, 1.01, 1.2, 1.0], 60_000, sessions=8, hopeless=frozenset({3}))
+    assert used[2] > 0.8 * 60_000
