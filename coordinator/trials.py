@@ -35,8 +35,7 @@ _PAUSE, _USUAL_SHARE = 4.0, 0.1
 _SPREAD = 0.5
 # Verifications by each way before they are compared: a single short block may have met a cold start, or bad luck.
 _FIRST_SESSIONS = 3 * _BLOCK_SESSIONS
-# Standard errors that a way is given the benefit of. With 1.5, ways of about equal worth take
-# turns more often: 3.0 % of tokens were lost in place of 2.8.
+# Standard errors that a way is given the benefit of. With more, ways of about equal worth take turns more often.
 _BENEFIT = 1.25
 # What a block leaves of what is known, in variances; and the variance that is not exceeded so.
 _FORGET, _UNKNOWN = 0.98, 1.0
@@ -46,8 +45,8 @@ _PRIOR = 0.04
 # it that a block renews.
 _DRIFT, _DRIFT_LEAST, _LEARN = 0.005, 0.002, 0.06
 # A block whose squared deviation is this many times the variance of what is expected is far off, and makes the ranking
-# doubtful by that variance. At 25 times, a best way that has become 40 % slower costs a quarter more; with a doubt of
-# 0.01, a way that has become better with other requests was used for 53 % of 600 rounds in place of 79.
+# doubtful by that variance. A best way that has become slower is found the later the higher the one is, and a way that
+# has become better with other requests the later the lower the other is.
 _FAR, _DOUBT = 16.0, 0.02
 
 

@@ -169,7 +169,8 @@ def surviving_rows(successor: Succession, ends: Ints, tokens: Ints, is_asked: np
     """
     if not IS_COMPILED:
         return surviving_row_columns(successor, ends, tokens, is_asked)
-    return SurvivingRows(*succession_kernels.surviving_rows(*_columns(successor, ends, tokens), is_asked))
+    columns: Any = (*_columns(successor, ends, tokens), is_asked)
+    return SurvivingRows(*succession_kernels.surviving_rows(*columns))
 
 
 def surviving_row_columns(
@@ -185,7 +186,7 @@ def surviving_row_columns(
     return rows
 
 
-def _columns(successor: Succession, ends: Ints, tokens: Ints) -> Any:
+def _columns(successor: Succession, ends: Ints, tokens: Ints) -> tuple[Any, ...]:
     """As the loops take them."""
     return (
         successor.is_in_step,
