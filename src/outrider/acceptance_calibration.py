@@ -156,15 +156,15 @@ class AcceptanceCalibration:
             estimates = np.where(learned[:, None], self.learned[buckets], self.prior[buckets])
         return estimates / np.maximum(estimates.sum(axis=1, keepdims=True), np.float32(1))
 
-    def observe(self, buckets: IntArray, hit: int) -> None:
+    def observe(self, buckets: IntArray | Sequence[int], hit: int) -> None:
         """Counts the children of one parent on the committed path.
 
         Args:
             buckets: [k] the children's buckets.
             hit: index of the child that was committed; negative if none of them was.
         """
-        places = buckets.tolist()
-        estimates = self.learned[buckets].tolist()
+        places = list(map(int, buckets))
+        estimates = [self.learned.item(bucket) for bucket in places]
         total = sum(estimates)
         strength, decay, hits, trials = self._strength, self._decay, self._hits, self._trials
         for rank, (bucket, estimate) in enumerate(zip(places, estimates, strict=True)):
