@@ -13,6 +13,7 @@ import numpy.typing as npt
 from outrider.compiled import entries
 from outrider.draft_worker import tree_kernels as kernels
 from outrider.draft_worker.tree_kernels import FIELDS, HEAP, KEYS, POOL_FIELDS, ROOT, SIZE, TREE_FIELDS, TreeColumns
+from outrider.engine.tree_rows import TreeRows
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -54,22 +55,14 @@ class TakenNodes:
     Attributes:
         trees: [P] whose.
         counts: [P] nodes of each.
-        firsts: [P] key index of each one's first node.
-        starts: [P] key index of bit 0 of its masks.
         nodes: [T, 2] rows and serial numbers.
-        tokens: [T].
-        positions: [T].
-        masks: [T, W].
+        rows: as a step takes them; a session's row of the slot table has its tree's number.
     """
 
-    trees: Ints
-    counts: Ints
-    firsts: Ints
-    starts: Ints
+    trees: list[int]
+    counts: list[int]
     nodes: Ints
-    tokens: Ints
-    positions: Ints
-    masks: Ints
+    rows: TreeRows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,27 +174,32 @@ class DraftForest:
         Returns:
             The nodes, and which tree came first.
         """
-        spans, picked = np.empty((4, len(candidates)), np.int64), np.empty((4, width), np.int64)
+        words = self._arrays.masks.shape[1]
+        sessions, nodes = np.empty((4, len(candidates)), np.int64), np.empty((width, 2), np.int64)
+        rows, masks = np.empty((4, width), np.int64), np.empty((width, words), np.int64)
+        records = np.empty((width, 8), np.int32)
         settings = (
             width, limits.branching, limits.max_session_nodes, limits.min_session_nodes, limits.max_live_nodes,
             limits.max_row_len, turn, limits.most_promised,
         )  # fmt: skip
-        trees, of_rows = np.array(candidates, dtype=np.int64), np.array(lengths, dtype=np.int64)
-        least = limits.min_path_value
-        while True:
-            masks = np.empty((width, self._arrays.masks.shape[1]), np.int64)
-            found = kernels.plan_trees(self.columns, before, trees, of_rows, settings, least, spans, picked, masks)
-            if found >= 0:
-                break
+        given = (
+            before, np.array(candidates), np.array(lengths), settings, limits.min_path_value, self.records, sessions,
+            nodes, rows, masks, records,
+        )  # fmt: skip
+        while (found := kernels.plan_trees(self.columns, *given)) < 0:
             self.reserve(rows=len(before), heap=len(before))
         sharing, growing = found % _MANY, found // _MANY
-        spans = spans[:, :sharing]
-        total = int(spans[1].sum())
-        nodes = np.ascontiguousarray(picked[:2, :total].T)
-        taken = TakenNodes(
-            spans[0], spans[1], spans[2], spans[3], nodes, picked[2, :total], picked[3, :total], masks[:total]
+        trees, _, ends, counts = sessions[:, :sharing].tolist()
+        total = sum(counts)
+        added = TreeRows(
+            sessions=sessions[:, :sharing].copy(),
+            rows=rows if total == width else rows[:, :total].copy(),
+            masks=masks[:total],
+            records=records[:total],
+            most_keys=max(ends, default=0),
+            most_queries=max(counts, default=0),
         )
-        return taken, (turn + 1) % growing if growing > 1 else turn
+        return TakenNodes(trees, counts, nodes[:total], added), (turn + 1) % growing if growing > 1 else turn
 
     def reserve(self, *, rows: int = 0, children: int = 0, heap: int = 0, keys: int = 0, final: int = 0) -> None:
         """Makes room: free rows, children of a node, further entries of a heap, key offsets, final tokens."""

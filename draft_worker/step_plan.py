@@ -11,13 +11,12 @@ import logging
 from collections.abc import Collection, Container, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from outrider.draft_worker.draft_forest import NO_NODES, DraftForest, Ints, TakenNodes, TakingLimits
 from outrider.draft_worker.draft_tree import DraftNode, assign_keys
 from outrider.draft_worker.growth_step import GrowthConfig
 from outrider.draft_worker.session import DraftSession
-from outrider.engine.draft_staging import MOST_PROMISED, GrowthRows, TreeRows
+from outrider.engine.draft_staging import MOST_PROMISED, GrowthRows
 from outrider.engine.kv_slots import SlotTable
 from outrider.log_output import about
 
@@ -77,28 +76,16 @@ class StepPlan:
         self._added += nodes
         self._span(session, len(nodes))
 
-    def add_trees(self, sessions: Sequence[DraftSession], taken: TakenNodes, records: npt.NDArray[np.int32]) -> None:
+    def add_trees(self, sessions: Sequence[DraftSession], taken: TakenNodes) -> None:
         """Nodes of several sessions' trees; nothing is added behind them.
 
         Args:
-            sessions: whose they are; a tree has the number of its session's row.
+            sessions: whose they are.
             taken: the nodes.
-            records: [T, 8] how the children of each are ranked.
         """
-        counts = taken.counts.tolist()
-        for session, count in zip(sessions, counts, strict=True):
+        for session, count in zip(sessions, taken.counts, strict=True):
             self._span(session, count)
-        starts = taken.counts.cumsum() - taken.counts
-        begins = np.stack([taken.firsts - starts, taken.starts]).repeat(taken.counts, axis=1)
-        begins[0] += np.arange(len(taken.nodes))
-        self.rows.add_trees(
-            TreeRows(
-                sessions=np.stack([taken.trees, taken.starts, taken.firsts + taken.counts, taken.counts]),
-                rows=np.stack([taken.tokens, taken.positions, *begins]),
-                masks=taken.masks,
-                records=records,
-            )
-        )
+        self.rows.add_trees(taken.rows)
         self.nodes = taken.nodes
 
     def seal(self) -> None:
@@ -265,10 +252,10 @@ class StepPlanner:
         )
         if not len(taken.nodes):
             return
-        rows = taken.trees.tolist()
-        has_room = slots.extend_rows(rows, taken.firsts.tolist(), taken.counts.tolist())
+        firsts = [slots.lengths[row] for row in taken.trees]
+        has_room = slots.extend_rows(taken.trees, firsts, taken.counts)
         assert has_room, "more nodes were chosen than there is room for"
-        plan.add_trees([by_row[row] for row in rows], taken, self._forest.records[taken.trees.repeat(taken.counts)])
+        plan.add_trees([by_row[row] for row in taken.trees], taken)
 
     def _add_nodes(self, session: DraftSession, nodes: list[DraftNode], plan: StepPlan) -> None:
         if nodes:

@@ -495,9 +495,12 @@ def plan_trees(  # noqa: PLR0917
     lengths: Any,
     settings: tuple[int, int, int, int, int, int, int, int],
     least: float,
-    spans: Any,
+    ranked: Any,
+    sessions: Any,
     picked: Any,
+    rows: Any,
     sights: Any,
+    records: Any,
 ) -> int:
     """Takes the best nodes over all sessions, and gives them their places: everybody's minimum first, then the best.
 
@@ -510,9 +513,12 @@ def plan_trees(  # noqa: PLR0917
             first, most nodes of a session, most slots of a row, which session comes first, most nodes that have their
             best child promised.
         least: of a path value.
-        spans: int64 [4, C], written: trees, how many nodes each has, the first one's key index and the tree's.
-        picked: int64 [4, width], written: rows, serial numbers, tokens and positions.
+        ranked: int32 [S, 8] how the children of each tree's nodes are ranked.
+        sessions: int64 [4, C], written: trees, key index of bit 0 of the masks and of the end, nodes of each.
+        picked: int64 [width, 2], written: rows and serial numbers.
+        rows: int64 [4, width], written: tokens, positions, own key indices, and those of bit 0 of the masks.
         sights: int64 [width, W], written: masks.
+        records: int32 [width, 8], written: of `ranked`.
 
     Returns:
         How many sessions have nodes, those that could have had some in the upper half: count + 2**32 * growing. -1
@@ -536,7 +542,7 @@ def plan_trees(  # noqa: PLR0917
         value = _best_value(nodes, values, trees, heaps, keyed, pool, tree)
         room = _room(nodes, trees, tree, lengths[tree], settings) if value > 0 and value >= least else 0
         if room > 0:
-            spans[0, growing], spans[1, growing] = tree, room
+            sessions[0, growing], sessions[1, growing] = tree, room
             growing += 1
     if growing == 0:
         return 0
@@ -544,7 +550,8 @@ def plan_trees(  # noqa: PLR0917
     turn = (settings[6] + 1) % growing if growing > 1 else 0
     order, rooms = np.empty(growing, np.int64), np.empty(growing, np.int64)
     for number in range(growing):
-        order[number], rooms[number] = spans[0, (number + turn) % growing], spans[1, (number + turn) % growing]
+        place = (number + turn) % growing
+        order[number], rooms[number] = sessions[0, place], sessions[1, place]
     counts, taken = np.zeros(growing, np.int64), np.empty((2, settings[0]), np.int64)
     total = _share_out(nodes, values, trees, heaps, keyed, pool, order, rooms, counts, taken, settings, least)
     sharing = begin = 0
@@ -552,20 +559,22 @@ def plan_trees(  # noqa: PLR0917
         if counts[number] == 0:
             continue
         tree = order[number]
-        base = nodes[trees[tree, ROOT], POSITION] + 1
-        offset = lengths[tree] - base
-        spans[0, sharing], spans[1, sharing], spans[2, sharing] = tree, counts[number], lengths[tree]
-        spans[3, sharing] = base
+        base, index = nodes[trees[tree, ROOT], POSITION] + 1, lengths[tree]
+        sessions[0, sharing], sessions[1, sharing] = tree, base
+        sessions[2, sharing], sessions[3, sharing] = index + counts[number], counts[number]
         sharing += 1
         for place in range(total):
             if taken[1, place] == number:
                 node = taken[0, place]
-                _give_key(nodes, masks, trees, keyed, node, offset)
-                offset += 1
-                picked[0, begin], picked[1, begin] = node, nodes[node, SERIAL]
-                picked[2, begin], picked[3, begin] = nodes[node, TOKEN], nodes[node, POSITION]
+                _give_key(nodes, masks, trees, keyed, node, index - base)
+                picked[begin, 0], picked[begin, 1] = node, nodes[node, SERIAL]
+                rows[0, begin], rows[1, begin] = nodes[node, TOKEN], nodes[node, POSITION]
+                rows[2, begin], rows[3, begin] = index, base
                 for word in range(masks.shape[1]):
                     sights[begin, word] = masks[node, word]
+                for word in range(8):
+                    records[begin, word] = ranked[tree, word]
+                index += 1
                 begin += 1
     return sharing + (growing << 32)
 
@@ -752,7 +761,7 @@ def _new(  # noqa: PLR0917
 def _give_back(nodes: Any, keyed: Any, pool: Any, node: int) -> None:
     if nodes[node, KEY] >= 0:
         keyed[nodes[node, TREE], nodes[node, KEY]] = -1
-    nodes[node, STATE], nodes[node, SERIAL], nodes[node, COUNT] = FREE, -1, 0
+    nodes[node, STATE], nodes[node, SERIAL] = FREE, -1
     pool[POOL_FIELDS + pool[FREE_ROWS]] = node
     pool[FREE_ROWS] += 1
 
@@ -774,7 +783,9 @@ def _kill(  # noqa: PLR0917
             waiting += 1
         for place in range(nodes[node, COUNT]):
             child = nodes[node, FIELDS + 2 * most + place]
-            if child >= 0:
+            if child >= 0 and nodes[child, STATE] == LEAF:
+                _give_back(nodes, keyed, pool, child)
+            elif child >= 0:
                 scratch[waiting] = child
                 waiting += 1
         _give_back(nodes, keyed, pool, node)

@@ -10,7 +10,6 @@ import functools
 import struct
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,27 +21,11 @@ from outrider.engine.kv_slots import SlotTable
 from outrider.engine.step_buffers import Bytes, StagedStep, StepBuffer, StepLayout
 from outrider.engine.step_staging import pack_changes
 from outrider.engine.step_trees import RECORD
+from outrider.engine.tree_rows import TreeRows
 
 # Rows of a step whose best children the next step may have without the host knowing them.
 MOST_PROMISED = 4096
 _NOTHING_MORE = np.empty((3, 0), dtype=np.int32)
-
-
-@dataclass(frozen=True, slots=True)
-class TreeRows:
-    """Nodes of the trees of P sessions, one session after the other: T rows, all of whose children are ranked.
-
-    Attributes:
-        sessions: [4, P] rows of the slot table, key index of bit 0 of the masks, keys and query rows of each.
-        rows: [4, T] tokens, positions, key index of each one's own key and value, and of the first that is in a mask.
-        masks: [T, W] int64 words, the node's own bit included.
-        records: [T, 8] int32 words of each one's `SamplingSpec.record`.
-    """
-
-    sessions: npt.NDArray[np.int64]
-    rows: npt.NDArray[np.int64]
-    masks: npt.NDArray[np.int64]
-    records: npt.NDArray[np.int32]
 
 
 class GrowthRows:
@@ -102,23 +85,25 @@ class GrowthRows:
         """R."""
         return len(self.wanted) + (0 if self.trees is None else self.trees.rows.shape[1])
 
-    @property
-    def mask_bits(self) -> int:
-        """How many bits the widest mask has, or some more."""
-        bits = max(self.masks, default=0).bit_length()
-        return bits if self.trees is None else max(bits, _mask_bits(self.trees.masks))
+    def words_needed(self, least: int) -> int:
+        """Words that every mask fits into, at least so many."""
+        words = max(least, (max(self.masks, default=0).bit_length() + 63) // 64)
+        if self.trees is not None and self.trees.masks.shape[1] > words:
+            used = self.trees.masks.any(axis=0).nonzero()[0]
+            words = max(words, int(used[-1]) + 1)
+        return words
 
     @property
     def most_keys(self) -> int:
         """Of a session."""
         keys = max(self.key_lens, default=0)
-        return keys if self.trees is None else max(keys, int(self.trees.sessions[2].max()))
+        return keys if self.trees is None else max(keys, self.trees.most_keys)
 
     @property
     def most_queries(self) -> int:
         """Of a session."""
         rows = max(self.counts, default=0)
-        return rows if self.trees is None else max(rows, int(self.trees.sessions[3].max()))
+        return rows if self.trees is None else max(rows, self.trees.most_queries)
 
     def add_chain(self, row: int, token_ids: Sequence[int], first_index: int, record: bytes | None) -> None:
         """Consecutive tokens, each of which sees all before it and itself.
@@ -213,7 +198,7 @@ class GrowthRows:
             masks, count = self.trees.masks, self.trees.masks.shape[1]
             if count < words:
                 masks = np.pad(masks, ((0, 0), (0, words - count)))
-            parts.append(np.ascontiguousarray(masks[:, :words]).ravel())
+            parts.append(masks.ravel() if count == words else masks[:, :words].ravel())
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def batch(self, words: int = 1) -> ForwardBatch:
@@ -290,7 +275,7 @@ def stage_growth(
     total, sessions = growth.num_rows, growth.num_sessions
     bucket = choose(Bucket(
         tokens=total, sessions=sessions, keys=growth.most_keys, query_len=growth.most_queries,
-        logit_rows=growth.num_wanted, nodes=0, words=max(words, (growth.mask_bits + 63) // 64), children=children,
+        logit_rows=growth.num_wanted, nodes=0, words=growth.words_needed(words), children=children,
     ))  # fmt: skip
     data, more = _packer()(growth, StepLayout.of(bucket), slots, buffer)
     return StagedStep(bucket=bucket, data=data, more_updates=more, logit_rows=growth.num_wanted, trees=0, buffer=buffer)
@@ -420,14 +405,6 @@ def _joined(lists: Sequence[list[int]], behind: npt.NDArray[np.int64] | None) ->
     before = np.frombuffer(columns, dtype=np.int64).reshape(len(lists), -1)
     # What is read of bytes cannot be written, which is a type of its own to the compiler.
     return before.copy() if behind is None else np.concatenate([before, behind], axis=1)
-
-
-def _mask_bits(masks: npt.NDArray[np.int64]) -> int:
-    """How many bits the words up to the last that says anything have."""
-    words = masks.shape[1]
-    while words > 1 and not masks[:, words - 1].any():
-        words -= 1
-    return 64 * words
 
 
 def _mask_bytes(masks: Sequence[int], words: int) -> bytes:
