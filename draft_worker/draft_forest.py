@@ -183,8 +183,8 @@ class DraftForest:
             limits.max_row_len, turn, limits.most_promised,
         )  # fmt: skip
         given = (
-            before, np.array(candidates), np.array(lengths), settings, limits.min_path_value, self.records, sessions,
-            nodes, rows, masks, records,
+            before, np.array(candidates, np.int64), np.array(lengths, np.int64), settings, limits.min_path_value,
+            self.records, sessions, nodes, rows, masks, records,
         )  # fmt: skip
         while (found := kernels.plan_trees(self.columns, *given)) < 0:
             self.reserve(rows=len(before), heap=len(before))

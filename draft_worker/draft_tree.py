@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from outrider.draft_distribution import DraftDistribution
 from outrider.draft_worker import tree_kernels as kernels
-from outrider.draft_worker.draft_forest import FIRST_GUESS, DraftForest
+from outrider.draft_worker.draft_forest import FIRST_GUESS, DraftForest, TakingLimits
 from outrider.draft_worker.tree_kernels import (
     ACCEPTANCE,
     COUNT,
@@ -416,3 +416,27 @@ def assign_keys(nodes: Sequence[DraftNode], first_offset: int) -> None:
     for offset, node in enumerate(nodes, start=first_offset):
         node._forest.reserve(keys=offset + 1)
         kernels.give_key(node._forest.columns, node.row, offset)
+
+
+def warm_up() -> None:
+    """Compiles the loops, or loads what was compiled, before anybody waits for them."""
+    forest = DraftForest(1)
+    tree = DraftTree(0, 0, max_depth=9, max_children=9, last_position=9, final_tokens=frozenset(), forest=forest)
+    root = tree.root
+    tree.promise(root, 0)
+    tree.grow(root, [1, 2, 3], [0.5, 0.3, 0.2], None)
+    assign_keys(tree.take(1), 0)
+    limits = TakingLimits(
+        branching=1,
+        max_session_nodes=1,
+        min_session_nodes=1,
+        max_live_nodes=9,
+        max_row_len=9,
+        most_promised=1,
+        min_path_value=0.0,
+    )
+    forest.take([0], [2], limits, width=1, turn=0, before=np.array([[root.row, root.serial]]))
+    tree.reroot([1])
+    assert tree.best_value == 0
+    tree.clear()
+    tree.close()

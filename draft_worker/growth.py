@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.acceptance_calibration import AcceptanceCalibration
+from outrider.draft_worker import draft_tree
 from outrider.draft_worker.choice import ChildChooser
 from outrider.draft_worker.draft_forest import DraftForest
 from outrider.draft_worker.growth_launch import FoundChildren, GrowthFlight, GrowthLauncher, Runner
@@ -172,6 +173,7 @@ class TreeGrowth:
     def warm_up(self) -> None:
         """Compiles and captures what steps need, on a device where that is done ahead."""
         config = self.config
+        draft_tree.warm_up()
         self._launcher.warm_up(
             step_nodes=config.max_step_nodes,
             step_tokens=config.max_step_tokens,
