@@ -221,12 +221,12 @@ class DraftForest:
             self._arrays = arrays
             self._view()
 
-    def commit(self, tree: int, tokens: Sequence[int]) -> tuple[list[tuple[int, list[int]]], list[int], int]:
+    def commit(self, tree: int, tokens: Sequence[int]) -> tuple[Ints, list[int], int]:
         """Moves a tree's root along committed tokens, at least one.
 
         Returns:
-            What they say of the estimates: for each parent on the way the child that was committed (negative if none
-            was), and the children's calibration buckets. The key offsets that are kept: of the
+            What they say of the estimates, [n, 2 + K]: for each parent on the way the child that was committed
+            (negative if none was), how many children there are, and their calibration buckets. The key offsets that are kept: of the
             nodes on the way, as far as they have KV, and of those that survive, ascending; these have the offsets from
             0 on now. How many are on the way.
         """
@@ -235,8 +235,7 @@ class DraftForest:
         seen = np.empty((len(tokens), 2 + self.children), np.int64)
         committed = np.array(tokens, dtype=np.int64)
         parents, path, total = kernels.commit(self.columns, tree, committed, seen, kept)
-        observed = [(hit, buckets[:count]) for hit, count, *buckets in seen[:parents].tolist()]
-        return observed, kept[:total].tolist(), path
+        return seen[:parents], kept[:total].tolist(), path
 
     def reserve_heap(self, tree: int) -> None:
         """Room in the heap for all that may be expanded once the root has come nearer."""

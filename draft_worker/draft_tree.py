@@ -366,7 +366,7 @@ class DraftTree:
         self.distributions.clear()
         kernels.uproot(self.forest.columns, self.number)
 
-    def reroot(self, token_ids: Sequence[int]) -> tuple[list[tuple[int, list[int]]], list[int], int]:
+    def reroot(self, token_ids: Sequence[int]) -> tuple[npt.NDArray[np.int64], list[int], int]:
         """Moves the root along the committed tokens, at least one.
 
         Returns:

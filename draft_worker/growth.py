@@ -18,6 +18,8 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from outrider.acceptance_calibration import AcceptanceCalibration
 from outrider.draft_worker import draft_tree
 from outrider.draft_worker.choice import ChildChooser
@@ -174,6 +176,7 @@ class TreeGrowth:
         """Compiles and captures what steps need, on a device where that is done ahead."""
         config = self.config
         draft_tree.warm_up()
+        self.calibration.observe_parents(np.zeros((0, 2 + config.branching), dtype=np.int64))
         self._launcher.warm_up(
             step_nodes=config.max_step_nodes,
             step_tokens=config.max_step_tokens,

@@ -190,8 +190,7 @@ class DraftSession:
     def _reroot(self, token_ids: Sequence[int], calibration: AcceptanceCalibration) -> None:
         had_tree = self.kv_len == self.length
         seen, kept, path = self.tree.reroot(token_ids)
-        for hit, buckets in seen:
-            calibration.observe(buckets, hit)
+        calibration.observe_parents(seen)
         # KV of nodes that are in flight counts: whatever reads it or takes its slots runs after them.
         if self.is_sync:
             # A round's tree depends on the committed tokens alone, so nothing survives but the path's KV.

@@ -69,6 +69,7 @@ def life(seed: int, forest: DraftForest) -> list[Any]:
                 tokens.append(node.token)
             tokens.append(chance.randrange(90))
             seen, kept, path = tree.reroot(tokens)
+            seen = [[hit, count, *buckets[:count]] for hit, count, *buckets in seen.tolist()]
             told.append((tokens, seen, kept, path, tree.size, tree.best_value))
             lengths[number] = tree.position + 1 + len(kept) - path
             if tree.root.child_tokens is None and not steps:

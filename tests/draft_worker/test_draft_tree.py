@@ -55,7 +55,8 @@ def test_reroot_keeps_what_hangs_below_and_rescales():
     deep, other = grow(tree, first, t3=0.5, t4=0.4)
     assert take(tree, 9) == [second]  # all others are at the greatest depth
     grow(tree, second, t6=0.9)
-    assert tree.reroot([1]) == ([(0, [0, 1])], [0], 1)
+    seen, kept, path = tree.reroot([1])
+    assert (seen[:, :4].tolist(), kept, path) == ([[0, 2, 0, 1]], [0], 1)
     assert tree.root == first
     assert tree.size == 2
     assert (deep.path_value, deep.depth, deep.position) == (0.5, 1, 12)
@@ -69,7 +70,8 @@ def test_reroot_beyond_the_tree_starts_anew():
     (first,) = grow(tree, tree.root, t1=0.6)
     take(tree, 1)
     grow(tree, first, t2=0.5)
-    assert tree.reroot([1, 8, 9]) == ([(0, [0]), (-1, [0])], [0], 1)
+    seen, kept, path = tree.reroot([1, 8, 9])
+    assert (seen[:, :3].tolist(), kept, path) == ([[0, 1, 0], [-1, 1, 0]], [0], 1)
     assert (tree.root.token, tree.root.position, tree.size, tree.best_value) == (9, 13, 0, 0.0)
     assert first.is_dead
 
