@@ -226,9 +226,9 @@ class DraftForest:
 
         Returns:
             What they say of the estimates, [n, 2 + K]: for each parent on the way the child that was committed
-            (negative if none was), how many children there are, and their calibration buckets. The key offsets that are kept: of the
-            nodes on the way, as far as they have KV, and of those that survive, ascending; these have the offsets from
-            0 on now. How many are on the way.
+            (negative if none was), how many children there are, and their calibration buckets. The key offsets that are
+            kept: of the nodes on the way, as far as they have KV, and of those that survive, ascending; these have the
+            offsets from 0 on then. How many are on the way.
         """
         self.reserve_heap(tree)
         kept = np.empty(len(tokens) + self.trees[tree, KEYS], np.int64)
@@ -248,7 +248,8 @@ class DraftForest:
         arrays = self._arrays
         self.columns: Any = TreeColumns(*map(entries, arrays))
         # Plain Python reads entries of these sooner.
-        self.nodes, self.values, self.masks, self.trees, self.guesses = map(memoryview, arrays[:5])  # pyright: ignore
+        views: list[Any] = [memoryview(array) for array in arrays[:5]]
+        self.nodes, self.values, self.masks, self.trees, self.guesses = views
 
 
 def _with_rows(arrays: TreeColumns, more: int) -> TreeColumns:

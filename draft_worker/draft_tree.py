@@ -130,7 +130,7 @@ class DraftNode:
     def mask(self) -> int:
         """Bit j: attends to key offset j; itself and its ancestors below the root."""
         masks = self._forest.masks
-        words = [masks[self._row, word] % (1 << 64) for word in range(masks.shape[1])]  # pyright: ignore[reportOptionalSubscript]
+        words = [masks[self._row, word] % (1 << 64) for word in range(masks.shape[1])]
         return sum(bits << 64 * word for word, bits in enumerate(words))
 
     @property

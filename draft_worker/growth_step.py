@@ -132,7 +132,7 @@ class GrowthColumns(Sequence[SessionGrowth]):
     ) -> None:
         self.sessions, self.counts, self.distributions = sessions, counts, distributions
         self.node_ids, self.parents = nodes.node_ids.tolist(), nodes.parents.tolist()
-        self.tokens, self.acceptance = nodes.tokens.tolist(), nodes.acceptance.astype(np.float32)
+        self.tokens, self.acceptance = nodes.tokens.tolist(), nodes.acceptance
 
     @property
     def owner(self) -> Any:

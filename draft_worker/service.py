@@ -5,6 +5,7 @@ import socket
 from collections.abc import Sequence
 
 import grpc
+import numpy as np
 
 from outrider import rpc, tracing
 from outrider.draft_distribution import pack_distributions
@@ -233,7 +234,7 @@ def growth_message(growths: Sequence[SessionGrowth], step: GrowthStep, load: Loa
             node_ids=growths.node_ids,
             parents=growths.parents,
             tokens=growths.tokens,
-            acceptance=floats_to_bytes(growths.acceptance),
+            acceptance=floats_to_bytes(growths.acceptance.astype(np.float32)),
             complete=[False] * len(growths),
             report=report,
             load=pack_load(load),

@@ -21,6 +21,7 @@ Shapes: R parents, k children of each, best first; T = 3 k BINS buckets, B bins 
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -100,7 +101,8 @@ class AcceptanceCalibration:
         self._counted, self._predicted = np.zeros((2, bins), dtype=np.int64), np.zeros(bins)
         self._reliability_edges = np.array(RELIABILITY_EDGES)
         # A few numbers are read and written sooner so than by numpy.
-        self._views = memoryview(self._tried), memoryview(self._counted), memoryview(self._predicted)
+        tables: tuple[Any, ...] = self._tried, self._counted, self._predicted
+        self._views: list[Any] = [memoryview(table) for table in tables]
 
     def buckets(self, log_q: FloatArray, scores: FloatArray, temperature: FloatArray) -> IntArray:
         """The bucket of every child.

@@ -89,7 +89,7 @@ class GrowthRows:
         """Words that every mask fits into, at least so many."""
         words = max(least, (max(self.masks, default=0).bit_length() + 63) // 64)
         if self.trees is not None and self.trees.masks.shape[1] > words:
-            used = self.trees.masks.any(axis=0).nonzero()[0]
+            used = np.flatnonzero(self.trees.masks.any(axis=0))
             words = max(words, int(used[-1]) + 1)
         return words
 
