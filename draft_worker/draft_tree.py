@@ -12,7 +12,6 @@ token: position, mask and a place for its KV follow from its parent. `DraftTree.
 """
 
 from collections.abc import Iterator, Sequence
-from heapq import heapify, heappop, heappush
 
 import numpy as np
 import numpy.typing as npt
@@ -389,26 +388,21 @@ class DraftTree:
 
     def best(self, most: int, *, max_depth: int) -> list[DraftNode]:
         """At most `most` nodes of highest path value, best first; every node's parent stands before it."""
-        last, chosen = self.position + max_depth, list[DraftNode]()
-        frontier = [_entry(node) for node in self.root.children.values()]
-        heapify(frontier)
-        while frontier and len(chosen) < most:
-            node = heappop(frontier)[2]
-            chosen.append(node)
-            if node.position < last:
-                for below in node.children.values():
-                    heappush(frontier, _entry(below))
-        return chosen
+        last, nodes = self.position + max_depth, self.forest.nodes
+        rows = [row for row in self._below() if nodes[row, POSITION] <= last]
+        # No child is worth more than its parent, and ids break ties in the order that nodes were made.
+        rows.sort(key=lambda row: (-self.forest.values[row, VALUE], nodes[row, NODE_ID]))
+        return [DraftNode(self, row) for row in rows[:most]]
 
     def path_values(self) -> list[float]:
         """Of all nodes below the root, in no order."""
-        scale = 1 / self.root.value
-        return [node.value * scale for node in self.nodes()]
+        scale, values = 1 / self.root.value, self.forest.values
+        return [values[row, VALUE] * scale for row in self._below()]
 
-
-def _entry(node: DraftNode) -> tuple[float, int, DraftNode]:
-    # Ids break ties, so that equal values come in the order they were made.
-    return -node.value, node.node_id, node
+    def _below(self) -> list[int]:
+        found = np.empty(self.size, dtype=np.int64)
+        kernels.below(self.forest.columns, self.number, found)
+        return found.tolist()
 
 
 def assign_keys(nodes: Sequence[DraftNode], first_offset: int) -> None:
@@ -437,6 +431,6 @@ def warm_up() -> None:
     )
     forest.take([0], [2], limits, width=1, turn=0, before=np.array([[root.row, root.serial]]))
     tree.reroot([1])
-    assert tree.best_value == 0
+    assert tree.best_value == len(tree.path_values()) == 0
     tree.clear()
     tree.close()

@@ -129,6 +129,20 @@ def give_key(columns: Any, node: int, offset: int) -> None:
 
 
 @compiled
+def below(columns: Any, tree: int, found: Any) -> None:
+    """The rows of all nodes below a root, int64 [SIZE], into `found`, parents before children."""
+    nodes, parent, count, place = columns.nodes, columns.trees[tree, ROOT], 0, 0
+    first = FIELDS + 2 * ((nodes.shape[1] - FIELDS) // 3)
+    while parent >= 0:
+        for number in range(first, first + nodes[parent, COUNT]):
+            if nodes[parent, number] >= 0:
+                found[count] = nodes[parent, number]
+                count += 1
+        parent = found[place] if place < count else -1
+        place += 1
+
+
+@compiled
 def uproot(columns: Any, tree: int) -> None:
     """Gives every row of a tree back."""
     nodes, trees, heaps, keyed, pool, scratch = (
