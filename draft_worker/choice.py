@@ -119,10 +119,8 @@ class ChildChooser:
         )
         tokens, log_q, scores = (column.cpu().numpy() for column in found)
         learned = np.array([not session.is_sync for session, _ in rows])
-        return [
-            Children(*columns)
-            for columns in zip(*self.ranked(tokens, log_q, scores, columns.host_temperature, learned), strict=True)
-        ]
+        found, acceptance, buckets = self.ranked(tokens, log_q, scores, columns.host_temperature, learned)
+        return [Children(*each) for each in zip(found.tolist(), acceptance.tolist(), buckets, strict=True)]
 
     def ranked(
         self,
@@ -131,7 +129,7 @@ class ChildChooser:
         scores: npt.NDArray[np.float32],
         temperature: npt.NDArray[np.float32],
         learned: npt.NDArray[np.bool_] | bool,
-    ) -> tuple[list[list[int]], list[list[float]], npt.NDArray[np.int64]]:
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.int64]]:
         """Tokens, estimates and calibration buckets of children that were ranked under log q + G, [R, k] each.
 
         Args:
@@ -158,7 +156,7 @@ class ChildChooser:
         else:
             buckets = calibration.buckets(log_q, scores, temperature)[:, :branching]
             acceptance = calibration.estimate(buckets, learned)
-        return tokens[:, :branching].tolist(), acceptance.tolist(), buckets
+        return tokens[:, :branching].astype(np.int64), acceptance.astype(np.float64), np.ascontiguousarray(buckets)
 
     def _choose_most_likely(self, rows: Rows, logits: torch.Tensor) -> list[Children]:
         probs, ids = _probs(_SamplingColumns(rows, logits.device), logits).topk(self._branching)

@@ -16,16 +16,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
+import numpy as np
+
 from outrider.acceptance_calibration import AcceptanceCalibration
+from outrider.draft_worker import draft_tree
 from outrider.draft_worker.choice import ChildChooser
+from outrider.draft_worker.draft_forest import DraftForest
 from outrider.draft_worker.growth_launch import FoundChildren, GrowthFlight, GrowthLauncher, Runner
 from outrider.draft_worker.growth_step import GrowthConfig, GrowthStep
 from outrider.draft_worker.session import DraftSession, SessionStart
 from outrider.draft_worker.session_checks import CommitMismatch, check_commit, check_start
 from outrider.draft_worker.step_plan import StepPlan, StepPlanner
+from outrider.engine.draft_buckets import words_per_mask
 from outrider.engine.kv_slots import SlotTable
 from outrider.errors import InvalidRequest, OutOfSlots, Superseded
 from outrider.grammar.compiler import GrammarCompiler
@@ -88,7 +92,10 @@ class TreeGrowth:
         self._stepwise = 0
         # In the order they were opened.
         self._sessions: dict[tuple[int, int], DraftSession] = {}
-        self._planner = StepPlanner(self._sessions.values(), runner.slots, config)
+        self._forest = DraftForest(
+            len(runner.slots.lengths), children=config.branching, nodes=64 * words_per_mask(config.max_live_nodes)
+        )
+        self._planner = StepPlanner(self._sessions.values(), self._forest, runner.slots, config)
 
     @property
     def num_sessions(self) -> int:
@@ -123,7 +130,9 @@ class TreeGrowth:
             raise self._too_long(length)
         live = min(start.limits.max_live_nodes, self.config.max_live_nodes)
         start = replace(start, limits=replace(start.limits, max_live_nodes=live))
-        session = self._sessions[start.key] = DraftSession(start, self.slots, max_model_len=self.config.max_model_len)
+        session = self._sessions[start.key] = DraftSession(
+            start, self.slots, self._forest, max_model_len=self.config.max_model_len
+        )
         self._stepwise += session.is_stepwise
         if start.sampling.grammar and self._grammars is not None:
             self._follow_grammar(session, self._grammars)
@@ -166,6 +175,8 @@ class TreeGrowth:
     def warm_up(self) -> None:
         """Compiles and captures what steps need, on a device where that is done ahead."""
         config = self.config
+        draft_tree.warm_up()
+        self.calibration.observe_parents(np.zeros((0, 2 + config.branching), dtype=np.int64))
         self._launcher.warm_up(
             step_nodes=config.max_step_nodes,
             step_tokens=config.max_step_tokens,
@@ -268,19 +279,28 @@ class TreeGrowth:
 
     def _add(self, plan: StepPlan, found: FoundChildren, step: GrowthStep) -> None:
         """Gives the nodes that are still there their children."""
-        least = self.config.min_acceptance
-        rows = zip(plan.nodes, found.tokens, found.acceptance, found.buckets, found.distributions, strict=True)
-        for session, count in plan.spans:
-            grow, grown = session.tree.grow, []
-            for node, tokens, acceptance, buckets, distribution in islice(rows, count):
-                if not node.is_dead:
-                    grow(node, tokens, acceptance, buckets, distribution=distribution, min_acceptance=least)
-                    grown.append(node)
-            if session.is_sync:
-                if grown:
-                    _end_level(session, step)
-            elif grown:
-                step.add_children(session, grown)
+        if not len(plan.nodes):
+            return
+        for (session, node), q in zip(plan.parents(), found.distributions, strict=True) if found.distributions else ():
+            if q is not None and not node.is_dead:
+                session.tree.distributions[node.serial] = q
+        grown = self._forest.grow(
+            plan.nodes,
+            [count for _, count in plan.spans],
+            found.tokens,
+            found.acceptance,
+            found.buckets,
+            learned=found.learned,
+            least=self.config.min_acceptance,
+        )
+        sessions = [session for session, _ in plan.spans]
+        distributions = [
+            q for q, count in zip(found.distributions, grown.made, strict=True) for _ in range(count)
+        ] if found.distributions else []  # fmt: skip
+        step.add_children(sessions, grown, distributions)
+        for session, expanded in zip(sessions, grown.expanded, strict=True):
+            if session.is_sync and expanded:
+                _end_level(session, step)
 
     def _too_long(self, length: int) -> OutOfSlots:
         return OutOfSlots(f"{length} tokens given, {self.slots.num_slots} fit the draft's KV cache")

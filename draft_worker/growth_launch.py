@@ -19,7 +19,7 @@ import torch
 
 from outrider.draft_distribution import DraftDistribution
 from outrider.draft_worker import child_kernels
-from outrider.draft_worker.choice import ChildChooser
+from outrider.draft_worker.choice import ChildChooser, Children
 from outrider.draft_worker.step_plan import StepPlan
 from outrider.engine import growth_kernels
 from outrider.engine.batch import ForwardBatch
@@ -52,16 +52,37 @@ class FoundChildren:
     """The children of R nodes, by column.
 
     Attributes:
-        tokens: [R] lists, best first; -1 past the last that may be chosen.
-        acceptance: [R] lists of estimates given the parent.
-        buckets: [R] calibration buckets of each; None: it learns nothing from them.
-        distributions: [R] the q that the one token was drawn from, under rejection.
+        tokens: [R, k] int64, best first; -1 past the last that may be chosen.
+        acceptance: [R, k] float64 estimates given the parent.
+        buckets: [R, k] int64 calibration buckets of each.
+        learned: [R] int64: 0 where the calibration learns nothing from them.
+        distributions: [R] the q that the one token was drawn from, under rejection; empty where there is none.
     """
 
-    tokens: Sequence[list[int]]
-    acceptance: Sequence[Sequence[float]]
-    buckets: Sequence[npt.NDArray[np.int64] | None]
-    distributions: Sequence[DraftDistribution | None]
+    tokens: npt.NDArray[np.int64]
+    acceptance: npt.NDArray[np.float64]
+    buckets: npt.NDArray[np.int64]
+    learned: npt.NDArray[np.int64]
+    distributions: Sequence[DraftDistribution | None] = ()
+
+    @staticmethod
+    def of(children: Sequence[Children]) -> "FoundChildren":
+        """Those of nodes that were looked at one by one."""
+        shape = len(children), max([len(found.tokens) for found in children], default=0)
+        columns = FoundChildren(
+            np.full(shape, -1),
+            np.zeros(shape),
+            np.zeros(shape, dtype=np.int64),
+            np.array([found.buckets is not None for found in children], dtype=np.int64),
+            [found.distribution for found in children],
+        )
+        for row, found in enumerate(children):
+            count = len(found.tokens)
+            columns.tokens[row, :count] = found.tokens
+            columns.acceptance[row, :count] = found.acceptance[:count]
+            if found.buckets is not None:
+                columns.buckets[row, :count] = found.buckets[:count]
+        return columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +107,7 @@ class GrowthFlight:
     device_ns: int = 0
 
 
-_NOTHING = FoundChildren([], [], [], [])
+_NOTHING = FoundChildren.of([])
 # Steps of which one asks the device for its time.
 _TIMED_EVERY = 8
 
@@ -163,7 +184,7 @@ class GrowthLauncher:
         )
 
     def _ranked(self, plan: StepPlan, launched: LaunchedStep, rows: int) -> FoundChildren:
-        if not plan.nodes:
+        if not len(plan.nodes):
             launched.wait()
             return _NOTHING
         found = launched.children()
@@ -175,7 +196,7 @@ class GrowthLauncher:
         tokens, acceptance, buckets = self._chooser.ranked(
             found.tokens, found.log_q, found.scores, temperature, learned
         )
-        return FoundChildren(tokens, acceptance, list(buckets), [None] * len(tokens))
+        return FoundChildren(tokens, acceptance, buckets, np.ones(len(tokens), dtype=np.int64))
 
     def _note_time(self, rows: int, launched: LaunchedStep) -> None:
         """Averages the device's times, of the first two steps of a size and of some later ones."""
@@ -191,15 +212,7 @@ class GrowthLauncher:
         logits = self._runner.forward(plan.rows.batch(1 if self._steps is None else self._words))
 
         def collect() -> FoundChildren:
-            if not plan.nodes:
-                return _NOTHING
-            children = self._chooser.choose(plan.parents(), logits)
-            return FoundChildren(
-                [child.tokens for child in children],
-                [child.acceptance for child in children],
-                [child.buckets for child in children],
-                [child.distribution for child in children],
-            )
+            return FoundChildren.of(self._chooser.choose(plan.parents(), logits)) if len(plan.nodes) else _NOTHING
 
         return GrowthFlight(plan, _when_computed(logits), collect, begun)
 

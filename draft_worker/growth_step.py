@@ -1,13 +1,16 @@
 """How trees are grown, and what a step of growth gives, as plain data."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
 
 from outrider.draft_distribution import DraftDistribution
 from outrider.growth_source import GrowthSource
 
 if TYPE_CHECKING:
+    from outrider.draft_worker.draft_forest import GrownNodes
     from outrider.draft_worker.draft_tree import DraftNode
     from outrider.draft_worker.session import DraftSession
 
@@ -105,6 +108,68 @@ class SessionGrowth:
     complete: bool
 
 
+class GrowthColumns(Sequence[SessionGrowth]):
+    """New nodes of several sessions, session by session, as columns; a session's own is made where it is asked for.
+
+    Attributes:
+        sessions: [P] owner, session id, epoch and committed length of each.
+        counts: [P] nodes of each, at least 1.
+        node_ids: [n]; so are the others.
+        parents: see `SessionGrowth`.
+        tokens: see there.
+        acceptance: see there.
+        distributions: see there; empty where no node has one.
+    """
+
+    __slots__ = ("acceptance", "counts", "distributions", "node_ids", "parents", "sessions", "tokens")
+
+    def __init__(
+        self,
+        sessions: list[tuple[Any, int, int, int]],
+        counts: list[int],
+        nodes: "GrownNodes",
+        distributions: list[DraftDistribution | None],
+    ) -> None:
+        self.sessions, self.counts, self.distributions = sessions, counts, distributions
+        self.node_ids, self.parents = nodes.node_ids.tolist(), nodes.parents.tolist()
+        self.tokens, self.acceptance = nodes.tokens.tolist(), nodes.acceptance
+
+    @property
+    def owner(self) -> Any:
+        """Of all sessions; None where they have several."""
+        owner = self.sessions[0][0]
+        return owner if all(session[0] is owner for session in self.sessions) else None
+
+    def __len__(self) -> int:
+        return len(self.sessions)
+
+    @overload
+    def __getitem__(self, index: int) -> SessionGrowth: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[SessionGrowth]: ...
+
+    def __getitem__(self, index: int | slice) -> SessionGrowth | list[SessionGrowth]:
+        return list(self)[index]
+
+    def __iter__(self) -> Iterator[SessionGrowth]:
+        begin = 0
+        for (owner, session_id, epoch, as_of), count in zip(self.sessions, self.counts, strict=True):
+            span = slice(begin, begin := begin + count)
+            yield SessionGrowth(
+                owner=owner,
+                session_id=session_id,
+                epoch=epoch,
+                as_of=as_of,
+                node_ids=self.node_ids[span],
+                parents=self.parents[span],
+                tokens=self.tokens[span],
+                acceptance=self.acceptance[span].tolist(),
+                distributions=self.distributions[span] or [None] * count,
+                complete=False,
+            )
+
+
 class GrowthStep:
     """What one step gave and what it cost.
 
@@ -120,14 +185,24 @@ class GrowthStep:
         self.source = source
         self.step_ns = self.forward_ns = self.tokens = self.sessions = 0
         self._growths: list[SessionGrowth] = []
-        # Put together when somebody asks: the next step comes first. Lists of children do not change any more.
-        self._waiting: list[tuple[DraftSession, int, list[tuple[int, Sequence[Any], DraftDistribution | None]]]] = []
+        # Put together when somebody asks: the next step comes first. The lengths are those that it was grown at.
+        self._waiting: list[tuple[Sequence[DraftSession], list[int], GrownNodes, list[DraftDistribution | None]]] = []
 
-    def add_children(self, session: "DraftSession", nodes: "Sequence[DraftNode]") -> None:
-        """Growth: the children of nodes of a session's tree as it stands now."""
-        root = session.tree.root
-        children = [(0 if node is root else node.node_id, node.made, node.child_distribution) for node in nodes]
-        self._waiting.append((session, session.length, children))
+    def add_children(
+        self,
+        sessions: "Sequence[DraftSession]",
+        grown: "GrownNodes",
+        distributions: list[DraftDistribution | None],
+    ) -> None:
+        """Growth: the children of nodes of sessions' trees as they stand now; of those in async mode.
+
+        Args:
+            sessions: [P] whose.
+            grown: the children.
+            distributions: [n] the q that each was drawn from; empty where none was.
+        """
+        if any(grown.expanded):
+            self._waiting.append((sessions, [session.length for session in sessions], grown, distributions))
 
     def add(self, growth: SessionGrowth) -> None:
         """Growth that is put together already."""
@@ -136,6 +211,7 @@ class GrowthStep:
     def add_nodes(self, session: "DraftSession", nodes: "Sequence[DraftNode]") -> None:
         """Growth: a sync session's whole tree."""
         root = session.tree.root
+        parents = [node.parent for node in nodes]
         self._growths.append(
             SessionGrowth(
                 owner=session.owner,
@@ -143,7 +219,7 @@ class GrowthStep:
                 epoch=session.epoch,
                 as_of=session.length,
                 node_ids=[node.node_id for node in nodes],
-                parents=[0 if node.parent is root or node.parent is None else node.parent.node_id for node in nodes],
+                parents=[0 if parent is None or parent == root else parent.node_id for parent in parents],
                 tokens=[node.token for node in nodes],
                 acceptance=[node.acceptance for node in nodes],
                 distributions=[node.distribution for node in nodes],
@@ -156,25 +232,55 @@ class GrowthStep:
         """Whether `growths` may have any."""
         return bool(self._growths or self._waiting)
 
+    def by_owner(self) -> Iterator[tuple[Any, Sequence[SessionGrowth]]]:
+        """What the step gave to whom."""
+        if not self._growths and len(self._waiting) == 1:
+            columns = _columns(*self._waiting[0])
+            if columns is None:
+                return
+            if (owner := columns.owner) is not None:
+                yield owner, columns
+                return
+        owners: dict[int, list[SessionGrowth]] = {}
+        for growth in self.growths:
+            owners.setdefault(id(growth.owner), []).append(growth)
+        for growths in owners.values():
+            yield growths[0].owner, growths
+
     @property
     def growths(self) -> list[SessionGrowth]:
         """What the step gave, sessions without new nodes left out."""
-        for session, as_of, children in self._waiting:
-            entries = [entry for _, made, _ in children for entry in made]
-            if entries:
-                self._growths.append(
-                    SessionGrowth(
-                        owner=session.owner,
-                        session_id=session.key[1],
-                        epoch=session.epoch,
-                        as_of=as_of,
-                        node_ids=[entry[1] for entry in entries],
-                        parents=[number for number, made, _ in children for _ in made],
-                        tokens=[entry[3] for entry in entries],
-                        acceptance=[entry[4] for entry in entries],
-                        distributions=[q for _, made, q in children for _ in made],
-                        complete=False,
-                    )
-                )
+        for waiting in self._waiting:
+            columns = _columns(*waiting)
+            if columns is not None:
+                self._growths += columns
         self._waiting.clear()
         return self._growths
+
+
+def _columns(
+    sessions: "Sequence[DraftSession]",
+    lengths: list[int],
+    grown: "GrownNodes",
+    distributions: list[DraftDistribution | None],
+) -> GrowthColumns | None:
+    """The children of sessions in async mode that have any; None where there are none."""
+    counts = grown.counts
+    if any(session.is_sync for session in sessions):
+        # A sync session's tree travels whole.
+        chosen = np.repeat([not session.is_sync for session in sessions], counts)
+        grown = replace(
+            grown,
+            node_ids=grown.node_ids[chosen],
+            parents=grown.parents[chosen],
+            tokens=grown.tokens[chosen],
+            acceptance=grown.acceptance[chosen],
+        )
+        distributions = [q for q, is_chosen in zip(distributions, chosen, strict=False) if is_chosen]
+        counts = [0 if session.is_sync else count for session, count in zip(sessions, counts, strict=True)]
+    whose = [
+        (session.owner, session.key[1], session.epoch, length)
+        for session, length, count in zip(sessions, lengths, counts, strict=True)
+        if count
+    ]
+    return GrowthColumns(whose, [count for count in counts if count], grown, distributions) if whose else None

@@ -314,12 +314,9 @@ class GrowthThread:
         self._usual_s[step.tokens.bit_length()] = step.step_ns / 1e9
 
     def _hand_out(self, step: GrowthStep) -> None:
-        by_owner: dict[int, list[SessionGrowth]] = {}
-        for growth in step.growths:
-            by_owner.setdefault(id(growth.owner), []).append(growth)
         load = self.load()
-        for growths in by_owner.values():
-            growths[0].owner.deliver(growths, step, load)
+        for owner, growths in step.by_owner():
+            owner.deliver(growths, step, load)
 
 
 def spare_collector() -> None:

@@ -5,11 +5,12 @@ import socket
 from collections.abc import Sequence
 
 import grpc
+import numpy as np
 
 from outrider import rpc, tracing
 from outrider.draft_distribution import pack_distributions
 from outrider.draft_worker.front_wire import FrameReader, Kind, pack_frame
-from outrider.draft_worker.growth_step import GrowthStep, SessionGrowth
+from outrider.draft_worker.growth_step import GrowthColumns, GrowthStep, SessionGrowth
 from outrider.draft_worker.growth_thread import (
     CloseCommand,
     Command,
@@ -223,6 +224,23 @@ def growth_message(growths: Sequence[SessionGrowth], step: GrowthStep, load: Loa
     else:
         # Without a report: its time says nothing of when more is to be expected.
         sources = sources_to_proto([step.source]) * sum(len(growth.node_ids) for growth in growths)
+    if isinstance(growths, GrowthColumns):
+        # As a model's steps grow: without a list of its own for every session.
+        return draft_pb2.DraftGrowth(
+            session_ids=[session_id for _, session_id, _, _ in growths.sessions],
+            epochs=[epoch for _, _, epoch, _ in growths.sessions],
+            as_of=[as_of for _, _, _, as_of in growths.sessions],
+            node_counts=growths.counts,
+            node_ids=growths.node_ids,
+            parents=growths.parents,
+            tokens=growths.tokens,
+            acceptance=floats_to_bytes(growths.acceptance.astype(np.float32)),
+            complete=[False] * len(growths),
+            report=report,
+            load=pack_load(load),
+            sources=sources,
+            distributions=pack_distributions(growths.distributions),
+        )
     return draft_pb2.DraftGrowth(
         session_ids=[growth.session_id for growth in growths],
         epochs=[growth.epoch for growth in growths],

@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.acceptance_calibration import AcceptanceCalibration
-from outrider.draft_worker.draft_tree import DraftNode, DraftTree, assign_keys
+from outrider.draft_worker.draft_forest import DraftForest
+from outrider.draft_worker.draft_tree import DraftTree
 from outrider.draft_worker.session_checks import final_tokens, new_tokens
 from outrider.engine.kv_slots import SlotTable
 from outrider.grammar.matcher import SessionGrammar
@@ -80,13 +81,14 @@ class DraftSession:
     Args:
         start: what opened it.
         slots: the slot table; the session takes a row of it.
+        forest: where its tree grows, under the same number.
         max_model_len: most tokens of a session.
 
     Raises:
         OutOfSlots: no row is free.
     """
 
-    def __init__(self, start: SessionStart, slots: SlotTable, *, max_model_len: int) -> None:
+    def __init__(self, start: SessionStart, slots: SlotTable, forest: DraftForest, *, max_model_len: int) -> None:
         self.key, self.owner, self.epoch = start.key, start.owner, start.epoch
         self.sampling, self.limits = start.sampling, start.limits
         self.tokens = [*start.prompt, *start.output]
@@ -110,6 +112,7 @@ class DraftSession:
         self._counts = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
         self._counted_length = 0
         self.row = slots.acquire_row()
+        forest.records[self.row] = np.frombuffer(start.sampling.record, dtype=np.int32)
         self.tree = DraftTree(
             self.tokens[-1],
             len(self.tokens) - 1,
@@ -117,6 +120,8 @@ class DraftSession:
             max_children=start.limits.max_live_nodes,
             last_position=min(self.prompt_len + start.sampling.max_new_tokens, max_model_len) - 1,
             final_tokens=final_tokens(start.sampling),
+            forest=forest,
+            number=self.row,
         )
 
     @property
@@ -132,10 +137,9 @@ class DraftSession:
     @property
     def root_is_open(self) -> bool:
         """Whether the committed tokens can be continued at all. A stop token within the prompt stops nothing."""
-        root = self.tree.root
         if self.length == self.prompt_len:
-            return root.position < self.tree.last_position
-        return self.tree.may_expand(root)
+            return self.tree.position < self.tree.last_position
+        return self.tree.root_is_open
 
     @property
     def wants_prefill(self) -> bool:
@@ -155,8 +159,7 @@ class DraftSession:
         """
         token_ids = new_tokens(self.tokens, position, token_ids)
         if token_ids:
-            self._observe(token_ids, calibration)
-            self._reroot(token_ids)
+            self._reroot(token_ids, calibration)
 
     def token_counts(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """The distinct committed tokens, ascending, and how often each occurs in the output."""
@@ -181,30 +184,20 @@ class DraftSession:
 
     def close(self) -> None:
         """Gives the row and its slots back; a step that it is in may still run, and gives it nothing."""
-        self.tree.clear()
+        self.tree.close()
         self._slots.release_row(self.row)
 
-    def _observe(self, token_ids: Sequence[int], calibration: AcceptanceCalibration) -> None:
-        node: DraftNode | None = self.tree.root
-        for token in token_ids:
-            if node is None or node.child_tokens is None:
-                return
-            if node.child_buckets is not None:
-                hit = node.child_tokens.index(token) if token in node.child_tokens else -1
-                calibration.observe(node.child_buckets, hit)
-            node = node.taken.get(token)
-
-    def _reroot(self, token_ids: Sequence[int]) -> None:
+    def _reroot(self, token_ids: Sequence[int], calibration: AcceptanceCalibration) -> None:
         had_tree = self.kv_len == self.length
+        seen, kept, path = self.tree.reroot(token_ids)
+        calibration.observe_parents(seen)
         # KV of nodes that are in flight counts: whatever reads it or takes its slots runs after them.
-        kept, survivors = self.tree.reroot(token_ids)
         if self.is_sync:
             # A round's tree depends on the committed tokens alone, so nothing survives but the path's KV.
             self.tree.clear()
-            self.level, self.least_value, survivors, kept = 0, 0.0, [], kept[: len(token_ids) - 1]
+            path = min(path, len(token_ids) - 1)
+            self.level, self.least_value, kept = 0, 0.0, kept[:path]
         self.tokens.extend(token_ids)
-        if not had_tree:
-            return
-        self._slots.retain(self.row, self.kv_len, [*kept, *[node.key_offset for node in survivors]])
-        self.kv_len += len(kept)
-        assign_keys(survivors, 0)
+        if had_tree:
+            self._slots.retain(self.row, self.kv_len, kept)
+            self.kv_len += path

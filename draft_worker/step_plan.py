@@ -8,10 +8,11 @@ knows yet, compete with the nodes that are known; their siblings do at the step 
 """
 
 import logging
-from collections.abc import Collection, Container
-from heapq import heapify, heappop, heapreplace
-from itertools import islice
+from collections.abc import Collection, Container, Sequence
 
+import numpy as np
+
+from outrider.draft_worker.draft_forest import NO_NODES, DraftForest, Ints, TakenNodes, TakingLimits
 from outrider.draft_worker.draft_tree import DraftNode, assign_keys
 from outrider.draft_worker.growth_step import GrowthConfig
 from outrider.draft_worker.session import DraftSession
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 # A session that lost its slots starts again when this many are free beyond what it needs; with fewer it would lose
 # them to the next tokens of an older one.
 _RESTART_MARGIN = 64
+# Of a path: with less there is nothing.
+_LEAST_VALUE = 1e-300
 
 
 class StepPlan:
@@ -31,7 +34,7 @@ class StepPlan:
 
     Attributes:
         rows: what it computes.
-        nodes: [R] the nodes whose children the R rows of logits give.
+        nodes: [R, 2] the nodes whose children the R rows of logits give: their rows of the forest, and serial numbers.
         spans: whose they are: sessions in the order of `nodes`, and how many of them each has.
         stuck: sync sessions whose round can go no further.
         is_ranked: whether every child is found by rank under log q + G, without a look at the logits.
@@ -39,10 +42,11 @@ class StepPlan:
 
     def __init__(self) -> None:
         self.rows = GrowthRows()
-        self.nodes: list[DraftNode] = []
+        self.nodes: Ints = NO_NODES
         self.spans: list[tuple[DraftSession, int]] = []
         self.stuck: list[DraftSession] = []
         self.is_ranked = True
+        self._added: list[DraftNode] = []
         self._chained: set[tuple[int, int]] = set()
 
     def add_chain(self, session: DraftSession, count: int) -> None:
@@ -53,32 +57,42 @@ class StepPlan:
         self._chained.add(session.key)
         session.kv_len = end
         if whole:
-            self.nodes.append(session.tree.root)
+            self._added.append(session.tree.root)
             self._span(session, 1)
 
     def add_nodes(self, session: DraftSession, nodes: list[DraftNode], first_index: int) -> None:
         """Nodes of the session's tree, their KV at key indices from `first_index` on."""
         length = len(session.tokens)
         assign_keys(nodes, first_index - length)
-        if len(nodes) == 1:
-            # Most of them, where there are many sessions.
-            (node,) = nodes
-            token_ids, positions, masks = [node.token], [node.position], [node.mask]
-        else:
-            token_ids = [node.token for node in nodes]
-            positions = [node.position for node in nodes]
-            masks = [node.mask for node in nodes]
         self.rows.add_tree(
             session.row,
             tree_start=length,
             first_index=first_index,
-            token_ids=token_ids,
-            positions=positions,
-            masks=masks,
+            token_ids=[node.token for node in nodes],
+            positions=[node.position for node in nodes],
+            masks=[node.mask for node in nodes],
             record=session.sampling.record,
         )
-        self.nodes += nodes
+        self._added += nodes
         self._span(session, len(nodes))
+
+    def add_trees(self, sessions: Sequence[DraftSession], taken: TakenNodes) -> None:
+        """Nodes of several sessions' trees; nothing is added behind them.
+
+        Args:
+            sessions: whose they are.
+            taken: the nodes.
+        """
+        for session, count in zip(sessions, taken.counts, strict=True):
+            self._span(session, count)
+        self.rows.add_trees(taken.rows)
+        self.nodes = taken.nodes
+
+    def seal(self) -> None:
+        """Nothing more is added."""
+        if self._added:
+            added = np.array([(node.row, node.serial) for node in self._added])
+            self.nodes = np.concatenate([added, self.nodes])
 
     def holds_chain(self, session: DraftSession) -> bool:
         """Whether pending tokens of the session are in this forward."""
@@ -86,8 +100,11 @@ class StepPlan:
 
     def parents(self) -> list[tuple[DraftSession, DraftNode]]:
         """`nodes`, each with its session."""
-        owners = (session for session, count in self.spans for _ in range(count))
-        return list(zip(owners, self.nodes, strict=True))
+        owners = [session for session, count in self.spans for _ in range(count)]
+        return [
+            (session, DraftNode(session.tree, row, serial))
+            for session, (row, serial) in zip(owners, self.nodes.tolist(), strict=True)
+        ]
 
     def _span(self, session: DraftSession, count: int) -> None:
         self.spans.append((session, count))
@@ -99,17 +116,27 @@ class StepPlanner:
 
     Args:
         sessions: the open sessions, oldest first; a live view.
+        forest: their trees, by their rows of the slot table.
         slots: where their KV lies.
         config: see there.
     """
 
-    def __init__(self, sessions: Collection[DraftSession], slots: SlotTable, config: GrowthConfig) -> None:
-        self._sessions = sessions
+    def __init__(
+        self, sessions: Collection[DraftSession], forest: DraftForest, slots: SlotTable, config: GrowthConfig
+    ) -> None:
+        self._sessions, self._forest = sessions, forest
         self._slots = slots
         self._config = config
         self._turn = self._turn_of_levels = 0
-        # Nodes that wait for their children, by their sessions' keys.
-        self._in_flight: dict[tuple[int, int], int] = {}
+        self._limits = TakingLimits(
+            branching=config.branching,
+            max_session_nodes=config.max_session_nodes,
+            min_session_nodes=config.min_session_nodes,
+            max_live_nodes=config.max_live_nodes,
+            max_row_len=slots.max_row_len,
+            most_promised=MOST_PROMISED,
+            min_path_value=config.min_path_value,
+        )
 
     def plan(self, left_out: Container[tuple[int, int]] = (), before: StepPlan | None = None) -> StepPlan:
         """The next forward, perhaps empty.
@@ -119,27 +146,13 @@ class StepPlanner:
             before: the one that runs, where one does: of sessions in async mode alone, its children ranked.
         """
         plan = StepPlan()
-        self._in_flight.clear()
-        if before is not None:
-            self._promise(before)
         sessions = self._sessions
         if left_out:
             sessions = [session for session in sessions if session.key not in left_out]
         self._plan_chains(plan, sessions)
-        self._plan_trees(plan, sessions)
+        self._plan_trees(plan, sessions, NO_NODES if before is None else before.nodes)
+        plan.seal()
         return plan
-
-    def _promise(self, before: StepPlan) -> None:
-        """Has the best children of the nodes in flight compete, and counts these nodes: their children need credit."""
-        rows = enumerate(before.nodes)
-        for session, count in before.spans:
-            promise, waiting = session.tree.promise, 0
-            for row, node in islice(rows, count):
-                if not node.is_dead:
-                    waiting += 1
-                    if row < MOST_PROMISED:
-                        promise(node, row)
-            self._in_flight[session.key] = waiting
 
     def _plan_chains(self, plan: StepPlan, sessions: Collection[DraftSession]) -> None:
         """Pending tokens, the shortest chain first: a final token must not wait for somebody's prompt."""
@@ -183,8 +196,8 @@ class StepPlanner:
         self._slots.extend(session.row, count)
         return True
 
-    def _plan_trees(self, plan: StepPlan, sessions: Collection[DraftSession]) -> None:
-        growing, levels, least = [], [], self._config.min_path_value
+    def _plan_trees(self, plan: StepPlan, sessions: Collection[DraftSession], before: Ints) -> None:
+        growing, levels = [], []
         for session in sessions:
             # It may have lost its slots just now, and there may be no other step that would say so.
             if session.is_sync and session.level == 0 and (session.starved or not session.root_is_open):
@@ -192,17 +205,14 @@ class StepPlanner:
             # A chain that is in this forward has its KV counted, but its root no children yet, and nobody promised any.
             if session.kv_len < len(session.tokens) or plan.holds_chain(session):
                 continue
-            if session.is_sync:
-                levels.append(session)
-            elif (value := session.tree.best_value) > 0 and value >= least and (room := self._room(session)) > 0:
-                growing.append((session, room))
+            (levels if session.is_sync else growing).append(session)
         if levels:
             # Beside prompts and what grows by itself.
-            self._plan_levels(
-                levels, plan, self._config.max_step_rows - (self._config.max_step_nodes if growing else 0)
-            )
+            least = max(self._config.min_path_value, _LEAST_VALUE)
+            grows = any(session.tree.best_value >= least for session in growing)
+            self._plan_levels(levels, plan, self._config.max_step_rows - (self._config.max_step_nodes if grows else 0))
         if growing:
-            self._add_shares([share for share in self._share_out(growing) if share[1]], plan)
+            self._take(growing, plan, before)
 
     def _plan_levels(self, sessions: list[DraftSession], plan: StepPlan, most: int) -> None:
         """Levels of sync sessions up to so many rows of the step; one at least. The next step begins with the others.
@@ -227,56 +237,25 @@ class StepPlanner:
         if not nodes:
             plan.stuck.append(session)
 
-    def _room(self, session: DraftSession) -> int:
-        """Nodes of the session that its credit, its row of slots and its share of a step allow to expand."""
-        config, live, length = self._config, session.limits.max_live_nodes, self._slots.lengths[session.row]
-        credit = (live - session.tree.size) // min(config.branching, live) - self._in_flight.get(session.key, 0)
-        # Promises that were not kept hold their places until a commit, and masks have no bits beside those of a tree.
-        places = config.max_live_nodes - (length - len(session.tokens))
-        return min(credit, places, self._slots.max_row_len - length, config.max_session_nodes)
+    def _take(self, growing: list[DraftSession], plan: StepPlan, before: Ints) -> None:
+        """Nodes of sessions in async mode, whose slots are taken all at once.
 
-    def _share_out(self, growing: list[tuple[DraftSession, int]]) -> list[tuple[DraftSession, list[DraftNode]]]:
-        """The step's width in nodes: everybody's minimum first, then the best of all sessions."""
-        width, least = min(self._config.max_step_nodes, self._slots.free), self._config.min_path_value
-        if len(growing) == 1:
-            session, room = growing[0]
-            return [(session, session.tree.take(min(room, width), least))]
-        # Where there are more sessions than width, another one comes first at every step.
-        self._turn = (self._turn + 1) % len(growing)
-        growing = growing[self._turn :] + growing[: self._turn]
-        shares: list[list[DraftNode]] = []
-        for session, room in growing:
-            share = session.tree.take(min(room, width, self._config.min_session_nodes), least)
-            width -= len(share)
-            shares.append(share)
-        best = [
-            (-value, index, session.tree, room - len(shares[index]))
-            for index, (session, room) in enumerate(growing)
-            if width > 0 and len(shares[index]) < room and (value := session.tree.best_value) >= least
-        ]
-        heapify(best)
-        while width > 0 and best:
-            _, index, tree, room = best[0]
-            node = tree.take_best()
-            if node is not None:
-                shares[index].append(node)
-                width -= 1
-            if node is not None and room > 1 and (value := tree.best_value) >= least:
-                heapreplace(best, (-value, index, tree, room - 1))
-            else:
-                heappop(best)
-        return [(session, share) for (session, _), share in zip(growing, shares, strict=True)]
-
-    def _add_shares(self, shares: list[tuple[DraftSession, list[DraftNode]]], plan: StepPlan) -> None:
-        """Nodes of several sessions, whose slots are taken all at once."""
-        if not shares:
+        Args:
+            growing: whose nodes may be taken.
+            plan: gets them.
+            before: of the step that runs: their best children compete, and their children have credit set aside.
+        """
+        slots, by_row = self._slots, {session.row: session for session in growing}
+        width = min(self._config.max_step_nodes, slots.free)
+        taken, self._turn = self._forest.take(
+            list(by_row), slots.lengths, self._limits, width=width, turn=self._turn, before=before
+        )
+        if not len(taken.nodes):
             return
-        rows = [session.row for session, _ in shares]
-        firsts = [self._slots.lengths[row] for row in rows]
-        has_room = self._slots.extend_rows(rows, firsts, [len(nodes) for _, nodes in shares])
+        firsts = [slots.lengths[row] for row in taken.trees]
+        has_room = slots.extend_rows(taken.trees, firsts, taken.counts)
         assert has_room, "more nodes were chosen than there is room for"
-        for (session, nodes), first_index in zip(shares, firsts, strict=True):
-            plan.add_nodes(session, nodes, first_index)
+        plan.add_trees([by_row[row] for row in taken.trees], taken)
 
     def _add_nodes(self, session: DraftSession, nodes: list[DraftNode], plan: StepPlan) -> None:
         if nodes:

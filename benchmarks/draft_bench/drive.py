@@ -90,6 +90,9 @@ class Owner:
         point: how many there are.
         vocab_size: of prompts.
         temperature: of all sessions.
+
+    Attributes:
+        commits_at_once: whether commits are submitted as soon as growth has been delivered; else by `commit`.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class Owner:
         # The length that each session has once its last commit is applied.
         self._lengths = [0] * point.sessions
         self._wanted = 0
+        self.commits_at_once = True
         self.reached = threading.Event()
         self.failures: list[SessionFailure] = []
         # Of every step: when it was handed out, its rows, its own record.
@@ -136,6 +140,11 @@ class Owner:
         self.noted.append((time.perf_counter_ns(), step.tokens, step.forward_ns))
         if len(self.noted) >= self._wanted:
             self.reached.set()
+        if self.commits_at_once:
+            self.commit()
+
+    def commit(self) -> None:
+        """Commits to the sessions whose turn it is."""
         commits = [command for number in range(self._point.sessions) if (command := self._commit(number)) is not None]
         if commits:
             self._thread.submit(commits)

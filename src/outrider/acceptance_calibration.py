@@ -21,6 +21,7 @@ Shapes: R parents, k children of each, best first; T = 3 k BINS buckets, B bins 
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -93,13 +94,15 @@ class AcceptanceCalibration:
         self.prior: FloatArray = np.concatenate(tables).ravel()
         self.learned = self.prior.copy()
         self.version = 0
-        # Plain lists: `observe` is called for every committed token, and a few numbers cost less so than in numpy.
-        self._prior_hits = (self.prior * prior_strength).tolist()
-        self._hits = [0.0] * len(self.prior)
-        self._trials = [0.0] * len(self.prior)
-        self._children = [0] * (len(RULES) * _RELIABILITY_BINS)
-        self._predicted = [0.0] * len(self._children)
-        self._came_true = [0] * len(self._children)
+        # Hits that the prior is worth, hits, trials.
+        self._tried = np.zeros((3, len(self.prior)))
+        self._tried[0] = self.prior * prior_strength
+        bins = len(RULES) * _RELIABILITY_BINS
+        self._counted, self._predicted = np.zeros((2, bins), dtype=np.int64), np.zeros(bins)
+        self._reliability_edges = np.array(RELIABILITY_EDGES)
+        # A few numbers are read and written sooner so than by numpy.
+        tables: tuple[Any, ...] = self._tried, self._counted, self._predicted
+        self._views: list[Any] = [memoryview(table) for table in tables]
 
     def buckets(self, log_q: FloatArray, scores: FloatArray, temperature: FloatArray) -> IntArray:
         """The bucket of every child.
@@ -156,43 +159,65 @@ class AcceptanceCalibration:
             estimates = np.where(learned[:, None], self.learned[buckets], self.prior[buckets])
         return estimates / np.maximum(estimates.sum(axis=1, keepdims=True), np.float32(1))
 
-    def observe(self, buckets: IntArray, hit: int) -> None:
+    def observe(self, buckets: IntArray | Sequence[int], hit: int) -> None:
         """Counts the children of one parent on the committed path.
 
         Args:
             buckets: [k] the children's buckets.
             hit: index of the child that was committed; negative if none of them was.
         """
-        places = buckets.tolist()
-        estimates = self.learned[buckets].tolist()
+        places = list(map(int, buckets))
+        estimates = [self.learned.item(bucket) for bucket in places]
         total = sum(estimates)
-        strength, decay, hits, trials = self._strength, self._decay, self._hits, self._trials
+        strength, decay, (tried, counted, predicted) = self._strength, self._decay, self._views
         for rank, (bucket, estimate) in enumerate(zip(places, estimates, strict=True)):
             came_true = rank == hit
             if total > 1:
                 estimate /= total  # noqa: PLW2901 - as `estimate` does
             place = bucket // self._rule_offset * _RELIABILITY_BINS + bisect_left(RELIABILITY_EDGES, estimate)
-            self._children[place] += 1
-            self._predicted[place] += estimate
-            self._came_true[place] += came_true
-            hits[bucket] = hits[bucket] * decay + came_true
-            trials[bucket] = trials[bucket] * decay + 1
-            self.learned[bucket] = (self._prior_hits[bucket] + hits[bucket]) / (strength + trials[bucket])
+            counted[0, place] += 1
+            predicted[place] += estimate
+            counted[1, place] += came_true
+            tried[1, bucket] = hits = tried[1, bucket] * decay + came_true
+            tried[2, bucket] = trials = tried[2, bucket] * decay + 1
+            self.learned[bucket] = (tried[0, bucket] + hits) / (strength + trials)
         self.version += 1
+
+    def observe_parents(self, seen: IntArray) -> None:
+        """`observe` of several parents, one after the other.
+
+        Args:
+            seen: [n, 2 + k] which child was committed, how many there are, and their buckets.
+        """
+        # Whoever never asks has no use for a compiler.
+        from outrider.compiled import IS_COMPILED
+
+        if not IS_COMPILED:
+            for hit, count, *buckets in seen.tolist():
+                self.observe(buckets[:count], hit)
+            return
+        from outrider.calibration_kernels import observe_parents
+
+        observe_parents(
+            seen, self.learned, self._tried, self._counted, self._predicted, self._reliability_edges, self._rule_offset,
+            self._decay, self._strength,
+        )  # fmt: skip
+        self.version += len(seen)
 
     def reliability(self) -> list[Reliability]:
         """How the estimates came true since start, for each rule with observations; any thread may ask."""
         found = []
         for number, rule in enumerate(RULES):
             span = slice(number * _RELIABILITY_BINS, (number + 1) * _RELIABILITY_BINS)
-            if any(self._children[span]):
+            children, hits = self._counted[:, span].tolist()
+            if any(children):
                 found.append(
                     Reliability(
                         rule=rule,
                         # In the reverse of the order in which `observe` counts: no share of these exceeds 1.
-                        hits=self._came_true[span],
-                        predicted=self._predicted[span],
-                        children=self._children[span],
+                        hits=hits,
+                        predicted=self._predicted[span].tolist(),
+                        children=children,
                     )
                 )
         return found

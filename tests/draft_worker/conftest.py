@@ -117,6 +117,7 @@ class TableSteps:
 
     def launch(self, step: TableStep) -> TableStep:
         rows = step.rows
+        rows.unpack()
         self.promised += sum(token < 0 for token in rows.tokens)
         rows.tokens = [token if token >= 0 else max(self._best_children[-1 - token], 0) for token in rows.tokens]
         logits = self._forward(rows.batch())

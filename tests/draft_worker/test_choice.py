@@ -39,7 +39,7 @@ def grown(growth: TreeGrowth, key: tuple[int, int] = KEY) -> DraftSession:
 def chain_of(session: DraftSession) -> list[DraftNode]:
     nodes = list(session.tree.nodes())
     for parent, node in zip([session.tree.root, *nodes], nodes, strict=False):
-        assert node.parent is parent
+        assert node.parent == parent
     return nodes
 
 

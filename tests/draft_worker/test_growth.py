@@ -38,13 +38,13 @@ def test_each_step_expands_the_best_of_all_sessions(tools: Any, make_growth: Mak
             for node in session.tree.nodes()
             if node.child_tokens is None
         ]
-        before = {id(node) for session in sessions for node in session.tree.nodes() if node.child_tokens is not None}
+        before = {node for session in sessions for node in session.tree.nodes() if node.child_tokens is not None}
         growth.step()
         chosen = [
             (node.path_value, index)
             for index, session in enumerate(sessions)
             for node in session.tree.nodes()
-            if node.child_tokens is not None and id(node) not in before
+            if node.child_tokens is not None and node not in before
         ]
         # One node is everybody's share; the fourth is the best of what is left.
         shares = [max(value for value, owner in frontier if owner == index) for index in range(3)]

@@ -15,11 +15,13 @@ import pytest
 import torch
 
 from outrider.draft_distribution import WEIGHT_SUM
-from outrider.draft_worker.draft_tree import DraftNode, DraftTree
+from outrider.draft_worker.draft_forest import DraftForest
+from outrider.draft_worker.draft_tree import DraftNode
 from outrider.draft_worker.growth import TreeGrowth
 from outrider.draft_worker.growth_step import GrowthStep
 from outrider.draft_worker.session import DraftSession, GrowthLimits, GrowthMode
 from outrider.draft_worker.session_checks import CommitMismatch
+from outrider.draft_worker.tree_kernels import PROMISED, SERIAL, STATE, TAKEN
 from outrider.errors import OutriderError
 from outrider.kernels.noise import gumbel_noise
 from outrider.sampling import SamplingSpec, VerificationRule
@@ -178,7 +180,7 @@ class World:
             assert session.is_sync or len(below) <= session.limits.max_live_nodes
             kv_places = slots.length(session.row) - session.kv_len
             # Promises that are open, or were not kept, hold places of their own.
-            held = [node.key_offset for node in session.tree._objects() if node.has_kv]
+            held = [node.key_offset for node in session.tree.held]
             assert len(set(held)) == len(held) <= kv_places if queued else len(with_kv) == kv_places
             assert session.kv_len < session.length or max(held, default=-1) < min(kv_places, config.max_live_nodes)
             assert session.kv_len == session.length or not below
@@ -240,15 +242,16 @@ def test_whatever_happens_while_two_steps_are_under_way(
     make_queued_growth: Make, make_start: Make, logits_after: Make, monkeypatch: pytest.MonkeyPatch, seed: int
 ):
     outcomes = Counter[bool]()
-    keep_promise = DraftTree._keep_promise
+    grow = DraftForest.grow
 
-    def keep_and_count(tree: DraftTree, promised: dict[int, DraftNode], *found: Any) -> Any:
-        (node,) = promised.values()
-        left = keep_promise(tree, promised, *found)
-        outcomes[not node.is_dead] += 1
-        return left
+    def grow_and_count(forest: DraftForest, rows: Any, *found: Any, **named: Any) -> Any:
+        promised = [forest.nodes[row, PROMISED] for row, serial in rows.tolist() if forest.nodes[row, SERIAL] == serial]
+        taken = [(row, forest.nodes[row, SERIAL]) for row in promised if row >= 0 and forest.nodes[row, STATE] == TAKEN]
+        grown = grow(forest, rows, *found, **named)
+        outcomes.update(forest.nodes[row, SERIAL] == serial for row, serial in taken)
+        return grown
 
-    monkeypatch.setattr(DraftTree, "_keep_promise", keep_and_count)
+    monkeypatch.setattr(DraftForest, "grow", grow_and_count)
     world = World(seed, make_queued_growth, make_start, logits_after, queued=True)
     growth, chance, overlapped = world.growth, world.chance, 0
     for _ in range(500):

@@ -4,9 +4,9 @@ from collections.abc import Callable
 from itertools import count
 from typing import Any
 
+import numpy as np
 import pytest
 
-from outrider.draft_worker import draft_tree
 from outrider.draft_worker.session import GrowthLimits
 from outrider.sampling import SamplingSpec
 
@@ -55,9 +55,6 @@ def test_a_graph_is_captured_while_no_step_is_under_way(
 def test_promises_that_are_not_kept_take_no_more_places_than_masks_have(
     make_queued_growth: Make, make_start: Make, monkeypatch: pytest.MonkeyPatch
 ):
-    # What is promised comes before what is known.
-    monkeypatch.setattr(draft_tree, "_FIRST_GUESS", 2.0)
-    monkeypatch.setattr(draft_tree, "_GUESS_RATE", 0.0)
     growth, _ = make_queued_growth(max_live_nodes=32, min_acceptance=0.02)
     chooser, numbers = growth._launcher._chooser, count()
     ranked = chooser.ranked
@@ -65,10 +62,13 @@ def test_promises_that_are_not_kept_take_no_more_places_than_masks_have(
     def of_few(*found: Any) -> Any:
         """Only the first nodes have children that are likely enough."""
         tokens, acceptance, buckets = ranked(*found)
-        return tokens, [[0.9 if next(numbers) < 5 else 0.01] * len(row) for row in acceptance], buckets
+        # What is promised comes before what is known.
+        growth._forest.columns.guesses[session.row] = 2.0
+        return tokens, np.array([[0.9 if next(numbers) < 5 else 0.01] * len(row) for row in acceptance]), buckets
 
     monkeypatch.setattr(chooser, "ranked", of_few)
     session = growth.open(make_start(limits=GrowthLimits(max_live_nodes=32)))
+    growth._forest.columns.guesses[session.row] = 2.0
     most = 0
     while growth.begin() or growth.num_begun:
         growth.begin()

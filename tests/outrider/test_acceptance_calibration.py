@@ -157,3 +157,20 @@ def test_the_report_has_a_rule_for_each_that_was_observed():
     of_bins = floats_from_bytes(report.rules[1].predicted)
     assert sorted(of_bins[of_bins > 0].tolist()) == pytest.approx([0.3, 0.6], abs=0.07)
     assert floats_from_bytes(report.edges).tolist() == pytest.approx(list(RELIABILITY_EDGES))
+
+
+def test_parents_are_observed_together_as_one_by_one():
+    chance = np.random.default_rng(4)
+    together, one_by_one = (AcceptanceCalibration(branching=4, decay=0.9) for _ in range(2))
+    for _ in range(50):
+        seen = np.full((5, 6), -7)
+        seen[:, 0], seen[:, 1] = chance.integers(-1, 3, 5), chance.integers(0, 5, 5)
+        # Small ones, so that parents share some.
+        seen[:, 2:] = chance.integers(0, 3, (5, 4)) * 40
+        together.observe_parents(seen)
+        for hit, count, *buckets in seen.tolist():
+            one_by_one.observe(np.array(buckets[:count], dtype=np.int64), hit)
+    np.testing.assert_array_equal(together.learned, one_by_one.learned)
+    assert together.version == one_by_one.version == 250
+    assert len(one_by_one.reliability()) > 1
+    assert together.reliability() == one_by_one.reliability()

@@ -21,6 +21,7 @@ from outrider.engine.kv_slots import SlotTable
 from outrider.engine.step_buffers import Bytes, StagedStep, StepBuffer, StepLayout
 from outrider.engine.step_staging import pack_changes
 from outrider.engine.step_trees import RECORD
+from outrider.engine.tree_rows import TreeRows
 
 # Rows of a step whose best children the next step may have without the host knowing them.
 MOST_PROMISED = 4096
@@ -29,6 +30,9 @@ _NOTHING_MORE = np.empty((3, 0), dtype=np.int32)
 
 class GrowthRows:
     """The rows of a growth step: of each session either a chain of pending tokens or nodes of its tree.
+
+    What is added session by session is held in lists; the trees that are added all at once stay arrays, and stand
+    behind it. `unpack` moves them to the lists.
 
     Attributes:
         rows: [S] of the slot table.
@@ -43,11 +47,12 @@ class GrowthRows:
         masks: [T] which keys from `tree_starts` on a row sees.
         wanted: [R] the query rows whose children are ranked, ascending.
         records: [R] `SamplingSpec.record` of each.
+        trees: what was added all at once, if anything.
     """
 
     __slots__ = (
         "_sampling", "counts", "key_lens", "masks", "positions", "prefix_lens", "records", "rows", "tokens",
-        "tree_starts", "wanted", "write_index",
+        "tree_starts", "trees", "wanted", "write_index",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -62,17 +67,43 @@ class GrowthRows:
         self.masks: list[int] = []
         self.wanted: list[int] = []
         self.records: list[bytes] = []
+        self.trees: TreeRows | None = None
         self._sampling: npt.NDArray[np.int32] | None = None
 
     @property
     def num_rows(self) -> int:
         """T."""
-        return len(self.tokens)
+        return len(self.tokens) + (0 if self.trees is None else self.trees.rows.shape[1])
 
     @property
     def num_sessions(self) -> int:
         """S."""
-        return len(self.rows)
+        return len(self.rows) + (0 if self.trees is None else self.trees.sessions.shape[1])
+
+    @property
+    def num_wanted(self) -> int:
+        """R."""
+        return len(self.wanted) + (0 if self.trees is None else self.trees.rows.shape[1])
+
+    def words_needed(self, least: int) -> int:
+        """Words that every mask fits into, at least so many."""
+        words = max(least, (max(self.masks, default=0).bit_length() + 63) // 64)
+        if self.trees is not None and self.trees.masks.shape[1] > words:
+            used = np.flatnonzero(self.trees.masks.any(axis=0))
+            words = max(words, int(used[-1]) + 1)
+        return words
+
+    @property
+    def most_keys(self) -> int:
+        """Of a session."""
+        keys = max(self.key_lens, default=0)
+        return keys if self.trees is None else max(keys, self.trees.most_keys)
+
+    @property
+    def most_queries(self) -> int:
+        """Of a session."""
+        rows = max(self.counts, default=0)
+        return rows if self.trees is None else max(rows, self.trees.most_queries)
 
     def add_chain(self, row: int, token_ids: Sequence[int], first_index: int, record: bytes | None) -> None:
         """Consecutive tokens, each of which sees all before it and itself.
@@ -126,10 +157,55 @@ class GrowthRows:
         self.wanted += range(begin, begin + count)
         self.records += [record] * count
 
+    def add_trees(self, trees: TreeRows) -> None:
+        """Nodes of several sessions' trees; nothing is added behind them."""
+        assert self.trees is None, "trees are added once"
+        self.trees = trees
+
+    def unpack(self) -> None:
+        """Moves what was added all at once to the lists."""
+        if self.trees is None:
+            return
+        trees, self.trees = self.trees, None
+        begin = len(self.tokens)
+        for held, more in zip(self._of_sessions(), trees.sessions.tolist(), strict=True):
+            held.extend(more)
+        for held, more in zip(self._of_rows(), trees.rows.tolist(), strict=True):
+            held.extend(more)
+        self.masks += [int.from_bytes(words.tobytes(), "little") for words in trees.masks]
+        self.wanted += range(begin, len(self.tokens))
+        self.records += [record.tobytes() for record in trees.records]
+
+    def session_columns(self) -> npt.NDArray[np.int64]:
+        """[4, S] rows of the slot table, key index of bit 0 of the masks, keys and query rows of each session."""
+        return _joined(self._of_sessions(), None if self.trees is None else self.trees.sessions)
+
+    def row_columns(self) -> npt.NDArray[np.int64]:
+        """[4, T] tokens, positions, key indices of own keys, keys before which all see all."""
+        return _joined(self._of_rows(), None if self.trees is None else self.trees.rows)
+
+    def wanted_rows(self) -> npt.NDArray[np.int64]:
+        """[R] `wanted`, those of the trees included."""
+        if self.trees is None:
+            return np.array(self.wanted, dtype=np.int64)
+        behind = np.arange(len(self.tokens), self.num_rows)
+        return np.concatenate([np.array(self.wanted, dtype=np.int64), behind]) if self.wanted else behind
+
+    def mask_words(self, words: int) -> npt.NDArray[np.int64]:
+        """[T words] the masks."""
+        parts = [mask_words(self.masks, words).ravel()] if self.masks else []
+        if self.trees is not None:
+            masks, count = self.trees.masks, self.trees.masks.shape[1]
+            if count < words:
+                masks = np.pad(masks, ((0, 0), (0, words - count)))
+            parts.append(masks.ravel() if count == words else masks[:, :words].ravel())
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
     def batch(self, words: int = 1) -> ForwardBatch:
         """The rows as a forward whose logits are wanted where children are; masks have `words` words, or as many as it
         takes.
         """
+        self.unpack()
         count = self.num_rows
         words = max((max(self.masks).bit_length() + 63) // 64, words)
         rows, tree_starts, key_lens = np.array([self.rows, self.tree_starts, self.key_lens], dtype=np.int32)
@@ -152,14 +228,25 @@ class GrowthRows:
     def sampling(self) -> npt.NDArray[np.int32]:
         """[8 R] `records` one after the other, made once; when the rows are whole."""
         if self._sampling is None:
-            self._sampling = np.frombuffer(b"".join(self.records), dtype=np.int32)
+            sampling = np.frombuffer(b"".join(self.records), dtype=np.int32).copy()
+            if self.trees is not None:
+                behind = self.trees.records.ravel()
+                sampling = np.concatenate([sampling, behind]) if self.records else behind
+            self._sampling = sampling
         return self._sampling
 
     def temperatures(self) -> npt.NDArray[np.float32]:
         """[R] of the rows whose children are ranked."""
         return self.sampling().view(RECORD)["temperature"].copy()
 
+    def _of_sessions(self) -> tuple[list[int], ...]:
+        return self.rows, self.tree_starts, self.key_lens, self.counts
+
+    def _of_rows(self) -> tuple[list[int], ...]:
+        return self.tokens, self.positions, self.write_index, self.prefix_lens
+
     def _session(self, row: int, tree_start: int, key_len: int, count: int) -> None:
+        assert self.trees is None, "nothing is added behind the trees"
         self.rows.append(row)
         self.tree_starts.append(tree_start)
         self.key_lens.append(key_len)
@@ -187,29 +274,29 @@ def stage_growth(
     """
     total, sessions = growth.num_rows, growth.num_sessions
     bucket = choose(Bucket(
-        tokens=total, sessions=sessions, keys=max(growth.key_lens), query_len=max(growth.counts),
-        logit_rows=len(growth.wanted), nodes=0, words=max(words, (max(growth.masks).bit_length() + 63) // 64),
-        children=children,
+        tokens=total, sessions=sessions, keys=growth.most_keys, query_len=growth.most_queries,
+        logit_rows=growth.num_wanted, nodes=0, words=growth.words_needed(words), children=children,
     ))  # fmt: skip
     data, more = _packer()(growth, StepLayout.of(bucket), slots, buffer)
-    return StagedStep(
-        bucket=bucket, data=data, more_updates=more, logit_rows=len(growth.wanted), trees=0, buffer=buffer
-    )
+    return StagedStep(bucket=bucket, data=data, more_updates=more, logit_rows=growth.num_wanted, trees=0, buffer=buffer)
 
 
 def _pack_compiled(
     growth: GrowthRows, layout: StepLayout, slots: SlotTable, buffer: StepBuffer
 ) -> tuple[Bytes, npt.NDArray[np.int32]]:
     """`pack_columns` as one loop."""
-    begins, ends = slots.take_changes(growth.rows)
-    columns = array("q", growth.rows + growth.tree_starts + growth.key_lens + growth.counts + begins + ends)
-    columns.extend(growth.tokens + growth.positions + growth.write_index + growth.prefix_lens + growth.wanted)
+    sessions = growth.session_columns()
+    rows = sessions[0].tolist()
+    begins, ends = slots.take_changes(rows)
     width, views = layout.bucket.words, buffer.views(layout.nbytes)
     places, template = _places(layout)
     changed = _kernels().pack_growth(
-        (len(growth.rows), len(growth.tokens), len(growth.wanted), width),
-        np.frombuffer(columns, dtype=np.int64),
-        np.frombuffer(_mask_bytes(growth.masks, width), dtype=np.int64),
+        width,
+        sessions,
+        np.array(begins + ends),
+        growth.row_columns(),
+        growth.wanted_rows(),
+        growth.mask_words(width),
         growth.sampling(),
         slots.table,
         places,
@@ -221,7 +308,7 @@ def _pack_compiled(
     if changed <= layout.updates:
         return views.data, _NOTHING_MORE
     # Rare: a commit that moves more than usual.
-    spans = zip(growth.rows, begins, ends, strict=True)
+    spans = zip(rows, begins, ends, strict=True)
     entries = np.array([(row, index) for row, begin, end in spans for index in range(begin, end)]).T
     more = np.stack([*entries, slots.table[entries[0], entries[1]]])[:, layout.updates :]
     return views.data, more.astype(np.int32)
@@ -231,6 +318,7 @@ def pack_columns(
     growth: GrowthRows, layout: StepLayout, slots: SlotTable, buffer: StepBuffer
 ) -> tuple[Bytes, npt.NDArray[np.int32]]:
     """A step's bytes, and the changed entries of the slot table that find no place there."""
+    growth.unpack()
     total, ranked, sessions = growth.num_rows, len(growth.wanted), growth.num_sessions
     data, arrays = buffer.step(layout)
     rows, tree_starts, key_lens, counts = np.array(
@@ -305,6 +393,18 @@ def mask_words(masks: Sequence[int], words: int) -> npt.NDArray[np.int64]:
     """Masks as int64 words [T, words], bit j little-endian over the words."""
     # A copy may be written to, which torch wants of what it reads.
     return np.frombuffer(_mask_bytes(masks, words), dtype="<i8").reshape(len(masks), words).copy()
+
+
+def _joined(lists: Sequence[list[int]], behind: npt.NDArray[np.int64] | None) -> npt.NDArray[np.int64]:
+    """Columns of the same length, and what stands behind them."""
+    if behind is not None and not lists[0]:
+        return behind
+    columns = array("q")
+    for column in lists:
+        columns.extend(column)
+    before = np.frombuffer(columns, dtype=np.int64).reshape(len(lists), -1)
+    # What is read of bytes cannot be written, which is a type of its own to the compiler.
+    return before.copy() if behind is None else np.concatenate([before, behind], axis=1)
 
 
 def _mask_bytes(masks: Sequence[int], words: int) -> bytes:

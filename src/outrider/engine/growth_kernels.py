@@ -25,8 +25,11 @@ _RECORD, _TEMPERATURE, _TOP_P, _MIN_P, _TOP_K, _CHOICE_INDEX = 8, 2, 3, 4, 5, 6
 
 @compiled
 def pack_growth(  # noqa: PLR0917
-    sizes: tuple[int, int, int, int],
-    columns: Any,
+    width: int,
+    sessions: Any,
+    changes: Any,
+    rows: Any,
+    wanted: Any,
     masks: Any,
     records: Any,
     table: Any,
@@ -38,9 +41,11 @@ def pack_growth(  # noqa: PLR0917
     """Packs a step.
 
     Args:
-        sizes: S, T, R and the words of a mask.
-        columns: int64: rows, tree starts, key lengths, counts, first and last changed index of S sessions each; tokens,
-            positions, key indices and prefix lengths of T rows each; R wanted rows.
+        width: words of a mask.
+        sessions: int64 [4, S]: rows of the slot table, tree starts, key lengths, counts.
+        changes: int64 [2 S]: first index that has changed of each session, and behind the last one.
+        rows: int64 [4, T]: tokens, positions, key indices and prefix lengths.
+        wanted: int64 [R] rows.
         masks: int64 [T * words].
         records: int32 [R * 8].
         table: [rows, length] the slot table.
@@ -52,28 +57,27 @@ def pack_growth(  # noqa: PLR0917
     Returns:
         How many entries of the slot table have changed, -1 where a row writes to a slot that was not reserved.
     """
-    count, total, ranked, width = sizes
+    count, total = sessions.shape[1], rows.shape[1]
     data[:] = template
-    of_row = 6 * count
     tokens, slots, mask = places[0] // 8, places[1] // 8, places[2] // 8
     positions, prefixes = places[3] // 4, places[4] // 4
     starts, begin, changed = places[6] // 4, 0, 0
     for session in range(count):
-        row, rows = columns[session], columns[3 * count + session]
+        row, of_session = sessions[0, session], sessions[3, session]
         words[places[5] // 4 + session] = row
-        words[places[7] // 4 + session] = columns[count + session]
-        words[places[8] // 4 + session] = columns[2 * count + session]
-        for number in range(begin, begin + rows):
-            slot = table[row, columns[of_row + 2 * total + number]]
+        words[places[7] // 4 + session] = sessions[1, session]
+        words[places[8] // 4 + session] = sessions[2, session]
+        for number in range(begin, begin + of_session):
+            slot = table[row, rows[2, number]]
             if slot < 0:
                 return -1
             data[slots + number] = slot
-            data[tokens + number] = columns[of_row + number]
-            words[positions + number] = columns[of_row + total + number]
-            words[prefixes + number] = columns[of_row + 3 * total + number]
-        begin += rows
+            data[tokens + number] = rows[0, number]
+            words[positions + number] = rows[1, number]
+            words[prefixes + number] = rows[3, number]
+        begin += of_session
         words[starts + 1 + session] = begin
-        for index in range(columns[4 * count + session], columns[5 * count + session]):
+        for index in range(changes[session], changes[count + session]):
             if changed < places[len(ARRAYS)]:
                 words[places[10] // 4 + changed] = row
                 words[places[11] // 4 + changed] = index
@@ -82,19 +86,17 @@ def pack_growth(  # noqa: PLR0917
     for place in range(starts + 1 + count, places[7] // 4):
         words[place] = total
     data[mask : mask + total * width] = masks
-    _pack_sampling(ranked, columns, of_row + total, of_row + 4 * total, records, places, data, words)
+    _pack_sampling(rows, wanted, records, places, data, words)
     return changed
 
 
 @compiled
-def _pack_sampling(  # noqa: PLR0917
-    ranked: int, columns: Any, positions: int, wanted: int, records: Any, places: Any, data: Any, words: Any
-) -> None:
+def _pack_sampling(rows: Any, wanted: Any, records: Any, places: Any, data: Any, words: Any) -> None:  # noqa: PLR0917
     """Of the wanted rows: which they are, and how each is sampled."""
-    for number in range(ranked):
-        row, record = columns[wanted + number], _RECORD * number
+    for number in range(len(wanted)):
+        row, record = wanted[number], _RECORD * number
         data[places[9] // 8 + number] = row
-        words[places[14] // 4 + number] = columns[positions + row] + 1
+        words[places[14] // 4 + number] = rows[1, row] + 1
         words[places[13] // 4 + 2 * number] = records[record]
         words[places[13] // 4 + 2 * number + 1] = records[record + 1]
         words[places[15] // 4 + number] = records[record + _TOP_K]
@@ -107,12 +109,9 @@ def _pack_sampling(  # noqa: PLR0917
 def warm_up() -> None:
     """Compiles what steps go through, or loads what was compiled, before anybody waits for it."""
     slot_kernels.warm_up()
-    nothing = np.zeros(1, np.int64)
-    table = np.zeros((1, 1), np.int32)
+    nothing, columns = np.zeros(1, np.int64), np.zeros((4, 0), np.int64)
+    none, table = nothing[:0], np.zeros((1, 1), np.int32)
     places = np.zeros(len(ARRAYS) + 1, np.int64)
-    pack_growth((0, 0, 0, 1), nothing, _none(np.int64), _none(np.int32), table, places, nothing, nothing, table[0])
-
-
-def _none(dtype: type[np.generic]) -> Any:
-    """What is read of bytes has a type of its own: it cannot be written."""
-    return np.frombuffer(b"", dtype=dtype)
+    pack_growth(
+        1, columns, none, columns, none, none, table[0, :0], table, places, nothing, nothing, table[0]
+    )  # fmt: skip
