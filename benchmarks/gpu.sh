@@ -86,9 +86,12 @@ for name in "$@"; do
             unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY ;;
         sources) widened target 8b
             widened draft 160m
-            part 200 sources "$python" benchmarks/sources.py --device cuda --gpus 2 --target "$checkpoints/target-8b" \
+            mkdir -p "$out/sources"
+            part 240 sources "$python" benchmarks/sources.py --device cuda --gpus 2 --target "$checkpoints/target-8b" \
                 --draft "$checkpoints/draft-160m" --mixtures off model ngram model+ngram --workloads twice edits --sessions 16 \
-                --requests 64 --max-new-tokens 128 --max-depth 12 --time-limit 120 --output "$out/sources.json" ;;
+                --requests 64 --max-new-tokens 128 --max-depth 16 --max-nodes 31 --time-limit 160 --output "$out/sources.json" \
+                --logs "$out/sources" --target-args="--kv-bytes 32000000000 --keep-cores-awake 3" \
+                --draft-args="--kv-bytes 12000000000 --keep-cores-awake 3" --coordinator-args="--keep-cores-awake 3" ;;
         *) echo "$name is none of tests, ranks, steps, draft, one-graph, eagle, sources, end-to-end, replicas, round-trips, ways, one-gpu" >&2; exit 2 ;;
     esac
 done

@@ -138,6 +138,7 @@ def _service_options(chosen: argparse.Namespace, folder: Path) -> ServiceOptions
         head=head,
         device=chosen.device,
         gpus=chosen.gpus,
+        log_folder=chosen.logs,
         threads=chosen.threads,
         coordinator_args=[
             *(
@@ -181,6 +182,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--draft-args", default="")
     add("--time-limit", type=float, help="seconds after which no further mixture is begun")
     add("--output", type=Path, metavar="FILE", help="the figures as JSON")
+    add("--logs", type=Path, metavar="FOLDER", help="what the processes say")
     add("--json", action="store_true", help="the figures on standard output, the table on the other")
     chosen = parser.parse_args(arguments)
     if (chosen.target is None) != (chosen.draft is None):

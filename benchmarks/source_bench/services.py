@@ -38,6 +38,7 @@ class ServiceOptions:
         threads: of the target on a CPU.
         coordinator_args, target_args, draft_args: further options.
         start_timeout_s: of each process.
+        log_folder: where what the processes wrote to stderr is kept.
     """
 
     target: Path | None = None
@@ -50,6 +51,7 @@ class ServiceOptions:
     target_args: Sequence[str] = ()
     draft_args: Sequence[str] = ()
     start_timeout_s: float = 240.0
+    log_folder: Path | None = None
 
 
 class Services:
@@ -78,6 +80,7 @@ class Services:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._keep_logs(self._roles, "of all mixtures")
         stop_all(self._roles)
 
     @contextmanager
@@ -92,10 +95,20 @@ class Services:
             self._await_workers(1 + len(workers))
             yield
         finally:
+            self._keep_logs(workers, name.replace("/", " and "))
             stop_all(workers)
             for worker in workers:
                 self._roles.remove(worker)
             self._await_workers(1)
+
+    def _keep_logs(self, roles: Sequence[RoleProcess], of: str) -> None:
+        """Mixtures come again with each workload: their logs go on."""
+        folder = self._options.log_folder
+        if folder is None:
+            return
+        for role in roles:
+            with (folder / f"{role.name} {of}.log").open("a", encoding="utf-8") as file:
+                file.write(role.stderr())
 
     def _start(self, role: str, arguments: Sequence[str], **environment: str) -> RoleProcess:
         started = RoleProcess(role, role, arguments, environment=environment)
