@@ -114,6 +114,11 @@ class DraftForest:
         self._view()
 
     @property
+    def arrays(self) -> TreeColumns:
+        """`columns` for whole rows at a time."""
+        return self._arrays
+
+    @property
     def children(self) -> int:
         """K."""
         return (self._arrays.nodes.shape[1] - FIELDS) // 3

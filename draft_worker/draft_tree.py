@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from outrider.draft_distribution import DraftDistribution
 from outrider.draft_worker import tree_kernels as kernels
-from outrider.draft_worker.draft_forest import FIRST_GUESS, DraftForest, TakingLimits
+from outrider.draft_worker.draft_forest import FIRST_GUESS, DraftForest, Ints, TakingLimits
 from outrider.draft_worker.tree_kernels import (
     ACCEPTANCE,
     COUNT,
@@ -349,9 +349,12 @@ class DraftTree:
 
     def take(self, most: int, min_value: float = 0.0) -> list[DraftNode]:
         """Removes the best nodes of the frontier, at most `most` of at least `min_value`, for expansion."""
+        return [DraftNode(self, row) for row in self.take_rows(most, min_value).tolist()]
+
+    def take_rows(self, most: int, min_value: float = 0.0) -> Ints:
+        """`take`, as rows of the columns."""
         taken = np.empty(min(most, self.waiting), dtype=np.int64)
-        count = kernels.take(self.forest.columns, self.number, len(taken), min_value, taken)
-        return [DraftNode(self, row) for row in taken[:count].tolist()]
+        return taken[: kernels.take(self.forest.columns, self.number, len(taken), min_value, taken)]
 
     def clear(self) -> None:
         """Drops every node below the root; ids go on counting."""
@@ -388,28 +391,35 @@ class DraftTree:
 
     def best(self, most: int, *, max_depth: int) -> list[DraftNode]:
         """At most `most` nodes of highest path value, best first; every node's parent stands before it."""
-        last, nodes = self.position + max_depth, self.forest.nodes
-        rows = [row for row in self._below() if nodes[row, POSITION] <= last]
+        return [DraftNode(self, row) for row in self.best_rows(most, max_depth=max_depth).tolist()]
+
+    def best_rows(self, most: int, *, max_depth: int) -> Ints:
+        """`best`, as rows of the columns."""
+        arrays, rows = self.forest.arrays, self._below()
+        rows = rows[arrays.nodes[rows, POSITION] <= self.position + max_depth]
         # No child is worth more than its parent, and ids break ties in the order that nodes were made.
-        rows.sort(key=lambda row: (-self.forest.values[row, VALUE], nodes[row, NODE_ID]))
-        return [DraftNode(self, row) for row in rows[:most]]
+        return rows[np.lexsort((arrays.nodes[rows, NODE_ID], -arrays.values[rows, VALUE]))[:most]]
 
-    def path_values(self) -> list[float]:
+    def path_values(self) -> npt.NDArray[np.float64]:
         """Of all nodes below the root, in no order."""
-        scale, values = 1 / self.root.value, self.forest.values
-        return [values[row, VALUE] * scale for row in self._below()]
+        return self.forest.arrays.values[self._below(), VALUE] / self.root.value
 
-    def _below(self) -> list[int]:
+    def _below(self) -> Ints:
         found = np.empty(self.size, dtype=np.int64)
         kernels.below(self.forest.columns, self.number, found)
-        return found.tolist()
+        return found
 
 
-def assign_keys(nodes: Sequence[DraftNode], first_offset: int) -> None:
-    """Gives nodes consecutive key offsets and the masks that follow from their parents', parents before children."""
-    for offset, node in enumerate(nodes, start=first_offset):
-        node._forest.reserve(keys=offset + 1)
-        kernels.give_key(node._forest.columns, node.row, offset)
+def assign_keys(forest: DraftForest, rows: Ints, first_offset: int) -> None:
+    """Gives nodes of a tree consecutive key offsets and the masks that follow from their parents'.
+
+    Args:
+        forest: of the tree.
+        rows: [n] of the columns, parents before children.
+        first_offset: of the first node.
+    """
+    forest.reserve(keys=first_offset + len(rows))
+    kernels.give_keys(forest.columns, rows, first_offset)
 
 
 def warm_up() -> None:
@@ -419,7 +429,7 @@ def warm_up() -> None:
     root = tree.root
     tree.promise(root, 0)
     tree.grow(root, [1, 2, 3], [0.5, 0.3, 0.2], None)
-    assign_keys(tree.take(1), 0)
+    assign_keys(forest, tree.take_rows(1), 0)
     limits = TakingLimits(
         branching=1,
         max_session_nodes=1,

@@ -336,15 +336,14 @@ def _nobody() -> None:
 def _end_level(session: DraftSession, step: GrowthStep) -> None:
     """Sync mode: after a step of the round's tree, either it can still become better or it is whole."""
     session.level += 1
-    values = sorted(session.tree.path_values(), reverse=True)
-    wanted = session.limits.sync_nodes
+    values, wanted = session.tree.path_values(), session.limits.sync_nodes
     # Children are worth at most their parent, so a parent below the last of the best adds nothing to them.
-    session.least_value = values[wanted - 1] if len(values) >= wanted else 0.0
+    session.least_value = float(np.partition(values, -wanted)[-wanted]) if len(values) >= wanted else 0.0
     if session.level >= session.limits.max_depth or session.tree.best_value <= session.least_value:
         _end_round(session, step)
 
 
 def _end_round(session: DraftSession, step: GrowthStep) -> None:
     limits = session.limits
-    step.add_nodes(session, session.tree.best(limits.sync_nodes, max_depth=limits.max_depth))
+    step.add_nodes(session, session.tree.best_rows(limits.sync_nodes, max_depth=limits.max_depth))
     session.level = -1

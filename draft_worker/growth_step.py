@@ -5,13 +5,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
+import numpy.typing as npt
 
 from outrider.draft_distribution import DraftDistribution
+from outrider.draft_worker.tree_kernels import ACCEPTANCE, NODE_ID, PARENT, SERIAL, TOKEN
 from outrider.growth_source import GrowthSource
 
 if TYPE_CHECKING:
     from outrider.draft_worker.draft_forest import GrownNodes
-    from outrider.draft_worker.draft_tree import DraftNode
     from outrider.draft_worker.session import DraftSession
 
 
@@ -208,21 +209,23 @@ class GrowthStep:
         """Growth that is put together already."""
         self._growths.append(growth)
 
-    def add_nodes(self, session: "DraftSession", nodes: "Sequence[DraftNode]") -> None:
-        """Growth: a sync session's whole tree."""
-        root = session.tree.root
-        parents = [node.parent for node in nodes]
+    def add_nodes(self, session: "DraftSession", rows: npt.NDArray[np.int64]) -> None:
+        """Growth: a sync session's whole tree, rows of its forest."""
+        tree = session.tree
+        nodes, values = tree.forest.arrays.nodes, tree.forest.arrays.values
+        parents = nodes[rows, PARENT]
+        serials = nodes[parents, SERIAL].tolist()
         self._growths.append(
             SessionGrowth(
                 owner=session.owner,
                 session_id=session.key[1],
                 epoch=session.epoch,
                 as_of=session.length,
-                node_ids=[node.node_id for node in nodes],
-                parents=[0 if parent is None or parent == root else parent.node_id for parent in parents],
-                tokens=[node.token for node in nodes],
-                acceptance=[node.acceptance for node in nodes],
-                distributions=[node.distribution for node in nodes],
+                node_ids=nodes[rows, NODE_ID].tolist(),
+                parents=np.where(parents == tree.root.row, 0, nodes[parents, NODE_ID]).tolist(),
+                tokens=nodes[rows, TOKEN].tolist(),
+                acceptance=values[rows, ACCEPTANCE].tolist(),
+                distributions=list(map(tree.distributions.get, serials)),
                 complete=True,
             )
         )

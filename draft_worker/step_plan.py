@@ -16,6 +16,7 @@ from outrider.draft_worker.draft_forest import NO_NODES, DraftForest, Ints, Take
 from outrider.draft_worker.draft_tree import DraftNode, assign_keys
 from outrider.draft_worker.growth_step import GrowthConfig
 from outrider.draft_worker.session import DraftSession
+from outrider.draft_worker.tree_kernels import POSITION, SERIAL, TOKEN
 from outrider.engine.draft_staging import MOST_PROMISED, GrowthRows
 from outrider.engine.kv_slots import SlotTable
 from outrider.log_output import about
@@ -46,7 +47,7 @@ class StepPlan:
         self.spans: list[tuple[DraftSession, int]] = []
         self.stuck: list[DraftSession] = []
         self.is_ranked = True
-        self._added: list[DraftNode] = []
+        self._added: list[tuple[int, int]] = []
         self._chained: set[tuple[int, int]] = set()
 
     def add_chain(self, session: DraftSession, count: int) -> None:
@@ -57,23 +58,25 @@ class StepPlan:
         self._chained.add(session.key)
         session.kv_len = end
         if whole:
-            self._added.append(session.tree.root)
+            root = session.tree.root
+            self._added.append((root.row, root.serial))
             self._span(session, 1)
 
-    def add_nodes(self, session: DraftSession, nodes: list[DraftNode], first_index: int) -> None:
-        """Nodes of the session's tree, their KV at key indices from `first_index` on."""
-        length = len(session.tokens)
-        assign_keys(nodes, first_index - length)
+    def add_nodes(self, session: DraftSession, nodes: Ints, first_index: int) -> None:
+        """Nodes of the session's tree, rows of the forest, their KV at key indices from `first_index` on."""
+        length, forest = len(session.tokens), session.tree.forest
+        assign_keys(forest, nodes, first_index - length)
+        columns = forest.arrays.nodes[nodes]
         self.rows.add_tree(
             session.row,
             tree_start=length,
             first_index=first_index,
-            token_ids=[node.token for node in nodes],
-            positions=[node.position for node in nodes],
-            masks=[node.mask for node in nodes],
+            token_ids=columns[:, TOKEN].tolist(),
+            positions=columns[:, POSITION].tolist(),
+            masks=[int.from_bytes(words.tobytes(), "little") for words in forest.arrays.masks[nodes]],
             record=session.sampling.record,
         )
-        self._added += nodes
+        self._added += zip(nodes.tolist(), columns[:, SERIAL].tolist(), strict=True)
         self._span(session, len(nodes))
 
     def add_trees(self, sessions: Sequence[DraftSession], taken: TakenNodes) -> None:
@@ -91,8 +94,7 @@ class StepPlan:
     def seal(self) -> None:
         """Nothing more is added."""
         if self._added:
-            added = np.array([(node.row, node.serial) for node in self._added])
-            self.nodes = np.concatenate([added, self.nodes])
+            self.nodes = np.concatenate([np.array(self._added), self.nodes])
 
     def holds_chain(self, session: DraftSession) -> bool:
         """Whether pending tokens of the session are in this forward."""
@@ -232,9 +234,9 @@ class StepPlanner:
         if session.level <= 0:
             return
         room = min(self._slots.max_row_len - self._slots.length(session.row), self._slots.free)
-        nodes = session.tree.take(min(room, self._config.sync_step_nodes), session.least_value)
+        nodes = session.tree.take_rows(min(room, self._config.sync_step_nodes), session.least_value)
         self._add_nodes(session, nodes, plan)
-        if not nodes:
+        if not len(nodes):
             plan.stuck.append(session)
 
     def _take(self, growing: list[DraftSession], plan: StepPlan, before: Ints) -> None:
@@ -257,8 +259,8 @@ class StepPlanner:
         assert has_room, "more nodes were chosen than there is room for"
         plan.add_trees([by_row[row] for row in taken.trees], taken)
 
-    def _add_nodes(self, session: DraftSession, nodes: list[DraftNode], plan: StepPlan) -> None:
-        if nodes:
+    def _add_nodes(self, session: DraftSession, nodes: Ints, plan: StepPlan) -> None:
+        if len(nodes):
             first_index = self._slots.length(session.row)
             self._slots.extend(session.row, len(nodes))
             plan.add_nodes(session, nodes, first_index)

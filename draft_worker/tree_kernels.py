@@ -123,9 +123,10 @@ def promise(columns: Any, parent: int, row: int) -> None:
 
 
 @compiled
-def give_key(columns: Any, node: int, offset: int) -> None:
-    """Gives a node its place for KV, and the mask that follows from its parent's."""
-    _give_key(columns.nodes, columns.masks, columns.trees, columns.keyed, node, offset)
+def give_keys(columns: Any, rows: Any, first: int) -> None:
+    """Gives nodes, int64 [n], parents before children, consecutive places for KV, and the masks that follow."""
+    for number in range(len(rows)):
+        _give_key(columns.nodes, columns.masks, columns.trees, columns.keyed, rows[number], first + number)
 
 
 @compiled

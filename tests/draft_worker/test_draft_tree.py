@@ -3,7 +3,8 @@ import gc
 import numpy as np
 import pytest
 
-from outrider.draft_worker.draft_tree import DraftNode, DraftTree, assign_keys
+from outrider.draft_worker import draft_tree
+from outrider.draft_worker.draft_tree import DraftNode, DraftTree
 
 
 def make_tree(**changes: int | frozenset[int]) -> DraftTree:
@@ -15,6 +16,11 @@ def grow(tree: DraftTree, parent: DraftNode, **acceptance: float) -> list[DraftN
     tokens = [int(name[1:]) for name in acceptance]
     assert tree.grow(parent, tokens, list(acceptance.values()), np.arange(len(tokens))) == len(tokens)
     return [parent.children[token] for token in tokens]
+
+
+def assign_keys(nodes: list[DraftNode], first_offset: int) -> None:
+    if nodes:
+        draft_tree.assign_keys(nodes[0]._forest, np.array([node.row for node in nodes]), first_offset)
 
 
 def take(tree: DraftTree, count: int) -> list[DraftNode]:
