@@ -148,8 +148,11 @@ class Trials:
             # Plain decoding, say: that the one way was slow there would be held against it beside others.
             self.current = choices[0] if choices else self.current
             return
-        if placed.bit_length() != self._bucket or self._block.way in hopeless:
-            self._bucket = placed.bit_length()
+        if placed.bit_length() != self._bucket:
+            # How long rounds of other numbers of sessions took is no measure of a pause.
+            self._bucket, self._usual_ns = placed.bit_length(), 0.0
+            self._begin(hopeless)
+        elif self._block.way in hopeless:
             self._begin(hopeless)
         block = self._block
         if self.current != block.way:

@@ -230,8 +230,8 @@ def _climb(above: Ints, numbers: Ints) -> tuple[Ints, Ints]:
 
 def _best_first(successor: Succession, nodes: Ints, place: Ints) -> Ints:
     """Of each session the best of these, best first; of equal ones the first: a parent stands before its children."""
-    # The bits of a float of 0 to 1 are in its order.
-    falling = _ONE - successor.values[nodes].view(np.int32).astype(np.int64)
+    # The bits of a float of 0 to 1 are in its order, but for a negative zero's.
+    falling = _ONE - np.maximum(successor.values[nodes].view(np.int32), 0).astype(np.int64)
     nodes = nodes[(place[nodes] << 32 | falling).argsort(kind="stable")]
     ranks = _ranked(place[nodes], len(successor.counts))[1]
     return nodes[ranks < successor.max_nodes[place[nodes]]]

@@ -39,7 +39,7 @@ def survivors(  # noqa: PLR0917
     sessions, total = len(counts), len(tokens)
     kept, roots = np.zeros(sessions, np.int64), np.full(sessions, -1)
     nodes, depths, keys = np.empty(total, np.int64), np.empty(total, np.int64), np.empty(total, np.int64)
-    # The bits of a float of 0 to 1 are in its order.
+    # The bits of a float of 0 to 1 are in its order, but for a negative zero's.
     bits = values.view(np.int32)
     first, found, followed = 0, 0, 0
     for session in range(sessions):
@@ -65,7 +65,7 @@ def survivors(  # noqa: PLR0917
                 continue
             depths[place] = depths[above] + 1
             if depths[place] <= max_depths[session] and values[place] >= floor:
-                keys[surviving] = -np.int64(bits[place]) << _PLACE_BITS | place
+                keys[surviving] = -max(np.int64(bits[place]), 0) << _PLACE_BITS | place
                 surviving += 1
         best = keys[:surviving]
         best.sort()

@@ -137,3 +137,15 @@ def test_a_long_life_leaves_the_filter_sound():
     trials = Trials(range(4))
     used = play(trials, [1.0, 1.01, 1.2, 1.0], 60_000, sessions=8, hopeless=frozenset({3}))
     assert used[2] > 0.8 * 60_000
+
+
+def test_longer_rounds_of_more_sessions_are_no_pauses():
+    """Rounds of many sessions take forty times as long: that must not count for the way that meets them first."""
+    trials, used = Trials(range(2)), [0, 0]
+    play(trials, [1.0, 1.0], 400, sessions=1)
+    for _ in range(200):
+        way = trials.current
+        used[way] += 1
+        rate = (0.9, 1.0)[way]
+        trials.observe(placed=256, sessions=256, verified=256, tokens=256 * rate, round_ns=40.0, hopeless=NOTHING)
+    assert used[1] > 0.7 * 200

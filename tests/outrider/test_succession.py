@@ -181,6 +181,15 @@ def test_a_miss_leaves_a_plain_step() -> None:
     assert not len(found.nodes)
 
 
+@pytest.mark.parametrize("find", [surviving, surviving_columns], ids=["one loop", "columns"])
+def test_a_negative_zero_is_a_zero(find: Callable[..., Survivors]) -> None:
+    """Whoever sends it: both ends must number the same nodes, by whatever they find them."""
+    values = [np.float32(value) for value in (1.0, 0.0, -0.0, 0.5, -0.0, 0.0)]
+    sent = Sent(True, 0, 0, 9, 8, 8, tokens=[9, 1, 2, 3, 4, 5], parents=[0, 1, 1, 1, 1, 1], values=values)
+    found = find(together([sent], 0.0), np.array([0]), np.array([9]))
+    assert found.nodes.tolist() == [3, 1, 2, 4, 5]
+
+
 @pytest.mark.skipif(not IS_COMPILED, reason="nothing is compiled without numba")
 def test_no_step_waits_for_the_compiler() -> None:
     succession_kernels.warm_up()
