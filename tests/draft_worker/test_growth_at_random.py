@@ -15,13 +15,14 @@ import pytest
 import torch
 
 from outrider.draft_distribution import WEIGHT_SUM
+from outrider.draft_worker import draft_forest
 from outrider.draft_worker.draft_forest import DraftForest
 from outrider.draft_worker.draft_tree import DraftNode
 from outrider.draft_worker.growth import TreeGrowth
 from outrider.draft_worker.growth_step import GrowthStep
 from outrider.draft_worker.session import DraftSession, GrowthLimits, GrowthMode
 from outrider.draft_worker.session_checks import CommitMismatch
-from outrider.draft_worker.tree_kernels import PROMISED, SERIAL, STATE, TAKEN
+from outrider.draft_worker.tree_kernels import FREE_ROWS, POOL_FIELDS, PROMISED, ROOT, SERIAL, STATE, TAKEN
 from outrider.errors import OutriderError
 from outrider.kernels.noise import gumbel_noise
 from outrider.sampling import SamplingSpec, VerificationRule
@@ -252,6 +253,10 @@ def test_whatever_happens_while_two_steps_are_under_way(
         return grown
 
     monkeypatch.setattr(DraftForest, "grow", grow_and_count)
+    if seed % 2:
+        # Room runs out in the middle of what is done.
+        monkeypatch.setattr(draft_forest, "_FIRST_NODES", 4)
+        monkeypatch.setattr(draft_forest, "_FIRST_HEAP", 2)
     world = World(seed, make_queued_growth, make_start, logits_after, queued=True)
     growth, chance, overlapped = world.growth, world.chance, 0
     for _ in range(500):
@@ -286,3 +291,9 @@ def check_all_given_back(growth: TreeGrowth) -> None:
     slots = growth.slots
     assert sorted(slots._free.tolist()) == list(range(slots.num_slots))
     assert (slots.used, slots.free_rows) == (0, len(slots.table))
+    columns = growth._forest._arrays
+    assert sorted(columns.pool[POOL_FIELDS:].tolist()) == list(range(columns.pool[FREE_ROWS])) != []
+    assert len(columns.nodes) == columns.pool[FREE_ROWS]
+    assert (columns.nodes[:, SERIAL] == -1).all()
+    assert (columns.trees[:, ROOT] == -1).all()
+    assert (columns.keyed == -1).all()
