@@ -1,8 +1,11 @@
 """The trees of a worker's sessions as columns, and the loops over them: planning, growing and committing.
 
-Compiled by numba; without it the same functions run in plain Python. A node is a row, which is given back when the node
-dies and handed out again under another serial number: whoever remembers a row across a commit compares that number.
-The rows of a session's frontier are a heap of its own, best value first, the lower id first among equals.
+Compiled by numba; without it the same functions run in plain Python. They stand in one file because what numba keeps on
+disk is made anew when a function's own file has changed, not when one that it calls has (`outrider.compiled`).
+
+A node is a row, which is given back when the node dies and handed out again under another serial number: whoever
+remembers a row across a commit compares that number. The rows of a session's frontier are a heap of its own, best value
+first, the lower id first among equals.
 
 Shapes: N rows of nodes, K children of a node that are considered, W words of a mask, S trees.
 """
