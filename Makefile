@@ -39,6 +39,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (some minutes the first time)"
 	@$(PIP_INSTALL) --editable '.[dev]'
+	@$(BIN)/python -m outrider.deploy.compile_loops
 	@touch $@
 
 demo: setup ## start the service on a local Ray, stream one completion, stop it

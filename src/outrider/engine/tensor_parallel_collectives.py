@@ -6,10 +6,10 @@ goes through NCCL. NVLink multicast stays off in both. On a CPU everything goes 
 Shapes: W ranks, P parts, T rows, N hidden, R rows of logits, v columns of a rank.
 """
 
+import json
 import logging
 import os
-import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -174,7 +174,7 @@ def _storages_of_all(
         RuntimeError: a rank's memory cannot be shared, or not be mapped.
     """
     try:
-        handle = pickle.dumps(own._share_cuda_()).hex()
+        handle = _packed(own._share_cuda_())
     except RuntimeError:
         # The others need not wait for it.
         store.set(_handle_key(meeting.rank), "")
@@ -186,11 +186,20 @@ def _storages_of_all(
             storages.append(own)
         elif handle := store.get(_handle_key(rank)).decode():
             # The first entry is the owner's GPU: mapped for that one, a second context would be made there.
-            _, *others = pickle.loads(bytes.fromhex(handle))
+            _, *others = _unpacked(handle)
             storages.append(torch.UntypedStorage._new_shared_cuda(device.index, *others))
         else:
             raise RuntimeError(f"rank {rank} has none to share")
     return storages
+
+
+def _packed(parts: Sequence[int | bytes]) -> str:
+    """A handle as text."""
+    return json.dumps([part.hex() if isinstance(part, bytes) else part for part in parts])
+
+
+def _unpacked(handle: str) -> list[int | bytes]:
+    return [bytes.fromhex(part) if isinstance(part, str) else part for part in json.loads(handle)]
 
 
 def _handle_key(rank: int) -> str:
