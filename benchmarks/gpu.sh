@@ -86,7 +86,6 @@ for name in "$@"; do
             unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY ;;
         sources) widened target 8b
             widened draft 160m
-            mkdir -p "$out/sources"
             part 240 sources "$python" benchmarks/sources.py --device cuda --gpus 2 --target "$checkpoints/target-8b" \
                 --draft "$checkpoints/draft-160m" --mixtures off model ngram model+ngram --workloads twice edits --sessions 16 \
                 --requests 64 --max-new-tokens 128 --max-depth 16 --max-nodes 31 --time-limit 160 --output "$out/sources.json" \

@@ -106,6 +106,7 @@ class Services:
         folder = self._options.log_folder
         if folder is None:
             return
+        folder.mkdir(parents=True, exist_ok=True)
         for role in roles:
             with (folder / f"{role.name} {of}.log").open("a", encoding="utf-8") as file:
                 file.write(role.stderr())
