@@ -16,7 +16,8 @@ from google.protobuf.message import DecodeError, Message
 Status = grpc.StatusCode
 
 CALL_S = 30.0
-_TRIES = 5
+# Between messages of one stream, try by try.
+_PAUSES_S = (0.0, 0.02, 0.1, 0.5, 2.0)
 # A door may refuse larger messages.
 _SMALLEST_LIMIT = 1 << 20
 
@@ -50,9 +51,10 @@ async def call(
         most_responses: of a stream without an end.
         timeout_s: for the call.
     """
-    for _ in range(_TRIES):
-        answer = await _call(channel, method, payloads, most_responses, timeout_s)
-        # What the client of gRPC says of a call that the server ended while it was still being written.
+    for pause_s in _PAUSES_S:
+        answer = await _call(channel, method, payloads, most_responses, timeout_s, pause_s=pause_s)
+        # What the client of gRPC says of a call that the server ended while it was still being written; the status
+        # that the server gave is lost then. With a pause before the next message it comes first.
         if answer.details != "Internal error from Core":
             break
     return answer
@@ -64,6 +66,8 @@ async def _call(
     payloads: Sequence[bytes],
     most_responses: int | None,
     timeout_s: float,
+    *,
+    pause_s: float,
 ) -> Answer:
     path = f"/{method.containing_service.full_name}/{method.name}"
     responses: list[bytes] = []
@@ -74,7 +78,11 @@ async def _call(
             with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 for payload in payloads:
                     await stream.write(payload)
-                await stream.done_writing()
+                    await asyncio.sleep(pause_s)
+                    if stream.done():
+                        break
+                else:
+                    await stream.done_writing()
         elif method.server_streaming:
             stream = channel.unary_stream(path)(payloads[0], timeout=timeout_s)
         else:
