@@ -5,53 +5,39 @@ with `enforce_eager` and with another attention backend than Triton's it is tran
 the other; both give the same logits but for rounding.
 """
 
-import math
-import mmap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PretrainedConfig
 
-from outrider.engine.attention import AttentionStep, TreeAttention, attention_operator
+from outrider.engine.attention import AttentionStep, TreeAttention
 from outrider.engine.batch import ForwardBatch
 from outrider.engine.buckets import BucketLadder
-from outrider.engine.checkpoint import ModelCard, load_checkpoint, read_checkpoint
+from outrider.engine.checkpoint import ModelCard, load_checkpoint
 from outrider.engine.config import EngineConfig
 from outrider.engine.decoder import Decoder
-from outrider.engine.decoder_spec import DecoderSpec
-from outrider.engine.decoder_weights import HEAD, load_decoder_weights
+from outrider.engine.decoder_loading import attention_of, load_decoder
+from outrider.engine.decoder_weights import HEAD
 from outrider.engine.eagle_memory import HeadMemory, head_memory
+from outrider.engine.kv_memory import MOST_CAPTURED, KvShape, fitting_slots, step_bytes
 from outrider.engine.kv_slots import SlotTable
 from outrider.engine.packed_linear import can_pack, pack_linear_layers
-from outrider.engine.step_program import KvCaches, StepProgram
+from outrider.engine.step_program import StepProgram
 from outrider.engine.step_runner import StepRunner
 from outrider.engine.tapped_layers import TappedLayers
 from outrider.engine.tensor_parallel import Ranks, start_ranks
-from outrider.engine.tensor_parallel_collectives import SumOptions
 from outrider.engine.weight_reload import RunningModel, refill_decoder, refill_model, stored_value
 from outrider.engine.weight_source import SafetensorsSource, WeightSource
 from outrider.errors import CheckpointError
-from outrider.kernels.scaled_weight import ScaledWeight
 from outrider.kernels.skinny_linear import Weight
 from outrider.kernels.tree_attention import TreeAttentionBatch
 
 __all__ = ["EngineConfig", "ModelCard", "ModelRunner"]
 
-_CPU_KV_BYTES = 1 << 30
-# From this compute capability on kernels read weights of 8 bits as they are.
-_CONVERTS_EIGHT_BITS = (8, 9)
 # Ranks that load other weights from a slow disk may take so long.
 REFILL_TIMEOUT_S = 1800.0
-# Rows of the largest step that is captured in a graph.
-_MOST_CAPTURED = 512
-# Rows of the largest prefill for which memory is left free of KV.
-_LARGEST_PREFILL = 4096
-# Of what ranks tell each other, the largest sum and the largest matrix of logits that go past NCCL.
-_MAILBOX_LETTER_BYTES = 16 << 20
-_MAILBOX_LOGITS_BYTES = 64 << 20
 
 
 class ModelRunner:
@@ -108,7 +94,7 @@ class ModelRunner:
         self._tapped: TappedLayers | None = None
         self._is_tapped = False
         if decoder:
-            self._decoder, model_config, self.info = _load_decoder(config, source, self.ranks)
+            self._decoder, model_config, self.info = load_decoder(config, source, self.ranks)
         else:
             self._model, self.info = load_checkpoint(config)
             model_config = self._model.config
@@ -118,8 +104,8 @@ class ModelRunner:
             if self.device.type == "cpu" and can_pack():
                 pack_linear_layers(self._model)
         self._model_config = model_config
-        shape = _KvShape(model_config, config)
-        self._attend = _attention_operator(config, shape.head_dim)
+        shape = KvShape(model_config, config)
+        self._attend = attention_of(config, shape.head_dim)
         row_len = self.info.max_model_len + config.max_tree_nodes
         head = HeadMemory(weights=0, per_slot=0)
         if draft_head is not None:
@@ -129,12 +115,12 @@ class ModelRunner:
                 target_hidden=model_config.hidden_size,
                 dtype=getattr(torch, config.dtype_name),
             )
-        num_slots = _num_slots(
+        num_slots = fitting_slots(
             config,
             bytes_per_slot=shape.bytes_per_slot + head.per_slot,
             most=config.max_num_seqs * row_len,
             device=self.device,
-            bytes_beside=_step_bytes(config, model_config) + head.weights,
+            bytes_beside=step_bytes(config, model_config) + head.weights,
         )
         num_slots = self.ranks.least(num_slots)
         self.slots = SlotTable(num_slots=num_slots, max_rows=config.max_num_seqs, max_row_len=row_len)
@@ -322,10 +308,10 @@ class ModelRunner:
         tensor = torch.from_numpy(array)
         return tensor if self.device.type == "cpu" else tensor.to(self.device, non_blocking=True)
 
-    def _step_runner(self, decoder: Decoder, shape: "_KvShape", row_len: int) -> StepRunner:
+    def _step_runner(self, decoder: Decoder, shape: KvShape, row_len: int) -> StepRunner:
         config = self.config
         ladder = BucketLadder(
-            max_tokens=_MOST_CAPTURED,
+            max_tokens=MOST_CAPTURED,
             max_sessions=config.max_num_seqs,
             row_len=row_len,
             max_nodes=config.max_tree_nodes + 1,
@@ -345,146 +331,5 @@ class ModelRunner:
         return StepRunner(program, ladder, self.slots, unrolled=config.deterministic, graphs=graphs, ranks=self.ranks)
 
 
-def _load_decoder(
-    config: EngineConfig, source: WeightSource | None, ranks: Ranks
-) -> tuple[Decoder, PretrainedConfig, ModelCard]:
-    model_config, card = read_checkpoint(config)
-    spec = DecoderSpec.of(model_config)
-    attend = _attention_operator(config, spec.head_dim)
-    if config.quantization == "fp8":
-        check_eight_bits(config, ranks.device)
-    weights = load_decoder_weights(
-        source or SafetensorsSource(Path(config.model_path)),
-        spec,
-        ranks.device,
-        getattr(torch, config.dtype_name),
-        rank=ranks.rank,
-        world_size=ranks.world_size,
-        quantized=config.quantization == "fp8",
-    )
-    if any(isinstance(layer.qkv, ScaledWeight) for layer in weights.layers):
-        check_eight_bits(config, ranks.device)
-    all_reduce = gather_logits = sum_norm = None
-    if ranks.world_size > 1:
-        collectives = ranks.connect(
-            SumOptions(
-                letter_bytes=_MAILBOX_LETTER_BYTES,
-                gathered_bytes=_MAILBOX_LOGITS_BYTES,
-                hidden_size=spec.hidden_size,
-                dtype=getattr(torch, config.dtype_name),
-                fixed=config.deterministic,
-            )
-        )
-        all_reduce, gather_logits = collectives.all_reduce, collectives.gather_logits
-        sum_norm = collectives.sum_norm
-    decoder = Decoder(
-        spec,
-        weights,
-        attend=attend,
-        all_reduce=all_reduce,
-        sum_norm=sum_norm,
-        gather_logits=gather_logits,
-        fixed=config.deterministic,
-    )
-    return decoder, model_config, card
-
-
 def _weight_of(layer: Any) -> torch.Tensor:
     return layer.weight
-
-
-def check_eight_bits(config: EngineConfig, device: torch.device) -> None:
-    """Refuses deterministic steps with weights of 8 bits where torch would write these out before a product.
-
-    Its order of sums follows the number of rows.
-
-    Raises:
-        CheckpointError: on a GPU below compute capability 8.9.
-    """
-    if not config.deterministic or device.type != "cuda":
-        return
-    found = torch.cuda.get_device_capability(device)
-    if found < _CONVERTS_EIGHT_BITS:
-        raise CheckpointError(
-            f"{config.model_path}: deterministic with weights of 8 bits needs a GPU of compute capability 8.9 or more, "
-            f"not {found[0]}.{found[1]} ({device}): leave one of the two out"
-        )
-
-
-def _attention_operator(config: EngineConfig, head_dim: int) -> TreeAttention:
-    try:
-        return attention_operator(config.attention_backend_name, head_dim)
-    except ValueError as error:
-        raise CheckpointError(f"{config.model_path}: {error}") from error
-
-
-class _KvShape:
-    """The shape of one rank's caches, from the checkpoint's configuration."""
-
-    def __init__(self, model_config: PretrainedConfig, config: EngineConfig) -> None:
-        self.layers: int = model_config.num_hidden_layers
-        self.heads: int = model_config.num_key_value_heads // config.tensor_parallel_size
-        head_dim = getattr(model_config, "head_dim", None)
-        self.head_dim: int = head_dim or model_config.hidden_size // model_config.num_attention_heads
-        self.dtype: torch.dtype = getattr(torch, config.dtype_name)
-        if config.kv_cache_dtype == "fp8_e4m3":
-            self.dtype = torch.float8_e4m3fn
-        self._place = str(config.model_path)
-
-    @property
-    def bytes_per_slot(self) -> int:
-        """Keys and values of all layers."""
-        return 2 * self.layers * self.heads * self.head_dim * self.dtype.itemsize
-
-    def caches(self, num_slots: int, device: torch.device) -> KvCaches:
-        """Empty caches.
-
-        Raises:
-            CheckpointError: the device has no room.
-        """
-        free = "" if device.type == "cpu" else f", {torch.cuda.mem_get_info(device)[0] / 1e9:.2f} GB are free"
-        try:
-            # Zeros, not empty: what lies in a slot never written is multiplied by a weight of 0, and 0 * NaN is NaN.
-            shape = (num_slots, self.heads, self.head_dim)
-            keys, values = ([_zeros(shape, self.dtype, device) for _ in range(self.layers)] for _ in range(2))
-            positions = torch.zeros(num_slots, dtype=torch.int32, device=device)
-        # torch's own OutOfMemoryError is a RuntimeError, but on a CPU it is none; the system's refusals are the others.
-        except (RuntimeError, OSError, OverflowError) as error:
-            raise CheckpointError(
-                f"{self._place}: no room on {device} for KV: {num_slots} slots take "
-                f"{num_slots * self.bytes_per_slot / 1e9:.2f} GB{free}. Lower kv_cache_memory_fraction, kv_bytes or "
-                "num_slots, take kv_cache_dtype fp8_e4m3, or free the memory that others hold"
-            ) from error
-        return KvCaches(keys=keys, values=values, positions=positions)
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """On a CPU of pages that the system gives once they are written: a worker starts sooner, and holds what it uses."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return torch.frombuffer(pages, dtype=dtype).view(shape)
-
-
-def _step_bytes(config: EngineConfig, model_config: PretrainedConfig) -> int:
-    """About what the largest step needs beside weights and KV: a prefill's activations, logits and their processors."""
-    itemsize = getattr(torch, config.dtype_name).itemsize
-    row = 4 * model_config.hidden_size + 3 * model_config.intermediate_size // config.tensor_parallel_size
-    return _LARGEST_PREFILL * row * itemsize + 3 * _MOST_CAPTURED * model_config.vocab_size * 4
-
-
-def _num_slots(config: EngineConfig, *, bytes_per_slot: int, most: int, device: torch.device, bytes_beside: int) -> int:
-    """At most `most`; `bytes_beside` is what else the device has to hold from now on."""
-    if config.num_slots is not None:
-        return config.num_slots
-    kv_bytes = config.kv_bytes
-    if kv_bytes is None:
-        kv_bytes = _CPU_KV_BYTES
-        if device.type == "cuda":
-            free = torch.cuda.mem_get_info(device)[0] - bytes_beside
-            kv_bytes = int(free * config.kv_cache_memory_fraction)
-    num_slots = min(kv_bytes // bytes_per_slot, most)
-    if num_slots < 1:
-        raise CheckpointError(f"{config.model_path}: {kv_bytes} bytes of KV memory hold no token, "
-                              f"{bytes_per_slot} needed for each")  # fmt: skip
-    return num_slots

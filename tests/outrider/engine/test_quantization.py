@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from outrider.engine.batch import BatchBuilder
 from outrider.engine.checkpoint import read_checkpoint
+from outrider.engine.decoder_loading import check_eight_bits
 from outrider.engine.decoder_spec import DecoderSpec
 from outrider.engine.decoder_weights import load_decoder_weights
-from outrider.engine.model_runner import EngineConfig, ModelRunner, check_eight_bits
+from outrider.engine.model_runner import EngineConfig, ModelRunner
 from outrider.engine.weight_source import FunctionSource, SafetensorsSource
 from outrider.errors import CheckpointError
 from outrider.kernels.scaled_weight import ScaledWeight

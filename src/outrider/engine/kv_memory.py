@@ -1,0 +1,106 @@
+"""How much KV fits a device, and the caches that hold it."""
+
+import math
+import mmap
+
+import torch
+from transformers import PretrainedConfig
+
+from outrider.engine.config import EngineConfig
+from outrider.engine.step_program import KvCaches
+from outrider.errors import CheckpointError
+
+# Rows of the largest step that is captured in a graph.
+MOST_CAPTURED = 512
+_CPU_KV_BYTES = 1 << 30
+# Rows of the largest prefill for which memory is left free of KV.
+_LARGEST_PREFILL = 4096
+
+
+class KvShape:
+    """The shape of one rank's caches, from the checkpoint's configuration.
+
+    Attributes:
+        layers: each has keys and values.
+        heads: of keys and values, on this rank.
+        head_dim: numbers of each.
+        dtype: of a number.
+    """
+
+    def __init__(self, model_config: PretrainedConfig, config: EngineConfig) -> None:
+        self.layers: int = model_config.num_hidden_layers
+        self.heads: int = model_config.num_key_value_heads // config.tensor_parallel_size
+        head_dim = getattr(model_config, "head_dim", None)
+        self.head_dim: int = head_dim or model_config.hidden_size // model_config.num_attention_heads
+        self.dtype: torch.dtype = getattr(torch, config.dtype_name)
+        if config.kv_cache_dtype == "fp8_e4m3":
+            self.dtype = torch.float8_e4m3fn
+        self._place = str(config.model_path)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Keys and values of all layers."""
+        return 2 * self.layers * self.heads * self.head_dim * self.dtype.itemsize
+
+    def caches(self, num_slots: int, device: torch.device) -> KvCaches:
+        """Empty caches.
+
+        Raises:
+            CheckpointError: the device has no room.
+        """
+        free = "" if device.type == "cpu" else f", {torch.cuda.mem_get_info(device)[0] / 1e9:.2f} GB are free"
+        try:
+            # Zeros, not empty: what lies in a slot never written is multiplied by a weight of 0, and 0 * NaN is NaN.
+            shape = (num_slots, self.heads, self.head_dim)
+            keys, values = ([_zeros(shape, self.dtype, device) for _ in range(self.layers)] for _ in range(2))
+            positions = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        # torch's own OutOfMemoryError is a RuntimeError, but on a CPU it is none; the system's refusals are the others.
+        except (RuntimeError, OSError, OverflowError) as error:
+            raise CheckpointError(
+                f"{self._place}: no room on {device} for KV: {num_slots} slots take "
+                f"{num_slots * self.bytes_per_slot / 1e9:.2f} GB{free}. Lower kv_cache_memory_fraction, kv_bytes or "
+                "num_slots, take kv_cache_dtype fp8_e4m3, or free the memory that others hold"
+            ) from error
+        return KvCaches(keys=keys, values=values, positions=positions)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On a CPU of pages that the system gives once they are written: a worker starts sooner, and holds what it uses."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
+
+
+def step_bytes(config: EngineConfig, model_config: PretrainedConfig) -> int:
+    """About what the largest step needs beside weights and KV: a prefill's activations, logits and their processors."""
+    itemsize = getattr(torch, config.dtype_name).itemsize
+    row = 4 * model_config.hidden_size + 3 * model_config.intermediate_size // config.tensor_parallel_size
+    return _LARGEST_PREFILL * row * itemsize + 3 * MOST_CAPTURED * model_config.vocab_size * 4
+
+
+def fitting_slots(
+    config: EngineConfig, *, bytes_per_slot: int, most: int, device: torch.device, bytes_beside: int
+) -> int:
+    """How many slots there will be: those configured, else what memory holds.
+
+    Args:
+        most: more are of no use.
+        bytes_beside: what else the device has to hold from now on.
+
+    Raises:
+        CheckpointError: not even one fits.
+    """
+    if config.num_slots is not None:
+        return config.num_slots
+    kv_bytes = config.kv_bytes
+    if kv_bytes is None:
+        kv_bytes = _CPU_KV_BYTES
+        if device.type == "cuda":
+            free = torch.cuda.mem_get_info(device)[0] - bytes_beside
+            kv_bytes = int(free * config.kv_cache_memory_fraction)
+    num_slots = min(kv_bytes // bytes_per_slot, most)
+    if num_slots < 1:
+        raise CheckpointError(f"{config.model_path}: {kv_bytes} bytes of KV memory hold no token, "
+                              f"{bytes_per_slot} needed for each")  # fmt: skip
+    return num_slots
