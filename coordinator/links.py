@@ -298,9 +298,9 @@ class DraftLink(WorkerLink):
         vocab_size: tokens of the draft's model.
     """
 
-    # Some five steps of many sessions: what a draft is further ahead of its reader is stale when it is read, so there
-    # it rests (`front_process`). Over a round trip of 3 ms it is 5 MB/s, 1,600 such steps a second.
-    unread_bytes = 16 << 10
+    # Some ten steps of many sessions: what a draft is further ahead of its reader is stale when it is read, so there it
+    # rests (`front_process`). With less, a draft behind a round trip of 3 ms could not send all steps that it makes.
+    unread_bytes = 32 << 10
 
     def __init__(
         self,
