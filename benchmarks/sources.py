@@ -6,7 +6,8 @@
 
 Three workloads (benchmarks/source_bench/workloads.py): code edits of a given file, answers that quote a passage, and
 the same requests twice. Each mixture of sources has drafts of its own, started anew, so that every trie begins empty;
-requests of all mixtures are the same, and so have to be their outputs. Ratios are to `off` in the same run.
+requests of all mixtures are the same, and so have to be their outputs. Ratios are to `off` in the same run. Each pass
+says what its draft did and what the coordinator made of it (benchmarks/source_bench/readings.py).
 """
 
 import os

@@ -298,6 +298,10 @@ class DraftLink(WorkerLink):
         vocab_size: tokens of the draft's model.
     """
 
+    # Some ten steps of many sessions: what a draft is further ahead of its reader is stale when it is read, so there it
+    # rests (`front_process`). With less, a draft behind a round trip of 3 ms could not send all steps that it makes.
+    unread_bytes = 32 << 10
+
     def __init__(
         self,
         address: str,

@@ -19,6 +19,7 @@ from outrider.coordinator.forest import Forest, Ints, Moves
 from outrider.coordinator.forest_kernels import GRAFTED, PASSED, TO_MERGE, UNWANTED, Arriving
 from outrider.coordinator.messages import GrowthBatch
 from outrider.coordinator.source_mix import Kind
+from outrider.growth_source import GrowthSource
 
 
 class TreeMirror:
@@ -113,10 +114,20 @@ def _graft_trees(
     places = np.arange(len(rows)).repeat(growth.node_counts)
     lengths, roots = forest.rows.length.take(rows), forest.root.take(rows)
     of_sessions = map(entries, (views, as_of, lengths, roots))
-    of_nodes = map(entries, (places, growth.node_ids, growth.parents, growth.tokens, growth.acceptance))
+    # Beside other sources a model's estimates are corrected, and its nodes noted as its own.
+    by_model = forest.mix.is_active and growth.sources is None
+    acceptance = growth.acceptance
+    if by_model:
+        acceptance = forest.mix.corrected(rows[places], np.full(nodes, int(GrowthSource.MODEL)), acceptance)
+    of_nodes = map(entries, (places, growth.node_ids, growth.parents, growth.tokens, acceptance))
     arriving = Arriving(*of_sessions, *of_nodes, *map(entries, (status, slots, before, grafted)))
-    by_source = forest.mix.is_active or growth.sources is not None
-    while forest.graft(arriving, merges=by_source):
+    is_noted = np.zeros(nodes, dtype=np.bool_)
+    has_more = True
+    while has_more:
+        has_more = forest.graft(arriving, merges=growth.sources is not None)
+        if by_model and len(made := np.flatnonzero((status == GRAFTED) & ~is_noted)):
+            found = forest.find(views[places[made]], growth.node_ids[made])
+            forest.mix.note_made(forest, slots[made], found, growth.acceptance[made])
         if len(alike := np.flatnonzero(status == TO_MERGE)):
             merged = _merge(forest, growth, alike, slots[alike])
             forest.name(views[places[alike]], growth.node_ids[alike], merged)
@@ -128,6 +139,7 @@ def _graft_trees(
             )
             grafted[places[node]] += is_committed
             status[node] = GRAFTED if is_committed else UNWANTED
+        is_noted = status == GRAFTED
     return grafted
 
 

@@ -138,6 +138,19 @@ class SourceMix:
         self._is_expanded[parents[sources == GrowthSource.MODEL]] = True
         return slots
 
+    def note_made(self, forest: "Forest", parents: "Ints", slots: "Ints", estimates: "Floats") -> None:
+        """A model's nodes that nobody had grown before are in the forest by now, by their corrected estimates.
+
+        Args:
+            parents: [n] their parents' slots.
+            slots: [n] their own.
+            estimates: [n] as the model said.
+        """
+        self._freshen(forest, slots, 0)
+        self._estimate[slots, GrowthSource.MODEL] = np.clip(estimates, _LEAST, _MOST)
+        self._freshen(forest, parents, forest.next_serial)
+        self._is_expanded[parents] = True
+
     def _freshen(self, forest: "Forest", slots: "Ints", first_new: int) -> None:
         """What is noted of these slots is of the nodes that are there now: nothing yet of those from `first_new` on."""
         if (more := len(forest.row) - len(self._serial)) > 0:

@@ -25,10 +25,13 @@ logger = logging.getLogger(__name__)
 class WorkerLink:
     """What links to targets and to drafts share: the channel, the two tasks, and one notice when the stream is lost."""
 
+    unread_bytes: int | None = None
+    """What the worker may send beyond what was read, about; None: megabytes."""
+
     def __init__(self, address: str, *, tls: TlsConfig | None, role: Role, on_lost: Callable[[str], None]) -> None:
         self.address = address
         # Whatever answers at the address that a worker named has to prove that it is one.
-        self._channel = rpc.open_channel(address, tls=tls, peer=role)
+        self._channel = rpc.open_channel(address, tls=tls, peer=role, unread_bytes=self.unread_bytes)
         self._on_lost = on_lost
         self._tasks: list[asyncio.Task[None]] = []
         self._outgoing_ready = asyncio.Event()

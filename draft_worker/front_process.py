@@ -33,12 +33,16 @@ from outrider.v1 import draft_pb2
 
 _Outgoing = asyncio.Queue[bytes | status_pb2.Status | None]
 _SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"]
+# Messages of a stream that may wait here before its sessions rest: writing takes its time where all is well, too.
+_MOST_WAITING = 2
 
 
 class Relay(asyncio.Protocol):
     """Streams of coordinators on one side, frames on the other.
 
-    What waits here is bounded by the credit of the streams' sessions: a coordinator that does not read does not commit.
+    A coordinator may commit and yet not read: results come before growth, and every commit gives credit back. What it
+    reads late is of commits long past, and costs it as much. So where a stream is not read, its sessions rest until
+    what waits has left: what they grow then follows from the last commit.
     """
 
     def __init__(self) -> None:
@@ -47,6 +51,7 @@ class Relay(asyncio.Protocol):
         self._numbers = itertools.count(1)
         # Of each stream, what it is to be sent: messages, an error, None to end.
         self._outgoing: dict[int, _Outgoing] = {}
+        self._held: set[int] = set()
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Offers the service there, with messages as bytes."""
@@ -66,9 +71,13 @@ class Relay(asyncio.Protocol):
                 if isinstance(message, status_pb2.Status):
                     await context.abort_with_status(rpc_status.to_status(message))  # pyright: ignore[reportAttributeAccessIssue] - the stubs lack it
                 await context.write(message)
+                if number in self._held and outgoing.empty():
+                    self._held.discard(number)
+                    self._send(Kind.RESUMED, number)
         finally:
             reader.cancel()
             del self._outgoing[number]
+            self._held.discard(number)
             self._send(Kind.LEFT, number)
 
     def end_streams(self) -> None:
@@ -102,6 +111,9 @@ class Relay(asyncio.Protocol):
             return
         if kind is Kind.GROWTH:
             outgoing.put_nowait(payload)
+            if outgoing.qsize() > _MOST_WAITING and number not in self._held:
+                self._held.add(number)
+                self._send(Kind.HELD, number)
         else:
             outgoing.put_nowait(None if kind is Kind.ENDED else status_pb2.Status.FromString(payload))
 

@@ -27,6 +27,10 @@ class Kind(IntEnum):
     """From the growth thread: the stream is to end; the payload is a `Status`."""
     ENDED = 7
     """From the growth thread: the stream is to end in order."""
+    HELD = 8
+    """To the growth thread: growth of this stream waits to be read; no more of it for now."""
+    RESUMED = 9
+    """To the growth thread: what waited has left."""
 
 
 Frame = tuple[Kind, int, bytes]

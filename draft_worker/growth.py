@@ -172,6 +172,10 @@ class TreeGrowth:
         for session in [held for held in self._sessions.values() if held.owner is owner]:
             self._remove(session)
 
+    def keys_of(self, owner: Any) -> set[tuple[int, int]]:
+        """Keys of an owner's sessions."""
+        return {key for key, session in self._sessions.items() if session.owner is owner}
+
     def warm_up(self) -> None:
         """Compiles and captures what steps need, on a device where that is done ahead."""
         config = self.config

@@ -81,6 +81,10 @@ class Growth(Protocol):
         """Closes every session of an owner."""
         ...
 
+    def keys_of(self, owner: Any) -> set[tuple[int, int]]:
+        """Keys of an owner's sessions."""
+        ...
+
     def match(self, left_out: Container[tuple[int, int]] = ()) -> GrowthStep | None:
         """What grows without a forward since the last opens and commits; None if nothing is to be said.
 

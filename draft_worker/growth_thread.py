@@ -115,7 +115,15 @@ class LeaveCommand:
     owner: GrowthOwner
 
 
-Command = OpenCommand | CommitCommand | CloseCommand | LeaveCommand
+@dataclass(frozen=True, slots=True)
+class HoldCommand:
+    """An owner's growth is not read any more: its sessions rest; or it is again, and they go on."""
+
+    owner: GrowthOwner
+    is_held: bool
+
+
+Command = OpenCommand | CommitCommand | CloseCommand | LeaveCommand | HoldCommand
 Inbox = SimpleQueue[Sequence[Command] | None] | SocketInbox[Sequence[Command]]
 
 
@@ -131,6 +139,7 @@ class GrowthThread:
         stopped: done when the thread ends; its exception is what ended it.
         watch: whether it still gets on.
         counts: of its steps.
+        holds: times that an owner's sessions had to rest, for their growth was not read.
     """
 
     def __init__(self, make_growth: Callable[[], Growth], inbox: Inbox | None = None) -> None:
@@ -146,6 +155,9 @@ class GrowthThread:
         self._backlog: deque[Command | None] = deque()
         self._thread = threading.Thread(target=self._run, name="draft-growth", daemon=True)
         self._busy_ns = 0
+        # Owners whose sessions rest.
+        self._held: list[GrowthOwner] = []
+        self.holds = 0
         self.watch = StepWatch()
         self.counts = StepCounts()
         self._holdups = StepHoldups(logger, "growth")
@@ -200,7 +212,7 @@ class GrowthThread:
         idle = True
         while self._apply_some(growth, block=idle):
             self.watch.begins(None)
-            left_out = {command.key for command in self._backlog if _is_keyed(command)}
+            left_out = self._left_out(growth)
             self._match(growth, left_out)
             begun = growth.begin(left_out)
             idle = not growth.num_begun
@@ -246,7 +258,7 @@ class GrowthThread:
             command = self._backlog.popleft()
             if command is None:
                 return False
-            _apply(growth, command)
+            self._apply(growth, command)
             count -= 1
         return True
 
@@ -263,9 +275,9 @@ class GrowthThread:
                     return True
                 command = self._backlog.popleft()
                 assert command is not None
-                _apply(growth, command)
+                self._apply(growth, command)
                 if not self._backlog:
-                    self._match(growth)
+                    self._match(growth, self._left_out(growth))
                     if growth.takes_another:
                         return False
             else:
@@ -293,6 +305,24 @@ class GrowthThread:
                 received, block, timeout_ns = True, False, 0
         except Empty:
             return received
+
+    def _left_out(self, growth: Growth) -> Container[tuple[int, int]]:
+        """Keys of sessions whose commands wait, and of those whose growth would not be read."""
+        left_out = {command.key for command in self._backlog if _is_keyed(command)}
+        for owner in self._held:
+            left_out |= growth.keys_of(owner)
+        return left_out
+
+    def _apply(self, growth: Growth, command: Command) -> None:
+        if isinstance(command, LeaveCommand | HoldCommand):
+            self._held = [owner for owner in self._held if owner is not command.owner]
+        if isinstance(command, LeaveCommand):
+            growth.close_owned(command.owner)
+        elif not isinstance(command, HoldCommand):
+            _apply(growth, command)
+        elif command.is_held:
+            self._held.append(command.owner)
+            self.holds += 1
 
     def _match(self, growth: Growth, left_out: Container[tuple[int, int]] = ()) -> None:
         """Hands out what grows without a forward, before one is begun."""
@@ -331,13 +361,10 @@ def spare_collector() -> None:
 
 def _is_keyed(command: Command | None) -> TypeGuard[OpenCommand | CommitCommand | CloseCommand]:
     """Whether the command is one session's."""
-    return command is not None and not isinstance(command, LeaveCommand)
+    return command is not None and not isinstance(command, LeaveCommand | HoldCommand)
 
 
-def _apply(growth: Growth, command: Command) -> None:
-    if isinstance(command, LeaveCommand):
-        growth.close_owned(command.owner)
-        return
+def _apply(growth: Growth, command: OpenCommand | CommitCommand | CloseCommand) -> None:
     try:
         if isinstance(command, CommitCommand):
             session_id, epoch = command.key[1], command.epoch

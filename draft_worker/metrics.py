@@ -25,6 +25,9 @@ def draft_metrics(thread: GrowthThread, growth: SourcedGrowth, *, model_name: st
             step_age_s=thread.watch.age_s,
         )
         describe_worker(families, thread.counts, gauges, role="draft", model_name=model_name)
+        families.counter(
+            "draft_holds", "Times that a coordinator did not read growth and its sessions rested.", thread.holds
+        )
         if growth.ngram is not None:
             describe_ngram(families, growth.ngram.source)
 

@@ -192,6 +192,10 @@ class NgramGrowth:
         for session in [held for held in self._sessions.values() if held.owner is owner]:
             self._remove(session)
 
+    def keys_of(self, owner: Any) -> set[tuple[int, int]]:
+        """Keys of an owner's sessions."""
+        return {key for key, session in self._sessions.items() if session.owner is owner}
+
     def match(self, left_out: Container[tuple[int, int]] = ()) -> GrowthStep | None:
         """The guesses of all sessions that were opened or committed to; None if there is nothing to say."""
         if not self._due:

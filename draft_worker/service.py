@@ -15,6 +15,7 @@ from outrider.draft_worker.growth_thread import (
     CloseCommand,
     Command,
     CommitCommand,
+    HoldCommand,
     LeaveCommand,
     Load,
     OpenCommand,
@@ -62,6 +63,8 @@ class DraftStreams:
                 found += self._streams[number].commands(payload)
             elif kind is Kind.DONE:
                 self.send(Kind.ENDED, number)
+            elif kind in (Kind.HELD, Kind.RESUMED):
+                found.append(HoldCommand(self._streams[number], is_held=kind is Kind.HELD))
             else:
                 stream = self._streams.pop(number)
                 stream.end()

@@ -166,6 +166,10 @@ class SourcedGrowth:
             if session.owner is owner:
                 self.close(key, session.epoch)
 
+    def keys_of(self, owner: Any) -> set[tuple[int, int]]:
+        """Keys of an owner's sessions."""
+        return {key for key, session in self._sessions.items() if session.owner is owner}
+
     def match(self, left_out: Container[tuple[int, int]] = ()) -> GrowthStep | None:
         """What n-grams give since the last opens and commits; None if that is nothing."""
         return None if self.ngram is None else self.ngram.match(left_out)

@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks.end_bench.checkpoints import widen
 from benchmarks.source_bench.driving import PassFigures, drive
+from benchmarks.source_bench.readings import in_between, line, told
 from benchmarks.source_bench.services import MIXTURES, ServiceOptions, Services
 from benchmarks.source_bench.workloads import NAMES, Workload, workload
 from rich.console import Console
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         options = _service_options(chosen, Path(folder))
         with Services(options) as services:
-            rows = measure(services, chosen, say=lambda line: console.print(f"[dim]{line}"))
+            rows = measure(services, chosen, say=lambda line: console.print(f"[dim]{line}", soft_wrap=True))
     # A terminal may be narrower than the table; a file need not be.
     Console(stderr=chosen.json, width=max(console.width, 150)).print(table(rows))
     if chosen.json:
@@ -58,6 +59,7 @@ def measure(services: Services, chosen: argparse.Namespace, *, say: Any) -> list
             for number, figures in enumerate(passes, start=1):
                 rows.append(key | {"pass": number} | compared(figures, plain, truth, passes[0]))
                 say(f"{own.name}, {temperature:g}, {sessions} at a time, {mixture}, pass {number}: {_line(rows[-1])}")
+                say(f"    {line(figures.told)}")
             if chosen.output is not None:
                 # A run that is cut short leaves what it has.
                 chosen.output.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
@@ -71,7 +73,14 @@ def _passes(services: Services, own: Workload, mixture: str, **how: Any) -> list
         warm = [f"# {number}\nimport os\n" for number in range(sessions)]
         asyncio.run(drive(services.endpoint, warm, mixture, **how))
         count = 1 if mixture == "off" else own.passes
-        return [asyncio.run(drive(services.endpoint, prompts, mixture, **how)) for _ in range(count)]
+        return [_pass(services, prompts, mixture, **how) for _ in range(count)]
+
+
+def _pass(services: Services, prompts: Sequence[str], mixture: str, **how: Any) -> PassFigures:
+    before = services.readings()
+    figures = asyncio.run(drive(services.endpoint, prompts, mixture, **how))
+    figures.told = told(in_between(before, services.readings()), figures.seconds)
+    return figures
 
 
 def compared(figures: PassFigures, plain: PassFigures | None, truth: PassFigures, first: PassFigures) -> dict[str, Any]:
@@ -89,6 +98,7 @@ def compared(figures: PassFigures, plain: PassFigures | None, truth: PassFigures
             word: dict(zip(("drafted", "submitted", "accepted"), counts, strict=True))
             for word, counts in figures.sources.items()
         },
+        "told": figures.told,
         # In float32 equal but for ties; in bfloat16 a step's size moves the last bits.
         "different_outputs": sum(a != b for a, b in zip(figures.outputs, truth.outputs, strict=True)),
         "requests": len(figures.outputs),

@@ -19,6 +19,7 @@ class PassFigures:
         seconds: from the first request's start to the last one's end.
         outputs: token ids of each request, in the requests' order.
         sources: by source, tokens drafted, submitted and accepted.
+        told: what the processes counted meanwhile (`readings.told`).
     """
 
     seconds: float
@@ -28,6 +29,7 @@ class PassFigures:
     accepted: int = 0
     tpot_ms: list[float] = field(default_factory=list)
     sources: dict[str, list[int]] = field(default_factory=dict)
+    told: dict[str, Any] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:

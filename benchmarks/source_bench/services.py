@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from benchmarks.source_bench.readings import Readings, log_lines, read_metrics
+
 from outrider.client import Client
 from outrider.errors import WorkerUnavailable
+from outrider.ports import free_port
 from outrider.role_process import RoleProcess, stop_all
 
 _POLL_S = 0.05
@@ -60,6 +64,7 @@ class Services:
     def __init__(self, options: ServiceOptions) -> None:
         self._options = options
         self._roles: list[RoleProcess] = []
+        self._metrics_ports: dict[RoleProcess, int] = {}
         self.endpoint = ""
 
     def __enter__(self) -> Self:
@@ -101,6 +106,14 @@ class Services:
                 self._roles.remove(worker)
             self._await_workers(1)
 
+    def readings(self) -> Readings:
+        """What the processes that run have counted so far, by role."""
+        found: dict[str, Counter[str]] = {}
+        for role in self._roles:
+            counts = read_metrics(self._metrics_ports[role]) + log_lines(role.stderr())
+            found[role.name] = found.get(role.name, Counter()) + counts
+        return found
+
     def _keep_logs(self, roles: Sequence[RoleProcess], of: str) -> None:
         """Mixtures come again with each workload: their logs go on."""
         folder = self._options.log_folder
@@ -112,8 +125,10 @@ class Services:
                 file.write(role.stderr())
 
     def _start(self, role: str, arguments: Sequence[str], **environment: str) -> RoleProcess:
-        started = RoleProcess(role, role, arguments, environment=environment)
+        port = free_port()
+        started = RoleProcess(role, role, [*arguments, "--metrics-port", str(port)], environment=environment)
         self._roles.append(started)
+        self._metrics_ports[started] = port
         return started
 
     def _start_worker(self, role: str, arguments: Sequence[str], *, gpu: int) -> RoleProcess:

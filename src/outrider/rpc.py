@@ -85,21 +85,30 @@ CODES: dict[type[errors.OutriderError], grpc.StatusCode] = {
 }
 
 
-def open_channel(address: str, *, tls: TlsConfig | None = None, peer: Role | None = None) -> grpc.aio.Channel:
+def unread_options(most: int) -> list[tuple[str, int]]:
+    """What bounds the bytes of a stream that are on their way or wait to be read; gRPC lets them grow to megabytes."""
+    return [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", most)]
+
+
+def open_channel(
+    address: str, *, tls: TlsConfig | None = None, peer: Role | None = None, unread_bytes: int | None = None
+) -> grpc.aio.Channel:
     """A channel to `host:port` with this project's options.
 
     Args:
         address: host:port.
         tls: own proof and whom to believe; None talks in the clear.
         peer: with TLS, the role that has to answer, whatever its address; None needs the host among its names.
+        unread_bytes: what a stream may be sent beyond what was read of it, about; None: megabytes.
 
     Raises:
         CertificateError: a file of `tls` cannot be read.
     """
+    window = [] if unread_bytes is None else unread_options(unread_bytes)
     if tls is None:
-        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        return grpc.aio.insecure_channel(address, options=[*CHANNEL_OPTIONS, *window])
     role = [] if peer is None else [("grpc.ssl_target_name_override", peer.dns_name)]
-    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=[*CHANNEL_OPTIONS, *role])
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=[*CHANNEL_OPTIONS, *role, *window])
 
 
 def _fitting(message: str) -> str:

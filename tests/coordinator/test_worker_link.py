@@ -3,11 +3,13 @@
 import asyncio
 import gc
 
+import grpc.aio
 import pytest
 
-from outrider.coordinator.links import TargetLink
+from outrider.coordinator.links import DraftLink, TargetLink
 from outrider.coordinator.trees import Submissions, Trees
 from outrider.errors import WorkerUnavailable
+from outrider.v1 import draft_pb2, draft_pb2_grpc
 
 
 class Gate:
@@ -97,3 +99,41 @@ async def test_a_link_is_closed_while_it_writes(caplog):
     del link
     gc.collect()
     assert not caplog.records
+
+
+class EagerDraft(draft_pb2_grpc.DraftServiceServicer):
+    """Says what a step of many sessions has grown, as often as it may."""
+
+    def __init__(self) -> None:
+        self.written = 0
+
+    async def Speculate(self, request_iterator, context):  # noqa: N802 - the name is the protocol's
+        step = draft_pb2.DraftGrowth(acceptance=bytes(3000))
+        while True:
+            await context.write(step)
+            self.written += 1
+
+
+class BusyLink(DraftLink):
+    async def _read(self) -> None:
+        await asyncio.Event().wait()
+
+
+async def test_a_draft_cannot_be_far_ahead_of_a_coordinator_that_does_not_read():
+    draft, server = EagerDraft(), grpc.aio.server()
+    draft_pb2_grpc.add_DraftServiceServicer_to_server(draft, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    ignored = dict.fromkeys(("on_growth", "on_error", "on_lost"), lambda *_: None)
+    link = BusyLink(f"127.0.0.1:{port}", incarnation=1, vocab_size=9, **ignored)
+    try:
+        written, unchanged = 0, 0
+        # What it could write it has written soon, and far more than that without a bound.
+        while unchanged < 20 and written < 100:
+            await asyncio.sleep(0.02)
+            unchanged = unchanged + 1 if written == draft.written > 0 else 0
+            written = draft.written
+        assert written < 40
+    finally:
+        await link.close()
+        await server.stop(None)

@@ -11,7 +11,15 @@ import pytest
 from outrider.draft_worker.growth import TreeGrowth
 from outrider.draft_worker.growth_launch import GrowthFlight
 from outrider.draft_worker.growth_step import GrowthStep, SessionGrowth
-from outrider.draft_worker.growth_thread import CommitCommand, GrowthThread, Load, OpenCommand, SessionFailure
+from outrider.draft_worker.growth_thread import (
+    CommitCommand,
+    GrowthThread,
+    HoldCommand,
+    LeaveCommand,
+    Load,
+    OpenCommand,
+    SessionFailure,
+)
 from outrider.draft_worker.session import GrowthLimits
 
 Make = Callable[..., Any]
@@ -224,5 +232,35 @@ def test_it_says_how_long_its_step_has_run_and_whether_it_may_be_compiling(
     while thread.watch.age_s and time.monotonic() < deadline:
         time.sleep(0.001)
     assert (thread.watch.age_s, thread.watch.is_preparing) == (0, False)
+    thread.stop()
+    thread.stopped.result(30)
+
+
+def test_sessions_whose_growth_is_not_read_rest_and_the_others_go_on(make_growth: Make, make_start: Make):
+    growth, _ = make_growth()
+    thread = started(growth)
+    thread.ready.result(30)
+    unread, other = Owner(), Owner()
+
+    def until_grown(owner: Owner, as_of: int) -> None:
+        deadline = time.monotonic() + 30
+        while as_of not in {record.as_of for record in owner.growths}:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
+    thread.submit([HoldCommand(unread, is_held=True), OpenCommand(unread, make_start(owner=unread))])
+    thread.submit([OpenCommand(other, make_start(key=(7, 2), owner=other))])
+    until_grown(other, 3)
+    thread.submit([CommitCommand(unread, KEY, 1, 3, [9]), CommitCommand(other, (7, 2), 1, 3, [9])])
+    until_grown(other, 4)
+    assert (unread.growths, thread.holds) == ([], 1)
+    thread.submit([HoldCommand(unread, is_held=False)])
+    until_grown(unread, 4)
+    # Nothing of what it knew before.
+    assert {record.as_of for record in unread.growths} == {4}
+    # Whoever leaves is not held any more when he comes again.
+    thread.submit([HoldCommand(unread, is_held=True), LeaveCommand(unread)])
+    thread.submit([OpenCommand(unread, make_start(owner=unread, prompt=(1, 2)))])
+    until_grown(unread, 2)
     thread.stop()
     thread.stopped.result(30)

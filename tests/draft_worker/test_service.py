@@ -30,8 +30,8 @@ class Worker:
         self.growth, self.thread, self.front = growth, thread, front
 
     @asynccontextmanager
-    async def stream(self) -> "AsyncIterator[Stream]":
-        async with open_channel(self.front.address) as channel:
+    async def stream(self, *, unread_bytes: int | None = None) -> "AsyncIterator[Stream]":
+        async with open_channel(self.front.address, unread_bytes=unread_bytes) as channel:
             yield Stream(draft_pb2_grpc.DraftServiceStub(channel).Speculate())
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -325,3 +325,26 @@ async def test_a_failing_model_ends_the_thread_with_its_reason(make_growth: Make
     thread.submit([])
     with pytest.raises(RuntimeError, match="out of memory"):
         await asyncio.wrap_future(thread.stopped)
+
+
+async def test_a_session_rests_while_its_growth_is_not_read(worker: Worker):
+    async with worker.stream(unread_bytes=1) as stream:
+        epoch = 0
+        while not worker.thread.holds:
+            epoch += 1
+            await stream.send(opens=[opening(epoch=epoch)])
+            grown = worker.thread.counts.verify_steps
+            await worker.until(
+                lambda before=grown: worker.thread.holds > 0 or worker.thread.counts.verify_steps > before
+            )
+            assert epoch < 5000
+        await stream.commit(1, epoch, 3, [9])
+        session = worker.growth.session((2**63 + 1, 1))
+        assert session is not None
+        await worker.until(lambda: session.length == 4)
+        steps = worker.growth.steps
+        await asyncio.sleep(0.05)
+        assert worker.growth.steps == steps
+        async with asyncio.timeout(30):
+            while (message := await stream.call.read()).epochs != [epoch] or message.as_of != [4]:
+                pass

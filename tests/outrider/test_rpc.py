@@ -94,7 +94,10 @@ async def health(address: str) -> int:
         return (await check(health_pb2.HealthCheckRequest(service="outrider.v1.TargetService"))).status
 
 
-@pytest.mark.parametrize("name", sorted({name for name, _ in (*rpc.SERVER_OPTIONS, *rpc.CHANNEL_OPTIONS)}))
+_OPTIONS = (*rpc.SERVER_OPTIONS, *rpc.CHANNEL_OPTIONS, *rpc.unread_options(1))
+
+
+@pytest.mark.parametrize("name", sorted({name for name, _ in _OPTIONS}))
 def test_grpc_knows_every_option(name: str):
     # It takes any name and ignores what it does not know: a misspelt one shows nowhere else.
     assert name.encode() in _library()
