@@ -53,6 +53,8 @@ class TargetLane:
         self.flights: deque[Flight] = deque()
         self.suspects: set[int] = set()
         """Of its sessions, those that are to be verified alone."""
+        self._sampled: set[int] = set()
+        """Of its sessions, those at a temperature above 0."""
         self._probed: tuple[Session, int] | None = None
         self.applied_result_ns = 0
         """When the last result was applied; `learn` hears of it later."""
@@ -129,12 +131,15 @@ class TargetLane:
     def place(self, session: Session) -> None:
         """Gives a session its place here."""
         self.sessions[session.session_id] = session
+        if _is_sampled(session):
+            self._sampled.add(session.session_id)
         if session.probation:
             self.suspects.add(session.session_id)
 
     def let_go(self, session: Session) -> bool:
         """Takes its place away, and closes it at the worker; whether it had one."""
         self.suspects.discard(session.session_id)
+        self._sampled.discard(session.session_id)
         if self.sessions.pop(session.session_id, None) is None:
             return False
         self._groups = []
@@ -341,11 +346,14 @@ class TargetLane:
         # Prompts that are computed beside a batch are no way's doing, nor that their sessions emit nothing yet.
         deferred = sum(Verdicts.of(result.verdicts).deferred)
         prompts_ns = max(0.0, result.step_ns * (1 - prices.rows_ns / prices.whole_ns))
-        # Those that have ended with it are gone by now, and were there.
-        placed = max(len(self.sessions), len(flight.sessions))
+        placed, sampled = len(self.sessions), len(self._sampled)
+        if placed < len(flight.sessions):
+            # Those that have ended with it are gone by now, and were there.
+            placed, sampled = len(flight.sessions), sum(map(_is_sampled, flight.sessions))
         sessions = placed - deferred
         self.way.observe(
             placed=placed,
+            sampled=sampled,
             sessions=sessions,
             verified=len(flight.sessions) - deferred,
             tokens=emitted,
@@ -353,6 +361,10 @@ class TargetLane:
             round_ns=max(round_ns - prompts_ns, 0.5 * prices.rows_ns),
             hopeless=hopeless_ways(self.way.ways, flight.group, sessions, cost=self.cost, pace=self.pace),
         )
+
+
+def _is_sampled(session: Session) -> bool:
+    return session.sampling.temperature > 0
 
 
 def _board(session: Session, flight: Flight) -> None:

@@ -12,10 +12,13 @@ way with the highest
 
     rate + margin of error beside the way that is played
 
-so that a way that was tried little, or long ago, is tried again, the more rarely the clearer its defeat was. A block
-that is far off moves the level of all ways to itself and their ranking hardly; but it makes the ranking doubtful, too:
-once a block more of the same way has found the level (the first may have been half before the change), the others are
-looked at, for the way that was played may have become worse alone.
+so that a way that was tried little, or long ago, is tried again, the more rarely the clearer its defeat was.
+
+Which way is best depends on how many sessions there are, and on how often drafts are right, which greedy requests and
+sampled ones differ in most: records are kept apart by both. What else changes the requests shows as a block that is far
+off. It moves the level of all ways to itself and their ranking hardly; but the further off it is, the more doubtful it
+makes the ranking: once a block more of the same way has found the level (the first may have been half before the
+change), the others are looked at, for the way that was played may have become worse alone.
 """
 
 from collections.abc import Sequence, Set
@@ -26,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 # A block has so many verifications of single sessions, and so many rounds, at least.
-_BLOCK_SESSIONS, _BLOCK_ROUNDS = 64, 12
+_BLOCK_SESSIONS, _BLOCK_ROUNDS = 32, 12
 # The first rounds of a block still have the trees that the way before has left.
 _SETTLING_ROUNDS = 2
 # A round that is this many times as long as usual is a pause of the machine, and counts as that many.
@@ -34,9 +37,9 @@ _PAUSE, _USUAL_SHARE = 4.0, 0.1
 # Variance of one verification's tokens, by their mean squared.
 _SPREAD = 0.5
 # Verifications by each way before they are compared: a single short block may have met a cold start, or bad luck.
-_FIRST_SESSIONS = 3 * _BLOCK_SESSIONS
+_FIRST_SESSIONS = 2 * _BLOCK_SESSIONS
 # Standard errors that a way is given the benefit of. With more, ways of about equal worth take turns more often.
-_BENEFIT = 1.25
+_BENEFIT = 1.1
 # What a block leaves of what is known, in variances; and the variance that is not exceeded so.
 _FORGET, _UNKNOWN = 0.98, 1.0
 # Variance of the logarithm of a way's rate beside the others', before any was seen.
@@ -44,10 +47,11 @@ _PRIOR = 0.04
 # Variance by which the rates of all ways drift together from block to block: at first, and at least; and the share of
 # it that a block renews.
 _DRIFT, _DRIFT_LEAST, _LEARN = 0.005, 0.002, 0.06
-# A block whose squared deviation is this many times the variance of what is expected is far off, and makes the ranking
-# doubtful by that variance. A best way that has become slower is found the later the higher the one is, and a way that
-# has become better with other requests the later the lower the other is.
-_FAR, _DOUBT = 16.0, 0.02
+# A block whose squared deviation is this many times the variance of what is expected is far off; by this share of what
+# is beyond, the rates of the ways may have moved apart, as a variance. With less of it, a best way that has become
+# slower is found the later, and a way that has become better with other requests; with more, ways are compared anew
+# where all have changed alike.
+_FAR, _DOUBT = 10.0, 0.3
 
 
 class _Rates:
@@ -77,9 +81,10 @@ class _Rates:
         covariance *= np.outer(scale, scale)
         covariance += self._drift
         off, expected = log(rate) - self._means[way], covariance[way, way] + noise
-        self.is_far = bool(off * off > _FAR * expected)
+        excess = off * off - _FAR * expected
+        self.is_far = bool(excess > 0)
         if self.is_far:
-            covariance += off * off + _DOUBT * np.eye(len(covariance))
+            covariance += off * off + _DOUBT * excess * np.eye(len(covariance))
         if way == self._last:
             # Else it says as much of the two ways as of the drift.
             self._drift += _LEARN * (min(off * off, _FAR * expected) - expected)
@@ -110,6 +115,55 @@ class _Block:
     session_ns: float = 0.0
 
 
+class _Records:
+    """What is known of the ways with one kind of load, and the block that it is in.
+
+    Rounds of other loads may come between those of a block, which goes on with the next of its own: where loads take
+    turns every few rounds, no block would ever end else.
+    """
+
+    def __init__(self, ways: Sequence[int]) -> None:
+        self.block = _Block(ways[0])
+        self._ways = ways
+        self._rates = _Rates(len(ways))
+        # How long rounds of another number of sessions took is no measure of a pause.
+        self._usual_ns = 0.0
+
+    def begin(self, choices: Sequence[int]) -> None:
+        """The next block, by one of these ways."""
+        before = self.block.way
+        # The level first, then who is best.
+        again = self._rates.is_far and before in choices
+        self.block = _Block(before if again else self._best(choices))
+        if self.block.way == before:
+            self.block.settling = 0
+
+    def _best(self, choices: Sequence[int]) -> int:
+        places = [self._ways.index(way) for way in choices]
+        chosen = min(places, key=self._rates.seen.__getitem__)
+        if self._rates.seen[chosen] >= _FIRST_SESSIONS:
+            chosen = max(places, key=self._rates.hopes().__getitem__)
+        return self._ways[chosen]
+
+    def note(self, *, sessions: int, verified: int, tokens: float, round_ns: float) -> bool:
+        """One round by the block's way; whether it was the block's last."""
+        block = self.block
+        round_ns = min(round_ns, _PAUSE * (self._usual_ns or round_ns))
+        self._usual_ns += _USUAL_SHARE * (round_ns - self._usual_ns) if self._usual_ns else round_ns
+        if block.settling:
+            block.settling -= 1
+            return False
+        block.rounds += 1
+        block.sessions += verified
+        block.tokens += tokens
+        block.session_ns += sessions * round_ns
+        # A rate of nothing has no logarithm; a block goes on until there is something.
+        if block.rounds < _BLOCK_ROUNDS or block.sessions < _BLOCK_SESSIONS or not block.tokens:
+            return False
+        self._rates.observe(self._ways.index(block.way), block.tokens / block.session_ns, block.sessions)
+        return True
+
+
 class Trials:
     """Which of some ways to decide by.
 
@@ -123,19 +177,26 @@ class Trials:
     def __init__(self, ways: Sequence[int]) -> None:
         self.ways = ways
         self.current = ways[0]
-        self._rates: dict[int, _Rates] = {}
-        self._block = _Block(self.current)
-        self._bucket = 0
-        self._usual_ns = 0.0
+        self._records: dict[tuple[int, bool], _Records] = {}
+        self._played: _Records | None = None
 
     def observe(
-        self, *, placed: int, sessions: int, verified: int, tokens: float, round_ns: float, hopeless: Set[int]
+        self,
+        *,
+        placed: int,
+        sampled: int,
+        sessions: int,
+        verified: int,
+        tokens: float,
+        round_ns: float,
+        hopeless: Set[int],
     ) -> None:
         """One round by `current`.
 
         Args:
-            placed: sessions that are there, by whose number records are kept.
-            sessions: of these, that could have been verified in it.
+            placed: sessions that are there; records are kept by its order of magnitude,
+            sampled: and by whether most of these are at a temperature above 0.
+            sessions: of those placed, that could have been verified in the round.
             verified: sessions that were.
             tokens: that these emitted.
             round_ns: since the round before, all waiting included.
@@ -148,41 +209,15 @@ class Trials:
             # Plain decoding, say: that the one way was slow there would be held against it beside others.
             self.current = choices[0] if choices else self.current
             return
-        if placed.bit_length() != self._bucket:
-            # How long rounds of other numbers of sessions took is no measure of a pause.
-            self._bucket, self._usual_ns = placed.bit_length(), 0.0
-            self._begin(hopeless)
-        elif self._block.way in hopeless:
-            self._begin(hopeless)
-        block = self._block
-        if self.current != block.way:
-            # The only way for a while; the block goes on.
-            self.current, block.settling = block.way, _SETTLING_ROUNDS
-        round_ns = min(round_ns, _PAUSE * (self._usual_ns or round_ns))
-        self._usual_ns += _USUAL_SHARE * (round_ns - self._usual_ns) if self._usual_ns else round_ns
-        if block.settling:
-            block.settling -= 1
-            return
-        block.rounds += 1
-        block.sessions += verified
-        block.tokens += tokens
-        block.session_ns += sessions * round_ns
-        # A rate of nothing has no logarithm; a block goes on until there is something.
-        if block.rounds >= _BLOCK_ROUNDS and block.sessions >= _BLOCK_SESSIONS and block.tokens:
-            self._of_bucket().observe(self.ways.index(block.way), block.tokens / block.session_ns, block.sessions)
-            self._begin(hopeless)
-            if self.current == block.way:
-                self._block.settling = 0
-
-    def _begin(self, hopeless: Set[int]) -> None:
-        rates = self._of_bucket()
-        choices = [index for index, way in enumerate(self.ways) if way not in hopeless]
-        if not rates.is_far or self.current in hopeless:
-            chosen = min(choices, key=rates.seen.__getitem__)
-            if rates.seen[chosen] >= _FIRST_SESSIONS:
-                chosen = max(choices, key=rates.hopes().__getitem__)
-            self.current = self.ways[chosen]
-        self._block = _Block(self.current)
-
-    def _of_bucket(self) -> _Rates:
-        return self._rates.setdefault(self._bucket, _Rates(len(self.ways)))
+        # Clients are often as many as a power of two, of whom now and then one is between two requests: that is in the
+        # middle of 12 to 23, say.
+        key = (4 * placed // 3).bit_length(), 2 * sampled > placed
+        records = self._records.setdefault(key, _Records(self.ways))
+        if records.block.way in hopeless:
+            records.begin(choices)
+        if records is not self._played or self.current != records.block.way:
+            # Other sessions, or a way that was the only one for a while; the block goes on.
+            self._played, records.block.settling = records, _SETTLING_ROUNDS
+        if records.note(sessions=sessions, verified=verified, tokens=tokens, round_ns=round_ns):
+            records.begin(choices)
+        self.current = records.block.way

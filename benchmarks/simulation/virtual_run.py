@@ -53,7 +53,7 @@ class VirtualSimulation:
 
     def __init__(self, settings: Settings, loop_type: type[VerifyLoop] = VerifyLoop) -> None:
         self.settings = settings
-        self.model = _model(settings, draft=0)
+        self.model = self.make_model(draft=0)
         self.scheduler = Scheduler(settings.coordinator_config(), loop_type=loop_type)
         limits = settings.worker_limits()
         self.targets = [VirtualTarget(settings, self.model) for _ in range(settings.targets)]
@@ -71,16 +71,26 @@ class VirtualSimulation:
         def take_growth(growth: GrowthBatch) -> None:
             self.scheduler.take_growth(worker_id, growth)
 
-        draft = VirtualDraft(self.settings, _model(self.settings, draft=number), on_growth=take_growth)
+        draft = VirtualDraft(self.settings, self.make_model(draft=number), on_growth=take_growth)
         self.drafts.append(draft)
         self.scheduler.add_draft(worker_id, draft, limits)  # pyright: ignore[reportArgumentType]
 
-    def submit(self, key: int, *, tokens: int = _NO_LIMIT) -> Generation:
+    def make_model(self, *, draft: int) -> PathModel:
+        """What the target and this draft draw from."""
+        return PathModel(
+            seed=self.settings.seed,
+            rank_rates=self.settings.rank_rates,
+            spread=self.settings.spread,
+            draft=draft,
+            kinship=self.settings.draft_kinship,
+        )
+
+    def submit(self, key: int, *, tokens: int = _NO_LIMIT, temperature: float = 0.0) -> Generation:
         """One session's request."""
         request = GenerationRequest(
             request_id=f"virtual-{key}",
             prompt_token_ids=(key, 1),
-            sampling=SamplingSpec(max_new_tokens=tokens),
+            sampling=SamplingSpec(temperature=temperature, max_new_tokens=tokens),
             mode=self.settings.mode,
             max_nodes=self.settings.max_nodes,
             max_depth=self.settings.max_depth,
@@ -137,16 +147,6 @@ class VirtualSimulation:
     def _wrong_tokens(self, key: int) -> int:
         # Behind the two tokens of the prompt.
         return sum(token != self.model.token(key, at) for at, token in enumerate(self.received[key], start=2))
-
-
-def _model(settings: Settings, *, draft: int) -> PathModel:
-    return PathModel(
-        seed=settings.seed,
-        rank_rates=settings.rank_rates,
-        spread=settings.spread,
-        draft=draft,
-        kinship=settings.draft_kinship,
-    )
 
 
 def simulate(settings: Settings, loop_type: type[VerifyLoop] = VerifyLoop) -> VirtualFigures:

@@ -46,6 +46,10 @@ class Link:
 
     def __init__(self) -> None:
         self.batches: list[list[int]] = []
+        self.closed: list[int] = []
+
+    def close_session(self, session_id: int, epoch: int) -> None:
+        self.closed.append(session_id)
 
     def submit(self, trees: Any, *, openings: Any = ()) -> "asyncio.Future[VerifyResult]":
         self.batches.append([tree.session_id for tree in trees])
@@ -121,6 +125,46 @@ async def test_the_second_group_leaves_shortly_before_the_first_ones_step_ends(t
     assert lane.lead_ns(time.now_ns + 4 * MS) < 0
     lane.flights.append(alone(rows=8, submitted_ns=time.now_ns))
     assert lane.is_full
+
+
+class HearingTrials:
+    """Keep what they are told of sessions: those placed, and those sampled."""
+
+    current = Way.WAIT
+    ways = (Way.WAIT, Way.NEVER_WAIT)
+
+    def __init__(self) -> None:
+        self.rounds: list[tuple[int, int]] = []
+
+    def observe(self, *, placed: int, sampled: int, **_: object) -> None:
+        self.rounds.append((placed, sampled))
+
+
+async def test_trials_hear_how_many_sessions_are_sampled(time):
+    lane, forest = make_lane(), Forest()
+    told = HearingTrials()
+    lane.way = told  # pyright: ignore[reportAttributeAccessIssue]
+    sessions: list[Session] = []
+    for number, temperature in enumerate((0.0, 0.7, 1.0), start=1):
+        sampling = SamplingSpec(max_new_tokens=50, temperature=temperature)
+        request = GenerationRequest(request_id=str(number), prompt_token_ids=(number, 2), sampling=sampling)
+        generation = Generation(request, max_buffered_events=10, release=lambda generation: None)
+        sessions.append(Session(number, generation, 0, TextStream(None), forest))
+        lane.place(sessions[-1])
+
+    def play(playing: list[Session], *, ending: list[Session]) -> None:
+        flight = lane.submit(playing, lane.trees.choose(lane.group(playing)), waited_ns=0)
+        lane.flights.clear()
+        time.now_ns += 5 * MS
+        for session in ending:
+            lane.let_go(session)
+        lane.learn(flight, result_of(flight, step_ms=4), emitted=3, result_ns=time.now_ns)
+
+    play(sessions, ending=[])
+    # Who has ended with a round was there.
+    play(sessions, ending=sessions[1:])
+    play(sessions[:1], ending=[])
+    assert told.rounds == [(3, 2), (3, 2), (1, 0)]
 
 
 def grown_lane(values: list[list[float]]) -> tuple[TargetLane, list[Session]]:

@@ -7,7 +7,16 @@ from outrider.coordinator.trials import Trials
 NOTHING: frozenset[int] = frozenset()
 
 
-def play(trials: Trials, rates: list[float], rounds: int, *, sessions: int = 8, hopeless=NOTHING, seed: int = 0):
+def play(
+    trials: Trials,
+    rates: list[float],
+    rounds: int,
+    *,
+    sessions: int = 8,
+    hopeless=NOTHING,
+    sampled: int = 0,
+    seed: int = 0,
+):
     """Plays rounds in which every way emits at its rate, as unevenly as sessions do; how often each was used."""
     chance, used = random.Random(seed), [0] * len(rates)
     for _ in range(rounds):
@@ -15,7 +24,13 @@ def play(trials: Trials, rates: list[float], rounds: int, *, sessions: int = 8, 
         used[way] += 1
         tokens = sum(chance.choice((0.3, 1.0, 1.7)) for _ in range(sessions)) * rates[way]
         trials.observe(
-            placed=sessions, sessions=sessions, verified=sessions, tokens=tokens, round_ns=1.0, hopeless=hopeless
+            placed=sessions,
+            sampled=sampled,
+            sessions=sessions,
+            verified=sessions,
+            tokens=tokens,
+            round_ns=1.0,
+            hopeless=hopeless,
         )
     return used
 
@@ -66,6 +81,57 @@ def test_a_way_does_not_stay_for_what_other_requests_have_brought(seed):
     assert play(trials, [3.0, 2.4, 2.6], 600, sessions=16, seed=10 + seed)[0] > 0.6 * 600
 
 
+def test_sampled_requests_do_not_inherit_the_ranking_of_greedy_ones():
+    """One session: what is far behind with greedy requests is best with sampled ones, and the other way round."""
+    greedy, sampled, used = [1.3, 2.2, 2.0], [0.57, 0.5, 0.48], 0
+    for seed in range(10):
+        trials = Trials(range(3))
+        play(trials, greedy, 1000, sessions=1, seed=seed)
+        used += play(trials, sampled, 1000, sessions=1, sampled=1, seed=100 + seed)[0]
+    assert used > 0.6 * 10 * 1000
+
+
+def test_what_was_known_of_greedy_requests_is_known_when_they_come_again():
+    trials = Trials(range(3))
+    play(trials, [1.3, 2.2, 1.5], 3000, sessions=1)
+    play(trials, [0.7, 0.5, 0.5], 1000, sessions=1, sampled=1)
+    assert play(trials, [1.3, 2.2, 1.5], 200, sessions=1)[1] > 0.9 * 200
+
+
+def test_most_sessions_say_whether_requests_are_sampled():
+    trials = Trials(range(2))
+    play(trials, [1.0, 1.3], 1000, sampled=4)
+    play(trials, [1.3, 1.0], 1000, sampled=5)
+    assert play(trials, [1.0, 1.3], 100, sampled=0)[1] > 90
+    assert play(trials, [1.3, 1.0], 100, sampled=8)[0] > 90
+
+
+def test_loads_that_take_turns_every_few_rounds_are_compared_all_the_same():
+    """Six sessions and sixteen: no block would ever end if a change began it anew."""
+    trials, used = Trials(range(2)), 0
+    for number in range(300):
+        used += play(trials, [1.0, 1.5], 6, sessions=6 if number % 2 else 16, seed=number)[1]
+    assert used > 0.7 * 300 * 6
+
+
+def test_a_session_that_comes_and_goes_is_no_other_load():
+    """Sixteen clients, one of whom is between two requests every other time: there is nothing to settle."""
+    trials, used = Trials(range(2)), 0
+    for number in range(300):
+        used += play(trials, [1.0, 1.5], 2, sessions=16 - number % 2, seed=number)[1]
+    assert used > 0.7 * 300 * 2
+
+
+def test_the_further_off_a_block_is_the_more_doubtful_is_the_ranking():
+    """One session, all requests greedy: other ones emit a quarter, and the way that was far behind is best."""
+    used = 0
+    for seed in range(10):
+        trials = Trials(range(3))
+        play(trials, [2.6, 4.4, 4.0], 1200, sessions=1, seed=seed)
+        used += play(trials, [1.15, 1.0, 0.95], 1000, sessions=1, seed=100 + seed)[0]
+    assert used > 0.5 * 10 * 1000
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_the_best_way_is_left_when_it_alone_has_become_slower(seed):
     trials = Trials(range(3))
@@ -78,7 +144,7 @@ def test_pauses_of_the_machine_are_no_other_requests():
     trials, used = Trials(range(3)), 0
     for number in range(100):
         used += play(trials, [1.0, 1.2, 1.0], 99, sessions=16, seed=number)[1]
-        trials.observe(placed=16, sessions=16, verified=16, tokens=16.0, round_ns=15.0, hopeless=NOTHING)
+        trials.observe(placed=16, sampled=0, sessions=16, verified=16, tokens=16.0, round_ns=15.0, hopeless=NOTHING)
     assert used > 0.75 * 99 * 100
 
 
@@ -120,7 +186,7 @@ def test_requests_that_come_and_go_are_compared_all_the_same():
     for _ in range(400):
         play(trials, [1.0, 1.0], 2, sessions=1, hopeless=frozenset({1}))
         used += play(trials, [1.0, 1.5], 9, sessions=1)[1]
-        trials.observe(placed=1, sessions=0, verified=1, tokens=1.0, round_ns=1.0, hopeless=NOTHING)
+        trials.observe(placed=1, sampled=0, sessions=0, verified=1, tokens=1.0, round_ns=1.0, hopeless=NOTHING)
     assert used > 0.7 * 400 * 9
 
 
@@ -128,7 +194,7 @@ def test_prompts_that_come_and_go_do_not_begin_anew():
     trials = Trials(range(2))
     for _ in range(300):
         play(trials, [1.0, 1.5], 10, sessions=16)
-        trials.observe(placed=16, sessions=15, verified=15, tokens=15.0, round_ns=1.0, hopeless=NOTHING)
+        trials.observe(placed=16, sampled=0, sessions=15, verified=15, tokens=15.0, round_ns=1.0, hopeless=NOTHING)
     assert play(trials, [1.0, 1.5], 300, sessions=16)[1] > 200
 
 
@@ -147,5 +213,7 @@ def test_longer_rounds_of_more_sessions_are_no_pauses():
         way = trials.current
         used[way] += 1
         rate = (0.9, 1.0)[way]
-        trials.observe(placed=256, sessions=256, verified=256, tokens=256 * rate, round_ns=40.0, hopeless=NOTHING)
+        trials.observe(
+            placed=256, sampled=0, sessions=256, verified=256, tokens=256 * rate, round_ns=40.0, hopeless=NOTHING
+        )
     assert used[1] > 0.7 * 200
