@@ -47,25 +47,30 @@ class Run:
 
 
 class Pair:
-    """The embedded pair as two workers."""
+    """The embedded pair as two workers.
 
-    def __init__(self) -> None:
+    Args:
+        max_len: most tokens of a run, prompt and output.
+    """
+
+    def __init__(self, *, max_len: int = _MAX_LEN) -> None:
         model = folder_model(embedded_target_path())
-        limits = {"max_model_len": _MAX_LEN, "max_num_seqs": _SESSIONS, "kv_bytes": _KV_BYTES, "max_step_tokens": 2048}
+        self._max_len = max_len
+        limits = {"max_model_len": max_len, "max_num_seqs": _SESSIONS, "kv_bytes": _KV_BYTES, "max_step_tokens": 2048}
         self._verifier = Worker(model, worker_config(model, "cpu", **limits)).verifier()
         config = DraftWorkerConfig(
             model_path=embedded_draft_path(),
-            max_model_len=_MAX_LEN,
+            max_model_len=max_len,
             max_num_seqs=_SESSIONS,
             kv_bytes=_KV_BYTES,
             max_step_tokens=2048,
         )
-        self._growth = TreeGrowth(ModelRunner(config.engine()), config.growth(max_model_len=_MAX_LEN))
+        self._growth = TreeGrowth(ModelRunner(config.engine()), config.growth(max_model_len=max_len))
         self._numbers = itertools.count(1)
 
     def continue_plainly(self, runs: Sequence[Run]) -> None:
         """Gives every run its whole output, one token a step."""
-        self._rounds(runs, most_rounds=_MAX_LEN, drafted=False)
+        self._rounds(runs, most_rounds=self._max_len, drafted=False)
 
     def speculate(self, runs: Sequence[Run], *, most_rounds: int = _MAX_LEN) -> None:
         """Gives every run its output, or that of so many rounds."""

@@ -56,7 +56,7 @@ class VirtualSimulation:
         self.model = self.make_model(draft=0)
         self.scheduler = Scheduler(settings.coordinator_config(), loop_type=loop_type)
         limits = settings.worker_limits()
-        self.targets = [VirtualTarget(settings, self.model) for _ in range(settings.targets)]
+        self.targets = [self.make_target() for _ in range(settings.targets)]
         for number, target in enumerate(self.targets):
             self.scheduler.add_target(f"target-{number}", target, limits, ahead=True)  # pyright: ignore[reportArgumentType]
         self.drafts: list[VirtualDraft] = []
@@ -74,6 +74,10 @@ class VirtualSimulation:
         draft = VirtualDraft(self.settings, self.make_model(draft=number), on_growth=take_growth)
         self.drafts.append(draft)
         self.scheduler.add_draft(worker_id, draft, limits)  # pyright: ignore[reportArgumentType]
+
+    def make_target(self) -> VirtualTarget:
+        """One of the targets."""
+        return VirtualTarget(self.settings, self.model)
 
     def make_model(self, *, draft: int) -> PathModel:
         """What the target and this draft draw from."""

@@ -77,9 +77,13 @@ class VirtualTarget:
         for opening in openings:
             length = len(opening.prompt) + len(opening.output)
             most = len(opening.prompt) + opening.sampling.max_new_tokens
-            self._sessions[opening.session_id] = (opening.prompt[0], opening.epoch, length, most)
+            self._sessions[opening.session_id] = (self.key_of(opening.prompt), opening.epoch, length, most)
             if self._settings.prompt_steps:
                 self._prompts[opening.session_id] = self._settings.prompt_steps
+
+    def key_of(self, prompt: Sequence[int]) -> int:
+        """The key of the path that a session with this prompt takes."""
+        return prompt[0]
 
     def _run(
         self, columns: Sequence[tuple[int, int, int]], trees: Sequence[Tree], *, follows: bool = False

@@ -1,0 +1,374 @@
+"""The embedded pair on virtual time: what its target emits is recorded first, its draft grows as it does in a worker.
+
+Under the default rule a request's tokens do not depend on what is drafted, so a target's step is a walk along what was
+recorded. The draft is `TreeGrowth` with the embedded draft: what it computes is real, how long that takes is given.
+
+A draft's steps overlap on a GPU, which they do not on a CPU: a period is then the longer one of the device's part and
+the host's, and a step's growth leaves later than its period ends. So a step here takes a period, and its growth leaves
+`late_ms` afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from benchmarks.calibration_bench.workers import Pair, Run, runs_of
+from benchmarks.end_bench.options import prompts_of
+from benchmarks.simulation import virtual_time
+from benchmarks.simulation.path_model import PathModel
+from benchmarks.simulation.settings import Settings
+from benchmarks.simulation.virtual_run import VirtualSimulation
+from benchmarks.simulation.virtual_workers import VirtualDraft, VirtualTarget
+
+from outrider.coordinator import clock
+from outrider.coordinator.messages import (
+    Commit,
+    GenerationRequest,
+    GrowthBatch,
+    SessionOpening,
+    TokenDelta,
+)
+from outrider.coordinator.text_stream import TextStream
+from outrider.draft_worker.config import DraftWorkerConfig
+from outrider.draft_worker.growth import TreeGrowth
+from outrider.draft_worker.growth_step import SessionGrowth
+from outrider.draft_worker.session import GrowthLimits, GrowthMode, SessionStart
+from outrider.engine.model_runner import ModelRunner
+from outrider.errors import WorkerUnavailable
+from outrider.models import embedded_draft_path
+from outrider.sampling import SamplingSpec
+from outrider.v1 import registry_pb2
+
+MAX_LEN = 2048
+_KV_BYTES = 1 << 30
+# A session that has ended may still be open at the draft when its client's next one comes.
+_PLACES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftTimes:
+    """What a step of the draft takes, milliseconds.
+
+    Attributes:
+        step: whatever is in it,
+        row: each row of it more,
+        session: each session of it more.
+        commit: to apply one.
+        late: what growth leaves later by than its step ends.
+    """
+
+    step: float = 0.4
+    row: float = 0.004
+    session: float = 0.02
+    commit: float = 0.05
+    late: float = 0.3
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairFigures:
+    """What a run has shown after its warm-up.
+
+    Attributes:
+        tokens_per_s: of virtual time.
+        acceptance_length: tokens a verification of one session.
+        nodes: of a tree that was verified.
+        busy: share of the time that the target was in steps.
+        draft_steps_per_s: of virtual time.
+        draft_rows: of a step.
+        draft_idle: share of the time in which the draft had nothing to grow.
+    """
+
+    tokens_per_s: float
+    acceptance_length: float
+    nodes: float
+    busy: float
+    draft_steps_per_s: float
+    draft_rows: float
+    draft_idle: float
+
+
+class RecordedOutputs(PathModel):
+    """What the target emits, by the request's number.
+
+    Args:
+        runs: requests with the whole of their outputs.
+    """
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        self.runs = runs
+        self._numbers = {tuple(run.prompt): number for number, run in enumerate(runs)}
+        assert len(self._numbers) == len(runs), "two requests have one prompt"
+
+    def number(self, prompt: Sequence[int]) -> int:
+        """Of the request with this prompt."""
+        return self._numbers[tuple(prompt)]
+
+    def token(self, session: int, position: int) -> int:
+        """See `PathModel`; behind a request's last token there is one that no draft guesses."""
+        run = self.runs[session]
+        place = position - len(run.prompt)
+        return run.output[place] if place < len(run.output) else -1
+
+
+class _Target(VirtualTarget):
+    def key_of(self, prompt: Sequence[int]) -> int:
+        assert isinstance(self._model, RecordedOutputs)
+        return self._model.number(prompt)
+
+
+class _Draft(VirtualDraft):
+    """A worker's growth behind the interface of a fake draft."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        model: PathModel,
+        growth: TreeGrowth,
+        times: DraftTimes,
+        *,
+        on_growth: Callable[[GrowthBatch], None],
+    ) -> None:
+        super().__init__(settings, model, on_growth=on_growth)
+        self._growth, self._times = growth, times
+        self._arrived = asyncio.Event()
+        self._task = asyncio.create_task(self._run())
+        self.steps = self.rows = self.idle_ns = 0
+
+    def open_session(self, opening: SessionOpening) -> None:
+        limits = GrowthLimits(mode=GrowthMode.ASYNC, max_live_nodes=opening.max_live_nodes, max_depth=opening.max_depth)
+        start = SessionStart(
+            key=(1, opening.session_id),
+            owner=self,
+            epoch=opening.epoch,
+            prompt=opening.prompt,
+            output=opening.output,
+            sampling=opening.sampling,
+            limits=limits,
+        )
+
+        def open_it() -> None:
+            self._growth.open(start)
+
+        self._send(open_it)
+
+    def _apply(self, commit: Commit) -> None:
+        self._growth.commit((1, commit.session_id), commit.epoch, commit.position, list(commit.token_ids))
+
+    def close_session(self, session_id: int, epoch: int) -> None:
+        self._send(lambda: self._growth.close((1, session_id), epoch))
+
+    def check(self) -> None:
+        """Raises what has ended it, if anything has."""
+        if self._task.done():
+            self._task.result()
+
+    def stop(self) -> None:
+        """Ends its task."""
+        self._task.cancel()
+
+    def _arrive(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        self._arrived.set()
+
+    async def _run(self) -> None:
+        while True:
+            await self._apply_waiting()
+            if self._growth.begin():
+                await self._step_time()
+                self._leave(self._growth.finish().growths)
+            else:
+                since_ns = clock.now_ns()
+                await self._arrived.wait()
+                self.idle_ns += clock.now_ns() - since_ns
+
+    async def _apply_waiting(self) -> None:
+        self._arrived.clear()
+        while self._commands:
+            command = self._commands.pop(0)
+            command()
+            # Commits are applied by a method; opens and closes are not.
+            await asyncio.sleep(isinstance(command, functools.partial) * self._times.commit / 1e3)
+
+    async def _step_time(self) -> None:
+        """Lasts as long as the step that was begun; commits are applied meanwhile."""
+        times, step = self._times, self._growth._begun[0].step  # pyright: ignore[reportPrivateUsage]
+        self.steps += 1
+        self.rows += step.tokens
+        self._step_ns = 1e6 * (times.step + times.row * step.tokens + times.session * step.sessions)
+        end_ns = clock.now_ns() + round(self._step_ns)
+        while (left_ns := end_ns - clock.now_ns()) > 0:
+            try:
+                async with asyncio.timeout(left_ns / 1e9):
+                    await self._arrived.wait()
+            except TimeoutError:
+                return
+            await self._apply_waiting()
+
+    def _leave(self, growths: Sequence[SessionGrowth]) -> None:
+        if not growths:
+            return
+
+        def column(name: str, dtype: Any) -> np.ndarray:
+            return np.array([value for growth in growths for value in getattr(growth, name)], dtype=dtype)
+
+        batch = GrowthBatch(
+            session_ids=[growth.session_id for growth in growths],
+            epochs=[growth.epoch for growth in growths],
+            as_of=[growth.as_of for growth in growths],
+            node_counts=[len(growth.node_ids) for growth in growths],
+            complete=[growth.complete for growth in growths],
+            node_ids=column("node_ids", np.int64),
+            parents=column("parents", np.int64),
+            tokens=column("tokens", np.int64),
+            acceptance=column("acceptance", np.float64),
+        )
+        asyncio.get_running_loop().call_later(self._times.late / 1e3 + self._one_way_ns / 1e9, self._give, batch)
+
+    def _give(self, batch: GrowthBatch) -> None:
+        self.step_latency.observe(self._step_ns)
+        self._on_growth(batch)
+
+
+class PairSimulation(VirtualSimulation):
+    """Clients that send the recorded requests, one after the other.
+
+    Args:
+        recorded: as many requests as clients at least.
+        growth: the draft's; without sessions.
+        times: of its steps.
+
+    Raises:
+        ValueError: there are fewer requests than clients.
+    """
+
+    def __init__(self, settings: Settings, recorded: RecordedOutputs, growth: TreeGrowth, times: DraftTimes) -> None:
+        if len(recorded.runs) < settings.sessions:
+            raise ValueError(f"{len(recorded.runs)} requests given, at least {settings.sessions} (sessions) needed")
+        self._recorded, self._growth, self._times = recorded, growth, times
+        super().__init__(settings)
+
+    def make_model(self, *, draft: int) -> PathModel:
+        """What was recorded; the draft grows by itself."""
+        return self._recorded
+
+    def make_target(self) -> VirtualTarget:
+        """One that walks along what was recorded."""
+        return _Target(self.settings, self._recorded)
+
+    def _add_draft(self, number: int, limits: registry_pb2.WorkerLimits) -> None:
+        worker_id = f"draft-{number}"
+        self.draft = _Draft(
+            self.settings,
+            self._recorded,
+            self._growth,
+            self._times,
+            on_growth=lambda growth: self.scheduler.take_growth(worker_id, growth),
+        )
+        self.drafts.append(self.draft)
+        self.scheduler.add_draft(worker_id, self.draft, limits)  # pyright: ignore[reportArgumentType] - stands where one does
+
+    async def _client(self, number: int) -> None:
+        # Each has requests of its own: no two sessions of one prompt run at a time.
+        own = self._recorded.runs[number :: self.settings.sessions]
+        count = 0
+        while True:
+            run = own[count % len(own)]
+            count += 1
+            request = GenerationRequest(
+                request_id=f"client {number}, request {count}",
+                prompt_token_ids=tuple(run.prompt),
+                sampling=run.sampling,
+                mode=self.settings.mode,
+                max_nodes=self.settings.max_nodes,
+                max_depth=self.settings.max_depth,
+            )
+            output: list[int] = []
+            async with aclosing(self.scheduler.submit(request, [TextStream(None)])) as generation:
+                async for event in generation:
+                    if isinstance(event, TokenDelta):
+                        output.extend(event.token_ids)
+            assert output == run.output, f"{request.request_id}: other tokens than the target's"
+
+    async def run(self) -> PairFigures:
+        """All clients through warm-up and measurement."""
+        clients = [asyncio.create_task(self._client(number)) for number in range(self.settings.sessions)]
+        await asyncio.sleep(self.settings.warmup_s)
+        before = self._all_counts()
+        await asyncio.sleep(self.settings.duration_s)
+        after = self._all_counts()
+        for client in clients:
+            if client.done():
+                client.result()
+            client.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
+        await self.scheduler.stop(WorkerUnavailable("the simulation is over"))
+        if self.drafts:
+            self.draft.check()
+            self.draft.stop()
+        tokens, verifications, _, rows, busy_ns, _, steps, draft_rows, idle_ns = (
+            end - begin for begin, end in zip(before, after, strict=True)
+        )
+        seconds = self.settings.duration_s
+        return PairFigures(
+            tokens_per_s=tokens / seconds,
+            acceptance_length=tokens / verifications,
+            nodes=rows / verifications - 1,
+            busy=busy_ns / 1e9 / seconds,
+            draft_steps_per_s=steps / seconds,
+            draft_rows=draft_rows / max(steps, 1),
+            draft_idle=idle_ns / 1e9 / seconds,
+        )
+
+    def _all_counts(self) -> tuple[int, ...]:
+        own = (self.draft.steps, self.draft.rows, self.draft.idle_ns) if self.drafts else (0, 0, 0)
+        return *self._counts(), *own
+
+
+def record(
+    *, prompt_tokens: int, new_tokens: int, requests: int, temperatures: Sequence[float]
+) -> dict[float, RecordedOutputs]:
+    """What the embedded target says to held-out prompts, by temperature."""
+    prompts, pair = prompts_of(prompt_tokens, None), Pair(max_len=MAX_LEN)
+    # Those next to each other share text.
+    prompts = prompts[:: max(1, len(prompts) // requests)][:requests]
+    found = {}
+    for temperature in temperatures:
+        sampling = SamplingSpec(temperature=temperature, max_new_tokens=new_tokens)
+        runs = runs_of(prompts, range(1, len(prompts) + 1), sampling)
+        pair.continue_plainly(runs)
+        found[temperature] = RecordedOutputs(runs)
+    return found
+
+
+def simulate_pair(
+    settings: Settings, recorded: RecordedOutputs, times: DraftTimes, **growth_options: Any
+) -> PairFigures:
+    """One run, from virtual time 0 on.
+
+    Args:
+        settings: of the target, the ways and the clients.
+        recorded: what the clients ask for.
+        times: of the draft's steps.
+        growth_options: of `GrowthConfig`, where they are not those of a draft worker on a GPU.
+    """
+    config = DraftWorkerConfig(
+        model_path=embedded_draft_path(),
+        max_model_len=MAX_LEN,
+        max_num_seqs=_PLACES * settings.sessions,
+        kv_bytes=_KV_BYTES,
+        max_step_tokens=2048,
+        max_live_nodes=settings.max_live_nodes,
+    )
+    on_gpu = replace(config, device="cuda").growth(max_model_len=MAX_LEN)
+    growth = TreeGrowth(ModelRunner(config.engine()), replace(on_gpu, **growth_options))
+
+    async def main() -> PairFigures:
+        return await PairSimulation(settings, recorded, growth, times).run()
+
+    return virtual_time.run(main())
