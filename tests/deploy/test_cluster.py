@@ -445,7 +445,7 @@ async def test_a_deployment_can_be_left_running_found_again_and_ended(
 
 
 async def test_a_deployment_ends_when_the_process_that_it_belongs_to_is_silent(cluster: ray.cluster_utils.Cluster):
-    config = DeployConfig(name="orphan", port=0, drafts=0, owner_timeout_s=4.0, stop_timeout_s=5.0)
+    config = DeployConfig(name="orphan", port=0, drafts=0, owner_timeout_s=8.0, stop_timeout_s=5.0)
     owner = Deployment(config, roles=FAKES)
     await owner.start()
     pids = [worker["pid"] for worker in (await owner.status())["workers"]]
