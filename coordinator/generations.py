@@ -247,7 +247,7 @@ class Generations:
         ended = {request_id for request_id in asked if self.end((caller.name, request_id), reason)}
         others = [request_id for request_id in asked if request_id not in ended]
         if others:
-            ended |= await self._peers.end(caller.name, others, reason)
+            ended |= await self._peers.abort(caller.name, others, reason)
         return [request_id for request_id in asked if request_id in ended]
 
     def end(self, key: tuple[str, str], reason: str) -> bool:

@@ -27,6 +27,8 @@ SERVICE = peer_pb2.DESCRIPTOR.services_by_name["PeerService"]
 # A peer that is frozen holds a request up for this long, and then nobody for a while.
 _ANSWER_TIMEOUT_S = 0.5
 _AVOIDED_S = 5.0
+# No stream waits for an abort, and one that is lost on a busy peer leaves a request running that nobody wants.
+_ABORT_TIMEOUT_S = 5.0
 _SILENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
 _RESOLVE_PAUSE_S = 1.0
 _RESOLVE_TIMEOUT_S = 5.0
@@ -60,10 +62,10 @@ class _Peer:
         """Whether it did not answer a moment ago."""
         return time.monotonic() - self._failed_s < _AVOIDED_S
 
-    async def ask(self, method: str, request: Any) -> Any:
+    async def ask(self, method: str, request: Any, *, timeout_s: float) -> Any:
         """Its answer; None where it has none."""
         try:
-            return await getattr(self.stub, method)(request, timeout=_ANSWER_TIMEOUT_S)
+            return await getattr(self.stub, method)(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
             # Otherwise it has answered, if only that it was asked for too much.
             if error.code() in _SILENT:
@@ -113,16 +115,19 @@ class Peers:
 
     async def end(self, caller: str, request_ids: Sequence[str], reason: str) -> set[str]:
         """Ends requests wherever else they run; returns the ids that were live."""
-        request = peer_pb2.EndRequest(
-            incarnation=self._incarnation, caller=caller, request_ids=request_ids, reason=reason
-        )
-        return {request_id for answer in await self._ask_all("End", request) for request_id in answer.request_ids}
+        return _ended(await self._ask_all("End", self._end_request(caller, request_ids, reason)))
+
+    async def abort(self, caller: str, request_ids: Sequence[str], reason: str) -> set[str]:
+        """As `end`, with patience: those that did not answer a moment ago are asked as well."""
+        request = self._end_request(caller, request_ids, reason)
+        return _ended(await _ask("End", request, list(self._peers.values()), timeout_s=_ABORT_TIMEOUT_S))
+
+    def _end_request(self, caller: str, request_ids: Sequence[str], reason: str) -> peer_pb2.EndRequest:
+        return peer_pb2.EndRequest(incarnation=self._incarnation, caller=caller, request_ids=request_ids, reason=reason)
 
     async def _ask_all(self, method: str, request: Any) -> list[Any]:
-        """The answers of those that have one."""
         peers = [peer for peer in self._peers.values() if not peer.is_avoided]
-        answers = await asyncio.gather(*(peer.ask(method, request) for peer in peers))
-        return [answer for answer in answers if answer is not None]
+        return await _ask(method, request, peers, timeout_s=_ANSWER_TIMEOUT_S)
 
     async def _follow(self, resolve: Resolve, own_address: str) -> None:
         while True:
@@ -139,6 +144,16 @@ class Peers:
             for address in self._peers.keys() - wanted:
                 await self._peers.pop(address).channel.close()
             await asyncio.sleep(_RESOLVE_PAUSE_S)
+
+
+async def _ask(method: str, request: Any, peers: Sequence[_Peer], *, timeout_s: float) -> list[Any]:
+    """The answers of those that have one."""
+    answers = await asyncio.gather(*(peer.ask(method, request, timeout_s=timeout_s) for peer in peers))
+    return [answer for answer in answers if answer is not None]
+
+
+def _ended(answers: Sequence[peer_pb2.EndResponse]) -> set[str]:
+    return {request_id for answer in answers for request_id in answer.request_ids}
 
 
 class PeerServicer(peer_pb2_grpc.PeerServiceServicer):

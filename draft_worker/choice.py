@@ -24,7 +24,7 @@ from outrider.compiled import IS_COMPILED
 from outrider.draft_distribution import DraftDistribution
 from outrider.draft_worker.child_kernels import MOST_BRANCHING, estimate_children
 from outrider.draft_worker.draft_tree import DraftNode
-from outrider.draft_worker.growth_step import GrowthConfig
+from outrider.draft_worker.growth_config import GrowthConfig
 from outrider.draft_worker.row_processors import grammar_masks, has_processors, processor_batch
 from outrider.draft_worker.session import DraftSession
 from outrider.kernels.coupled_sampling import coupled_topk_scored

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from outrider.addresses import check_coordinators
-from outrider.draft_worker.growth_step import GrowthConfig
+from outrider.draft_worker.growth_config import GrowthConfig
 from outrider.draft_worker.ngram_options import MatchType, check_ngram_options
 from outrider.engine.config import AttentionBackend, DtypeName, EngineConfig, Quantization
 from outrider.metrics.options import check_metrics_options

@@ -24,8 +24,9 @@ from outrider.acceptance_calibration import AcceptanceCalibration
 from outrider.draft_worker import draft_tree
 from outrider.draft_worker.choice import ChildChooser
 from outrider.draft_worker.draft_forest import DraftForest
+from outrider.draft_worker.growth_config import GrowthConfig
 from outrider.draft_worker.growth_launch import FoundChildren, GrowthFlight, GrowthLauncher, Runner
-from outrider.draft_worker.growth_step import GrowthConfig, GrowthStep
+from outrider.draft_worker.growth_step import GrowthStep
 from outrider.draft_worker.session import DraftSession, SessionStart
 from outrider.draft_worker.session_checks import CommitMismatch, check_commit, check_start
 from outrider.draft_worker.step_plan import StepPlan, StepPlanner

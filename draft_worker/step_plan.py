@@ -14,7 +14,7 @@ import numpy as np
 
 from outrider.draft_worker.draft_forest import NO_NODES, DraftForest, Ints, TakenNodes, TakingLimits
 from outrider.draft_worker.draft_tree import DraftNode, assign_keys
-from outrider.draft_worker.growth_step import GrowthConfig
+from outrider.draft_worker.growth_config import GrowthConfig
 from outrider.draft_worker.session import DraftSession
 from outrider.draft_worker.tree_kernels import POSITION, SERIAL, TOKEN
 from outrider.engine.draft_staging import MOST_PROMISED, GrowthRows

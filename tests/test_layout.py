@@ -140,6 +140,14 @@ def test_stays_light(part: str):
     assert loaded.split() == []
 
 
+def test_a_command_line_is_built_from_little():
+    """Configurations of all roles are part of it, and every actor of a deployment reads one as well."""
+    code = (
+        f"import sys, outrider.cli; outrider.cli.build_app(); print(*sorted({HEAVY | {'numba'}!r} & set(sys.modules)))"
+    )
+    assert in_fresh_python(code).split() == []
+
+
 def test_kernels_import_without_triton():
     """Triton exists on Linux alone; elsewhere the references have to do."""
     modules = ", ".join(modules_of("kernels"))

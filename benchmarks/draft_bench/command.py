@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.draft_worker.growth import TreeGrowth
-from outrider.draft_worker.growth_step import GrowthConfig
+from outrider.draft_worker.growth_config import GrowthConfig
 from outrider.engine.model_runner import ModelRunner
 
 _POINTS = [Point(sessions=sessions, width=width) for sessions in (1, 16) for width in (8, 16, 64) if width >= sessions]

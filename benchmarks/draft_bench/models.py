@@ -14,7 +14,7 @@ from benchmarks.target_bench.models import shape_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.draft_worker.growth import TreeGrowth
-from outrider.draft_worker.growth_step import GrowthConfig
+from outrider.draft_worker.growth_config import GrowthConfig
 from outrider.engine.config import EngineConfig
 from outrider.engine.draft_staging import RankedChildren
 from outrider.engine.model_runner import ModelRunner

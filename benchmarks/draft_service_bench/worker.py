@@ -28,8 +28,8 @@ from outrider.awake import cores_awake
 from outrider.draft_worker import growth_parts, server
 from outrider.draft_worker.config import DraftWorkerConfig
 from outrider.draft_worker.growth import TreeGrowth
+from outrider.draft_worker.growth_config import GrowthConfig
 from outrider.draft_worker.growth_launch import GrowthLauncher
-from outrider.draft_worker.growth_step import GrowthConfig
 from outrider.draft_worker.growth_thread import GrowthThread
 from outrider.draft_worker.step_plan import StepPlanner
 from outrider.engine.model_runner import ModelRunner

@@ -15,7 +15,7 @@ from benchmarks.end_bench.relay import Relay
 from outrider.client import Client
 from outrider.errors import WorkerUnavailable
 from outrider.ports import free_port
-from outrider.role_process import RoleProcess, stop_all
+from outrider.role_process import RoleProcess, prepare_forks, stop_all
 
 _LOOPBACK = "127.0.0.1"
 # Another name of this machine: a worker that is advertised under it is dialled through the relay there.
@@ -151,6 +151,8 @@ class Services:
                 *options.coordinator_args,
             ]
             coordinators[service] = self._roles[name] = RoleProcess(name, "coordinator", arguments)
+        if not options.device.startswith("cuda"):
+            prepare_forks()
         for service, coordinator in coordinators.items():
             self.endpoints[service] = coordinator.await_ready(deadline)
         wanted = dict.fromkeys(self._services, 0)
@@ -177,7 +179,14 @@ class Services:
             self._relays |= {service.setup: relay for service in served}
             arguments += ["--host", _LOOPBACK, "--port", str(port), "--advertised-host", _RELAYED]
         environment = {"CUDA_VISIBLE_DEVICES": str(min(place.gpu, options.gpus - 1))} if on_gpu else {}
-        self._roles[name] = RoleProcess(name, f"{place.role}-worker", arguments, environment=environment)
+        self._roles[name] = RoleProcess(
+            name,
+            f"{place.role}-worker",
+            arguments,
+            environment=environment,
+            # Workers on GPUs are started as a deployment over several machines would.
+            forked=not on_gpu,
+        )
 
     def _await_workers(self, endpoint: str, count: int, deadline: float) -> None:
         with Client(endpoint) as client:

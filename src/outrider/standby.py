@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 MODULES = (
     "torch",
     "triton.language",
+    "numba",
     "safetensors.torch",
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",

@@ -45,7 +45,8 @@ pytestmark = [
 ]
 
 HAS_TRACING = importlib.util.find_spec("opentelemetry") is not None
-CONFIG = DeployConfig(port=0, ping_interval_s=0.2, hang_timeout_s=4.0, start_timeout_s=60.0, stop_timeout_s=5.0)
+# Bounds on what a busy machine may take long for are the default ones: nothing here is about how long they are.
+CONFIG = DeployConfig(port=0, ping_interval_s=0.2, stop_timeout_s=5.0)
 SEVERAL = DeployConfig(
     name="several",
     port=0,
@@ -56,9 +57,8 @@ SEVERAL = DeployConfig(
     draft_resources=("cheap=1",),
     drafts_beside_target=1,
     ping_interval_s=0.2,
-    hang_timeout_s=4.0,
-    node_timeout_s=2.0,
-    start_timeout_s=60.0,
+    # A machine that dies refuses connections: only one that the others starve is silent.
+    node_timeout_s=30.0,
     stop_timeout_s=5.0,
     log_level="debug",
     log_format="json",
@@ -224,7 +224,7 @@ async def workers_of(deployment: Deployment) -> dict[str, dict[str, Any]]:
 
 
 async def until(deployment: Deployment, holds: Callable[[dict[str, dict[str, Any]]], bool]) -> dict[str, Any]:
-    """Waits for the workers to be as asked for."""
+    """Waits for the workers to be as asked for: while a coordinator is too busy to answer, nobody is known to serve."""
     async with asyncio.timeout(120):
         while not holds(workers := await workers_of(deployment)):
             await asyncio.sleep(0.1)
@@ -260,8 +260,16 @@ async def test_each_role_serves_in_a_process_of_its_own(deployment: Deployment):
 async def test_status_tells_of_every_worker(
     deployment: Deployment, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    assert await command("status", "--json") == 0
-    status = json.loads(capsys.readouterr().out)
+    async def told(*arguments: str, until: Callable[[str], bool]) -> str:
+        # Of a coordinator that was too busy to answer the last time it does not tell.
+        async with asyncio.timeout(120):
+            while True:
+                assert await command("status", *arguments) == 0
+                if until(text := capsys.readouterr().out):
+                    return text
+                await asyncio.sleep(0.1)
+
+    status = json.loads(await told("--json", until=lambda text: len(json.loads(text)["coordinators"]) == 2))
     assert (status["state"], status["wanted"]) == ("serving", {"coordinator": 2, "target": 2, "draft": 4})
     assert status["endpoints"] == deployment.endpoints
     assert status["autoscaler"] == {
@@ -277,9 +285,8 @@ async def test_status_tells_of_every_worker(
     assert (draft["name"], draft["state"], draft["restarts"]) == ("draft-3", "serving", 0)
     assert [own["running_sessions"] for own in status["coordinators"]] == [3, 3]
     monkeypatch.setenv("COLUMNS", "160")
-    assert await command("status") == 0
-    table = capsys.readouterr().out
-    assert all(name in table for name in ("deployment several", "target-1", "draft-3", "6 running"))
+    table = await told(until=lambda text: "6 running" in text)
+    assert all(name in table for name in ("deployment several", "target-1", "draft-3"))
 
 
 async def test_every_role_logs_and_traces_as_was_asked_for(deployment: Deployment):
@@ -315,8 +322,8 @@ async def test_drafts_are_scaled_and_drained_by_command(deployment: Deployment, 
     assert await command("scale", "draft=2", "target=1") == 0
     assert list(await workers_of(deployment)) == ["coordinator-0", "coordinator-1", "target-0", "draft-0", "draft-1"]
     assert await command("scale", "draft=3") == 0
-    workers = await workers_of(deployment)
-    assert workers["draft-4"]["state"] == "serving"
+    workers = await until(deployment, all_serve)
+    assert "draft-4" in workers
     assert await command("drain", "draft-1") == 0
     status = await deployment.status()
     assert "draft-1" not in {worker["name"] for worker in status["workers"]}
@@ -346,8 +353,9 @@ async def test_drafts_and_their_model_are_replaced_one_after_the_other(
     while not replacing.done():
         roles = [(own["role"], own["state"]) for own in (await workers_of(deployment)).values()]
         # On a busy machine a coordinator may be slow to answer, and then nobody is known to serve.
-        if ("coordinator", "serving") in roles:
+        if roles.count(("coordinator", "serving")) == 2:
             fewest.append(roles.count(("draft", "serving")))
+        await asyncio.sleep(0.05)
     assert await replacing == 0
     assert len(fewest) > 1
     assert min(fewest) == len(old), "a draft went before its successor served"
@@ -360,9 +368,8 @@ async def test_drafts_and_their_model_are_replaced_one_after_the_other(
     assert await command("scale", "draft=3") == 0
     assert await command("replace", "draft", "--model", "broken") == 1
     assert "was not replaced: several/draft-" in capsys.readouterr().err
-    workers = await workers_of(deployment)
+    workers = await until(deployment, all_serve)
     assert {own["model"] for own in workers.values() if own["role"] == "draft"} == {"better"}
-    assert all_serve(workers)
 
 
 async def test_killed_and_frozen_roles_come_back_and_the_coordinator_on_its_port(deployment: Deployment):
@@ -396,7 +403,7 @@ async def test_a_controller_that_dies_finds_everything_again(deployment: Deploym
         name: own["restarts"] for name, own in before.items()
     }
     assert await command("scale", "draft=4") == 0
-    assert all_serve(await workers_of(deployment))
+    assert len(await until(deployment, all_serve)) == len(before) + 1
 
 
 async def test_what_ran_on_a_machine_that_dies_is_started_on_another(
@@ -438,7 +445,7 @@ async def test_a_deployment_can_be_left_running_found_again_and_ended(
 
 
 async def test_a_deployment_ends_when_the_process_that_it_belongs_to_is_silent(cluster: ray.cluster_utils.Cluster):
-    config = DeployConfig(name="orphan", port=0, drafts=0, owner_timeout_s=4.0, stop_timeout_s=5.0)
+    config = DeployConfig(name="orphan", port=0, drafts=0, owner_timeout_s=8.0, stop_timeout_s=5.0)
     owner = Deployment(config, roles=FAKES)
     await owner.start()
     pids = [worker["pid"] for worker in (await owner.status())["workers"]]

@@ -28,7 +28,8 @@ CONNECTIONS = 24
 SHORT: GenerateOptions = {"max_new_tokens": 12, "temperature": 1.0, "seed": 11, "ignore_eos": True}
 PLAIN: GenerateOptions = {**SHORT, "speculation": "off"}
 LONG: GenerateOptions = {**SHORT, "max_new_tokens": 160}
-MINE: GenerateOptions = {**LONG, "request_id": "mine"}
+# So long that it still runs when it is aborted, however busy the machine is.
+MINE: GenerateOptions = {**SHORT, "max_new_tokens": 1500, "request_id": "mine"}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -68,9 +69,12 @@ async def test_requests_are_spread_and_have_the_tokens_of_one_coordinator(deploy
     assert sum(served) == 3 + CONNECTIONS
     assert served[1] and served[0] > 3
     assert 1 < max(seen) <= PLACES
-    status = await deployment.status()
-    assert status["shared_endpoints"] == deployment.shared_endpoints
-    assert sorted(own["requests_total"] for own in status["coordinators"]) == sorted(served)
+    assert (await deployment.status())["shared_endpoints"] == deployment.shared_endpoints
+    async with asyncio.timeout(60):
+        # Of one that was too busy to answer the last time it does not tell.
+        while len(told := (await deployment.status())["coordinators"]) < 2:
+            await asyncio.sleep(0.1)
+    assert sorted(own["requests_total"] for own in told) == sorted(served)
 
 
 async def test_a_request_is_aborted_by_way_of_the_other(deployment: Deployment):

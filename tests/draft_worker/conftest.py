@@ -12,7 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.draft_worker.draft_tree import DraftNode
 from outrider.draft_worker.growth import TreeGrowth
-from outrider.draft_worker.growth_step import GrowthConfig, GrowthStep, SessionGrowth
+from outrider.draft_worker.growth_config import GrowthConfig
+from outrider.draft_worker.growth_step import GrowthStep, SessionGrowth
 from outrider.draft_worker.session import DraftSession, GrowthLimits, SessionStart
 from outrider.engine.batch import ForwardBatch
 from outrider.engine.draft_staging import GrowthRows

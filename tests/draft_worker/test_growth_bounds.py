@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.draft_worker.growth_step import GrowthConfig
+from outrider.draft_worker.growth_config import GrowthConfig
 from outrider.draft_worker.session import GrowthLimits
 from outrider.sampling import SamplingSpec
 

@@ -12,8 +12,9 @@ import torch
 
 from outrider.draft_worker.draft_tree import DraftNode
 from outrider.draft_worker.growth import TreeGrowth
+from outrider.draft_worker.growth_config import GrowthConfig
 from outrider.draft_worker.growth_launch import GrowthLauncher
-from outrider.draft_worker.growth_step import GrowthConfig, SessionGrowth
+from outrider.draft_worker.growth_step import SessionGrowth
 from outrider.draft_worker.session import GrowthLimits, GrowthMode
 from outrider.engine.batch import BatchBuilder
 from outrider.engine.buckets import Bucket

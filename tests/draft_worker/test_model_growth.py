@@ -11,7 +11,7 @@ import torch
 from outrider.draft_worker.choice import ChildChooser
 from outrider.draft_worker.draft_tree import DraftNode
 from outrider.draft_worker.growth import TreeGrowth
-from outrider.draft_worker.growth_step import GrowthConfig
+from outrider.draft_worker.growth_config import GrowthConfig
 from outrider.draft_worker.session import GrowthLimits
 from outrider.engine.batch import BatchBuilder
 from outrider.engine.model_runner import EngineConfig, ModelRunner

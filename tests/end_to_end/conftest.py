@@ -69,10 +69,14 @@ class Reference:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def generate(self, prompt: Sequence[int], spec: SamplingSpec) -> ReferenceOutput:
-        question = repr((list(prompt), spec))
-        if question not in self._known:
-            (self._known[question],) = self.generate_all([prompt], [spec])
-        return self._known[question]
+        return self.generate_each([prompt], spec)[0]
+
+    def generate_each(self, prompts: Sequence[Sequence[int]], spec: SamplingSpec) -> list[ReferenceOutput]:
+        """The same asked of several prompts."""
+        questions = {repr((list(prompt), spec)): prompt for prompt in prompts}
+        if new := {question: prompt for question, prompt in questions.items() if question not in self._known}:
+            self._known.update(zip(new, self.generate_all(list(new.values()), [spec] * len(new)), strict=True))
+        return [self._known[question] for question in questions]
 
     @torch.inference_mode()
     def generate_all(self, prompts: Sequence[Sequence[int]], specs: Sequence[SamplingSpec]) -> list[ReferenceOutput]:

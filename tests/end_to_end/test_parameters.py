@@ -1,7 +1,7 @@
 """Every parameter gives what the plain loop gives, also where an end falls inside an accepted path."""
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -47,9 +47,11 @@ def together(check: Callable[[Any], None], items: Iterable[Any]) -> None:
 @pytest.mark.parametrize("speculation", ["off", "sync", "async"])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
 def test_rules(client, reference, prompts, differs, *, rule, speculation):
-    for prompt in prompts[:3]:
-        spec = SamplingSpec(max_new_tokens=NEW_TOKENS, stop_token_ids=(reference.eos,), **rule)
-        wanted = reference.generate(prompt, spec)
+    spec = SamplingSpec(max_new_tokens=NEW_TOKENS, stop_token_ids=(reference.eos,), **rule)
+    asked = prompts[:3]
+
+    def check(pair: tuple[Sequence[int], Any]) -> None:
+        prompt, wanted = pair
         output = client.generate(
             prompt, max_new_tokens=NEW_TOKENS, logprobs=2, speculation=speculation, **options_of(rule)
         )
@@ -59,6 +61,8 @@ def test_rules(client, reference, prompts, differs, *, rule, speculation):
             assert logprobs is not None
             assert list(logprobs.token_logprobs) == pytest.approx(wanted.logprobs, abs=2e-3)
             assert all(len(top) == 2 and top[0][1] >= top[1][1] for top in logprobs.top)
+
+    together(check, zip(asked, reference.generate_each(asked, spec), strict=True))
 
 
 @pytest.mark.parametrize("speculation", ["sync", "async"])

@@ -42,7 +42,7 @@ from outrider.coordinator.verdicts import Verdicts
 from outrider.draft_distribution import WEIGHT_SUM, DraftDistribution
 from outrider.draft_worker.choice import ChildChooser, Children
 from outrider.draft_worker.growth import TreeGrowth
-from outrider.draft_worker.growth_step import GrowthConfig
+from outrider.draft_worker.growth_config import GrowthConfig
 from outrider.draft_worker.session import GrowthLimits, SessionStart
 from outrider.engine.batch import ForwardBatch
 from outrider.engine.kv_slots import SlotTable

@@ -1,6 +1,6 @@
 """Speculation changes nothing: every mode, any number of drafts, any batch gives the tokens of the plain loop.
 
-Fifty prompts sixteen at a time, twenty of them one by one.
+Fifty prompts sixteen at a time, twelve of them one by one.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from outrider.client import AsyncClient
 from outrider.sampling import SamplingSpec
 
 NEW_TOKENS = 18
-ONE_BY_ONE = 20
+ONE_BY_ONE = 12
 SAMPLED = {"temperature": 1.0, "seed": 2**63 + 11}
 
 
