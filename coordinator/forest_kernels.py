@@ -64,7 +64,8 @@ class Arriving(NamedTuple):
         token: [n]
         acceptance: [n]
         status: [n] what became of it, at first NEW.
-        slot: [n] of those that are PENDING or TO_MERGE the parent's, of those that have PASSED the length it ends.
+        slot: [n] of those that are PENDING or TO_MERGE the parent's, of those that have PASSED the length it ends, of
+            those that the loop has GRAFTED their own.
         before: [n] scratch: the child of the same parent that came before it.
         grafted: [S] how many of each session's.
     """
@@ -213,6 +214,6 @@ def _sprout(columns: Columns, ring: Ring, growth: Arriving, size: int, count: in
         entry = views[places[node]] * size + (node_ids[node] & (size - 1))
         ids[entry], slots[entry], named[entry] = node_ids[node], slot, serial
         serial += 1
-        status[node] = GRAFTED
+        status[node], parents[node] = GRAFTED, slot
         grafted[places[node]] += 1
     columns.state[NEXT_SERIAL], columns.state[DEEPEST] = serial, deepest

@@ -126,8 +126,7 @@ def _graft_trees(
     while has_more:
         has_more = forest.graft(arriving, merges=growth.sources is not None)
         if by_model and len(made := np.flatnonzero((status == GRAFTED) & ~is_noted)):
-            found = forest.find(views[places[made]], growth.node_ids[made])
-            forest.mix.note_made(forest, slots[made], found, growth.acceptance[made])
+            forest.mix.note_made(forest, slots[made], growth.acceptance[made])
         if len(alike := np.flatnonzero(status == TO_MERGE)):
             merged = _merge(forest, growth, alike, slots[alike])
             forest.name(views[places[alike]], growth.node_ids[alike], merged)

@@ -138,16 +138,16 @@ class SourceMix:
         self._is_expanded[parents[sources == GrowthSource.MODEL]] = True
         return slots
 
-    def note_made(self, forest: "Forest", parents: "Ints", slots: "Ints", estimates: "Floats") -> None:
+    def note_made(self, forest: "Forest", slots: "Ints", estimates: "Floats") -> None:
         """A model's nodes that nobody had grown before are in the forest by now, by their corrected estimates.
 
         Args:
-            parents: [n] their parents' slots.
-            slots: [n] their own.
+            slots: [n] theirs.
             estimates: [n] as the model said.
         """
         self._freshen(forest, slots, 0)
         self._estimate[slots, GrowthSource.MODEL] = np.clip(estimates, _LEAST, _MOST)
+        parents = forest.parent[slots]
         self._freshen(forest, parents, forest.next_serial)
         self._is_expanded[parents] = True
 

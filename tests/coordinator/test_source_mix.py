@@ -10,6 +10,7 @@ from outrider.coordinator.candidates import candidates
 from outrider.coordinator.forest import Forest
 from outrider.coordinator.messages import Growth, GrowthBatch, SourceCounts
 from outrider.coordinator.mirror import Moves, TreeMirror, graft, move_roots
+from outrider.coordinator.node_ids import RING
 from outrider.coordinator.open_leaves import open_leaves
 from outrider.coordinator.source_mix import NO_COUNTS, Kind, by_source
 from outrider.growth_source import GrowthSource
@@ -209,7 +210,8 @@ def test_a_models_nodes_are_added_by_the_loop_as_they_would_be_one_by_one(seed: 
                 # Some hang below nodes of the same message.
                 parent = chance.choice([0, *live, *(node[0] for node in nodes)])
                 for token in chance.sample(range(6), chance.randrange(1, 4)):
-                    next_id += 1
+                    # Some share a place among the worker's ids.
+                    next_id += chance.choice([1, 1, RING])
                     nodes.append((next_id, parent, token, chance.choice([1.0, chance.random()])))
             live += [node[0] for node in nodes]
             late = chance.choice([0, 0, min(2, len(trees[0].token_ids) - 1)])

@@ -1,6 +1,6 @@
 """Several sources in one worker: who grows for whom, ids, credit, and faults of one of them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import numpy as np
@@ -34,12 +34,14 @@ def ngram() -> Iterator[NgramGrowth]:
     assert source.join(30)
 
 
-def drive(growth: SourcedGrowth, steps: int = 200) -> list[tuple[GrowthSource, Any]]:
+def drive(
+    growth: SourcedGrowth, steps: int = 200, *, left_out: Container[tuple[int, int]] = ()
+) -> list[tuple[GrowthSource, Any]]:
     """Every record until there is nothing to do, with its source, as the thread would hand them out."""
     records = []
     for _ in range(steps):
-        matched = growth.match()
-        begun = growth.begin()
+        matched = growth.match(left_out)
+        begun = growth.begin(left_out)
         for step in (matched, growth.finish() if begun else None):
             if step is not None:
                 records += [(step.source, record) for record in step.growths]
@@ -89,6 +91,26 @@ def test_a_session_grows_by_what_it_asks_for(make_growth: Make, ngram: NgramGrow
     assert {record.session_id for _, record in drive(growth)} == {1, 2, 3, 5}
     growth.close_owned("owner")
     assert (growth.num_sessions, growth.slots.used) == (0, 0)
+
+
+def test_sessions_of_one_owner_rest_by_every_source(make_growth: Make, ngram: NgramGrowth, make_start: Make):
+    model, _ = make_growth()
+    growth = SourcedGrowth(model, ngram)
+    for number, owner in ((1, "unread"), (2, "read"), (3, "unread")):
+        growth.open(make_start(number, owner=owner, prompt=[7, 3, 1, 4]))
+    resting = growth.keys_of("unread")
+    assert resting == model.keys_of("unread") == ngram.keys_of("unread") == {(7, 1), (7, 3)}
+    assert growth.keys_of("nobody") == set()
+    for length, token in ((4, 1), (5, 5)):
+        assert {record.session_id for _, record in drive(growth, left_out=resting)} == {2}
+        for number in (1, 2, 3):
+            growth.commit((7, number), 1, length, [token])
+    records = [(source, record) for source, record in drive(growth) if record.session_id != 2]
+    # Both go on, with nothing of what they knew before.
+    assert {(source, record.session_id) for source, record in records} == {
+        (source, number) for source in (MODEL, NGRAM) for number in (1, 3)
+    }
+    assert {record.as_of for _, record in records} == {6}
 
 
 def test_a_worker_of_one_source_stays_silent_where_it_is_not_asked_for(
