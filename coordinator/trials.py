@@ -113,6 +113,16 @@ class _Block:
     sessions: int = 0
     tokens: float = 0.0
     session_ns: float = 0.0
+    settles_again: bool = True
+
+    def resume(self) -> None:
+        """Another way was played meanwhile.
+
+        The block settles again, but not before it had a round that counts: where a load comes for a round or two only,
+        none ever would.
+        """
+        if self.settles_again:
+            self.settling, self.settles_again = _SETTLING_ROUNDS, False
 
 
 class _Records:
@@ -153,6 +163,7 @@ class _Records:
         if block.settling:
             block.settling -= 1
             return False
+        block.settles_again = True
         block.rounds += 1
         block.sessions += verified
         block.tokens += tokens
@@ -178,7 +189,6 @@ class Trials:
         self.ways = ways
         self.current = ways[0]
         self._records: dict[tuple[int, bool], _Records] = {}
-        self._played: _Records | None = None
 
     def observe(
         self,
@@ -212,12 +222,14 @@ class Trials:
         # Clients are often as many as a power of two, of whom now and then one is between two requests: that is in the
         # middle of 12 to 23, say.
         key = (4 * placed // 3).bit_length(), 2 * sampled > placed
-        records = self._records.setdefault(key, _Records(self.ways))
+        records = self._records.get(key)
+        if records is None:
+            records = self._records[key] = _Records(self.ways)
         if records.block.way in hopeless:
             records.begin(choices)
-        if records is not self._played or self.current != records.block.way:
-            # Other sessions, or a way that was the only one for a while; the block goes on.
-            self._played, records.block.settling = records, _SETTLING_ROUNDS
+        if self.current != records.block.way:
+            # Another load, or a way that was the only one for a while; the block goes on.
+            records.block.resume()
         if records.note(sessions=sessions, verified=verified, tokens=tokens, round_ns=round_ns):
             records.begin(choices)
         self.current = records.block.way

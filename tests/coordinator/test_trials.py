@@ -114,6 +114,24 @@ def test_loads_that_take_turns_every_few_rounds_are_compared_all_the_same():
     assert used > 0.7 * 300 * 6
 
 
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_loads_that_take_turns_within_a_few_rounds_are_compared_all_the_same(rounds):
+    """Eleven sessions and twelve, of which records are kept apart: none has a round left after two to settle."""
+    trials, used = Trials(range(2)), 0
+    for number in range(900 // rounds):
+        used += play(trials, [1.0, 1.5], rounds, sessions=12 - number % 2, seed=number)[1]
+    assert used > 0.7 * 900
+
+
+def test_a_load_that_never_lasts_longer_than_two_rounds_is_compared_all_the_same():
+    """Three clients, one of whom is now and then between two requests."""
+    trials, used = Trials(range(2)), 0
+    for number in range(400):
+        play(trials, [1.0, 1.5], 12, sessions=3, seed=number)
+        used += play(trials, [1.0, 1.5], 2, sessions=2, seed=number)[1]
+    assert used > 0.6 * 400 * 2
+
+
 def test_a_session_that_comes_and_goes_is_no_other_load():
     """Sixteen clients, one of whom is between two requests every other time: there is nothing to settle."""
     trials, used = Trials(range(2)), 0
