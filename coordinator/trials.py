@@ -40,8 +40,9 @@ _SPREAD = 0.5
 _FIRST_SESSIONS = 2 * _BLOCK_SESSIONS
 # Standard errors that a way is given the benefit of. With more, ways of about equal worth take turns more often.
 _BENEFIT = 1.1
-# What a block leaves of what is known, in variances; and the variance that is not exceeded so.
-_FORGET, _UNKNOWN = 0.98, 1.0
+# What a block leaves of what is known, in variances; and the variance that is not exceeded so: a way that is thought up
+# to exp(_BENEFIT * sqrt(_UNKNOWN)), some eighty times, slower is tried again at some time.
+_FORGET, _UNKNOWN = 0.98, 16.0
 # Variance of the logarithm of a way's rate beside the others', before any was seen.
 _PRIOR = 0.04
 # Variance by which the rates of all ways drift together from block to block: at first, and at least; and the share of

@@ -150,6 +150,14 @@ def test_the_further_off_a_block_is_the_more_doubtful_is_the_ranking():
     assert used > 0.5 * 10 * 1000
 
 
+def test_a_way_that_was_hardly_of_any_use_is_tried_again():
+    """Twenty times slower, with workers that had only begun, say."""
+    trials = Trials(range(2))
+    play(trials, [1.0, 0.05], 300)
+    play(trials, [1.0, 1.5], 5000)
+    assert play(trials, [1.0, 1.5], 1000)[1] > 0.8 * 1000
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_the_best_way_is_left_when_it_alone_has_become_slower(seed):
     trials = Trials(range(3))
