@@ -40,8 +40,9 @@ _SPREAD = 0.5
 _FIRST_SESSIONS = 2 * _BLOCK_SESSIONS
 # Standard errors that a way is given the benefit of. With more, ways of about equal worth take turns more often.
 _BENEFIT = 1.1
-# What a block leaves of what is known, in variances; and the variance that is not exceeded so.
-_FORGET, _UNKNOWN = 0.98, 1.0
+# What a block leaves of what is known, in variances; and the variance that is not exceeded so: a way that is thought up
+# to exp(_BENEFIT * sqrt(_UNKNOWN)), some eighty times, slower is tried again at some time.
+_FORGET, _UNKNOWN = 0.98, 16.0
 # Variance of the logarithm of a way's rate beside the others', before any was seen.
 _PRIOR = 0.04
 # Variance by which the rates of all ways drift together from block to block: at first, and at least; and the share of
@@ -113,6 +114,16 @@ class _Block:
     sessions: int = 0
     tokens: float = 0.0
     session_ns: float = 0.0
+    settles_again: bool = True
+
+    def resume(self) -> None:
+        """Another way was played meanwhile.
+
+        The block settles again, but not before it had a round that counts: where a load comes for a round or two only,
+        none ever would.
+        """
+        if self.settles_again:
+            self.settling, self.settles_again = _SETTLING_ROUNDS, False
 
 
 class _Records:
@@ -153,6 +164,7 @@ class _Records:
         if block.settling:
             block.settling -= 1
             return False
+        block.settles_again = True
         block.rounds += 1
         block.sessions += verified
         block.tokens += tokens
@@ -178,7 +190,6 @@ class Trials:
         self.ways = ways
         self.current = ways[0]
         self._records: dict[tuple[int, bool], _Records] = {}
-        self._played: _Records | None = None
 
     def observe(
         self,
@@ -212,12 +223,14 @@ class Trials:
         # Clients are often as many as a power of two, of whom now and then one is between two requests: that is in the
         # middle of 12 to 23, say.
         key = (4 * placed // 3).bit_length(), 2 * sampled > placed
-        records = self._records.setdefault(key, _Records(self.ways))
+        records = self._records.get(key)
+        if records is None:
+            records = self._records[key] = _Records(self.ways)
         if records.block.way in hopeless:
             records.begin(choices)
-        if records is not self._played or self.current != records.block.way:
-            # Other sessions, or a way that was the only one for a while; the block goes on.
-            self._played, records.block.settling = records, _SETTLING_ROUNDS
+        if self.current != records.block.way:
+            # Another load, or a way that was the only one for a while; the block goes on.
+            records.block.resume()
         if records.note(sessions=sessions, verified=verified, tokens=tokens, round_ns=round_ns):
             records.begin(choices)
         self.current = records.block.way

@@ -114,12 +114,41 @@ def test_loads_that_take_turns_every_few_rounds_are_compared_all_the_same():
     assert used > 0.7 * 300 * 6
 
 
-def test_a_session_that_comes_and_goes_is_no_other_load():
-    """Sixteen clients, one of whom is between two requests every other time: there is nothing to settle."""
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+def test_loads_that_take_turns_within_a_few_rounds_are_compared_all_the_same(rounds):
+    """Eleven sessions and twelve, of which records are kept apart: none has a round left after two to settle."""
     trials, used = Trials(range(2)), 0
-    for number in range(300):
-        used += play(trials, [1.0, 1.5], 2, sessions=16 - number % 2, seed=number)[1]
-    assert used > 0.7 * 300 * 2
+    for number in range(900 // rounds):
+        used += play(trials, [1.0, 1.5], rounds, sessions=12 - number % 2, seed=number)[1]
+    assert used > 0.7 * 900
+
+
+def test_a_load_that_never_lasts_longer_than_two_rounds_is_compared_all_the_same():
+    """Three clients, one of whom is now and then between two requests."""
+    trials, used = Trials(range(2)), 0
+    for number in range(400):
+        play(trials, [1.0, 1.5], 12, sessions=3, seed=number)
+        used += play(trials, [1.0, 1.5], 2, sessions=2, seed=number)[1]
+    assert used > 0.6 * 400 * 2
+
+
+def test_a_session_that_comes_and_goes_is_no_other_load():
+    """Sixteen clients, one of whom is between two requests: what is known of sixteen is known of fifteen."""
+    trials = Trials(range(2))
+    play(trials, [1.0, 1.5], 600, sessions=16)
+    assert play(trials, [1.0, 1.5], 100, sessions=15)[1] > 90
+
+
+def test_a_block_that_goes_on_settles_where_another_way_was_played():
+    """Each load has a best way of its own; what a way leaves slows down the next one's first round."""
+    trials, used, before = Trials(range(2)), 0, 0
+    for number in range(6000):
+        is_many, way = number // 6 % 2 == 1, trials.current
+        slowdown, before = (0.1 if way != before else 1.0), way
+        rates = [rate * slowdown for rate in ([1.0, 0.85] if is_many else [0.5, 1.0])]
+        first, _ = play(trials, rates, 1, sessions=16 if is_many else 8, seed=number)
+        used += first if is_many and number >= 3000 else 0
+    assert used > 0.6 * 1500
 
 
 def test_the_further_off_a_block_is_the_more_doubtful_is_the_ranking():
@@ -130,6 +159,33 @@ def test_the_further_off_a_block_is_the_more_doubtful_is_the_ranking():
         play(trials, [2.6, 4.4, 4.0], 1200, sessions=1, seed=seed)
         used += play(trials, [1.15, 1.0, 0.95], 1000, sessions=1, seed=100 + seed)[0]
     assert used > 0.5 * 10 * 1000
+
+
+def test_a_way_that_was_hardly_of_any_use_is_tried_again():
+    """Twenty times slower, with workers that had only begun, say."""
+    trials = Trials(range(2))
+    play(trials, [1.0, 0.05], 300)
+    play(trials, [1.0, 1.5], 5000)
+    assert play(trials, [1.0, 1.5], 1000)[1] > 0.8 * 1000
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_level_is_found_before_other_ways_are_looked_at(seed):
+    """Half of the block in which requests change is played before: the same way plays the next one, too."""
+    trials = Trials(range(3))
+    play(trials, [1.0, 3.0, 1.0], 1000 + 2 * seed, seed=seed)
+    assert trials.current == 1
+    assert play(trials, [0.125, 0.375, 0.125], 13, seed=seed)[1] == 13
+
+
+@pytest.mark.parametrize("rounds", [8, 14, 20, 26])
+def test_a_way_without_hope_does_not_play_to_find_the_level(rounds):
+    trials = Trials(range(3))
+    play(trials, [1.0, 3.0, 1.0], 1000)
+    play(trials, [0.125, 0.375, 0.125], rounds)
+    hopeless = trials.current
+    play(trials, [0.125, 0.375, 0.125], 1, hopeless=frozenset({hopeless}))
+    assert trials.current != hopeless
 
 
 @pytest.mark.parametrize("seed", range(4))
