@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.engine import model_runner
+from outrider.engine import decoder_loading
 from outrider.engine.buckets import Bucket
 from outrider.engine.config import EngineConfig
 from outrider.engine.draft_buckets import growth_buckets, words_per_mask
@@ -75,7 +75,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Kernels:
         monkeypatch.setattr(module, attribute, lambda _device, value=value: value)
     monkeypatch.setattr(skinny_linear, "_is_ours", lambda call: call.rows.shape[0] <= skinny_linear.MOST_ROWS)
     monkeypatch.setattr(skinny_linear, "_of_many", product)
-    monkeypatch.setattr(model_runner, "attention_operator", lambda _name, _head_dim: tree_attention)
+    monkeypatch.setattr(decoder_loading, "attention_operator", lambda _name, _head_dim: tree_attention)
     return found
 
 
