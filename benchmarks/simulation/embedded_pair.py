@@ -17,7 +17,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 from benchmarks.calibration_bench.workers import Pair, Run, runs_of
 from benchmarks.end_bench.options import prompts_of
 from benchmarks.simulation import virtual_time
@@ -30,6 +29,7 @@ from outrider.coordinator import clock
 from outrider.coordinator.messages import (
     Commit,
     GenerationRequest,
+    Growth,
     GrowthBatch,
     SessionOpening,
     TokenDelta,
@@ -213,20 +213,21 @@ class _Draft(VirtualDraft):
     def _leave(self, growths: Sequence[SessionGrowth]) -> None:
         if not growths:
             return
-
-        def column(name: str, dtype: Any) -> np.ndarray:
-            return np.array([value for growth in growths for value in getattr(growth, name)], dtype=dtype)
-
-        batch = GrowthBatch(
-            session_ids=[growth.session_id for growth in growths],
-            epochs=[growth.epoch for growth in growths],
-            as_of=[growth.as_of for growth in growths],
-            node_counts=[len(growth.node_ids) for growth in growths],
-            complete=[growth.complete for growth in growths],
-            node_ids=column("node_ids", np.int64),
-            parents=column("parents", np.int64),
-            tokens=column("tokens", np.int64),
-            acceptance=column("acceptance", np.float64),
+        batch = GrowthBatch.of(
+            [
+                Growth(
+                    session_id=growth.session_id,
+                    epoch=growth.epoch,
+                    as_of=growth.as_of,
+                    node_ids=growth.node_ids,
+                    parents=growth.parents,
+                    tokens=growth.tokens,
+                    acceptance=growth.acceptance,
+                    distributions=growth.distributions,
+                    complete=growth.complete,
+                )
+                for growth in growths
+            ]
         )
         asyncio.get_running_loop().call_later(self._times.late / 1e3 + self._one_way_ns / 1e9, self._give, batch)
 

@@ -56,6 +56,23 @@ async def coordinators(*configs: CoordinatorConfig) -> AsyncIterator[list[Coordi
         await asyncio.gather(*(server.stop() for server in servers))
 
 
+@contextlib.asynccontextmanager
+async def asks(server: CoordinatorServer) -> AsyncIterator[Peers]:
+    """One that knows the coordinator as its peer."""
+
+    async def resolve() -> Sequence[str]:
+        return [server.address]
+
+    asking = Peers(incarnation=1, resolve=resolve)
+    asking.start()
+    try:
+        while not asking._peers:
+            await asyncio.sleep(0.01)
+        yield asking
+    finally:
+        await asking.close()
+
+
 @pytest_asyncio.fixture
 async def stubs() -> AsyncIterator[list[generation_pb2_grpc.GenerationServiceStub]]:
     async with (
@@ -141,25 +158,20 @@ async def test_a_peer_that_does_not_answer_holds_nobody_up_for_long(monkeypatch:
 
 
 async def test_an_abort_waits_for_a_peer_that_was_slow(monkeypatch: pytest.MonkeyPatch):
-    async with coordinators(CoordinatorConfig(**WAITS)) as (server,):
-
-        async def resolve() -> Sequence[str]:
-            return [server.address]
-
-        asking = Peers(incarnation=1, resolve=resolve)
-        asking.start()
-        async with asyncio.timeout(30), rpc.open_channel(server.address) as channel:
-            call, _ = await begin(generation_pb2_grpc.GenerationServiceStub(channel), "r")
-            while not asking._peers:
-                await asyncio.sleep(0.01)
-            # Over before it is asked.
-            monkeypatch.setattr(peers, "_ANSWER_TIMEOUT_S", -1.0)
-            assert await asking.find(("", "r")) is None
-            assert all(peer.is_avoided for peer in asking._peers.values())
-            assert await asking.end("", ["r"], "it was aborted") == set()
-            assert await asking.abort("", ["r"], "it was aborted") == {"r"}
-            assert "it was aborted" in ((await failure(call)).details() or "")
-        await asking.close()
+    async with (
+        asyncio.timeout(30),
+        coordinators(CoordinatorConfig(**WAITS)) as (server,),
+        asks(server) as asking,
+        rpc.open_channel(server.address) as channel,
+    ):
+        call, _ = await begin(generation_pb2_grpc.GenerationServiceStub(channel), "r")
+        # Over before it is asked.
+        monkeypatch.setattr(peers, "_ANSWER_TIMEOUT_S", -1.0)
+        assert await asking.find(("", "r")) is None
+        assert all(peer.is_avoided for peer in asking._peers.values())
+        assert await asking.end("", ["r"], "it was aborted") == set()
+        assert await asking.abort("", ["r"], "it was aborted") == {"r"}
+        assert "it was aborted" in ((await failure(call)).details() or "")
 
 
 async def test_a_peer_that_leaves_the_list_while_it_is_asked_ends_no_request(monkeypatch: pytest.MonkeyPatch):
@@ -187,21 +199,16 @@ async def test_a_peer_that_leaves_the_list_while_it_is_asked_ends_no_request(mon
 
 
 async def test_a_peer_that_is_asked_for_too_much_is_asked_again():
-    async with coordinators(CoordinatorConfig(**WAITS)) as (server,):
-
-        async def resolve() -> Sequence[str]:
-            return [server.address]
-
-        asking = Peers(incarnation=1, resolve=resolve)
-        asking.start()
-        async with asyncio.timeout(30), rpc.open_channel(server.address) as channel:
-            call, started = await begin(generation_pb2_grpc.GenerationServiceStub(channel), "r")
-            while not asking._peers:
-                await asyncio.sleep(0.01)
-            assert await asking.end("", ["x" * rpc.MAX_MESSAGE_BYTES], "it was aborted") == set()
-            assert await asking.find(("", "r")) == started.seed
-            call.cancel()
-        await asking.close()
+    async with (
+        asyncio.timeout(30),
+        coordinators(CoordinatorConfig(**WAITS)) as (server,),
+        asks(server) as asking,
+        rpc.open_channel(server.address) as channel,
+    ):
+        call, started = await begin(generation_pb2_grpc.GenerationServiceStub(channel), "r")
+        assert await asking.end("", ["x" * rpc.MAX_MESSAGE_BYTES], "it was aborted") == set()
+        assert await asking.find(("", "r")) == started.seed
+        call.cancel()
 
 
 async def test_a_list_that_does_not_come_is_asked_for_again(monkeypatch: pytest.MonkeyPatch):
