@@ -18,15 +18,12 @@ def _coordinator() -> None:
 
 
 def _draft() -> None:
-    import numpy as np
-
-    from outrider.acceptance_calibration import AcceptanceCalibration
+    from outrider import acceptance_calibration
     from outrider.draft_worker import child_kernels, draft_tree
     from outrider.engine import growth_kernels
 
-    for module in (draft_tree, child_kernels, growth_kernels):
+    for module in (draft_tree, acceptance_calibration, child_kernels, growth_kernels):
         module.warm_up()
-    AcceptanceCalibration(branching=2).observe_parents(np.zeros((0, 4), dtype=np.int64))
 
 
 def _target() -> None:

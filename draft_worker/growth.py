@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from outrider import acceptance_calibration
 from outrider.acceptance_calibration import AcceptanceCalibration
 from outrider.draft_worker import draft_tree
 from outrider.draft_worker.choice import ChildChooser
@@ -181,7 +182,7 @@ class TreeGrowth:
         """Compiles and captures what steps need, on a device where that is done ahead."""
         config = self.config
         draft_tree.warm_up()
-        self.calibration.observe_parents(np.zeros((0, 2 + config.branching), dtype=np.int64))
+        acceptance_calibration.warm_up()
         self._launcher.warm_up(
             step_nodes=config.max_step_nodes,
             step_tokens=config.max_step_tokens,

@@ -314,12 +314,12 @@ class GrowthThread:
         return left_out
 
     def _apply(self, growth: Growth, command: Command) -> None:
-        if isinstance(command, LeaveCommand | HoldCommand):
-            self._held = [owner for owner in self._held if owner is not command.owner]
+        if not isinstance(command, LeaveCommand | HoldCommand):
+            _apply_to_session(growth, command)
+            return
+        self._held = [owner for owner in self._held if owner is not command.owner]
         if isinstance(command, LeaveCommand):
             growth.close_owned(command.owner)
-        elif not isinstance(command, HoldCommand):
-            _apply(growth, command)
         elif command.is_held:
             self._held.append(command.owner)
             self.holds += 1
@@ -364,7 +364,7 @@ def _is_keyed(command: Command | None) -> TypeGuard[OpenCommand | CommitCommand 
     return command is not None and not isinstance(command, LeaveCommand | HoldCommand)
 
 
-def _apply(growth: Growth, command: OpenCommand | CommitCommand | CloseCommand) -> None:
+def _apply_to_session(growth: Growth, command: OpenCommand | CommitCommand | CloseCommand) -> None:
     try:
         if isinstance(command, CommitCommand):
             session_id, epoch = command.key[1], command.epoch

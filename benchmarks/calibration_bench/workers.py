@@ -72,9 +72,9 @@ class Pair:
         """Gives every run its whole output, one token a step."""
         self._rounds(runs, most_rounds=self._max_len, drafted=False)
 
-    def speculate(self, runs: Sequence[Run], *, most_rounds: int = _MAX_LEN) -> None:
+    def speculate(self, runs: Sequence[Run], *, most_rounds: int | None = None) -> None:
         """Gives every run its output, or that of so many rounds."""
-        self._rounds(runs, most_rounds=most_rounds, drafted=True)
+        self._rounds(runs, most_rounds=self._max_len if most_rounds is None else most_rounds, drafted=True)
 
     def _rounds(self, runs: Sequence[Run], *, most_rounds: int, drafted: bool) -> None:
         for first in range(0, len(runs), _SESSIONS):

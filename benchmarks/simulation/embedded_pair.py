@@ -5,7 +5,7 @@ recorded. The draft is `TreeGrowth` with the embedded draft: what it computes is
 
 A draft's steps overlap on a GPU, which they do not on a CPU: a period is then the longer one of the device's part and
 the host's, and a step's growth leaves later than its period ends. So a step here takes a period, and its growth leaves
-`late_ms` afterwards.
+`StepTimes.late` afterwards.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _PLACES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftTimes:
+class StepTimes:
     """What a step of the draft takes, milliseconds.
 
     Attributes:
@@ -130,7 +130,7 @@ class _Draft(VirtualDraft):
         settings: Settings,
         model: PathModel,
         growth: TreeGrowth,
-        times: DraftTimes,
+        times: StepTimes,
         *,
         on_growth: Callable[[GrowthBatch], None],
     ) -> None:
@@ -248,7 +248,7 @@ class PairSimulation(VirtualSimulation):
         ValueError: there are fewer requests than clients.
     """
 
-    def __init__(self, settings: Settings, recorded: RecordedOutputs, growth: TreeGrowth, times: DraftTimes) -> None:
+    def __init__(self, settings: Settings, recorded: RecordedOutputs, growth: TreeGrowth, times: StepTimes) -> None:
         if len(recorded.runs) < settings.sessions:
             raise ValueError(f"{len(recorded.runs)} requests given, at least {settings.sessions} (sessions) needed")
         self._recorded, self._growth, self._times = recorded, growth, times
@@ -348,7 +348,7 @@ def record(
 
 
 def simulate_pair(
-    settings: Settings, recorded: RecordedOutputs, times: DraftTimes, **growth_options: Any
+    settings: Settings, recorded: RecordedOutputs, times: StepTimes, **growth_options: Any
 ) -> PairFigures:
     """One run, from virtual time 0 on.
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from itertools import product
 from typing import Any
 
-from benchmarks.simulation.embedded_pair import MAX_LEN, DraftTimes, record, simulate_pair
+from benchmarks.simulation.embedded_pair import MAX_LEN, StepTimes, record, simulate_pair
 from benchmarks.simulation.settings import Settings
 from rich.console import Console
 from rich.table import Table
@@ -26,7 +26,7 @@ def run(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="benchmarks/pair_rounds.py", description="The embedded pair at a large model's step times."
     )
-    add, first = parser.add_argument, DraftTimes()
+    add, first = parser.add_argument, StepTimes()
     add("--sessions", nargs="+", type=int, default=[1], help="clients (default 1)")
     add("--temperatures", nargs="+", type=float, default=[0.0, 1.0], help="default 0 1")
     add("--rounds", nargs="+", choices=TIMINGS, default=["learned"], help="default learned")
@@ -58,7 +58,7 @@ def run(arguments: Sequence[str]) -> int:
         requests=chosen.requests,
         temperatures=chosen.temperatures,
     )
-    times = DraftTimes(step=chosen.draft_step_ms, row=chosen.draft_row_us / 1e3, session=chosen.draft_session_us / 1e3)
+    times = StepTimes(step=chosen.draft_step_ms, row=chosen.draft_row_us / 1e3, session=chosen.draft_session_us / 1e3)
     rows: list[dict[str, Any]] = []
     for sessions, temperature in product(chosen.sessions, chosen.temperatures):
         plain = replace(_settings(chosen, sessions), mode=SpeculationMode.OFF)
@@ -90,7 +90,6 @@ def _settings(chosen: argparse.Namespace, sessions: int) -> Settings:
         draft_rtt_ms=chosen.draft_rtt_ms,
         max_nodes=31,
         max_depth=16,
-        max_live_nodes=256,
         duration_s=chosen.duration,
         warmup_s=chosen.warm_up,
     )

@@ -221,3 +221,8 @@ class AcceptanceCalibration:
                     )
                 )
         return found
+
+
+def warm_up() -> None:
+    """Compiles the loop of `observe_parents`, or loads what was compiled, before anybody waits for it."""
+    AcceptanceCalibration(branching=2).observe_parents(np.zeros((0, 4), dtype=np.int64))

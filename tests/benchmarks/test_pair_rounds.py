@@ -4,7 +4,7 @@ import json
 
 import pytest
 from benchmarks.simulation import pair_command
-from benchmarks.simulation.embedded_pair import DraftTimes, RecordedOutputs, record, simulate_pair
+from benchmarks.simulation.embedded_pair import RecordedOutputs, StepTimes, record, simulate_pair
 from benchmarks.simulation.settings import Settings
 
 
@@ -30,8 +30,8 @@ def test_a_draft_in_time_is_accepted_and_one_that_is_late_is_not(
     recorded: dict[float, RecordedOutputs], temperature: float
 ):
     # Other tokens than those that were recorded would end the run.
-    quick = simulate_pair(settings(2), recorded[temperature], DraftTimes())
-    late = simulate_pair(settings(2), recorded[temperature], DraftTimes(late=400.0))
+    quick = simulate_pair(settings(2), recorded[temperature], StepTimes())
+    late = simulate_pair(settings(2), recorded[temperature], StepTimes(late=400.0))
     assert quick.acceptance_length > 1.5
     assert late.acceptance_length < 1.1
     assert quick.tokens_per_s > late.tokens_per_s
