@@ -3,8 +3,8 @@
 #
 #   sh benchmarks/gpu.sh FOLDER [tests] [ranks] [steps] [draft] [one-graph] [eagle] [sources] [end-to-end] [replicas] [round-trips] [ways] [one-gpu]
 #
-# Without names everything, about twenty minutes on two GPUs; with one GPU leave out ranks, sources, end-to-end, replicas,
-# round-trips and ways.
+# Without names everything, about twenty-five minutes on two GPUs; with one GPU leave out ranks, end-to-end, replicas,
+# round-trips and ways. sources puts both models on that GPU then, as one-gpu does in any case.
 # FOLDER gets the reports. A GPU that measures should do nothing else; CUDA_VISIBLE_DEVICES picks it. PYTHON names another
 # interpreter, CHECKPOINTS where widened checkpoints are kept (20 GB; default FOLDER/checkpoints).
 set -u
@@ -54,6 +54,35 @@ end_to_end() {
         --target-args="$awake" --coordinator-args="$awake" --output "$out/$report" "$@"
 }
 
+# sources GPUS: each source of growth and their mixtures, then the target's head
+sources() {
+    widened target 8b
+    widened draft 160m
+    widened eagle 8b
+    source_pass "$1" sources --mixtures off model ngram model+ngram model/ngram --workloads twice edits quotes --time-limit 200
+    source_pass "$1" sources_head --head "$checkpoints/eagle-8b" --mixtures off eagle ngram+eagle --workloads twice edits --time-limit 70
+}
+
+# source_pass GPUS NAME OPTION...
+source_pass() {
+    gpus=$1 report=$2 awake="--keep-cores-awake 3"
+    shift 2
+    part 300 "$report" "$python" benchmarks/sources.py --device cuda --gpus "$gpus" --target "$checkpoints/target-8b" \
+        --draft "$checkpoints/draft-160m" --sessions 16 --requests 64 --max-new-tokens 128 --max-depth 16 --max-nodes 31 \
+        --output "$out/$report.json" --logs "$out/$report" --target-args="--kv-bytes 32000000000 $awake" \
+        --draft-args="--kv-bytes 12000000000 $awake" --coordinator-args="$awake" "$@"
+}
+
+# side_by_side COMMAND...: with the kernels of both models on the first GPU at once
+side_by_side() {
+    export CUDA_MPS_PIPE_DIRECTORY="$out/mps" CUDA_MPS_LOG_DIRECTORY="$out/mps-log"
+    mkdir -p "$out/mps" "$out/mps-log"
+    nvidia-cuda-mps-control -d
+    "$@"
+    echo quit | nvidia-cuda-mps-control
+    unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
+}
+
 for name in "$@"; do
     case $name in
         tests) gpu_tests tests -n "${WORKERS:-8}" tests/kernels tests/outrider tests/target_worker tests/draft_worker tests/benchmarks \
@@ -77,20 +106,8 @@ for name in "$@"; do
         # Each way of timing rounds by itself beside what the trials find, before which they have compared all of them.
         ways) end_to_end ways 280 --setups apart --sessions 1 16 64 --temperatures 1 0 --rounds ahead never-wait wait \
             --prepare 2.5 --coordinator-args="--keep-cores-awake 2" ;;
-        # Both models on the first GPU, their kernels side by side.
-        one-gpu) export CUDA_MPS_PIPE_DIRECTORY="$out/mps" CUDA_MPS_LOG_DIRECTORY="$out/mps-log"
-            mkdir -p "$out/mps" "$out/mps-log"
-            nvidia-cuda-mps-control -d
-            end_to_end one_gpu 150 --gpus 1 --setups shared --sessions 1 16 64 --temperatures 0 1
-            echo quit | nvidia-cuda-mps-control
-            unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY ;;
-        sources) widened target 8b
-            widened draft 160m
-            part 240 sources "$python" benchmarks/sources.py --device cuda --gpus 2 --target "$checkpoints/target-8b" \
-                --draft "$checkpoints/draft-160m" --mixtures off model ngram model+ngram --workloads twice edits --sessions 16 \
-                --requests 64 --max-new-tokens 128 --max-depth 16 --max-nodes 31 --time-limit 160 --output "$out/sources.json" \
-                --logs "$out/sources" --target-args="--kv-bytes 32000000000 --keep-cores-awake 3" \
-                --draft-args="--kv-bytes 12000000000 --keep-cores-awake 3" --coordinator-args="--keep-cores-awake 3" ;;
+        one-gpu) side_by_side end_to_end one_gpu 150 --gpus 1 --setups shared --sessions 1 16 64 --temperatures 0 1 ;;
+        sources) if [ "$(nvidia-smi -L | wc -l)" -gt 1 ]; then sources 2; else side_by_side sources 1; fi ;;
         *) echo "$name is none of tests, ranks, steps, draft, one-graph, eagle, sources, end-to-end, replicas, round-trips, ways, one-gpu" >&2; exit 2 ;;
     esac
 done
