@@ -59,7 +59,7 @@ sources() {
     widened target 8b
     widened draft 160m
     widened eagle 8b
-    source_pass "$1" sources --mixtures off model ngram model+ngram model/ngram --workloads twice edits quotes --time-limit 200
+    source_pass "$1" sources --mixtures off model ngram model+ngram model/ngram --workloads twice edits quotes --time-limit 240
     source_pass "$1" sources_head --head "$checkpoints/eagle-8b" --mixtures off eagle ngram+eagle --workloads twice edits --time-limit 70
 }
 
@@ -67,7 +67,7 @@ sources() {
 source_pass() {
     gpus=$1 report=$2 awake="--keep-cores-awake 3"
     shift 2
-    part 300 "$report" "$python" benchmarks/sources.py --device cuda --gpus "$gpus" --target "$checkpoints/target-8b" \
+    part 330 "$report" "$python" benchmarks/sources.py --device cuda --gpus "$gpus" --target "$checkpoints/target-8b" \
         --draft "$checkpoints/draft-160m" --sessions 16 --requests 64 --max-new-tokens 128 --max-depth 16 --max-nodes 31 \
         --output "$out/$report.json" --logs "$out/$report" --target-args="--kv-bytes 32000000000 $awake" \
         --draft-args="--kv-bytes 12000000000 $awake" --coordinator-args="$awake" "$@"
