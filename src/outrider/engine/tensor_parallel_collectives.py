@@ -131,6 +131,18 @@ def connect(meeting: Meeting, device: torch.device, options: SumOptions) -> "Glo
         return GlooCollectives()
     # The first collective makes the communicator, which must not happen in a capture.
     dist.all_reduce(torch.zeros(1, device=device))
+    return share_mailboxes(meeting, store, device, options)
+
+
+def share_mailboxes(meeting: Meeting, store: Store, device: torch.device, options: SumOptions) -> "CudaCollectives":
+    """What `connect` gives ranks on GPUs, once they are in one group, whatever its backend.
+
+    Args:
+        meeting: where they have joined each other.
+        store: of that meeting.
+        device: of this rank, with its index; two ranks may have one GPU.
+        options: how they add up.
+    """
     layout = MailboxLayout(
         world_size=meeting.world_size,
         letter_bytes=_aligned(options.letter_bytes),
