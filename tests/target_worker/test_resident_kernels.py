@@ -13,7 +13,10 @@ from tests.outrider.engine import test_warm_up_kernels as steps
 
 from outrider.engine.eagle_random import write_random_eagle
 from outrider.engine.model_runner import ModelRunner
+from outrider.engine.one_graph_buckets import RoundBucket, RoundLayout, RoundNeeds
+from outrider.engine.one_graph_shape import RoundShape
 from outrider.sampling import SamplingSpec, VerificationRule
+from outrider.target_worker.one_graph_setup import make_rounds
 from outrider.target_worker.planning import Work
 from outrider.target_worker.resident import ResidentDraft
 from outrider.target_worker.resident_config import ResidentConfig
@@ -151,3 +154,27 @@ def test_what_any_step_leaves_finds_its_kernels(
     follow_any(runner, draft, _SPECS, steps=150)
     assert (draft.trees > 50) == grows
     assert {kernel for kernel in noted - known if kernel[0] != _OF_PENALTIES} == set()
+
+
+@pytest.mark.parametrize("shape", [RoundShape(steps=1, candidates=1), RoundShape(steps=2, candidates=3)], ids=str)
+def test_one_graph_rounds_of_any_sessions_find_theirs(shape: RoundShape, noted: Kernels, tmp_path: Path) -> None:
+    runner, draft = make_draft(tmp_path)
+    rounds = make_rounds(runner, draft, shape, max_step_tokens=256).runner
+
+    def run(bucket: RoundBucket) -> None:
+        rounds.program.run(bucket, torch.from_numpy(RoundLayout.of_round(bucket).template.copy()))
+
+    for bucket in rounds.ladder.first_set():
+        run(bucket)
+    plain = set(noted)
+    for bucket in rounds.ladder.rehearsal():
+        run(bucket)
+    known = set(noted)
+    # Those that change logits.
+    assert known - plain
+    chance = random.Random(0)
+    for _ in range(60):
+        entries = chance.choice([0, chance.randint(1, 9000), 70_000])
+        needs = RoundNeeds(entries=entries, short_entries=chance.choice([0, 7]))
+        run(rounds.ladder.bucket(chance.randint(1, rounds.ladder.max_sessions), needs))
+    assert noted - known == set()
