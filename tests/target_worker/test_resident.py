@@ -246,13 +246,23 @@ def test_every_candidate_is_what_the_head_says_after_its_path(decoder: bool, che
         fresh.take_back(len(session.tokens) - 1)
 
 
-@pytest.mark.parametrize("prompt_len", [7, 90])
-def test_sessions_of_all_kinds_grow_the_same_trees_in_rounds(prompt_len: int, checkpoint: Path, head: Path) -> None:
+@pytest.mark.parametrize(("prompt_len", "depth"), [(7, 3), (90, 3), (7, 1)])
+def test_sessions_of_all_kinds_grow_the_same_trees_in_rounds(
+    prompt_len: int, depth: int, checkpoint: Path, head: Path
+) -> None:
     """Those that a graph does not take are in between; and a step of more rows than a graph's leaves its hidden states
     elsewhere.
     """
     rigs = [
-        make_rig(checkpoint, head, decoder=decoder, num_slots=1024, max_step_tokens=1024) for decoder in (False, True)
+        make_rig(
+            checkpoint,
+            head,
+            decoder=decoder,
+            trees={"depth": depth},
+            num_slots=1024,
+            max_step_tokens=1024,
+        )
+        for decoder in (False, True)
     ]
     kinds = ("penalties", "coupled", "greedy", "min-new", "filters", "coupled")
     target_only = replace(SPECS["coupled"], verification=VerificationRule.TARGET_ONLY)
