@@ -14,7 +14,7 @@ Shapes: T rows of a forward, N hidden, S sessions that grow, k nodes of a level.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -28,14 +28,15 @@ from outrider.engine.model_runner import ModelRunner
 from outrider.errors import OutOfSlots
 from outrider.sampling import VerificationRule
 from outrider.target_worker.planning import Work
-from outrider.target_worker.resident_choice import CandidateRanker, reads_path
+from outrider.target_worker.resident_choice import CandidateRanker
 from outrider.target_worker.resident_config import ResidentConfig
-from outrider.target_worker.resident_eager import EagerDraft, Kept
+from outrider.target_worker.resident_eager import EagerDraft
+from outrider.target_worker.resident_extension import HeadExtension
 from outrider.target_worker.resident_growth import GrownTree
-from outrider.target_worker.resident_head import HeadLayer
+from outrider.target_worker.resident_head import HeadLayer, Kept
 from outrider.target_worker.resident_program import MOST_ROWS, RoundProgram
-from outrider.target_worker.resident_rounds import DraftRounds, RoundPart
-from outrider.target_worker.resident_trees import CandidateTrees
+from outrider.target_worker.resident_rounds import DraftRounds
+from outrider.target_worker.resident_trees import CandidateTrees, own_bits
 from outrider.target_worker.sessions import Outcome, Session, TreeResult
 
 # Trees of a session of which no node came back for verification: its rows are worth more without them. Every so many
@@ -69,26 +70,28 @@ class ResidentDraft:
         self._ranker = CandidateRanker(
             self.calibration, top_k=top_k, vocab_size=runner.vocab_size, device=runner.device
         )
-        self._eager = EagerDraft(layer, runner, self._ranker, config)
+        engine = runner.config
+        graphs = engine.attention_backend_name == "triton" and not engine.enforce_eager
+        self._extension = HeadExtension(layer, runner, graphs=graphs)
         self._tree_slots = config.tree_slots(top_k)
-        self._rounds: DraftRounds | None = None
-        if runner.steps is not None and self._tree_slots:
-            program = RoundProgram(layer, runner.steps.program, self._ranker, depth=config.depth, bits=self._eager.bits)
-            engine = runner.config
+        if runner.steps is None:
+            self._rounds = EagerDraft(layer, runner, self._ranker, config)
+        else:
+            bits = own_bits(config.depth, top_k, runner.device)
             self._rounds = DraftRounds(
-                program,
-                runner.slots,
+                RoundProgram(layer, runner.steps.program, self._ranker, depth=config.depth, bits=bits),
+                runner,
                 tree_slots=self._tree_slots,
                 max_sessions=min(config.max_sessions, engine.max_num_seqs),
-                device=runner.device,
-                graphs=engine.attention_backend_name == "triton" and not engine.enforce_eager,
+                graphs=graphs,
             )
         self.grows = True
         self.trees = self.missed = 0
 
     def warm_up(self) -> None:
-        """Captures what drafting begins with."""
-        if self._rounds is not None and self.grows:
+        """Compiles what drafting may need, and captures it."""
+        self._extension.warm_up()
+        if self.grows:
             self._rounds.warm_up()
 
     @classmethod
@@ -160,42 +163,19 @@ class ResidentDraft:
         if not kept:
             return {}
         self._ranker.refresh()
-        in_round = self._of_round(kept, growing)
         # What a round does not extend itself.
-        rest: dict[int, Kept] = {}
+        rest: list[Kept] = []
         for number, part in enumerate(kept):
-            rows = part.rows[:-MOST_ROWS] if number in in_round else part.rows
+            rows = part.rows[:-MOST_ROWS] if number in growing else part.rows
             if rows:
-                rest[number] = replace(part, rows=rows)
-        hidden = self._eager.extend(list(rest.values())) if rest else None
-        trees: dict[int, GrownTree] = {}
-        if in_round:
-            assert self._rounds is not None
-            parts = [RoundPart(session=kept[n].session, rows=kept[n].rows[-MOST_ROWS:]) for n in in_round]
-            trees |= self._trees(in_round, self._rounds.run(parts))
-        others = [number for number in growing if number not in in_round]
-        if others:
-            assert hidden is not None
-            ends = np.cumsum([len(part.rows) for part in rest.values()])
-            lasts = [int(ends[list(rest).index(number)]) - 1 for number in others]
-            index = torch.tensor(lasts).to(hidden.device, non_blocking=True)
-            sessions = [kept[number].session for number in others]
-            trees |= self._trees(others, self._eager.grow(sessions, hidden.index_select(0, index)))
-        return trees
+                rest.append(replace(part, rows=rows))
+        if rest:
+            self._extension.run(rest)
+        if not growing:
+            return {}
+        return self._trees(growing, self._rounds.run([kept[number].last(MOST_ROWS) for number in growing]))
 
-    def _of_round(self, kept: Sequence[Kept], growing: Collection[int]) -> list[int]:
-        """Which of those that grow a round takes."""
-        rounds = self._rounds
-        # A step too large to be captured leaves its hidden states elsewhere.
-        if rounds is None or not growing or not rounds.reads(self._runner.features):
-            return []
-        return [
-            number
-            for number in growing
-            if not reads_path(spec := kept[number].session.sampling) and spec.rule is VerificationRule.COUPLED
-        ]
-
-    def _trees(self, numbers: Sequence[int], packed: npt.NDArray[np.int32]) -> dict[int, GrownTree]:
+    def _trees(self, numbers: Iterable[int], packed: npt.NDArray[np.int32]) -> dict[int, GrownTree]:
         grown = CandidateTrees.of(packed, depth=self._config.depth, top_k=self._ranker.top_k)
         return {
             number: GrownTree(

@@ -53,8 +53,9 @@ class RankedSessions:
 
     Args:
         columns: [S] each, on the device, as of `ranking_columns`.
-        sessions: whose trees grow; none where their paths are not needed.
+        sessions: the first of them, whose trees grow; none where no paths are needed.
         any_independent: whether any has coins of its own (target_only).
+        ranks_all: whether tokens that the head has no rows for are ranked, too, behind all others.
     """
 
     def __init__(
@@ -63,9 +64,12 @@ class RankedSessions:
         *,
         sessions: Sequence[Session] = (),
         any_independent: bool = False,
+        ranks_all: bool = False,
     ) -> None:
         self._columns, self.sessions, self.any_independent = columns, sessions, any_independent
         self.needs_paths = any(reads_path(session.sampling) for session in sessions)
+        # What is changed before the choice is told of the whole vocabulary.
+        self.ranks_all = ranks_all or self.needs_paths
 
     @classmethod
     def of(cls, sessions: Sequence[Session], device: torch.device) -> RankedSessions:
@@ -136,7 +140,7 @@ class CandidateRanker:
             sessions: whose nodes these are.
             logits: [R, V], a session's rows one after the other; not changed.
             depth: of the nodes, 0 for roots.
-            paths: of the nodes; needed where `sessions.needs_paths`.
+            paths: of the nodes of `sessions.sessions`; needed where `sessions.needs_paths`.
         """
         rows = sessions.rows(depth, logits.shape[0] // sessions.count)
         logits = logits.float()
@@ -203,9 +207,10 @@ def reads_path(spec: SamplingSpec) -> bool:
 
 
 def _processed(sessions: Sequence[Session], logits: torch.Tensor, paths: Paths) -> torch.Tensor:
-    """The logits after every session's processors, a copy."""
+    """The logits after every session's processors, a copy; rows past these sessions' stay as they are."""
     parts = [_PathRows(session, of_session) for session, of_session in zip(sessions, paths, strict=True)]
-    logits = logits.clone()
+    copied = logits.clone()
+    logits = copied[: sum(part.count for part in parts)]
     apply_processors(logits, processors_of(parts, logits.device))
     places: list[int] = []
     masks: list[np.ndarray] = []
@@ -226,4 +231,4 @@ def _processed(sessions: Sequence[Session], logits: torch.Tensor, paths: Paths) 
     if places:
         rows = torch.tensor(places, dtype=torch.int32, device=logits.device)
         apply_grammar_masks(logits, rows, torch.from_numpy(np.stack(masks)).to(logits.device))
-    return logits
+    return copied

@@ -1,4 +1,4 @@
-"""Drafting one operator after the other: for any session, on any device; for what does not fit a round's graph.
+"""Drafting one operator after the other, beside a target that runs as transformers' code.
 
 Shapes: T rows of the target that sessions keep, S sessions that grow, N hidden, k children.
 """
@@ -6,7 +6,6 @@ Shapes: T rows of the target that sessions keep, S sessions that grow, N hidden,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -16,18 +15,9 @@ from outrider.engine.batch import BatchBuilder
 from outrider.engine.model_runner import ModelRunner
 from outrider.target_worker.resident_choice import CandidateRanker, RankedSessions
 from outrider.target_worker.resident_config import ResidentConfig
-from outrider.target_worker.resident_head import HeadLayer, TreeLevels
+from outrider.target_worker.resident_head import HeadLayer, Kept, TreeLevels
 from outrider.target_worker.resident_trees import grow_trees, own_bits
 from outrider.target_worker.sessions import Session
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class Kept:
-    """What a session keeps of a forward: `rows` of it, whose slots stand at `first_index` and on."""
-
-    session: Session
-    rows: Sequence[int]
-    first_index: int
 
 
 class EagerDraft:
@@ -44,19 +34,20 @@ class EagerDraft:
         self._layer, self._runner, self._ranker, self._config = layer, runner, ranker, config
         self._bits = own_bits(config.depth, ranker.top_k, runner.device)
 
-    @property
-    def bits(self) -> torch.Tensor:
-        """Of `resident_trees.own_bits`."""
-        return self._bits
+    def warm_up(self) -> None:
+        """Nothing is compiled or captured."""
 
-    def extend(self, kept: Sequence[Kept]) -> torch.Tensor:
+    def run(self, kept: Sequence[Kept]) -> npt.NDArray[np.int32]:
+        """As of `DraftRounds.run`."""
+        lasts = np.cumsum([len(part.rows) for part in kept]) - 1
+        return self._grow([part.session for part in kept], self._extend(kept).index_select(0, self._put(lasts)))
+
+    def _extend(self, kept: Sequence[Kept]) -> torch.Tensor:
         """The head over what sessions keep, session after session; its rows [T, N]. All have some."""
         builder = BatchBuilder()
         rows: list[int] = []
         for part in kept:
-            begin = part.first_index + 1
-            tokens = part.session.tokens[begin : begin + len(part.rows)]
-            builder.add_chain(part.session.row, tokens, part.first_index, want_last_logits=False)
+            builder.add_chain(part.session.row, part.tokens, part.first_index, want_last_logits=False)
             rows.extend(part.rows)
         batch = builder.build()
         step = self._runner.attention_step(batch)
@@ -70,7 +61,7 @@ class EagerDraft:
             batch=step.batch,
         )
 
-    def grow(self, sessions: Sequence[Session], hidden: torch.Tensor) -> npt.NDArray[np.int32]:
+    def _grow(self, sessions: Sequence[Session], hidden: torch.Tensor) -> npt.NDArray[np.int32]:
         """A tree of each session, [S, words] of `CandidateTrees.of`.
 
         Args:

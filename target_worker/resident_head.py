@@ -5,6 +5,7 @@ Shapes: T rows, N hidden, S sessions, k nodes of a level, M slots of a tree.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from outrider.engine.eagle import EagleHead
 from outrider.errors import CheckpointError
 from outrider.kernels.tree_attention import TreeAttentionBatch
+from outrider.target_worker.sessions import Session
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -67,6 +69,43 @@ class HeadLayer:
             key_cache=self.keys,
             value_cache=self.values,
         )
+
+    def store(
+        self, hidden: torch.Tensor, token_ids: torch.Tensor, *, positions: torch.Tensor, write_slots: torch.Tensor
+    ) -> None:
+        """`EagleHead.store` in these caches."""
+        self.head.store(
+            hidden,
+            token_ids,
+            positions=positions,
+            write_slots=write_slots,
+            key_cache=self.keys,
+            value_cache=self.values,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class Kept:
+    """What a session keeps of a forward: `rows` of it, whose slots stand at `first_index` and on."""
+
+    session: Session
+    rows: Sequence[int]
+    first_index: int
+
+    @property
+    def end(self) -> int:
+        """Keys of the session with these."""
+        return self.first_index + len(self.rows)
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The token after each row."""
+        return self.session.tokens[self.first_index + 1 : self.end + 1]
+
+    def last(self, count: int) -> Kept:
+        """Of the rows the last ones, at most so many."""
+        rows = self.rows[-count:]
+        return Kept(session=self.session, rows=rows, first_index=self.end - len(rows))
 
 
 class TreeLevels:

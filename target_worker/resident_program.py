@@ -1,8 +1,9 @@
 """What the device does after a step to draft on, in one piece: extend the head's KV, then grow a tree a session.
 
 A round's shape depends on its bucket alone, and nothing in it waits for the host, so a CUDA graph captures it. It takes
-sessions whose trees need no paths on the host, and of each the last rows that it keeps; what a prefill has left before
-these is extended beforehand (`outrider.target_worker.resident`).
+of each session the last rows that it keeps; what is left before these is extended beforehand
+(`outrider.target_worker.resident_extension`). Sessions whose trees need paths on the host have rounds of the same sizes
+without a graph.
 
 Whatever a round does not fill says "nothing" there: sessions without a row of the slot table, rows whose slot is out of
 range.
@@ -13,7 +14,7 @@ Shapes: T rows of the target that sessions keep, S sessions, M slots of a tree, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from outrider.kernels.tree_attention import TreeAttentionBatch
 from outrider.target_worker.resident_choice import CandidateRanker, RankedSessions
 from outrider.target_worker.resident_head import HeadLayer, TreeLevels
 from outrider.target_worker.resident_trees import grow_trees
+from outrider.target_worker.sessions import Session
 
 # Of a session's kept rows, the last ones, which a round extends: more than most trees are deep.
 MOST_ROWS = 8
@@ -137,30 +139,58 @@ class RoundProgram:
 
     @property
     def features(self) -> torch.Tensor:
-        """[rows, F] where the target has to leave the hidden states that a round reads."""
+        """[rows, F] where the target has to leave the hidden states that `run` reads."""
         return self._target.features
 
     @torch.inference_mode()
     def run(self, size: RoundSize, data: torch.Tensor) -> torch.Tensor:
-        """Runs a round; what `resident_trees.grow_trees` gives, [S, words].
+        """Runs a round without waiting for anything; what `resident_trees.grow_trees` gives, [S, words].
 
         Args:
             size: of the round.
             data: [nbytes] uint8 on the device.
         """
         arrays = RoundLayout.of(size).tensors(data)
+        return self._run(size, arrays, self._target.features, RankedSessions(_ranking(arrays)))
+
+    @torch.inference_mode()
+    def run_beside_host(
+        self,
+        size: RoundSize,
+        data: torch.Tensor,
+        *,
+        features: torch.Tensor,
+        sessions: Sequence[Session] = (),
+        any_independent: bool = False,
+    ) -> torch.Tensor:
+        """`run` with what a graph cannot hold; its launches depend on its size and on `any_independent`.
+
+        Args:
+            size: of the round.
+            data: [nbytes] uint8 on the device.
+            features: [rows, F] hidden states, wherever the target has left them.
+            sessions: the round's first ones, where the paths of any are needed on the host.
+            any_independent: whether any session has coins of its own (target_only).
+        """
+        arrays = RoundLayout.of(size).tensors(data)
+        ranked = RankedSessions(_ranking(arrays), sessions=sessions, any_independent=any_independent, ranks_all=True)
+        return self._run(size, arrays, features, ranked)
+
+    def _run(
+        self, size: RoundSize, arrays: Mapping[str, torch.Tensor], features: torch.Tensor, sessions: RankedSessions
+    ) -> torch.Tensor:
         updates = [arrays[name] for name in ("update_rows", "update_columns", "update_slots")]
         # Of sessions that are none, no slot is read and none is written.
         end = arrays["roots"] + (arrays["table_rows"] >= 0) * size.tree_slots
         table = self._target.slot_rows(updates, arrays["table_rows"], end.to(torch.int32))
-        hidden = self._extend(arrays, table)
+        hidden = self._extend(arrays, table, features)
         top_k = self._ranker.top_k
         levels = TreeLevels(self._layer, table, arrays["roots"], arrays["tree_slots"], top_k=top_k)
         return grow_trees(
             self._layer.head,
             levels.step,
             self._ranker,
-            RankedSessions({name: arrays[name] for name in _RANKING}),
+            sessions,
             hidden.index_select(0, arrays["last_rows"]),
             depth=self._depth,
             top_k=top_k,
@@ -172,7 +202,7 @@ class RoundProgram:
         """Writes [3, n] entries (row, column, slot) that found no place in a round's bytes."""
         self._target.update_slots(updates)
 
-    def _extend(self, arrays: Mapping[str, torch.Tensor], table: torch.Tensor) -> torch.Tensor:
+    def _extend(self, arrays: Mapping[str, torch.Tensor], table: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         """[T, N] the head over what the sessions keep."""
         positions = arrays["row_positions"]
         batch = TreeAttentionBatch(
@@ -186,9 +216,14 @@ class RoundProgram:
             max_key_len=table.shape[1],
         )
         return self._layer.forward(
-            self._layer.head.fuse(self._target.features.index_select(0, arrays["feature_rows"])),
+            self._layer.head.fuse(features.index_select(0, arrays["feature_rows"])),
             arrays["token_ids"],
             positions=positions,
             write_slots=arrays["write_slots"],
             batch=batch,
         )
+
+
+def _ranking(arrays: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What sessions rank by, of a round's arrays."""
+    return {name: arrays[name] for name in _RANKING}

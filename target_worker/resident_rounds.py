@@ -1,46 +1,30 @@
 """Rounds of a resident draft on a device: staged as bytes, one CUDA graph replayed, one answer copied back.
 
-Sizes are few, and rounds are filled up: sessions to the next rung, rows to four or eight a session. A size without a
-graph is captured when it first comes up, in a step that takes so much longer; `warm_up` captures the usual ones.
+Sizes are few, and rounds are filled up: sessions to the next rung, rows to four or eight a session. `warm_up` captures
+all of them. Sessions that a graph does not take (their paths are needed on the host, or their coins are their own) have
+a round for themselves, of the same sizes, one launch after the other: it needs no other kernels.
 """
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from outrider.engine.kv_slots import SlotTable
+from outrider.engine.model_runner import ModelRunner
 from outrider.engine.step_buffers import StepBuffers
 from outrider.engine.step_staging import pack_changes
-from outrider.target_worker.resident_choice import ranking_columns
+from outrider.sampling import VerificationRule
+from outrider.target_worker.resident_choice import ranking_columns, reads_path
+from outrider.target_worker.resident_graphs import SizedGraphs
+from outrider.target_worker.resident_head import Kept
 from outrider.target_worker.resident_program import MOST_ROWS, RoundLayout, RoundProgram, RoundSize
-from outrider.target_worker.sessions import Session
-
-logger = logging.getLogger(__name__)
 
 _SESSIONS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _ROWS_OF_EACH = (MOST_ROWS // 2, MOST_ROWS)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
-class RoundPart:
-    """One session of a round: the last rows of a forward that it keeps, up to its root's predecessor."""
-
-    session: Session
-    rows: Sequence[int]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Captured:
-    graph: torch.cuda.CUDAGraph
-    data: torch.Tensor
-    packed: torch.Tensor
 
 
 class DraftRounds:
@@ -48,97 +32,113 @@ class DraftRounds:
 
     Args:
         program: what runs.
-        slots: of the target.
+        runner: the target.
         tree_slots: M.
         max_sessions: of a round.
-        device: of the program.
         graphs: whether they are captured.
     """
 
     def __init__(
-        self,
-        program: RoundProgram,
-        slots: SlotTable,
-        *,
-        tree_slots: int,
-        max_sessions: int,
-        device: torch.device,
-        graphs: bool,
+        self, program: RoundProgram, runner: ModelRunner, *, tree_slots: int, max_sessions: int, graphs: bool
     ) -> None:
-        self._program, self._slots, self._tree_slots, self._device = program, slots, tree_slots, device
+        self._program, self._runner, self._tree_slots = program, runner, tree_slots
         self._sessions = (*(rung for rung in _SESSIONS if rung < max_sessions), max_sessions)
-        self._graphs = graphs and device.type == "cuda"
-        self._captured: dict[RoundSize, _Captured] = {}
-        self._refused: set[RoundSize] = set()
-        self._pool = torch.cuda.graph_pool_handle() if self._graphs else None
-        self._stream = torch.cuda.Stream(device) if self._graphs else None
-        self._buffers = StepBuffers(device)
+        self._graphs = SizedGraphs[RoundSize](
+            program.run,
+            lambda size: RoundLayout.of(size).template,
+            what="resident drafts",
+            device=runner.device,
+            enabled=graphs,
+        )
+        self._buffers = StepBuffers(runner.device)
 
     @property
     def graphs(self) -> int:
         """Captured graphs."""
-        return len(self._captured)
-
-    def reads(self, features: torch.Tensor) -> bool:
-        """Whether a round reads these hidden states of the target."""
-        return features.data_ptr() == self._program.features.data_ptr()
+        return len(self._graphs)
 
     def warm_up(self) -> None:
-        """Captures the sizes that there are, from the largest on: what smaller ones need of memory is then there."""
-        if self._graphs:
-            for sessions in reversed(self._sessions):
-                for each in reversed(_ROWS_OF_EACH):
-                    size = RoundSize(sessions=sessions, rows=each * sessions, tree_slots=self._tree_slots)
-                    self._graph(size)
-            logger.info("%d CUDA graphs of resident drafts captured", self.graphs)
+        """Compiles and captures the sizes that there are, from the largest on."""
+        sizes = [
+            RoundSize(sessions=sessions, rows=each * sessions, tree_slots=self._tree_slots)
+            for sessions in reversed(self._sessions)
+            for each in reversed(_ROWS_OF_EACH)
+        ]
+        self._graphs.warm_up(sizes)
+        self._graphs.rehearse(sizes, self._run_independent)
 
-    def run(self, parts: Sequence[RoundPart]) -> npt.NDArray[np.int32]:
-        """A round; [S, words] of `CandidateTrees.of`.
+    def run(self, kept: Sequence[Kept]) -> npt.NDArray[np.int32]:
+        """Extends the head and grows a tree of each session; [S, words] of `CandidateTrees.of`.
 
         Args:
-            parts: sessions whose tree slots are reserved behind their own.
+            kept: of sessions whose tree slots are reserved behind their own: the last rows that each keeps, up to its
+                root's predecessor, at most `MOST_ROWS`.
         """
-        size = self._size(len(parts), sum(len(part.rows) for part in parts))
+        alone = np.array([_needs_host(part) for part in kept])
+        if not alone.any():
+            return self._run(kept)
+        trees: list[npt.NDArray[np.int32]] = []
+        order = np.argsort(alone, kind="stable")
+        for places in np.split(order, [len(order) - int(alone.sum())]):
+            if len(places):
+                trees.append(self._run([kept[place] for place in places]))
+        return np.concatenate(trees)[np.argsort(order)]
+
+    def _run(self, kept: Sequence[Kept]) -> npt.NDArray[np.int32]:
+        """A round, of sessions that all need the host or all do not."""
+        size = self._size(len(kept), sum(len(part.rows) for part in kept))
         layout, buffer = RoundLayout.of(size), self._buffers.take()
         staged = buffer.step_tensor(layout.nbytes)
         data = staged.numpy()
         data[:] = layout.template
-        self._stage(parts, layout.arrays(data))
-        captured = self._graph(size)
-        if captured is None:
-            packed = self._program.run(size, staged.to(self._device, non_blocking=True))
-        else:
-            captured.data.copy_(staged, non_blocking=True)
-            captured.graph.replay()
-            packed = captured.packed
+        self._stage(kept, layout.arrays(data))
+        packed = self._launched(kept, size, staged)
         answer = buffer.answer(packed.numel()).view(packed.shape)
         buffer.note_begin()
         answer.copy_(packed, non_blocking=True)
         buffer.note_end()
         buffer.wait()
         # A copy: trees are kept until their session's next step, and other rounds use the buffer before.
-        return answer.numpy()[: len(parts)].copy()
+        return answer.numpy()[: len(kept)].copy()
+
+    def _launched(self, kept: Sequence[Kept], size: RoundSize, staged: torch.Tensor) -> torch.Tensor:
+        """[S, words] on the device."""
+        features, sessions = self._runner.features, [part.session for part in kept]
+        # A step too large to be captured leaves its hidden states elsewhere.
+        if features.data_ptr() == self._program.features.data_ptr() and not _needs_host(kept[0]):
+            return self._graphs.run(size, staged)
+        return self._program.run_beside_host(
+            size,
+            staged.to(self._runner.device, non_blocking=True),
+            features=features,
+            sessions=sessions if _needs_host(kept[0]) else (),
+            any_independent=any(session.sampling.rule is VerificationRule.TARGET_ONLY for session in sessions),
+        )
+
+    def _run_independent(self, size: RoundSize, data: torch.Tensor) -> torch.Tensor:
+        return self._program.run_beside_host(size, data, features=self._program.features, any_independent=True)
 
     def _size(self, sessions: int, rows: int) -> RoundSize:
         rung = self._sessions[bisect_left(self._sessions, sessions)]
         each = next(each for each in _ROWS_OF_EACH if each * rung >= rows)
         return RoundSize(sessions=rung, rows=each * rung, tree_slots=self._tree_slots)
 
-    def _stage(self, parts: Sequence[RoundPart], arrays: dict[str, npt.NDArray[np.generic]]) -> None:
-        """Writes the parts into a round of nothing."""
-        table = self._slots.table
-        sessions = [part.session for part in parts]
+    def _stage(self, kept: Sequence[Kept], arrays: dict[str, npt.NDArray[np.generic]]) -> None:
+        """Writes what is kept into a round of nothing."""
+        slots = self._runner.slots
+        table = slots.table
+        sessions = [part.session for part in kept]
         count = len(sessions)
         roots = np.array([session.root_index for session in sessions])
         rows = np.array([session.row for session in sessions], dtype=np.int32)
-        lengths = np.array([len(part.rows) for part in parts])
+        lengths = np.array([len(part.rows) for part in kept])
         ends = np.cumsum(lengths)
         total = int(ends[-1])
         # Each row's session and its place in that session's tokens.
         of_row = np.repeat(np.arange(count), lengths)
         places = np.arange(total) - np.repeat(ends - lengths, lengths) + np.repeat(roots - lengths, lengths)
-        tokens = [part.session.tokens[-len(part.rows) :] for part in parts]
-        arrays["feature_rows"][:total] = np.concatenate([part.rows for part in parts])
+        tokens = [part.tokens for part in kept]
+        arrays["feature_rows"][:total] = np.concatenate([part.rows for part in kept])
         arrays["token_ids"][:total] = np.concatenate(tokens)
         arrays["row_positions"][:total] = places
         arrays["write_slots"][:total] = table[rows[of_row], places]
@@ -151,32 +151,12 @@ class DraftRounds:
         arrays["tree_slots"][:count] = table[rows[:, None], roots[:, None] + nodes]
         for name, values in ranking_columns(sessions).items():
             arrays[name][:count] = values
-        more = pack_changes(rows, self._slots, arrays)
+        more = pack_changes(rows, slots, arrays)
         if more.size:
-            self._program.update_slots(torch.from_numpy(more).to(self._device))
+            self._program.update_slots(torch.from_numpy(more).to(self._runner.device))
 
-    def _graph(self, size: RoundSize) -> _Captured | None:
-        """The size's graph, captured if it is not yet; None where there is none."""
-        if not self._graphs or size in self._refused:
-            return None
-        if size not in self._captured:
-            try:
-                self._captured[size] = self._capture(size)
-            except torch.OutOfMemoryError as error:
-                self._refused.add(size)
-                logger.warning("no GPU memory for a CUDA graph of %s: such steps run slower: %s", size, error)
-                return None
-        return self._captured[size]
 
-    def _capture(self, size: RoundSize) -> _Captured:
-        assert self._stream is not None
-        data = torch.from_numpy(RoundLayout.of(size).template).to(self._device)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            self._program.run(size, data)
-        # While a graph is captured, no memory is given back for it.
-        torch.cuda.synchronize(self._device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            packed = self._program.run(size, data)
-        return _Captured(graph=graph, data=data, packed=packed)
+def _needs_host(part: Kept) -> bool:
+    """Whether no graph grows the session's tree."""
+    spec = part.session.sampling
+    return reads_path(spec) or spec.rule is not VerificationRule.COUPLED

@@ -104,9 +104,8 @@ def grow_trees(
         bits: of `own_bits`.
     """
     count = hidden.shape[0]
-    paths: Paths | None = [[[]] for _ in range(count)] if sessions.needs_paths else None
-    # What is changed before the choice is told of the whole vocabulary.
-    logits = head.ranking_logits if paths is None else head.logits
+    paths: Paths | None = [[[]] for _ in sessions.sessions] if sessions.needs_paths else None
+    logits = head.logits if sessions.ranks_all else head.ranking_logits
     rows = logits(hidden)
     vocab_size = rows.shape[1]
     found = ranker.rank(sessions, rows, depth=0, paths=paths)
@@ -124,7 +123,7 @@ def grow_trees(
         masks = masks.gather(1, _wide(beam, words)) | bits[(level - 1) * top_k : level * top_k]
         hidden = step(level, parent.flatten(0, 1), tokens.flatten(), masks.flatten(0, 1))
         if paths is not None:
-            paths = _extended(paths, beam.tolist(), tokens.tolist())
+            paths = _extended(paths, beam[: len(paths)].tolist(), tokens[: len(paths)].tolist())
         above = first + best.indices
         first += values.numel() // count
         found = ranker.rank(sessions, logits(hidden), depth=level, paths=paths)

@@ -1,5 +1,6 @@
 """A target that drafts by itself: the same tokens as plain decoding, and a head whose KV is right whatever happened."""
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from outrider.engine.batch import BatchBuilder
 from outrider.engine.model_runner import EngineConfig, ModelRunner
 from outrider.errors import CheckpointError
 from outrider.sampling import SamplingSpec, VerificationRule
+from outrider.step_holdups import StepHoldups
 from outrider.target_worker.resident_choice import CandidateRanker, RankedSessions
 from outrider.target_worker.resident_growth import DraftLimits
 from outrider.target_worker.resident_head import HeadLayer
@@ -244,6 +246,42 @@ def test_every_candidate_is_what_the_head_says_after_its_path(decoder: bool, che
         fresh.take_back(len(session.tokens) - 1)
 
 
+@pytest.mark.parametrize(("prompt_len", "depth"), [(7, 3), (90, 3), (7, 1)])
+def test_sessions_of_all_kinds_grow_the_same_trees_in_rounds(
+    prompt_len: int, depth: int, checkpoint: Path, head: Path
+) -> None:
+    """Those that a graph does not take are in between; and a step of more rows than a graph's leaves its hidden states
+    elsewhere.
+    """
+    rigs = [
+        make_rig(
+            checkpoint,
+            head,
+            decoder=decoder,
+            trees={"depth": depth},
+            num_slots=1024,
+            max_step_tokens=1024,
+        )
+        for decoder in (False, True)
+    ]
+    kinds = ("penalties", "coupled", "greedy", "min-new", "filters", "coupled")
+    target_only = replace(SPECS["coupled"], verification=VerificationRule.TARGET_ONLY)
+    specs = [*(replace(SPECS[name], max_new_tokens=6) for name in kinds), replace(target_only, max_new_tokens=6)]
+    for each in rigs:
+        for number, spec in enumerate(specs):
+            prompt = [(7 * place + number) % VOCAB_SIZE for place in range(prompt_len)]
+            each.open(number, spec, prompt=prompt, draft=DraftLimits(is_fixed=True))
+        each.step(range(len(specs)))
+    features = [each.runner.features for each in rigs]
+    assert (len(features[1]) > 512) == (prompt_len == 90)
+    for number in range(len(specs)):
+        expected, found = (each.growth[number] for each in rigs)
+        assert expected is not None and found is not None
+        assert (found.tokens, found.parents) == (expected.tokens, expected.parents), number
+        for each in rigs:
+            check_head(each, number)
+
+
 def test_what_a_session_asks_for_bounds_its_trees(rig: Rig) -> None:
     spec = SamplingSpec(temperature=1.0, seed=2, max_new_tokens=20)
     chain = replace(spec, verification=VerificationRule.REJECTION)
@@ -377,7 +415,7 @@ def test_kv_of_a_head_that_does_not_fit_says_how_much_and_what_to_change(rig: Ri
 def cuda_rig(checkpoint: Path, head: Path, **overrides: Any) -> Rig:
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    return make_rig(checkpoint, head, device="cuda", dtype="float32", max_num_seqs=16, **overrides)
+    return make_rig(checkpoint, head, **{"device": "cuda", "dtype": "float32", "max_num_seqs": 16} | overrides)
 
 
 def check_all(rig: Rig, model: PreTrainedModel) -> None:
@@ -449,3 +487,26 @@ def test_a_round_is_one_graph_and_gives_the_trees_of_the_cpu(checkpoint: Path, h
         assert mine is not None and theirs is not None
         assert (mine.tokens, mine.parents) == (theirs.tokens, theirs.parents)
         rig.verifier.close((7, number), 1)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_nothing_is_compiled_while_it_serves(
+    checkpoint: Path, head: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Prompts of any length, sessions that grow and that do not, and a step of more rows than a graph's."""
+    rig = cuda_rig(checkpoint, head, dtype="bfloat16", num_slots=2048, max_step_tokens=1024)
+    rig.runner.warm_up()
+    rig.resident.warm_up()
+    holdups = StepHoldups(logging.getLogger("outrider.test"), "verification")
+    holdups.begin()
+    specs = [SamplingSpec(temperature=float(number % 2), seed=number, max_new_tokens=10) for number in range(16)]
+    for opened, prompt_len in ((1, 1), (3, 23), (16, 70), (9, 41)):
+        for number in range(opened):
+            prompt = [(5 * place + number) % VOCAB_SIZE for place in range(prompt_len)]
+            rig.open(number, specs[number], prompt=prompt, draft=DraftLimits() if number % 3 else None)
+        while live := [number for number in range(opened) if len(rig.outputs[number]) < 10]:
+            rig.step(live)
+        for number in range(opened):
+            rig.verifier.close((7, number), 1)
+    holdups.note(0, rows=0, sessions=0)
+    assert "kernel" not in caplog.text

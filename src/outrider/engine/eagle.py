@@ -9,6 +9,9 @@ h[i] and the embedding of t. Row i has position i and stores its key and value i
 session's row of the slot table holds for the head as it does for the target: the head is one more layer. Its entry of
 index i is written when token i + 1 is known.
 
+Where nothing is drafted from a row, `store` is all that it needs: there is one layer, so what a row stores depends on
+nothing that it sees.
+
 Nothing waits for the device and no shape depends on values, so all of it can be captured in a graph. On CPU tensors the
 operators run their references.
 
@@ -130,18 +133,7 @@ class EagleHead:
             [T, N], new.
         """
         spec, weights, eps = self.spec.layer, self.weights, self.spec.layer.norm_eps
-        stream, rows = self._enter(hidden, token_ids)
-        query = rotary_store(
-            linear_parts(rows, weights.qkv, fixed=self._fixed),
-            weights.rotary_table,
-            positions,
-            write_slots,
-            key_cache,
-            value_cache,
-            heads=spec.heads,
-            bias=weights.qkv_bias,
-            query_dtype=rows.dtype,
-        )
+        stream, query = self._stored(hidden, token_ids, positions, write_slots, (key_cache, value_cache))
         mixed = self._attend(query, key_cache, value_cache, batch, scale=spec.attention_scale)
         addend = linear_parts(mixed.flatten(1), weights.attention_output, fixed=self._fixed)
         rows = residual_norm(stream, addend, weights.feed_forward_norm, eps=eps)
@@ -153,6 +145,29 @@ class EagleHead:
         # Only the sum is wanted, and this is the operator that adds up parts in one launch.
         residual_norm(stream, addend, weights.feed_forward_norm, eps=eps)
         return stream
+
+    @torch.inference_mode()
+    def store(
+        self,
+        hidden: torch.Tensor,
+        token_ids: torch.Tensor,
+        *,
+        positions: torch.Tensor,
+        write_slots: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+    ) -> None:
+        """What `forward` stores, and no more: in a single layer a row's key and value depend on no other row.
+
+        Args:
+            hidden: as of `forward`.
+            token_ids: as of `forward`.
+            positions: as of `forward`; int64 as well.
+            write_slots: as of `forward`.
+            key_cache: as of `forward`.
+            value_cache: as of `forward`.
+        """
+        self._stored(hidden, token_ids, positions, write_slots, (key_cache, value_cache))
 
     @torch.inference_mode()
     def draft_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -177,6 +192,29 @@ class EagleHead:
         Noise belongs to a token's id, so ranking needs every token in its own column, and not that there are V of them.
         """
         return self.draft_logits(hidden) if self.weights.target_ids is None else self.logits(hidden)
+
+    def _stored(
+        self,
+        hidden: torch.Tensor,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        write_slots: torch.Tensor,
+        caches: tuple[torch.Tensor, torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Stores the rows' keys and values; the residual stream [T, N] and the queries [T, H, D]."""
+        spec, weights = self.spec.layer, self.weights
+        stream, rows = self._enter(hidden, token_ids)
+        query = rotary_store(
+            linear_parts(rows, weights.qkv, fixed=self._fixed),
+            weights.rotary_table,
+            positions,
+            write_slots,
+            *caches,
+            heads=spec.heads,
+            bias=weights.qkv_bias,
+            query_dtype=rows.dtype,
+        )
+        return stream, query
 
     def _enter(self, hidden: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The residual stream [T, N], to be changed, and what the attention reads, [T, N or 2 N]."""

@@ -112,6 +112,13 @@ class RoundLadder:
         """The buckets that serving begins with: any number of sessions that ask for nothing special."""
         return [self.bucket(count, RoundNeeds()) for count in self._sessions]
 
+    def rehearsal(self) -> list[RoundBucket]:
+        """Buckets that need, with the first set, every kernel that any round needs.
+
+        Rounds that change logits are captured when they are asked for; how long the lists are makes no difference.
+        """
+        return [self.bucket(count, RoundNeeds(entries=1)) for count in self._sessions]
+
 
 class RoundLayout(StepLayout):
     """Where a round's arrays lie in its bytes: a step's, and what the draft and the processors read."""

@@ -118,12 +118,17 @@ class RoundRunner:
         return LaunchedRound(staged, buffer)
 
     def warm_up(self, buckets: Sequence[RoundBucket] | None = None) -> None:
-        """Compiles and captures the rounds that serving begins with."""
+        """Compiles and captures rounds.
+
+        Args:
+            buckets: which; by default those that serving begins with, and what any other needs is compiled as well.
+        """
         wanted = self.ladder.first_set() if buckets is None else buckets
+        others = self.ladder.rehearsal() if buckets is None else []
         if self.program.device.type != "cuda" or not wanted:
             return
         begin = time.perf_counter()
-        self._graphs.compile(wanted)
+        self._graphs.compile([*wanted, *others])
         for bucket in sorted(wanted, reverse=True):
             self._graphs.capture(bucket)
         logger.info("%d CUDA graphs of one-graph rounds in %.1f s", self.graphs, time.perf_counter() - begin)
