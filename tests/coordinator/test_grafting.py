@@ -4,6 +4,7 @@ import math
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -195,7 +196,7 @@ class Play:
     def __init__(self, seed: int) -> None:
         self.dice = random.Random(seed)
         self.forest = Forest()
-        self.sources = (MODEL,)
+        self.sources: Sequence[GrowthSource] = (MODEL,)
         self.sessions = [Session(self.forest) for _ in range(3)]
 
     def message(self) -> None:
