@@ -4,10 +4,12 @@ import random
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmarks.simulation.hybrid import SecondSource, simulate_hybrid
 from benchmarks.simulation.settings import Settings
 from benchmarks.simulation.virtual_run import simulate
 from tests.coordinator.committing import Commitment, commit_together
@@ -201,5 +203,8 @@ def test_nothing_is_compiled_while_requests_run(mode: SpeculationMode) -> None:
     before = [len(loop.signatures) for loop in loops]
     settings = Settings(sessions=3, workers=2, drafts_per_session=2, mode=mode, duration_s=0.1, warmup_s=0.02)
     assert simulate(settings).tokens_per_s > 0
+    # Beside another source, too: other loops, and the same ones with other columns.
+    _, counts = simulate_hybrid(replace(settings, drafts_per_session=1), SecondSource(rates=(0.5,), claims=(0.5,)))
+    assert mode is not SpeculationMode.ASYNC or GrowthSource.NGRAM in {own.source for own in counts}
     assert [len(loop.signatures) for loop in loops] == before
     assert max(before) == 1
