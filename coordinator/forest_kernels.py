@@ -68,7 +68,7 @@ class Arriving(NamedTuple):
         token: [n]
         acceptance: [n]
         status: [n] what became of it, at first NEW.
-        slot: [n] of those that are GRAFTED or have PASSED their own.
+        slot: [n] of those that are GRAFTED or have PASSED their own, of those that are LATE the length they hang below.
         raised: [n] whether it was there before, with a lower estimate.
         grafted: [S] how many of each session's.
     """
@@ -183,7 +183,7 @@ def _place_nodes(columns: Columns, ring: Ring, growth: Arriving, passed: Passed,
             slot = _take(free, serials, state)
             parent_of[slot], ends[slot], acceptance[slot], first_child[slot] = slot, at + 1, 1.0, _NONE
         else:
-            are_left = are_left or status[node] == PENDING
+            found[node], are_left = at, are_left or status[node] == PENDING
             continue
         row[slot], token[slot], found[node], have_found = row[roots[place]], tokens[node], slot, True
         entry = view + (node_ids[node] & (size - 1))

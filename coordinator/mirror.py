@@ -124,9 +124,9 @@ def _graft_trees(
     told = (views, as_of, lengths, roots, places, growth.node_ids, growth.parents, growth.tokens, acceptance)
     arriving = Arriving(*map(entries, (*told, status, slots, raised, grafted)))
     if forest.graft(arriving, Passed(*map(entries, (lengths, lengths, lengths[:0])))):
-        late = status == LATE
+        late = np.flatnonzero(status == LATE)
         status[late] = PENDING
-        forest.graft(arriving, _passed(mirrors, np.unique(places[late]), lengths, as_of))
+        forest.graft(arriving, _passed(mirrors, places[late], slots[late], lengths))
     if mix.is_active and sources is not None:
         placed = np.flatnonzero((status == GRAFTED) | (status == PASSED))
         mix.note_drafted(of_nodes[placed], sources[placed])
@@ -135,14 +135,21 @@ def _graft_trees(
     return grafted
 
 
-def _passed(mirrors: Sequence[Mirror | None], places: Ints, lengths: Ints, as_of: Ints) -> Passed:
-    """What was committed since the draft knew of it; of other sessions than these nothing is told."""
+def _passed(mirrors: Sequence[Mirror | None], places: Ints, ends: Ints, lengths: Ints) -> Passed:
+    """What follows the committed lengths that n nodes hang below.
+
+    Args:
+        places: [n] of their sessions.
+        ends: [n] these lengths.
+        lengths: [S] all that is committed.
+    """
     since, starts, tokens = lengths.copy(), np.zeros_like(lengths), list[int]()
-    for place in places.tolist():
+    np.minimum.at(since, places, ends)
+    np.maximum(since, lengths - MOST_PASSED, out=since)
+    for place in np.unique(places).tolist():
         if isinstance(mirror := mirrors[place], TreeMirror):
-            since[place] = first = max(int(as_of[place]), int(lengths[place]) - MOST_PASSED)
             starts[place] = len(tokens)
-            tokens += mirror.token_ids[first : int(lengths[place])]
+            tokens += mirror.token_ids[since[place] : lengths[place]]
     return Passed(*map(entries, (since, starts, np.array(tokens, dtype=np.int64))))
 
 

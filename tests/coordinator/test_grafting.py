@@ -73,7 +73,7 @@ class Reference:
                 if above is None:
                     continue
                 left.remove(node)
-                if (placed := self._place(above, as_of, node, shift)) is not None:
+                if (placed := self._place(above, node, shift)) is not None:
                     ids[node.node_id % RING] = node.node_id, placed
                     count += 1
         return count
@@ -91,11 +91,9 @@ class Reference:
         length = as_of if node is None else node.length
         return self.root if length == len(self.token_ids) else length or node
 
-    def _place(
-        self, above: Node | int, as_of: int, grown: Grown, shift: dict[GrowthSource, float] | None
-    ) -> Node | None:
+    def _place(self, above: Node | int, grown: Grown, shift: dict[GrowthSource, float] | None) -> Node | None:
         if isinstance(above, int):
-            if above < max(as_of, len(self.token_ids) - MOST_PASSED) or self.token_ids[above] != grown.token:
+            if above < len(self.token_ids) - MOST_PASSED or self.token_ids[above] != grown.token:
                 return None
             node = Node(length=above + 1)
         elif grown.token in above.children:
