@@ -32,7 +32,7 @@ def best_nodes(columns: Columns, all_rows: int, rows: Any, most: Any, deepest: A
     Returns:
         [S + 1] where each session's begin; [n] places, ranks, slots, values, depths, and whether nothing hangs below.
     """
-    depth, value, has_children = columns.depth, columns.value, columns.has_children
+    depth, value, first_child = columns.depth, columns.value, columns.first_child
     place, deep = np.full(all_rows, _NOWHERE, np.int64), np.empty(len(rows), np.int64)
     for session in range(len(rows)):
         deep[session] = min(deepest[session], least_deep)
@@ -49,7 +49,7 @@ def best_nodes(columns: Columns, all_rows: int, rows: Any, most: Any, deepest: A
         for rank in range(starts[session + 1] - starts[session]):
             slot = keys[firsts[session] + rank] & _SLOT
             places[count], ranks[count], slots[count] = session, rank, slot
-            values[count], depths[count], is_leaf[count] = value[slot], depth[slot], not has_children[slot]
+            values[count], depths[count], is_leaf[count] = value[slot], depth[slot], first_child[slot] == 0
             count += 1
     return starts, places, ranks, slots, values, depths, is_leaf
 

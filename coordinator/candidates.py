@@ -115,7 +115,7 @@ def _candidates(
     )
     if forest is not None:
         places, slots = _best_slots(forest, rows, most, deepest)
-        values, depths, is_leaf = forest.value[slots], forest.depth[slots], ~forest.has_children[slots]
+        values, depths, is_leaf = forest.value[slots], forest.depth[slots], forest.first_child[slots] == 0
     if chains:
         parts = [_chain_columns(place, mirrors[place], int(min(most[place], deepest[place]))) for place in chains]
         columns = zip((places, slots, values, depths, is_leaf), *parts, strict=True)

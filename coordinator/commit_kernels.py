@@ -35,18 +35,16 @@ class Moving(NamedTuple):
     keeps_tree: Any
 
 
-class _Way(NamedTuple):
+class Ways(NamedTuple):
     """Where S commits lead.
 
     Attributes:
-        place: [rows] the session of each row; -1 of others.
         reached: [S] the last node on the way.
         new: [S] the new root; -1 where no node is known for it.
-        passed: [T] nodes on the way.
-        passed_lengths: [T] committed tokens up to and with each.
+        passed: [m] nodes on the way.
+        passed_lengths: [m] committed tokens up to and with each.
     """
 
-    place: Any
     reached: Any
     new: Any
     passed: Any
@@ -54,98 +52,71 @@ class _Way(NamedTuple):
 
 
 @compiled
-def move_roots(columns: Columns, states: States, moving: Moving, most_passed: int, least_value: float) -> None:
+def find_ways(columns: Columns, states: States, moving: Moving) -> Ways:
+    """Goes along the nodes that were accepted, and on where there are nodes for the tokens behind these: they were not
+    submitted, or have come meanwhile.
+    """
+    rows, counts, accepted, slots, tokens = moving.rows, moving.counts, moving.accepted, moving.slots, moving.tokens
+    first_child, next_sibling, token = columns.first_child, columns.next_sibling, columns.token
+    roots, lengths = states.root, states.length
+    reached, new = np.empty(len(rows), np.int64), np.empty(len(rows), np.int64)
+    passed, passed_lengths = np.empty(len(tokens), np.int64), np.empty(len(tokens), np.int64)
+    met, start, first = 0, 0, 0
+    for session in range(len(rows)):
+        reached[session] = new[session] = roots[rows[session]]
+        for step in range(counts[session]):
+            if step < accepted[session]:
+                child = slots[first + step]
+            else:
+                child = first_child[new[session]]
+                while child != 0 and token[child] != tokens[start + step]:
+                    child = next_sibling[child]
+            if child == 0:
+                new[session] = _NOWHERE
+                break
+            reached[session] = new[session] = passed[met] = child
+            passed_lengths[met] = lengths[rows[session]] + step + 1
+            met += 1
+        start += counts[session]
+        first += accepted[session]
+    return Ways(reached, new, passed[:met], passed_lengths[:met])
+
+
+@compiled
+def move_roots(  # noqa: PLR0917
+    columns: Columns, states: States, moving: Moving, ways: Ways, most_passed: int, least_value: float
+) -> None:
     """Moves roots along their tokens and drops what hangs elsewhere.
 
     Args:
         columns: with S free slots at least.
         states: of all rows.
         moving: each session once.
+        ways: its own.
         most_passed: committed tokens whose nodes growth may still name.
         least_value: what values are divided by at least.
     """
-    rows, counts, accepted, lengths = moving.rows, moving.counts, moving.accepted, states.length
-    sessions, most = len(rows), len(moving.tokens)
-    place, reached, new = (
-        np.full(len(lengths), _NOWHERE, np.int64),
-        np.empty(sessions, np.int64),
-        np.empty(sessions, np.int64),
-    )
-    way = _Way(place, reached, new, np.empty(most, np.int64), np.empty(most, np.int64))
-    passed = _take_accepted(states, moving, way)
-    tail = 0
-    for session in range(len(rows)):
-        place[rows[session]] = session
-        tail = max(tail, counts[session] - accepted[session])
-        lengths[rows[session]] += counts[session]
-    # The token behind the accepted ones may have a node too, which was not submitted or has come meanwhile.
-    for step in range(tail):
-        passed = _take_next(columns, states, moving, way, step, passed)
-    was_drafted, was_missed, has_children = states.was_drafted, states.was_missed, columns.has_children
+    rows, counts, lengths, reached, new = moving.rows, moving.counts, states.length, ways.reached, ways.new
+    was_drafted, was_missed, first_child = states.was_drafted, states.was_missed, columns.first_child
+    place, scale, shift = np.full(len(lengths), _NOWHERE, np.int64), np.ones(len(rows)), np.zeros(len(rows), np.int64)
     for session in range(len(rows)):
         row = rows[session]
+        place[row] = session
+        lengths[row] += counts[session]
         was_drafted[row] = new[session] >= 0
-        was_missed[row] = has_children[reached[session]] and new[session] < 0
+        was_missed[row] = first_child[reached[session]] != 0 and new[session] < 0
         if not moving.keeps_tree[session]:
             new[session] = _NOWHERE
-    scale, shift = np.ones(len(rows)), np.zeros(len(rows), np.int64)
-    for session in range(len(rows)):
         if new[session] >= 0:
             # Where a path was too unlikely for a float, its nodes stay at next to nothing.
             scale[session] = 1.0 / max(columns.value[new[session]], least_value)
             shift[session] = columns.depth[new[session]]
     _plant_roots(columns, states, moving, new)
-    for number in range(passed):
-        _stand_alone(columns.length, columns.parent, columns.depth, way.passed[number], way.passed_lengths[number])
-        columns.value[way.passed[number]] = columns.acceptance[way.passed[number]] = 1.0
-    _drop_dead(columns, states, moving.rows, place, scale, shift, most_passed)
-
-
-@compiled
-def _take_accepted(states: States, moving: Moving, way: _Way) -> int:
-    """Goes along the nodes that were accepted; how many these are."""
-    rows, accepted, slots = moving.rows, moving.accepted, moving.slots
-    roots, lengths, first = states.root, states.length, 0
-    for session in range(len(rows)):
-        here, row = roots[rows[session]], rows[session]
-        for step in range(accepted[session]):
-            here = slots[first + step]
-            way.passed[first + step] = here
-            way.passed_lengths[first + step] = lengths[row] + step + 1
-        first += accepted[session]
-        way.reached[session] = way.new[session] = here
-    return first
-
-
-@compiled
-def _take_next(  # noqa: PLR0917
-    columns: Columns, states: States, moving: Moving, way: _Way, step: int, passed: int
-) -> int:
-    """One token further behind the accepted ones; how many nodes have been passed then."""
-    rows, counts, accepted, tokens = moving.rows, moving.counts, moving.accepted, moving.tokens
-    place, reached, new, lengths = way.place, way.reached, way.new, states.length
-    row, parent, token, depth = columns.row, columns.parent, columns.token, columns.depth
-    wanted, child = np.full(len(rows), _NOWHERE, np.int64), np.full(len(rows), _NOWHERE, np.int64)
-    end = 0
-    for session in range(len(rows)):
-        end += counts[session]
-        at = end - counts[session] + accepted[session] + step
-        if at < end:
-            wanted[session] = tokens[at]
-    for slot in range(len(row)):
-        of = place[row[slot]]
-        if depth[slot] > 0 and of >= 0 and parent[slot] == new[of] and token[slot] == wanted[of]:
-            child[of] = slot
-    for session in range(len(rows)):
-        if wanted[session] == _NOWHERE or new[session] < 0:
-            continue
-        new[session] = child[session]
-        if child[session] >= 0:
-            reached[session] = way.passed[passed] = child[session]
-            left = counts[session] - accepted[session] - step - 1
-            way.passed_lengths[passed] = lengths[rows[session]] - left
-            passed += 1
-    return passed
+    passed, passed_lengths = ways.passed, ways.passed_lengths
+    for number in range(len(passed)):
+        _stand_alone(columns.length, columns.parent, columns.depth, passed[number], passed_lengths[number])
+        columns.value[passed[number]] = columns.acceptance[passed[number]] = 1.0
+    _drop_dead(columns, states, rows, place, scale, shift, most_passed)
 
 
 @compiled
@@ -166,7 +137,7 @@ def _plant_roots(columns: Columns, states: States, moving: Moving, new: Any) -> 
             columns.state[NEXT_SERIAL] += 1
             columns.row[slot] = row
             columns.token[slot] = moving.tokens[end - 1]
-            columns.has_children[slot] = False
+            columns.first_child[slot] = 0
         _stand_alone(columns.length, columns.parent, columns.depth, slot, states.length[row])
         columns.value[slot] = columns.acceptance[slot] = 1.0
         states.root[row] = slot

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.compiled import entries
-from outrider.coordinator.commit_kernels import Moving, States, move_roots
-from outrider.coordinator.forest_kernels import DEEPEST, FREE, NEXT_SERIAL, Arriving, Columns, graft_nodes
+from outrider.coordinator.commit_kernels import Moving, States, Ways, find_ways, move_roots
+from outrider.coordinator.forest_kernels import DEEPEST, FREE, NEXT_SERIAL, Arriving, Columns, Passed, graft_nodes
 from outrider.coordinator.node_ids import RING, NodeIds
 from outrider.coordinator.rows import Ints, Rows
 from outrider.coordinator.source_mix import SourceMix
@@ -28,11 +28,10 @@ from outrider.coordinator.worker_views import WorkerViews
 Floats = npt.NDArray[np.float64]
 
 _NOWHERE = -1
-# A path value may get small, but it is divided by: no estimate below this counts as such.
-_LEAST_ACCEPTANCE = 1e-6
+# A path value may get small, but it is divided by.
 _LEAST_VALUE = 1e-300
 # Committed tokens whose nodes growth may still name.
-_MOST_PASSED = 256
+MOST_PASSED = 256
 _COLUMNS = {
     "row": np.int64,
     "parent": np.int64,
@@ -41,7 +40,8 @@ _COLUMNS = {
     "length": np.int64,
     "acceptance": np.float64,
     "value": np.float64,
-    "has_children": np.bool_,
+    "first_child": np.int64,
+    "next_sibling": np.int64,
     "serial": np.int64,
 }
 
@@ -91,13 +91,13 @@ class Forest:
     length: Ints
     acceptance: Floats
     value: Floats
-    has_children: npt.NDArray[np.bool_]
+    first_child: Ints
+    next_sibling: Ints
     serial: Ints
 
     def __init__(self) -> None:
         for name, dtype in _COLUMNS.items():
             setattr(self, name, np.zeros(1, dtype=dtype))
-        self._newest: Ints = np.full(1, _NOWHERE, dtype=np.int64)
         self._free: Ints = np.zeros(1, dtype=np.int64)
         self._state: Ints = np.array([0, 1, 0])
         self._columns = self._as_columns()
@@ -108,11 +108,6 @@ class Forest:
         """Counts the changes."""
         self.mix = SourceMix()
         """Which source each node is of, once there are several."""
-
-    @property
-    def next_serial(self) -> int:
-        """Of the next node that is made; those that are there have lower ones."""
-        return int(self._state[NEXT_SERIAL])
 
     @property
     def _deepest(self) -> int:
@@ -149,7 +144,7 @@ class Forest:
 
     def _as_columns(self) -> Columns:
         own = (getattr(self, name) for name in _COLUMNS)
-        return Columns(*map(entries, own), *map(entries, (self._newest, self._free, self._state)))
+        return Columns(*map(entries, own), *map(entries, (self._free, self._state)))
 
     def _enlarge(self, count: int) -> None:
         slots, free = len(self.row), int(self._state[FREE])
@@ -157,7 +152,6 @@ class Forest:
         for name in _COLUMNS:
             column = getattr(self, name)
             setattr(self, name, np.concatenate((column, np.zeros(more, dtype=column.dtype))))
-        self._newest = np.full(slots + more, _NOWHERE, dtype=np.int64)
         spare = np.zeros(slots, dtype=np.int64)
         self._free = np.concatenate((np.arange(slots + more - 1, slots - 1, -1), self._free[:free], spare))
         self._free = self._free[: slots + more]
@@ -169,7 +163,7 @@ class Forest:
         left = int(self._state[FREE]) - count
         taken = self._free[left : left + count].copy()
         self._state[FREE] = left
-        serial = self.next_serial
+        serial = int(self._state[NEXT_SERIAL])
         self.serial[taken] = np.arange(serial, serial + count)
         self._state[NEXT_SERIAL] = serial + count
         self.version += 1
@@ -192,7 +186,7 @@ class Forest:
         slots = self._allocate(len(rows))
         self.row[slots] = rows
         self.token[slots] = tokens
-        self.has_children[slots] = False
+        self.first_child[slots] = 0
         self._stand_alone(slots, lengths)
         return slots
 
@@ -206,104 +200,14 @@ class Forest:
 
     # ---------------------------------------------------------------------------------------------------------- growth
 
-    def find(self, views: Ints, node_ids: Ints) -> Ints:
-        """[n] the slots of workers' nodes, -1 where there is none (any more)."""
-        return self.node_ids.find(views, node_ids, self.serial)
-
-    def name(self, views: Ints, node_ids: Ints, slots: Ints) -> None:
-        """From now on these ids mean these slots."""
-        self.node_ids.name(views, node_ids, slots, self.serial)
-
-    def graft(self, growth: Arriving, *, merges: bool) -> bool:
-        """Adds what hangs below nodes without children; `merges`: nothing, but it says what could be added.
+    def graft(self, growth: Arriving, passed: Passed) -> bool:
+        """Adds nodes below their parents; a child that is there already keeps the higher estimate.
 
         Returns:
-            Whether there are nodes that the caller has to see to (`Arriving.status`) before others can be added.
+            Whether some of them hang below committed tokens that have to be told (`Passed`) before they can be placed.
         """
         self.version += 1
-        return bool(graft_nodes(self.columns(len(growth.place)), self.node_ids.ring, growth, RING, merges))
-
-    def pass_by(self, row: int, token: int, length: int) -> int:
-        """A slot for a node that is committed already, so that its children can be found."""
-        return int(self._plant(np.array([row]), np.array([token]), np.array([length]))[0])
-
-    def add(self, parents: Ints, tokens: Ints, acceptance: Floats) -> Ints:
-        """Children of tree nodes or roots; a child that is there already keeps the higher estimate.
-
-        Args:
-            parents: [n] slots.
-            tokens: [n]
-            acceptance: [n]
-
-        Returns:
-            [n] slots.
-        """
-        acceptance = np.fmin(np.fmax(acceptance, _LEAST_ACCEPTANCE), 1.0)
-        keys = parents << 32 | tokens
-        in_order = np.sort(keys)
-        # The children of a node come together, as a rule: nothing to compare with.
-        if not self.has_children[parents].any() and not (in_order[1:] == in_order[:-1]).any():
-            return self._sprout(parents, tokens, acceptance)
-        return self._merge(parents, tokens, acceptance, keys)
-
-    def _sprout(self, parents: Ints, tokens: Ints, acceptance: Floats) -> Ints:
-        slots = self._allocate(len(parents))
-        depth = self.depth[parents] + 1
-        self.row[slots] = self.row[parents]
-        self.parent[slots] = parents
-        self.token[slots] = tokens
-        self.depth[slots] = depth
-        self.length[slots] = 0
-        self.acceptance[slots] = acceptance
-        self.value[slots] = self.value[parents] * acceptance
-        self.has_children[slots] = False
-        self.has_children[parents] = True
-        self._state[DEEPEST] = max(self._deepest, int(depth.max()))
-        return slots
-
-    def _merge(self, parents: Ints, tokens: Ints, acceptance: Floats, keys: Ints) -> Ints:
-        """Nodes with the same parent and token are one node."""
-        unique, first, place = np.unique(keys, return_index=True, return_inverse=True)
-        highest = np.zeros(len(unique))
-        np.maximum.at(highest, place, acceptance)
-        is_parent = np.zeros(len(self.row), dtype=np.bool_)
-        is_parent[parents] = True
-        there = np.flatnonzero(is_parent[self.parent] & (self.depth > 0))
-        there_keys = self.parent[there].astype(np.int64) << 32 | self.token[there]
-        order = np.argsort(there_keys)
-        found = np.searchsorted(there_keys[order], unique)
-        slots = np.full(len(unique), _NOWHERE, dtype=np.int64)
-        if len(there):
-            candidates = order[np.minimum(found, len(there) - 1)]
-            known = there_keys[candidates] == unique
-            slots[known] = there[candidates[known]]
-            self._raise(slots[known], highest[known])
-        new = slots == _NOWHERE
-        if new.any():
-            slots[new] = self._sprout(parents[first[new]], tokens[first[new]], highest[new])
-        return slots[place]
-
-    def _raise(self, slots: Ints, acceptance: Floats) -> None:
-        """Estimates go up to these, and with them the values of all that hangs below."""
-        higher = acceptance > self.acceptance[slots]
-        if not higher.any():
-            return
-        slots, acceptance = slots[higher], acceptance[higher]
-        factors = np.ones(len(self.row))
-        factors[slots] = acceptance / self.acceptance[slots]
-        self.acceptance[slots] = acceptance
-        raised = self.value * self._along_paths(factors, np.multiply)
-        # Each product is rounded on its own: without this a node might be worth more than its parent, and come first.
-        self.value[:] = self._along_paths(raised, np.minimum)
-        self.version += 1
-
-    def _along_paths(self, numbers: Floats, combined: np.ufunc) -> Floats:
-        """All numbers from each slot up to its root combined; the root's own counts any number of times."""
-        above = self.parent
-        for _ in range(self._deepest.bit_length()):
-            numbers = combined(numbers, numbers[above])
-            above = above[above]
-        return numbers
+        return graft_nodes(self.columns(len(growth.place)), self.node_ids.ring, growth, passed, RING) > 0
 
     # ---------------------------------------------------------------------------------------------------------- commits
 
@@ -351,13 +255,19 @@ class Forest:
         self._state[DEEPEST] = self.depth.max()
         self.version += 1
 
-    def follow(self, moves: Moves) -> None:
+    def ways(self, moves: Moves) -> Ways:
+        """Where a commit leads; nothing is moved."""
+        return find_ways(self._columns, self._states(), _moving(moves))
+
+    def follow(self, moves: Moves, ways: Ways) -> None:
         """All of a commit at once, by compiled loops: as `child` and `move_roots` do it step by step."""
-        states = self.rows
-        moving = Moving(moves.rows, moves.counts, moves.tokens, moves.accepted, moves.slots, moves.keeps_tree)
-        of_rows = States(states.root, states.length, states.as_of, states.was_drafted, states.was_missed)
-        move_roots(self.columns(len(moves.rows)), of_rows, moving, _MOST_PASSED, _LEAST_VALUE)
+        columns = self.columns(len(moves.rows))
+        move_roots(columns, self._states(), _moving(moves), ways, MOST_PASSED, _LEAST_VALUE)
         self.version += 1
+
+    def _states(self) -> States:
+        rows = self.rows
+        return States(rows.root, rows.length, rows.as_of, rows.was_drafted, rows.was_missed)
 
     def _drop_dead(self, rows: Ints, lengths: Ints) -> None:
         top = self.parent
@@ -365,7 +275,11 @@ class Forest:
             top = top[top]
         root = self.root[self.row]
         forgotten = np.zeros(len(self.root), dtype=np.int64)
-        forgotten[rows] = np.maximum(np.minimum(self.rows.as_of[rows], lengths - 1), lengths - _MOST_PASSED)
+        forgotten[rows] = np.maximum(np.minimum(self.rows.as_of[rows], lengths - 1), lengths - MOST_PASSED)
         off_path = (self.depth > 0) & (top != root)
         left_behind = (self.length > 0) & (self.length <= forgotten[self.row])
         self._release(np.flatnonzero(off_path | left_behind))
+
+
+def _moving(moves: Moves) -> Moving:
+    return Moving(moves.rows, moves.counts, moves.tokens, moves.accepted, moves.slots, moves.keeps_tree)

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from outrider.compiled import IS_COMPILED, entries
 from outrider.coordinator.chain_mirror import ChainMirror
-from outrider.coordinator.forest import Forest, Ints, Moves
-from outrider.coordinator.forest_kernels import GRAFTED, PASSED, TO_MERGE, UNWANTED, Arriving
+from outrider.coordinator.forest import MOST_PASSED, Forest, Ints, Moves
+from outrider.coordinator.forest_kernels import GRAFTED, LATE, PASSED, PENDING, Arriving, Passed
 from outrider.coordinator.messages import GrowthBatch
 from outrider.coordinator.source_mix import Kind
 from outrider.growth_source import GrowthSource
@@ -109,65 +109,48 @@ def graft(worker_id: str, growth: GrowthBatch, mirrors: Sequence[Mirror | None])
 def _graft_trees(
     forest: Forest, growth: GrowthBatch, mirrors: Sequence[Mirror | None], *, rows: Ints, views: Ints, as_of: Ints
 ) -> Ints:
-    nodes = len(growth.node_ids)
-    status, slots, before, grafted = (np.zeros(size, dtype=np.int64) for size in (nodes, nodes, nodes, len(rows)))
-    places = np.arange(len(rows)).repeat(growth.node_counts)
+    nodes, mix = len(growth.node_ids), forest.mix
+    status, slots, grafted = (np.zeros(size, dtype=np.int64) for size in (nodes, nodes, len(rows)))
+    raised, places = np.zeros(nodes, dtype=np.bool_), np.arange(len(rows)).repeat(growth.node_counts)
     lengths, roots = forest.rows.length.take(rows), forest.root.take(rows)
-    of_sessions = map(entries, (views, as_of, lengths, roots))
-    # Beside other sources a model's estimates are corrected, and its nodes noted as its own.
-    by_model = forest.mix.is_active and growth.sources is None
-    acceptance = growth.acceptance
-    if by_model:
-        acceptance = forest.mix.corrected(rows[places], np.full(nodes, int(GrowthSource.MODEL)), acceptance)
-    of_nodes = map(entries, (places, growth.node_ids, growth.parents, growth.tokens, acceptance))
-    arriving = Arriving(*of_sessions, *of_nodes, *map(entries, (status, slots, before, grafted)))
-    is_noted = np.zeros(nodes, dtype=np.bool_)
-    has_more = True
-    while has_more:
-        has_more = forest.graft(arriving, merges=growth.sources is not None)
-        if by_model and len(made := np.flatnonzero((status == GRAFTED) & ~is_noted)):
-            forest.mix.note_made(forest, slots[made], growth.acceptance[made])
-        if len(alike := np.flatnonzero(status == TO_MERGE)):
-            merged = _merge(forest, growth, alike, slots[alike])
-            forest.name(views[places[alike]], growth.node_ids[alike], merged)
-            grafted += np.bincount(places[alike], minlength=len(rows))
-            status[alike] = GRAFTED
-        for node in np.flatnonzero(status == PASSED).tolist():
-            is_committed = _pass_by(
-                forest, growth, mirrors[places[node]], node, at=int(slots[node]), view=int(views[places[node]])
-            )
-            grafted[places[node]] += is_committed
-            status[node] = GRAFTED if is_committed else UNWANTED
-        is_noted = status == GRAFTED
+    acceptance, sources, of_nodes = growth.acceptance, growth.sources, rows
+    if sources is not None:
+        mix.begin(forest)
+    if mix.is_active:
+        # Beside other sources a model's estimates are corrected, and its nodes noted as its own.
+        sources = np.full(nodes, int(GrowthSource.MODEL)) if sources is None else sources
+        of_nodes = rows[places]
+        acceptance = mix.corrected(of_nodes, sources, acceptance)
+    told = (views, as_of, lengths, roots, places, growth.node_ids, growth.parents, growth.tokens, acceptance)
+    arriving = Arriving(*map(entries, (*told, status, slots, raised, grafted)))
+    if forest.graft(arriving, Passed(*map(entries, (lengths, lengths, lengths[:0])))):
+        late = np.flatnonzero(status == LATE)
+        status[late] = PENDING
+        forest.graft(arriving, _passed(mirrors, places[late], slots[late], lengths))
+    if mix.is_active and sources is not None:
+        placed = np.flatnonzero((status == GRAFTED) | (status == PASSED))
+        mix.note_drafted(of_nodes[placed], sources[placed])
+        placed = placed[status[placed] == GRAFTED]
+        mix.note_grafted(forest, slots[placed], growth.acceptance[placed], sources[placed])
     return grafted
 
 
-def _merge(forest: Forest, growth: GrowthBatch, nodes: Ints, parents: Ints) -> Ints:
-    """Adds nodes that may be there already, or are not a model's; their slots."""
-    tokens, acceptance = growth.tokens[nodes], growth.acceptance[nodes]
-    sources = None if growth.sources is None else growth.sources[nodes]
-    if sources is None and not forest.mix.is_active:
-        return forest.add(parents, tokens, acceptance)
-    if sources is not None:
-        forest.mix.note_drafted(forest.row[parents], sources)
-    return forest.mix.add(forest, parents, tokens, acceptance, sources)
-
-
-def _pass_by(forest: Forest, growth: GrowthBatch, mirror: Mirror | None, node: int, *, at: int, view: int) -> bool:
-    """Growth below a committed token that is not the last one: whether it is the token that was committed there.
+def _passed(mirrors: Sequence[Mirror | None], places: Ints, ends: Ints, lengths: Ints) -> Passed:
+    """What follows the committed lengths that n nodes hang below.
 
     Args:
-        at: length that the parent ends.
+        places: [n] of their sessions.
+        ends: [n] these lengths.
+        lengths: [S] all that is committed.
     """
-    assert isinstance(mirror, TreeMirror)
-    token = int(growth.tokens[node])
-    if mirror.token_ids[at] != token:
-        return False
-    slot = forest.pass_by(mirror.row, token, at + 1)
-    forest.name(np.array([view]), growth.node_ids[node : node + 1], np.array([slot]))
-    if growth.sources is not None:
-        forest.mix.note_drafted(np.array([mirror.row]), growth.sources[node : node + 1])
-    return True
+    since, starts, tokens = lengths.copy(), np.zeros_like(lengths), list[int]()
+    np.minimum.at(since, places, ends)
+    np.maximum(since, lengths - MOST_PASSED, out=since)
+    for place in np.unique(places).tolist():
+        if isinstance(mirror := mirrors[place], TreeMirror):
+            starts[place] = len(tokens)
+            tokens += mirror.token_ids[since[place] : lengths[place]]
+    return Passed(*map(entries, (since, starts, np.array(tokens, dtype=np.int64))))
 
 
 # ------------------------------------------------------------------------------------------------------------ commits
@@ -175,9 +158,16 @@ def _pass_by(forest: Forest, growth: GrowthBatch, mirror: Mirror | None, node: i
 
 def move_roots(forest: Forest, moves: Moves) -> None:
     """Moves the roots of S trees of one forest along their tokens; every session has at least one."""
-    if IS_COMPILED and not forest.mix.is_active:
-        forest.follow(moves)
-        return
+    if IS_COMPILED:
+        ways = forest.ways(moves)
+        if forest.mix.is_active:
+            forest.mix.observe(forest, forest.root[moves.rows], ways.passed, ways.new)
+        forest.follow(moves, ways)
+    else:
+        _move_by_columns(forest, moves)
+
+
+def _move_by_columns(forest: Forest, moves: Moves) -> None:
     rows, counts, accepted = moves.rows, moves.counts, moves.accepted
     ends = np.cumsum(counts)
     lengths = forest.rows.length[rows] + counts
@@ -202,7 +192,7 @@ def move_roots(forest: Forest, moves: Moves) -> None:
         forest.mix.observe(forest, forest.root[rows], all_passed, slots)
     was_drafted = slots >= 0
     forest.rows.was_drafted[rows] = was_drafted
-    forest.rows.was_missed[rows] = forest.has_children[reached] & ~was_drafted
+    forest.rows.was_missed[rows] = (forest.first_child[reached] != 0) & ~was_drafted
     slots[~moves.keeps_tree] = -1
     forest.move_roots(
         rows, slots, moves.tokens[ends - 1], lengths, passed=all_passed, passed_lengths=np.concatenate(passed_lengths)

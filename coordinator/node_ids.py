@@ -10,7 +10,6 @@ from outrider.compiled import entries
 from outrider.coordinator.forest_kernels import Ring
 from outrider.coordinator.rows import Ints
 
-_NOWHERE = -1
 # Ids of a view that can be told apart at a time; of older nodes the growth is dropped. A draft holds far fewer nodes of
 # a session, and a commit a round ends the life of all but one branch.
 RING = 2048
@@ -52,18 +51,3 @@ class NodeIds:
     def remove_view(self, view: int) -> None:
         """Its ids mean nothing any more."""
         self._free.append(view)
-
-    def find(self, views: Ints, node_ids: Ints, serials: Ints) -> Ints:
-        """[n] the slots of workers' nodes, -1 where there is none (any more); `serials`: of all slots, now."""
-        places = views * RING + (node_ids & (RING - 1))
-        slots = self._slots.take(places)
-        known = (self._ids.take(places) == node_ids) & (serials.take(slots) == self._serials.take(places))
-        slots[~known] = _NOWHERE
-        return slots
-
-    def name(self, views: Ints, node_ids: Ints, slots: Ints, serials: Ints) -> None:
-        """From now on these ids mean these slots."""
-        places = views * RING + (node_ids & (RING - 1))
-        self._ids[places] = node_ids
-        self._slots[places] = slots
-        self._serials[places] = serials.take(slots)

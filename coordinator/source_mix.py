@@ -117,42 +117,32 @@ class SourceMix:
         """p' of n nodes' estimates."""
         return self._of_rows.move(rows.astype(np.int64), sources, np.clip(estimates, _LEAST, _MOST))
 
-    def add(
-        self, forest: "Forest", parents: "Ints", tokens: "Ints", estimates: "Floats", sources: "Ints | None"
-    ) -> "Ints":
-        """As `Forest.add`, with each node's source.
-
-        Args:
-            sources: [n] None: all are a model's.
-        """
+    def begin(self, forest: "Forest") -> None:
+        """Nodes come that are no model's: all that are there were a model's."""
+        if self.is_active:
+            return
         self.is_active = True
-        if sources is None:
-            sources = np.full(len(parents), int(GrowthSource.MODEL))
-        first_new = forest.next_serial
-        # Noted while they are as they were.
-        self._freshen(forest, parents, first_new)
-        slots = forest.add(parents, tokens, self.corrected(forest.row[parents], sources, estimates))
-        self._freshen(forest, slots, first_new)
-        told = np.clip(estimates, _LEAST, _MOST).astype(np.float32)
-        np.maximum.at(self._estimate, (slots, sources), told)
-        self._is_expanded[parents[sources == GrowthSource.MODEL]] = True
-        return slots
+        there = np.flatnonzero(forest.row)
+        self._freshen(forest, there)
+        self._estimate[there, GrowthSource.MODEL] = np.clip(forest.acceptance[there], _LEAST, _MOST)
+        self._is_expanded[there] = forest.first_child[there] != 0
 
-    def note_made(self, forest: "Forest", slots: "Ints", estimates: "Floats") -> None:
-        """A model's nodes that nobody had grown before are in the forest by now, by their corrected estimates.
+    def note_grafted(self, forest: "Forest", slots: "Ints", estimates: "Floats", sources: "Ints") -> None:
+        """Nodes stand in the forest by now, with the highest of their corrected estimates.
 
         Args:
-            slots: [n] theirs.
-            estimates: [n] as the model said.
+            slots: [n] theirs, some maybe twice.
+            estimates: [n] as their sources said.
+            sources: [n]
         """
-        self._freshen(forest, slots, 0)
-        self._estimate[slots, GrowthSource.MODEL] = np.clip(estimates, _LEAST, _MOST)
-        parents = forest.parent[slots]
-        self._freshen(forest, parents, forest.next_serial)
+        parents = forest.parent[slots[sources == GrowthSource.MODEL]]
+        self._freshen(forest, slots)
+        self._freshen(forest, parents)
+        np.maximum.at(self._estimate, (slots, sources), np.clip(estimates, _LEAST, _MOST).astype(np.float32))
         self._is_expanded[parents] = True
 
-    def _freshen(self, forest: "Forest", slots: "Ints", first_new: int) -> None:
-        """What is noted of these slots is of the nodes that are there now: nothing yet of those from `first_new` on."""
+    def _freshen(self, forest: "Forest", slots: "Ints") -> None:
+        """What is noted of these slots is of the nodes that are there now: nothing yet where one is new."""
         if (more := len(forest.row) - len(self._serial)) > 0:
             self._serial = np.concatenate((self._serial, np.zeros(more, dtype=np.int64)))
             self._estimate = np.concatenate((self._estimate, np.zeros((more, _SOURCES), dtype=np.float32)))
@@ -160,18 +150,14 @@ class SourceMix:
         serial = forest.serial[slots]
         stale = serial != self._serial[slots]
         if stale.any():
-            slots, serial = slots[stale], serial[stale]
+            slots = slots[stale]
             self._estimate[slots] = 0
             self._is_expanded[slots] = False
-            self._serial[slots] = serial
-            # Of before anything was noted: a model's.
-            known = slots[serial < first_new]
-            self._estimate[known, GrowthSource.MODEL] = np.clip(forest.acceptance[known], _LEAST, _MOST)
-            self._is_expanded[known] = forest.has_children[known]
+            self._serial[slots] = serial[stale]
 
     def _estimates(self, forest: "Forest", slots: "Ints") -> npt.NDArray[np.float32]:
         """[n, 4] what each source said of these nodes; 0 where it said nothing."""
-        self._freshen(forest, slots, forest.next_serial)
+        self._freshen(forest, slots)
         return self._estimate[slots]
 
     def open_shares(self, forest: "Forest", slots: "Ints", offered: "Ints") -> "Floats":

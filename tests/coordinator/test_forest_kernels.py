@@ -3,10 +3,13 @@
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from benchmarks.simulation.hybrid import SecondSource, simulate_hybrid
 from benchmarks.simulation.settings import Settings
 from benchmarks.simulation.virtual_run import simulate
 from tests.coordinator.committing import Commitment, commit_together
@@ -34,17 +37,21 @@ from outrider.coordinator.mirror import TreeMirror, graft
 from outrider.coordinator.open_leaves import next_level, open_leaves, whole_next_level
 from outrider.coordinator.selection import choose_counts
 from outrider.coordinator.warm_up import warm_up
+from outrider.growth_source import GrowthSource
 
 pytestmark = pytest.mark.skipif(not IS_COMPILED, reason="nothing is compiled without numba")
 
-_COLUMNS = ("row", "parent", "token", "depth", "length", "acceptance", "value", "has_children", "serial")
+_COLUMNS = ("row", "parent", "token", "depth", "length", "acceptance", "value", "first_child", "next_sibling", "serial")
 
 
 class Service:
     """Sessions that a draft and a target work on by dice."""
 
-    def __init__(self, seed: int, *, sessions: int, tokens: int = 4) -> None:
+    def __init__(
+        self, seed: int, *, sessions: int, tokens: int = 4, sources: Sequence[GrowthSource] = (GrowthSource.MODEL,)
+    ) -> None:
         self.dice = random.Random(seed)
+        self.sources = sources
         self.forest = Forest()
         self.tokens = tokens
         self.lists = [[1, 2, 3] for _ in range(sessions)]
@@ -73,6 +80,7 @@ class Service:
                     parents=parents,
                     tokens=told,
                     acceptance=[self.dice.choice([0.0, 0.2, 0.5, 0.7, 1.0, 1.5]) for _ in ids],
+                    sources=[self.dice.choice(self.sources) for _ in ids] if len(self.sources) > 1 else (),
                 )
             )
         if parts:
@@ -88,7 +96,7 @@ class Service:
         sums = np.array([self.dice.random() * 8 for _ in most]), np.array(most)
         level = next_level(self.found, open_leaves(self.found, None), widths=sums[0], most=sums[1], hit=0.7, price=0.1)
         whole = whole_next_level(self.found, widths=sums[0], most=sums[1], hit=0.7, price=0.1)
-        assert (whole is None) != open_leaves_module.IS_COMPILED
+        assert (whole is None) == (self.forest.mix.is_active or not open_leaves_module.IS_COMPILED)
         self.cost.observe(self.dice.randrange(1, 300), self.dice.uniform(3e6, 6e6))
         choice = choose_counts(
             self.found.values,
@@ -131,16 +139,17 @@ class Service:
         columns["trees"] = [list(map(list, tree)) for tree in self.trees]
         columns["choices"] = [column.tolist() for column in self.choices]
         columns["grafted"] = list(self.grafted)
+        columns["sources"] = [forest.mix.counts.tolist(), [forest.mix.shift(own.row) for own in self.mirrors]]
         return columns
 
 
 def test_compiled_loops_and_numpy_agree_in_every_column(monkeypatch: pytest.MonkeyPatch) -> None:
-    for seed, sessions in enumerate((1, 2, 7, 7, 20)):
+    for seed, (sessions, sources) in enumerate([(1, 1), (2, 3), (7, 1), (7, 3), (20, 1)]):
         histories = []
         for is_compiled in (True, False):
             for module in (mirror_module, candidates_module, cost_model, selection, open_leaves_module):
                 monkeypatch.setattr(module, "IS_COMPILED", is_compiled)
-            service, history = Service(seed, sessions=sessions), []
+            service, history = Service(seed, sessions=sessions, sources=tuple(GrowthSource)[:sources]), []
             for _ in range(40):
                 service.growth()
                 service.growth()
@@ -194,5 +203,8 @@ def test_nothing_is_compiled_while_requests_run(mode: SpeculationMode) -> None:
     before = [len(loop.signatures) for loop in loops]
     settings = Settings(sessions=3, workers=2, drafts_per_session=2, mode=mode, duration_s=0.1, warmup_s=0.02)
     assert simulate(settings).tokens_per_s > 0
+    # Beside another source, too: other loops, and the same ones with other columns.
+    _, counts = simulate_hybrid(replace(settings, drafts_per_session=1), SecondSource(rates=(0.5,), claims=(0.5,)))
+    assert mode is not SpeculationMode.ASYNC or GrowthSource.NGRAM in {own.source for own in counts}
     assert [len(loop.signatures) for loop in loops] == before
     assert max(before) == 1

@@ -10,7 +10,6 @@ from outrider.coordinator.candidates import candidates
 from outrider.coordinator.forest import Forest
 from outrider.coordinator.messages import Growth, GrowthBatch, SourceCounts
 from outrider.coordinator.mirror import Moves, TreeMirror, graft, move_roots
-from outrider.coordinator.node_ids import RING
 from outrider.coordinator.open_leaves import open_leaves
 from outrider.coordinator.source_mix import NO_COUNTS, Kind, by_source
 from outrider.growth_source import GrowthSource
@@ -28,18 +27,18 @@ class Tree:
         self.mirror = TreeMirror(self.forest, self.token_ids, kind)
         self.node_id = 0
 
-    def grow(self, source: GrowthSource, nodes: Sequence[Node], *, is_named: bool = False, late: int = 0) -> None:
-        """Each node's id, parent's id, token and estimate; a worker a source. A model's message need not name it."""
+    def grow(self, source: GrowthSource, nodes: Sequence[Node]) -> None:
+        """Each node's id, parent's id, token and estimate; a worker a source."""
         node_ids, parents, tokens, acceptance = zip(*nodes, strict=True)
         growth = Growth(
             session_id=1,
             epoch=1,
-            as_of=len(self.token_ids) - late,
+            as_of=len(self.token_ids),
             node_ids=node_ids,
             parents=parents,
             tokens=tokens,
             acceptance=acceptance,
-            sources=[source] * len(nodes) if is_named or source is not MODEL else (),
+            sources=[source] * len(nodes) if source is not MODEL else (),
         )
         graft(source.word, GrowthBatch.of([growth]), [self.mirror])
 
@@ -185,53 +184,3 @@ def test_waiting_is_for_what_the_model_would_add():
     plain = open_leaves(candidates([tree.mirror], most=[99], deepest=[99]), [False])
     assert plain.root_shares == pytest.approx([0.0])
     assert sorted(plain.values.round(4).tolist()) == pytest.approx([0.1, 0.375])
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_a_models_nodes_are_added_by_the_loop_as_they_would_be_one_by_one(seed: int):
-    """Growth that names its source is merged node by node; a model's that names none is not, where nobody was."""
-    trees = Tree(), Tree()
-    chance, next_id = random.Random(seed), 0
-    live: list[int] = []
-    for tree in trees:
-        tree.grow(NGRAM, [(1000, 0, 9, 0.5)])
-    for _ in range(60):
-        step = chance.random()
-        if step < 0.25:
-            token = chance.randrange(6)
-            for tree in trees:
-                tree.commit(token)
-            # Ids of nodes that are gone stay in the list: growth that comes late names them.
-            live = live[-12:]
-        else:
-            source = MODEL if step < 0.8 else NGRAM
-            nodes: list[Node] = []
-            for _ in range(chance.randrange(1, 4)):
-                # Some hang below nodes of the same message.
-                parent = chance.choice([0, *live, *(node[0] for node in nodes)])
-                for token in chance.sample(range(6), chance.randrange(1, 4)):
-                    # Some share a place among the worker's ids.
-                    next_id += chance.choice([1, 1, RING])
-                    nodes.append((next_id, parent, token, chance.choice([1.0, chance.random()])))
-            live += [node[0] for node in nodes]
-            late = chance.choice([0, 0, min(2, len(trees[0].token_ids) - 1)])
-            for tree, is_named in zip(trees, (False, True), strict=True):
-                tree.grow(source, nodes, is_named=is_named, late=late)
-        found = [_seen(tree) for tree in trees]
-        assert found[0] == found[1]
-
-
-def _seen(tree: Tree) -> tuple[object, ...]:
-    """The tree, and all that is known of its sources; a path stands for a node."""
-    forest, mix = tree.forest, tree.forest.mix
-    slots = np.array(tree.slots(), dtype=np.int64)
-    root = int(forest.root[tree.mirror.row])
-
-    def path(slot: int) -> tuple[int, ...]:
-        return () if slot == root else (*path(int(forest.parent[slot])), int(forest.token[slot]))
-
-    paths = list(map(path, slots.tolist()))
-    shares, estimates = mix.open_shares(forest, slots, slots), mix._estimates(forest, slots)
-    told = zip(paths, forest.value[slots].tolist(), shares.tolist(), estimates.tolist(), strict=True)
-    shifts = tuple(tree.shift(source) for source in GrowthSource)
-    return sorted(told), shifts, tree.mirror.source_counts.tolist()
