@@ -12,6 +12,10 @@ What else the machine does is in all times of a clock, so the limits of stalls a
 thread by thread: how long an insertion holds the lock, which is what the source makes a match wait for, and a match.
 
     python benchmarks/ngram.py --soak-tokens 20000000 --stall-rounds 5000      some minutes
+    python benchmarks/ngram.py --growth 1 16 64                                what growth by n-grams takes, alone
+
+growth   CPU time of the thread that grows: `NgramGrowth.commit` of 13 tokens for each of so many sessions, and the
+         `NgramGrowth.match` after that, with the looks ahead; in a text that the trie has seen four times
 
 The text: passages of 2,000 tokens, of which a part is quoted again and again, and words by Zipf's law between quotes.
 """
@@ -34,6 +38,8 @@ if __name__ == "__main__":
 _VOCABULARY = 32_000
 _PASSAGES, _PASSAGE = 50, 2_000
 _AT_ONCE = 512
+# Of growth: tokens of a prompt, and of a commit.
+_PROMPT, _COMMITTED = 64, 13
 _MATCH_LIMIT_MS, _WAIT_LIMIT_MS = 1.0, 2.0
 
 
@@ -161,6 +167,59 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
+def growth_times(sessions: int, rounds: int) -> dict[str, float]:
+    """Milliseconds of CPU time that a round of so many sessions takes: medians, and nodes of a session and round."""
+    from outrider.draft_worker.ngram_growth import NgramGrowth, NgramGrowthConfig
+    from outrider.draft_worker.ngram_source import NgramSource
+    from outrider.draft_worker.ngram_tree import NgramConfig
+    from outrider.draft_worker.ngram_trie import NgramTrie
+    from outrider.draft_worker.session import GrowthLimits, SessionStart
+    from outrider.sampling import SamplingSpec
+
+    text = Text().tokens(30_000)
+    source = NgramSource(NgramTrie(capacity=3_000_000), NgramConfig(), patience_s=10)
+    source.start()
+    for _ in range(4):
+        source.add(text)
+    source.settle()
+    growth = NgramGrowth(source, NgramGrowthConfig(vocab_size=_VOCABULARY, max_model_len=4096))
+    longest = _PROMPT + _COMMITTED * rounds
+    begins = np.random.default_rng(1).integers(0, len(text) - longest, size=sessions).tolist()
+    sampling, limits = SamplingSpec(max_new_tokens=4096), GrowthLimits(max_depth=2 * _COMMITTED)
+    for number, begin in enumerate(begins):
+        prompt = text[begin : begin + _PROMPT]
+        growth.open(
+            SessionStart(
+                key=(1, number), owner=None, epoch=1, prompt=prompt, output=[], sampling=sampling, limits=limits
+            )
+        )
+    growth.match()
+    times, nodes = [], 0
+    for length in range(_PROMPT, longest, _COMMITTED):
+        source.settle()
+        began = time.thread_time_ns()
+        for number, begin in enumerate(begins):
+            growth.commit((1, number), 1, length, text[begin + length : begin + length + _COMMITTED])
+        committed = time.thread_time_ns()
+        step = growth.match()
+        times.append((committed - began, time.thread_time_ns() - committed))
+        nodes += step.tokens if step is not None else 0
+    source.stop()
+    source.join(60)
+    commit_ms, match_ms = (np.median(times, axis=0) / 1e6).tolist()
+    return {"sessions": sessions, "commit_ms": commit_ms, "match_ms": match_ms, "nodes": nodes / rounds / sessions}
+
+
+def show_growth(figures: Sequence[dict[str, float]], console: Console) -> None:
+    """The table of `--growth`."""
+    table = Table("sessions", "commit", "match", "both", "nodes of a session", title="a round, CPU time")
+    for row in figures:
+        both_ms = row["commit_ms"] + row["match_ms"]
+        times = (f"{figure:.2f} ms" for figure in (row["commit_ms"], row["match_ms"], both_ms))
+        table.add_row(str(row["sessions"]), *times, f"{row['nodes']:.1f}")
+    console.print(table)
+
+
 def show(figures: dict[str, Any], console: Console) -> None:
     """The table."""
     table = Table("", "figure", "target", title="n-gram source" + ("" if figures["compiled"] else ", plain Python"))
@@ -196,11 +255,20 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("--soak-tokens", type=int, default=2_000_000, help="tokens that are inserted afterwards")
     parser.add_argument("--capacity", type=int, default=10_000_000, help="nodes of the trie")
     parser.add_argument("--stall-rounds", type=int, default=2_000, help="matches that are looked at for waits")
+    parser.add_argument("--growth", type=int, nargs="+", help="measure growth alone, for so many sessions each")
+    parser.add_argument("--growth-rounds", type=int, default=60, help="commits of each session")
     parser.add_argument("--no-numba", action="store_true", help="as on a machine without numba")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
     if options.no_numba:
         sys.modules["numba"] = None  # pyright: ignore[reportArgumentType]
+    if options.growth:
+        rounds = [growth_times(sessions, options.growth_rounds) for sessions in options.growth]
+        if options.json:
+            print(json.dumps(rounds, indent=1))  # noqa: T201
+        else:
+            show_growth(rounds, Console(width=140))
+        return 0
     figures = measure(options)
     if options.json:
         print(json.dumps(figures, indent=1))  # noqa: T201

@@ -19,10 +19,10 @@ def _coordinator() -> None:
 
 def _draft() -> None:
     from outrider import acceptance_calibration
-    from outrider.draft_worker import child_kernels, draft_tree
+    from outrider.draft_worker import child_kernels, draft_tree, guess_tree
     from outrider.engine import growth_kernels
 
-    for module in (draft_tree, acceptance_calibration, child_kernels, growth_kernels):
+    for module in (draft_tree, acceptance_calibration, child_kernels, guess_tree, growth_kernels):
         module.warm_up()
 
 

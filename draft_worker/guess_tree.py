@@ -1,57 +1,97 @@
-"""One session's guesses: what was sent of them and is still alive.
+"""Trees of guesses, one a session: what was sent of them and is still alive.
 
 After every commit the text is matched anew. Most of what is found then hangs below what was guessed before: it is
 followed, not made again, and only what is new is sent.
 
 Estimates of siblings come from suffixes of different lengths and may add up to more than 1: whoever is guessed first,
 from the longest suffix, keeps its estimate, and the others share what it leaves.
+
+The trees stand in shared columns, so that one call does something for all of them; `guess_kernels` has the loops.
 """
 
+import functools
 from collections.abc import Callable, Sequence
-from itertools import count
-from operator import attrgetter
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from outrider.compiled import IS_COMPILED, entries
+from outrider.draft_worker import guess_kernels as kernels
+from outrider.draft_worker.guess_kernels import (
+    FINALS,
+    LAST_POSITION,
+    MAX_DEPTH,
+    MAX_NODES,
+    NEW,
+    NEXT_ID,
+    NODE_FIELDS,
+    NODE_ID,
+    POSITION,
+    RULE,
+    SIZE,
+    TREE_FIELDS,
+    VALUE_FIELDS,
+)
 from outrider.draft_worker.ngram_calibration import NgramCalibration
+from outrider.draft_worker.ngram_tree import GuessColumns, TextTails
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+_FIRST_TREES, _FIRST_NODES = 16, 64
 
 
-class GuessNode:
-    """A node that was sent.
-
-    Attributes:
-        node_id: unique in its session's epoch; 0 for a root that was never a node.
-        acceptance: estimate given the parent.
-        bucket: of the calibration.
-        children: by token.
-        left: of the chance that the next token is a child's, what no child has yet.
-    """
-
-    __slots__ = ("acceptance", "bucket", "children", "left", "node_id")
-
-    def __init__(self, node_id: int, acceptance: float, bucket: int) -> None:
-        self.node_id = node_id
-        self.acceptance = acceptance
-        self.bucket = bucket
-        self.children: dict[int, GuessNode] = {}
-        self.left = 1.0
-
-
-class GuessPath(NamedTuple):
-    """A way down from the root.
+@dataclass(frozen=True, kw_only=True)
+class GuessBounds:
+    """Of a tree, as its session has them.
 
     Attributes:
-        node: at its end.
-        tokens: of its nodes.
-        value: chance that all of them are accepted.
+        max_depth: deepest node below the root.
+        max_nodes: most live nodes.
+        last_position: index of the last token the session may have.
+        final_tokens: that have no children.
     """
 
-    node: GuessNode
-    tokens: Sequence[int]
-    value: float
+    max_depth: int
+    max_nodes: int
+    last_position: int
+    final_tokens: frozenset[int] = frozenset()
 
 
+@dataclass(slots=True)
+class GuessEnds:
+    """Nodes that trees are to go on below, one of each of B trees.
+
+    Attributes:
+        trees: int64 [B] their numbers.
+        places: int64 [B, 2] rows of these nodes, and how deep they are below the root.
+        values: float64 [B] chance that all nodes on the way are accepted.
+        texts: what stands before their children.
+    """
+
+    trees: Ints
+    places: Ints
+    values: Floats
+    texts: TextTails
+
+    @classmethod
+    def roots(cls, trees: Sequence[int], texts: TextTails) -> "GuessEnds":
+        """The roots of these trees, after these texts."""
+        count = len(trees)
+        return cls(np.array(trees, np.int64), np.zeros((count, 2), np.int64), np.ones(count), texts)
+
+    def __len__(self) -> int:
+        return len(self.trees)
+
+    def __getitem__(self, chosen: Any) -> "GuessEnds":
+        return GuessEnds(self.trees[chosen], self.places[chosen], self.values[chosen], self.texts[chosen])
+
+
+@dataclass(slots=True)
 class NewGuesses:
-    """Nodes that are to be sent, [n], parents before their children.
+    """Nodes of a tree that are to be sent, [n], parents before their children.
 
     Attributes:
         node_ids: [n].
@@ -60,130 +100,39 @@ class NewGuesses:
         acceptance: [n].
     """
 
-    def __init__(self) -> None:
-        self.node_ids: list[int] = []
-        self.parents: list[int] = []
-        self.tokens: list[int] = []
-        self.acceptance: list[float] = []
+    node_ids: list[int]
+    parents: list[int]
+    tokens: list[int]
+    acceptance: list[float]
 
 
 class GuessTree:
-    """A tree of guesses, bounded as its session is.
+    """A session's tree in its forest, until it is closed.
 
     Args:
-        position: index of the root's token in prompt + output.
-        max_depth: deepest node below the root.
-        max_nodes: most live nodes.
-        last_position: index of the last token the session may have.
-        final_tokens: that have no children.
-        new_id: gives a node id; its own from 1 by default.
+        forest: where it is.
+        number: of its rows there.
+        new_id: gives a node id; None: the tree counts from 1.
 
     Attributes:
-        size: live nodes, the root not counted.
-        position: as given, moved with the root.
+        number: as given.
+        new_id: as given.
     """
 
-    def __init__(
-        self,
-        position: int,
-        *,
-        max_depth: int,
-        max_nodes: int,
-        last_position: int,
-        final_tokens: frozenset[int],
-        new_id: Callable[[], int] | None = None,
-    ) -> None:
-        self.size = 0
-        self.position = position
-        self._max_depth, self._max_nodes = max_depth, max_nodes
-        self._last_position, self._final_tokens = last_position, final_tokens
-        self._new_id = new_id or count(1).__next__
-        self._root = GuessNode(0, 1.0, 0)
-        self._root_is_final = False
+    __slots__ = ("_forest", "new_id", "number")
+
+    def __init__(self, forest: "GuessForest", number: int, new_id: Callable[[], int] | None) -> None:
+        self._forest, self.number, self.new_id = forest, number, new_id
 
     @property
-    def is_open(self) -> bool:
-        """Whether the committed tokens can be continued at all."""
-        return self.position < self._last_position and not self._root_is_final
+    def size(self) -> int:
+        """Live nodes, the root not counted."""
+        return self._forest.trees[self.number, SIZE]
 
     @property
-    def depth_limit(self) -> int:
-        """The deepest that a node may be."""
-        return min(self._max_depth, self._last_position - self.position)
-
-    def likeliest_path(self) -> GuessPath | None:
-        """From the root to a leaf that may have children, by the best child of each; None where there is none."""
-        node, tokens, value = self._root, list[int](), 1.0
-        while children := node.children:
-            token = next(iter(children))
-            if len(children) > 1:
-                token = max(children, key=lambda token: children[token].acceptance)
-            node = children[token]
-            tokens.append(token)
-            value *= node.acceptance
-        if not 0 < len(tokens) < self.depth_limit or tokens[-1] in self._final_tokens:
-            return None
-        return GuessPath(node, tokens, value)
-
-    def reach(self, depth: int) -> float:
-        """Nodes that are accepted in the mean on the way down by the best child of each, no deeper than this."""
-        node, value, nodes = self._root, 1.0, 0.0
-        for _ in range(depth):
-            if not node.children:
-                break
-            node = max(node.children.values(), key=attrgetter("acceptance"))
-            value *= node.acceptance
-            nodes += value
-        return nodes
-
-    def graft(
-        self,
-        tokens: Sequence[int],
-        parents: Sequence[int],
-        estimates: Sequence[float],
-        buckets: Sequence[int],
-        *,
-        min_value: float,
-        below: GuessPath | None = None,
-        new: NewGuesses | None = None,
-    ) -> NewGuesses:
-        """Adds what is not there yet.
-
-        Args:
-            tokens: [n] of guesses, parents before their children.
-            parents: [n] places in these; negative for what they hang below.
-            estimates: [n] that each is accepted, given its parent.
-            buckets: [n] of the calibration.
-            min_value: guesses less likely to be reached and accepted are left out, with what hangs below them.
-            below: what they hang below; None: the root.
-            new: what is returned: nodes that are to be sent with these. None: there are none.
-        """
-        new, final = NewGuesses() if new is None else new, self._final_tokens
-        top = (self._root, 1.0, 0) if below is None else (below.node, below.value, len(below.tokens))
-        # Of every place: its node (None where there is none), path value and depth.
-        nodes: list[tuple[GuessNode | None, float, int]] = []
-        above: GuessNode | None
-        for token, place, estimate, bucket in zip(tokens, parents, estimates, buckets, strict=True):
-            above, value, depth = top if place < 0 else nodes[place]
-            node: GuessNode | None = None
-            if above is not None and depth < self.depth_limit and not (place >= 0 and tokens[place] in final):
-                node = above.children.get(token)
-                if node is None:
-                    acceptance = min(estimate, above.left)
-                    if self.size < self._max_nodes and value * acceptance >= min_value:
-                        node = self._add(above, token, acceptance, bucket, new)
-            nodes.append((node, 0.0 if node is None else value * node.acceptance, depth + 1))
-        return new
-
-    def _add(self, above: GuessNode, token: int, acceptance: float, bucket: int, new: NewGuesses) -> GuessNode:
-        node = above.children[token] = GuessNode(self._new_id(), acceptance, bucket)
-        above.left -= acceptance
-        self.size += 1
-        new.node_ids.append(node.node_id)
-        new.parents.append(0 if above is self._root else above.node_id)
-        new.tokens.append(token)
-        new.acceptance.append(acceptance)
-        return node
+    def position(self) -> int:
+        """Index of the root's token in prompt + output."""
+        return self._forest.trees[self.number, POSITION]
 
     def commit(self, token_ids: Sequence[int], calibration: NgramCalibration) -> None:
         """Moves the root along tokens that the target has committed; what hangs elsewhere is dead.
@@ -192,26 +141,177 @@ class GuessTree:
             token_ids: at least one.
             calibration: is told which guesses came true.
         """
-        node: GuessNode | None = self._root
-        for token in token_ids:
-            if node is None:
-                break
-            for guessed, child in node.children.items():
-                calibration.observe(child.bucket, child.acceptance, came_true=guessed == token)
-            node = node.children.get(token)
-        self._root = GuessNode(0, 1.0, 0) if node is None else node
-        self.size = len(_all_below(self._root))
-        self.position += len(token_ids)
-        self._root_is_final = token_ids[-1] in self._final_tokens
+        self._forest.commit(self.number, token_ids, calibration)
 
     def clear(self) -> None:
         """Forgets every node below the root; ids go on counting."""
-        self._root, self.size = GuessNode(0, 1.0, 0), 0
+        self._forest.clear(self.number)
+
+    def close(self) -> None:
+        """Gives its place in the forest back."""
+        self._forest.uproot(self.number)
 
 
-def _all_below(root: GuessNode) -> list[GuessNode]:
-    found = list(root.children.values())
-    for node in found:
-        if node.children:
-            found += node.children.values()
-    return found
+class GuessForest:
+    """The trees of all sessions that grow by n-grams.
+
+    Attributes:
+        trees: int64 [S, TREE_FIELDS] of `guess_kernels`; another object wherever room was made.
+    """
+
+    def __init__(self) -> None:
+        self._nodes = np.zeros((_FIRST_TREES, _FIRST_NODES + 1, NODE_FIELDS), np.int64)
+        self._values = np.zeros((_FIRST_TREES, _FIRST_NODES + 1, VALUE_FIELDS))
+        self._trees = np.zeros((_FIRST_TREES, TREE_FIELDS), np.int64)
+        self._finals = np.zeros((_FIRST_TREES, 1), np.int64)
+        self._free = list(range(_FIRST_TREES))[::-1]
+        self._view()
+
+    def plant(
+        self, position: int, bounds: GuessBounds, *, rule: int = 0, new_id: Callable[[], int] | None = None
+    ) -> GuessTree:
+        """A tree without guesses.
+
+        Args:
+            position: index of the root's token in prompt + output.
+            bounds: of the tree.
+            rule: what the target does with its guesses (`ngram_calibration.rule_number`).
+            new_id: gives its node ids; its own from 1 by default.
+        """
+        self._reserve(bounds.max_nodes + 1, len(bounds.final_tokens))
+        number = self._free.pop()
+        tree = self._trees[number]
+        tree[POSITION], tree[NEXT_ID] = position, 1 if new_id is None else 0
+        tree[MAX_DEPTH], tree[MAX_NODES] = bounds.max_depth, bounds.max_nodes
+        tree[RULE], tree[LAST_POSITION], tree[FINALS] = rule, bounds.last_position, len(bounds.final_tokens)
+        self._finals[number, : len(bounds.final_tokens)] = list(bounds.final_tokens)
+        self.clear(number)
+        return GuessTree(self, number, new_id)
+
+    def uproot(self, number: int) -> None:
+        """Gives a tree's place back."""
+        self._free.append(number)
+
+    def rules(self, ends: GuessEnds) -> Ints:
+        """[B] the rule of each tree."""
+        return self._trees[ends.trees, RULE]
+
+    def graft(
+        self, ends: GuessEnds, guesses: GuessColumns, estimates: Floats, buckets: Ints, *, min_value: float
+    ) -> None:
+        """Adds what is not there yet to each of B trees.
+
+        Args:
+            ends: what the guesses hang below.
+            guesses: [B, G] of the trie.
+            estimates: [B, G] that each is accepted, given its parent.
+            buckets: [B, G] of the calibration.
+            min_value: guesses less likely to be reached and accepted are left out, with what hangs below them.
+        """
+        most = guesses.tokens.shape[1]
+        given = (
+            ends.trees, ends.places, ends.values, guesses.tokens, guesses.parents, estimates, buckets, guesses.found,
+            np.empty((most, 2), np.int64), np.empty(most),
+        )  # fmt: skip
+        nodes, values, trees, finals = self._columns
+        kernels.graft(nodes, values, trees, finals, min_value, *map(entries, given))
+
+    def likeliest_ends(self, roots: GuessEnds, least: float) -> GuessEnds:
+        """Leaves that the best child of each node leads to, where they may have children; of as many trees as have one.
+
+        Args:
+            roots: of the trees, and the texts up to there.
+            least: chance that all nodes on the way are accepted; trees of a smaller one are left out.
+        """
+        tails, lengths = roots.texts.tails, roots.texts.lengths
+        size = len(lengths)
+        longer = TextTails(np.empty(tails.shape, np.int32), np.empty(size, np.int32))
+        found = GuessEnds(np.empty(size, np.int64), np.empty((size, 2), np.int64), np.empty(size), longer)
+        given = (
+            roots.trees, tails, lengths, np.empty(self._nodes.shape[1], np.int64),
+            found.trees, found.places, found.values, longer.tails, longer.lengths,
+        )  # fmt: skip
+        nodes, values, trees, finals = self._columns
+        count = kernels.likeliest_ends(nodes, values, trees, finals, least, *map(entries, given))
+        return found if count == size else found[:count]
+
+    def reach(self, roots: GuessEnds, parts: int) -> tuple[list[int], list[float]]:
+        """How deep the first of so many parts of each tree goes, and how many nodes are accepted on the way there.
+
+        Args:
+            roots: of B trees.
+            parts: into which the deepest that a node may be is divided, rounded up.
+
+        Returns:
+            [B] the depths, and [B] the mean of accepted nodes along the best child of each.
+        """
+        depths, reaches = np.empty(len(roots), np.int64), np.empty(len(roots))
+        nodes, values, trees, _ = self._columns
+        kernels.reach(nodes, values, trees, entries(roots.trees), parts, entries(depths), entries(reaches))
+        return depths.tolist(), reaches.tolist()
+
+    def send(self, trees: Sequence[GuessTree]) -> list[NewGuesses]:
+        """The nodes of each tree that were not sent yet; they get their ids now."""
+        for tree in trees:
+            if tree.new_id is not None:
+                first, end = self.trees[tree.number, NEW], self.trees[tree.number, SIZE] + 1
+                self._nodes[tree.number, first:end, NODE_ID] = [tree.new_id() for _ in range(end - first)]
+        numbers = np.array([tree.number for tree in trees], np.int64)
+        most = len(trees) * self._nodes.shape[1]
+        counts, sent, acceptance = np.empty(len(trees), np.int64), np.empty((3, most), np.int64), np.empty(most)
+        nodes, values, rows, _ = self._columns
+        written = map(entries, (counts, sent, acceptance))
+        total = kernels.send(nodes, values, rows, entries(numbers), *written)
+        node_ids, parents, tokens = sent[:, :total].tolist()
+        estimates, begin, new = acceptance[:total].tolist(), 0, list[NewGuesses]()
+        for count in counts.tolist():
+            span = slice(begin, begin := begin + count)
+            new.append(NewGuesses(node_ids[span], parents[span], tokens[span], estimates[span]))
+        return new
+
+    def commit(self, number: int, token_ids: Sequence[int], calibration: NgramCalibration) -> None:
+        """`GuessTree.commit` of this one."""
+        nodes, values, trees, _ = self._columns
+        tokens, kept = np.array(token_ids, np.int64), np.empty(self._nodes.shape[1], np.int64)
+        kernels.commit(nodes, values, trees, number, entries(tokens), entries(kept), *calibration.columns)
+
+    def clear(self, number: int) -> None:
+        """`GuessTree.clear` of this one."""
+        nodes, values, trees, _ = self._columns
+        kernels.clear(nodes, values, trees, number)
+
+    def _reserve(self, rows: int, finals: int) -> None:
+        """Makes room: for one more tree, for a tree's rows, for its final tokens."""
+        count, had_rows = self._nodes.shape[:2]
+        lacking = 0 if self._free else count
+        more_rows = 0 if rows <= had_rows else max(rows, 2 * had_rows) - had_rows
+        more_finals = max(0, finals - self._finals.shape[1])
+        if lacking or more_rows or more_finals:
+            self._free += range(count + lacking - 1, count - 1, -1)
+            self._nodes = np.pad(self._nodes, ((0, lacking), (0, more_rows), (0, 0)))
+            self._values = np.pad(self._values, ((0, lacking), (0, more_rows), (0, 0)))
+            self._trees = np.pad(self._trees, ((0, lacking), (0, 0)))
+            self._finals = np.pad(self._finals, ((0, lacking), (0, more_finals)))
+            self._view()
+
+    def _view(self) -> None:
+        self._columns: Any = tuple(map(entries, (self._nodes, self._values, self._trees, self._finals)))
+        # Plain Python reads entries of these sooner.
+        self.trees: Any = self._trees.data
+
+
+@functools.cache
+def warm_up() -> None:
+    """Compiles the loops, or loads what was compiled, before anybody waits for it."""
+    if not IS_COMPILED:
+        return
+    forest = GuessForest()
+    tree = forest.plant(0, GuessBounds(max_depth=2, max_nodes=2, last_position=2))
+    roots = GuessEnds.roots([tree.number], TextTails.of([[1]], 1))
+    numbers = np.zeros((1, 1), np.int32)
+    guesses = GuessColumns(numbers, numbers - 1, np.ones((1, 1)), numbers, numbers, np.ones((1, 2), np.int32))
+    forest.graft(roots, guesses, np.ones((1, 1)), np.zeros((1, 1), np.int64), min_value=0.0)
+    forest.likeliest_ends(roots, 0.0)
+    forest.reach(roots, 1)
+    forest.send([tree])
+    tree.commit([0], NgramCalibration())

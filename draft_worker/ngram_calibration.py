@@ -14,14 +14,14 @@ the guess's. Guesses that were never submitted count too, for the target's choic
 Shapes: B texts, S guesses of each; T = 3 * contexts * counts * shares buckets.
 """
 
-from bisect import bisect_left
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from outrider.acceptance_calibration import RELIABILITY_EDGES, RULES, Reliability
+from outrider.compiled import entries
+from outrider.draft_worker.guess_kernels import LEARNED, PRIOR_HITS, TABLES
 from outrider.draft_worker.ngram_tree import GuessColumns
 from outrider.sampling import SamplingSpec, VerificationRule
 
@@ -55,6 +55,7 @@ class NgramCalibration:
 
     Attributes:
         learned: float64 [T] estimates now; changes in place.
+        columns: what a commit writes its observations into, as `guess_kernels.commit` takes it.
 
     Raises:
         ValueError: an argument out of range.
@@ -65,57 +66,43 @@ class NgramCalibration:
             raise ValueError(f"prior_strength: {prior_strength} given, a positive number needed")
         if not 0 < decay <= 1:
             raise ValueError(f"decay: {decay} given, above 0 and at most 1 needed")
-        self._strength, self._decay = prior_strength, decay
-        self.learned = np.concatenate([_prior(*_PRIORS[rule]) for rule in RULES])
-        self._prior_hits = (self.learned * prior_strength).tolist()
-        self._hits = [0.0] * len(self.learned)
-        self._trials = [0.0] * len(self.learned)
-        self._children = [0] * (len(RULES) * _RELIABILITY_BINS)
-        self._predicted = [0.0] * len(self._children)
-        self._came_true = [0] * len(self._children)
+        learned = np.concatenate([_prior(*_PRIORS[rule]) for rule in RULES])
+        tables = np.zeros((TABLES, len(learned)))
+        tables[LEARNED], tables[PRIOR_HITS] = learned, learned * prior_strength
+        self.learned = tables[LEARNED]
+        # Of the guesses' own kinds: nothing is converted to be looked up.
+        self._edges = (np.array(CONTEXT_EDGES, np.int32), np.array(COUNT_EDGES, np.int32), np.array(SHARE_EDGES))
+        self._counted = np.zeros((2, len(RULES) * _RELIABILITY_BINS), np.int64)
+        self._predicted = np.zeros(len(RULES) * _RELIABILITY_BINS)
+        columns = (tables, self._counted, self._predicted, np.array(RELIABILITY_EDGES, np.float64))
+        self.columns: Any = (*map(entries, columns), _OF_RULE, float(prior_strength), float(decay))
 
-    def buckets(self, guesses: GuessColumns, rules: Sequence[int]) -> npt.NDArray[np.int64]:
+    def buckets(self, guesses: GuessColumns, rules: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """int64 [B, S] the bucket of every guess.
 
         Args:
             guesses: of the trie.
-            rules: [B] `rule_number` of each text's session.
+            rules: int64 [B] `rule_number` of each text's session.
         """
-        context = np.searchsorted(CONTEXT_EDGES, guesses.contexts)
-        count = np.searchsorted(COUNT_EDGES, guesses.counts)
-        share = np.searchsorted(SHARE_EDGES, guesses.shares)
-        in_rule = (context * _SHAPE[1] + count) * _SHAPE[2] + share
-        return in_rule + np.array(rules, dtype=np.int64)[:, None] * _OF_RULE
+        context = self._edges[0].searchsorted(guesses.contexts)
+        count = self._edges[1].searchsorted(guesses.counts)
+        share = self._edges[2].searchsorted(guesses.shares)
+        return (context * _SHAPE[1] + count) * _SHAPE[2] + share + rules[:, None] * _OF_RULE
 
     def estimates(self, buckets: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """float64 [B, S] of guesses, given that their parents are accepted."""
         return self.learned[buckets]
-
-    def observe(self, bucket: int, estimate: float, *, came_true: bool) -> None:
-        """Counts one guess after a committed parent.
-
-        Args:
-            bucket: its bucket.
-            estimate: that it was sent with.
-            came_true: whether it was committed.
-        """
-        place = bucket // _OF_RULE * _RELIABILITY_BINS + bisect_left(RELIABILITY_EDGES, estimate)
-        self._children[place] += 1
-        self._predicted[place] += estimate
-        self._came_true[place] += came_true
-        hits = self._hits[bucket] = self._hits[bucket] * self._decay + came_true
-        trials = self._trials[bucket] = self._trials[bucket] * self._decay + 1
-        self.learned[bucket] = (self._prior_hits[bucket] + hits) / (self._strength + trials)
 
     def reliability(self) -> list[Reliability]:
         """How the estimates came true since start, for each rule with observations; any thread may ask."""
         found = []
         for number, rule in enumerate(RULES):
             span = slice(number * _RELIABILITY_BINS, (number + 1) * _RELIABILITY_BINS)
-            if any(self._children[span]):
-                # In the reverse of the order in which `observe` counts: no share of these exceeds 1.
-                hits, predicted = self._came_true[span], self._predicted[span]
-                found.append(Reliability(rule=rule, hits=hits, predicted=predicted, children=self._children[span]))
+            # In the reverse of the order in which a commit counts: no share of these exceeds 1.
+            hits, predicted = self._counted[1, span].tolist(), self._predicted[span].tolist()
+            children = self._counted[0, span].tolist()
+            if any(children):
+                found.append(Reliability(rule=rule, hits=hits, predicted=predicted, children=children))
         return found
 
 

@@ -15,11 +15,15 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from outrider.draft_worker import guess_tree
 from outrider.draft_worker.growth_protocol import NoSlots
 from outrider.draft_worker.growth_step import GrowthStep, SessionGrowth
-from outrider.draft_worker.guess_tree import GuessPath, GuessTree, NewGuesses
+from outrider.draft_worker.guess_tree import GuessBounds, GuessEnds, GuessForest, NewGuesses
 from outrider.draft_worker.ngram_calibration import NgramCalibration, rule_number
 from outrider.draft_worker.ngram_source import NgramSource
+from outrider.draft_worker.ngram_tree import TextTails
 from outrider.draft_worker.session import GrowthMode, SessionStart
 from outrider.draft_worker.session_checks import CommitMismatch, check_commit, check_start, final_tokens, new_tokens
 from outrider.errors import InvalidRequest, Superseded
@@ -31,6 +35,7 @@ from outrider.sampling import VerificationRule
 _LOOKS_AHEAD, _LEAST_AHEAD = 2, 0.1
 # Growth is asked for two trees deep. Where so much of the first is expected to be accepted, no other source is needed.
 _TREES_DEEP, _ENOUGH = 2, 2 / 3
+_NOTHING = NewGuesses([], [], [], [])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,34 +61,34 @@ class NgramSession:
     Args:
         start: what opened it.
         config: see there.
+        forest: where its tree is planted.
         new_id: gives its node ids, where another source has its part in them.
         speaks: whether it says so when there is no guess: nobody else answers its commits.
     """
 
     def __init__(
-        self, start: SessionStart, config: NgramGrowthConfig, *, new_id: Callable[[], int] | None, speaks: bool
+        self,
+        start: SessionStart,
+        config: NgramGrowthConfig,
+        forest: GuessForest,
+        *,
+        new_id: Callable[[], int] | None,
+        speaks: bool,
     ) -> None:
         self.key, self.owner, self.epoch = start.key, start.owner, start.epoch
         self.tokens = [*start.prompt, *start.output]
-        self.rule = rule_number(start.sampling)
         self.is_sync = start.limits.mode is GrowthMode.SYNC
         self.is_silent = start.sampling.rule is VerificationRule.REJECTION
         self.speaks = speaks
         longest = min(len(start.prompt) + start.sampling.max_new_tokens, config.max_model_len)
-        self.tree = GuessTree(
-            len(self.tokens) - 1,
+        bounds = GuessBounds(
             max_depth=start.limits.max_depth,
             max_nodes=min(start.limits.max_live_nodes, config.max_live_nodes),
             last_position=longest - 1,
             final_tokens=final_tokens(start.sampling),
-            new_id=new_id,
         )
-
-    @property
-    def leads(self) -> bool:
-        """Whether most of the next tree's depth is expected to be accepted as it is guessed."""
-        depth = -(-self.tree.depth_limit // _TREES_DEEP)
-        return not self.is_sync and self.tree.reach(depth) >= _ENOUGH * depth
+        rule = rule_number(start.sampling)
+        self.tree = forest.plant(len(self.tokens) - 1, bounds, rule=rule, new_id=new_id)
 
     def commit(self, token_ids: Sequence[int], calibration: NgramCalibration) -> None:
         """Tokens that it does not have yet, at least one."""
@@ -115,6 +120,8 @@ class NgramGrowth:
         self.source, self.config = source, config
         self.calibration = NgramCalibration()
         self.steps = 0
+        guess_tree.warm_up()
+        self._forest = GuessForest()
         self.slots = NoSlots()
         self.wake: Callable[[], None] = _nobody
         self.leading: set[tuple[int, int]] = set()
@@ -149,7 +156,9 @@ class NgramGrowth:
                 raise Superseded(f"epoch {start.epoch} given, epoch {held.epoch} is open")
             self._remove(held)
         check_start(start, vocab_size=self.config.vocab_size, max_model_len=self.config.max_model_len)
-        session = self._sessions[start.key] = NgramSession(start, self.config, new_id=new_id, speaks=speaks)
+        session = self._sessions[start.key] = NgramSession(
+            start, self.config, self._forest, new_id=new_id, speaks=speaks
+        )
         self.source.add(tuple(session.tokens))
         self._due[start.key] = session
 
@@ -207,7 +216,7 @@ class NgramGrowth:
         step = GrowthStep(GrowthSource.NGRAM)
         for session in due:
             if session.is_silent and session.speaks:
-                step.add(_growth(session, NewGuesses(), is_all=session.is_sync))
+                step.add(_growth(session, _NOTHING, is_all=session.is_sync))
         self._guess([session for session in due if not session.is_silent], step)
         if not step.has_growth:
             return None
@@ -218,26 +227,24 @@ class NgramGrowth:
     def _guess(self, sessions: Sequence[NgramSession], step: GrowthStep) -> None:
         if not sessions:
             return
-        suffix = self.source.suffix_tokens
-        new = [NewGuesses() for _ in sessions]
-        texts = [session.tokens[-suffix:] for session in sessions]
-        if not self._look(new, sessions, [None] * len(sessions), texts=texts):
+        texts = TextTails.of([session.tokens for session in sessions], self.source.suffix_tokens)
+        roots = GuessEnds.roots([session.tree.number for session in sessions], texts)
+        if not self._look(roots):
             self._due |= {session.key: session for session in sessions}
             self.wake()
             return
+        going_on = roots
+        if any(session.is_sync for session in sessions):
+            going_on = roots[np.array([not session.is_sync for session in sessions])]
         for _ in range(_LOOKS_AHEAD):
-            ahead = [
-                (own, session, path)
-                for own, session in zip(new, sessions, strict=True)
-                if not session.is_sync
-                and (path := session.tree.likeliest_path()) is not None
-                and path.value >= _LEAST_AHEAD
-            ]
-            texts = [[*session.tokens[-suffix:], *path.tokens][-suffix:] for _, session, path in ahead]
-            if not ahead or not self._look(*zip(*ahead, strict=True), texts=texts):
+            leaves = self._forest.likeliest_ends(going_on, _LEAST_AHEAD)
+            if not len(leaves) or not self._look(leaves):
                 break
-        for session, own in zip(sessions, new, strict=True):
-            leads = session.leads
+        depths, reaches = self._forest.reach(roots, _TREES_DEEP)
+        new = self._forest.send([session.tree for session in sessions])
+        for session, own, depth, reached in zip(sessions, new, depths, reaches, strict=True):
+            # Most of the next tree's depth is expected to be accepted as it is guessed.
+            leads = not session.is_sync and reached >= _ENOUGH * depth
             if leads:
                 self.leading.add(session.key)
             if own.node_ids or session.speaks or leads:
@@ -245,29 +252,14 @@ class NgramGrowth:
                 step.sessions += 1
                 step.add(_growth(session, own, is_all=leads or (session.is_sync and session.speaks)))
 
-    def _look(
-        self,
-        new: Sequence[NewGuesses],
-        sessions: Sequence[NgramSession],
-        below: Sequence[GuessPath | None],
-        *,
-        texts: Sequence[Sequence[int]],
-    ) -> bool:
-        """Grows each session's tree by what may follow its text, below a path (None: the root); False: not now."""
-        found = self.source.guess(texts)
+    def _look(self, ends: GuessEnds) -> bool:
+        """Grows trees by what may follow the texts, below these nodes; False: not now."""
+        found = self.source.guess(ends.texts)
         if found is None:
             return False
-        buckets = self.calibration.buckets(found, [session.rule for session in sessions])
-        columns = (found.tokens, found.parents, self.calibration.estimates(buckets), buckets)
-        rows = zip(
-            new, sessions, below, found.found[:, 0].tolist(),
-            *(column.tolist() for column in columns), strict=True,
-        )  # fmt: skip
-        for own, session, path, count, tokens, parents, estimates, of_calibration in rows:
-            session.tree.graft(
-                tokens[:count], parents[:count], estimates[:count], of_calibration[:count],
-                min_value=self.config.min_value, below=path, new=own,
-            )  # fmt: skip
+        buckets = self.calibration.buckets(found, self._forest.rules(ends))
+        estimates = self.calibration.estimates(buckets)
+        self._forest.graft(ends, found, estimates, buckets, min_value=self.config.min_value)
         return True
 
     # Nothing is ever begun.
@@ -292,6 +284,7 @@ class NgramGrowth:
         del self._sessions[session.key]
         self.leading.discard(session.key)
         self._due.pop(session.key, None)
+        session.tree.close()
 
 
 def _growth(session: NgramSession, new: NewGuesses, *, is_all: bool) -> SessionGrowth:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from outrider.compiled import IS_COMPILED
-from outrider.draft_worker.ngram_tree import GuessColumns, NgramConfig, guess_columns
+from outrider.draft_worker.ngram_tree import GuessColumns, NgramConfig, TextTails, guess_columns
 from outrider.draft_worker.ngram_trie import NgramTrie
 
 logger = logging.getLogger(__name__)
@@ -172,7 +172,7 @@ class NgramSource:
             self.counts.corpus_tokens += len(piece) - (start - first)
             self._queue.put((piece, start - first))
 
-    def guess(self, texts: Sequence[Sequence[int]]) -> GuessColumns | None:
+    def guess(self, texts: Sequence[Sequence[int]] | TextTails) -> GuessColumns | None:
         """What may follow each text, by what is in the trie now; None if it has to be asked again, soon."""
         counts, began = self.counts, time.perf_counter_ns()
         is_mine = self._take_lock()
@@ -185,11 +185,11 @@ class NgramSource:
             found = guess_columns(self._nothing if self.failed else self.trie, texts, self.config)
         finally:
             self._lock.release()
-        sums = found.found.sum(axis=0).tolist()
-        counts.matches += len(texts)
-        counts.hits += int((found.found[:, 1] > 0).sum())
-        counts.guessed_nodes += sums[0]
-        counts.matched_tokens += sums[1]
+        nodes, matched = found.found.T.tolist()
+        counts.matches += len(nodes)
+        counts.hits += len(matched) - matched.count(0)
+        counts.guessed_nodes += sum(nodes)
+        counts.matched_tokens += sum(matched)
         counts.match_ns += time.perf_counter_ns() - began
         return found
 

@@ -83,6 +83,34 @@ class GuessColumns:
     found: Any
 
 
+@dataclass(slots=True)
+class TextTails:
+    """The last tokens of B texts, at most W of each.
+
+    Attributes:
+        tails: int32 [B, W]; what is past a row's length is of no account.
+        lengths: int32 [B] tokens of each row.
+    """
+
+    tails: Any
+    lengths: Any
+
+    @classmethod
+    def of(cls, texts: Sequence[Sequence[int]], width: int) -> "TextTails":
+        """The last `width` tokens of each text."""
+        tails = np.zeros((len(texts), width), np.int32)
+        for row, text in zip(tails, texts, strict=True):
+            tail = text[-width:]
+            row[: len(tail)] = tail
+        return cls(tails, np.array([min(len(text), width) for text in texts], np.int32))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, chosen: Any) -> "TextTails":
+        return TextTails(self.tails[chosen], self.lengths[chosen])
+
+
 @dataclass(frozen=True, slots=True)
 class NgramTree:
     """Guesses after a text, [n] nodes, parents before their children.
@@ -113,20 +141,17 @@ def guess(trie: NgramTrie, texts: Sequence[Sequence[int]], config: NgramConfig) 
     ]
 
 
-def guess_columns(trie: NgramTrie, texts: Sequence[Sequence[int]], config: NgramConfig) -> GuessColumns:
-    """`guess`, as columns."""
-    size, suffix = config.draft_tokens, trie.max_trie_depth - 1
-    tails = np.zeros((len(texts), suffix), np.int32)
-    for row, text in zip(tails, texts, strict=True):
-        tail = text[-suffix:]
-        row[: len(tail)] = tail
-    lengths = np.array([min(len(text), suffix) for text in texts], np.int32)
+def guess_columns(trie: NgramTrie, texts: Sequence[Sequence[int]] | TextTails, config: NgramConfig) -> GuessColumns:
+    """`guess`, as columns; tails have to be D - 1 wide."""
+    size = config.draft_tokens
+    if not isinstance(texts, TextTails):
+        texts = TextTails.of(texts, trie.max_trie_depth - 1)
     columns = tuple[Any, ...](
         np.zeros((len(texts), size), kind) for kind in (np.int32, np.int32, np.float64, np.int32, np.int32)
     )
     found = np.zeros((len(texts), 2), np.int32)
     options = (config.min_match, config.min_breadth, config.max_breadth, config.match_type == "prob")
-    build_all(trie.nodes, tails, lengths, options, columns, found)
+    build_all(trie.nodes, texts.tails, texts.lengths, options, columns, found)
     tokens, parents, shares, counts, contexts = columns
     return GuessColumns(tokens, parents, shares, counts, contexts, found)
 
@@ -147,39 +172,51 @@ def build_all(nodes: Nodes, tails: Any, lengths: Any, options: Any, columns: Any
         np.zeros(most, np.float32),
         np.zeros(most, np.float32),
     )
-    order = np.zeros(WEIGHED, np.int32)
+    order, matches = np.zeros(WEIGHED, np.int32), np.zeros(len(tails), np.int64)
+    _longest_matches(nodes, tails, lengths, matches)
     for row in range(len(tails)):
         tree = (columns[0][row], columns[1][row], columns[2][row], columns[3][row], columns[4][row])
-        node, length = _longest_match(nodes, tails[row, : lengths[row]]), 0
+        node, length = int(matches[row]), 0
         while nodes.depth[node] >= options[0] and length < len(tree[0]):
             if nodes.first[node] != 0:
                 found[row, 1] = max(found[row, 1], nodes.depth[node])
                 breadth = min_breadth + (max_breadth - min_breadth) * (depth - nodes.depth[node]) // (depth - 1)
-                length = _grow(nodes, node, (depth, breadth, by_frequency), tree, length, waiting, order)
+                length = _grow(
+                    nodes.token, nodes.count, nodes.first, nodes.next, nodes.suffix, nodes.depth, node,
+                    (depth, breadth, by_frequency), tree, length, waiting, order,
+                )  # fmt: skip
             node = int(nodes.suffix[node])
         found[row, 0] = length
 
 
 @compiled
-def _longest_match(nodes: Nodes, text: Any) -> int:
-    """The node of the longest suffix of the text that is in the trie (Aho and Corasick 1975)."""
-    node = 0
-    for token in text:
-        child = find(nodes, node, int(token))
-        while child == 0 and node != 0:
-            node = int(nodes.suffix[node])
-            child = find(nodes, node, int(token))
-        node = child
-    return node
+def _longest_matches(nodes: Nodes, tails: Any, lengths: Any, matches: Any) -> None:
+    """The nodes of each text's longest suffix that is in the trie (Aho and Corasick 1975), into `matches`, which is 0.
+
+    Token by token of all texts: what one of them has to wait for in memory the others wait for meanwhile.
+    """
+    for place in range(tails.shape[1]):
+        for row in range(len(tails)):
+            if place < lengths[row]:
+                node, token = int(matches[row]), int(tails[row, place])
+                child = find(nodes, node, token)
+                while child == 0 and node != 0:
+                    node = int(nodes.suffix[node])
+                    child = find(nodes, node, token)
+                matches[row] = child
 
 
 @compiled
 def _grow(  # noqa: PLR0917
-    nodes: Nodes, suffix: int, options: Any, tree: Any, length: int, waiting: Any, order: Any
-) -> int:
-    """Adds what hangs below one suffix; returns how many nodes there are then."""
+    tokens: Any, counts: Any, firsts: Any, nexts: Any, suffixes: Any, depths: Any, suffix: int, options: Any, tree: Any,
+    length: int, waiting: Any, order: Any,
+) -> int:  # fmt: skip
+    """Adds what hangs below one suffix; returns how many nodes there are then.
+
+    The trie's columns come one by one: a tuple of arrays costs a count of references each wherever it is passed on.
+    """
     by_frequency = options[2]
-    taken, offered = 0, _offer(nodes, suffix, -1, 1.0, options, waiting, 0, order)
+    taken, offered = 0, _offer(counts, firsts, nexts, suffixes, depths, suffix, -1, 1.0, options, waiting, 0, order)
     while taken < offered and length < len(tree[0]):
         best = taken
         if by_frequency:
@@ -192,13 +229,15 @@ def _grow(  # noqa: PLR0917
         of_path, of_siblings = float(waiting[2][best]), float(waiting[3][best])
         waiting[2][best] = _TAKEN
         taken += 1
-        place = _place_of(tree, length, parent, nodes.token[node])
+        place = _place_of(tree, length, parent, tokens[node])
         if place == length:
-            tree[0][place], tree[1][place] = nodes.token[node], parent
-            tree[2][place], tree[3][place], tree[4][place] = of_siblings, nodes.count[node], nodes.depth[node] - 1
+            tree[0][place], tree[1][place] = tokens[node], parent
+            tree[2][place], tree[3][place], tree[4][place] = of_siblings, counts[node], depths[node] - 1
             length += 1
         if offered + options[1] <= len(waiting[0]):
-            offered = _offer(nodes, node, place, of_path, options, waiting, offered, order)
+            offered = _offer(
+                counts, firsts, nexts, suffixes, depths, node, place, of_path, options, waiting, offered, order
+            )
     return length
 
 
@@ -213,32 +252,33 @@ def _place_of(tree: Any, length: int, parent: int, token: int) -> int:
 
 @compiled
 def _offer(  # noqa: PLR0917
-    nodes: Nodes, node: int, place: int, of_path: float, options: Any, waiting: Any, offered: int, order: Any
-) -> int:
+    counts: Any, firsts: Any, nexts: Any, suffixes: Any, depths: Any, node: int, place: int, of_path: float,
+    options: Any, waiting: Any, offered: int, order: Any,
+) -> int:  # fmt: skip
     """Puts the first children of a node among those that may come next; returns how many these are then."""
     depth, breadth, by_frequency = options
-    if nodes.depth[node] == depth:
+    if depths[node] == depth:
         # Paths end here for want of room, not for want of what follows.
-        node = nodes.suffix[node]
+        node = suffixes[node]
     found, total = 0, 0
-    child = nodes.first[node]
+    child = firsts[node]
     while child != 0 and found < len(order):
         order[found] = child
-        total += nodes.count[child]
+        total += counts[child]
         found += 1
-        child = nodes.next[child]
+        child = nexts[child]
     for rank in range(min(breadth, found)):
         if by_frequency:
             # Of equals the one that was seen first, which stands last.
             best = found - 1
             for candidate in range(found - 2, rank - 1, -1):
-                if nodes.count[order[candidate]] > nodes.count[order[best]]:
+                if counts[order[candidate]] > counts[order[best]]:
                     best = candidate
             chosen = order[best]
             for candidate in range(best, rank, -1):
                 order[candidate] = order[candidate - 1]
             order[rank] = chosen
-        share = int(nodes.count[order[rank]]) / total
+        share = int(counts[order[rank]]) / total
         waiting[0][offered], waiting[1][offered] = order[rank], place
         waiting[2][offered], waiting[3][offered] = of_path * share, share
         offered += 1

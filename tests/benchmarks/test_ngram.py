@@ -31,3 +31,17 @@ def test_the_text_repeats_itself():
     runs = [tuple(tokens[place : place + 8]) for place in range(len(tokens) - 8)]
     assert len(tokens) == 20_000
     assert len(set(runs)) < 0.97 * len(runs)
+
+
+def test_growth_is_measured_by_itself(capsys):
+    arguments = ["--growth", "1", "3", "--growth-rounds", "4"]
+    assert run([*arguments, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert [row["sessions"] for row in figures] == [1, 3]
+    for row in figures:
+        assert row["commit_ms"] > 0
+        assert row["match_ms"] > 0
+        # The trie knows the text: what was committed is guessed anew.
+        assert row["nodes"] > 9
+    assert run(arguments) == 0
+    assert "CPU time" in capsys.readouterr().out
