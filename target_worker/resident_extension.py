@@ -25,8 +25,8 @@ from outrider.engine.step_buffers import StepBuffers
 from outrider.target_worker.resident_graphs import SizedGraphs
 from outrider.target_worker.resident_head import HeadLayer, Kept
 
-ROWS = (8, 16, 32, 64, 128, 256, 512)
-"""R of the sizes that are captured; more rows are filled up to a multiple of the last."""
+# R of the sizes that are captured; more rows are filled up to a multiple of the last.
+_ROWS = (8, 16, 32, 64, 128, 256, 512)
 # Feature rows, tokens, positions and slots, each [R] int64.
 _COLUMNS = 4
 
@@ -43,17 +43,17 @@ class HeadExtension:
     def __init__(self, layer: HeadLayer, runner: ModelRunner, *, graphs: bool) -> None:
         self._layer, self._runner = layer, runner
         self._buffers = StepBuffers(runner.device)
-        # Where steps leave the hidden states that graphs read; larger steps leave theirs elsewhere.
-        self._features = None if runner.steps is None else runner.steps.program.features
+        # Beside transformers' code every step leaves its hidden states elsewhere.
+        enabled = graphs and runner.steps is not None
         self._graphs = SizedGraphs[int](
-            self._run, _nothing, what="a head's extension", device=runner.device, enabled=graphs
+            self._run, _nothing, what="a head's extension", device=runner.device, enabled=enabled
         )
 
     def warm_up(self) -> None:
         """Compiles what any number of rows needs, and captures the sizes that there are."""
-        self._graphs.warm_up(ROWS[::-1])
-        # From some number of rows on they fill the device by themselves, and no more of them need anything else.
-        self._graphs.rehearse([factor * ROWS[-1] for factor in (2, 4, 8)], self._run)
+        self._graphs.warm_up(_ROWS[::-1])
+        # Deterministic products of more rows have kernels of their own, until they fill the device by themselves.
+        self._graphs.rehearse([factor * _ROWS[-1] for factor in (2, 4, 8)], self._run)
 
     def run(self, kept: Sequence[Kept]) -> None:
         """Extends the head's KV by what these keep of the last forward; nothing is waited for.
@@ -68,8 +68,10 @@ class HeadExtension:
         staged.numpy()[:] = _nothing(size)
         self._stage(kept, staged.numpy().view(np.int64).reshape(_COLUMNS, size)[:, :count])
         buffer.note_begin()
-        features = self._runner.features
-        if self._features is not None and features.data_ptr() == self._features.data_ptr() and size <= ROWS[-1]:
+        features, steps = self._runner.features, self._runner.steps
+        # A step too large to be captured leaves its hidden states elsewhere.
+        is_static = steps is not None and features.data_ptr() == steps.program.features.data_ptr()
+        if is_static and size <= _ROWS[-1]:
             self._graphs.run(size, staged)
         else:
             self._store(features, size, staged.to(self._runner.device, non_blocking=True))
@@ -89,8 +91,8 @@ class HeadExtension:
         columns[3] = slots
 
     def _run(self, size: int, data: torch.Tensor) -> torch.Tensor:
-        assert self._features is not None
-        return self._store(self._features, size, data)
+        assert self._runner.steps is not None
+        return self._store(self._runner.steps.program.features, size, data)
 
     @torch.inference_mode()
     def _store(self, features: torch.Tensor, size: int, data: torch.Tensor) -> torch.Tensor:
@@ -112,9 +114,9 @@ class HeadExtension:
 
 
 def _size(rows: int) -> int:
-    if rows <= ROWS[-1]:
-        return ROWS[bisect_left(ROWS, rows)]
-    return -(-rows // ROWS[-1]) * ROWS[-1]
+    if rows <= _ROWS[-1]:
+        return _ROWS[bisect_left(_ROWS, rows)]
+    return -(-rows // _ROWS[-1]) * _ROWS[-1]
 
 
 def _nothing(size: int) -> npt.NDArray[np.uint8]:

@@ -52,11 +52,6 @@ class DraftRounds:
         )
         self._buffers = StepBuffers(runner.device)
 
-    @property
-    def graphs(self) -> int:
-        """Captured graphs."""
-        return len(self._graphs)
-
     def warm_up(self) -> None:
         """Compiles and captures the sizes that there are, from the largest on."""
         sizes = [
@@ -103,16 +98,16 @@ class DraftRounds:
 
     def _launched(self, kept: Sequence[Kept], size: RoundSize, staged: torch.Tensor) -> torch.Tensor:
         """[S, words] on the device."""
-        features, sessions = self._runner.features, [part.session for part in kept]
+        features, beside_host = self._runner.features, [part.session for part in kept if _needs_host(part)]
         # A step too large to be captured leaves its hidden states elsewhere.
-        if features.data_ptr() == self._program.features.data_ptr() and not _needs_host(kept[0]):
+        if not beside_host and features.data_ptr() == self._program.features.data_ptr():
             return self._graphs.run(size, staged)
         return self._program.run_beside_host(
             size,
             staged.to(self._runner.device, non_blocking=True),
             features=features,
-            sessions=sessions if _needs_host(kept[0]) else (),
-            any_independent=any(session.sampling.rule is VerificationRule.TARGET_ONLY for session in sessions),
+            sessions=beside_host,
+            any_independent=any(session.sampling.rule is VerificationRule.TARGET_ONLY for session in beside_host),
         )
 
     def _run_independent(self, size: RoundSize, data: torch.Tensor) -> torch.Tensor:
