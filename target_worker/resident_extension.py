@@ -23,11 +23,11 @@ import torch
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.step_buffers import StepBuffers
 from outrider.target_worker.resident_graphs import SizedGraphs
-from outrider.target_worker.resident_head import HeadLayer, Kept
+from outrider.target_worker.resident_head import HeadLayer, Kept, kept_columns
 
 # R of the sizes that are captured; more rows are filled up to a multiple of the last.
 _ROWS = (8, 16, 32, 64, 128, 256, 512)
-# Feature rows, tokens, positions and slots, each [R] int64.
+# Those of `kept_columns`, each [R] int64.
 _COLUMNS = 4
 
 
@@ -66,7 +66,7 @@ class HeadExtension:
         buffer = self._buffers.take()
         staged = buffer.step_tensor(8 * _COLUMNS * size)
         staged.numpy()[:] = _nothing(size)
-        self._stage(kept, staged.numpy().view(np.int64).reshape(_COLUMNS, size)[:, :count])
+        staged.numpy().view(np.int64).reshape(_COLUMNS, size)[:, :count] = kept_columns(kept, self._runner.slots)
         buffer.note_begin()
         features, steps = self._runner.features, self._runner.steps
         # A step too large to be captured leaves its hidden states elsewhere.
@@ -76,19 +76,6 @@ class HeadExtension:
         else:
             self._store(features, size, staged.to(self._runner.device, non_blocking=True))
         buffer.note_end()
-
-    def _stage(self, kept: Sequence[Kept], columns: npt.NDArray[np.int64]) -> None:
-        """Writes what is kept into columns [4, rows]."""
-        counts = np.array([len(part.rows) for part in kept])
-        # Of each session's first row, and then of every row.
-        firsts = np.array([part.first_index for part in kept]) - counts.cumsum() + counts
-        places = firsts.repeat(counts) + np.arange(columns.shape[1])
-        slots = self._runner.slots.table[np.array([part.session.row for part in kept]).repeat(counts), places]
-        assert (slots >= 0).all(), "a row writes to a slot that was not reserved"
-        columns[0] = np.concatenate([part.rows for part in kept])
-        columns[1] = np.concatenate([part.tokens for part in kept])
-        columns[2] = places
-        columns[3] = slots
 
     def _run(self, size: int, data: torch.Tensor) -> torch.Tensor:
         assert self._runner.steps is not None
