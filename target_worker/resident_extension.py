@@ -23,11 +23,11 @@ import torch
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.step_buffers import StepBuffers
 from outrider.target_worker.resident_graphs import SizedGraphs
-from outrider.target_worker.resident_head import HeadLayer, Kept
+from outrider.target_worker.resident_head import HeadLayer, Kept, kept_columns
 
-ROWS = (8, 16, 32, 64, 128, 256, 512)
-"""R of the sizes that are captured; more rows are filled up to a multiple of the last."""
-# Feature rows, tokens, positions and slots, each [R] int64.
+# R of the sizes that are captured; more rows are filled up to a multiple of the last.
+_ROWS = (8, 16, 32, 64, 128, 256, 512)
+# Those of `kept_columns`, each [R] int64.
 _COLUMNS = 4
 
 
@@ -43,17 +43,17 @@ class HeadExtension:
     def __init__(self, layer: HeadLayer, runner: ModelRunner, *, graphs: bool) -> None:
         self._layer, self._runner = layer, runner
         self._buffers = StepBuffers(runner.device)
-        # Where steps leave the hidden states that graphs read; larger steps leave theirs elsewhere.
-        self._features = None if runner.steps is None else runner.steps.program.features
+        # Beside transformers' code every step leaves its hidden states elsewhere.
+        enabled = graphs and runner.steps is not None
         self._graphs = SizedGraphs[int](
-            self._run, _nothing, what="a head's extension", device=runner.device, enabled=graphs
+            self._run, _nothing, what="a head's extension", device=runner.device, enabled=enabled
         )
 
     def warm_up(self) -> None:
         """Compiles what any number of rows needs, and captures the sizes that there are."""
-        self._graphs.warm_up(ROWS[::-1])
-        # From some number of rows on they fill the device by themselves, and no more of them need anything else.
-        self._graphs.rehearse([factor * ROWS[-1] for factor in (2, 4, 8)], self._run)
+        self._graphs.warm_up(_ROWS[::-1])
+        # Deterministic products of more rows have kernels of their own, until they fill the device by themselves.
+        self._graphs.rehearse([factor * _ROWS[-1] for factor in (2, 4, 8)], self._run)
 
     def run(self, kept: Sequence[Kept]) -> None:
         """Extends the head's KV by what these keep of the last forward; nothing is waited for.
@@ -66,31 +66,20 @@ class HeadExtension:
         buffer = self._buffers.take()
         staged = buffer.step_tensor(8 * _COLUMNS * size)
         staged.numpy()[:] = _nothing(size)
-        self._stage(kept, staged.numpy().view(np.int64).reshape(_COLUMNS, size)[:, :count])
+        staged.numpy().view(np.int64).reshape(_COLUMNS, size)[:, :count] = kept_columns(kept, self._runner.slots)
         buffer.note_begin()
-        features = self._runner.features
-        if self._features is not None and features.data_ptr() == self._features.data_ptr() and size <= ROWS[-1]:
+        features, steps = self._runner.features, self._runner.steps
+        # A step too large to be captured leaves its hidden states elsewhere.
+        is_static = steps is not None and features.data_ptr() == steps.program.features.data_ptr()
+        if is_static and size <= _ROWS[-1]:
             self._graphs.run(size, staged)
         else:
             self._store(features, size, staged.to(self._runner.device, non_blocking=True))
         buffer.note_end()
 
-    def _stage(self, kept: Sequence[Kept], columns: npt.NDArray[np.int64]) -> None:
-        """Writes what is kept into columns [4, rows]."""
-        counts = np.array([len(part.rows) for part in kept])
-        # Of each session's first row, and then of every row.
-        firsts = np.array([part.first_index for part in kept]) - counts.cumsum() + counts
-        places = firsts.repeat(counts) + np.arange(columns.shape[1])
-        slots = self._runner.slots.table[np.array([part.session.row for part in kept]).repeat(counts), places]
-        assert (slots >= 0).all(), "a row writes to a slot that was not reserved"
-        columns[0] = np.concatenate([part.rows for part in kept])
-        columns[1] = np.concatenate([part.tokens for part in kept])
-        columns[2] = places
-        columns[3] = slots
-
     def _run(self, size: int, data: torch.Tensor) -> torch.Tensor:
-        assert self._features is not None
-        return self._store(self._features, size, data)
+        assert self._runner.steps is not None
+        return self._store(self._runner.steps.program.features, size, data)
 
     @torch.inference_mode()
     def _store(self, features: torch.Tensor, size: int, data: torch.Tensor) -> torch.Tensor:
@@ -112,9 +101,9 @@ class HeadExtension:
 
 
 def _size(rows: int) -> int:
-    if rows <= ROWS[-1]:
-        return ROWS[bisect_left(ROWS, rows)]
-    return -(-rows // ROWS[-1]) * ROWS[-1]
+    if rows <= _ROWS[-1]:
+        return _ROWS[bisect_left(_ROWS, rows)]
+    return -(-rows // _ROWS[-1]) * _ROWS[-1]
 
 
 def _nothing(size: int) -> npt.NDArray[np.uint8]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -54,13 +54,10 @@ class SizedGraphs(Generic[Size]):
     ) -> None:
         self._program, self._nothing, self._what, self._device = program, nothing, what, device
         self._enabled = enabled and device.type == "cuda"
-        self._captured: dict[Any, _Captured] = {}
-        self._refused: set[Any] = set()
+        self._captured: dict[Size, _Captured] = {}
+        self._refused: set[Size] = set()
         self._pool = torch.cuda.graph_pool_handle() if self._enabled else None
         self._stream = torch.cuda.Stream(device) if self._enabled else None
-
-    def __len__(self) -> int:
-        return len(self._captured)
 
     def warm_up(self, sizes: Sequence[Size]) -> None:
         """Compiles what sizes need and captures them, in their order.
@@ -78,7 +75,8 @@ class SizedGraphs(Generic[Size]):
             list(pool.map(functools.partial(self._try, self._program), sizes[1:]))
         for size in sizes:
             self._graph(size)
-        logger.info("%d CUDA graphs of %s captured in %.1f s", len(self), self._what, time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
+        logger.info("%d CUDA graphs of %s captured in %.1f s", len(self._captured), self._what, seconds)
 
     def rehearse(self, sizes: Sequence[Size], program: Callable[[Size, torch.Tensor], object]) -> None:
         """Compiles what is never captured, one size after the other; nothing where nothing is captured either.

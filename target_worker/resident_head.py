@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from outrider.engine.eagle import EagleHead
+from outrider.engine.kv_slots import SlotTable
 from outrider.errors import CheckpointError
 from outrider.kernels.tree_attention import TreeAttentionBatch
 from outrider.target_worker.sessions import Session
@@ -106,6 +109,24 @@ class Kept:
         """Of the rows the last ones, at most so many."""
         rows = self.rows[-count:]
         return Kept(session=self.session, rows=rows, first_index=self.end - len(rows))
+
+
+def kept_columns(kept: Sequence[Kept], slots: SlotTable) -> npt.NDArray[np.int64]:
+    """[4, T] of each kept row: its number in the forward, the token after it, its position and its slot.
+
+    Args:
+        kept: all of them keep some rows, whose slots are reserved.
+        slots: of the target.
+    """
+    counts = np.array([len(part.rows) for part in kept])
+    # Of each session's first row, and then of every row.
+    firsts = np.array([part.first_index for part in kept]) - counts.cumsum() + counts
+    positions = firsts.repeat(counts) + np.arange(counts.sum())
+    write_slots = slots.table[np.array([part.session.row for part in kept]).repeat(counts), positions]
+    assert (write_slots >= 0).all(), "a row writes to a slot that was not reserved"
+    rows = np.concatenate([part.rows for part in kept])
+    tokens = np.concatenate([part.tokens for part in kept])
+    return np.stack([rows, tokens, positions, write_slots], dtype=np.int64)
 
 
 class TreeLevels:

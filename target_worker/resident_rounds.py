@@ -20,11 +20,13 @@ from outrider.engine.step_staging import pack_changes
 from outrider.sampling import VerificationRule
 from outrider.target_worker.resident_choice import ranking_columns, reads_path
 from outrider.target_worker.resident_graphs import SizedGraphs
-from outrider.target_worker.resident_head import Kept
+from outrider.target_worker.resident_head import Kept, kept_columns
 from outrider.target_worker.resident_program import MOST_ROWS, RoundLayout, RoundProgram, RoundSize
 
 _SESSIONS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _ROWS_OF_EACH = (MOST_ROWS // 2, MOST_ROWS)
+# Where a round has what `kept_columns` gives.
+_ROW_COLUMNS = ("feature_rows", "token_ids", "row_positions", "write_slots")
 
 
 class DraftRounds:
@@ -51,11 +53,6 @@ class DraftRounds:
             enabled=graphs,
         )
         self._buffers = StepBuffers(runner.device)
-
-    @property
-    def graphs(self) -> int:
-        """Captured graphs."""
-        return len(self._graphs)
 
     def warm_up(self) -> None:
         """Compiles and captures the sizes that there are, from the largest on."""
@@ -103,16 +100,16 @@ class DraftRounds:
 
     def _launched(self, kept: Sequence[Kept], size: RoundSize, staged: torch.Tensor) -> torch.Tensor:
         """[S, words] on the device."""
-        features, sessions = self._runner.features, [part.session for part in kept]
+        features, beside_host = self._runner.features, [part.session for part in kept if _needs_host(part)]
         # A step too large to be captured leaves its hidden states elsewhere.
-        if features.data_ptr() == self._program.features.data_ptr() and not _needs_host(kept[0]):
+        if not beside_host and features.data_ptr() == self._program.features.data_ptr():
             return self._graphs.run(size, staged)
         return self._program.run_beside_host(
             size,
             staged.to(self._runner.device, non_blocking=True),
             features=features,
-            sessions=sessions if _needs_host(kept[0]) else (),
-            any_independent=any(session.sampling.rule is VerificationRule.TARGET_ONLY for session in sessions),
+            sessions=beside_host,
+            any_independent=any(session.sampling.rule is VerificationRule.TARGET_ONLY for session in beside_host),
         )
 
     def _run_independent(self, size: RoundSize, data: torch.Tensor) -> torch.Tensor:
@@ -126,29 +123,20 @@ class DraftRounds:
     def _stage(self, kept: Sequence[Kept], arrays: dict[str, npt.NDArray[np.generic]]) -> None:
         """Writes what is kept into a round of nothing."""
         slots = self._runner.slots
-        table = slots.table
         sessions = [part.session for part in kept]
         count = len(sessions)
         roots = np.array([session.root_index for session in sessions])
         rows = np.array([session.row for session in sessions], dtype=np.int32)
-        lengths = np.array([len(part.rows) for part in kept])
-        ends = np.cumsum(lengths)
-        total = int(ends[-1])
-        # Each row's session and its place in that session's tokens.
-        of_row = np.repeat(np.arange(count), lengths)
-        places = np.arange(total) - np.repeat(ends - lengths, lengths) + np.repeat(roots - lengths, lengths)
-        tokens = [part.tokens for part in kept]
-        arrays["feature_rows"][:total] = np.concatenate([part.rows for part in kept])
-        arrays["token_ids"][:total] = np.concatenate(tokens)
-        arrays["row_positions"][:total] = places
-        arrays["write_slots"][:total] = table[rows[of_row], places]
+        ends = np.cumsum([len(part.rows) for part in kept])
+        for name, values in zip(_ROW_COLUMNS, kept_columns(kept, slots), strict=True):
+            arrays[name][: len(values)] = values
         arrays["query_start"][1 : count + 1] = ends
-        arrays["query_start"][count + 1 :] = total
+        arrays["query_start"][count + 1 :] = ends[-1]
         arrays["last_rows"][:count] = ends - 1
         arrays["table_rows"][:count] = rows
         arrays["roots"][:count] = roots
         nodes = np.arange(self._tree_slots)
-        arrays["tree_slots"][:count] = table[rows[:, None], roots[:, None] + nodes]
+        arrays["tree_slots"][:count] = slots.table[rows[:, None], roots[:, None] + nodes]
         for name, values in ranking_columns(sessions).items():
             arrays[name][:count] = values
         more = pack_changes(rows, slots, arrays)

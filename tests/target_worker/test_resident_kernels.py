@@ -15,6 +15,7 @@ from outrider.engine.eagle_random import write_random_eagle
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.one_graph_buckets import RoundBucket, RoundLayout, RoundNeeds
 from outrider.engine.one_graph_shape import RoundShape
+from outrider.kernels import skinny_linear
 from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.target_worker.one_graph_setup import make_rounds
 from outrider.target_worker.planning import Work
@@ -26,16 +27,18 @@ from outrider.target_worker.sessions import Outcome, Session, TreeResult
 
 Kernels = steps.Kernels
 noted = steps.noted
-_PENALTIES = SamplingSpec(temperature=1.0, repetition_penalty=1.2, max_new_tokens=4000)
 _SPECS = (
     SamplingSpec(max_new_tokens=4000),
     SamplingSpec(temperature=1.0, seed=3, top_p=0.9, max_new_tokens=4000),
     SamplingSpec(temperature=1.0, verification=VerificationRule.TARGET_ONLY, max_new_tokens=4000),
     SamplingSpec(temperature=1.0, verification=VerificationRule.REJECTION, max_new_tokens=4000),
-    _PENALTIES,
+    SamplingSpec(temperature=1.0, repetition_penalty=1.2, max_new_tokens=4000),
+    SamplingSpec(temperature=1.0, logit_bias={3: 1.0, 5: -2.0}, max_new_tokens=4000),
+    SamplingSpec(temperature=1.0, allowed_token_ids=(1, 2, 9), max_new_tokens=4000),
+    SamplingSpec(temperature=1.0, stop_token_ids=(1, 9), min_new_tokens=4000, max_new_tokens=4000),
 )
-# Compiled when a session first asks for penalties, which the target compiles then, too.
-_OF_PENALTIES = "_penalty_kernel"
+# Compiled when sessions first ask for them, as the target's are.
+_OF_PROCESSORS = {"_penalty_kernel", "_bias_kernel", "_allowed_kernel", "_banned_kernel"}
 
 
 @pytest.fixture
@@ -153,7 +156,21 @@ def test_what_any_step_leaves_finds_its_kernels(
     assert len(known) > 4
     follow_any(runner, draft, _SPECS, steps=150)
     assert (draft.trees > 50) == grows
-    assert {kernel for kernel in noted - known if kernel[0] != _OF_PENALTIES} == set()
+    assert {kernel for kernel in noted - known if kernel[0] not in _OF_PROCESSORS} == set()
+
+
+def test_a_deterministic_head_finds_them_for_any_rows(
+    noted: Kernels, rehearsed: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """There products of many rows are ours, too, and of how many depends which kernel runs."""
+    runner, draft = make_draft(tmp_path)
+    draft.head._fixed = True  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(skinny_linear, "_is_ours", lambda _call: True)
+    draft.grows = False
+    draft.warm_up()
+    known = set(noted)
+    follow_any(runner, draft, _SPECS, steps=100)
+    assert noted - known == set()
 
 
 @pytest.mark.parametrize("shape", [RoundShape(steps=1, candidates=1), RoundShape(steps=2, candidates=3)], ids=str)
