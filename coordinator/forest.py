@@ -259,10 +259,9 @@ class Forest:
         """Where a commit leads; nothing is moved."""
         return find_ways(self._columns, self._states(), _moving(moves))
 
-    def follow(self, moves: Moves, ways: Ways) -> None:
+    def follow(self, moves: Moves) -> None:
         """All of a commit at once, by compiled loops: as `child` and `move_roots` do it step by step."""
-        columns = self.columns(len(moves.rows))
-        move_roots(columns, self._states(), _moving(moves), ways, MOST_PASSED, _LEAST_VALUE)
+        move_roots(self.columns(len(moves.rows)), self._states(), _moving(moves), MOST_PASSED, _LEAST_VALUE)
         self.version += 1
 
     def _states(self) -> States:

@@ -158,13 +158,13 @@ def _passed(mirrors: Sequence[Mirror | None], places: Ints, ends: Ints, lengths:
 
 def move_roots(forest: Forest, moves: Moves) -> None:
     """Moves the roots of S trees of one forest along their tokens; every session has at least one."""
-    if IS_COMPILED:
-        ways = forest.ways(moves)
-        if forest.mix.is_active:
-            forest.mix.observe(forest, forest.root[moves.rows], ways.passed, ways.new)
-        forest.follow(moves, ways)
-    else:
+    if not IS_COMPILED:
         _move_by_columns(forest, moves)
+        return
+    if forest.mix.is_active:
+        ways = forest.ways(moves)
+        forest.mix.observe(forest, forest.root[moves.rows], ways.passed, ways.new)
+    forest.follow(moves)
 
 
 def _move_by_columns(forest: Forest, moves: Moves) -> None:
