@@ -1,6 +1,7 @@
 """Roots of trees that move down along what was committed, as loops over the forest's columns.
 
-For where numba is there; without it `mirror.move_roots` does the same with numpy, whole columns at a time.
+Machine code where numba is there. Without it the way is found by the same loop, as it goes along the committed tokens
+alone, and `Forest.move_roots` does the rest with numpy, whole columns at a time.
 """
 
 from typing import Any, NamedTuple
