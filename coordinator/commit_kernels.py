@@ -1,6 +1,7 @@
 """Roots of trees that move down along what was committed, as loops over the forest's columns.
 
-For where numba is there; without it `mirror.move_roots` does the same with numpy, whole columns at a time.
+Machine code where numba is there. Without it the way is found by the same loop, as it goes along the committed tokens
+alone, and `Forest.move_roots` does the rest with numpy, whole columns at a time.
 """
 
 from typing import Any, NamedTuple
@@ -54,7 +55,7 @@ class Ways(NamedTuple):
 @compiled
 def find_ways(columns: Columns, states: States, moving: Moving) -> Ways:
     """Goes along the nodes that were accepted, and on where there are nodes for the tokens behind these: they were not
-    submitted, or have come meanwhile.
+    submitted, or have come meanwhile. Nothing is moved.
     """
     rows, counts, accepted, slots, tokens = moving.rows, moving.counts, moving.accepted, moving.slots, moving.tokens
     first_child, next_sibling, token = columns.first_child, columns.next_sibling, columns.token
@@ -83,21 +84,19 @@ def find_ways(columns: Columns, states: States, moving: Moving) -> Ways:
 
 
 @compiled
-def move_roots(  # noqa: PLR0917
-    columns: Columns, states: States, moving: Moving, ways: Ways, most_passed: int, least_value: float
-) -> None:
-    """Moves roots along their tokens and drops what hangs elsewhere.
+def move_roots(columns: Columns, states: States, moving: Moving, most_passed: int, least_value: float) -> None:
+    """Moves roots along their tokens (`find_ways`) and drops what hangs elsewhere.
 
     Args:
         columns: with S free slots at least.
         states: of all rows.
         moving: each session once.
-        ways: its own.
         most_passed: committed tokens whose nodes growth may still name.
         least_value: what values are divided by at least.
     """
-    rows, counts, lengths, reached, new = moving.rows, moving.counts, states.length, ways.reached, ways.new
-    was_drafted, was_missed, first_child = states.was_drafted, states.was_missed, columns.first_child
+    reached, new, passed, passed_lengths = find_ways(columns, states, moving)
+    rows, counts, lengths, first_child = moving.rows, moving.counts, states.length, columns.first_child
+    was_drafted, was_missed = states.was_drafted, states.was_missed
     place, scale, shift = np.full(len(lengths), _NOWHERE, np.int64), np.ones(len(rows)), np.zeros(len(rows), np.int64)
     for session in range(len(rows)):
         row = rows[session]
@@ -112,7 +111,6 @@ def move_roots(  # noqa: PLR0917
             scale[session] = 1.0 / max(columns.value[new[session]], least_value)
             shift[session] = columns.depth[new[session]]
     _plant_roots(columns, states, moving, new)
-    passed, passed_lengths = ways.passed, ways.passed_lengths
     for number in range(len(passed)):
         _stand_alone(columns.length, columns.parent, columns.depth, passed[number], passed_lengths[number])
         columns.value[passed[number]] = columns.acceptance[passed[number]] = 1.0

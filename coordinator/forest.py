@@ -211,58 +211,38 @@ class Forest:
 
     # ---------------------------------------------------------------------------------------------------------- commits
 
-    def child(self, rows: Ints, slots: Ints, tokens: Ints) -> Ints:
-        """[n] of each slot (of that row, each row once) the child with this token; -1 where there is none."""
-        wanted = np.full((2, len(self.root)), _NOWHERE)
-        wanted[0, rows], wanted[1, rows] = slots, tokens
-        hits = np.flatnonzero(
-            (self.parent == wanted[0][self.row]) & (self.token == wanted[1][self.row]) & (self.depth > 0)
-        )
-        found = wanted[0]
-        found[rows] = _NOWHERE
-        found[self.row[hits]] = hits
-        return found[rows]
+    def ways(self, moves: Moves) -> Ways:
+        """Where a commit leads; nothing is moved."""
+        return find_ways(self._columns, self._states(), _moving(moves))
 
-    def move_roots(
-        self, rows: Ints, slots: Ints, tokens: Ints, lengths: Ints, *, passed: Ints, passed_lengths: Ints
-    ) -> None:
-        """Moves roots down; what hangs elsewhere is dropped.
+    def follow(self, moves: Moves) -> None:
+        """Moves roots down along a commit's tokens, and drops what hangs elsewhere; for where loops are compiled."""
+        move_roots(self.columns(len(moves.rows)), self._states(), _moving(moves), MOST_PASSED, _LEAST_VALUE)
+        self.version += 1
 
-        Args:
-            rows: [n] of the sessions.
-            slots: [n] the new roots, tree nodes of theirs; -1: a root without anything below.
-            tokens: [n] last committed ones.
-            lengths: [n] committed tokens.
-            passed: [m] tree nodes on the way.
-            passed_lengths: [m]
-        """
-        kept = slots >= 0
+    def move_roots(self, moves: Moves, ways: Ways) -> None:
+        """The same in operations on whole columns; `ways`: where the commit leads."""
+        rows, states = moves.rows, self.rows
+        lengths = states.length[rows] + moves.counts
+        states.was_drafted[rows] = ways.new >= 0
+        states.was_missed[rows] = (self.first_child[ways.reached] != 0) & (ways.new < 0)
+        new = np.where(moves.keeps_tree, ways.new, _NOWHERE)
+        kept = new >= 0
         scale, shift = np.ones(len(self.root)), np.zeros(len(self.root), dtype=np.int64)
         # Where a path was too unlikely for a float, its nodes stay at next to nothing.
-        scale[rows[kept]] = 1.0 / np.maximum(self.value[slots[kept]], _LEAST_VALUE)
-        shift[rows[kept]] = self.depth[slots[kept]]
-        new = slots
+        scale[rows[kept]] = 1.0 / np.maximum(self.value[new[kept]], _LEAST_VALUE)
+        shift[rows[kept]] = self.depth[new[kept]]
         if not kept.all():
-            new = slots.copy()
+            tokens = moves.tokens[np.cumsum(moves.counts) - 1]
             new[~kept] = self._plant(rows[~kept], tokens[~kept], lengths[~kept])
-        self._stand_alone(np.concatenate((passed, new)), np.concatenate((passed_lengths, lengths)))
+        self._stand_alone(np.concatenate((ways.passed, new)), np.concatenate((ways.passed_lengths, lengths)))
         self.root[rows] = new
-        self.rows.length[rows] = lengths
+        states.length[rows] = lengths
         self._drop_dead(rows, lengths)
         below = self.depth > 0
         np.multiply(self.value, scale[self.row], out=self.value, where=below)
         np.subtract(self.depth, shift[self.row], out=self.depth, where=below)
         self._state[DEEPEST] = self.depth.max()
-        self.version += 1
-
-    def ways(self, moves: Moves) -> Ways:
-        """Where a commit leads; nothing is moved."""
-        return find_ways(self._columns, self._states(), _moving(moves))
-
-    def follow(self, moves: Moves, ways: Ways) -> None:
-        """All of a commit at once, by compiled loops: as `child` and `move_roots` do it step by step."""
-        columns = self.columns(len(moves.rows))
-        move_roots(columns, self._states(), _moving(moves), ways, MOST_PASSED, _LEAST_VALUE)
         self.version += 1
 
     def _states(self) -> States:

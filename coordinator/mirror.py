@@ -26,8 +26,8 @@ class TreeMirror:
     """One session's tree: its row of the forest, and what its workers know.
 
     Args:
-        token_ids: the session's committed tokens, prompt and output; the mirror reads this list, and its root is
-            moved after tokens were appended to it.
+        token_ids: the session's committed tokens, prompt and output; the mirror reads this list where growth comes
+            late, and it has all of them by then (its root may move before they are appended).
         kind: of the session, for what is learned of its sources.
     """
 
@@ -158,47 +158,13 @@ def _passed(mirrors: Sequence[Mirror | None], places: Ints, ends: Ints, lengths:
 
 def move_roots(forest: Forest, moves: Moves) -> None:
     """Moves the roots of S trees of one forest along their tokens; every session has at least one."""
-    if IS_COMPILED:
-        ways = forest.ways(moves)
-        if forest.mix.is_active:
-            forest.mix.observe(forest, forest.root[moves.rows], ways.passed, ways.new)
-        forest.follow(moves, ways)
-    else:
-        _move_by_columns(forest, moves)
-
-
-def _move_by_columns(forest: Forest, moves: Moves) -> None:
-    rows, counts, accepted = moves.rows, moves.counts, moves.accepted
-    ends = np.cumsum(counts)
-    lengths = forest.rows.length[rows] + counts
-    slots = forest.root[rows]
-    have = np.flatnonzero(accepted)
-    slots[have] = moves.slots[np.cumsum(accepted)[have] - 1]
-    passed, passed_lengths = [moves.slots], [_numbered(lengths - counts + 1, accepted)]
-    reached, tails = slots.copy(), counts - accepted
-    # The token behind the accepted ones may have a node too, which was not submitted or has come meanwhile.
-    for depth in range(int(tails.max())):
-        going = np.flatnonzero((tails > depth) & (slots >= 0))
-        if not len(going):
-            break
-        at = ends[going] - tails[going] + depth
-        found = slots[going] = forest.child(rows[going], slots[going], moves.tokens[at])
-        going, found = going[found >= 0], found[found >= 0]
-        reached[going] = found
-        passed.append(found)
-        passed_lengths.append(lengths[going] - tails[going] + depth + 1)
-    all_passed = np.concatenate(passed)
+    if IS_COMPILED and not forest.mix.is_active:
+        forest.follow(moves)
+        return
+    ways = forest.ways(moves)
     if forest.mix.is_active:
-        forest.mix.observe(forest, forest.root[rows], all_passed, slots)
-    was_drafted = slots >= 0
-    forest.rows.was_drafted[rows] = was_drafted
-    forest.rows.was_missed[rows] = (forest.first_child[reached] != 0) & ~was_drafted
-    slots[~moves.keeps_tree] = -1
-    forest.move_roots(
-        rows, slots, moves.tokens[ends - 1], lengths, passed=all_passed, passed_lengths=np.concatenate(passed_lengths)
-    )
-
-
-def _numbered(firsts: Ints, counts: Ints) -> Ints:
-    """first, first + 1, ... so many times, for each."""
-    return np.arange(int(counts.sum())) + np.repeat(firsts - (np.cumsum(counts) - counts), counts)
+        forest.mix.observe(forest, forest.root[moves.rows], ways.passed, ways.new)
+    if IS_COMPILED:
+        forest.follow(moves)
+    else:
+        forest.move_roots(moves, ways)

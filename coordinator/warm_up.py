@@ -55,15 +55,15 @@ def warm_up() -> None:
     trees = found.trees(most)
     token_ids.append(2)
     one = np.array([1])
-    move_roots(
-        forest,
-        Moves(
-            rows=np.array([mirror.row]),
-            counts=one,
-            tokens=np.array([2]),
-            accepted=one,
-            slots=trees.slots[:1],
-            keeps_tree=np.array([True]),
-        ),
+    moves = Moves(
+        rows=np.array([mirror.row]),
+        counts=one,
+        tokens=np.array([2]),
+        accepted=one,
+        slots=trees.slots[:1],
+        keeps_tree=np.array([True]),
     )
+    # Asked for by itself beside other sources alone.
+    forest.ways(moves)
+    move_roots(forest, moves)
     logger.debug("compiled loops were ready after %.1f s", time.perf_counter() - began_s)

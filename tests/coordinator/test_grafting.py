@@ -21,7 +21,7 @@ from outrider.coordinator.node_ids import RING
 from outrider.growth_source import GrowthSource
 
 MODEL = GrowthSource.MODEL
-Path_ = tuple[int, ...]
+TokenPath = tuple[int, ...]
 
 
 class Grown(NamedTuple):
@@ -57,6 +57,7 @@ class Reference:
         self.ids: dict[str, dict[int, tuple[int, Node]]] = {}
         self.as_of: dict[str, int] = {}
         self.counts = np.zeros((3, 4), dtype=np.int64)
+        self.was_drafted = self.was_missed = False
 
     def graft(self, worker: str, as_of: int, grown: list[Grown], shift: dict[GrowthSource, float] | None) -> int:
         """How many found a place; `shift`: None where nothing is corrected."""
@@ -116,12 +117,13 @@ class Reference:
 
     def commit(self, new: list[int], *, keeps_tree: bool) -> None:
         """Tokens that stand in the list already."""
-        length, node = len(self.token_ids) - len(new), self.root
+        length, node, reached = len(self.token_ids) - len(new), self.root, self.root
         for token in new:
             length += 1
             node = None if node is None else node.children.get(token)
             if node is not None:
-                node.length = length
+                node.length, reached = length, node
+        self.was_drafted, self.was_missed = node is not None, node is None and bool(reached.children)
         self.root = node if node is not None and keeps_tree else Node(length=length)
         self.nodes.append(self.root)
         known = min(self.as_of.values(), default=length)
@@ -131,10 +133,10 @@ class Reference:
             node.is_there = id(node) in alive or node.length > forgotten
         self.nodes = [node for node in self.nodes if node.is_there]
 
-    def tree(self) -> dict[Path_, Node]:
+    def tree(self) -> dict[TokenPath, Node]:
         """Its nodes by their paths from the root."""
-        found: dict[Path_, Node] = {}
-        left: list[tuple[Path_, Node]] = [((), self.root)]
+        found: dict[TokenPath, Node] = {}
+        left: list[tuple[TokenPath, Node]] = [((), self.root)]
         while left:
             path, node = left.pop()
             own = [((*path, token), child) for token, child in node.children.items()]
@@ -142,7 +144,7 @@ class Reference:
             left += own
         return found
 
-    def value(self, path: Path_, tree: dict[Path_, Node]) -> float:
+    def value(self, path: TokenPath, tree: dict[TokenPath, Node]) -> float:
         """Of a node: the product along its path."""
         return math.prod(tree[path[:end]].acceptance for end in range(1, len(path) + 1))
 
@@ -156,10 +158,10 @@ class Session:
         self.reference = Reference(self.token_ids)
         self.next_id = {"a": 1, "b": 1, "c": 1}
 
-    def slots(self) -> dict[Path_, int]:
+    def slots(self) -> dict[TokenPath, int]:
         """Of its nodes, by their paths."""
         forest = self.mirror.forest
-        paths: dict[int, Path_] = {int(forest.root[self.mirror.row]): ()}
+        paths: dict[int, TokenPath] = {int(forest.root[self.mirror.row]): ()}
         own = np.flatnonzero((forest.row == self.mirror.row) & (forest.depth > 0))
         for slot in sorted(own.tolist(), key=lambda slot: int(forest.depth[slot])):
             paths[slot] = (*paths[int(forest.parent[slot])], int(forest.token[slot]))
@@ -186,6 +188,8 @@ class Session:
             known = [MODEL in node.told or node is self.reference.root for node in nodes]
             assert is_open.tolist() == [k and not node.is_expanded for k, node in zip(known, nodes, strict=True)]
         assert self.mirror.source_counts.tolist() == self.reference.counts.tolist()
+        was = self.mirror.root_was_drafted, self.mirror.root_was_missed
+        assert was == (self.reference.was_drafted, self.reference.was_missed)
 
 
 class Play:
@@ -250,7 +254,7 @@ class Play:
             if self.dice.random() < 0.4:
                 continue
             slots, tree = session.slots(), session.reference.tree()
-            path: Path_ = ()
+            path: TokenPath = ()
             while (below := [p for p in slots if p[:-1] == path]) and self.dice.random() < 0.7:
                 path = self.dice.choice(sorted(below))
             accepted = [slots[path[:end]] for end in range(1, len(path) + 1)]
