@@ -20,7 +20,7 @@ from outrider.compiled import compiled
 
 NODE_ID, TOKEN, BUCKET, PARENT, FIRST, NEXT = range(6)
 NODE_FIELDS = 6
-"""Of a node: id (0 of a root that was never sent), token, bucket of the calibration; its parent, its first child, the
+"""Of a node: id (0: the root, or not sent yet), token, bucket of the calibration; its parent, its first child, the
 sibling that was guessed next."""
 ACCEPTANCE, LEFT = range(2)
 VALUE_FIELDS = 2
@@ -201,9 +201,8 @@ def send(  # noqa: PLR0917
             if trees[tree, NEXT_ID] > 0:
                 nodes[tree, row, NODE_ID] = trees[tree, NEXT_ID]
                 trees[tree, NEXT_ID] += 1
-            parent = nodes[tree, row, PARENT]
             sent[0, total], sent[2, total] = nodes[tree, row, NODE_ID], nodes[tree, row, TOKEN]
-            sent[1, total] = nodes[tree, parent, NODE_ID] if parent > 0 else 0
+            sent[1, total] = nodes[tree, nodes[tree, row, PARENT], NODE_ID]
             acceptance[total] = values[tree, row, ACCEPTANCE]
             total += 1
         trees[tree, NEW] = trees[tree, SIZE] + 1
@@ -275,7 +274,7 @@ def commit(  # noqa: PLR0917
 @compiled
 def clear(nodes: Any, values: Any, trees: Any, tree: int) -> None:
     """Forgets every node below the root; ids go on counting."""
-    nodes[tree, 0, NODE_ID], nodes[tree, 0, FIRST], values[tree, 0, LEFT] = 0, 0, 1.0
+    nodes[tree, 0, FIRST], values[tree, 0, LEFT] = 0, 1.0
     trees[tree, SIZE], trees[tree, NEW] = 0, 1
 
 
@@ -295,7 +294,7 @@ def _settle(  # noqa: PLR0917
             kept[row] = size
             nodes[tree, row, PARENT] = kept[nodes[tree, row, PARENT]]
             _move(nodes, values, tree, row, size)
-    nodes[tree, 0, PARENT] = nodes[tree, 0, NEXT] = 0
+    nodes[tree, 0, NODE_ID] = nodes[tree, 0, PARENT] = nodes[tree, 0, NEXT] = 0
     for row in range(size + 1):
         # All children of a node that is kept are kept as well.
         for link in (FIRST, NEXT):

@@ -194,7 +194,7 @@ class GuessForest:
 
     def rules(self, ends: GuessEnds) -> Ints:
         """[B] the rule of each tree."""
-        return self._trees[ends.trees, RULE]
+        return self._trees[:, RULE][ends.trees]
 
     def graft(
         self, ends: GuessEnds, guesses: GuessColumns, estimates: Floats, buckets: Ints, *, min_value: float

@@ -146,13 +146,10 @@ def guess_columns(trie: NgramTrie, texts: Sequence[Sequence[int]] | TextTails, c
     size = config.draft_tokens
     if not isinstance(texts, TextTails):
         texts = TextTails.of(texts, trie.max_trie_depth - 1)
-    columns = tuple[Any, ...](
-        np.zeros((len(texts), size), kind) for kind in (np.int32, np.int32, np.float64, np.int32, np.int32)
-    )
-    found = np.zeros((len(texts), 2), np.int32)
+    tokens, parents, counts, contexts = np.zeros((4, len(texts), size), np.int32)
+    shares, found = np.zeros((len(texts), size)), np.zeros((len(texts), 2), np.int32)
     options = (config.min_match, config.min_breadth, config.max_breadth, config.match_type == "prob")
-    build_all(trie.nodes, texts.tails, texts.lengths, options, columns, found)
-    tokens, parents, shares, counts, contexts = columns
+    build_all(trie.nodes, texts.tails, texts.lengths, options, (tokens, parents, shares, counts, contexts), found)
     return GuessColumns(tokens, parents, shares, counts, contexts, found)
 
 
@@ -173,7 +170,9 @@ def build_all(nodes: Nodes, tails: Any, lengths: Any, options: Any, columns: Any
         np.zeros(most, np.float32),
     )
     order, matches = np.zeros(WEIGHED, np.int32), np.zeros(len(tails), np.int64)
-    _longest_matches(nodes, tails, lengths, matches)
+    _longest_matches(
+        nodes.token, nodes.parent, nodes.chain, nodes.heads, nodes.state, nodes.suffix, tails, lengths, matches
+    )
     for row in range(len(tails)):
         tree = (columns[0][row], columns[1][row], columns[2][row], columns[3][row], columns[4][row])
         node, length = int(matches[row]), 0
@@ -190,7 +189,10 @@ def build_all(nodes: Nodes, tails: Any, lengths: Any, options: Any, columns: Any
 
 
 @compiled
-def _longest_matches(nodes: Nodes, tails: Any, lengths: Any, matches: Any) -> None:
+def _longest_matches(  # noqa: PLR0917
+    tokens: Any, parents: Any, chains: Any, heads: Any, state: Any, suffixes: Any, tails: Any, lengths: Any,
+    matches: Any,
+) -> None:  # fmt: skip
     """The nodes of each text's longest suffix that is in the trie (Aho and Corasick 1975), into `matches`, which is 0.
 
     Token by token of all texts: what one of them has to wait for in memory the others wait for meanwhile.
@@ -199,10 +201,10 @@ def _longest_matches(nodes: Nodes, tails: Any, lengths: Any, matches: Any) -> No
         for row in range(len(tails)):
             if place < lengths[row]:
                 node, token = int(matches[row]), int(tails[row, place])
-                child = find(nodes, node, token)
+                child = find(tokens, parents, chains, heads, state, node, token)
                 while child == 0 and node != 0:
-                    node = int(nodes.suffix[node])
-                    child = find(nodes, node, token)
+                    node = int(suffixes[node])
+                    child = find(tokens, parents, chains, heads, state, node, token)
                 matches[row] = child
 
 
@@ -213,7 +215,7 @@ def _grow(  # noqa: PLR0917
 ) -> int:  # fmt: skip
     """Adds what hangs below one suffix; returns how many nodes there are then.
 
-    The trie's columns come one by one: a tuple of arrays costs a count of references each wherever it is passed on.
+    The trie's columns come one by one, as in `find`.
     """
     by_frequency = options[2]
     taken, offered = 0, _offer(counts, firsts, nexts, suffixes, depths, suffix, -1, 1.0, options, waiting, 0, order)

@@ -158,11 +158,16 @@ def _numbers(numbers: Any) -> Any:
 
 
 @compiled
-def find(nodes: Nodes, parent: int, token: int) -> int:
-    """The parent's child of that token, or 0."""
-    node = int(nodes.heads[_bucket(nodes, _hash(parent, token))])
-    while node != 0 and (nodes.token[node] != token or nodes.parent[node] != parent):
-        node = int(nodes.chain[node])
+def find(  # noqa: PLR0917
+    tokens: Any, parents: Any, chains: Any, heads: Any, state: Any, parent: int, token: int
+) -> int:
+    """The parent's child of that token, or 0.
+
+    The trie's columns come one by one: a tuple of arrays costs a count of references each wherever it is passed on.
+    """
+    node = int(heads[_bucket(state, _hash(parent, token))])
+    while node != 0 and (tokens[node] != token or parents[node] != parent):
+        node = int(chains[node])
     return node
 
 
@@ -192,7 +197,9 @@ def insert_runs(nodes: Nodes, tokens: Any, start: int, depth: int, capacity: int
         context = int(nodes.suffix[context])
         place = new
         while begin + place < end:
-            child = find(nodes, node, int(tokens[begin + place]))
+            child = find(
+                nodes.token, nodes.parent, nodes.chain, nodes.heads, nodes.state, node, int(tokens[begin + place])
+            )
             if child == 0:
                 break
             _use(nodes, node, child)
@@ -215,7 +222,7 @@ def _node_of(nodes: Nodes, tokens: Any, first: int, end: int) -> int:
     """The node of the path tokens[first:end], or 0."""
     node = 0
     for place in range(first, end):
-        node = find(nodes, node, int(tokens[place]))
+        node = find(nodes.token, nodes.parent, nodes.chain, nodes.heads, nodes.state, node, int(tokens[place]))
         if node == 0:
             break
     return node
@@ -229,10 +236,10 @@ def _hash(parent: int, token: int) -> int:
 
 
 @compiled
-def _bucket(nodes: Nodes, mixed: int) -> int:
-    level = nodes.state[LEVEL]
+def _bucket(state: Any, mixed: int) -> int:
+    level = state[LEVEL]
     bucket = mixed & ((1 << level) - 1)
-    if bucket < nodes.state[SPLIT]:
+    if bucket < state[SPLIT]:
         bucket = mixed & ((2 << level) - 1)
     return bucket
 
@@ -257,7 +264,7 @@ def _add(nodes: Nodes, parent: int, token: int, capacity: int) -> int:
     # Next to its parent, on the older side: whoever is the oldest of all has no children.
     _link_older(nodes, parent, node)
     nodes.mixed[node] = _hash(parent, token)
-    bucket = _bucket(nodes, int(nodes.mixed[node]))
+    bucket = _bucket(nodes.state, int(nodes.mixed[node]))
     nodes.chain[node] = nodes.heads[bucket]
     nodes.heads[bucket] = node
     return node
@@ -268,7 +275,7 @@ def _evict(nodes: Nodes, node: int) -> None:
     nodes.state[EVICTED] += 1
     _unlink_sibling(nodes, node)
     _unlink_use(nodes, node)
-    bucket = _bucket(nodes, int(nodes.mixed[node]))
+    bucket = _bucket(nodes.state, int(nodes.mixed[node]))
     if nodes.heads[bucket] == node:
         nodes.heads[bucket] = nodes.chain[node]
         return

@@ -228,3 +228,18 @@ def test_repeated_texts_teach_that_guesses_come_true(growth: NgramGrowth, make_s
         matched(growth)
     assert sent[-1] > 0.85
     assert sent[-1] > sent[0]
+
+
+def test_each_session_is_estimated_by_its_own_rule(growth: NgramGrowth, make_start: Make):
+    learn(growth, SONG)
+    for number, temperature in ((1, 1.0), (2, 0.0), (3, 1.0)):
+        sampling = SamplingSpec(temperature=temperature, max_new_tokens=50)
+        growth.open(make_start(number, prompt=[7, 3, 1, 4], sampling=sampling))
+    records = matched(growth)
+    # Noise makes repetitions rarer.
+    assert records[1].tokens[:5] == records[2].tokens[:5] == records[3].tokens[:5] == [1, 5, 9, 2, 6]
+    for place in (0, 4):
+        coupled, greedy = records[1].acceptance[place], records[2].acceptance[place]
+        assert coupled == records[3].acceptance[place] < greedy
+    growth.commit((7, 2), 1, 4, SONG[3:5])
+    assert [own.rule for own in growth.calibration.reliability()] == ["greedy"]

@@ -34,7 +34,7 @@ def first_guesses(source: NgramSource, text: list[int]) -> list[int]:
 def count_of(source: NgramSource, path: list[int]) -> int:
     nodes, node = source.trie.nodes, 0
     for token in path:
-        node = find(nodes, node, token)
+        node = find(nodes.token, nodes.parent, nodes.chain, nodes.heads, nodes.state, node, token)
         if node == 0:
             return 0
     return int(nodes.count[node])

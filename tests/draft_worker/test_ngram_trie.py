@@ -27,6 +27,11 @@ def counts_of(trie: NgramTrie) -> dict[tuple[int, ...], int]:
     return found
 
 
+def child_of(trie: NgramTrie, parent: int, token: int) -> int:
+    nodes = trie.nodes
+    return int(find(nodes.token, nodes.parent, nodes.chain, nodes.heads, nodes.state, parent, token))
+
+
 def runs_of(texts: list[list[int]], depth: int) -> Counter[tuple[int, ...]]:
     return Counter(
         tuple(text[begin:end])
@@ -54,7 +59,7 @@ def check(trie: NgramTrie) -> None:
     where = {}
     for path in sorted(paths, key=len):
         parent, token = where.get(path[:-1], ROOT), path[-1]
-        node = where[path] = int(find(nodes, parent, token))
+        node = where[path] = child_of(trie, parent, token)
         assert node != 0
         assert nodes.depth[node] == len(path)
         assert parent == ROOT or order[parent] < order[node]
@@ -119,7 +124,7 @@ def test_texts_that_grow_in_turn_keep_the_trie_in_order(capacity: int, vocab: in
 def test_counts_stay_at_the_most_that_they_can_be():
     trie = NgramTrie(capacity=100, max_trie_depth=4)
     trie.insert([1, 2])
-    trie.nodes.count[find(trie.nodes, ROOT, 1)] = 2**31 - 2
+    trie.nodes.count[child_of(trie, ROOT, 1)] = 2**31 - 2
     for _ in range(3):
         trie.insert([1, 2])
     assert guess(trie, [[2]], NgramConfig())[0].tokens == []
