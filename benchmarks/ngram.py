@@ -116,7 +116,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All parts, one after the other on one trie."""
     from outrider.compiled import IS_COMPILED
     from outrider.draft_worker.ngram_source import NgramSource
-    from outrider.draft_worker.ngram_tree import NgramConfig, guess_columns
+    from outrider.draft_worker.ngram_tree import NgramConfig, TextTails, guess_columns
     from outrider.draft_worker.ngram_trie import NgramTrie
     from outrider.worker import share_interpreter
 
@@ -125,7 +125,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     config, text, sessions = NgramConfig(), Text(), options.sessions
     tiny = NgramTrie(capacity=100)
     tiny.insert_many([([1, 2, 1, 2], 0)])
-    guess_columns(tiny, [[1]], config)
+    suffix = tiny.max_trie_depth - 1
+    guess_columns(tiny, TextTails.of([[1]], suffix), config)
     before_mb = resident_mb()
     trie = NgramTrie(capacity=options.capacity)
     figures: dict[str, Any] = {"compiled": IS_COMPILED, "sessions": sessions, "capacity": options.capacity}
@@ -134,7 +135,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     seconds = insert(trie, tokens)
     figures["insert"] = {"tokens": len(tokens), "seconds": seconds, "us_per_token": 1e6 * seconds / len(tokens),
                          "nodes": len(trie)}  # fmt: skip
-    times = match_times_ms(lambda texts: guess_columns(trie, texts, config), tokens, sessions=sessions, rounds=200)
+    times = match_times_ms(
+        lambda texts: guess_columns(trie, TextTails.of(texts, suffix), config), tokens, sessions=sessions, rounds=200
+    )
     figures["match"] = spread(times)
 
     seconds, soaked, rss = 0.0, 0, [resident_mb()]
@@ -150,11 +153,15 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
     source = NgramSource(trie, config)
     source.start()
-    alone = match_times_ms(source.guess, tokens, sessions=sessions, rounds=options.stall_rounds, pause_s=1e-3)
+
+    def guess(texts: Sequence[Sequence[int]]) -> object:
+        return source.guess(TextTails.of(texts, suffix))
+
+    alone = match_times_ms(guess, tokens, sessions=sessions, rounds=options.stall_rounds, pause_s=1e-3)
     source.counts.longest_wait_ns = source.counts.longest_hold_ns = 0
     # More than it can insert meanwhile.
     source.add(text.tokens(min(2_000_000, 150 * options.stall_rounds)))
-    beside = match_times_ms(source.guess, tokens, sessions=sessions, rounds=options.stall_rounds, pause_s=1e-3)
+    beside = match_times_ms(guess, tokens, sessions=sessions, rounds=options.stall_rounds, pause_s=1e-3)
     inserted = source.counts.inserted_tokens
     source.stop()
     source.join(60)

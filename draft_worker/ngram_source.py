@@ -122,7 +122,7 @@ class NgramSource:
             logger.warning("n-grams grow in plain Python, several times slower: numba is not installed")
         tiny = NgramTrie(capacity=self._nothing.capacity, max_trie_depth=self.trie.max_trie_depth)
         tiny.insert_many([([1, 2, 1, 2], 0)])
-        guess_columns(tiny, [[1, 2]], self.config)
+        guess_columns(tiny, TextTails.of([[1, 2]], self.suffix_tokens), self.config)
         self.trie.make_ready(_READY_TOKENS * self.trie.max_trie_depth)
         self._thread.start()
 
@@ -172,8 +172,12 @@ class NgramSource:
             self.counts.corpus_tokens += len(piece) - (start - first)
             self._queue.put((piece, start - first))
 
-    def guess(self, texts: Sequence[Sequence[int]] | TextTails) -> GuessColumns | None:
-        """What may follow each text, by what is in the trie now; None if it has to be asked again, soon."""
+    def guess(self, texts: TextTails) -> GuessColumns | None:
+        """What may follow each text, by what is in the trie now; None if it has to be asked again, soon.
+
+        Args:
+            texts: their tails, `suffix_tokens` wide.
+        """
         counts, began = self.counts, time.perf_counter_ns()
         is_mine = self._take_lock()
         waited = time.perf_counter_ns() - began

@@ -132,7 +132,7 @@ class NgramTree:
 
 def guess(trie: NgramTrie, texts: Sequence[Sequence[int]], config: NgramConfig) -> list[NgramTree]:
     """What may follow each text, of which only the last D - 1 tokens are looked at; all texts in one call."""
-    columns = guess_columns(trie, texts, config)
+    columns = guess_columns(trie, TextTails.of(texts, trie.max_trie_depth - 1), config)
     rows = (columns.tokens, columns.parents, columns.shares, columns.counts)
     tokens, parents, shares, counts = (cast("list[list[Any]]", column.tolist()) for column in rows)
     return [
@@ -141,11 +141,9 @@ def guess(trie: NgramTrie, texts: Sequence[Sequence[int]], config: NgramConfig) 
     ]
 
 
-def guess_columns(trie: NgramTrie, texts: Sequence[Sequence[int]] | TextTails, config: NgramConfig) -> GuessColumns:
-    """`guess`, as columns; tails have to be D - 1 wide."""
+def guess_columns(trie: NgramTrie, texts: TextTails, config: NgramConfig) -> GuessColumns:
+    """`guess`, as columns; the texts' tails are D - 1 wide."""
     size = config.draft_tokens
-    if not isinstance(texts, TextTails):
-        texts = TextTails.of(texts, trie.max_trie_depth - 1)
     tokens, parents, counts, contexts = np.zeros((4, len(texts), size), np.int32)
     shares, found = np.zeros((len(texts), size)), np.zeros((len(texts), 2), np.int32)
     options = (config.min_match, config.min_breadth, config.max_breadth, config.match_type == "prob")

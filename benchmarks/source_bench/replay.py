@@ -38,7 +38,7 @@ from outrider.coordinator.scheduler import Scheduler
 from outrider.coordinator.text_stream import TextStream
 from outrider.draft_worker.ngram_growth import NgramGrowth, NgramGrowthConfig
 from outrider.draft_worker.ngram_source import NgramSource
-from outrider.draft_worker.ngram_tree import GuessColumns, NgramConfig, guess_columns
+from outrider.draft_worker.ngram_tree import GuessColumns, NgramConfig, TextTails, guess_columns
 from outrider.draft_worker.ngram_trie import NgramTrie
 from outrider.draft_worker.session import GrowthLimits, SessionStart
 from outrider.draft_worker.sourced_growth import shared_limits
@@ -187,7 +187,7 @@ class _ReplaySource(NgramSource):
         self._due.append((self._free_at_ns, tokens, start))
         return True
 
-    def guess(self, texts: Sequence[Sequence[int]]) -> GuessColumns:
+    def guess(self, texts: TextTails) -> GuessColumns:
         """What may follow by what is in the trie at this time."""
         while self._due and self._due[0][0] <= clock.now_ns():
             _, tokens, start = self._due.popleft()

@@ -11,7 +11,7 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from outrider.draft_worker.ngram_corpus import CorpusLoader, check_corpora
 from outrider.draft_worker.ngram_source import NgramSource
-from outrider.draft_worker.ngram_tree import NgramConfig
+from outrider.draft_worker.ngram_tree import NgramConfig, TextTails
 from outrider.draft_worker.ngram_trie import NgramTrie
 from outrider.errors import CheckpointError, CorpusError
 
@@ -82,7 +82,7 @@ def test_files_are_read_beside_the_work_and_bad_lines_further_down_are_named(
     finally:
         loader.stop()
     assert source.settle()
-    found = source.guess([[1, 2], [4, 4]])
+    found = source.guess(TextTails.of([[1, 2], [4, 4]], source.suffix_tokens))
     assert found is not None
     assert found.tokens[0, :3].tolist() == [3, 0, 4]
     assert {4, 1} <= set(found.tokens[1, : found.found[1, 0]].tolist())

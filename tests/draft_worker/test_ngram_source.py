@@ -9,7 +9,7 @@ import pytest
 
 from outrider.draft_worker import ngram_source
 from outrider.draft_worker.ngram_source import _HOLD_NS, NgramSource
-from outrider.draft_worker.ngram_tree import NgramConfig
+from outrider.draft_worker.ngram_tree import NgramConfig, TextTails
 from outrider.draft_worker.ngram_trie import NgramTrie, find
 
 DEPTH = 5
@@ -26,7 +26,7 @@ def end(source: NgramSource) -> None:
 
 
 def first_guesses(source: NgramSource, text: list[int]) -> list[int]:
-    found = source.guess([text])
+    found = source.guess(TextTails.of([text], source.suffix_tokens))
     assert found is not None
     return found.tokens[0, : found.found[0, 0]].tolist()
 
@@ -113,7 +113,7 @@ def test_a_match_is_put_off_while_an_insertion_hangs_and_succeeds_after(monkeypa
     source.add([1, 2, 9])
     assert entered.wait(30)
     # It does not wait for the insertion, which does not end.
-    assert source.guess([[1, 2]]) is None
+    assert source.guess(TextTails.of([[1, 2]], source.suffix_tokens)) is None
     assert source.counts.put_off == 1
     go_on.set()
     assert source.settle()

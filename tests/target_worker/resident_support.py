@@ -21,6 +21,23 @@ from outrider.target_worker.sessions import OpenRequest, Outcome, TreeRequest, T
 from outrider.target_worker.verifier import Verifier
 
 PROMPT = [5, 9, 33, 2, 17, 40, 8]
+SPECS = {
+    "greedy": SamplingSpec(max_new_tokens=20),
+    "coupled": SamplingSpec(temperature=1.0, seed=2**63 + 11, max_new_tokens=20),
+    "filters": SamplingSpec(
+        temperature=0.8, top_k=20, top_p=0.9, min_p=0.02, seed=5, choice_index=2, max_new_tokens=20
+    ),
+    "penalties": SamplingSpec(
+        temperature=1.0, seed=3, repetition_penalty=1.2, frequency_penalty=0.5, logprobs=3, max_new_tokens=20
+    ),
+    "stop": SamplingSpec(temperature=1.0, seed=4, stop_token_ids=tuple(range(0, 61, 9)), max_new_tokens=40),
+    "min-new": SamplingSpec(
+        temperature=1.0, seed=4, stop_token_ids=tuple(range(0, 61, 3)), min_new_tokens=9, max_new_tokens=40
+    ),
+    "allowed": SamplingSpec(allowed_token_ids=(4, 8, 15), temperature=1.0, seed=1, max_new_tokens=24),
+    "short": SamplingSpec(max_new_tokens=3),
+    "one": SamplingSpec(max_new_tokens=1, temperature=1.0, seed=2),
+}
 
 
 @dataclass
@@ -164,6 +181,15 @@ def held_entries(rig: Rig, number: int) -> tuple[list[int], torch.Tensor]:
     count = rig.runner.slots.length(session.row)
     caches = [rig.resident.key_cache, rig.resident.value_cache]
     return session.tokens[: count + 1], _entries(caches, rig.runner.slots.table[session.row, :count])
+
+
+def check_head(rig: Rig, number: int) -> None:
+    """What the head has in a session's slots is what it would have computed of the session's tokens alone."""
+    tokens, entries = held_entries(rig, number)
+    if not len(entries):
+        return
+    near = 1e-4 if rig.runner.device.type == "cpu" else 1e-3
+    torch.testing.assert_close(entries, FreshHead(rig, tokens).entries(), rtol=near, atol=near)
 
 
 def _entries(caches: Sequence[torch.Tensor], slots: np.ndarray) -> torch.Tensor:
