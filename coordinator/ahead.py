@@ -1,13 +1,13 @@
-"""When the batch that follows a step leaves, while that still runs: late enough for growth, early enough to be there.
+"""When the batch that follows a step leaves, while that still runs: early enough to be there, and no earlier.
 
-A successor that comes late costs the target what it waits; one that leaves early lacks what has grown since. Targets
-say how long each lay there before its step ended, so that the time that one needs is known: making it, its way, and by
-how much the prediction of the step's end was off. It leaves by the mean of that and some deviations before the end.
+A successor that comes late costs the target what it waits. One that leaves early lacks what has grown since, which is
+sent behind it: a message each time, and a session that comes meanwhile has to wait for the next one. Targets say how
+long each lay there before its step ended, so that the time that one needs is known: making it, its way, and by how much
+the prediction of the step's end was off. It leaves by the mean of that and some deviations before the end.
 """
 
-# Of what is needed: beyond so many mean deviations few are late. Where trees grow, to be early costs about as much as
-# to be late.
-_DEVIATIONS, _GROWING_DEVIATIONS = 2.5, 1.5
+# Of what is needed: beyond so many mean deviations few are late.
+_DEVIATIONS = 3.0
 # Before anything was measured: a share of the step, for all that is not its way.
 _FIRST_SHARE = 0.2
 # An error counts as so many deviations at most, and as no less than that much: a pause of the whole machine is no rule.
@@ -21,18 +21,16 @@ class Lead:
         self._mean_ns: float | None = None
         self._deviation_ns = 0.0
 
-    def ns(self, *, step_ns: float, overhead_ns: float, grows: bool) -> float:
+    def ns(self, *, step_ns: float, overhead_ns: float) -> float:
         """That time.
 
         Args:
             step_ns: what the step is expected to take.
             overhead_ns: from a batch's submission to its result, beyond its step.
-            grows: whether drafts grow what it will have.
         """
         if self._mean_ns is None:
             return overhead_ns + _FIRST_SHARE * step_ns
-        deviations = _GROWING_DEVIATIONS if grows else _DEVIATIONS
-        return max(0.0, self._mean_ns + deviations * self._deviation_ns)
+        return max(0.0, self._mean_ns + _DEVIATIONS * self._deviation_ns)
 
     def observe(self, lead_ns: float, ahead_ns: float) -> None:
         """One that was made so long before the expected result lay at the target so long before the end."""

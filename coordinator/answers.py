@@ -86,6 +86,16 @@ def verified_counts(response: target_pb2.VerifyResponse, sent: Mapping[int, int]
     return counts
 
 
+def check_additions(response: target_pb2.VerifyResponse, sent: int) -> None:
+    """Additions that the batch which follows this one is said to have got.
+
+    Raises:
+        ValueError: more than were sent.
+    """
+    if response.additions > sent:
+        raise ValueError(f"additions: {response.additions} given, {sent} were sent")
+
+
 def _check_outcomes(response: target_pb2.VerifyResponse) -> None:
     """Accepted nodes have a token each, and there is mostly one behind them.
 

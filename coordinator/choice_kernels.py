@@ -34,6 +34,30 @@ def predict_steps(rungs: Any, slope: float, rows: Any) -> Any:
 
 
 @compiled
+def rising(levels: Any, weights: Any) -> Any:
+    """[R] what comes nearest to these levels and never falls, by weighted squares: neighbours that fall are pooled.
+
+    Args:
+        levels: float64 [R]
+        weights: float64 [R] above 0.
+    """
+    means, shares, firsts = np.empty(len(levels)), np.empty(len(levels)), np.empty(len(levels), np.int64)
+    pools = 0
+    for place in range(len(levels)):
+        means[pools], shares[pools], firsts[pools] = levels[place], weights[place], place
+        while pools and means[pools - 1] > means[pools]:
+            both = shares[pools - 1] + shares[pools]
+            means[pools - 1] += (means[pools] - means[pools - 1]) * shares[pools] / both
+            shares[pools - 1] = both
+            pools -= 1
+        pools += 1
+    found = np.empty(len(levels))
+    for pool in range(pools):
+        found[firsts[pool] : (firsts[pool + 1] if pool + 1 < pools else len(levels))] = means[pool]
+    return found
+
+
+@compiled
 def best_count(values: Any, order: Any, costs: Any, sessions: int) -> tuple[int, float]:
     """The number of nodes with the highest rate, and the tokens that a step with them is expected to emit.
 

@@ -11,7 +11,8 @@ A rung that was measured lately is believed. One that was not falls back to a st
 size that once had bad luck is not avoided for ever; and that line, where too few sizes have been seen to tell, rises by
 as little as a memory-bound step's does. Such a hope is corrected by the first step that follows it, while a fear would
 never be: steps so large would not come. T never falls with n, because a larger step never costs less, and noise would
-otherwise make the scheduler chase it.
+otherwise make the scheduler chase it: where rungs' levels fall, they are pooled by what each is worth, so that a slow
+first step of a few rows does not make all larger ones look as slow.
 """
 
 from bisect import bisect_left
@@ -20,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.compiled import IS_COMPILED
-from outrider.coordinator.choice_kernels import predict_steps
+from outrider.coordinator.choice_kernels import predict_steps, rising
 
 # The rungs of engine/buckets.py, and beyond the largest captured one as many more.
 EDGES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 72, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 2048, 4096, 8192)
@@ -34,6 +35,10 @@ _LINE_WEIGHT = 2.0
 _PRIOR_SPREAD = 64.0
 # A rung that was measured less than this, by now, counts as unknown.
 _KNOWN_WEIGHT = 0.5
+# Beside noise, and what else than its rows a step's time follows from.
+_MOST_OF_LARGER = 1.5
+# What a rung without measurements is worth beside those that have some.
+_LEAST_WEIGHT = 0.01
 
 Floats = npt.NDArray[np.float64]
 
@@ -64,6 +69,7 @@ class StepCost:
         """One measured step."""
         if rows < 1 or step_ns <= 0:
             return
+        own_ns = step_ns
         self._weight *= _FORGET
         place = self._place(rows)
         weight = float(self._weight[place])
@@ -80,6 +86,8 @@ class StepCost:
         self._rows[place] += share * rows_off
         self._step_ns[place] += share * ns_off
         self._weight[place] = weight + 1
+        # No smaller step costs more than this one did.
+        np.minimum(self._step_ns[:place], _MOST_OF_LARGER * own_ns, out=self._step_ns[:place])
         self._fit()
 
     @staticmethod
@@ -103,6 +111,7 @@ class StepCost:
         line_ns = mean_ns + slope * (self._middle - mean_rows)
         own_ns = self._step_ns + rise * (self._middle - self._rows)
         level = np.maximum(line_ns + own * (own_ns - line_ns), 0.2 * mean_ns)
+        level = rising(level, weight + _LEAST_WEIGHT)
         half = rise * (self._high - self._low) / 2
         # Low and high end of every rung in turn, none below the one before.
         ends = np.maximum.accumulate(np.stack((level - half, level + half), axis=1).ravel())

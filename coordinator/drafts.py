@@ -139,6 +139,7 @@ class Drafts:
         sessions = growth_arrival.take_growth(peer, growth, self._sessions, drafts=self.peers, totals=self._totals)
         for lane in self._lanes.values():
             if any(session is not None and session.session_id in lane.sessions for session in sessions):
+                lane.extend_ahead()
                 lane.notify()
 
     def take_error(self, worker_id: str, session_id: int, epoch: int, message: str) -> None:

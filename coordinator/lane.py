@@ -155,16 +155,15 @@ class TargetLane:
             return 0.0
         overhead_ns, step_ns = self.pace.overhead_ns, self.cost.predict_ns(self.flights[-1].rows)
         if self.goes_ahead:
-            early_ns = self.lead.ns(step_ns=step_ns, overhead_ns=overhead_ns, grows=self.flights[-1].group.is_drafted)
+            early_ns = self.lead.ns(step_ns=step_ns, overhead_ns=overhead_ns)
         else:
             early_ns = overhead_ns + _EARLY_SHARE * step_ns
-        return self._expected_result_ns(step_ns) - early_ns - now_ns
+        return self._expected_result_ns(self.flights[-1], step_ns) - early_ns - now_ns
 
-    def _expected_result_ns(self, step_ns: float) -> float:
-        """When the last batch in flight is answered, if it takes so long."""
-        last = self.flights[-1]
+    def _expected_result_ns(self, flight: Flight, step_ns: float) -> float:
+        """When a batch is answered, if its step takes so long; the one before it has been."""
         # A successor lies there when the step before it ends, or soon after.
-        came_ns = 0.0 if last.successor is not None else last.submitted_ns + self.pace.overhead_ns
+        came_ns = 0.0 if flight.successor is not None else flight.submitted_ns + self.pace.overhead_ns
         return max(came_ns, self.applied_result_ns) + step_ns
 
     @property
@@ -290,7 +289,7 @@ class TargetLane:
             is_alone=False,
             successor=successor,
             # Not as planned: what kept the loop so long would do so earlier, too.
-            lead_ns=self._expected_result_ns(step_ns) - now_ns,
+            lead_ns=self._expected_result_ns(followed, step_ns) - now_ns,
             result=self.link.follow(successor, openings=openings),
         )
         for session in sessions:
@@ -299,21 +298,41 @@ class TargetLane:
         self.flights.append(flight)
         return flight
 
+    def extend_ahead(self) -> None:
+        """Growth has come: of a batch that lies at the target, what it lacks is sent behind it."""
+        if len(self.flights) < 2 or (successor := self.flights[1].successor) is None:
+            return
+        if (more := successor.grow(self.flights[0])) is not None:
+            self.link.extend(more)
+
     def begin_next(self, step: Step) -> None:
         """A step has ended and is committed: the batch that follows it, if there is one, runs with what that left."""
-        if not self.flights or (successor := self.flights[0].successor) is None:
+        if not self.flights:
+            if self.way.current == Way.AHEAD:
+                self._note_early(step)
             return
-        flight, group = self.flights[0], successor.group
+        flight = self.flights[0]
+        if (successor := flight.successor) is None:
+            return
+        group = successor.group
         sessions = [
             session
             for session, epoch in zip(group.sessions, successor.epochs, strict=True)
             if (session.target_id, session.target_epoch) == (self.worker_id, epoch) and not session.is_finished
         ]
-        trees = successor.trees(group.forest, *successor.outcomes(step.result.verdicts))
+        ends, tokens = successor.outcomes(step.result.verdicts)
+        trees = successor.trees(group.forest, ends, tokens, step.result.additions)
         flight.begins(trees, sessions=len(sessions), at_ns=step.result_ns)
         for session in sessions:
             if session.flight is None:
                 _board(session, flight)
+
+    def _note_early(self, step: Step) -> None:
+        """Nothing followed a step: if its result came before a batch was to leave, such batches have to leave sooner."""
+        step_ns = self.cost.predict_ns(step.flight.rows)
+        early_ns = self._expected_result_ns(step.flight, step_ns) - step.result_ns
+        if early_ns > self.lead.ns(step_ns=step_ns, overhead_ns=self.pace.overhead_ns):
+            self.lead.observe(early_ns, 0)
 
     def _opening(self, session: Session) -> SessionOpening:
         opening = session.opening(max_live_nodes=0)

@@ -3,14 +3,14 @@
 import asyncio
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import grpc
 import numpy as np
 from google.protobuf.message import Message
 
 from outrider import tracing
-from outrider.coordinator.answers import check_report, check_verification, verified_counts
+from outrider.coordinator.answers import check_additions, check_report, check_verification, verified_counts
 from outrider.coordinator.firing import Latency
 from outrider.coordinator.growth import growth_batch
 from outrider.coordinator.messages import (
@@ -35,6 +35,7 @@ from outrider.errors import WorkerUnavailable
 from outrider.growth_source import ALL_SOURCES, sources_to_proto
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
+from outrider.succession import Addition
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from outrider.wire import floats_from_bytes, floats_to_bytes, tokens_to_bytes
 
@@ -80,12 +81,14 @@ def _check_readable(message: Message | None) -> None:
         raise ValueError("its bytes are none of this protocol's")
 
 
-class _Waiting(NamedTuple):
-    """A batch that is not answered yet; `node_counts`: by session, how many it sent."""
+@dataclass(eq=False, slots=True)
+class _Waiting:
+    """A batch that is not answered yet; `node_counts`: by session, how many were sent; `additions`: after it."""
 
     future: "asyncio.Future[VerifyResult]"
     node_counts: Mapping[int, int]
     is_successor: bool
+    additions: int = 0
 
 
 class TargetLink(WorkerLink):
@@ -162,6 +165,25 @@ class TargetLink(WorkerLink):
         )
         return self._send_batch(batch, successor.group.ids, node_counts, openings, is_successor=True)
 
+    def extend(self, more: Addition) -> None:
+        """Adds nodes to the last batch, which follows the one before it."""
+        if self.is_lost:
+            return
+        node_counts = more.counts.tolist()
+        addition = target_pb2.TreeAddition(
+            step=self._step,
+            node_counts=node_counts,
+            tokens=more.tokens.tolist(),
+            parents=more.parents.tolist(),
+            values=floats_to_bytes(more.values),
+        )
+        self._send(target_pb2.VerifyRequest(addition=addition))
+        self._flush()
+        waiting = self._waiting[self._step]
+        waiting.additions += 1
+        sent = zip(waiting.node_counts.items(), node_counts, strict=True)
+        waiting.node_counts = {session_id: count + new for (session_id, count), new in sent}
+
     def _send_batch(
         self,
         batch: target_pb2.TreeBatch,
@@ -202,7 +224,7 @@ class TargetLink(WorkerLink):
             self.load = response.load
             if (waiting := self._waiting.get(response.step)) is None:
                 continue
-            future, node_counts, is_successor = waiting
+            future, node_counts, is_successor = waiting.future, waiting.node_counts, waiting.is_successor
             if not future.done():
                 drafted: Mapping[int, int] = {}
                 if is_successor:
@@ -211,6 +233,8 @@ class TargetLink(WorkerLink):
                     self._resident_steps.discard(response.step)
                     node_counts, drafted = expected_counts(response, node_counts)
                 check_verification(response, node_counts, vocab_size=self._vocab_size)
+                follower = self._waiting.get(response.step + 1)
+                check_additions(response, 0 if follower is None else follower.additions)
                 growth = resident_growth(response, self._vocab_size)
                 result = _verify_result(response, growth, node_counts if is_successor else None)
                 future.set_result(counted_apart(result, drafted))
@@ -221,9 +245,9 @@ class TargetLink(WorkerLink):
 
     def _fail(self, reason: str) -> None:
         waiting, self._waiting = self._waiting, {}
-        for future, *_ in waiting.values():
-            if not future.done():
-                future.set_exception(WorkerUnavailable(f"the target worker's stream is lost ({reason})"))
+        for batch in waiting.values():
+            if not batch.future.done():
+                batch.future.set_exception(WorkerUnavailable(f"the target worker's stream is lost ({reason})"))
 
 
 def _verify_result(
@@ -259,6 +283,7 @@ def _verify_result(
         growth=growth,
         verified=verified,
         ahead_ns=response.ahead_ns,
+        additions=response.additions,
     )
 
 

@@ -1,7 +1,8 @@
 """The batch that is sent ahead: growth below the trees of a step that still runs, for whatever its outcome is.
 
 Once the outcome is known, what of it hangs below the emitted tokens is the next step's tree. The target finds that when
-the step ends and goes on at once, the coordinator finds the same when the result has come (`outrider.succession`).
+the step ends and goes on at once, the coordinator finds the same when the result has come (`outrider.succession`). What
+grows after it has left is sent behind it, for as long as the step runs.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from outrider.coordinator.messages import SessionVerdict
 from outrider.coordinator.rows import Ints
 from outrider.coordinator.trees import Trees
 from outrider.coordinator.verdicts import Verdicts
-from outrider.succession import NOTHING_EMITTED, Succession, surviving
+from outrider.succession import NOTHING_EMITTED, Addition, Succession, extended, surviving
 
 if TYPE_CHECKING:
     from outrider.coordinator.rounds import Flight
@@ -31,13 +32,58 @@ class _Nodes(NamedTuple):
 
     slots: Ints
     places: Ints
-    tokens: Ints
     parents: Ints
     values: npt.NDArray[np.float32]
 
 
 _NO_INTS = np.zeros(0, dtype=np.int64)
-_NONE = _Nodes(_NO_INTS, _NO_INTS, _NO_INTS, _NO_INTS, np.zeros(0, dtype=np.float32))
+_NONE = _Nodes(_NO_INTS, _NO_INTS, _NO_INTS, np.zeros(0, dtype=np.float32))
+
+
+class _Numbers:
+    """Of the forest's slots, what a target knows their nodes by: the step's and what was sent after it.
+
+    A slot may be freed and be another node's while the step runs: that has another serial.
+
+    Args:
+        forest: of the slots.
+        slots: [n] of nodes that the step verifies.
+        numbers: [n] theirs.
+    """
+
+    def __init__(self, forest: Forest, slots: Ints, numbers: Ints) -> None:
+        self.forest = forest
+        size = len(forest.row)
+        self._number, self._serial = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
+        self._value = np.ones(size, dtype=np.float32)
+        self.note(slots, numbers)
+
+    def note(self, slots: Ints, numbers: Ints, values: npt.NDArray[np.float32] | float = 1.0) -> None:
+        """These have numbers now."""
+        self._number[slots], self._value[slots] = numbers, values
+        self._serial[slots] = self.forest.serial[slots]
+
+    def of(self, slots: Ints) -> Ints:
+        """[n] the nodes' numbers; 0 of those that have none, and of roots."""
+        if more := len(self.forest.row) - len(self._number):
+            self._number, self._serial = np.pad(self._number, (0, more)), np.pad(self._serial, (0, more))
+            self._value = np.pad(self._value, (0, more), constant_values=1.0)
+        return np.where(self._serial[slots] == self.forest.serial[slots], self._number[slots], 0)
+
+    def values(self, slots: Ints, above: Ints) -> npt.NDArray[np.float32]:
+        """[n] path values as they are sent: no higher than the parent's was, which may have risen since.
+
+        Args:
+            slots: [n] nodes that are sent now, parents before children; they have their numbers.
+            above: [n] their parents' slots.
+        """
+        own = self.forest.value[slots].astype(np.float32)
+        while True:
+            self._value[slots] = own
+            bound = np.minimum(own, self._value[above])
+            if (bound == own).all():
+                return own
+            own = bound
 
 
 class Successor:
@@ -47,25 +93,68 @@ class Successor:
         group: the sessions.
         epochs: [S]
         lengths: [S] committed tokens, before the step's result.
-        succession: what is sent.
-        slots: [N] where the forest has each node.
+        succession: what was sent first.
     """
 
-    def __init__(self, group: Group, succession: Succession, slots: Ints) -> None:
-        self.group, self.succession, self.slots = group, succession, slots
+    def __init__(self, group: Group, succession: Succession, slots: Ints, numbers: _Numbers | None) -> None:
+        self.group, self.succession = group, succession
         self.epochs = [session.target_epoch for session in group.sessions]
         self.lengths = group.states.length[group.rows].tolist()
+        self._numbers = numbers
+        self._grown = [(succession, slots)]
+        """With so many additions, what was sent in all and where the forest has each node."""
 
-    def trees(self, forest: Forest | None, ends: Ints, tokens: Ints) -> Trees:
-        """What is verified, once the step's roots have moved; `ends` and `tokens` as `outcomes` gives them."""
-        if forest is None or not len(self.slots):
+    @property
+    def slots(self) -> Ints:
+        """[N] where the forest has each node of what was sent first."""
+        return self._grown[0][1]
+
+    def grown(self, additions: int) -> Succession:
+        """What was sent with so many additions."""
+        return self._grown[additions][0]
+
+    def grow(self, flight: "Flight") -> Addition | None:
+        """What has grown below the step's trees since the last time, to be sent; None where there is nothing.
+
+        Args:
+            flight: the batch that is followed, which the target has not answered yet.
+        """
+        if self._numbers is None:
+            return None
+        group, (sent, slots) = self.group, self._grown[-1]
+        goes_on = [session.flight is flight and not session.is_finished for session in group.sessions]
+        most = np.where(goes_on, sent.max_nodes, 0)
+        nodes = _below(group, self._numbers, sent.verified, sent.counts, most)
+        if not len(nodes.slots):
+            return None
+        more = Addition(
+            counts=np.bincount(nodes.places, minlength=len(group)),
+            tokens=self._numbers.forest.token[nodes.slots],
+            parents=nodes.parents,
+            values=nodes.values,
+        )
+        grown, order = extended(sent, more)
+        self._grown.append((grown, np.concatenate((slots, nodes.slots))[order]))
+        return more
+
+    def trees(self, forest: Forest | None, ends: Ints, tokens: Ints, additions: int = 0) -> Trees:
+        """What is verified, once the step's roots have moved.
+
+        Args:
+            forest: of the sessions.
+            ends: [S] as of `outcomes`.
+            tokens: [S] as of `outcomes`.
+            additions: that the target had got when the step ended.
+        """
+        sent, slots = self._grown[additions]
+        if forest is None or not len(slots):
             return Trees.empty(len(self.group))
-        survivors = surviving(self.succession, ends, tokens)
-        slots = self.slots[survivors.nodes]
+        survivors = surviving(sent, ends, tokens)
+        slots = slots[survivors.nodes]
         return Trees(
             counts=survivors.counts,
             slots=slots,
-            tokens=self.succession.tokens[survivors.nodes].tolist(),
+            tokens=sent.tokens[survivors.nodes].tolist(),
             parents=survivors.parents.tolist(),
             values=forest.value[slots],
         )
@@ -119,15 +208,17 @@ def succeed(
     verified = np.zeros(len(group), dtype=np.int64)
     verified[is_in_step] = flight.trees.counts[own]
     most = np.where(is_in_step, group.reaches(max_tree_nodes)[0], 0)
-    nodes = _NONE
+    nodes, numbers = _NONE, None
+    tokens = _NO_INTS
     if group.forest is not None and most.any():
-        number = _numbers(group.forest, flight.trees, own)
-        nodes = _below(group, group.forest, number, verified, most)
+        numbers = _numbers(group.forest, flight.trees, own)
+        nodes = _below(group, numbers, verified, np.zeros(len(group), dtype=np.int64), most)
+        tokens = group.forest.token[nodes.slots]
     succession = Succession(
         is_in_step=is_in_step,
         verified=verified,
         counts=np.bincount(nodes.places, minlength=len(group)),
-        tokens=nodes.tokens,
+        tokens=tokens,
         parents=nodes.parents,
         values=nodes.values,
         least_value=float(np.float32(least_value)),
@@ -135,41 +226,49 @@ def succeed(
         max_depths=group.most_depth,
         max_total_nodes=max_total_nodes,
     )
-    return Successor(group, succession, nodes.slots)
+    return Successor(group, succession, nodes.slots, numbers)
 
 
-def _numbers(forest: Forest, trees: Trees, own: Sequence[int]) -> Ints:
-    """Of each slot the number of its node among those that are verified now; 0 where it is none, and of roots.
+def _numbers(forest: Forest, trees: Trees, own: Sequence[int]) -> _Numbers:
+    """Of the nodes that are verified now.
 
     Args:
         own: places of the sessions that are followed. Others may have ended, and their slots be others' by now.
     """
     is_followed = np.zeros(len(trees), dtype=np.bool_)
     is_followed[list(own)] = True
-    number = np.zeros(len(forest.row), dtype=np.int64)
-    number[trees.slots[np.repeat(is_followed, trees.counts)]] = _count_up(trees.counts[is_followed])
-    return number
+    slots = trees.slots[np.repeat(is_followed, trees.counts)]
+    return _Numbers(forest, slots, _count_up(trees.counts[is_followed]))
 
 
-def _below(group: Group, forest: Forest, number: Ints, verified: Ints, most: Ints) -> _Nodes:
-    """The nodes that are sent; `number` gets theirs."""
+def _below(group: Group, numbers: _Numbers, verified: Ints, sent: Ints, most: Ints) -> _Nodes:
+    """The nodes that are sent now; `numbers` gets theirs.
+
+    Args:
+        verified: [S] nodes of the step.
+        sent: [S] nodes that were sent before.
+        most: [S] most nodes verified; 0 of whom nothing is sent.
+    """
+    forest = numbers.forest
     # As deep as the new tree may go, below the deepest of the nodes that are verified now.
     room = group.ends - 1 - group.states.length[group.rows]
     reach = np.where(most > 0, np.minimum(2 * group.most_depth + 1, room), 0)
     wanted = np.where(most > 0, verified + _MOST_SENT, 0)
     found = candidates(group.mirrors, most=wanted.tolist(), deepest=reach.tolist())
-    is_new = number[found.slots] == 0
+    is_new = numbers.of(found.slots) == 0
     slots, places = found.slots[is_new], found.places[is_new]
+    if not len(slots):
+        return _NONE
     above = forest.parent[slots]
     # A new root is of use only with something below it.
     has_children = np.zeros(len(forest.row), dtype=np.bool_)
     has_children[above] = True
-    is_new_root = (number[above] > 0) | (forest.depth[above] == 0)
+    number = numbers.of(above)
+    is_new_root = ((number > 0) & (number <= verified[places])) | (forest.depth[above] == 0)
     kept = _best(forest.value[slots], ~is_new_root | has_children[slots])
-    slots, places = slots[kept], places[kept]
-    number[slots] = _count_up(np.bincount(places, minlength=len(group))) + verified[places]
-    parents = number[forest.parent[slots]]
-    return _Nodes(slots, places, forest.token[slots], parents, forest.value[slots].astype(np.float32))
+    slots, places, above = slots[kept], places[kept], above[kept]
+    numbers.note(slots, _count_up(np.bincount(places, minlength=len(group))) + (verified + sent)[places])
+    return _Nodes(slots, places, numbers.of(above), numbers.values(slots, above))
 
 
 def _best(values: np.ndarray, kept: Bools) -> Bools:

@@ -32,12 +32,14 @@ import numpy.typing as npt
 _BLOCK_SESSIONS, _BLOCK_ROUNDS = 32, 12
 # The first rounds of a block still have the trees that the way before has left.
 _SETTLING_ROUNDS = 2
+# Those of a load's very first: when steps end, and what they cost, is learned in them, which is no way's doing.
+_FIRST_ROUNDS = 24
 # A round that is this many times as long as usual is a pause of the machine, and counts as that many.
 _PAUSE, _USUAL_SHARE = 4.0, 0.1
 # Variance of one verification's tokens, by their mean squared.
 _SPREAD = 0.5
-# Verifications by each way before they are compared: a single short block may have met a cold start, or bad luck.
-_FIRST_SESSIONS = 2 * _BLOCK_SESSIONS
+# Blocks by each way before they are compared: a single one may have met a cold start, or bad luck.
+_FIRST_BLOCKS = 2
 # Standard errors that a way is given the benefit of. With more, ways of about equal worth take turns more often.
 _BENEFIT = 1.1
 # What a block leaves of what is known, in variances; and the variance that is not exceeded so: a way that is thought up
@@ -59,7 +61,7 @@ class _Rates:
     """What blocks say of the rates of W ways.
 
     Attributes:
-        seen: [W] verifications of single sessions by each.
+        seen: [W] blocks by each.
         is_far: whether the last block was far from what was expected.
     """
 
@@ -96,7 +98,7 @@ class _Rates:
         # What rounding leaves of asymmetry would grow by what is forgotten.
         self._covariance = (covariance + covariance.T) / 2
         self._last = way
-        self.seen[way] += verified
+        self.seen[way] += 1
 
     def hopes(self) -> npt.NDArray[np.float64]:
         """[W] Rates, those of others than the last way with a margin for how little is known of them beside it."""
@@ -134,7 +136,7 @@ class _Records:
     """
 
     def __init__(self, ways: Sequence[int]) -> None:
-        self.block = _Block(ways[0])
+        self.block = _Block(ways[0], settling=_FIRST_ROUNDS)
         self._ways = ways
         self._rates = _Rates(len(ways))
         # How long rounds of another number of sessions took is no measure of a pause.
@@ -152,7 +154,7 @@ class _Records:
     def _best(self, choices: Sequence[int]) -> int:
         places = [self._ways.index(way) for way in choices]
         chosen = min(places, key=self._rates.seen.__getitem__)
-        if self._rates.seen[chosen] >= _FIRST_SESSIONS:
+        if self._rates.seen[chosen] >= _FIRST_BLOCKS:
             chosen = max(places, key=self._rates.hopes().__getitem__)
         return self._ways[chosen]
 

@@ -14,8 +14,8 @@ from outrider.target_worker.reload import Reloader
 from outrider.target_worker.sessions import Outcome, SessionKey, TreeResult
 from outrider.target_worker.step_jobs import Batch, BatchResult
 from outrider.target_worker.step_thread import Load, StepThread
-from outrider.target_worker.succession import StreamSteps
-from outrider.target_worker.unpacking import session_error, unpack
+from outrider.target_worker.succession import StreamSteps, Successor
+from outrider.target_worker.unpacking import session_error, unpack, unpack_addition
 from outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
 from outrider.wire import floats_to_bytes
 
@@ -40,6 +40,7 @@ class _Stream:
     Attributes:
         open_epochs: sessions opened over it, with their epochs; closed when it ends.
         last_step: highest step seen.
+        successor: the batch of that step, where it follows another.
         steps: what the last finished one has left, for the step thread.
         outgoing: answers on their way, in the order of the requests; None ends the stream.
         traces: of its sessions; None while nobody traces.
@@ -48,6 +49,7 @@ class _Stream:
 
     open_epochs: dict[SessionKey, int] = field(default_factory=dict)
     last_step: int = 0
+    successor: Successor | None = None
     steps: StreamSteps = field(default_factory=StreamSteps)
     outgoing: "asyncio.Queue[asyncio.Task[_Response] | None]" = field(default_factory=asyncio.Queue)
     traces: tracing.SessionTraces | None = None
@@ -113,8 +115,13 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                 self.duplicates += 1
                 logger.warning("step %d came again and is ignored", request.step)
                 continue
+            if request.HasField("addition"):
+                stream.steps.add(unpack_addition(request.addition, stream.successor, stream.last_step))
+                continue
             batch, unreadable = unpack(request, last_step=stream.last_step, stream=stream.steps)
-            stream.last_step = max(stream.last_step, request.step)
+            if request.step:
+                stream.last_step, stream.successor = request.step, batch.successor
+                stream.steps.expect(batch.successor)
             if stream.traces is not None:
                 for opening in request.opens:
                     stream.traces.opened(opening.session_id, opening.epoch, opening.traceparent)
@@ -175,6 +182,7 @@ def pack(request: target_pb2.VerifyRequest, done: BatchResult, load: Load) -> _R
             response.errors.append(session_error(trees.session_ids[row], trees.epochs[row], result.fault))
     if any(trees.resident):
         response.drafted_counts.extend(result.drafted for result in done.results)
+    response.additions = done.additions
     if trees.follows:
         response.verified_counts.extend(done.verified)
         response.ahead_ns = done.ahead_ns

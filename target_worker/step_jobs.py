@@ -63,6 +63,7 @@ class BatchResult:
         step: the whole step, over all coordinators; None where the batch had no trees.
         verified: of a successor, how many nodes of each session were asked for in the end.
         ahead_ns: and how long before the end of the step that it follows it came; negative: after it.
+        additions: that its own successor has got, if that has come.
     """
 
     results: Sequence[TreeResult]
@@ -70,6 +71,7 @@ class BatchResult:
     step: StepResult | None
     verified: Sequence[int] = ()
     ahead_ns: int = 0
+    additions: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -110,7 +112,9 @@ class Job:
 
     def answer(self, results: Sequence[TreeResult], faults: Faults, step: StepResult | None) -> None:
         """Tells who waits."""
-        verified = [] if self.batch.successor is None else node_counts(self.trees)
+        batch = self.batch
+        verified = [] if batch.successor is None else node_counts(self.trees)
+        additions = batch.stream.answers(batch.step) if batch.stream is not None and batch.step else 0
         self.done.set_result(
             BatchResult(
                 results=results,
@@ -118,6 +122,7 @@ class Job:
                 step=step if results else None,
                 verified=verified,
                 ahead_ns=self.ahead_ns,
+                additions=additions,
             )
         )
 

@@ -9,11 +9,12 @@ Shapes: S sessions of a successor, N nodes that it has.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
-from outrider.succession import NOTHING_EMITTED, Ints, Succession, surviving_rows
+from outrider.succession import NOTHING_EMITTED, Addition, Ints, Succession, extended, surviving_rows
 from outrider.target_worker.asked_trees import AskedTrees
 from outrider.target_worker.sessions import Code, Outcome, SessionFault, SessionKey, TreeRequest, TreeResult
 
@@ -29,23 +30,60 @@ def _refused(code: Code, message: str) -> TreeResult:
 _TORN = _refused(Code.INVALID_ARGUMENT, "parents: a parent must stand before its children")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+class Sent(NamedTuple):
+    """A successor's trees before the step is looked at, with so many additions."""
+
+    trees: Succession
+    additions: int
+
+
 class Successor:
     """A batch that follows a step.
+
+    Whoever reads the stream adds to it, the step thread says when that ends: each by assigning one reference.
+
+    Args:
+        trees: as sent.
 
     Attributes:
         follows: number of the step.
         keys: [S]
         epochs: [S]
         lengths: [S] of sessions in the step those that were sent with it.
-        sent: its trees, before the step is looked at.
+        sent: what has come of it by now.
     """
 
-    follows: int
-    keys: Sequence[SessionKey]
-    epochs: Sequence[int]
-    lengths: Sequence[int]
-    sent: Succession
+    def __init__(
+        self,
+        *,
+        follows: int,
+        keys: Sequence[SessionKey],
+        epochs: Sequence[int],
+        lengths: Sequence[int],
+        trees: Succession,
+    ) -> None:
+        self.follows, self.keys, self.epochs, self.lengths = follows, keys, epochs, lengths
+        self.sent = self._first = Sent(trees, 0)
+        self._settled: Sent | None = None
+
+    def add(self, more: Addition) -> None:
+        """Nodes that have grown since; once it is settled they change nothing."""
+        trees, additions = self.sent
+        self.sent = Sent(extended(trees, more)[0], additions + 1)
+
+    def settle(self, *, alone: bool = False) -> Sent:
+        """What its trees are found in, from the first call on; `alone`: without additions."""
+        if self._settled is None:
+            self._settled = self._first if alone else self.sent
+        return self._settled
+
+
+class _Checked(NamedTuple):
+    """Trees that were checked against the step: `found` has what is known of it, `torn` places of broken sessions."""
+
+    trees: Succession
+    found: Succession
+    torn: set[int]
 
 
 class Followed:
@@ -75,17 +113,32 @@ class Followed:
             if length != tree.length:
                 message = f"length {length} given, {tree.length} in the step that is followed: open the session again"
                 self._refused[row] = _refused(Code.FAILED_PRECONDITION, message)
-        numbers = np.array(verified, dtype=np.int64)
-        parents, self._torn = _checked_parents(successor.sent, numbers)
-        # Where nothing was emitted, nothing is left of a session that was in the step.
-        is_in_step = [place is not None or row in self._torn for row, place in enumerate(self._places)]
-        self._sent = replace(
-            successor.sent, is_in_step=np.array(is_in_step, dtype=np.bool_), verified=numbers, parents=parents
-        )
+        self._verified = np.array(verified, dtype=np.int64)
+        self._checked = self._check(successor.sent.trees)
 
-    def rows(self, results: Sequence[TreeResult]) -> AskedTrees:
-        """What is asked of the sessions, now that the step's trees had these results."""
-        successor, count = self.successor, len(self._places)
+    def check(self) -> None:
+        """Makes out what can be known of what has come by now; for any thread."""
+        self._checked = self._check(self.successor.sent.trees)
+
+    def _check(self, trees: Succession) -> _Checked:
+        parents, torn = _checked_parents(trees, self._verified)
+        # Where nothing was emitted, nothing is left of a session that was in the step.
+        is_in_step = [place is not None or row in torn for row, place in enumerate(self._places)]
+        found = replace(
+            trees, is_in_step=np.array(is_in_step, dtype=np.bool_), verified=self._verified, parents=parents
+        )
+        return _Checked(trees, found, torn)
+
+    def rows(self, trees: Succession, results: Sequence[TreeResult]) -> AskedTrees:
+        """What is asked of the sessions, now that the step's trees had these results.
+
+        Args:
+            trees: of the successor, as they were settled.
+            results: of the step.
+        """
+        successor, count, checked = self.successor, len(self._places), self._checked
+        if checked.trees is not trees:
+            checked = self._check(trees)
         lengths = list(successor.lengths)
         settled: list[TreeResult | None] = [None] * count
         ends, finals, is_asked = [NOTHING_EMITTED] * count, [0] * count, [True] * count
@@ -103,10 +156,10 @@ class Followed:
                 if not self.trees[place].resident:
                     ends[row] = result.accepted_nodes[-1] if result.accepted_nodes else 0
                     finals[row] = token_ids[-1]
-        for row in self._torn:
+        for row in checked.torn:
             settled[row], is_asked[row], ends[row] = _TORN, False, NOTHING_EMITTED
         rows = surviving_rows(
-            self._sent,
+            checked.found,
             np.array(ends, dtype=np.int64),
             np.array(finals, dtype=np.int64),
             np.array(is_asked, dtype=np.bool_),
@@ -129,7 +182,7 @@ def _checked_parents(sent: Succession, verified: Ints) -> tuple[Ints, set[int]]:
 
 
 class StreamSteps:
-    """What the last finished step of one stream has left. Only the step thread touches it.
+    """What the last finished step of one stream has left. Only the step thread touches it, but for `expect` and `add`.
 
     Attributes:
         ended_ns: when it was finished, by `time.perf_counter_ns`.
@@ -137,7 +190,8 @@ class StreamSteps:
 
     def __init__(self) -> None:
         self.ended_ns = 0
-        self._step = 0
+        self._step = self._answered = 0
+        self._expected: Successor | None = None
         self._trees: Sequence[TreeRequest] = ()
         self._results: Sequence[TreeResult] = ()
         self._followed: Followed | None = None
@@ -159,7 +213,28 @@ class StreamSteps:
     def trees_of(self, successor: Successor) -> AskedTrees:
         """[S] what is asked of the sessions, now that the step is finished; in place of faults their results."""
         assert self._step == successor.follows, "a successor follows the step before it"
+        # The answer to that step may have said that it has got none.
+        trees = successor.settle(alone=self._answered >= successor.follows).trees
         followed, self._followed = self._followed, None
         if followed is None or followed.successor is not successor or followed.trees is not self._trees:
             followed = Followed(successor, self._trees)
-        return followed.rows(self._results)
+        return followed.rows(trees, self._results)
+
+    def answers(self, step: int) -> int:
+        """A finished step is answered; additions that the successor has got by then, the last ones that it gets."""
+        successor = self._expected
+        self._answered = step
+        return successor.settle().additions if successor is not None and successor.follows == step else 0
+
+    def expect(self, successor: Successor | None) -> None:
+        """The last batch that came; None where it is no successor. For the stream's reader."""
+        self._expected = successor
+
+    def add(self, more: Addition) -> None:
+        """Nodes for the successor that is expected. For the stream's reader."""
+        successor, followed = self._expected, self._followed
+        if successor is None:
+            return
+        successor.add(more)
+        if followed is not None and followed.successor is successor:
+            followed.check()

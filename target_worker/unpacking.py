@@ -8,7 +8,7 @@ from outrider.errors import FieldViolation, InvalidRequest
 from outrider.growth_source import ALL_SOURCES, GrowthSource, sources_from_proto
 from outrider.log_output import about
 from outrider.sampling import SamplingSpec
-from outrider.succession import succession_from_proto
+from outrider.succession import Addition, addition_from_proto, succession_from_proto
 from outrider.target_worker.resident_growth import DraftLimits
 from outrider.target_worker.sessions import Code, OpenRequest, SessionFault, TreeRequest
 from outrider.target_worker.step_jobs import Batch
@@ -33,11 +33,7 @@ def unpack(
         InvalidRequest: columns of different lengths, which leave open what belongs to whom; a step that cannot be
             followed.
     """
-    violations = [
-        FieldViolation(name, f"{count} entries given, {needed} needed")
-        for name, count, needed in _column_lengths(request)
-        if count != needed
-    ]
+    violations = [_miscounted(*column) for column in _column_lengths(request) if column[1] != column[2]]
     violations += _successor_violations(request, last_step)
     if violations:
         raise InvalidRequest(violations)
@@ -94,13 +90,19 @@ def _successor_violations(request: target_pb2.VerifyRequest, last_step: int) -> 
         violations.append(FieldViolation("trees.resident", "given: what the target drafts itself follows no step"))
     if trees.HasField("distributions"):
         violations.append(FieldViolation("trees.distributions", "given: chains of rejection follow no step"))
-    if len(trees.values) != 4 * len(trees.tokens):
-        message = f"{len(trees.values)} bytes given, {4 * len(trees.tokens)} needed"
-        violations.append(FieldViolation("trees.values", message))
+    return violations + _value_violations("trees.values", trees.values, len(trees.tokens))
+
+
+def _miscounted(name: str, count: int, needed: int) -> FieldViolation:
+    return FieldViolation(name, f"{count} entries given, {needed} needed")
+
+
+def _value_violations(name: str, data: bytes, nodes: int) -> list[FieldViolation]:
+    if len(data) != 4 * nodes:
+        return [FieldViolation(name, f"{len(data)} bytes given, {4 * nodes} needed")]
+    values = floats_from_bytes(data)
     # Whatever is no number is not in between either.
-    elif not (((values := floats_from_bytes(trees.values)) >= 0) & (values <= 1)).all():
-        violations.append(FieldViolation("trees.values", "numbers from 0 to 1 needed"))
-    return violations
+    return [] if ((values >= 0) & (values <= 1)).all() else [FieldViolation(name, "numbers from 0 to 1 needed")]
 
 
 def _successor(request: target_pb2.VerifyRequest) -> Successor:
@@ -110,8 +112,35 @@ def _successor(request: target_pb2.VerifyRequest) -> Successor:
         keys=[(request.incarnation, session_id) for session_id in trees.session_ids],
         epochs=list(trees.epochs),
         lengths=list(trees.lengths),
-        sent=succession_from_proto(trees),
+        trees=succession_from_proto(trees),
     )
+
+
+def unpack_addition(addition: target_pb2.TreeAddition, successor: Successor | None, last_step: int) -> Addition:
+    """Nodes for a successor.
+
+    Args:
+        addition: the message.
+        successor: the last batch on its stream; None where that follows nothing.
+        last_step: number of that batch.
+
+    Raises:
+        InvalidRequest: the successor is another one; columns of different lengths; values that are none.
+    """
+    nodes = len(addition.tokens)
+    counted = [
+        ("addition.node_counts", len(addition.node_counts), 0 if successor is None else len(successor.keys)),
+        ("addition.tokens", nodes, sum(addition.node_counts)),
+        ("addition.parents", len(addition.parents), nodes),
+    ]
+    violations = [_miscounted(name, count, needed) for name, count, needed in counted if count != needed]
+    if successor is None or addition.step != last_step:
+        message = f"{addition.step} given: only the last batch of a stream can be added to, if it follows a step"
+        violations.append(FieldViolation("addition.step", message))
+    violations += _value_violations("addition.values", addition.values, nodes)
+    if violations:
+        raise InvalidRequest(violations)
+    return addition_from_proto(addition)
 
 
 def _open_request(incarnation: int, opening: common_pb2.SessionOpen) -> OpenRequest:

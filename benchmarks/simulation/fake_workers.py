@@ -9,7 +9,7 @@ was busy says so in its record, and is charged to the worker, not to the coordin
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -22,7 +22,7 @@ from benchmarks.simulation.tree_grower import GrownRows, TreeGrower
 from grpc.aio import ServicerContext
 
 from outrider.coordinator.alarm import Alarm
-from outrider.succession import succession_from_proto
+from outrider.succession import addition_from_proto, extended, succession_from_proto
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 from outrider.wire import floats_to_bytes, split_by_counts, tokens_from_bytes
 
@@ -94,7 +94,8 @@ class DelayLine(Generic[T]):
         """What is due by now, without waiting."""
         now_ns = time.monotonic_ns()
         while self._items and self._items[0][0] <= now_ns:
-            yield self._items.popleft()[1]
+            self.arrived_ns, item = self._items.popleft()
+            yield item
 
 
 async def _fill(line: DelayLine[T], source: AsyncIterator[T]) -> None:
@@ -136,6 +137,8 @@ class FakeTarget(target_pb2_grpc.TargetServiceServicer):
         self._sessions: dict[int, tuple[int, int, int, int]] = {}
         """Session to its path's key, its epoch, its committed length and the one with which it ends."""
         self._last = LastStep()
+        self._additions: Sequence[target_pb2.TreeAddition] = ()
+        """To the batch that follows the last step."""
         self.traces: list[StepTrace] = []
 
     def add_to(self, server: grpc.aio.Server) -> None:
@@ -155,7 +158,14 @@ class FakeTarget(target_pb2_grpc.TargetServiceServicer):
         self, incoming: DelayLine[target_pb2.VerifyRequest], outgoing: DelayLine[target_pb2.VerifyResponse]
     ) -> None:
         ended_ns = 0
-        while (request := await incoming.get()) is not None:
+        came: deque[tuple[int, target_pb2.VerifyRequest | None]] = deque()
+        while True:
+            if not came:
+                request = await incoming.get()
+                came.append((incoming.arrived_ns, request))
+            arrived_ns, request = came.popleft()
+            if request is None:
+                return
             began_ns = time.monotonic_ns()
             for opening in request.opens:
                 prompt = tokens_from_bytes(opening.prompt)
@@ -167,7 +177,12 @@ class FakeTarget(target_pb2_grpc.TargetServiceServicer):
             if request.step:
                 response = await self._step(request, began_ns)
                 if request.trees.follows:
-                    response.ahead_ns = ended_ns - incoming.arrived_ns
+                    response.ahead_ns = ended_ns - arrived_ns
+                came.extend((incoming.arrived_ns, other) for other in incoming.arrived())
+                # What comes later changes nothing.
+                follower = request.step + 1
+                self._additions = [other.addition for _, other in came if other and other.addition.step == follower]
+                response.additions = len(self._additions)
                 outgoing.put(response)
                 ended_ns = time.monotonic_ns()
 
@@ -210,7 +225,10 @@ class FakeTarget(target_pb2_grpc.TargetServiceServicer):
     def _trees(self, trees: target_pb2.TreeBatch) -> list[Tree]:
         """What is verified of each session."""
         if trees.follows:
-            return self._last.trees(succession_from_proto(trees), trees.session_ids, trees.epochs)
+            sent = succession_from_proto(trees)
+            for addition in self._additions:
+                sent, _ = extended(sent, addition_from_proto(addition))
+            return self._last.trees(sent, trees.session_ids, trees.epochs)
         tokens, parents = list(trees.tokens), list(trees.parents)
         return [(tokens[span], parents[span]) for span in split_by_counts(trees.node_counts)]
 

@@ -8,6 +8,7 @@ The target takes batches one after the other, the next as soon as the one before
 import asyncio
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from benchmarks.simulation.last_step import LastStep, Outcome, Tree
@@ -28,11 +29,23 @@ from outrider.coordinator.messages import (
     VerifyResult,
 )
 from outrider.coordinator.successor import Successor
-from outrider.succession import NOTHING_EMITTED
+from outrider.succession import NOTHING_EMITTED, Addition
 
 
 def _after(delay_ns: float, what: Callable[[], None]) -> None:
     asyncio.get_running_loop().call_later(max(0.0, delay_ns) / 1e9, what)
+
+
+@dataclass(eq=False)
+class _Coming:
+    """A batch that follows the one before it; `ends_ns`: until when that runs, and additions change something."""
+
+    successor: Successor
+    openings: Sequence[SessionOpening]
+    future: "asyncio.Future[VerifyResult]"
+    additions: int = 0
+    ends_ns: int = 0
+    ahead_ns: int = 0
 
 
 class VirtualTarget:
@@ -52,26 +65,57 @@ class VirtualTarget:
         self._last = LastStep()
         self._prompts: dict[int, int] = {}
         """Session to the steps that its prompt still takes, oldest first."""
-        self._free_at_ns = 0
+        self._free_at_ns = self._latest_ns = 0
+        self._coming: _Coming | None = None
         self.busy_ns = self.steps = self.rows = 0
 
     def submit(
         self, trees: Sequence[TreeSubmission], *, openings: Sequence[SessionOpening] = ()
     ) -> "asyncio.Future[VerifyResult]":
         """A batch on its way; the future gives its verdicts."""
+        self._coming = None
         self._open(openings)
+        future: asyncio.Future[VerifyResult] = asyncio.get_running_loop().create_future()
         columns = [(tree.session_id, tree.epoch, tree.length) for tree in trees]
-        return self._run(columns, [(list(tree.tokens), list(tree.parents)) for tree in trees])
+        nodes = [(list(tree.tokens), list(tree.parents)) for tree in trees]
+        self._run(future, columns, nodes, comes_ns=clock.now_ns() + round(self._one_way_ns + self._pause_ns()))
+        return future
 
     def follow(
         self, successor: Successor, *, openings: Sequence[SessionOpening] = ()
     ) -> "asyncio.Future[VerifyResult]":
         """The same of one that follows the batch that is on its way."""
-        self._open(openings)
+        future: asyncio.Future[VerifyResult] = asyncio.get_running_loop().create_future()
+        coming = self._coming = _Coming(successor, openings, future)
+        self._latest_ns = max(self._latest_ns, clock.now_ns() + round(self._one_way_ns + self._pause_ns()))
+        _after(self._latest_ns - clock.now_ns(), lambda: self._arrive(coming))
+        return future
+
+    def extend(self, more: Addition) -> None:
+        """Adds nodes to that one."""
+        del more
+        coming = self._coming
+        assert coming is not None
+
+        def arrive() -> None:
+            if clock.now_ns() <= coming.ends_ns:
+                coming.additions += 1
+
+        # Behind that one, wherever both would come at once.
+        _after(max(self._latest_ns + 1 - clock.now_ns(), self._one_way_ns), arrive)
+
+    def _arrive(self, coming: "_Coming") -> None:
+        """It lies here until the step that it follows has ended."""
+        coming.ends_ns, coming.ahead_ns = self._free_at_ns, self._free_at_ns - clock.now_ns()
+        _after(coming.ahead_ns, lambda: self._begin(coming))
+
+    def _begin(self, coming: "_Coming") -> None:
+        self._open(coming.openings)
+        successor, coming.ends_ns = coming.successor, 0
         session_ids, epochs = successor.group.ids, successor.epochs
-        trees = self._last.trees(successor.succession, session_ids, epochs)
+        trees = self._last.trees(successor.grown(coming.additions), session_ids, epochs)
         columns = list(zip(session_ids, epochs, successor.lengths, strict=True))
-        return self._run(columns, trees, follows=True)
+        self._run(coming.future, columns, trees, comes_ns=clock.now_ns(), follows=coming)
 
     def _open(self, openings: Sequence[SessionOpening]) -> None:
         for opening in openings:
@@ -86,20 +130,24 @@ class VirtualTarget:
         return prompt[0]
 
     def _run(
-        self, columns: Sequence[tuple[int, int, int]], trees: Sequence[Tree], *, follows: bool = False
-    ) -> "asyncio.Future[VerifyResult]":
-        """A step of sessions (id, epoch, length) and their trees; whether it follows the one before."""
-        future: asyncio.Future[VerifyResult] = asyncio.get_running_loop().create_future()
+        self,
+        future: "asyncio.Future[VerifyResult]",
+        columns: Sequence[tuple[int, int, int]],
+        trees: Sequence[Tree],
+        *,
+        comes_ns: int,
+        follows: "_Coming | None" = None,
+    ) -> None:
+        """A step of sessions (id, epoch, length) and their trees; what it is if it follows the one before."""
         rows = len(trees) + sum(len(tokens) for tokens, _ in trees) + self._prefill()
         step_ns = round(self._settings.target_step_ns(rows=rows, sessions=len(trees)) * self._luck())
-        comes_ns = clock.now_ns() + round(self._one_way_ns + self._pause_ns())
-        ahead_ns = self._free_at_ns - comes_ns
         self._free_at_ns = max(comes_ns, self._free_at_ns) + step_ns
         self.busy_ns += step_ns
         self.steps += 1
         self.rows += rows
         counts = {column[0]: len(tree[0]) for column, tree in zip(columns, trees, strict=True)}
-        verdicts = [self._verdict(*column, tree, follows) for column, tree in zip(columns, trees, strict=True)]
+        is_next = follows is not None
+        verdicts = [self._verdict(*column, tree, is_next) for column, tree in zip(columns, trees, strict=True)]
         self._last.end()
         result = VerifyResult(
             step=self.steps,
@@ -107,16 +155,17 @@ class VirtualTarget:
             step_ns=step_ns,
             forward_ns=step_ns,
             step_tokens=rows,
-            verified=counts if follows else None,
-            ahead_ns=ahead_ns if follows else 0,
+            verified=counts if is_next else None,
+            ahead_ns=follows.ahead_ns if follows is not None else 0,
         )
 
         def answer() -> None:
+            coming = self._coming
+            additions = 0 if coming is None or coming is follows else coming.additions
             if not future.done():
-                future.set_result(result)
+                future.set_result(replace(result, additions=additions))
 
         _after(self._free_at_ns + self._one_way_ns - clock.now_ns(), answer)
-        return future
 
     def _prefill(self) -> int:
         """Rows of a prompt that this step has, the oldest one's; its session may emit in the step after its last."""

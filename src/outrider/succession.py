@@ -5,11 +5,13 @@ step for every outcome; which of it hangs below the tokens that were emitted is 
 ends and by the coordinator when it hears of it. Both find the same: what is compared are float32 as they travelled.
 
     nodes of a session:  0 the root of the step's tree | 1 .. m the nodes that the step verifies | m + 1 .. sent now
+
+What grows after it has been sent follows it in additions, for as long as the step runs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,6 +58,36 @@ class Succession:
     max_total_nodes: int
 
 
+class Addition(NamedTuple):
+    """Nodes more for a successor, n in all; columns as of `Succession`.
+
+    Attributes:
+        counts: [S]
+        tokens: [n]
+        parents: [n] numbered on from the session's nodes that were sent before.
+        values: float32 [n] no higher than those of parents that were sent before either.
+    """
+
+    counts: Ints
+    tokens: Ints
+    parents: Ints
+    values: npt.NDArray[np.float32]
+
+
+def extended(successor: Succession, more: Addition) -> tuple[Succession, Ints]:
+    """A successor with an addition; and [N + n] where each of its nodes stood: before these, and then among them."""
+    sessions = np.arange(len(successor.counts))
+    place = np.concatenate((sessions.repeat(successor.counts), sessions.repeat(more.counts)))
+    order = place.argsort(kind="stable")
+    return replace(
+        successor,
+        counts=successor.counts + more.counts,
+        tokens=np.concatenate((successor.tokens, more.tokens))[order],
+        parents=np.concatenate((successor.parents, more.parents))[order],
+        values=np.concatenate((successor.values, more.values))[order],
+    ), order
+
+
 def succession_from_proto(trees: target_pb2.TreeBatch) -> Succession:
     """A batch that follows a step, as sent: whoever knows the step adds which sessions are in it, and what of them."""
     sessions = len(trees.session_ids)
@@ -71,6 +103,16 @@ def succession_from_proto(trees: target_pb2.TreeBatch) -> Succession:
         max_nodes=np.array(trees.max_nodes, dtype=np.int64),
         max_depths=np.array(trees.max_depths, dtype=np.int64),
         max_total_nodes=trees.max_total_nodes,
+    )
+
+
+def addition_from_proto(addition: target_pb2.TreeAddition) -> Addition:
+    """An addition as sent."""
+    return Addition(
+        counts=np.array(addition.node_counts, dtype=np.int64),
+        tokens=np.array(addition.tokens, dtype=np.int64),
+        parents=np.array(addition.parents, dtype=np.int64),
+        values=floats_from_bytes(addition.values),
     )
 
 

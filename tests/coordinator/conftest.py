@@ -37,7 +37,7 @@ from outrider.coordinator.successor import Successor
 from outrider.coordinator.text_stream import TextStream
 from outrider.errors import WorkerUnavailable
 from outrider.sampling import SamplingSpec
-from outrider.succession import NOTHING_EMITTED
+from outrider.succession import NOTHING_EMITTED, Addition
 from outrider.v1 import registry_pb2
 
 VOCABULARY = 50
@@ -63,6 +63,8 @@ class FakeTarget:
     Attributes:
         batches: what was verified, also of batches that followed a step.
         successors: batches that followed one, as sent.
+        additions: to the last of them, while the step that it follows runs.
+        extended: additions that came in time.
         on_result: called when an answer is there, as a link does.
     """
 
@@ -73,6 +75,8 @@ class FakeTarget:
         self.closed: list[tuple[int, int]] = []
         self.batches: list[Sequence[TreeSubmission]] = []
         self.successors: list[Successor] = []
+        self.additions: list[Addition] = []
+        self.extended = 0
         self.defer_always = False
         self.fail_sessions: set[int] = set()
         self.fault_kind = FaultKind.LOST
@@ -89,6 +93,7 @@ class FakeTarget:
     ) -> "asyncio.Future[VerifyResult]":
         self.batches.append(trees)
         self._open(openings)
+        self.additions = []
         self._last = self._answered(self._step(trees))
         return self._last
 
@@ -117,9 +122,13 @@ class FakeTarget:
         self, successor: Successor, *, openings: Sequence[SessionOpening] = ()
     ) -> "asyncio.Future[VerifyResult]":
         self.successors.append(successor)
+        self.additions = []
         assert self._last is not None
         self._last = self._answered(self._next_step(successor, openings, self._last))
         return self._last
+
+    def extend(self, more: Addition) -> None:
+        self.additions.append(more)
 
     def _open(self, openings: Sequence[SessionOpening]) -> None:
         for opening in openings:
@@ -132,6 +141,7 @@ class FakeTarget:
         came_ns = clock.now_ns()
         ahead_ns = -1_000 if followed.done() else 0
         await asyncio.wait([followed])
+        additions = 0 if followed.exception() else followed.result().additions
         ahead_ns = ahead_ns or clock.now_ns() - came_ns
         self._open(openings)
         session_ids, epochs = successor.group.ids, successor.epochs
@@ -141,7 +151,7 @@ class FakeTarget:
                 session_ids,
                 epochs,
                 successor.lengths,
-                self._last_step.trees(successor.succession, session_ids, epochs),
+                self._last_step.trees(successor.grown(additions), session_ids, epochs),
                 strict=True,
             )
         ]
@@ -171,7 +181,17 @@ class FakeTarget:
             self._last_step.note(tree.session_id, tree.epoch, Outcome(tree.length, len(tree.tokens), *last))
         self._last_step.end()
         rows = 0 if self.defer_always else sum(1 + len(tree.tokens) for tree in trees)
-        return VerifyResult(step=len(self.batches), verdicts=verdicts, step_ns=1000, forward_ns=900, step_tokens=rows)
+        # Those of the batch that follows; of one that comes later none count.
+        additions, self.additions = len(self.additions), []
+        self.extended += additions
+        return VerifyResult(
+            step=len(self.batches),
+            verdicts=verdicts,
+            step_ns=1000,
+            forward_ns=900,
+            step_tokens=rows,
+            additions=additions,
+        )
 
     def _verdict(self, tree: TreeSubmission, *, deferred: bool) -> SessionVerdict:
         key = (tree.session_id, tree.epoch)

@@ -123,7 +123,10 @@ async def test_a_batch_is_held_until_the_step_before_is_about_to_end(ahead_bench
     rounds = [event async for event in generations[0] if isinstance(event, RoundRecord)]
     await asyncio.gather(*others)
     assert len(rounds) > 10
-    assert all(0.7 * STEP_S * 1e9 < each.held_ns < STEP_S * 1e9 for each in rounds[2:])
+    # Later and later, as what it needs becomes known.
+    held = [each.held_ns / 1e9 for each in rounds[2:]]
+    assert max(held) < STEP_S
+    assert max(held[-3:]) > 0.5 * STEP_S
     assert len(asked) < 4 * len(target.batches)
 
 
@@ -293,7 +296,8 @@ async def test_who_is_to_be_verified_alone_is(ahead_bench, expect_output, until,
     lane.suspects.add(suspect.session_id)
     sent = len(target.successors)
     await until(lambda: not suspect.probation)
-    assert len(target.successors) == sent
+    # When it is over, the next batch may be on its way at once.
+    assert len(target.successors) <= sent + 1
     await assert_outputs(requests, tasks, expect_output)
     alone = [batch for batch in target.batches if [tree.session_id for tree in batch] == [suspect.session_id]]
     assert len(alone) == 3
@@ -303,7 +307,7 @@ def test_few_are_late_and_none_lies_there_for_long():
     """Needed are 1 to 1.5 ms; a pause of the whole machine now and then is no reason to leave earlier for ever."""
     lead, aheads = Lead(), []
     for number in range(400):
-        lead_ns = lead.ns(step_ns=8e6, overhead_ns=5e5, grows=False)
+        lead_ns = lead.ns(step_ns=8e6, overhead_ns=5e5)
         needed_ns = 1e6 + 5e5 * (number * 7 % 11) / 10 if number % 60 else 3e7
         lead.observe(lead_ns, lead_ns - needed_ns)
         if number >= 100 and number % 60:
@@ -318,9 +322,21 @@ def test_a_lead_that_was_none_becomes_one():
     for _ in range(50):
         lead.observe(1e6, 1e6)
     for _ in range(50):
-        lead_ns = lead.ns(step_ns=8e6, overhead_ns=0.0, grows=False)
+        lead_ns = lead.ns(step_ns=8e6, overhead_ns=0.0)
         lead.observe(lead_ns, lead_ns - 2e6)
-    assert lead.ns(step_ns=8e6, overhead_ns=0.0, grows=False) > 1.9e6
+    assert lead.ns(step_ns=8e6, overhead_ns=0.0) > 1.9e6
+
+
+async def test_results_that_come_sooner_than_expected_make_batches_leave_sooner(ahead_bench, expect_output, make_request):
+    """A lead that became too short, and a cost model that overrates steps, would else keep each other as they are."""
+    lane = ahead_bench.lane
+    lane.lead.observe(1e5, 9e6)
+    requests = [make_request(sampling=SamplingSpec(max_new_tokens=60))]
+    lane.cost.observe(1, 12e6)
+    tasks = start(ahead_bench, requests)
+    await assert_outputs(requests, tasks, expect_output)
+    followed = len(ahead_bench.target.successors)
+    assert followed > len(ahead_bench.target.batches) / 2
 
 
 def test_rounds_keep_to_the_way_that_is_named():
@@ -343,14 +359,6 @@ def test_a_timing_that_cannot_be_is_refused(options: dict[str, Any], message: st
         CoordinatorConfig(**options)
 
 
-def test_where_trees_grow_it_leaves_later():
-    lead = Lead()
-    for number in range(100):
-        lead.observe(2e6, 1e6 if number % 2 else 5e5)
-    early, late = (lead.ns(step_ns=8e6, overhead_ns=0.0, grows=grows) for grows in (False, True))
-    assert 1.25e6 < late < early
-
-
 def test_of_a_successor_the_end_is_known_by_the_result_before():
     """It lay at the target then: when it was sent, and what plain batches need for their way, say nothing of it."""
     nothing: Any = None
@@ -360,9 +368,9 @@ def test_of_a_successor_the_end_is_known_by_the_result_before():
     flight: Any = SimpleNamespace(submitted_ns=9_500_000, rows=1, successor=object())
     lane.flights.append(flight)
     lane.pace.overhead_ns = 3e6
-    assert lane._expected_result_ns(4e6) == 14e6
+    assert lane._expected_result_ns(flight, 4e6) == 14e6
     flight.successor = None
-    assert lane._expected_result_ns(4e6) == 16.5e6
+    assert lane._expected_result_ns(flight, 4e6) == 16.5e6
 
 
 async def test_a_batch_that_is_held_sleeps_through_growth_and_wakes_for_the_result():

@@ -3,6 +3,7 @@ import random
 import numpy as np
 import pytest
 
+from outrider.coordinator.choice_kernels import rising
 from outrider.coordinator.cost_model import StepCost
 
 
@@ -44,6 +45,34 @@ def test_one_outlier_is_bounded():
     assert cost.predict_ns(8) < 1.3e6
 
 
+def test_a_slow_first_step_says_nothing_of_larger_ones():
+    """Pages, kernels and clocks come with the first steps, which are small."""
+    cost = StepCost()
+    cost.observe(16, 130e6)
+    for number in range(100):
+        cost.observe(160 + number % 40, 10e6)
+    assert cost.predict_ns(180) == pytest.approx(10e6, rel=0.1)
+    assert cost.predict_ns(300) < 20e6
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_levels_that_fall_are_pooled(seed):
+    chance = random.Random(seed)
+    levels = np.array([chance.uniform(0, 10) for _ in range(12)])
+    weights = np.array([chance.uniform(0.1, 5) for _ in range(12)])
+    found = rising(levels, weights)
+    assert (np.diff(found) >= 0).all()
+
+    def distance(other: np.ndarray) -> float:
+        return float(weights @ (levels - other) ** 2)
+
+    # No other that never falls comes nearer.
+    for _ in range(200):
+        other = np.maximum.accumulate(found + np.array([chance.gauss(0, 0.3) for _ in levels]))
+        assert distance(found) <= distance(other)
+    assert rising(found, weights).tolist() == pytest.approx(found.tolist())
+
+
 def test_nonsense_is_not_learned():
     cost = StepCost(base_ns=7.0)
     cost.observe(0, 5.0)
@@ -59,7 +88,8 @@ def test_bad_luck_with_one_size_is_forgotten():
             cost.observe(rows, 4e6 + 5e4 * rows)
     for _ in range(5):
         cost.observe(4, 12e6)
-    assert cost.predict_ns(4) > 7e6
+    # Larger steps have shown better times, far more often.
+    assert 4.5e6 < cost.predict_ns(4) < 7e6
     for _ in range(800):
         for rows in (1, 8, 24):
             cost.observe(rows, 4e6 + 5e4 * rows)

@@ -249,7 +249,7 @@ def ahead(stream: StreamSteps, number: int, *, follows: int) -> Batch:
     sent = succession_from_proto(
         target_pb2.TreeBatch(session_ids=[number], node_counts=[0], max_nodes=[1], max_depths=[1], max_total_nodes=1)
     )
-    successor = Successor(follows=follows, keys=[(1, number)], epochs=[1], lengths=[1], sent=sent)
+    successor = Successor(follows=follows, keys=[(1, number)], epochs=[1], lengths=[1], trees=sent)
     return Batch(successor=successor, step=follows + 1, stream=stream)
 
 

@@ -30,7 +30,7 @@ def successor(*sessions: tuple[int, int, Nodes], follows: int = 1, epoch: int = 
         keys=[(1, number) for number, _, _ in sessions],
         epochs=[epoch] * len(sessions),
         lengths=[length for _, length, _ in sessions],
-        sent=succession_from_proto(batch(follows, *sessions)),
+        trees=succession_from_proto(batch(follows, *sessions)),
     )
 
 
