@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from benchmarks.end_bench import report
-from benchmarks.end_bench.cells import Cell, Service, cells_of, services_of
-from benchmarks.end_bench.checkpoints import widen_pair
+from benchmarks.end_bench.cells import Cell, Service, Setup, cells_of, services_of
+from benchmarks.end_bench.checkpoints import narrow_target, widen_pair
 from benchmarks.end_bench.driving import Drivers, Load, Rule
 from benchmarks.end_bench.figures import CellFigures, as_dicts
 from benchmarks.end_bench.options import parse, plan_of, prompts_of, service_options
@@ -118,6 +118,10 @@ def measure(run: Run, console: Console) -> None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.scratch)))
             target, draft = widen_pair(arguments.shapes, folder)
             say("the pair is written")
+        if draft is not None and Setup.IMITATED in arguments.setups:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.scratch)))
+            target = narrow_target(draft, folder / "target")
+            say("the imitated target is written")
         options = service_options(arguments, target, draft, most_s=run.left_s)
         services = stack.enter_context(Services(options, services_of(cells), say, log_folder=arguments.output))
         bench = Bench(
