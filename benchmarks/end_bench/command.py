@@ -122,8 +122,9 @@ def measure(run: Run, console: Console) -> None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.scratch)))
             target = narrow_target(draft, folder / "target")
             say("the imitated target is written")
-        options = service_options(arguments, target, draft, most_s=run.left_s)
-        services = stack.enter_context(Services(options, services_of(cells), say, log_folder=arguments.output))
+        wanted = services_of(cells)
+        options = service_options(arguments, target, draft, coordinators=len(wanted), most_s=run.left_s)
+        services = stack.enter_context(Services(options, wanted, say, log_folder=arguments.output))
         bench = Bench(
             services=services,
             drivers=stack.enter_context(Drivers(processes=arguments.clients)),
@@ -228,7 +229,8 @@ def _totals(endpoint: str) -> generation_pb2.ServerInfo:
 
 def _title(found: dict[str, Any]) -> str:
     settings = found["settings"]
-    pair = " and ".join(settings["shapes"] or [str(settings["target"] or "the embedded target"), "its draft"])
+    target = "an imitated target" if Setup.IMITATED in settings["setups"] else settings["target"]
+    pair = " and ".join(settings["shapes"] or [str(target or "the embedded target"), "its draft"])
     gpus = found["machine"].get("gpus")
     where = f"{len(gpus)} x {gpus[0]}" if gpus else f"{found['machine']['cores']} cores"
     return f"{pair}, {where}"

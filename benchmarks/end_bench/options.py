@@ -35,11 +35,12 @@ def prompts_of(length: int | None, target: Path | None) -> list[list[int]]:
 
 
 def service_options(
-    arguments: argparse.Namespace, target: Path | None, draft: Path | None, *, most_s: float
+    arguments: argparse.Namespace, target: Path | None, draft: Path | None, *, coordinators: int, most_s: float
 ) -> ServiceOptions:
     """How the roles are started, which may take no longer than `most_s`."""
     most = max(*arguments.sessions, *arguments.rtt_sessions)
-    worker_args = ["--max-num-seqs", str(most)]
+    # Each coordinator leaves a worker's last places to the others, one for each of them.
+    worker_args = ["--max-num-seqs", str(most + coordinators - 1)]
     if arguments.dtype is not None:
         worker_args += ["--dtype", arguments.dtype]
     if arguments.kv_bytes is not None:

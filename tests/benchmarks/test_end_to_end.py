@@ -85,9 +85,12 @@ def test_the_command_line_fills_in_what_a_device_can_do():
     on_gpu = parse(["--device", "cuda", "--temperatures", "0", "1"])
     assert plan_of(on_gpu).setups == [Setup.APART, Setup.SHARED, Setup.REPLICAS]
     assert plan_of(on_gpu).baselines_at == [0, 1]
-    options = service_options(parse(["--sessions", "1", "8", "--dtype", "float32"]), None, None, most_s=7)
+    options = service_options(
+        parse(["--sessions", "1", "8", "--dtype", "float32"]), None, None, coordinators=3, most_s=7
+    )
     assert options.start_timeout_s == 7
-    assert options.worker_args == ["--max-num-seqs", "8", "--dtype", "float32"]
+    # Eight sessions of one coordinator, and a place that it leaves to each of the others.
+    assert options.worker_args == ["--max-num-seqs", "10", "--dtype", "float32"]
     with pytest.raises(SystemExit):
         parse(["--target", "somewhere"])
 
@@ -96,7 +99,7 @@ def test_an_imitated_target_is_the_embedded_one_on_a_gpu_and_alone():
     given = ["--device", "cuda", "--setups", "imitated target", "--draft", "somewhere"]
     arguments = parse(given)
     assert plan_of(arguments).setups == [Setup.IMITATED]
-    assert service_options(arguments, None, Path("somewhere"), most_s=7).step_times == StepTimes()
+    assert service_options(arguments, None, None, coordinators=1, most_s=7).step_times == StepTimes()
     changed = parse([*given, "--step-rows-ms", "1:2", "9:2.5", "--step-session-us", "7"]).step_times
     assert (changed.rows_ms, changed.session_us) == ([(1, 2.0), (9, 2.5)], 7)
     for more in (["--target", "elsewhere"], ["--device", "cpu"], ["--setups", "apart", "imitated target"],
