@@ -8,7 +8,8 @@
 
 The role processes are those of a plain deployment, on loopback, each on the GPU of its place; sessions go through the
 public door, and each begins its next request when one ends. Every worker is started once and serves all cells. Beside
-target and draft on a GPU each there are target and draft on one and the same GPU, and two targets without a draft.
+target and draft on a GPU each there are target and draft on one and the same GPU, two targets without a draft, and the
+draft beside an imitated target on one GPU (benchmarks/end_bench/imitated_target.py).
 benchmarks/end_bench/figures.py says what each figure means.
 """
 

@@ -1,14 +1,15 @@
 #!/bin/sh
 # What needs GPUs, in one go: the tests marked gpu and the tables of docs/, each with a time limit and a file of its own.
 #
-#   sh benchmarks/gpu.sh FOLDER [tests] [ranks] [steps] [draft] [one-graph] [eagle] [sources] [end-to-end] [replicas] [round-trips] [ways] [one-gpu]
+#   sh benchmarks/gpu.sh FOLDER [tests] [ranks] [steps] [draft] [one-graph] [eagle] [sources] [end-to-end] [replicas] [round-trips] [ways] [one-gpu] [imitated]
 #
 # Without names everything, about twenty-five minutes on two GPUs; with one GPU leave out ranks, end-to-end, replicas,
-# round-trips and ways. sources puts both models on that GPU then, as one-gpu does in any case.
+# round-trips and ways. sources puts both models on that GPU then, as one-gpu does in any case. Only by name: imitated,
+# the draft on one GPU beside an imitation of the target's, with which ways of timing rounds, and commits, are compared.
 # FOLDER gets the reports. A GPU that measures should do nothing else; CUDA_VISIBLE_DEVICES picks it. PYTHON names another
 # interpreter, CHECKPOINTS where widened checkpoints are kept (20 GB; default FOLDER/checkpoints).
 set -u
-[ $# -ge 1 ] || { sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,10s/^# \{0,1\}//p' "$0"; exit 2; }
 mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 1
 shift
 [ $# -gt 0 ] || set -- tests ranks steps draft one-graph eagle sources end-to-end replicas round-trips ways one-gpu
@@ -42,14 +43,19 @@ widened() {
         "$python" -m outrider.cli widen "$1" "$2" "$checkpoints/$1-$2" --check none
 }
 
-# end_to_end NAME SECONDS OPTION...: the widened pair through the whole service, each role on three cores that never sleep
+# end_to_end NAME SECONDS OPTION...: the widened pair through the whole service
 end_to_end() {
     widened target 8b
+    with_draft "$@" --target "$checkpoints/target-8b"
+}
+
+# with_draft NAME SECONDS OPTION...: the widened draft and a target, each role on three cores that never sleep
+with_draft() {
     widened draft 160m
     report=$1 seconds=$2 awake="--keep-cores-awake 3"
     shift 2
-    part $((seconds + 90)) "$report" "$python" benchmarks/end_to_end.py --device cuda --target "$checkpoints/target-8b" \
-        --draft "$checkpoints/draft-160m" --prompt-tokens 1024 --max-new-tokens 768 --warm-up 0.9 --prepare 1.0 --measure 2 \
+    part $((seconds + 90)) "$report" "$python" benchmarks/end_to_end.py --device cuda --draft "$checkpoints/draft-160m" \
+        --prompt-tokens 1024 --max-new-tokens 768 --warm-up 0.9 --prepare 1.0 --measure 2 \
         --scale-to 3.5 --kv-bytes 32000000000 --time-limit "$seconds" --draft-args="--kv-bytes 12000000000 $awake" \
         --target-args="$awake" --coordinator-args="$awake" --output "$out/$report" "$@"
 }
@@ -107,8 +113,12 @@ for name in "$@"; do
         ways) end_to_end ways 280 --setups apart --sessions 1 16 64 --temperatures 1 0 --rounds ahead never-wait wait \
             --prepare 2.5 --coordinator-args="--keep-cores-awake 2" ;;
         one-gpu) side_by_side end_to_end one_gpu 150 --gpus 1 --setups shared --sessions 1 16 64 --temperatures 0 1 ;;
+        # KV of as many tokens as 32 GB hold of the 8B shape's.
+        imitated) side_by_side with_draft imitated 200 --gpus 1 --setups "imitated target" --sessions 1 16 --temperatures 0 1 \
+            --modes off async --rounds ahead never-wait --prepare 2.5 --coordinator-args="--keep-cores-awake 2" \
+            --target-args="--kv-bytes 625000000 --keep-cores-awake 3" ;;
         sources) if [ "$(nvidia-smi -L | wc -l)" -gt 1 ]; then sources 2; else side_by_side sources 1; fi ;;
-        *) echo "$name is none of tests, ranks, steps, draft, one-graph, eagle, sources, end-to-end, replicas, round-trips, ways, one-gpu" >&2; exit 2 ;;
+        *) echo "$name is none of tests, ranks, steps, draft, one-graph, eagle, sources, end-to-end, replicas, round-trips, ways, one-gpu, imitated" >&2; exit 2 ;;
     esac
 done
 exit $failed

@@ -26,11 +26,18 @@ class Setup(StrEnum):
     """As apart, with a round trip added between draft and coordinator."""
     FAR_TARGET = "far target"
     """As apart, with a round trip added between target and coordinator."""
+    IMITATED = "imitated target"
+    """The draft and, on the same GPU, a small target whose steps take what a larger one's take on a GPU of its own: an
+    imitation, with which ways of timing rounds, and commits, are compared. It is no measurement of two GPUs."""
 
     @property
     def is_far(self) -> bool:
         """Whether a link is delayed."""
         return self in {Setup.FAR_DRAFT, Setup.FAR_TARGET}
+
+
+BASES = (Setup.APART, Setup.SHARED, Setup.IMITATED)
+"""Those whose `off` others may be compared with: the first of them that is asked for."""
 
 
 class Service(NamedTuple):
@@ -87,7 +94,7 @@ class Cell:
     def _wanted_gpus(self) -> int:
         if self.setup is Setup.THREE_TARGETS:
             return 4
-        if self.setup is Setup.SHARED or (self.mode == "off" and self.setup is not Setup.REPLICAS):
+        if self.setup in {Setup.SHARED, Setup.IMITATED} or (self.mode == "off" and self.setup is not Setup.REPLICAS):
             return 1
         return 2
 
@@ -149,7 +156,7 @@ def cells_of(plan: Plan) -> list[Cell]:
 
 
 def _compared(plan: Plan) -> Iterator[Cell]:
-    base = next((setup for setup in (Setup.APART, Setup.SHARED) if setup in plan.setups), None)
+    base = next((setup for setup in BASES if setup in plan.setups), None)
     if base is None:
         return
     modes = sorted(plan.modes, key=_FIRST_MODES.index)

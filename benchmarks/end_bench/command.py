@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from benchmarks.end_bench import report
-from benchmarks.end_bench.cells import Cell, Service, cells_of, services_of
-from benchmarks.end_bench.checkpoints import widen_pair
+from benchmarks.end_bench.cells import Cell, Service, Setup, cells_of, services_of
+from benchmarks.end_bench.checkpoints import narrow_target, widen_pair
 from benchmarks.end_bench.driving import Drivers, Load, Rule
 from benchmarks.end_bench.figures import CellFigures, as_dicts
 from benchmarks.end_bench.options import parse, plan_of, prompts_of, service_options
@@ -118,8 +118,13 @@ def measure(run: Run, console: Console) -> None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.scratch)))
             target, draft = widen_pair(arguments.shapes, folder)
             say("the pair is written")
-        options = service_options(arguments, target, draft, most_s=run.left_s)
-        services = stack.enter_context(Services(options, services_of(cells), say, log_folder=arguments.output))
+        if draft is not None and Setup.IMITATED in arguments.setups:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.scratch)))
+            target = narrow_target(draft, folder / "target")
+            say("the imitated target is written")
+        wanted = services_of(cells)
+        options = service_options(arguments, target, draft, coordinators=len(wanted), most_s=run.left_s)
+        services = stack.enter_context(Services(options, wanted, say, log_folder=arguments.output))
         bench = Bench(
             services=services,
             drivers=stack.enter_context(Drivers(processes=arguments.clients)),
@@ -224,7 +229,8 @@ def _totals(endpoint: str) -> generation_pb2.ServerInfo:
 
 def _title(found: dict[str, Any]) -> str:
     settings = found["settings"]
-    pair = " and ".join(settings["shapes"] or [str(settings["target"] or "the embedded target"), "its draft"])
+    target = "an imitated target" if Setup.IMITATED in settings["setups"] else settings["target"]
+    pair = " and ".join(settings["shapes"] or [str(target or "the embedded target"), "its draft"])
     gpus = found["machine"].get("gpus")
     where = f"{len(gpus)} x {gpus[0]}" if gpus else f"{found['machine']['cores']} cores"
     return f"{pair}, {where}"

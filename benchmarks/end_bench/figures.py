@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.end_bench.cells import Cell, Setup
+from benchmarks.end_bench.cells import BASES, Cell
 from benchmarks.end_bench.driving import Driven, Round
 
 from outrider.v1 import common_pb2, generation_pb2, registry_pb2
@@ -170,7 +170,7 @@ def speedups(cells: Sequence[CellFigures]) -> list[float | None]:
     plain = {
         (one.cell.turn, one.cell.sessions, one.cell.temperature): one.tokens_per_s
         for one in cells
-        if one.cell.mode == "off" and one.cell.setup in {Setup.APART, Setup.SHARED}
+        if one.cell.mode == "off" and one.cell.setup in BASES
     }
     rates = [plain.get((one.cell.turn, one.cell.sessions, one.cell.temperature)) for one in cells]
     return [one.tokens_per_s / rate if rate else None for one, rate in zip(cells, rates, strict=True)]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
 from benchmarks.end_bench.cells import Service, Setup
 from benchmarks.end_bench.relay import Relay
+from benchmarks.end_bench.step_times import StepTimes
 
 from outrider.client import Client
 from outrider.errors import WorkerUnavailable
@@ -21,6 +23,7 @@ _LOOPBACK = "127.0.0.1"
 # Another name of this machine: a worker that is advertised under it is dialled through the relay there.
 _RELAYED = "127.0.0.2"
 _POLL_S = 0.05
+_IN_IMITATED_TARGET = Path(__file__).resolve().parent / "in_imitated_target"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,21 +35,24 @@ class Place:
         gpu: it runs on.
         setups: it serves.
         is_far: whether it is reached through a relay.
+        is_imitated: whether its steps take what a larger model's do.
     """
 
     role: str
     gpu: int
     setups: frozenset[Setup]
     is_far: bool = False
+    is_imitated: bool = False
 
 
 PLACES = {
-    "target-0": Place(role="target", gpu=0, setups=frozenset(Setup) - {Setup.FAR_TARGET}),
+    "target-0": Place(role="target", gpu=0, setups=frozenset(Setup) - {Setup.FAR_TARGET, Setup.IMITATED}),
     "target-1": Place(role="target", gpu=1, setups=frozenset({Setup.REPLICAS, Setup.THREE_TARGETS})),
     "target-2": Place(role="target", gpu=2, setups=frozenset({Setup.THREE_TARGETS})),
+    "target-imitated": Place(role="target", gpu=0, setups=frozenset({Setup.IMITATED}), is_imitated=True),
     "target-far": Place(role="target", gpu=0, setups=frozenset({Setup.FAR_TARGET}), is_far=True),
     "draft-1": Place(role="draft", gpu=1, setups=frozenset({Setup.APART})),
-    "draft-0": Place(role="draft", gpu=0, setups=frozenset({Setup.SHARED})),
+    "draft-0": Place(role="draft", gpu=0, setups=frozenset({Setup.SHARED, Setup.IMITATED})),
     "draft-3": Place(role="draft", gpu=3, setups=frozenset({Setup.THREE_TARGETS})),
     "draft-far": Place(role="draft", gpu=1, setups=frozenset({Setup.FAR_DRAFT}), is_far=True),
     "draft-near": Place(role="draft", gpu=1, setups=frozenset({Setup.FAR_TARGET})),
@@ -63,6 +69,7 @@ class ServiceOptions:
         gpus: that there are; workers of further ones share the last.
         worker_args: of both kinds of workers.
         target_args, draft_args, coordinator_args: further ones.
+        step_times: of the imitated target.
         start_timeout_s: until all of them serve.
     """
 
@@ -74,6 +81,7 @@ class ServiceOptions:
     target_args: Sequence[str] = ()
     draft_args: Sequence[str] = ()
     coordinator_args: Sequence[str] = ()
+    step_times: StepTimes = field(default_factory=StepTimes)
     start_timeout_s: float = 180.0
 
 
@@ -179,6 +187,8 @@ class Services:
             self._relays |= {service.setup: relay for service in served}
             arguments += ["--host", _LOOPBACK, "--port", str(port), "--advertised-host", _RELAYED]
         environment = {"CUDA_VISIBLE_DEVICES": str(min(place.gpu, options.gpus - 1))} if on_gpu else {}
+        if place.is_imitated:
+            environment |= _imitating(options.step_times)
         self._roles[name] = RoleProcess(
             name,
             f"{place.role}-worker",
@@ -198,6 +208,13 @@ class Services:
                 if time.monotonic() > deadline:
                     raise WorkerUnavailable(f"{serving} of {count} workers serve at {endpoint} in time")
                 time.sleep(_POLL_S)
+
+
+def _imitating(times: StepTimes) -> dict[str, str]:
+    """What has a worker imitate: see in_imitated_target/sitecustomize.py."""
+    root = Path(__file__).resolve().parents[2]
+    paths = [str(_IN_IMITATED_TARGET), str(root / "src"), str(root), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OUTRIDER_IMITATED_STEP_TIMES": str(times)}
 
 
 def _model(folder: Path | None) -> list[str]:

@@ -23,6 +23,7 @@ from benchmarks.end_bench.options import parse, plan_of, prompts_of, service_opt
 from benchmarks.end_bench.plots import draw
 from benchmarks.end_bench.relay import Relay
 from benchmarks.end_bench.services import PLACES
+from benchmarks.end_bench.step_times import StepTimes
 
 from outrider.errors import Overloaded, WorkerUnavailable
 from outrider.v1 import generation_pb2, registry_pb2
@@ -61,6 +62,12 @@ def test_cells_are_those_asked_for_and_what_they_are_compared_with_comes_first()
         (Setup.SHARED, "off", 1),
         (Setup.SHARED, "async", 1),
     ]
+    imitated = cells_of(plan(setups=[Setup.IMITATED], baselines_at=[0.0], round_timings=["ahead"]))
+    assert [(cell.setup, cell.mode, cell.round_timing, cell.gpus) for cell in imitated] == [
+        (Setup.IMITATED, "off", "learned", 1),
+        (Setup.IMITATED, "async", "learned", 1),
+        (Setup.IMITATED, "async", "ahead", 1),
+    ]
     assert len(cells_of(plan(sessions=[1, 1]))) == 2
     timed = cells_of(plan(round_timings=["ahead", "wait"]))
     assert [(cell.mode, cell.round_timing) for cell in timed] == [
@@ -78,11 +85,27 @@ def test_the_command_line_fills_in_what_a_device_can_do():
     on_gpu = parse(["--device", "cuda", "--temperatures", "0", "1"])
     assert plan_of(on_gpu).setups == [Setup.APART, Setup.SHARED, Setup.REPLICAS]
     assert plan_of(on_gpu).baselines_at == [0, 1]
-    options = service_options(parse(["--sessions", "1", "8", "--dtype", "float32"]), None, None, most_s=7)
+    options = service_options(
+        parse(["--sessions", "1", "8", "--dtype", "float32"]), None, None, coordinators=3, most_s=7
+    )
     assert options.start_timeout_s == 7
-    assert options.worker_args == ["--max-num-seqs", "8", "--dtype", "float32"]
+    # Eight sessions of one coordinator, and a place that it leaves to each of the others.
+    assert options.worker_args == ["--max-num-seqs", "10", "--dtype", "float32"]
     with pytest.raises(SystemExit):
         parse(["--target", "somewhere"])
+
+
+def test_an_imitated_target_is_the_embedded_one_on_a_gpu_and_alone():
+    given = ["--device", "cuda", "--setups", "imitated target", "--draft", "somewhere"]
+    arguments = parse(given)
+    assert plan_of(arguments).setups == [Setup.IMITATED]
+    assert service_options(arguments, None, None, coordinators=1, most_s=7).step_times == StepTimes()
+    changed = parse([*given, "--step-rows-ms", "1:2", "9:2.5", "--step-session-us", "7"]).step_times
+    assert (changed.rows_ms, changed.session_us) == ([(1, 2.0), (9, 2.5)], 7)
+    for more in (["--target", "elsewhere"], ["--device", "cpu"], ["--setups", "apart", "imitated target"],
+                 ["--step-rows-ms", "9:1", "1:2"]):  # fmt: skip
+        with pytest.raises(SystemExit):
+            parse([*given, *more])
 
 
 def test_every_setup_has_its_workers_and_the_far_one_alone_is_relayed():
@@ -93,7 +116,8 @@ def test_every_setup_has_its_workers_and_the_far_one_alone_is_relayed():
         assert len(targets) == Cell(setup=setup, mode="async", temperature=0, sessions=1).targets
         assert len(served) - len(targets) == (setup is not Setup.REPLICAS)
         gpus = [place.gpu for place in served]
-        assert len(set(gpus)) == (1 if setup is Setup.SHARED else len(gpus))
+        assert len(set(gpus)) == (1 if setup in {Setup.SHARED, Setup.IMITATED} else len(gpus))
+        assert [place.role for place in served if place.is_imitated] == ["target"] * (setup is Setup.IMITATED)
         found[setup] = [place.role for place in served if place.is_far]
     far = {setup: roles for setup, roles in found.items() if roles}
     assert far == {Setup.FAR_DRAFT: ["draft"], Setup.FAR_TARGET: ["target"]}
