@@ -34,6 +34,52 @@ def predict_steps(rungs: Any, slope: float, rows: Any) -> Any:
 
 
 @compiled
+def hoped_levels(  # noqa: PLR0917
+    middles: Any, rows: Any, step_ns: Any, weight: Any, known: float, prior_slope: float, prior_spread: float
+) -> Any:
+    """[R] what steps of each rung's middle would take if the rungs below it went on in a line.
+
+    No more than the next one that is known does. Of the first ones, below which nothing was measured, the time of the
+    first that was.
+
+    Args:
+        middles: float64 [R] rows.
+        rows: float64 [R] mean of those measured.
+        step_ns: float64 [R] mean of their times.
+        weight: float64 [R] measurements.
+        known: so many of them make a rung known.
+        prior_slope: of the line's slope as a share of its mean, a row: expected before anything is known,
+        prior_spread: and worth this much spread of rows (squared, summed over steps).
+    """
+    found = np.empty(len(middles))
+    steps, sum_rows, sum_ns, sum_square, sum_product = 0.0, 0.0, 0.0, 0.0, 0.0
+    first = 0
+    while first < len(middles) - 1 and not weight[first]:
+        first += 1
+    for place in range(len(middles)):
+        if place <= first:
+            found[place] = step_ns[first]
+        else:
+            mean_rows, mean_ns = sum_rows / steps, sum_ns / steps
+            spread = max(sum_square - steps * mean_rows * mean_rows, 0.0)
+            covariance = sum_product - steps * mean_rows * mean_ns
+            slope = (covariance + prior_spread * prior_slope * mean_ns) / (spread + prior_spread)
+            found[place] = mean_ns + max(slope, 0.0) * (middles[place] - mean_rows)
+        own = weight[place]
+        steps += own
+        sum_rows += own * rows[place]
+        sum_ns += own * step_ns[place]
+        sum_square += own * rows[place] * rows[place]
+        sum_product += own * rows[place] * step_ns[place]
+    most = np.inf
+    for place in range(len(middles) - 1, -1, -1):
+        if weight[place] >= known:
+            most = min(most, step_ns[place])
+        found[place] = min(found[place], most)
+    return found
+
+
+@compiled
 def rising(levels: Any, weights: Any) -> Any:
     """[R] what comes nearest to these levels and never falls, by weighted squares: neighbours that fall are pooled.
 

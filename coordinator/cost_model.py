@@ -7,9 +7,10 @@ staircase and that of the line for a line.
 
     T(n) = level(rung of n) + rise * (n - middle of the rung)
 
-A rung that was measured lately is believed. One that was not falls back to a straight line through all rungs, so that a
-size that once had bad luck is not avoided for ever; and that line, where too few sizes have been seen to tell, rises by
-as little as a memory-bound step's does. Such a hope is corrected by the first step that follows it, while a fear would
+A rung that was measured lately is believed. Any other is hoped to go on in the line of those below it, as far as the
+next one above that is known, so that a size that once had bad luck is not avoided for ever, and that prompts, which are
+hundreds of rows, say nothing of what a few more would cost. That line, where too few sizes have been seen to tell, rises
+by as little as a memory-bound step's does. Such a hope is corrected by the first step that follows it, while a fear would
 never be: steps so large would not come. T never falls with n, because a larger step never costs less, and noise would
 otherwise make the scheduler chase it: where rungs' levels fall, they are pooled by what each is worth, so that a slow
 first step of a few rows does not make all larger ones look as slow.
@@ -21,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.compiled import IS_COMPILED
-from outrider.coordinator.choice_kernels import predict_steps, rising
+from outrider.coordinator.choice_kernels import hoped_levels, predict_steps, rising
 
 # The rungs of engine/buckets.py, and beyond the largest captured one as many more.
 EDGES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 72, 96, 128, 160, 192, 256, 320, 384, 512, 768, 1024, 2048, 4096, 8192)
@@ -33,8 +34,12 @@ _NEWEST = 0.1
 _LINE_WEIGHT = 2.0
 # The prior's slope is worth this much spread of sizes (rows squared, summed over steps).
 _PRIOR_SPREAD = 64.0
+# Sizes up to which so many of all steps are: prompts are no usual ones.
+_USUAL = 0.9
 # A rung that was measured less than this, by now, counts as unknown.
 _KNOWN_WEIGHT = 0.5
+# Of a size that was hardly seen, how many times what was expected a step counts at most.
+_MOST_UNEXPECTED = 4.0
 # Beside noise, and what else than its rows a step's time follows from.
 _MOST_OF_LARGER = 1.5
 # What a rung without measurements is worth beside those that have some.
@@ -73,9 +78,12 @@ class StepCost:
         self._weight *= _FORGET
         place = self._place(rows)
         weight = float(self._weight[place])
-        # A step of several times the mean met something else (a page fault, a neighbour): it counts, but bounded.
+        # A step of several times what is expected met something else (a page fault, a neighbour, a kernel that had to be
+        # compiled): it counts, but bounded.
         if weight > 2:
             step_ns = min(step_ns, 2 * float(self._step_ns[place]))
+        elif self._weight.sum() > 2:
+            step_ns = min(step_ns, _MOST_UNEXPECTED * self.predict_ns(rows))
         rows_off, ns_off = rows - float(self._rows[place]), step_ns - float(self._step_ns[place])
         share = max(_NEWEST, 1 / (weight + 1))
         self._inner_spread *= _FORGET
@@ -96,19 +104,15 @@ class StepCost:
 
     def _fit(self) -> None:
         weight = self._weight
-        total = float(weight.sum())
-        mean_rows, mean_ns = float(weight @ self._rows) / total, float(weight @ self._step_ns) / total
-        off = self._rows - mean_rows
         base_ns, row_ns = self._prior
-        prior_slope = mean_ns * row_ns / base_ns
-        spread = float(weight @ (off * off)) + _PRIOR_SPREAD
-        covariance = float(weight @ (off * (self._step_ns - mean_ns))) + _PRIOR_SPREAD * prior_slope
-        self._slope = slope = max(covariance / spread, 0.0)
-        # What the rungs' own steps say of the rise within them; until they do, it is that of the line.
-        inner = (self._inner_covariance + _PRIOR_SPREAD * slope) / (self._inner_spread + _PRIOR_SPREAD)
-        rise = min(max(inner, 0.0), 2 * slope)
+        self._slope, mean_ns = self._line(len(weight))
+        usual, _ = self._line(1 + int(np.searchsorted(weight.cumsum(), _USUAL * weight.sum())))
+        # What the rungs' own steps say of the rise within them; until they do, it is that of the usual sizes.
+        inner = (self._inner_covariance + _PRIOR_SPREAD * usual) / (self._inner_spread + _PRIOR_SPREAD)
+        rise = min(max(inner, 0.0), 2 * usual)
         own = weight / (weight + _LINE_WEIGHT)
-        line_ns = mean_ns + slope * (self._middle - mean_rows)
+        measured = self._middle, self._rows, self._step_ns, weight
+        line_ns = hoped_levels(*measured, _KNOWN_WEIGHT, row_ns / base_ns, _PRIOR_SPREAD)
         own_ns = self._step_ns + rise * (self._middle - self._rows)
         level = np.maximum(line_ns + own * (own_ns - line_ns), 0.2 * mean_ns)
         level = rising(level, weight + _LEAST_WEIGHT)
@@ -116,6 +120,17 @@ class StepCost:
         # Low and high end of every rung in turn, none below the one before.
         ends = np.maximum.accumulate(np.stack((level - half, level + half), axis=1).ravel())
         self._rungs[2], self._rungs[3] = ends[0::2], ends[1::2]
+
+    def _line(self, rungs: int) -> tuple[float, float]:
+        """Slope and mean time of a line through the first rungs."""
+        weight, rows, step_ns = self._weight[:rungs], self._rows[:rungs], self._step_ns[:rungs]
+        total = float(weight.sum())
+        mean_rows, mean_ns = float(weight @ rows) / total, float(weight @ step_ns) / total
+        off = rows - mean_rows
+        base_ns, row_ns = self._prior
+        spread = float(weight @ (off * off)) + _PRIOR_SPREAD
+        covariance = float(weight @ (off * (step_ns - mean_ns))) + _PRIOR_SPREAD * mean_ns * row_ns / base_ns
+        return max(covariance / spread, 0.0), mean_ns
 
     def predict_ns(self, rows: int) -> float:
         """Expected time of a step of `rows` rows."""

@@ -55,6 +55,28 @@ def test_a_slow_first_step_says_nothing_of_larger_ones():
     assert cost.predict_ns(300) < 20e6
 
 
+@pytest.mark.parametrize("step_ns", [60e6, 3.1e9], ids=["as such a step takes", "a kernel was compiled"])
+def test_prompts_say_nothing_of_what_a_few_rows_more_would_cost(step_ns):
+    """Plain decoding and prompts are all that was seen: trees must seem worth a trial."""
+    cost = StepCost()
+    for number in range(60):
+        cost.observe(16, 5.2e6)
+        if number % 20 == 10:
+            cost.observe(3456, step_ns)
+    assert cost.predict_ns(64) < 1.15 * 5.2e6
+    assert cost.predict_ns(192) < 1.5 * 5.2e6
+    assert cost.predict_ns(3456) > 15e6
+
+
+def test_between_two_sizes_that_are_known_nothing_costs_more_than_the_larger():
+    cost = StepCost()
+    for _ in range(50):
+        for rows in (1, 8, 16, 200):
+            cost.observe(rows, 4e6 + 2e5 * min(rows, 16))
+    sizes = [cost.predict_ns(rows) for rows in range(16, 200, 8)]
+    assert max(sizes) < 1.05 * 7.2e6
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_levels_that_fall_are_pooled(seed):
     chance = random.Random(seed)
