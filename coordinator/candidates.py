@@ -98,7 +98,11 @@ def candidates(mirrors: Sequence[Mirror | None], *, most: Sequence[int], deepest
 
 def group_candidates(group: Group, max_tree_nodes: int) -> Candidates:
     """The candidates of sessions, as far as their requests go and a tree of so many nodes."""
-    most, deepest = group.reaches(max_tree_nodes)
+    return reaching_candidates(group, *group.reaches(max_tree_nodes))
+
+
+def reaching_candidates(group: Group, most: Ints, deepest: Ints) -> Candidates:
+    """`candidates` of a group's sessions; arguments as there."""
     return _candidates(group.mirrors, group.rows, group.chains, most, deepest)
 
 

@@ -26,6 +26,9 @@ from outrider.coordinator.trials import Trials
 from outrider.coordinator.verdicts import Verdicts
 from outrider.v1 import registry_pb2
 
+# What was added to a batch that lies at the target is followed by so many times the time that it took, at least: growth
+# comes more often than it could all be sent on beside whatever else there is to do.
+_EXTENSION_PAUSE = 4
 # A batch leaves so much of a step before it could begin, lest the target wait for it.
 _EARLY_SHARE = 0.1
 
@@ -58,6 +61,8 @@ class TargetLane:
         self._probed: tuple[Session, int] | None = None
         self.applied_result_ns = 0
         """When the last result was applied; `learn` hears of it later."""
+        self._extends_ns = 0
+        """When something may be added again to a batch that lies at the target."""
         self.cost = StepCost()
         self.pace = RoundPace()
         self.misses = MissRates()
@@ -299,11 +304,16 @@ class TargetLane:
         return flight
 
     def extend_ahead(self) -> None:
-        """Growth has come: of a batch that lies at the target, what it lacks is sent behind it."""
+        """Growth has come: of a batch that lies at the target, what it lacks is sent behind it, if there is time for it."""
         if len(self.flights) < 2 or (successor := self.flights[1].successor) is None:
+            return
+        began_ns = clock.now_ns()
+        if began_ns < self._extends_ns:
             return
         if (more := successor.grow(self.flights[0])) is not None:
             self.link.extend(more)
+            now_ns = clock.now_ns()
+            self._extends_ns = now_ns + _EXTENSION_PAUSE * (now_ns - began_ns)
 
     def begin_next(self, step: Step) -> None:
         """A step has ended and is committed: the batch that follows it, if there is one, runs with what that left."""

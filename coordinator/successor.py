@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from outrider.coordinator.candidates import candidates
+from outrider.coordinator.candidates import reaching_candidates
 from outrider.coordinator.forest import Forest
 from outrider.coordinator.group import Bools, Group
 from outrider.coordinator.messages import SessionVerdict
 from outrider.coordinator.rows import Ints
+from outrider.coordinator.successor_kernels import number_new
 from outrider.coordinator.trees import Trees
 from outrider.coordinator.verdicts import Verdicts
 from outrider.succession import NOTHING_EMITTED, Addition, Succession, extended, surviving
@@ -28,62 +29,54 @@ _MOST_SENT, _MOST_SENT_TOGETHER = 64, 4096
 
 
 class _Nodes(NamedTuple):
-    """[N] each, session by session; `places` are the sessions'."""
+    """[S] nodes of each session, and [N] slots, tokens, parents' numbers and float32 path values, session by session."""
 
+    counts: Ints
     slots: Ints
-    places: Ints
+    tokens: Ints
     parents: Ints
     values: npt.NDArray[np.float32]
 
 
-_NO_INTS = np.zeros(0, dtype=np.int64)
-_NONE = _Nodes(_NO_INTS, _NO_INTS, _NO_INTS, np.zeros(0, dtype=np.float32))
-
-
 class _Numbers:
-    """Of the forest's slots, what a target knows their nodes by: the step's and what was sent after it.
+    """Of the forest's slots, what a target knows their nodes by: the step's, and what was sent after it.
 
     A slot may be freed and be another node's while the step runs: that has another serial.
 
     Args:
-        forest: of the slots.
-        slots: [n] of nodes that the step verifies.
-        numbers: [n] theirs.
+        group: the sessions.
+        forest: of their trees.
+        verified: [S] nodes that the step verifies.
+        slots: [m] where the forest has them.
+        numbers: [m] theirs.
     """
 
-    def __init__(self, forest: Forest, slots: Ints, numbers: Ints) -> None:
-        self.forest = forest
+    def __init__(self, group: Group, forest: Forest, verified: Ints, slots: Ints, numbers: Ints) -> None:
+        self._group, self._forest, self._verified = group, forest, verified
         size = len(forest.row)
         self._number, self._serial = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=np.int64)
         self._value = np.ones(size, dtype=np.float32)
-        self.note(slots, numbers)
+        self._number[slots], self._serial[slots] = numbers, forest.serial[slots]
+        # As deep as the new tree may go, below the deepest of the nodes that are verified now.
+        room = group.ends - 1 - group.states.length[group.rows]
+        self._deepest, self._most = np.minimum(2 * group.most_depth + 1, room), verified + _MOST_SENT
 
-    def note(self, slots: Ints, numbers: Ints, values: npt.NDArray[np.float32] | float = 1.0) -> None:
-        """These have numbers now."""
-        self._number[slots], self._value[slots] = numbers, values
-        self._serial[slots] = self.forest.serial[slots]
-
-    def of(self, slots: Ints) -> Ints:
-        """[n] the nodes' numbers; 0 of those that have none, and of roots."""
-        if more := len(self.forest.row) - len(self._number):
-            self._number, self._serial = np.pad(self._number, (0, more)), np.pad(self._serial, (0, more))
-            self._value = np.pad(self._value, (0, more), constant_values=1.0)
-        return np.where(self._serial[slots] == self.forest.serial[slots], self._number[slots], 0)
-
-    def values(self, slots: Ints, above: Ints) -> npt.NDArray[np.float32]:
-        """[n] path values as they are sent: no higher than the parent's was, which may have risen since.
+    def new(self, sent: Ints, goes_on: Bools) -> _Nodes:
+        """Gives the best nodes numbers that have none.
 
         Args:
-            slots: [n] nodes that are sent now, parents before children; they have their numbers.
-            above: [n] their parents' slots.
+            sent: [S] nodes that were sent before.
+            goes_on: [S] whether the session may get some.
         """
-        own = self.forest.value[slots].astype(np.float32)
-        while True:
-            self._value[slots] = own
-            bound = np.minimum(own, self._value[above])
-            if (bound == own).all():
-                return own
-            own = bound
+        if more := len(self._forest.row) - len(self._number):
+            self._number, self._serial = np.pad(self._number, (0, more)), np.pad(self._serial, (0, more))
+            self._value = np.pad(self._value, (0, more), constant_values=1.0)
+        found = reaching_candidates(self._group, self._most * goes_on, self._deepest * goes_on)
+        columns = self._forest.columns(0)
+        known = self._number, self._serial, self._value
+        return _Nodes(
+            *number_new(columns, found.starts, found.slots, *known, self._verified, sent, _MOST_SENT_TOGETHER)
+        )
 
 
 class Successor:
@@ -121,18 +114,12 @@ class Successor:
         """
         if self._numbers is None:
             return None
-        group, (sent, slots) = self.group, self._grown[-1]
-        goes_on = [session.flight is flight and not session.is_finished for session in group.sessions]
-        most = np.where(goes_on, sent.max_nodes, 0)
-        nodes = _below(group, self._numbers, sent.verified, sent.counts, most)
+        sent, slots = self._grown[-1]
+        goes_on = [session.flight is flight and not session.is_finished for session in self.group.sessions]
+        nodes = self._numbers.new(sent.counts, np.array(goes_on, dtype=np.bool_) & (sent.max_nodes > 0))
         if not len(nodes.slots):
             return None
-        more = Addition(
-            counts=np.bincount(nodes.places, minlength=len(group)),
-            tokens=self._numbers.forest.token[nodes.slots],
-            parents=nodes.parents,
-            values=nodes.values,
-        )
+        more = Addition(nodes.counts, nodes.tokens, nodes.parents, nodes.values)
         grown, order = extended(sent, more)
         self._grown.append((grown, np.concatenate((slots, nodes.slots))[order]))
         return more
@@ -208,17 +195,20 @@ def succeed(
     verified = np.zeros(len(group), dtype=np.int64)
     verified[is_in_step] = flight.trees.counts[own]
     most = np.where(is_in_step, group.reaches(max_tree_nodes)[0], 0)
-    nodes, numbers = _NONE, None
-    tokens = _NO_INTS
+    none = np.zeros(len(group), dtype=np.int64)
+    nodes, numbers = _Nodes(none, *np.zeros((3, 0), dtype=np.int64), np.zeros(0, dtype=np.float32)), None
     if group.forest is not None and most.any():
-        numbers = _numbers(group.forest, flight.trees, own)
-        nodes = _below(group, numbers, verified, np.zeros(len(group), dtype=np.int64), most)
-        tokens = group.forest.token[nodes.slots]
+        # Others may have ended, and their slots be others' by now.
+        is_followed = np.zeros(len(flight.trees), dtype=np.bool_)
+        is_followed[own] = True
+        slots = flight.trees.slots[np.repeat(is_followed, flight.trees.counts)]
+        numbers = _Numbers(group, group.forest, verified, slots, _count_up(flight.trees.counts[is_followed]))
+        nodes = numbers.new(none, most > 0)
     succession = Succession(
         is_in_step=is_in_step,
         verified=verified,
-        counts=np.bincount(nodes.places, minlength=len(group)),
-        tokens=tokens,
+        counts=nodes.counts,
+        tokens=nodes.tokens,
         parents=nodes.parents,
         values=nodes.values,
         least_value=float(np.float32(least_value)),
@@ -227,57 +217,6 @@ def succeed(
         max_total_nodes=max_total_nodes,
     )
     return Successor(group, succession, nodes.slots, numbers)
-
-
-def _numbers(forest: Forest, trees: Trees, own: Sequence[int]) -> _Numbers:
-    """Of the nodes that are verified now.
-
-    Args:
-        own: places of the sessions that are followed. Others may have ended, and their slots be others' by now.
-    """
-    is_followed = np.zeros(len(trees), dtype=np.bool_)
-    is_followed[list(own)] = True
-    slots = trees.slots[np.repeat(is_followed, trees.counts)]
-    return _Numbers(forest, slots, _count_up(trees.counts[is_followed]))
-
-
-def _below(group: Group, numbers: _Numbers, verified: Ints, sent: Ints, most: Ints) -> _Nodes:
-    """The nodes that are sent now; `numbers` gets theirs.
-
-    Args:
-        verified: [S] nodes of the step.
-        sent: [S] nodes that were sent before.
-        most: [S] most nodes verified; 0 of whom nothing is sent.
-    """
-    forest = numbers.forest
-    # As deep as the new tree may go, below the deepest of the nodes that are verified now.
-    room = group.ends - 1 - group.states.length[group.rows]
-    reach = np.where(most > 0, np.minimum(2 * group.most_depth + 1, room), 0)
-    wanted = np.where(most > 0, verified + _MOST_SENT, 0)
-    found = candidates(group.mirrors, most=wanted.tolist(), deepest=reach.tolist())
-    is_new = numbers.of(found.slots) == 0
-    slots, places = found.slots[is_new], found.places[is_new]
-    if not len(slots):
-        return _NONE
-    above = forest.parent[slots]
-    # A new root is of use only with something below it.
-    has_children = np.zeros(len(forest.row), dtype=np.bool_)
-    has_children[above] = True
-    number = numbers.of(above)
-    is_new_root = ((number > 0) & (number <= verified[places])) | (forest.depth[above] == 0)
-    kept = _best(forest.value[slots], ~is_new_root | has_children[slots])
-    slots, places, above = slots[kept], places[kept], above[kept]
-    numbers.note(slots, _count_up(np.bincount(places, minlength=len(group))) + (verified + sent)[places])
-    return _Nodes(slots, places, numbers.of(above), numbers.values(slots, above))
-
-
-def _best(values: np.ndarray, kept: Bools) -> Bools:
-    """[n] which of those that are kept are among the best of all sessions; of equal ones the first."""
-    if np.count_nonzero(kept) <= _MOST_SENT_TOGETHER:
-        return kept
-    best = np.zeros(len(values), dtype=np.bool_)
-    best[np.argsort(np.where(kept, -values, 1.0), kind="stable")[:_MOST_SENT_TOGETHER]] = True
-    return best
 
 
 def _count_up(counts: Ints) -> Ints:

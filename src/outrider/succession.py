@@ -77,8 +77,7 @@ class Addition(NamedTuple):
 def extended(successor: Succession, more: Addition) -> tuple[Succession, Ints]:
     """A successor with an addition; and [N + n] where each of its nodes stood: before these, and then among them."""
     sessions = np.arange(len(successor.counts))
-    place = np.concatenate((sessions.repeat(successor.counts), sessions.repeat(more.counts)))
-    order = place.argsort(kind="stable")
+    order = np.concatenate((sessions.repeat(successor.counts), sessions.repeat(more.counts))).argsort(kind="stable")
     return replace(
         successor,
         counts=successor.counts + more.counts,
