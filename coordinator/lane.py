@@ -28,7 +28,7 @@ from outrider.v1 import registry_pb2
 
 # What was added to a batch that lies at the target is followed by so many times the time that it took, at least: growth
 # comes more often than it could all be sent on beside whatever else there is to do.
-_EXTENSION_PAUSE = 4
+_EXTENSION_PAUSE = 1
 # A batch leaves so much of a step before it could begin, lest the target wait for it.
 _EARLY_SHARE = 0.1
 
@@ -331,8 +331,9 @@ class TargetLane:
             if (session.target_id, session.target_epoch) == (self.worker_id, epoch) and not session.is_finished
         ]
         ends, tokens = successor.outcomes(step.result.verdicts)
-        trees = successor.trees(group.forest, ends, tokens, step.result.additions)
-        flight.begins(trees, sessions=len(sessions), at_ns=step.result_ns)
+        additions = step.result.additions
+        trees = successor.trees(group.forest, ends, tokens, additions)
+        flight.begins(trees, sessions=len(sessions), at_ns=step.result_ns, additions=additions)
         for session in sessions:
             if session.flight is None:
                 _board(session, flight)

@@ -57,6 +57,8 @@ class ServingCounts:
         deferred: trees that a target sent back, since it had no room.
         ahead: batches that were sent before the step that they follow had ended, or so it was meant.
         ahead_late: those of them that came later than that.
+        ahead_additions: messages with growth that were sent behind them,
+        ahead_additions_late: and those that came when the step had ended.
         grown_nodes: that drafts have sent.
         held_ns: time that free targets were held for growth: what of drafting is not hidden behind verification.
         failovers: choices that went on at another target, or have to.
@@ -73,6 +75,8 @@ class ServingCounts:
     deferred: int = 0
     ahead: int = 0
     ahead_late: int = 0
+    ahead_additions: int = 0
+    ahead_additions_late: int = 0
     grown_nodes: int = 0
     held_ns: int = 0
     failovers: int = 0
@@ -101,6 +105,9 @@ class ServingCounts:
         if flight.successor is not None:
             self.ahead += 1
             self.ahead_late += result.ahead_ns < 0
+            sent = len(flight.successor.additions)
+            self.ahead_additions += sent
+            self.ahead_additions_late += sent - flight.additions
         self.held_ns += flight.waited_ns
         self.held.observe(flight.waited_ns)
         self.step.observe(result.step_ns)

@@ -58,6 +58,7 @@ class Flight:
         successor: what was sent, of a batch that follows a step.
         lead_ns: how long before that step's expected result it was made.
         follows_ns: when that step's result came; 0 before.
+        additions: that it had got by then.
     """
 
     sessions: Sequence[Session]
@@ -71,6 +72,7 @@ class Flight:
     successor: "Successor | None" = None
     lead_ns: float = 0.0
     follows_ns: int = 0
+    additions: int = 0
     result: "asyncio.Future[VerifyResult]"
 
     @property
@@ -78,9 +80,9 @@ class Flight:
         """Since when the target had nothing else to do, as seen from here."""
         return max(self.submitted_ns, self.follows_ns)
 
-    def begins(self, trees: Trees, *, sessions: int, at_ns: int) -> None:
+    def begins(self, trees: Trees, *, sessions: int, at_ns: int, additions: int = 0) -> None:
         """The step before has ended: this is what is verified of so many sessions."""
-        self.trees, self.rows, self.follows_ns = trees, sessions + len(trees.tokens), at_ns
+        self.trees, self.rows, self.follows_ns, self.additions = trees, sessions + len(trees.tokens), at_ns, additions
 
     def tree_of(self, session_id: int) -> Tree:
         """What is verified of a session; of a successor nothing before `begins`."""

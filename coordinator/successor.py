@@ -87,24 +87,22 @@ class Successor:
         epochs: [S]
         lengths: [S] committed tokens, before the step's result.
         succession: what was sent first.
+        additions: what was sent after it.
     """
 
     def __init__(self, group: Group, succession: Succession, slots: Ints, numbers: _Numbers | None) -> None:
         self.group, self.succession = group, succession
         self.epochs = [session.target_epoch for session in group.sessions]
         self.lengths = group.states.length[group.rows].tolist()
-        self._numbers = numbers
-        self._grown = [(succession, slots)]
-        """With so many additions, what was sent in all and where the forest has each node."""
+        self.additions: list[Addition] = []
+        self._numbers, self._slots, self._counts = numbers, [slots], succession.counts
 
-    @property
-    def slots(self) -> Ints:
-        """[N] where the forest has each node of what was sent first."""
-        return self._grown[0][1]
-
-    def grown(self, additions: int) -> Succession:
-        """What was sent with so many additions."""
-        return self._grown[additions][0]
+    def grown(self, additions: int) -> tuple[Succession, Ints]:
+        """What was sent with so many additions, and [N] where the forest has each node of it."""
+        if not additions:
+            return self.succession, self._slots[0]
+        grown, order = extended(self.succession, self.additions[:additions])
+        return grown, np.concatenate(self._slots[: additions + 1])[order]
 
     def grow(self, flight: "Flight") -> Addition | None:
         """What has grown below the step's trees since the last time, to be sent; None where there is nothing.
@@ -114,14 +112,14 @@ class Successor:
         """
         if self._numbers is None:
             return None
-        sent, slots = self._grown[-1]
         goes_on = [session.flight is flight and not session.is_finished for session in self.group.sessions]
-        nodes = self._numbers.new(sent.counts, np.array(goes_on, dtype=np.bool_) & (sent.max_nodes > 0))
+        nodes = self._numbers.new(self._counts, np.array(goes_on, dtype=np.bool_) & (self.succession.max_nodes > 0))
         if not len(nodes.slots):
             return None
         more = Addition(nodes.counts, nodes.tokens, nodes.parents, nodes.values)
-        grown, order = extended(sent, more)
-        self._grown.append((grown, np.concatenate((slots, nodes.slots))[order]))
+        self.additions.append(more)
+        self._slots.append(nodes.slots)
+        self._counts = self._counts + nodes.counts
         return more
 
     def trees(self, forest: Forest | None, ends: Ints, tokens: Ints, additions: int = 0) -> Trees:
@@ -133,7 +131,7 @@ class Successor:
             tokens: [S] as of `outcomes`.
             additions: that the target had got when the step ended.
         """
-        sent, slots = self._grown[additions]
+        sent, slots = self.grown(additions)
         if forest is None or not len(slots):
             return Trees.empty(len(self.group))
         survivors = surviving(sent, ends, tokens)

@@ -39,7 +39,13 @@ def number_new(  # noqa: PLR0917
     Returns:
         [S] nodes of each, and [N] slots, tokens, parents' numbers and float32 values, no higher than the parents' were.
     """
-    parent, depth, own_value, serials, token = columns.parent, columns.depth, columns.value, columns.serial, columns.token
+    parent, depth, own_value, serials, token = (
+        columns.parent,
+        columns.depth,
+        columns.value,
+        columns.serial,
+        columns.token,
+    )
     has_children, is_new, new = np.zeros(len(parent), np.bool_), np.zeros(len(slots), np.bool_), 0
     for place in range(len(slots)):
         slot = slots[place]

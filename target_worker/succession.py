@@ -69,7 +69,7 @@ class Successor:
     def add(self, more: Addition) -> None:
         """Nodes that have grown since; once it is settled they change nothing."""
         trees, additions = self.sent
-        self.sent = Sent(extended(trees, more)[0], additions + 1)
+        self.sent = Sent(extended(trees, [more])[0], additions + 1)
 
     def settle(self, *, alone: bool = False) -> Sent:
         """What its trees are found in, from the first call on; `alone`: without additions."""

@@ -113,7 +113,7 @@ class VirtualTarget:
         self._open(coming.openings)
         successor, coming.ends_ns = coming.successor, 0
         session_ids, epochs = successor.group.ids, successor.epochs
-        trees = self._last.trees(successor.grown(coming.additions), session_ids, epochs)
+        trees = self._last.trees(successor.grown(coming.additions)[0], session_ids, epochs)
         columns = list(zip(session_ids, epochs, successor.lengths, strict=True))
         self._run(coming.future, columns, trees, comes_ns=clock.now_ns(), follows=coming)
 

@@ -11,6 +11,7 @@ What grows after it has been sent follows it in additions, for as long as the st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -74,16 +75,17 @@ class Addition(NamedTuple):
     values: npt.NDArray[np.float32]
 
 
-def extended(successor: Succession, more: Addition) -> tuple[Succession, Ints]:
-    """A successor with an addition; and [N + n] where each of its nodes stood: before these, and then among them."""
+def extended(successor: Succession, more: Sequence[Addition]) -> tuple[Succession, Ints]:
+    """A successor with additions, and [N] where its nodes stand if all columns are put one behind the other."""
     sessions = np.arange(len(successor.counts))
-    order = np.concatenate((sessions.repeat(successor.counts), sessions.repeat(more.counts))).argsort(kind="stable")
+    parts = (successor, *more)
+    order = np.concatenate([sessions.repeat(part.counts) for part in parts]).argsort(kind="stable")
     return replace(
         successor,
-        counts=successor.counts + more.counts,
-        tokens=np.concatenate((successor.tokens, more.tokens))[order],
-        parents=np.concatenate((successor.parents, more.parents))[order],
-        values=np.concatenate((successor.values, more.values))[order],
+        counts=sum((part.counts for part in more), successor.counts),
+        tokens=np.concatenate([part.tokens for part in parts])[order],
+        parents=np.concatenate([part.parents for part in parts])[order],
+        values=np.concatenate([part.values for part in parts])[order],
     ), order
 
 

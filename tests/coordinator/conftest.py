@@ -151,7 +151,7 @@ class FakeTarget:
                 session_ids,
                 epochs,
                 successor.lengths,
-                self._last_step.trees(successor.grown(additions), session_ids, epochs),
+                self._last_step.trees(successor.grown(additions)[0], session_ids, epochs),
                 strict=True,
             )
         ]

@@ -201,7 +201,7 @@ def test_slots_of_a_session_that_has_ended_may_be_anothers():
     bench.group = Group([*bench.sessions, late])
     successor = bench.follow(flight)
     assert successor.succession.is_in_step.tolist() == [True, True, False]
-    own = bench.forest.row[successor.slots]
+    own = bench.forest.row[successor.grown(0)[1]]
     assert set(own.tolist()) <= {session.row for session in bench.sessions}
     # Numbers go from 0 to the last of the session's own nodes, whatever its slots were before.
     place = np.repeat(np.arange(3), successor.succession.counts)
