@@ -8,12 +8,14 @@ staircase and that of the line for a line.
     T(n) = level(rung of n) + rise * (n - middle of the rung)
 
 A rung that was measured lately is believed. Any other is hoped to go on in the line of those below it, as far as the
-next one above that is known, so that a size that once had bad luck is not avoided for ever, and that prompts, which are
-hundreds of rows, say nothing of what a few more would cost. That line, where too few sizes have been seen to tell, rises
-by as little as a memory-bound step's does. Such a hope is corrected by the first step that follows it, while a fear would
-never be: steps so large would not come. T never falls with n, because a larger step never costs less, and noise would
-otherwise make the scheduler chase it: where rungs' levels fall, they are pooled by what each is worth, so that a slow
-first step of a few rows does not make all larger ones look as slow.
+next one above that is known: so a size that once had bad luck is not avoided for ever, and prompts, which are hundreds
+of rows, say nothing of what a few more would cost. That line, where too few sizes have been seen to tell, rises by as
+little as a memory-bound step's does. Such a hope is corrected by the first step that follows it, while a fear would
+never be: steps so large would not come.
+
+T never falls with n, because a larger step never costs less, and noise would otherwise make the scheduler chase it.
+Where rungs' levels fall, they are pooled by what each is worth, so that a slow first step of a few rows does not make
+all larger ones look as slow.
 """
 
 from bisect import bisect_left
@@ -78,7 +80,7 @@ class StepCost:
         self._weight *= _FORGET
         place = self._place(rows)
         weight = float(self._weight[place])
-        # A step of several times what is expected met something else (a page fault, a neighbour, a kernel that had to be
+        # A step of several times what is expected met something else (a page fault, a neighbour, a kernel that was
         # compiled): it counts, but bounded.
         if weight > 2:
             step_ns = min(step_ns, 2 * float(self._step_ns[place]))

@@ -304,7 +304,7 @@ class TargetLane:
         return flight
 
     def extend_ahead(self) -> None:
-        """Growth has come: of a batch that lies at the target, what it lacks is sent behind it, if there is time for it."""
+        """Growth has come: what a batch that lies at the target lacks of it is sent behind it, if there is time."""
         if len(self.flights) < 2 or (successor := self.flights[1].successor) is None:
             return
         began_ns = clock.now_ns()
@@ -339,7 +339,7 @@ class TargetLane:
                 _board(session, flight)
 
     def _note_early(self, step: Step) -> None:
-        """Nothing followed a step: if its result came before a batch was to leave, such batches have to leave sooner."""
+        """Nothing followed a step: where its result came before a batch was to leave, such have to leave sooner."""
         step_ns = self.cost.predict_ns(step.flight.rows)
         early_ns = self._expected_result_ns(step.flight, step_ns) - step.result_ns
         if early_ns > self.lead.ns(step_ns=step_ns, overhead_ns=self.pace.overhead_ns):

@@ -292,8 +292,8 @@ class VerifyResult:
 
     Of sessions whose draft stays on the target, `resident` has the nodes by session id, where there are any: their
     verdicts name none. Of a batch that followed a step, `verified` has the nodes of each session's tree by session id,
-    and `ahead_ns` says how long it lay at the target before that step ended (negative: it came later). `additions` is of
-    the batch that follows this one: what it had got by then.
+    and `ahead_ns` says how long it lay at the target before that step ended (negative: it came later). `additions` is
+    of the batch that follows this one: what it had got by then.
     """
 
     step: int

@@ -29,7 +29,7 @@ _MOST_SENT, _MOST_SENT_TOGETHER = 64, 4096
 
 
 class _Nodes(NamedTuple):
-    """[S] nodes of each session, and [N] slots, tokens, parents' numbers and float32 path values, session by session."""
+    """[S] nodes of each session, and [N] slots, tokens, parents' numbers and float32 path values."""
 
     counts: Ints
     slots: Ints
@@ -193,8 +193,8 @@ def succeed(
     verified = np.zeros(len(group), dtype=np.int64)
     verified[is_in_step] = flight.trees.counts[own]
     most = np.where(is_in_step, group.reaches(max_tree_nodes)[0], 0)
-    none = np.zeros(len(group), dtype=np.int64)
-    nodes, numbers = _Nodes(none, *np.zeros((3, 0), dtype=np.int64), np.zeros(0, dtype=np.float32)), None
+    none, nothing = np.zeros(len(group), dtype=np.int64), np.zeros(0, dtype=np.int64)
+    nodes, numbers = _Nodes(none, nothing, nothing, nothing, np.zeros(0, dtype=np.float32)), None
     if group.forest is not None and most.any():
         # Others may have ended, and their slots be others' by now.
         is_followed = np.zeros(len(flight.trees), dtype=np.bool_)

@@ -1,4 +1,4 @@
-"""The nodes that are sent for a batch that follows a step, as one loop: growth comes often, and the step is about to end.
+"""The nodes that are sent for a batch that follows a step, as one loop: growth comes often, and the step ends soon.
 
 Shapes: S sessions, n candidates, N nodes that are sent.
 """
@@ -39,13 +39,7 @@ def number_new(  # noqa: PLR0917
     Returns:
         [S] nodes of each, and [N] slots, tokens, parents' numbers and float32 values, no higher than the parents' were.
     """
-    parent, depth, own_value, serials, token = (
-        columns.parent,
-        columns.depth,
-        columns.value,
-        columns.serial,
-        columns.token,
-    )
+    parent, depth, own_value, serials = columns.parent, columns.depth, columns.value, columns.serial
     has_children, is_new, new = np.zeros(len(parent), np.bool_), np.zeros(len(slots), np.bool_), 0
     for place in range(len(slots)):
         slot = slots[place]
@@ -83,6 +77,6 @@ def number_new(  # noqa: PLR0917
             counts[session] += 1
             number[slot], serial[slot] = verified[session] + sent[session] + counts[session], serials[slot]
             value[slot] = worth_now
-            of[found], tokens[found], parents[found], values[found] = slot, token[slot], above_number, worth_now
+            of[found], tokens[found], parents[found], values[found] = slot, columns.token[slot], above_number, worth_now
             found += 1
     return counts, of[:found], tokens[:found], parents[:found], values[:found]

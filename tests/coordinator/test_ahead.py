@@ -327,7 +327,7 @@ def test_a_lead_that_was_none_becomes_one():
     assert lead.ns(step_ns=8e6, overhead_ns=0.0) > 1.9e6
 
 
-async def test_results_that_come_sooner_than_expected_make_batches_leave_sooner(
+async def test_results_that_come_sooner_than_expected_have_batches_leave_sooner(
     ahead_bench, expect_output, make_request
 ):
     """A lead that became too short, and a cost model that overrates steps, would else keep each other as they are."""
