@@ -34,6 +34,8 @@ Result = TypeVar("Result")
 
 # Steps that are begun and not finished: one that runs, and one that waits for it.
 _MOST_IN_FLIGHT = 2
+# Several coordinators ask at about the same time: what lies between them would say little.
+_SHORTEST_WINDOW_NS = 200_000_000
 # While it may still begin another step, it looks this often whether the one that runs is done.
 _GLANCE_S = 0.0005
 
@@ -138,11 +140,12 @@ class StepThread:
         return replace(self._gauges, busy=self._busy)
 
     def report(self) -> Load:
-        """The load, `busy` measured anew since the last call."""
+        """The load, `busy` measured anew since the last call; of calls that follow each other closely, by the first."""
         now, busy = time.perf_counter_ns(), self._busy_ns
         then, busy_then = self._reported
-        self._reported = (now, busy)
-        self._busy = min((busy - busy_then) / max(now - then, 1), 1.0)
+        if now - then >= _SHORTEST_WINDOW_NS:
+            self._reported = (now, busy)
+            self._busy = min((busy - busy_then) / max(now - then, 1), 1.0)
         return replace(self.load, step_age_s=self.watch.age_s, is_preparing=self.watch.is_preparing)
 
     @property

@@ -9,6 +9,7 @@ from tests.target_worker.noting_verifier import NotingVerifier, opening, tree, u
 
 from outrider.errors import WorkerUnavailable
 from outrider.succession import succession_from_proto
+from outrider.target_worker import step_thread
 from outrider.target_worker.sessions import DEFERRED, Outcome, TreeRequest
 from outrider.target_worker.step_jobs import Batch
 from outrider.target_worker.step_thread import StepThread
@@ -126,7 +127,25 @@ def test_a_model_that_cannot_be_loaded_is_told_by_ready() -> None:
         thread.ready.result(30)
 
 
-def test_busy_is_the_share_since_the_last_report(steps: StepThread, fake: NotingVerifier) -> None:
+def test_who_asks_right_after_another_hears_the_same(
+    steps: StepThread, fake: NotingVerifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps.ready.result(30)
+    monkeypatch.setattr(step_thread, "_SHORTEST_WINDOW_NS", 0)
+    steps.report()
+    fake.go_on.set()
+    steps.submit(Batch(trees=[tree(1)])).result(30)
+    steps.submit(Batch()).result(30)
+    busy = steps.report().busy
+    assert busy > 0
+    monkeypatch.setattr(step_thread, "_SHORTEST_WINDOW_NS", 3600 * 10**9)
+    assert steps.report().busy == busy
+
+
+def test_busy_is_the_share_since_the_last_report(
+    steps: StepThread, fake: NotingVerifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_thread, "_SHORTEST_WINDOW_NS", 0)
     steps.ready.result(30)
     steps.report()
     began_s = time.perf_counter()
