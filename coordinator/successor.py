@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 # Nodes that are sent of one session, and of all together: what is cut is the least likely to be reached.
 _MOST_SENT, _MOST_SENT_TOGETHER = 64, 4096
+# Of few sessions more of each: whatever the outcome is, there is more of a tree below it.
+_MOST_SENT_ALONE, _MOST_SENT_OF_FEW = 256, 1024
 
 
 class _Nodes(NamedTuple):
@@ -59,7 +61,7 @@ class _Numbers:
         self._number[slots], self._serial[slots] = numbers, forest.serial[slots]
         # As deep as the new tree may go, below the deepest of the nodes that are verified now.
         room = group.ends - 1 - group.states.length[group.rows]
-        self._deepest, self._most = np.minimum(2 * group.most_depth + 1, room), verified + _MOST_SENT
+        self._deepest, self._most = np.minimum(2 * group.most_depth + 1, room), verified + _most_sent(len(group))
 
     def new(self, sent: Ints, goes_on: Bools) -> _Nodes:
         """Gives the best nodes numbers that have none.
@@ -215,6 +217,11 @@ def succeed(
         max_total_nodes=max_total_nodes,
     )
     return Successor(group, succession, nodes.slots, numbers)
+
+
+def _most_sent(sessions: int) -> int:
+    """Nodes that are sent of each of so many sessions."""
+    return max(_MOST_SENT, min(_MOST_SENT_ALONE, _MOST_SENT_OF_FEW // max(sessions, 1)))
 
 
 def _count_up(counts: Ints) -> Ints:
