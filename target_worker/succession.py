@@ -192,6 +192,7 @@ class StreamSteps:
         self.ended_ns = 0
         self._step = self._answered = 0
         self._expected: Successor | None = None
+        self._begun: Successor | None = None
         self._trees: Sequence[TreeRequest] = ()
         self._results: Sequence[TreeResult] = ()
         self._followed: Followed | None = None
@@ -215,6 +216,7 @@ class StreamSteps:
         assert self._step == successor.follows, "a successor follows the step before it"
         # The answer to that step may have said that it has got none.
         trees = successor.settle(alone=self._answered >= successor.follows).trees
+        self._begun = successor
         followed, self._followed = self._followed, None
         if followed is None or followed.successor is not successor or followed.trees is not self._trees:
             followed = Followed(successor, self._trees)
@@ -222,9 +224,12 @@ class StreamSteps:
 
     def answers(self, step: int) -> int:
         """A finished step is answered; additions that the successor has got by then, the last ones that it gets."""
-        successor = self._expected
         self._answered = step
-        return successor.settle().additions if successor is not None and successor.follows == step else 0
+        # Where it has begun already, another batch may have come behind it.
+        for successor in (self._begun, self._expected):
+            if successor is not None and successor.follows == step:
+                return successor.settle().additions
+        return 0
 
     def expect(self, successor: Successor | None) -> None:
         """The last batch that came; None where it is no successor. For the stream's reader."""

@@ -1,7 +1,9 @@
 """What of a successor is verified, against a reference that follows tokens in plain trees."""
 
+import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -13,14 +15,19 @@ from outrider import succession_kernels
 from outrider.compiled import IS_COMPILED
 from outrider.succession import (
     NOTHING_EMITTED,
+    Addition,
     Succession,
     SurvivingRows,
     Survivors,
+    addition_from_proto,
+    extended,
     surviving,
     surviving_columns,
     surviving_row_columns,
     surviving_rows,
 )
+from outrider.v1 import target_pb2
+from outrider.wire import floats_to_bytes
 
 
 @dataclass
@@ -174,6 +181,95 @@ def test_the_rows_of_a_step_are_roots_and_what_survives(
     assert found.parents.tolist() == [parent for _, _, parents in expected for parent in (0, *parents)]
 
 
+def cut(parts: list[Sent], additions: int, dice: random.Random) -> list[list[Sent]]:
+    """[1 + additions][S] the same nodes, each session's in so many pieces, which may be empty."""
+    pieces = []
+    for sent in parts:
+        inner = sorted(dice.randint(0, len(sent.tokens)) for _ in range(additions))
+        bounds = [0, *inner, len(sent.tokens)]
+        pieces.append([slice(first, end) for first, end in pairwise(bounds)])
+    return [
+        [
+            Sent(
+                sent.is_in_step,
+                sent.verified,
+                sent.end,
+                sent.token,
+                sent.max_nodes,
+                sent.max_depth,
+                tokens=sent.tokens[own[turn]],
+                parents=sent.parents[own[turn]],
+                values=sent.values[own[turn]],
+            )
+            for sent, own in zip(parts, pieces, strict=True)
+        ]
+        for turn in range(1 + additions)
+    ]
+
+
+def addition(parts: list[Sent]) -> Addition:
+    sent = together(parts, 0.0)
+    return Addition(sent.counts, sent.tokens, sent.parents, sent.values)
+
+
+def assert_same(one: Succession, other: Succession) -> None:
+    for name in (each.name for each in fields(Succession)):
+        mine, others = getattr(one, name), getattr(other, name)
+        assert np.array_equal(mine, others), name
+        assert getattr(mine, "dtype", None) == getattr(others, "dtype", None), name
+
+
+@settings(deadline=None)
+@given(parts=st.lists(sessions(), max_size=5), count=st.integers(0, 4), seed=st.integers(0, 1000))
+def test_what_is_added_is_as_if_it_had_been_sent_at_once(parts: list[Sent], count: int, seed: int) -> None:
+    pieces = cut(parts, count, random.Random(seed))
+    first, more = together(pieces[0], 0.4, 5), [addition(piece) for piece in pieces[1:]]
+    grown, order = extended(first, more)
+    assert_same(grown, together(parts, 0.4, 5))
+    # By brute force: places in columns that stand one behind the other, taken session by session.
+    number, of_sessions = 0, [[] for _ in parts]
+    for piece in pieces:
+        for own, sent in zip(of_sessions, piece, strict=True):
+            own.extend(range(number, number + len(sent.tokens)))
+            number += len(sent.tokens)
+    assert order.tolist() == [place for own in of_sessions for place in own]
+    one_by_one = first
+    for each in more:
+        one_by_one, _ = extended(one_by_one, [each])
+    assert_same(one_by_one, grown)
+
+
+@settings(deadline=None)
+@given(
+    parts=st.lists(sessions(), max_size=5),
+    least_value=st.sampled_from([0.0, 0.4, 1.0]),
+    most=st.integers(0, 12),
+    count=st.integers(1, 3),
+    seed=st.integers(0, 1000),
+)
+def test_of_what_was_added_the_same_survives(
+    parts: list[Sent], least_value: float, most: int, count: int, seed: int
+) -> None:
+    """By both ways, and as it comes off the wire."""
+    ends = np.array([sent.end for sent in parts], dtype=np.int64)
+    tokens = np.array([sent.token for sent in parts], dtype=np.int64)
+    whole = surviving_columns(together(parts, least_value, most), ends, tokens)
+    pieces = cut(parts, count, random.Random(seed))
+    travelled = []
+    for piece in map(addition, pieces[1:]):
+        message = target_pb2.TreeAddition(
+            node_counts=piece.counts.tolist(),
+            tokens=piece.tokens.tolist(),
+            parents=piece.parents.tolist(),
+            values=floats_to_bytes(piece.values),
+        )
+        travelled.append(addition_from_proto(message))
+    grown, _ = extended(together(pieces[0], least_value, most), travelled)
+    for find in (surviving, surviving_columns):
+        for mine, others in zip(find(grown, ends, tokens), whole, strict=True):
+            assert mine.tolist() == others.tolist()
+
+
 def test_a_miss_leaves_a_plain_step() -> None:
     sent = Sent(True, 2, 1, 2, 8, 8, tokens=[1, 0], parents=[1, 3], values=[np.float32(0.5), np.float32(0.25)])
     found = surviving(together([sent], 0.0), np.array([1]), np.array([2]))
@@ -196,7 +292,10 @@ def test_no_step_waits_for_the_compiler() -> None:
     kernel: Any = succession_kernels.surviving_rows
     before = list(kernel.signatures)
     sent = Sent(True, 2, 1, 1, 8, 8, tokens=[1, 0], parents=[1, 3], values=[np.float32(0.5), np.float32(0.25)])
-    surviving_rows(together([sent], 0.0), np.array([1]), np.array([1]), np.array([True]))
+    outcome = np.array([1]), np.array([1]), np.array([True])
+    surviving_rows(together([sent], 0.0), *outcome)
+    more = Addition(np.array([1]), np.array([1]), np.array([4]), np.array([0.25], dtype=np.float32))
+    surviving_rows(extended(together([sent], 0.0), [more])[0], *outcome)
     # Other tests have compiled what steps need: one signature says that the warm-up's is the same.
     assert kernel.signatures == before
     assert len(before) == 1

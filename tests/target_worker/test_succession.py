@@ -1,19 +1,24 @@
 """Batches sent ahead: what becomes of them at the end of the step that they follow."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import grpc
 import grpc.aio
+import numpy as np
 import pytest
 from tests.target_worker.test_service import PROMPT, Service, opening, plain_tokens, read, request
 from transformers import PreTrainedModel
 
-from outrider.succession import succession_from_proto
+from outrider.errors import InvalidRequest
+from outrider.succession import addition_from_proto, extended, succession_from_proto, surviving_columns
 from outrider.target_worker.sessions import DEFERRED, Code, Outcome, SessionFault, TreeRequest, TreeResult
 from outrider.target_worker.succession import StreamSteps, Successor
+from outrider.target_worker.unpacking import unpack_addition
 from outrider.target_worker.verifier import Verifier
 from outrider.v1 import target_pb2
 from outrider.wire import floats_to_bytes
@@ -110,6 +115,170 @@ def test_what_does_not_fit_the_step_is_that_session_s_fault() -> None:
     assert list(trees[2].tokens) == [3]
 
 
+def addition(step: int, *sessions: Nodes) -> target_pb2.TreeAddition:
+    """Nodes more of each session of a successor, all as good as certain."""
+    nodes = [node for own in sessions for node in own]
+    return target_pb2.TreeAddition(
+        step=step,
+        node_counts=list(map(len, sessions)),
+        tokens=[token for token, _ in nodes],
+        parents=[parent for _, parent in nodes],
+        values=floats_to_bytes([1.0] * len(nodes)),
+    )
+
+
+def add(steps: StreamSteps, *sessions: Nodes) -> None:
+    steps.add(addition_from_proto(addition(2, *sessions)))
+
+
+ASKED = TreeRequest(key=(1, 1), epoch=1, length=10, tokens=(), parents=())
+
+
+def expecting(sent: Successor) -> StreamSteps:
+    """While step 1 of session 1 runs, of a root alone."""
+    steps = StreamSteps()
+    steps.expect(sent)
+    return steps
+
+
+@pytest.mark.parametrize("is_answered_first", [True, False])
+def test_what_is_added_before_the_step_is_looked_at_counts_and_later_ones_do_not(is_answered_first: bool) -> None:
+    sent = successor((1, 10, [(7, 0)]))
+    steps = expecting(sent)
+    add(steps, [(3, 1)])
+    add(steps, [(4, 2), (8, 0)])
+    steps.ends(1, [ASKED], [accepted([], [7])])
+    # The step has ended, but neither the one nor the other end has looked at what follows.
+    add(steps, [(5, 3)])
+    if is_answered_first:
+        assert steps.answers(1) == 3
+        add(steps, [(6, 5)])
+        (tree,) = steps.trees_of(sent)
+    else:
+        (tree,) = steps.trees_of(sent)
+        add(steps, [(6, 5)])
+        assert steps.answers(1) == 3
+    assert (list(tree.tokens), list(tree.parents)) == ([3, 4, 5], [0, 1, 2])
+    assert sent.settle().additions == 3
+
+
+def test_a_successor_that_comes_after_the_answer_gets_none() -> None:
+    """It said so."""
+    steps, sent = StreamSteps(), successor((1, 10, [(7, 0), (3, 1)]))
+    steps.ends(1, [ASKED], [accepted([], [7])])
+    assert steps.answers(1) == 0
+    steps.expect(sent)
+    add(steps, [(4, 2)])
+    (tree,) = steps.trees_of(sent)
+    assert list(tree.tokens) == [3]
+
+
+def test_additions_are_the_successor_s_alone() -> None:
+    """Neither a plain batch takes any, nor does an answer tell of those to another one."""
+    steps, sent = StreamSteps(), successor((1, 10, [(7, 0)]), follows=2)
+    steps.expect(None)
+    add(steps, [(3, 1)])
+    steps.expect(sent)
+    add(steps, [(3, 1)])
+    assert steps.answers(1) == 0
+    steps.ends(2, [ASKED], [accepted([], [7])])
+    assert steps.answers(2) == 1
+    (tree,) = steps.trees_of(sent)
+    assert list(tree.tokens) == [3]
+
+
+@pytest.mark.parametrize("follows", [0, 2], ids=["a plain one", "a successor"])
+def test_an_answer_tells_of_a_successor_that_has_begun_whatever_has_come_behind_it(follows: int) -> None:
+    steps, sent = StreamSteps(), successor((1, 10, [(7, 0)]))
+    steps.expect(sent)
+    add(steps, [(3, 1)])
+    steps.ends(1, [ASKED], [accepted([], [7])])
+    (tree,) = steps.trees_of(sent)
+    steps.expect(successor((1, 10, []), follows=follows) if follows else None)
+    assert (list(tree.tokens), steps.answers(1)) == ([3], 1)
+
+
+def test_an_answer_and_the_trees_agree_where_the_next_batch_has_come_before_either() -> None:
+    steps, sent = StreamSteps(), successor((1, 10, [(7, 0)]))
+    steps.expect(sent)
+    add(steps, [(3, 1)])
+    steps.expect(successor((1, 10, []), follows=2))
+    steps.ends(1, [ASKED], [accepted([], [7])])
+    told = steps.answers(1)
+    (tree,) = steps.trees_of(sent)
+    assert len(tree.tokens) == told
+
+
+@pytest.mark.parametrize("prepared", range(5))
+def test_whoever_checks_what_was_added_finds_the_same(prepared: int) -> None:
+    """The step thread, before or after any of the additions, or the reader's; torn parents are one session's fault."""
+    asked = [TreeRequest(key=(1, number), epoch=1, length=10, tokens=[5], parents=[0]) for number in (1, 2, 3)]
+    sent = successor(*((number, 10, [(7, 0)]) for number in (1, 2, 3)))
+    steps = expecting(sent)
+    # Session 2's node hangs below one that never comes; session 1's below one that comes with it.
+    for turn, more in enumerate([([(3, 2)], [], [(4, 2)]), ([], [(3, 9)], [(8, 3)]), ([(9, 3)], [(1, 2)], [])]):
+        if turn == prepared:
+            steps.prepare(sent, 1, asked)
+        add(steps, *more)
+    if prepared == 3:
+        steps.prepare(sent, 1, asked)
+    steps.ends(1, asked, [accepted([], [7])] * 3)
+    trees = steps.trees_of(sent)
+    faults = [None if tree.settled is None or tree.settled.fault is None else tree.settled.fault.code for tree in trees]
+    assert faults == [None, Code.INVALID_ARGUMENT, None]
+    found = [(list(trees[place].tokens), list(trees[place].parents)) for place in (0, 2)]
+    assert found == [([3, 9], [0, 1]), ([4, 8], [0, 1])]
+
+
+def test_an_addition_that_has_torn_parents_after_the_check_is_found_torn() -> None:
+    """And one that comes too late is nobody's fault."""
+    for is_late in (False, True):
+        sent = successor((1, 10, [(7, 0), (3, 1)]))
+        steps = expecting(sent)
+        steps.prepare(sent, 1, [ASKED])
+        if is_late:
+            steps.ends(1, [ASKED], [accepted([], [7])])
+            assert steps.answers(1) == 0
+            add(steps, [(4, 3)])
+        else:
+            add(steps, [(4, 3)])
+            steps.ends(1, [ASKED], [accepted([], [7])])
+        (tree,) = steps.trees_of(sent)
+        assert (tree.settled is None) == is_late
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"step": 1}, "addition.step"),
+        ({"step": 3}, "addition.step"),
+        ({"node_counts": [1]}, "addition.node_counts"),
+        ({"node_counts": [2, 1]}, "addition.tokens"),
+        ({"tokens": [3]}, "addition.tokens"),
+        ({"parents": [1]}, "addition.parents"),
+        ({"values": b"1234567"}, "addition.values"),
+        ({"values": floats_to_bytes([0.5, 1.5])}, "addition.values"),
+        ({"values": floats_to_bytes([-0.5, 0.5])}, "addition.values"),
+        ({"values": floats_to_bytes([0.5, float("nan")])}, "addition.values"),
+    ],
+    ids=str,
+)
+def test_an_addition_that_cannot_be_is_refused(changes: dict[str, Any], field: str) -> None:
+    sent, right = successor((1, 10, [(7, 0)]), (2, 10, [(7, 0)])), addition(2, [(3, 1)], [(4, 1)])
+    assert unpack_addition(right, sent, 2).counts.tolist() == [1, 1]
+    for name in changes:
+        right.ClearField(name)  # pyright: ignore[reportArgumentType]
+    right.MergeFrom(target_pb2.TreeAddition(**changes))
+    with pytest.raises(InvalidRequest) as caught:
+        unpack_addition(right, sent, 2)
+    assert field in [violation.field for violation in caught.value.violations]
+
+
+def test_nothing_is_added_to_a_batch_that_follows_none() -> None:
+    with pytest.raises(InvalidRequest, match=r"addition\.step: 2 given"):
+        unpack_addition(addition(2), None, 2)
+
+
 @pytest.fixture(params=[False, True], ids=["answered first", "begun first"])
 async def service(
     checkpoint: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
@@ -177,6 +346,102 @@ async def test_successors_go_on_where_their_steps_end(service: Service, referenc
     assert list((await read(call)).tokens) == plain[11:12]
     await call.done_writing()
     assert await call.code() is grpc.StatusCode.OK
+    await service.until_empty()
+
+
+def added(more: target_pb2.TreeAddition) -> target_pb2.VerifyRequest:
+    return target_pb2.VerifyRequest(incarnation=1, addition=more)
+
+
+async def test_what_follows_a_successor_is_verified_with_it(
+    service: Service, reference_model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 1 ends when all has come; what the answers say is what both ends find in what was sent."""
+    plain = plain_tokens(reference_model, 8)
+    wrong = (plain[2] + 1) % 61
+    running, came, ends = asyncio.Event(), [], StreamSteps.ends
+    loop = asyncio.get_running_loop()
+    finished = threading.Event()
+
+    def waits(steps: StreamSteps, *of: Any) -> None:
+        if of[0] == 1:
+            loop.call_soon_threadsafe(running.set)
+            assert finished.wait(30)
+        ends(steps, *of)
+
+    def note(steps: StreamSteps, more: Any, add: Any = StreamSteps.add) -> None:
+        add(steps, more)
+        came.append(more)
+        if len(came) == 3:
+            finished.set()
+
+    monkeypatch.setattr(StreamSteps, "ends", waits)
+    monkeypatch.setattr(StreamSteps, "add", note)
+    sessions = [(1, 5, [(plain[0], 0)]), (2, 5, [])]
+    more = [
+        addition(2, [(plain[1], 1), (wrong, 2)], [(plain[0], 0)]),
+        addition(2, [], [(plain[1], 1), (plain[2], 2)]),
+        addition(2, [(plain[2], 2), (plain[3], 4)], []),
+    ]
+    call = service.verify()
+    await call.write(request(1, batch(0, (1, 5, []), (2, 5, [])), opens=[opening(1), opening(2)]))
+    await running.wait()
+    await call.write(request(2, batch(1, *sessions)))
+    for each in more:
+        await call.write(added(each))
+    first, second = await read(call), await read(call)
+    assert (list(first.tokens), first.additions) == (plain[:1] * 2, 3)
+    assert list(second.token_counts) == [4, 3]
+    assert list(second.tokens) == [*plain[1:5], *plain[1:4]]
+    assert second.additions == 0
+    grown, _ = extended(succession_from_proto(batch(1, *sessions)), list(map(addition_from_proto, more)))
+    # As the step was: two roots.
+    grown = replace(grown, is_in_step=np.array([True, True]))
+    found = surviving_columns(grown, np.zeros(2, dtype=np.int64), np.array(plain[:1] * 2))
+    assert list(second.verified_counts) == found.counts.tolist() == [4, 2]
+    # What comes too late, for the last batch that is answered long ago, changes nothing.
+    await call.write(added(addition(2, [(3, 9)], [])))
+    await call.write(request(3, batch(2, (1, 6, []), (2, 6, []))))
+    third = await read(call)
+    assert (list(third.tokens), third.additions) == ([plain[5], plain[4]], 0)
+    call.cancel()
+    await service.until_empty()
+
+
+async def test_a_late_successor_has_no_additions(service: Service, reference_model: PreTrainedModel) -> None:
+    plain = plain_tokens(reference_model, 3)
+    call = service.verify()
+    await call.write(request(1, batch(0, (1, 5, [])), opens=[opening(1)]))
+    first = await read(call)
+    await call.write(request(2, batch(1, (1, 5, chain(plain[:2], below=0, behind=0)))))
+    await call.write(added(addition(2, [(plain[2], 2)])))
+    second = await read(call)
+    assert (first.additions, list(second.verified_counts), list(second.tokens)) == (0, [1], plain[1:3])
+    call.cancel()
+    await service.until_empty()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (addition(1, [(3, 0)]), "addition.step: 1 given"),
+        (addition(2), "addition.node_counts: 0 entries given, 1 needed"),
+        (target_pb2.TreeAddition(step=2, node_counts=[1], tokens=[3], parents=[0]), "addition.values: 0 bytes given"),
+    ],
+    ids=["another step", "no counts", "no values"],
+)
+async def test_what_cannot_be_added_ends_the_stream_with_its_reason(
+    service: Service, wrong: target_pb2.TreeAddition, message: str
+) -> None:
+    call = service.verify()
+    await call.write(request(1, batch(0, (1, 5, [])), opens=[opening(1)]))
+    await call.write(request(2, batch(1, (1, 5, [(3, 0)]))))
+    await call.write(added(wrong))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        while True:
+            await read(call)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert message in (caught.value.details() or "")
     await service.until_empty()
 
 
