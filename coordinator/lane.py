@@ -305,7 +305,7 @@ class TargetLane:
 
     def extend_ahead(self) -> None:
         """Growth has come: what a batch that lies at the target lacks of it is sent behind it, if there is time."""
-        if len(self.flights) < 2 or (successor := self.flights[1].successor) is None:
+        if len(self.flights) < 2 or (successor := self.flights[1].successor) is None or self.flights[0].result.done():
             return
         began_ns = clock.now_ns()
         if began_ns < self._extends_ns:

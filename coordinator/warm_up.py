@@ -23,6 +23,7 @@ from outrider.coordinator.messages import Growth, GrowthBatch
 from outrider.coordinator.mirror import TreeMirror, graft, move_roots
 from outrider.coordinator.open_leaves import next_level, open_leaves, whole_next_level
 from outrider.coordinator.selection import choose_counts
+from outrider.coordinator.successor_kernels import number_new
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,9 @@ def warm_up() -> None:
     cost.observe(1, 1.0)
     choose_counts(found.values, found.places, sessions=1, cost_ns=cost.predict_many_ns, max_rows=4)
     trees = found.trees(most)
+    size = len(forest.row)
+    known = np.zeros(size, np.int64), np.zeros(size, np.int64), np.ones(size, np.float32)
+    number_new(forest.columns(0), found.starts, found.slots, *known, most * 0, most * 0, 4)
     token_ids.append(2)
     one = np.array([1])
     moves = Moves(

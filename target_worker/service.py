@@ -115,7 +115,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                 self.duplicates += 1
                 logger.warning("step %d came again and is ignored", request.step)
                 continue
-            if request.HasField("addition"):
+            if request.HasField("addition") and not (request.step or request.opens or request.close_session_ids):
                 stream.steps.add(unpack_addition(request.addition, stream.successor, stream.last_step))
                 continue
             batch, unreadable = unpack(request, last_step=stream.last_step, stream=stream.steps)

@@ -35,6 +35,8 @@ def unpack(
     """
     violations = [_miscounted(*column) for column in _column_lengths(request) if column[1] != column[2]]
     violations += _successor_violations(request, last_step)
+    if request.HasField("addition"):
+        violations.append(FieldViolation("addition", "given with a step, opens or closes: it comes by itself"))
     if violations:
         raise InvalidRequest(violations)
     opens: list[OpenRequest] = []

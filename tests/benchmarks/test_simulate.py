@@ -11,6 +11,7 @@ from benchmarks.simulation.path_model import PathModel
 from benchmarks.simulation.settings import Settings
 from benchmarks.simulation.tree_grower import TreeGrower
 
+from outrider.coordinator.links import TargetLink
 from outrider.coordinator.messages import SpeculationMode
 
 # Small and short, and ended by tokens: what is asked of it is no matter of speed.
@@ -153,4 +154,15 @@ def test_a_run_by_tokens_ends_with_them(capsys):
     (result,) = simulate(capsys, "--sessions", "3", "--tokens", "20", "--mode", "async", "--collector", "off")
     assert gc.isenabled()
     assert result["tokens_per_s"] * result["seconds"] == pytest.approx(60)
+    assert result["wrong_tokens"] == 0
+
+
+def test_growth_behind_batches_that_were_sent_ahead_changes_no_token(capsys, monkeypatch):
+    """Over streams, to workers that find the trees for themselves."""
+    sent, extend = [], TargetLink.extend
+    monkeypatch.setattr(TargetLink, "extend", lambda link, more: sent.append(more) or extend(link, more))
+    options = ("--sessions", "3", "--tokens", "60", "--mode", "async", "--rounds", "ahead", "--workers", "2")
+    (result,) = simulate(capsys, *options)
+    assert sent
+    assert result["tokens_per_s"] * result["seconds"] == pytest.approx(180)
     assert result["wrong_tokens"] == 0

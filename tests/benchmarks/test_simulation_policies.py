@@ -13,6 +13,8 @@ from benchmarks.simulation.settings import Settings
 from benchmarks.simulation.virtual_run import VirtualFigures, VirtualSimulation, simulate
 
 from outrider.coordinator import clock
+from outrider.coordinator.ahead import Lead
+from outrider.coordinator.lane import TargetLane
 from outrider.coordinator.messages import SpeculationMode
 from outrider.coordinator.rounds import Way
 from outrider.coordinator.verify_loop import VerifyLoop
@@ -243,3 +245,23 @@ def test_a_target_goes_on_at_once_where_batches_are_sent_ahead():
         assert ahead.target_busy > 0.97
         assert ahead.tokens_per_s > waits.tokens_per_s
         assert ahead.wrong_tokens == 0
+
+
+@pytest.mark.parametrize("leaves_at_once", [False, True])
+@pytest.mark.parametrize("rtt_ms", [0.0, 0.3, 3.0])
+def test_growth_is_sent_behind_batches_that_were_sent_ahead(rtt_ms, leaves_at_once, monkeypatch):
+    """Both ends find the same trees with it, or the target would be lost; sent at once, they gain by it."""
+    totals: list[Any] = []
+    counts = VirtualSimulation._counts
+    monkeypatch.setattr(VirtualSimulation, "_counts", lambda run: totals.append(run.scheduler.totals) or counts(run))
+    if leaves_at_once:
+        monkeypatch.setattr(Lead, "ns", lambda _lead, **_: 1e12)
+    settings = near(sessions=4, workers=2, mode=ASYNC, target_rtt_ms=rtt_ms, rounds="ahead")
+    with_growth = simulate(settings)
+    sent = totals[0].serving
+    assert sent.ahead_additions - sent.ahead_additions_late > 30
+    assert with_growth.wrong_tokens == 0
+    if leaves_at_once:
+        monkeypatch.setattr(TargetLane, "extend_ahead", lambda _lane: None)
+        without = simulate(settings)
+        assert with_growth.acceptance_length > 1.03 * without.acceptance_length

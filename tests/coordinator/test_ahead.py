@@ -70,6 +70,67 @@ async def test_most_steps_follow_at_once_and_the_tokens_are_the_same(
     assert_idle(ahead_bench)
 
 
+@pytest.mark.parametrize("accuracies", [(0.5,), (0.8,), (0.8, 0.8, 0.6), (1.0, 0.3)], ids=str)
+async def test_growth_that_comes_behind_a_batch_is_in_it_and_the_tokens_are_the_same(
+    ahead_bench, expect_output, make_request, assert_idle, accuracies
+):
+    """Every batch leaves as soon as the step that it follows runs: what it has, it has by additions."""
+    ahead_bench.lane.lead.ns = lambda **_: 1e9
+    for number, accuracy in enumerate(accuracies):
+        ahead_bench.add_draft(f"draft-{number}", accuracy=accuracy, delay_s=STEP_S / 2).random.seed(number)
+    requests = [make_request(number, sampling=SamplingSpec(max_new_tokens=50 + 9 * number)) for number in range(1, 6)]
+    await assert_outputs(requests, start(ahead_bench, requests), expect_output)
+    target, totals = ahead_bench.target, ahead_bench.scheduler.totals
+    assert target.extended > 10
+    sent = [len(successor.additions) for successor in target.successors]
+    assert sum(sent) >= target.extended
+    # The last one may have been for sessions that had ended by then.
+    assert sum(sent[:-1]) <= totals.serving.ahead_additions <= sum(sent)
+    assert totals.serving.ahead_additions_late <= sum(sent) - target.extended
+    assert totals.accepted_tokens > 0.2 * totals.emitted_tokens
+    assert_idle(ahead_bench)
+
+
+async def test_what_comes_too_late_is_in_no_tree_at_either_end(ahead_bench, expect_output, make_request, monkeypatch):
+    """The target says that it has had none."""
+    target, step = ahead_bench.target, ahead_bench.target._step
+
+    async def too_late(trees: Any) -> VerifyResult:
+        target.extended -= (result := await step(trees)).additions
+        return replace(result, additions=0)
+
+    monkeypatch.setattr(target, "_step", too_late)
+    ahead_bench.lane.lead.ns = lambda **_: 1e9
+    ahead_bench.add_draft(accuracy=0.9, delay_s=STEP_S / 2)
+    requests = [make_request(number, sampling=SamplingSpec(max_new_tokens=60)) for number in range(1, 4)]
+    await assert_outputs(requests, start(ahead_bench, requests), expect_output)
+    counts = ahead_bench.scheduler.totals.serving
+    assert counts.ahead_additions == counts.ahead_additions_late > 10
+
+
+async def test_a_session_that_ends_while_growth_is_added_leaves_the_others_alone(
+    ahead_bench, expect_output, until, make_request, assert_idle
+):
+    """Its slots are others' at once; the target has its nodes until it hears of it."""
+    lane = ahead_bench.lane
+    lane.lead.ns = lambda **_: 1e9
+    ahead_bench.add_draft(accuracy=0.9, delay_s=STEP_S / 2)
+    gone = [ahead_bench.scheduler.submit(make_request(number), [TextStream(None)]) for number in range(1, 5)]
+    requests = [make_request(number, sampling=SamplingSpec(max_new_tokens=90)) for number in range(5, 8)]
+    tasks = start(ahead_bench, requests)
+
+    def is_extended() -> bool:
+        return waits_behind(ahead_bench) and bool(lane.flights[-1].successor.additions)
+
+    for generation in gone:
+        await until(lambda: is_extended() or all(task.done() for task in tasks))
+        generation.cancel()
+        await asyncio.sleep(STEP_S)
+    await assert_outputs(requests, tasks, expect_output)
+    assert ahead_bench.scheduler.has_target
+    assert_idle(ahead_bench)
+
+
 async def test_a_step_begins_with_the_end_of_the_one_before(ahead_bench, make_request):
     """The rate of a lone session without a draft is that of the target's steps."""
     flights = []

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from outrider.coordinator import answers
-from outrider.coordinator.answers import check_report, check_verification, usable_acceptance
+from outrider.coordinator.answers import check_additions, check_report, check_verification, usable_acceptance
 from outrider.v1 import common_pb2, target_pb2
 
 
@@ -103,6 +103,13 @@ def test_what_passes_at_once_would_pass_entry_by_entry(monkeypatch):
         assert usual(response, asked, 9) == (is_right and is_whole)
         passed += is_right
     assert 500 < passed < 2500
+
+
+def test_no_more_additions_are_given_than_were_sent():
+    for given in range(3):
+        check_additions(answer(additions=given), 2)
+    with pytest.raises(ValueError, match="additions: 3 given, 2 were sent"):
+        check_additions(answer(additions=3), 2)
 
 
 def test_a_long_step_and_a_large_one_are_taken():

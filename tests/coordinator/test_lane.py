@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -138,6 +139,74 @@ class HearingTrials:
 
     def observe(self, *, placed: int, sampled: int, **_: object) -> None:
         self.rounds.append((placed, sampled))
+
+
+class Growing:
+    """A successor that has something to add whenever the test says so; finding it takes a while."""
+
+    def __init__(self, time: Time) -> None:
+        self.has_new, self.asked = True, 0
+        self._time = time
+
+    def grow(self, flight: Flight) -> object:
+        self.asked += 1
+        self._time.now_ns += 2 * MS
+        return self if self.has_new else None
+
+
+def lane_ahead(successor: Any) -> tuple[TargetLane, Any, list[Any]]:
+    """With a step that runs and what follows it; that step's result, and what was added."""
+    lane, added = make_lane(), []
+    link: Any = lane.link
+    link.extend = added.append
+    result = asyncio.get_running_loop().create_future()
+    lane.flights.append(replace(alone(rows=8, submitted_ns=0), result=result))
+    lane.flights.append(replace(alone(rows=8, submitted_ns=0), result=SimpleNamespace(), successor=successor))
+    return lane, result, added
+
+
+async def test_growth_is_added_to_a_batch_that_follows_a_step_alone(time):
+    successor = Growing(time)
+    lane, _, added = lane_ahead(successor)
+    lane.extend_ahead()
+    assert added == [successor]
+    behind = lane.flights.pop()
+    time.now_ns += 100 * MS
+    lane.extend_ahead()
+    lane.flights.append(replace(behind, successor=None))
+    lane.extend_ahead()
+    lane.flights.clear()
+    lane.extend_ahead()
+    assert successor.asked == len(added) == 1
+
+
+async def test_nothing_is_added_where_nothing_is_new(time):
+    successor = Growing(time)
+    successor.has_new = False
+    lane, _, added = lane_ahead(successor)
+    lane.extend_ahead()
+    # Nor does anything wait then.
+    lane.extend_ahead()
+    assert (successor.asked, added) == (2, [])
+
+
+async def test_between_additions_is_as_much_time_as_they_take(time):
+    successor = Growing(time)
+    lane, _, added = lane_ahead(successor)
+    for after_ms, is_added in [(0, True), (0, False), (1, False), (1, True), (1.9, False), (0.1, True), (7, True)]:
+        time.now_ns += round(after_ms * MS)
+        before = len(added)
+        lane.extend_ahead()
+        assert len(added) == before + is_added
+
+
+async def test_nothing_is_added_once_the_result_is_in(time):
+    """The answer to what follows may be in as well, and nobody have looked at either."""
+    successor = Growing(time)
+    lane, result, added = lane_ahead(successor)
+    result.set_result(None)
+    lane.extend_ahead()
+    assert (successor.asked, added) == (0, [])
 
 
 async def test_trials_hear_how_many_sessions_are_sampled(time):

@@ -45,6 +45,42 @@ def test_the_better_way_is_used_most(best):
     assert min(used) > 20
 
 
+def first_ways(rates, rounds: int, *, of: Trials) -> list[int]:
+    """The way of each round."""
+    return [next(way for way, times in enumerate(play(of, rates, 1, seed=number)) if times) for number in range(rounds)]
+
+
+@pytest.mark.parametrize("best", [0, 1, 2])
+def test_every_way_is_played_twice_before_ways_are_compared(best):
+    """However clear the first blocks are: one may have met a cold start, or bad luck."""
+    rates = [0.6, 0.6, 0.6]
+    rates[best] = 1.0
+    ways = first_ways(rates, 24 + 6 * 12 + 5 * 2 + 1, of=Trials(range(3)))
+    # The first block settles longer; the others have two rounds for it.
+    assert ways == [0] * 36 + ([1] * 14 + [2] * 14 + [0] * 14 + [1] * 14 + [2] * 14) + [best]
+
+
+def test_the_first_rounds_of_a_load_are_no_way_s_doing():
+    """What steps cost is learned in them: were they counted, the way to begin with would look bad for long."""
+    trials = Trials(range(2))
+    ways = first_ways([1e-3, 1.0], 24, of=trials)
+    assert set(ways) == {0}
+    # A block of 12 rounds is behind these; so long the way goes on.
+    assert set(first_ways([1.2, 1.0], 12, of=trials)) == {0}
+    assert first_ways([1.2, 1.0], 1, of=trials) == [1]
+    later = first_ways([1.2, 1.0], 200, of=trials)
+    assert later.count(0) > 0.7 * 200
+
+
+def test_each_load_has_first_rounds_of_its_own():
+    trials = Trials(range(2))
+    play(trials, [1.2, 1.0], 600)
+    play(trials, [1e-3, 1.0], 24, sessions=1)
+    assert play(trials, [1.0, 1.0], 12, sessions=1)[0] == 12
+    used = play(trials, [1.3, 1.0], 1000, sessions=1)
+    assert used[0] > 0.6 * 1000
+
+
 def test_a_way_that_has_become_better_is_found():
     trials = Trials(range(2))
     play(trials, [1.2, 1.0], 2000)

@@ -2,14 +2,19 @@
 
 import asyncio
 import gc
+from types import SimpleNamespace
+from typing import Any
 
 import grpc.aio
+import numpy as np
 import pytest
 
 from outrider.coordinator.links import DraftLink, TargetLink
 from outrider.coordinator.trees import Submissions, Trees
 from outrider.errors import WorkerUnavailable
-from outrider.v1 import draft_pb2, draft_pb2_grpc
+from outrider.succession import Addition, Succession
+from outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2
+from outrider.wire import floats_to_bytes
 
 
 class Gate:
@@ -37,14 +42,14 @@ class Gate:
 
 
 class GatedLink(TargetLink):
-    def __init__(self, gate: Gate) -> None:
+    def __init__(self, gate: Any) -> None:
         self.lost: list[str] = []
         self._gate = gate
         super().__init__("127.0.0.1:1", incarnation=1, on_lost=self.lost.append)
 
     def _start(self, call) -> None:
         call.cancel()
-        super()._start(self._gate)  # pyright: ignore[reportArgumentType]
+        super()._start(self._gate)
 
 
 def one_tree() -> Submissions:
@@ -99,6 +104,141 @@ async def test_a_link_is_closed_while_it_writes(caplog):
     del link
     gc.collect()
     assert not caplog.records
+
+
+class Recorded:
+    """A stream that keeps what is written, and reads what the test has it read."""
+
+    def __init__(self) -> None:
+        self.written: list[target_pb2.VerifyRequest] = []
+        self.answers: asyncio.Queue[target_pb2.VerifyResponse] = asyncio.Queue()
+
+    async def __aiter__(self):
+        while True:
+            yield await self.answers.get()
+
+    async def write(self, request: target_pb2.VerifyRequest) -> None:
+        self.written.append(request)
+
+    def cancel(self) -> None:
+        pass
+
+
+@pytest.fixture
+async def recorded():
+    link = GatedLink(Recorded())
+    await settle()
+    yield link
+    await link.close()
+
+
+def one_successor(nodes: int) -> Any:
+    """Of sessions 1 and 2, of which the first has so many nodes."""
+    numbers, twice = np.arange(nodes), np.array([8, 8])
+    sent = Succession(
+        is_in_step=np.array([True, True]),
+        verified=np.zeros(2, dtype=np.int64),
+        counts=np.array([nodes, 0]),
+        tokens=numbers + 5,
+        parents=numbers,
+        values=np.ones(nodes, dtype=np.float32),
+        least_value=0.0,
+        max_nodes=twice,
+        max_depths=twice,
+        max_total_nodes=16,
+    )
+    return SimpleNamespace(group=SimpleNamespace(ids=[1, 2]), epochs=[1, 1], lengths=[2, 2], succession=sent)
+
+
+def one_addition(*counts: int) -> Addition:
+    nodes = sum(counts)
+    values = np.full(nodes, 0.5, dtype=np.float32)
+    return Addition(np.array(counts), np.arange(nodes) + 7, np.arange(nodes) + 1, values)
+
+
+def answer(step: int, *, verified: tuple[int, ...] = (), additions: int = 0) -> target_pb2.VerifyResponse:
+    """A token for each of two sessions."""
+    return target_pb2.VerifyResponse(
+        step=step,
+        session_ids=[1, 2],
+        epochs=[1, 1],
+        outcomes=[target_pb2.OUTCOME_ACCEPTED] * 2,
+        accepted_counts=[0, 0],
+        token_counts=[1, 1],
+        tokens=[5, 5],
+        cached_tokens=[0, 0],
+        verified_counts=verified,
+        additions=additions,
+    )
+
+
+def two_trees() -> Submissions:
+    return Submissions(session_ids=[1, 2], epochs=[1, 1], lengths=[2, 2], trees=Trees.empty(2), resident=())
+
+
+async def test_what_is_added_is_said_of_the_batch_before_it(recorded):
+    recorded.submit(two_trees())
+    recorded.follow(one_successor(2))
+    recorded.extend(one_addition(1, 2))
+    recorded.extend(one_addition(0, 1))
+    await settle()
+    first, second, *more = recorded._gate.written
+    assert [first.step, second.step, second.trees.follows] == [1, 2, 1]
+    assert more == [
+        target_pb2.VerifyRequest(
+            incarnation=1,
+            addition=target_pb2.TreeAddition(
+                step=2, node_counts=[1, 2], tokens=[7, 8, 9], parents=[1, 2, 3], values=floats_to_bytes([0.5] * 3)
+            ),
+        ),
+        target_pb2.VerifyRequest(
+            incarnation=1,
+            addition=target_pb2.TreeAddition(
+                step=2, node_counts=[0, 1], tokens=[7], parents=[1], values=floats_to_bytes([0.5])
+            ),
+        ),
+    ]
+
+
+@pytest.mark.parametrize(("additions", "verified"), [(0, (2, 0)), (1, (3, 2)), (2, (3, 3))])
+async def test_answers_may_tell_of_as_many_additions_and_nodes_as_were_sent(recorded, additions, verified):
+    one, two = recorded.submit(two_trees()), recorded.follow(one_successor(2))
+    recorded.extend(one_addition(1, 2))
+    recorded.extend(one_addition(0, 1))
+    recorded._gate.answers.put_nowait(answer(1, additions=additions))
+    recorded._gate.answers.put_nowait(answer(2, verified=verified))
+    async with asyncio.timeout(10):
+        assert (await one).additions == additions
+        assert (await two).verified == dict(zip((1, 2), verified, strict=True))
+    assert not recorded.lost
+
+
+@pytest.mark.parametrize("follower", ["none", "without any", "with one"])
+async def test_a_target_that_tells_of_more_additions_than_were_sent_is_lost(recorded, follower):
+    one, sent = recorded.submit(two_trees()), 0
+    if follower != "none":
+        recorded.follow(one_successor(2))
+    if follower == "with one":
+        recorded.extend(one_addition(1, 0))
+        sent = 1
+    recorded._gate.answers.put_nowait(answer(1, additions=sent + 1))
+    async with asyncio.timeout(10):
+        with pytest.raises(WorkerUnavailable, match=f"additions: {sent + 1} given, {sent} were sent"):
+            await one
+    assert len(recorded.lost) == 1
+    # Growth may come before anybody has heard of it.
+    recorded.extend(one_addition(1, 0))
+
+
+async def test_a_target_that_verifies_more_nodes_than_were_sent_is_lost(recorded):
+    recorded.submit(two_trees())
+    two = recorded.follow(one_successor(2))
+    recorded.extend(one_addition(1, 0))
+    recorded._gate.answers.put_nowait(answer(1, additions=1))
+    recorded._gate.answers.put_nowait(answer(2, verified=(4, 0)))
+    async with asyncio.timeout(10):
+        with pytest.raises(WorkerUnavailable, match="verified"):
+            await two
 
 
 class EagerDraft(draft_pb2_grpc.DraftServiceServicer):

@@ -8,7 +8,7 @@ import pytest
 from tests.target_worker.noting_verifier import NotingVerifier, opening, tree, until
 
 from outrider.errors import WorkerUnavailable
-from outrider.succession import succession_from_proto
+from outrider.succession import addition_from_proto, succession_from_proto
 from outrider.target_worker import step_thread
 from outrider.target_worker.sessions import DEFERRED, Outcome, TreeRequest
 from outrider.target_worker.step_jobs import Batch
@@ -16,6 +16,7 @@ from outrider.target_worker.step_thread import StepThread
 from outrider.target_worker.succession import StreamSteps, Successor
 from outrider.target_worker.verifier import Verifier
 from outrider.v1 import target_pb2
+from outrider.wire import floats_to_bytes
 
 
 @pytest.fixture
@@ -263,10 +264,19 @@ def test_a_batch_without_trees_is_answered_in_its_turn(steps: StepThread, device
     assert first.done()
 
 
-def ahead(stream: StreamSteps, number: int, *, follows: int) -> Batch:
-    """A batch of one session without a tree; a successor where it follows a step."""
+def ahead(stream: StreamSteps, number: int, *, follows: int, nodes: Sequence[int] = ()) -> Batch:
+    """The batch behind a step, of one session; nodes: tokens below the root of that step's tree."""
     sent = succession_from_proto(
-        target_pb2.TreeBatch(session_ids=[number], node_counts=[0], max_nodes=[1], max_depths=[1], max_total_nodes=1)
+        target_pb2.TreeBatch(
+            session_ids=[number],
+            node_counts=[len(nodes)],
+            tokens=nodes,
+            parents=[0] * len(nodes),
+            values=floats_to_bytes([1.0] * len(nodes)),
+            max_nodes=[4],
+            max_depths=[4],
+            max_total_nodes=4,
+        )
     )
     successor = Successor(follows=follows, keys=[(1, number)], epochs=[1], lengths=[1], trees=sent)
     return Batch(successor=successor, step=follows + 1, stream=stream)
@@ -296,6 +306,56 @@ def test_a_successor_begins_when_its_step_ends_and_on_a_device_before_that_is_an
     assert device.log == [("begin", [1]), ("finish", [1]), ("begin", [2, 3]), ("finish", [2, 3])]
     assert told == [not goes_on_alone]
     assert second.result().ahead_ns > 0
+
+
+@pytest.mark.parametrize("goes_on_alone", [True, False])
+@pytest.mark.parametrize("comes", ["before its step begins", "while its step runs"])
+def test_a_successor_runs_with_what_was_added_until_its_step_ended(
+    steps: StepThread, device: NotingVerifier, goes_on_alone: bool, comes: str
+) -> None:
+    """Whichever is first, its own beginning or the answer to that step, which says how much that was."""
+    device.goes_on_alone = goes_on_alone
+    stream, begun = StreamSteps(), []
+    begin = device.begin
+
+    def noting(trees: Sequence[TreeRequest]) -> Any:
+        begun.append([list(tree.tokens) for tree in trees])
+        if len(begun) == 2:
+            # The step has ended, and may not have been answered.
+            stream.add(addition)
+        return begin(trees)
+
+    device.begin = noting  # type: ignore[method-assign]
+    first = Batch(trees=[tree(1)], step=1, stream=stream)
+    if comes == "while its step runs":
+        answers = [steps.submit(first)]
+        wait_for(device, ("begin", [1]))
+    # Its root is what the step emits, and one below it is added each time.
+    second = ahead(stream, 1, follows=1, nodes=[1])
+    stream.expect(second.successor)
+    if comes == "before its step begins":
+        answers = [steps.submit(first)]
+    answers.append(steps.submit(second))
+    for token in (7, 8):
+        addition = addition_from_proto(
+            target_pb2.TreeAddition(node_counts=[1], tokens=[token], parents=[1], values=floats_to_bytes([0.5]))
+        )
+        stream.add(addition)
+    device.go_on.set()
+    one, two = (answer.result(30) for answer in answers)
+    assert begun == [[[]], [[7, 8]]]
+    assert (one.additions, list(two.verified), two.additions) == (2, [2], 0)
+
+
+def test_what_is_added_after_the_answer_is_in_no_step(steps: StepThread, fake: NotingVerifier) -> None:
+    fake.go_on.set()
+    stream = StreamSteps()
+    first = steps.submit(Batch(trees=[tree(1)], step=1, stream=stream)).result(30)
+    second = ahead(stream, 1, follows=1, nodes=[1])
+    stream.expect(second.successor)
+    more = target_pb2.TreeAddition(node_counts=[1], tokens=[7], parents=[1], values=floats_to_bytes([0.5]))
+    stream.add(addition_from_proto(more))
+    assert (first.additions, list(steps.submit(second).result(30).verified)) == (0, [0])
 
 
 def test_a_successor_that_comes_late_begins_at_once(steps: StepThread, fake: NotingVerifier) -> None:

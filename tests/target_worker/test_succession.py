@@ -18,7 +18,7 @@ from outrider.errors import InvalidRequest
 from outrider.succession import addition_from_proto, extended, succession_from_proto, surviving_columns
 from outrider.target_worker.sessions import DEFERRED, Code, Outcome, SessionFault, TreeRequest, TreeResult
 from outrider.target_worker.succession import StreamSteps, Successor
-from outrider.target_worker.unpacking import unpack_addition
+from outrider.target_worker.unpacking import unpack, unpack_addition
 from outrider.target_worker.verifier import Verifier
 from outrider.v1 import target_pb2
 from outrider.wire import floats_to_bytes
@@ -277,6 +277,15 @@ def test_an_addition_that_cannot_be_is_refused(changes: dict[str, Any], field: s
 def test_nothing_is_added_to_a_batch_that_follows_none() -> None:
     with pytest.raises(InvalidRequest, match=r"addition\.step: 2 given"):
         unpack_addition(addition(2), None, 2)
+
+
+@pytest.mark.parametrize(
+    "beside", [{"step": 3}, {"close_session_ids": [1], "close_epochs": [1]}], ids=["a step", "a close"]
+)
+def test_an_addition_comes_by_itself(beside: dict[str, Any]) -> None:
+    message = target_pb2.VerifyRequest(incarnation=1, addition=addition(2), **beside)
+    with pytest.raises(InvalidRequest, match="addition: given with a step"):
+        unpack(message, last_step=2)
 
 
 @pytest.fixture(params=[False, True], ids=["answered first", "begun first"])
