@@ -23,6 +23,7 @@ from outrider.coordinator.messages import Growth, GrowthBatch
 from outrider.coordinator.mirror import TreeMirror, graft, move_roots
 from outrider.coordinator.open_leaves import next_level, open_leaves, whole_next_level
 from outrider.coordinator.selection import choose_counts
+from outrider.coordinator.successor_kernels import number_new
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,8 @@ def warm_up() -> None:
     found = candidates([mirror], most=[2], deepest=[2])
     whole_next_level(found, widths=np.ones(1), most=most, hit=0.5, price=0.0)
     next_level(found, open_leaves(found, None), widths=np.ones(1), most=most, hit=0.5, price=0.0)
+    known = (*np.zeros((2, len(forest.row)), dtype=np.int64), np.ones(len(forest.row), dtype=np.float32))
+    number_new(forest.columns(0), found.starts, found.slots, *known, most, most, 1)
     cost = StepCost()
     cost.observe(1, 1.0)
     choose_counts(found.values, found.places, sessions=1, cost_ns=cost.predict_many_ns, max_rows=4)

@@ -25,6 +25,7 @@ from outrider.coordinator import (
     forest_kernels,
     growth_kernels,
     selection,
+    successor_kernels,
 )
 from outrider.coordinator import candidates as candidates_module
 from outrider.coordinator import mirror as mirror_module
@@ -196,6 +197,7 @@ def test_nothing_is_compiled_while_requests_run(mode: SpeculationMode) -> None:
             forest_kernels,
             growth_kernels,
             succession_kernels,
+            successor_kernels,
         )
         for loop in vars(module).values()
         if hasattr(loop, "signatures")
