@@ -35,11 +35,19 @@ def predict_steps(rungs: Any, slope: float, rows: Any) -> Any:
 
 @compiled
 def hoped_levels(  # noqa: PLR0917
-    middles: Any, rows: Any, step_ns: Any, weight: Any, known: float, prior_slope: float, prior_spread: float
+    middles: Any,
+    rows: Any,
+    step_ns: Any,
+    weight: Any,
+    known: float,
+    prior_slope: float,
+    prior_spread: float,
+    usual_slope: float,
+    least_share: float,
 ) -> Any:
     """[R] what steps of each rung's middle would take if the rungs below it went on in a line.
 
-    No more than the next one that is known does. Of the first ones, below which nothing was measured, the time of the
+    No more than the next one that is known does. The first ones, below which nothing was measured, go down from the
     first that was.
 
     Args:
@@ -50,6 +58,8 @@ def hoped_levels(  # noqa: PLR0917
         known: so many of them make a rung known.
         prior_slope: of the line's slope as a share of its mean, a row: expected before anything is known,
         prior_spread: and worth this much spread of rows (squared, summed over steps).
+        usual_slope: by which the first ones go down, a row,
+        least_share: and to no less than this share of what the first that was measured takes.
     """
     found = np.empty(len(middles))
     steps, sum_rows, sum_ns, sum_square, sum_product = 0.0, 0.0, 0.0, 0.0, 0.0
@@ -58,7 +68,8 @@ def hoped_levels(  # noqa: PLR0917
         first += 1
     for place in range(len(middles)):
         if place <= first:
-            found[place] = step_ns[first]
+            below_ns = usual_slope * (rows[first] - middles[place])
+            found[place] = max(step_ns[first] - below_ns, least_share * step_ns[first])
         else:
             mean_rows, mean_ns = sum_rows / steps, sum_ns / steps
             spread = max(sum_square - steps * mean_rows * mean_rows, 0.0)

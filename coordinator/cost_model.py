@@ -10,8 +10,9 @@ staircase and that of the line for a line.
 A rung that was measured lately is believed. Any other is hoped to go on in the line of those below it, as far as the
 next one above that is known: so a size that once had bad luck is not avoided for ever, and prompts, which are hundreds
 of rows, say nothing of what a few more would cost. That line, where too few sizes have been seen to tell, rises by as
-little as a memory-bound step's does. Such a hope is corrected by the first step that follows it, while a fear would
-never be: steps so large would not come.
+little as a memory-bound step's does. Below all sizes that were measured the line goes on down, as far as half of what
+the smallest of them took. Such hopes are corrected by the first step that follows them, while a fear would never be:
+steps of such sizes would not come.
 
 T never falls with n, because a larger step never costs less, and noise would otherwise make the scheduler chase it.
 Where rungs' levels fall, they are pooled by what each is worth, so that a slow first step of a few rows does not make
@@ -42,6 +43,10 @@ _USUAL = 0.9
 _KNOWN_WEIGHT = 0.5
 # Of a size that was hardly seen, how many times what was expected a step counts at most.
 _MOST_UNEXPECTED = 4.0
+# Of what the smallest steps measured took, smaller ones are hoped to take this share at least.
+_LEAST_BELOW = 0.5
+# Of what a rung's steps took, its middle takes this share at least, whatever the rise says.
+_LEAST_OWN = 0.2
 # Beside noise, and what else than its rows a step's time follows from.
 _MOST_OF_LARGER = 1.5
 # What a rung without measurements is worth beside those that have some.
@@ -107,24 +112,23 @@ class StepCost:
     def _fit(self) -> None:
         weight = self._weight
         base_ns, row_ns = self._prior
-        self._slope, mean_ns = self._line(len(weight))
-        usual, _ = self._line(1 + int(np.searchsorted(weight.cumsum(), _USUAL * weight.sum())))
+        self._slope = self._line_slope(len(weight))
+        usual = self._line_slope(1 + int(np.searchsorted(weight.cumsum(), _USUAL * weight.sum())))
         # What the rungs' own steps say of the rise within them; until they do, it is that of the usual sizes.
         inner = (self._inner_covariance + _PRIOR_SPREAD * usual) / (self._inner_spread + _PRIOR_SPREAD)
         rise = min(max(inner, 0.0), 2 * usual)
         own = weight / (weight + _LINE_WEIGHT)
         measured = self._middle, self._rows, self._step_ns, weight
-        line_ns = hoped_levels(*measured, _KNOWN_WEIGHT, row_ns / base_ns, _PRIOR_SPREAD)
-        own_ns = self._step_ns + rise * (self._middle - self._rows)
-        level = np.maximum(line_ns + own * (own_ns - line_ns), 0.2 * mean_ns)
-        level = rising(level, weight + _LEAST_WEIGHT)
+        line_ns = hoped_levels(*measured, _KNOWN_WEIGHT, row_ns / base_ns, _PRIOR_SPREAD, usual, _LEAST_BELOW)
+        own_ns = np.maximum(self._step_ns + rise * (self._middle - self._rows), _LEAST_OWN * self._step_ns)
+        level = rising(line_ns + own * (own_ns - line_ns), weight + _LEAST_WEIGHT)
         half = rise * (self._high - self._low) / 2
         # Low and high end of every rung in turn, none below the one before.
         ends = np.maximum.accumulate(np.stack((level - half, level + half), axis=1).ravel())
         self._rungs[2], self._rungs[3] = ends[0::2], ends[1::2]
 
-    def _line(self, rungs: int) -> tuple[float, float]:
-        """Slope and mean time of a line through the first rungs."""
+    def _line_slope(self, rungs: int) -> float:
+        """Nanoseconds a row, of a line through the first rungs."""
         weight, rows, step_ns = self._weight[:rungs], self._rows[:rungs], self._step_ns[:rungs]
         total = float(weight.sum())
         mean_rows, mean_ns = float(weight @ rows) / total, float(weight @ step_ns) / total
@@ -132,7 +136,7 @@ class StepCost:
         base_ns, row_ns = self._prior
         spread = float(weight @ (off * off)) + _PRIOR_SPREAD
         covariance = float(weight @ (off * (step_ns - mean_ns))) + _PRIOR_SPREAD * mean_ns * row_ns / base_ns
-        return max(covariance / spread, 0.0), mean_ns
+        return max(covariance / spread, 0.0)
 
     def predict_ns(self, rows: int) -> float:
         """Expected time of a step of `rows` rows."""

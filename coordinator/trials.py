@@ -125,7 +125,7 @@ class _Block:
         none ever would.
         """
         if self.settles_again:
-            self.settling, self.settles_again = _SETTLING_ROUNDS, False
+            self.settling, self.settles_again = max(self.settling, _SETTLING_ROUNDS), False
 
 
 class _Records:

@@ -52,6 +52,8 @@ def warm_up() -> None:
     found = candidates([mirror], most=[2], deepest=[2])
     whole_next_level(found, widths=np.ones(1), most=most, hit=0.5, price=0.0)
     next_level(found, open_leaves(found, None), widths=np.ones(1), most=most, hit=0.5, price=0.0)
+    number, value = np.zeros(len(forest.row), dtype=np.int64), np.ones(len(forest.row), dtype=np.float32)
+    number_new(forest.columns(0), found.starts, found.slots, number, number.copy(), value, most, most, 1)
     cost = StepCost()
     cost.observe(1, 1.0)
     choose_counts(found.values, found.places, sessions=1, cost_ns=cost.predict_many_ns, max_rows=4)

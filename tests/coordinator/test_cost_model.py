@@ -162,3 +162,24 @@ def test_what_was_not_measured_lately_is_unknown():
         cost.observe(100, 2e6)
     assert not cost.is_known(7)
     assert cost.is_known(100)
+
+
+def test_prompts_leave_what_is_known_of_small_steps_alone():
+    """Half of all steps are prompts, and a hundred times as slow: small ones cost what they were measured to."""
+    cost = StepCost()
+    for number in range(200):
+        cost.observe(4 + number % 9, 2e6 + 5e5 * (4 + number % 9))
+        cost.observe(500 + 5 * number, 2e6 + 5e5 * (500 + 5 * number))
+    for rows in (4, 8, 12):
+        assert cost.predict_ns(rows) == pytest.approx(2e6 + 5e5 * rows, rel=0.1)
+
+
+def test_below_all_sizes_that_were_measured_the_line_goes_on_down():
+    """Else smaller steps would seem to save nothing, and never come; the smallest measured ones would, too."""
+    cost = StepCost()
+    for number in range(300):
+        cost.observe(9 + number % 32, 2e6 + 5e5 * (9 + number % 32))
+    for rows in (5, 8, 9, 12):
+        assert cost.predict_ns(rows) == pytest.approx(2e6 + 5e5 * rows, rel=0.15)
+    # No further than half: it may be a staircase all the same.
+    assert cost.predict_ns(1) > 4e6

@@ -309,3 +309,12 @@ def test_longer_rounds_of_more_sessions_are_no_pauses():
             placed=256, sampled=0, sessions=256, verified=256, tokens=256 * rate, round_ns=40.0, hopeless=NOTHING
         )
     assert used[1] > 0.7 * 200
+
+
+def test_a_load_that_is_met_while_another_way_is_played_has_its_first_rounds_all_the_same():
+    """They are slow, whoever plays them: the way that comes first is not to pay for that."""
+    trials = Trials(range(2))
+    play(trials, [1.0, 2.0], 400, sessions=1)
+    assert trials.current == 1
+    used = play(trials, [0.1, 0.1], 24, sessions=16)
+    assert used == [23, 1]
