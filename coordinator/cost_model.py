@@ -101,8 +101,9 @@ class StepCost:
         self._rows[place] += share * rows_off
         self._step_ns[place] += share * ns_off
         self._weight[place] = weight + 1
-        # No smaller step costs more than this one did.
-        np.minimum(self._step_ns[:place], _MOST_OF_LARGER * own_ns, out=self._step_ns[:place])
+        # No smaller step costs more than this one did; a single time that cannot be halves what is known at most.
+        smaller = self._step_ns[:place]
+        np.minimum(smaller, np.maximum(_MOST_OF_LARGER * own_ns, smaller / 2), out=smaller)
         self._fit()
 
     @staticmethod

@@ -166,8 +166,8 @@ class TargetLink(WorkerLink):
         return self._send_batch(batch, successor.group.ids, node_counts, openings, is_successor=True)
 
     def extend(self, more: Addition) -> None:
-        """Adds nodes to the last batch, which follows the one before it."""
-        if self.is_lost:
+        """Adds nodes to the last batch, which follows the one before it; nothing once that is answered."""
+        if self.is_lost or (waiting := self._waiting.get(self._step)) is None:
             return
         node_counts = more.counts.tolist()
         addition = target_pb2.TreeAddition(
@@ -179,7 +179,6 @@ class TargetLink(WorkerLink):
         )
         self._send(target_pb2.VerifyRequest(addition=addition))
         self._flush()
-        waiting = self._waiting[self._step]
         waiting.additions += 1
         sent = zip(waiting.node_counts.items(), node_counts, strict=True)
         waiting.node_counts = {session_id: count + new for (session_id, count), new in sent}

@@ -58,9 +58,6 @@ def warm_up() -> None:
     cost.observe(1, 1.0)
     choose_counts(found.values, found.places, sessions=1, cost_ns=cost.predict_many_ns, max_rows=4)
     trees = found.trees(most)
-    size = len(forest.row)
-    known = np.zeros(size, np.int64), np.zeros(size, np.int64), np.ones(size, np.float32)
-    number_new(forest.columns(0), found.starts, found.slots, *known, most * 0, most * 0, 4)
     token_ids.append(2)
     one = np.array([1])
     moves = Moves(

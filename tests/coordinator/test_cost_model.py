@@ -77,6 +77,17 @@ def test_between_two_sizes_that_are_known_nothing_costs_more_than_the_larger():
     assert max(sizes) < 1.05 * 7.2e6
 
 
+def test_a_large_step_that_cannot_have_been_so_fast_is_soon_forgotten():
+    cost = StepCost()
+    for _ in range(50):
+        cost.observe(8, 5e6)
+    cost.observe(256, 1e5)
+    assert cost.predict_ns(8) > 2e6
+    for _ in range(30):
+        cost.observe(8, 5e6)
+    assert cost.predict_ns(8) == pytest.approx(5e6, rel=0.1)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_levels_that_fall_are_pooled(seed):
     chance = random.Random(seed)
