@@ -28,7 +28,7 @@ from outrider.v1 import registry_pb2
 
 # What was added to a batch that lies at the target is followed by so many times the time that it took, at least: growth
 # comes more often than it could all be sent on beside whatever else there is to do.
-_EXTENSION_PAUSE = 1
+_EXTENSION_PAUSE = 4
 # A batch leaves so much of a step before it could begin, lest the target wait for it.
 _EARLY_SHARE = 0.1
 
