@@ -303,7 +303,7 @@ def _describe_rounds(families: Families, totals: Totals) -> None:
     families.counter("verify_deferred", "Rounds that a target put off, having no room.", counts.deferred)
     families.counter("verify_ahead", "Steps whose batch was sent before the step before them had ended.", counts.ahead)
     families.counter("verify_ahead_late", "Of these, those whose batch came after that.", counts.ahead_late)
-    families.counter("verify_additions", "Growth that was sent behind such batches.", counts.ahead_additions)
+    families.counter("verify_additions", "Messages of growth behind such batches.", counts.ahead_additions)
     families.counter("verify_additions_late", "Of these, those that came too late.", counts.ahead_additions_late)
     families.counter("draft_exposed_seconds", "Time that free targets were held for drafts.", counts.held_ns / _NS)
     families.counter("target_seconds", "Time of all targets' rounds.", demand.target_ns / _NS)

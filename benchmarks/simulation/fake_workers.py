@@ -225,9 +225,7 @@ class FakeTarget(target_pb2_grpc.TargetServiceServicer):
     def _trees(self, trees: target_pb2.TreeBatch) -> list[Tree]:
         """What is verified of each session."""
         if trees.follows:
-            sent = succession_from_proto(trees)
-            if self._additions:
-                sent, _ = extended(sent, list(map(addition_from_proto, self._additions)))
+            sent, _ = extended(succession_from_proto(trees), list(map(addition_from_proto, self._additions)))
             return self._last.trees(sent, trees.session_ids, trees.epochs)
         tokens, parents = list(trees.tokens), list(trees.parents)
         return [(tokens[span], parents[span]) for span in split_by_counts(trees.node_counts)]
