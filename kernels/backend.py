@@ -64,6 +64,9 @@ def uses_triton(tensor: torch.Tensor) -> bool:
 def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int | str, ...]) -> None:
     """Raise ValueError unless `tensor` has `shape`; a str entry names a size that may be anything."""
     given = tuple(tensor.shape)
+    # By far the most common case, and the quickest to find out.
+    if given == shape:
+        return
     if len(given) == len(shape) and all(
         isinstance(want, str) or have == want for have, want in zip(given, shape, strict=True)
     ):

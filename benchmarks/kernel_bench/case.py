@@ -60,6 +60,7 @@ class Subject:
         reference: the plain-torch reference, where it takes CUDA tensors; may wait for the host.
         flashinfer: FlashInfer's operator of the same answer.
         beside: other things to compare with, by the heading of their column; each fits into a graph.
+        restore: undoes what the operator has changed, before every run and outside the time that is taken.
     """
 
     ours: Run
@@ -67,6 +68,7 @@ class Subject:
     reference: Run | None = None
     flashinfer: Run | None = None
     beside: Mapping[str, Run] = field(default_factory=dict)
+    restore: Run | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

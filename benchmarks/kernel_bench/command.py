@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.kernel_bench import attention, draft_inputs, probabilities, sampling, trees
+from benchmarks.kernel_bench import attention, draft_inputs, pool, probabilities, sampling, trees
 from benchmarks.kernel_bench.case import Case, Machine, Work
 from benchmarks.kernel_bench.report import LeftOut, Row, Times, make_row, print_report
 from benchmarks.kernel_bench.timing import GraphTimer, measure_machine, time_eagerly_us
 from rich.console import Console
 
-_GROUPS = (attention, sampling, trees, probabilities, draft_inputs)
+_GROUPS = (attention, sampling, trees, probabilities, draft_inputs, pool)
 _NEEDS_CUDA, _FAILED = 2, 1
 _QUICK_REPLAYS, _REPLAYS = 5, 21
 
@@ -107,7 +107,7 @@ def _measure_case(
     torch.manual_seed(0)
     subject = case.build(timer.device, flashinfer)
     times = Times(
-        ours_us=timer.time_us(subject.ours),
+        ours_us=timer.time_us(subject.ours, subject.restore),
         flashinfer_us=None if subject.flashinfer is None else timer.time_us(subject.flashinfer),
         beside_us={heading: timer.time_us(other) for heading, other in subject.beside.items()},
     )

@@ -71,6 +71,12 @@ TARGETS: dict[str, Target] = {
     "tree_speculative_sampling_target_only, batch 1": Target(microseconds=20),
     "tree_speculative_sampling_target_only, batch 64": Target(microseconds=60),
     "chain_speculative_sampling": Target(part_of_flashinfer=1),
+    "graft": Target(microseconds=12),
+    "graft, one row": Target(microseconds=25),
+    "select": Target(microseconds=20),
+    "pack": SMALL,
+    "re_root": Target(microseconds=8),
+    "pool, one session": Target(microseconds=20),
 }
 
 

@@ -1,9 +1,9 @@
 """How long an operator takes: what it adds to a CUDA graph whose L2 cache is cold.
 
-Two graphs are replayed in turns: one reads a buffer larger than the L2 cache n times, the other does so too and runs
-the operator after each read. The difference, divided by n, is one run: launch included, the host's work and the cost of
-the clock left out. The buffer is read, not written: what is left in the cache is clean, so that no write-back of the
-benchmark's own data competes with the operator.
+Two graphs are replayed in turns: one restores what the operator changes, if it changes something, and reads a buffer
+larger than the L2 cache, n times; the other does so too and runs the operator after each read. The difference, divided
+by n, is one run: launch included, the host's work and the cost of the clock left out. The buffer is read, not written:
+what is left in the cache is clean, so that no write-back of the benchmark's own data competes with the operator.
 """
 
 from __future__ import annotations
@@ -33,21 +33,18 @@ class GraphTimer:
         # Two and a half times the cache; int32, of which a sum reads every byte once.
         self._other_data = torch.zeros(l2_bytes * 5 // 8, dtype=torch.int32, device=device)
         self._total = torch.zeros((), dtype=torch.int64, device=device)
-        self._flushes: dict[int, torch.cuda.CUDAGraph] = {}
 
-    def time_us(self, run: Run) -> float:
+    def time_us(self, run: Run, restore: Run | None = None) -> float:
         """Median time of one run in microseconds, L2 cold."""
-        return statistics.median(self._times_us(run))
+        return statistics.median(self._times_us(run, restore))
 
     def fastest_us(self, run: Run) -> float:
         """The least of the times: of a rate that others are held against, what the device can do at its full clock."""
         return min(self._times_us(run))
 
-    def _times_us(self, run: Run) -> list[float]:
+    def _times_us(self, run: Run, restore: Run | None = None) -> list[float]:
         copies = self._copies(run)
-        if copies not in self._flushes:
-            self._flushes[copies] = self._capture(copies, lambda: None)
-        alone, together = self._flushes[copies], self._capture(copies, run)
+        alone, together = (self._capture(copies, restore, part) for part in (None, run))
         differences = []
         for _ in range(self.replays):
             without = _elapsed_us(alone.replay)
@@ -65,12 +62,15 @@ class GraphTimer:
         torch.cuda.synchronize(self.device)
         return min(max(int(4000 / max(_elapsed_us(run), 1.0)), 4), 40)
 
-    def _capture(self, copies: int, run: Run) -> torch.cuda.CUDAGraph:
+    def _capture(self, copies: int, restore: Run | None, run: Run | None) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(copies):
+                if restore is not None:
+                    restore()
                 torch.sum(self._other_data, dim=0, dtype=torch.int64, out=self._total)
-                run()
+                if run is not None:
+                    run()
         for _ in range(2):
             graph.replay()
         return graph

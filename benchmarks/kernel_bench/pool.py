@@ -1,0 +1,265 @@
+"""Cases of the candidate pool: what a target does between two forward passes, and a draft worker between two steps."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from benchmarks.kernel_bench.case import Case, Run, Subject, Work
+
+_SESSIONS = (1, 16, 64, 256)
+_CAPACITY, _CANDIDATES, _PLACES = 256, 64, 4
+_CHILDREN = 4
+_GROWN, _COMMITTED = 3, 3
+_LENGTH, _MAX_LEN = 1024, 2048
+_NUM_SLOTS = 1 << 17
+# Rows of the buckets beyond one a session.
+_NODES = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512)
+
+
+def cases() -> list[Case]:
+    """A target's operators, one by one and together, then a draft worker's."""
+    made = []
+    for sessions in _SESSIONS:
+        nodes = min(sessions * _CANDIDATES // 2, 512) if sessions > 1 else 63
+        shape = f"{sessions} x {_CANDIDATES} entries"
+        for operator, suffix, run in (
+            ("graft", f"{_GROWN} nodes a session", _run_graft),
+            ("select", f"{nodes} of all buckets", _run_select),
+            ("pack", f"{nodes} entries", _run_pack),
+            ("re_root", f"{_COMMITTED} tokens a session", _run_re_root),
+            ("pool", "graft, select, pack, re_root", _run_round),
+        ):
+            target = f"{operator}, {sessions} sessions"
+            build = functools.partial(_build, sessions, nodes, False, run)
+            made.append(Case(operator=operator, shape=f"{shape}, {suffix}", build=build, target=_TARGETS.get(target)))
+    graft_one = functools.partial(_build, 64, 512, False, _run_graft_of_one_row)
+    made.append(
+        Case(operator="graft", shape="64 x 64 entries, 64 nodes of one row", target="graft, one row", build=graft_one)
+    )
+    for sessions in _SESSIONS:
+        width = min(8 * sessions, 64) if sessions < 256 else 256
+        for operator, run in (
+            ("select", _run_select),
+            ("pack", _run_pack),
+            ("append", _run_append),
+            ("re_root", _run_re_root),
+            ("pool", _run_step),
+        ):
+            shape = f"draft, {sessions} x {_CANDIDATES} entries, {width} wide"
+            made.append(
+                Case(operator=operator, shape=shape, build=functools.partial(_build, sessions, width, True, run))
+            )
+    return made
+
+
+_TARGETS = {
+    "graft, 64 sessions": "graft",
+    "select, 64 sessions": "select",
+    "pack, 64 sessions": "pack",
+    "re_root, 64 sessions": "re_root",
+    "pool, 1 sessions": "pool, one session",
+}
+
+
+class _Bench:
+    """A pool whose rows hold random trees, and what the operators are given."""
+
+    def __init__(self, sessions: int, nodes: int, drafts: bool, device: torch.device) -> None:
+        from outrider.kernels.pool.pack import Packed
+        from outrider.kernels.pool.select import Selection, select
+
+        pool = _grown_pool(sessions, drafts)
+        paths = torch.tensor([_path(pool, row) for row in range(sessions)], dtype=torch.int32)
+        self.drafts, self.children = drafts, _CHILDREN if drafts else 0
+        self.pool = _moved(pool, device)
+        own_rows = 0 if drafts else sessions
+        buckets = [
+            (own_rows + size, sessions, _CAPACITY if drafts else _CANDIDATES) for size in sorted({*_NODES, nodes})
+        ]
+        self.launched = [rows for rows, _, _ in buckets].index(own_rows + nodes)
+        self.selection = Selection.allocate(self.pool, buckets)
+        rows, words = own_rows + nodes, _CAPACITY // 64 if drafts else 1
+        self.packed = Packed.allocate(
+            rows=rows, sessions=sessions, words=words, scrap_slot=_NUM_SLOTS - 1, device=device
+        )
+        self.records = {"all": _growth(range(sessions), _GROWN).to(device), "one": _growth(range(1), 64).to(device)}
+        self.verdicts = {
+            name: torch.zeros(len(given), dtype=torch.int32, device=device) for name, given in self.records.items()
+        }
+        self.counts = {
+            name: torch.tensor([len(given)], dtype=torch.int32, device=device) for name, given in self.records.items()
+        }
+        self.tokens = paths.to(device)
+        self.num_tokens = torch.full((sessions,), _COMMITTED, dtype=torch.int32, device=device)
+        self.child_tokens = torch.arange(rows * _CHILDREN, dtype=torch.int32, device=device).view(rows, -1) + 5000
+        self.child_acceptances = torch.rand(rows, _CHILDREN, device=device)
+        select(self.pool, self.selection, self.launched, children=self.children)
+        self._saved = _moved(self.pool, device)
+
+    def restore(self) -> None:
+        """All columns that operators change, as they were."""
+        for mine, saved in _columns(self.pool, self._saved):
+            mine.copy_(saved)
+
+
+def _grown_pool(sessions: int, drafts: bool) -> Any:
+    """On a CPU: in each row a random tree some twelve deep; in a drafter's pool the older half of it has KV."""
+    from outrider.kernels.pool.columns import Pool, RowState
+    from outrider.kernels.pool.graft import graft_reference
+    from outrider.kernels.pool.records import Records
+
+    generator = np.random.default_rng(sessions)
+    pool = Pool.allocate(
+        sessions=sessions,
+        max_len=_MAX_LEN,
+        capacity=_CAPACITY,
+        places=1 if drafts else _PLACES,
+        node_slots=_NUM_SLOTS if drafts else None,
+    )
+    records = Records()
+    for row in range(sessions):
+        records.open(row, 1, length=_LENGTH, cached=_LENGTH if drafts else _LENGTH - 1, end=_MAX_LEN, allow=_MAX_LEN)
+        for node in range(1, _CANDIDATES + 1):
+            parent = max(node - int(generator.integers(1, 7)), 0)
+            acceptance = float(generator.uniform(0.3, 1.0))
+            _add_node(records, row, node, parent, acceptance)
+    words = torch.from_numpy(records.array())
+    graft_reference(
+        pool, words, torch.tensor([len(words)], dtype=torch.int32), torch.zeros(len(words), dtype=torch.int32)
+    )
+    pool.table.copy_(torch.arange(pool.table.numel(), dtype=torch.int32).view_as(pool.table) % _NUM_SLOTS)
+    pool.state.fill_(RowState.RUNNING)
+    pool.table_len.fill_(_LENGTH + 128)
+    pool.history.random_(0, 1000)
+    if pool.nodes is not None:
+        half = _CANDIDATES // 2
+        pool.nodes.expanded[:, :half] = True
+        pool.nodes.slot[:, :half] = torch.arange(sessions * half, dtype=torch.int32).view(sessions, half)
+        pool.nodes.free.copy_(torch.arange(_NUM_SLOTS))
+        pool.nodes.free_tail.fill_(_NUM_SLOTS)
+    return pool
+
+
+def _growth(rows: Iterable[int], count: int) -> torch.Tensor:
+    """Records of `count` nodes for each row, in chains of four."""
+    from outrider.kernels.pool.records import Records
+
+    records = Records()
+    for row in rows:
+        for number in range(count):
+            node = _CANDIDATES + 1 + number
+            _add_node(records, row, node, node - 1 if number % 4 else _CANDIDATES - number // 4, 0.9)
+    return torch.from_numpy(records.array())
+
+
+def _add_node(records: Any, row: int, node: int, parent: int, acceptance: float) -> None:
+    """A node whose token is its id: siblings differ."""
+    records.growth(row, 1, place=0, node_id=node, parent_id=parent, as_of=_LENGTH, token=node, acceptance=acceptance)
+
+
+def _path(pool: Any, row: int) -> list[int]:
+    """Tokens down the row's tree, by the child with most below it."""
+    parents, below = pool.parent[row, :_CANDIDATES].tolist(), [1] * _CANDIDATES
+    for entry in range(_CANDIDATES - 1, -1, -1):
+        if parents[entry] >= 0:
+            below[parents[entry]] += below[entry]
+    path, last = [], -1
+    for _ in range(_COMMITTED):
+        last = max((entry for entry in range(_CANDIDATES) if parents[entry] == last), key=below.__getitem__)
+        path.append(int(pool.token[row, last]))
+    return path
+
+
+def _columns(pool: Any, other: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    pairs = [(pool, other)] if pool.nodes is None else [(pool, other), (pool.nodes, other.nodes)]
+    wide = ("history", "table", "stops", "free")
+    return [
+        (getattr(mine, column.name), getattr(its, column.name))
+        for mine, its in pairs
+        for column in dataclasses.fields(mine)
+        if isinstance(getattr(mine, column.name, None), torch.Tensor) and column.name not in wide
+    ]
+
+
+def _moved(pool: Any, device: torch.device) -> Any:
+    """A copy on the device."""
+
+    def moved(group: Any) -> dict[str, Any]:
+        given = {field.name: getattr(group, field.name) for field in dataclasses.fields(group) if field.init}
+        return {
+            name: value.to(device, copy=True) if isinstance(value, torch.Tensor) else value
+            for name, value in given.items()
+        }
+
+    columns = moved(pool)
+    if pool.nodes is not None:
+        columns["nodes"] = type(pool.nodes)(**moved(copy.copy(pool.nodes)))
+    return type(pool)(**columns)
+
+
+def _build(
+    sessions: int, nodes: int, drafts: bool, make_run: Callable[[_Bench], Run], device: torch.device, _flashinfer: Any
+) -> Subject:
+    bench = _Bench(sessions, nodes, drafts, device)
+    # One read of the entries in use: launches and dependent steps are what these operators take.
+    work = Work(bytes_moved=sessions * _CANDIDATES * (7 * 4 + 4 * (1 if drafts else _PLACES)))
+    return Subject(ours=make_run(bench), work=work, restore=bench.restore)
+
+
+def _run_graft(bench: _Bench, name: str = "all") -> Run:
+    from outrider.kernels.pool.graft import graft
+
+    records, count, verdicts = bench.records[name], bench.counts[name], bench.verdicts[name]
+    return lambda: graft(bench.pool, records, count, verdicts)
+
+
+def _run_graft_of_one_row(bench: _Bench) -> Run:
+    return _run_graft(bench, "one")
+
+
+def _run_select(bench: _Bench) -> Run:
+    from outrider.kernels.pool.select import select
+
+    return lambda: select(bench.pool, bench.selection, bench.launched, children=bench.children)
+
+
+def _run_pack(bench: _Bench) -> Run:
+    from outrider.kernels.pool.pack import pack
+
+    return lambda: pack(bench.pool, bench.selection, bench.packed)
+
+
+def _run_append(bench: _Bench) -> Run:
+    from outrider.kernels.pool.append import append
+    from outrider.kernels.pool.pack import pack
+
+    pack(bench.pool, bench.selection, bench.packed)
+    return lambda: append(bench.pool, bench.packed, bench.child_tokens, bench.child_acceptances)
+
+
+def _run_re_root(bench: _Bench) -> Run:
+    from outrider.kernels.pool.re_root import re_root
+
+    return lambda: re_root(bench.pool, bench.tokens, bench.num_tokens)
+
+
+def _run_round(bench: _Bench) -> Run:
+    return _in_order([_run_graft(bench), _run_select(bench), _run_pack(bench), _run_re_root(bench)])
+
+
+def _run_step(bench: _Bench) -> Run:
+    return _in_order([_run_re_root(bench), _run_select(bench), _run_pack(bench), _run_append(bench)])
+
+
+def _in_order(runs: list[Run]) -> Run:
+    def run() -> None:
+        for part in runs:
+            part()
+
+    return run

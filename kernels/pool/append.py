@@ -1,0 +1,270 @@
+"""Children from the drafter that computes here join the pool.
+
+Each row of a step that has logits (the root, or an entry that was expanded) brings some children, distinct tokens. They
+are taken in order, row after row: a child whose parent has such a child already (another drafter was first) takes a new
+id and the larger acceptance, any other one is appended with a new id; what finds no room is dropped, and the place has
+`lost` growth. Ids come from the row's counter (`NodeSlots.next_id`).
+
+Shapes: R rows of the step, K children of a row at most, and as in `columns.py`.
+"""
+
+# compile-time parameters of kernels are upper case, pointers positional; a kernel is one function
+# ruff: noqa: N803, PLR0912, PLR0915, PLR0917
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from outrider.compiled import compiled
+from outrider.kernels.argument_checks import check_dtype, check_place
+from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
+from outrider.kernels.early_launch import early_options
+from outrider.kernels.pool.columns import MAX_STOPS, Pool
+from outrider.kernels.pool.entries import find_child, is_stop, revalue, revalue_entries, stop_entries
+from outrider.kernels.pool.pack import ROOT, Packed
+
+__all__ = ["append", "append_reference"]
+
+_ROOT, _STOPS = tl.constexpr(ROOT), tl.constexpr(MAX_STOPS)
+# New children that a program looks up at a time.
+_NEW = 64
+
+
+def append(
+    pool: Pool, packed: Packed, tokens: torch.Tensor, acceptances: torch.Tensor, *, place: int = 0, drafter: int = 0
+) -> None:
+    """Append the children of a step's rows.
+
+    Args:
+        pool: changed; one whose drafter computes here.
+        packed: the step, as `pack` wrote it.
+        tokens: [R, K] int32, distinct within a row; -1 for no child. Padding and committed tokens have none, whatever
+            stands there.
+        acceptances: [R, K] float32, in [0, 1].
+        place: whose ids they get.
+        drafter: number of the drafter's kind, 0 to 7.
+
+    Raises:
+        ValueError: a shape, dtype, device or number that does not fit, naming the argument.
+    """
+    rows = packed.tokens.shape[0]
+    check_shape("tokens", tokens, (rows, tokens.shape[-1]))
+    check_shape("acceptances", acceptances, (rows, tokens.shape[-1]))
+    check_dtype("tokens", tokens, (torch.int32,))
+    check_dtype("acceptances", acceptances, (torch.float32,))
+    for name, tensor in (("tokens", tokens), ("acceptances", acceptances), ("packed", packed.tokens)):
+        check_place(name, tensor, pool.device, "pool")
+    if pool.nodes is None:
+        raise ValueError("pool: one without NodeSlots given, that of a drafter needed")
+    if not 0 <= place < pool.places:
+        raise ValueError(f"place: {place} given, one of {pool.places} needed")
+    if uses_triton(tokens):
+        _launch(pool, packed, tokens.contiguous(), acceptances.contiguous(), place, 1 << drafter)
+    else:
+        append_reference(pool, packed, tokens, acceptances, place=place, drafter=drafter)
+
+
+def append_reference(
+    pool: Pool, packed: Packed, tokens: torch.Tensor, acceptances: torch.Tensor, *, place: int = 0, drafter: int = 0
+) -> None:
+    """`append` on a CPU, one child after the other."""
+    _append(pool.arrays, packed.arrays, tokens.numpy(), acceptances.numpy(), place, 1 << drafter)
+
+
+@compiled
+def _append(pool: Any, packed: Any, tokens: Any, acceptances: Any, place: int, drafter: int) -> None:
+    entries, pool_rows, query_start = packed.entries, packed.pool_rows, packed.query_start
+    for session in range(len(pool_rows)):
+        row = pool_rows[session]
+        if row < 0:
+            continue
+        merged, old = False, pool.count[row]
+        for at in range(query_start[session], query_start[session + 1]):
+            parent = entries[at]
+            if parent < ROOT:
+                continue
+            depth, value, stopped, has_children = 1, np.float32(1.0), False, False
+            if parent >= 0:
+                depth, value, stopped = (
+                    pool.depth[row, parent] + 1,
+                    pool.value[row, parent],
+                    pool.stopped[row, parent],
+                )
+            for entry in range(max(parent + 1, 0), old):
+                has_children |= pool.parent[row, entry] == parent
+            for number in range(tokens.shape[1]):
+                token, acceptance = tokens[at, number], acceptances[at, number]
+                if token < 0:
+                    continue
+                if has_children:
+                    entry = find_child(pool.parent[row], pool.token[row], old, parent, token)
+                    if entry >= 0:
+                        pool.ids[row, entry, place] = max(pool.ids[row, entry, place], pool.next_id[row])
+                        pool.next_id[row] += 1
+                        pool.acceptance[row, entry] = max(pool.acceptance[row, entry], acceptance)
+                        pool.drafters[row, entry] |= drafter
+                        merged = True
+                        continue
+                count = pool.count[row]
+                if count == pool.token.shape[1]:
+                    pool.lost[row, place] = True
+                    continue
+                pool.token[row, count], pool.parent[row, count], pool.depth[row, count] = token, parent, depth
+                pool.acceptance[row, count], pool.value[row, count] = acceptance, value * acceptance
+                for other in range(pool.ids.shape[2]):
+                    pool.ids[row, count, other] = 0
+                pool.ids[row, count, place] = pool.next_id[row]
+                pool.next_id[row] += 1
+                pool.drafters[row, count] = drafter
+                ends = is_stop(pool.stops[row], pool.min_end[row], token, pool.length[row] - 1 + depth)
+                pool.stopped[row, count] = stopped or ends
+                pool.slot[row, count], pool.expanded[row, count] = -1, False
+                pool.count[row] = count + 1
+        if merged:
+            revalue(pool, row)
+
+
+def _launch(
+    pool: Pool, packed: Packed, tokens: torch.Tensor, acceptances: torch.Tensor, place: int, drafter: int
+) -> None:
+    nodes = pool.nodes
+    assert nodes is not None
+    children = triton.next_power_of_2(tokens.shape[1])
+    _append_kernel[(packed.pool_rows.shape[0],)](
+        packed.entries,
+        packed.pool_rows,
+        packed.query_start,
+        tokens,
+        acceptances,
+        pool.count,
+        pool.token,
+        pool.parent,
+        pool.depth,
+        pool.acceptance,
+        pool.value,
+        pool.ids,
+        pool.drafters,
+        pool.stopped,
+        pool.length,
+        pool.lost,
+        pool.stops,
+        pool.min_end,
+        nodes.slot,
+        nodes.expanded,
+        nodes.next_id,
+        tokens.shape[1],
+        place,
+        drafter,
+        C=pool.capacity,
+        D=pool.places,
+        K=children,
+        ROWS=max(_NEW // children, 1),
+        num_warps=4,
+        **early_options(pool.device),
+    )
+
+
+@jit(do_not_specialize=["children", "place", "drafter"])
+def _append_kernel(
+    entries_ptr,  # [R] int32
+    pool_rows_ptr,  # [N] int32
+    query_start_ptr,  # [N + 1] int32
+    tokens_ptr,  # [R, children] int32
+    acceptances_ptr,  # [R, children] float32
+    count_ptr,  # [S] int32
+    token_ptr,  # [S, C] int32
+    parent_ptr,  # [S, C] int32
+    depth_ptr,  # [S, C] int32
+    acceptance_ptr,  # [S, C] float32
+    value_ptr,  # [S, C] float32
+    ids_ptr,  # [S, C, D] int32
+    drafters_ptr,  # [S, C] int8
+    stopped_ptr,  # [S, C] bool
+    length_ptr,  # [S] int32
+    lost_ptr,  # [S, D] bool
+    stops_ptr,  # [S, 64] int32
+    min_end_ptr,  # [S] int32
+    slot_ptr,  # [S, C] int32
+    expanded_ptr,  # [S, C] bool
+    next_id_ptr,  # [S] int32
+    children,
+    place,
+    drafter,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    session = tl.program_id(0)
+    row = tl.load(pool_rows_ptr + session)
+    if row >= 0:
+        begin, end = tl.load(query_start_ptr + session), tl.load(query_start_ptr + session + 1)
+        index, places = tl.arange(0, C), tl.arange(0, D)
+        entry = row * C + index
+        count, next_id, length = tl.load(count_ptr + row), tl.load(next_id_ptr + row), tl.load(length_ptr + row)
+        old = index < count
+        token, parent = tl.load(token_ptr + entry), tl.load(parent_ptr + entry)
+        live_count, is_full = count, 0
+        new = tl.arange(0, ROWS * K)
+        for first in range(begin, end, ROWS):
+            at, child = first + new // K, new % K
+            above = tl.load(entries_ptr + at, mask=at < end, other=_ROOT - 1)
+            wanted = (at < end) & (above >= _ROOT) & (child < children)
+            new_token = tl.load(tokens_ptr + at * children + child, mask=wanted, other=-1)
+            offered = tl.load(acceptances_ptr + at * children + child, mask=wanted, other=0.0)
+            wanted = wanted & (new_token >= 0)
+            same = old[None, :] & (parent[None, :] == above[:, None]) & (token[None, :] == new_token[:, None])
+            there = tl.max(tl.where(same & wanted[:, None], index[None, :], -1), 1)
+            fresh = wanted & (there < 0)
+            to = live_count + tl.cumsum(fresh.to(tl.int32), 0) - 1
+            fits = fresh & (to < C)
+            known = wanted & (there >= 0)
+            gets_id = (fits | known).to(tl.int32)
+            node_id = next_id + tl.cumsum(gets_id, 0) - gets_id
+            known_entry = row * C + there
+            present = tl.load(ids_ptr + known_entry * D + place, mask=known, other=0)
+            tl.store(ids_ptr + known_entry * D + place, tl.maximum(present, node_id), mask=known)
+            acceptance = tl.load(acceptance_ptr + known_entry, mask=known, other=0.0)
+            tl.store(acceptance_ptr + known_entry, tl.maximum(acceptance, offered), mask=known)
+            kinds = tl.load(drafters_ptr + known_entry, mask=known, other=0)
+            tl.store(drafters_ptr + known_entry, (kinds.to(tl.int32) | drafter).to(tl.int8), mask=known)
+            depth_above = tl.load(depth_ptr + row * C + above, mask=fits & (above >= 0), other=0)
+            to = row * C + to
+            tl.store(token_ptr + to, new_token, mask=fits)
+            tl.store(parent_ptr + to, tl.where(above >= 0, above, -1), mask=fits)
+            tl.store(depth_ptr + to, depth_above + 1, mask=fits)
+            tl.store(acceptance_ptr + to, offered, mask=fits)
+            tl.store(value_ptr + to, tl.zeros_like(offered), mask=fits)
+            tl.store(
+                ids_ptr + to[:, None] * D + places[None, :],
+                tl.where(places[None, :] == place, node_id[:, None], 0),
+                mask=fits[:, None],
+            )
+            tl.store(drafters_ptr + to, (tl.zeros_like(to) + drafter).to(tl.int8), mask=fits)
+            tl.store(stopped_ptr + to, fits & (to < 0), mask=fits)
+            tl.store(slot_ptr + to, tl.full((ROWS * K,), -1, tl.int32), mask=fits)
+            tl.store(expanded_ptr + to, fits & (to < 0), mask=fits)
+            live_count = tl.minimum(live_count + tl.sum(fresh.to(tl.int32)), C)
+            is_full = tl.maximum(is_full, tl.max((fresh & (fits == 0)).to(tl.int32)))
+            next_id += tl.sum(gets_id)
+        tl.debug_barrier()
+        live = index < live_count
+        token, parent = tl.load(token_ptr + entry), tl.load(parent_ptr + entry)
+        depth, acceptance = tl.load(depth_ptr + entry), tl.load(acceptance_ptr + entry)
+        value = revalue_entries(tl.load(value_ptr + entry), acceptance, parent, live)
+        stopped = tl.load(stopped_ptr + entry).to(tl.int32)
+        stops, min_end = stops_ptr + row * _STOPS, tl.load(min_end_ptr + row)
+        stopped = stop_entries(stopped, token, depth, parent, live, stops, length, min_end, _STOPS)
+        tl.store(value_ptr + entry, value, mask=live)
+        tl.store(stopped_ptr + entry, stopped != 0, mask=live)
+        tl.store(count_ptr + row, live_count)
+        tl.store(next_id_ptr + row, next_id)
+        if is_full > 0:
+            tl.store(lost_ptr + row * D + place, is_full > 0)

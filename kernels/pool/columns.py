@@ -1,0 +1,312 @@
+"""The candidate pool: one token tree a session, as columns on the device of the model.
+
+A row is a session. Its *root* is the last committed token, which is no entry; its *entries* 0 .. count-1 are candidate
+tokens, parents before children. Drafters add entries, a target selects which to verify, a draft worker which to expand,
+and commits move the root. The operators of this folder are all there is to it:
+
+    graft       a round's records: growth joins the pools, row edits (open, close, ..) take effect
+    append      children from the drafter that computes here
+    select      the best entries over all rows
+    pack        the selected entries as rows of a forward pass
+    re_root     committed tokens leave, what hangs below them stays
+
+Each has one CPU implementation, compiled loops that take one entry after the other and serve as the reference, and a
+Triton kernel that leaves the same bits in every column up to `count`. None waits for the host.
+
+Invariants after every operator: parents before children; no two entries with the same parent and token; value never
+above the parent's; depth = parent's depth + 1; a non-zero id of one place at most once in a row, entries and trail
+together; an entry has at least one id; an entry with an id of place d has only ancestors with an id of d.
+
+Shapes, here and in the whole folder: S rows, C entries of a row, D places (workers that draft for a
+session), T last committed positions of which ids are remembered. C, D and T are powers of two.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+__all__ = ["MAX_STOPS", "NodeSlots", "Pool", "PoolArrays", "RowState"]
+
+MAX_STOPS = 64
+"""Stop token ids of a session that the device knows."""
+
+
+class RowState(enum.IntEnum):
+    """What a row's session is doing."""
+
+    EMPTY = 0
+    PREFILL = 1
+    RUNNING = 2
+    HELD = 3
+    """As far ahead of its client as it may be (`Pool.allow`)."""
+    FINISHED = 4
+
+
+class PoolArrays(NamedTuple):
+    """The columns of a `Pool` on a CPU and of its `NodeSlots`, as numpy arrays over the same memory."""
+
+    count: Any
+    token: Any
+    parent: Any
+    depth: Any
+    acceptance: Any
+    value: Any
+    ids: Any
+    drafters: Any
+    stopped: Any
+    length: Any
+    cached: Any
+    history: Any
+    root_ids: Any
+    state: Any
+    generation: Any
+    end: Any
+    allow: Any
+    table: Any
+    table_len: Any
+    lost: Any
+    stops: Any
+    min_end: Any
+    max_nodes: Any
+    max_depth: Any
+    # Of `NodeSlots`; without entries where the pool has none.
+    slot: Any
+    expanded: Any
+    next_id: Any
+    free: Any
+    free_head: Any
+    free_tail: Any
+    step_slots: Any
+    released: Any
+    released_count: Any
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class NodeSlots:
+    """KV slots of entries, for the pool of a drafter that computes here. Free slots are a queue, oldest first.
+
+    Attributes:
+        slot: [S, C] int32, KV slot of an expanded entry, else -1.
+        expanded: [S, C] bool, whether the entry has KV.
+        next_id: [S] int32, the id of the next entry that is appended.
+        free: [N] int32, the queue, N a power of two: entry i stands at i mod N.
+        free_head, free_tail: [1] int64, how many slots have ever left the queue and ever joined it.
+        step_slots: [1] int64, `free_head` before the rows of the present step took theirs.
+        released: [S, C] int32, scratch: what an operator frees, row by row, before it joins the queue.
+        released_count: [S] int32, scratch.
+    """
+
+    slot: torch.Tensor
+    expanded: torch.Tensor
+    next_id: torch.Tensor
+    free: torch.Tensor
+    free_head: torch.Tensor
+    free_tail: torch.Tensor
+    step_slots: torch.Tensor
+    released: torch.Tensor
+    released_count: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pool:
+    """All sessions' candidates and what the operators need to know of the sessions. Build one with `allocate`.
+
+    An index counts tokens of prompt and output together; so does a length.
+
+    Attributes:
+        count: [S] int32, entries in use.
+        token, parent, depth: [S, C] int32. parent: index of the parent entry, -1 for a child of the root; depth: 1 for
+            a child of the root.
+        acceptance: [S, C] float32, estimate that the target accepts the entry, given that it accepted the parent.
+        value: [S, C] float32, product of the acceptances from the root downwards, multiplied in that order.
+        ids: [S, C, D] int32, what each place calls the entry; 0: that place has not got it.
+        drafters: [S, C] int8, bit set: which kinds of drafter have proposed the entry.
+        stopped: [S, C] bool, whether the entry or an ancestor is a stop token that ends the session where it stands.
+        length: [S] int32, committed tokens; the root is the token at index length - 1.
+        cached: [S] int32, committed tokens with KV of the model that computes here.
+        history: [S, max_len] int32, the committed tokens.
+        root_ids: [S, T, D] int32, the trail: what each place calls the committed token at index p, at p mod T for the
+            last T indices; 0: unknown.
+        state: [S] int8, a `RowState`.
+        generation: [S] int32, the opening of the row that is in force, as a bit pattern.
+        end: [S] int32, the length at which the session ends.
+        allow: [S] int32, the length up to which the session may run ahead of its client; 0 holds it.
+        table: [S, max_len] int32, KV slots of the row.
+        table_len: [S] int32, entries of `table` that are filled.
+        lost: [S, D] bool, growth of that place on the committed path has been dropped.
+        stops: [S, 64] int32, stop token ids, filled up with -1.
+        min_end: [S] int32, the index from which a stop token ends the session.
+        max_nodes: [S] int32, entries of the session that a step takes at most; in a draft worker, that may be alive.
+        max_depth: [S] int32, depth from which a drafter expands no more.
+        nodes: KV of entries, where a drafter computes here.
+    """
+
+    count: torch.Tensor
+    token: torch.Tensor
+    parent: torch.Tensor
+    depth: torch.Tensor
+    acceptance: torch.Tensor
+    value: torch.Tensor
+    ids: torch.Tensor
+    drafters: torch.Tensor
+    stopped: torch.Tensor
+    length: torch.Tensor
+    cached: torch.Tensor
+    history: torch.Tensor
+    root_ids: torch.Tensor
+    state: torch.Tensor
+    generation: torch.Tensor
+    end: torch.Tensor
+    allow: torch.Tensor
+    table: torch.Tensor
+    table_len: torch.Tensor
+    lost: torch.Tensor
+    stops: torch.Tensor
+    min_end: torch.Tensor
+    max_nodes: torch.Tensor
+    max_depth: torch.Tensor
+    nodes: NodeSlots | None = None
+    arrays: PoolArrays = field(init=False, repr=False)
+    """The columns as numpy arrays, on a CPU; as compiled loops take them."""
+
+    def __post_init__(self) -> None:
+        if self.device.type == "cpu":
+            object.__setattr__(self, "arrays", _as_arrays(self))
+
+    @classmethod
+    def allocate(
+        cls,
+        *,
+        sessions: int,
+        max_len: int,
+        capacity: int = 256,
+        places: int = 4,
+        trail: int = 64,
+        node_slots: int | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Pool:
+        """Return a pool of empty rows.
+
+        Args:
+            sessions: S.
+            max_len: tokens of the longest session; in a draft worker its table has `capacity` entries more.
+            capacity: C, a power of two.
+            places: D, a power of two.
+            trail: T, a power of two.
+            node_slots: N, for the pool of a drafter that computes here: all its KV slots, a power of two; none is free
+                yet. None for a target's pool.
+            device: of all columns.
+
+        Raises:
+            ValueError: a size below 1, or one that has to be a power of two and is not.
+        """
+        sizes = {"sessions": sessions, "max_len": max_len, "capacity": capacity, "places": places, "trail": trail}
+        if node_slots is not None:
+            sizes["node_slots"] = node_slots
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{name}: {size} given, at least 1 needed")
+            if name in {"capacity", "places", "trail", "node_slots"} and size & (size - 1):
+                raise ValueError(f"{name}: {size} given, a power of two needed")
+
+        def column(*shape: int, dtype: torch.dtype = torch.int32, fill: int = 0) -> torch.Tensor:
+            return torch.full((sessions, *shape), fill, dtype=dtype, device=device)
+
+        def counter() -> torch.Tensor:
+            return torch.zeros(1, dtype=torch.int64, device=device)
+
+        nodes = None
+        if node_slots is not None:
+            nodes = NodeSlots(
+                slot=column(capacity, fill=-1),
+                expanded=column(capacity, dtype=torch.bool),
+                next_id=column(fill=1),
+                free=torch.full((node_slots,), -1, dtype=torch.int32, device=device),
+                free_head=counter(),
+                free_tail=counter(),
+                step_slots=counter(),
+                released=column(capacity),
+                released_count=column(),
+            )
+        return cls(
+            count=column(),
+            token=column(capacity),
+            parent=column(capacity),
+            depth=column(capacity),
+            acceptance=column(capacity, dtype=torch.float32),
+            value=column(capacity, dtype=torch.float32),
+            ids=column(capacity, places),
+            drafters=column(capacity, dtype=torch.int8),
+            stopped=column(capacity, dtype=torch.bool),
+            length=column(),
+            cached=column(),
+            history=column(max_len),
+            root_ids=column(trail, places),
+            state=column(dtype=torch.int8),
+            generation=column(),
+            end=column(),
+            allow=column(),
+            table=column(max_len if nodes is None else max_len + capacity, fill=-1),
+            table_len=column(),
+            lost=column(places, dtype=torch.bool),
+            stops=column(MAX_STOPS, fill=-1),
+            min_end=column(),
+            max_nodes=column(fill=capacity),
+            max_depth=column(fill=capacity),
+            nodes=nodes,
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Of all columns."""
+        return self.count.device
+
+    @property
+    def sessions(self) -> int:
+        """S."""
+        return self.token.shape[0]
+
+    @property
+    def capacity(self) -> int:
+        """C."""
+        return self.token.shape[1]
+
+    @property
+    def places(self) -> int:
+        """D."""
+        return self.ids.shape[2]
+
+    @property
+    def trail(self) -> int:
+        """T."""
+        return self.root_ids.shape[1]
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of the longest session."""
+        return self.history.shape[1]
+
+
+def _as_arrays(pool: Pool) -> PoolArrays:
+    columns = {name: getattr(pool, name) for name in PoolArrays._fields if hasattr(pool, name)}
+    if pool.nodes is not None:
+        columns |= {name: getattr(pool.nodes, name) for name in NodeSlots.__dataclass_fields__}
+    arrays = {name: column.numpy() for name, column in columns.items()}
+    # A target's pool has no slots of entries: arrays of their types, of no size.
+    none = {
+        "slot": np.zeros((0, 0), np.int32),
+        "expanded": np.zeros((0, 0), np.bool_),
+        "next_id": np.zeros(0, np.int32),
+        "free": np.zeros(0, np.int32),
+        "free_head": np.zeros(1, np.int64),
+        "free_tail": np.zeros(1, np.int64),
+        "step_slots": np.zeros(1, np.int64),
+        "released": np.zeros((0, 0), np.int32),
+        "released_count": np.zeros(0, np.int32),
+    }
+    return PoolArrays(**(none | arrays))

@@ -1,0 +1,242 @@
+"""What several operators of the pool do to one row's entries: find, value, keep, and free KV slots.
+
+For each a compiled loop and a Triton function; shapes as in `outrider.kernels.pool.columns`. In the Triton functions a
+column of entries is a tensor [C] in registers, so that one program handles one row.
+"""
+
+# compile-time parameters of kernels are upper case, pointers positional
+# ruff: noqa: N803, PLR0917
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from outrider.compiled import compiled
+from outrider.kernels.backend import jit, tl, triton
+from outrider.kernels.early_launch import early_options
+from outrider.kernels.pool.columns import NodeSlots
+
+__all__ = [
+    "find_child",
+    "free_released",
+    "is_stop",
+    "keep_entries",
+    "launch_free_released",
+    "release",
+    "release_slots",
+    "revalue",
+    "revalue_entries",
+    "stop_entries",
+    "store_entries",
+]
+
+_ONE = np.float32(1.0)
+
+
+# A call takes some time for each array that it is given: what is called for every node gets no whole pool.
+@compiled
+def find_child(parents: Any, tokens: Any, count: int, parent: int, token: int) -> int:
+    """Return the entry with this parent and token among a row's first `count`, -1 if there is none."""
+    for entry in range(max(parent + 1, 0), count):
+        if parents[entry] == parent and tokens[entry] == token:
+            return entry
+    return -1
+
+
+@compiled
+def is_stop(stops: Any, min_end: int, token: int, index: int) -> bool:
+    """Return whether a token ends the session if it is chosen at this index."""
+    if index < min_end:
+        return False
+    for stop in stops:
+        if stop < 0:
+            return False
+        if stop == token:
+            return True
+    return False
+
+
+@compiled
+def revalue(pool: Any, row: int) -> None:
+    """Make the values of a row's entries anew from their acceptances."""
+    for entry in range(pool.count[row]):
+        parent = pool.parent[row, entry]
+        above = _ONE if parent < 0 else pool.value[row, parent]
+        pool.value[row, entry] = above * pool.acceptance[row, entry]
+
+
+@compiled
+def keep_entries(pool: Any, row: int, keep: Any) -> None:
+    """Drop the entries of a row for which `keep` [C] is false; free their slots. Who stays has only such ancestors,
+    or hangs below an entry that goes and becomes a child of the root.
+    """
+    count, kept = pool.count[row], 0
+    has_slots = len(pool.slot) > 0
+    moved = np.empty(count, np.int32)
+    for entry in range(count):
+        if not keep[entry]:
+            moved[entry] = -1
+            if has_slots and pool.expanded[row, entry]:
+                pool.released[row, pool.released_count[row]] = pool.slot[row, entry]
+                pool.released_count[row] += 1
+            continue
+        parent = pool.parent[row, entry]
+        moved[entry] = kept
+        pool.token[row, kept] = pool.token[row, entry]
+        pool.parent[row, kept] = -1 if parent < 0 else moved[parent]
+        pool.depth[row, kept] = pool.depth[row, entry]
+        pool.acceptance[row, kept] = pool.acceptance[row, entry]
+        pool.value[row, kept] = pool.value[row, entry]
+        for place in range(pool.ids.shape[2]):
+            pool.ids[row, kept, place] = pool.ids[row, entry, place]
+        pool.drafters[row, kept] = pool.drafters[row, entry]
+        pool.stopped[row, kept] = pool.stopped[row, entry]
+        if has_slots:
+            pool.slot[row, kept] = pool.slot[row, entry]
+            pool.expanded[row, kept] = pool.expanded[row, entry]
+        kept += 1
+    pool.count[row] = kept
+
+
+@compiled
+def release(pool: Any, row: int) -> None:
+    """Note that the slots of a row's entries are free; they have no KV any more."""
+    for entry in range(pool.count[row]):
+        if pool.expanded[row, entry]:
+            pool.released[row, pool.released_count[row]] = pool.slot[row, entry]
+            pool.released_count[row] += 1
+        pool.expanded[row, entry] = False
+        pool.slot[row, entry] = -1
+
+
+@compiled
+def free_released(pool: Any) -> None:
+    """Append what was released to the queue of free slots, rows in order."""
+    places = len(pool.free) - 1
+    for row in range(len(pool.released_count)):
+        for number in range(pool.released_count[row]):
+            pool.free[pool.free_tail[0] & places] = pool.released[row, number]
+            pool.free_tail[0] += 1
+        pool.released_count[row] = 0
+
+
+@jit
+def revalue_entries(value, acceptance, parent, live):
+    """Return values [C]: rounds of value = parent's value * acceptance, until nothing changes."""
+    changed = 1
+    while changed > 0:
+        above = tl.gather(value, tl.maximum(parent, 0), 0)
+        renewed = tl.where(live, tl.where(parent < 0, 1.0, above) * acceptance, value)
+        # Bits: what is not a number must not keep the loop alive.
+        changed = tl.max((renewed.to(tl.int32, bitcast=True) != value.to(tl.int32, bitcast=True)).to(tl.int32))
+        value = renewed
+    return value
+
+
+@jit
+def stop_entries(stopped, token, depth, parent, live, stops_ptr, length, min_end, MAX_STOPS: tl.constexpr):
+    """Return int32 [C]: 1 where it was, or where the entry or an ancestor is a stop token of the row's `stops_ptr`."""
+    stops = tl.sum((tl.load(stops_ptr + tl.arange(0, MAX_STOPS)) >= 0).to(tl.int32))
+    in_force = live & (length - 1 + depth >= min_end)
+    for number in range(stops):
+        stopped |= (in_force & (token == tl.load(stops_ptr + number))).to(tl.int32)
+    changed = tl.max(stopped)
+    while changed > 0:
+        above = tl.gather(stopped, tl.maximum(parent, 0), 0)
+        renewed = tl.where(live & (parent >= 0), stopped | above, stopped)
+        changed = tl.max((renewed != stopped).to(tl.int32))
+        stopped = renewed
+    return stopped
+
+
+@jit
+def store_entries(
+    entry,  # [C] int32, where to
+    mask,  # [C]
+    token,
+    parent,
+    depth,
+    acceptance,
+    value,
+    ids,  # [C, D]
+    drafters,
+    stopped,
+    token_ptr,
+    parent_ptr,
+    depth_ptr,
+    acceptance_ptr,
+    value_ptr,
+    ids_ptr,
+    drafters_ptr,
+    stopped_ptr,
+    D: tl.constexpr,
+):
+    """Write entries [C] from registers, each to its place."""
+    tl.store(token_ptr + entry, token, mask=mask)
+    tl.store(parent_ptr + entry, parent, mask=mask)
+    tl.store(depth_ptr + entry, depth, mask=mask)
+    tl.store(acceptance_ptr + entry, acceptance, mask=mask)
+    tl.store(value_ptr + entry, value, mask=mask)
+    tl.store(drafters_ptr + entry, drafters, mask=mask)
+    tl.store(stopped_ptr + entry, stopped, mask=mask)
+    tl.store(ids_ptr + entry[:, None] * D + tl.arange(0, D)[None, :], ids, mask=mask[:, None])
+
+
+@jit
+def release_slots(slot, gone, released_ptr, released_count):
+    """Note the slots of entries [C], in index order, behind those noted before; return how many there are now."""
+    gone = gone.to(tl.int32)
+    number = released_count + tl.cumsum(gone, 0) - gone
+    tl.store(released_ptr + number, slot, mask=gone > 0)
+    return released_count + tl.sum(gone)
+
+
+def launch_free_released(nodes: NodeSlots) -> None:
+    """`free_released` on a GPU."""
+    sessions, capacity = nodes.released.shape
+    _free_released_kernel[(1,)](
+        nodes.released,
+        nodes.released_count,
+        nodes.free,
+        nodes.free_tail,
+        nodes.free.shape[0],
+        S=sessions,
+        C=capacity,
+        BLOCK_S=min(triton.next_power_of_2(sessions), 64),
+        BLOCK_C=min(capacity, 64),
+        num_warps=8,
+        **early_options(nodes.free.device),
+    )
+
+
+@jit(do_not_specialize=["num_slots"])
+def _free_released_kernel(
+    released_ptr,  # [S, C] int32
+    released_count_ptr,  # [S] int32
+    free_ptr,  # [num_slots] int32
+    free_tail_ptr,  # [1] int64
+    num_slots,
+    S: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    tail = tl.load(free_tail_ptr)
+    for begin in range(0, S, BLOCK_S):
+        row = begin + tl.arange(0, BLOCK_S)
+        count = tl.load(released_count_ptr + row, mask=row < S, other=0)
+        first = tail + tl.cumsum(count, 0) - count
+        for left in range(0, tl.max(count), BLOCK_C):
+            column = left + tl.arange(0, BLOCK_C)
+            mask = column[None, :] < count[:, None]
+            slot = tl.load(released_ptr + row[:, None] * C + column[None, :], mask=mask)
+            tl.store(free_ptr + ((first[:, None] + column[None, :]) & (num_slots - 1)), slot, mask=mask)
+        tl.store(released_count_ptr + row, tl.zeros_like(count), mask=row < S)
+        tail += tl.sum(count)
+    tl.store(free_tail_ptr, tail)

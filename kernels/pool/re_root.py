@@ -1,0 +1,257 @@
+"""Committed tokens leave a row: the root moves along them, what hangs below the new root stays, the rest goes.
+
+From the root, each committed token leads to the child with that token, as far as there is one. The history takes the
+tokens; the trail takes the ids of the entries walked, 0 behind the last of them. What hangs below the entry of the last
+token stays, in order, with its depth and its value counted from the new root. A walk that left the tree leaves the row
+empty.
+
+`cached` follows: in a target's pool the forward pass that chose the tokens has stored all but the last one, so a row
+whose root alone had no KV (cached = length - 1) stays such a row. In the pool of a drafter that computes here, a row
+whose root has KV (cached = length) goes on over the walked entries up to the first that is not expanded; their slots
+enter the table, all other slots of entries that go are freed in index order.
+
+Shapes: M tokens of a row at most, and as in `columns.py`.
+"""
+
+# compile-time parameters of kernels are upper case, pointers positional
+# ruff: noqa: N803, PLR0915, PLR0917
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from outrider.compiled import compiled
+from outrider.kernels.argument_checks import check_dtype, check_place
+from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
+from outrider.kernels.early_launch import early_options
+from outrider.kernels.pool.columns import Pool
+from outrider.kernels.pool.entries import (
+    find_child,
+    free_released,
+    keep_entries,
+    launch_free_released,
+    release_slots,
+    revalue,
+    store_entries,
+)
+
+__all__ = ["re_root", "re_root_reference"]
+
+_INT32 = (torch.int32,)
+
+
+def re_root(pool: Pool, tokens: torch.Tensor, num_tokens: torch.Tensor) -> None:
+    """Commit tokens to every row that has some.
+
+    Args:
+        pool: changed.
+        tokens: [S, M] int32, the tokens committed to each row, in order.
+        num_tokens: [S] int32, how many of them; 0 leaves the row as it is. What would exceed the history is left out.
+
+    Raises:
+        ValueError: a shape, dtype or device that does not fit, naming the argument.
+    """
+    check_shape("tokens", tokens, (pool.sessions, tokens.shape[-1]))
+    check_shape("num_tokens", num_tokens, (pool.sessions,))
+    for name, tensor in (("tokens", tokens), ("num_tokens", num_tokens)):
+        check_dtype(name, tensor, _INT32)
+        check_place(name, tensor, pool.device, "pool")
+    if uses_triton(tokens):
+        _launch(pool, tokens, num_tokens)
+    else:
+        re_root_reference(pool, tokens, num_tokens)
+
+
+def re_root_reference(pool: Pool, tokens: torch.Tensor, num_tokens: torch.Tensor) -> None:
+    """`re_root` on a CPU, one row after the other."""
+    _re_root(pool.arrays, tokens.numpy(), num_tokens.numpy())
+
+
+@compiled
+def _re_root(pool: Any, tokens: Any, num_tokens: Any) -> None:
+    trail, places, has_slots = pool.root_ids.shape[1], pool.ids.shape[2], len(pool.slot) > 0
+    keep = np.empty(pool.token.shape[1], np.bool_)
+    for row in range(len(num_tokens)):
+        length = pool.length[row]
+        committed = min(num_tokens[row], tokens.shape[1], pool.history.shape[1] - length)
+        if committed < 1:
+            continue
+        was_cached = pool.cached[row]
+        entry, is_walking = -1, True
+        for number in range(committed):
+            index, token = length + number, tokens[row, number]
+            pool.history[row, index] = token
+            if is_walking:
+                entry = find_child(pool.parent[row], pool.token[row], pool.count[row], entry, token)
+                is_walking = entry >= 0
+            for place in range(places):
+                pool.root_ids[row, index % trail, place] = pool.ids[row, entry, place] if is_walking else 0
+            if has_slots and is_walking and pool.cached[row] == index and pool.expanded[row, entry]:
+                pool.table[row, index] = pool.slot[row, entry]
+                pool.expanded[row, entry] = False
+                pool.cached[row] += 1
+        pool.length[row] = length + committed
+        if not has_slots and was_cached == length - 1:
+            pool.cached[row] = length + committed - 1
+        for other in range(pool.count[row]):
+            parent = pool.parent[row, other]
+            keep[other] = is_walking and (parent == entry or (parent >= 0 and keep[parent]))
+            if keep[other]:
+                pool.depth[row, other] -= committed
+                pool.parent[row, other] = -1 if parent == entry else parent
+        keep_entries(pool, row, keep)
+        revalue(pool, row)
+    free_released(pool)
+
+
+def _launch(pool: Pool, tokens: torch.Tensor, num_tokens: torch.Tensor) -> None:
+    nodes, none = pool.nodes, pool.count
+    _re_root_kernel[(pool.sessions,)](
+        tokens.contiguous(),
+        num_tokens.contiguous(),
+        pool.count,
+        pool.token,
+        pool.parent,
+        pool.depth,
+        pool.acceptance,
+        pool.value,
+        pool.ids,
+        pool.drafters,
+        pool.stopped,
+        pool.length,
+        pool.cached,
+        pool.history,
+        pool.root_ids,
+        pool.table,
+        none if nodes is None else nodes.slot,
+        none if nodes is None else nodes.expanded,
+        none if nodes is None else nodes.released,
+        none if nodes is None else nodes.released_count,
+        tokens.shape[1],
+        pool.max_len,
+        pool.table.shape[1],
+        C=pool.capacity,
+        D=pool.places,
+        T=pool.trail,
+        BLOCK_M=triton.next_power_of_2(tokens.shape[1]),
+        HAS_SLOTS=nodes is not None,
+        num_warps=4,
+        **early_options(pool.device),
+    )
+    if nodes is not None:
+        launch_free_released(nodes)
+
+
+@jit(do_not_specialize=["most", "max_len", "table_width"])
+def _re_root_kernel(
+    tokens_ptr,  # [S, M] int32
+    num_tokens_ptr,  # [S] int32
+    count_ptr,  # [S] int32
+    token_ptr,  # [S, C] int32
+    parent_ptr,  # [S, C] int32
+    depth_ptr,  # [S, C] int32
+    acceptance_ptr,  # [S, C] float32
+    value_ptr,  # [S, C] float32
+    ids_ptr,  # [S, C, D] int32
+    drafters_ptr,  # [S, C] int8
+    stopped_ptr,  # [S, C] bool
+    length_ptr,  # [S] int32
+    cached_ptr,  # [S] int32
+    history_ptr,  # [S, max_len] int32
+    root_ids_ptr,  # [S, T, D] int32
+    table_ptr,  # [S, table_width] int32
+    slot_ptr,  # [S, C] int32
+    expanded_ptr,  # [S, C] bool
+    released_ptr,  # [S, C] int32
+    released_count_ptr,  # [S] int32
+    most,
+    max_len,
+    table_width,
+    C: tl.constexpr,
+    D: tl.constexpr,
+    T: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0)
+    index, places, numbers = tl.arange(0, C), tl.arange(0, D), tl.arange(0, BLOCK_M)
+    entry, entry_ids = row * C + index, (row * C + index[:, None]) * D + places[None, :]
+    # All of the row, whether it has tokens or not: the loads need not wait for each other.
+    length, count, cached = tl.load(length_ptr + row), tl.load(count_ptr + row), tl.load(cached_ptr + row)
+    committed = tl.minimum(tl.minimum(tl.load(num_tokens_ptr + row), most), max_len - length)
+    committed_tokens = tl.load(tokens_ptr + row * most + numbers, mask=numbers < most)
+    token, parent = tl.load(token_ptr + entry), tl.load(parent_ptr + entry)
+    depth, acceptance = tl.load(depth_ptr + entry), tl.load(acceptance_ptr + entry)
+    drafters, stopped = tl.load(drafters_ptr + entry), tl.load(stopped_ptr + entry)
+    ids = tl.load(ids_ptr + entry_ids)
+    if HAS_SLOTS:
+        slot, expanded = tl.load(slot_ptr + entry), tl.load(expanded_ptr + entry)
+    if committed > 0:
+        live = index < count
+        if HAS_SLOTS:
+            expanded = expanded & live
+        history = history_ptr + row.to(tl.int64) * max_len
+        tl.store(history + length + numbers, committed_tokens, mask=numbers < committed)
+
+        # The walk: along entries of depth 1, 2, .. whose parent is the one walked last.
+        walked, last, is_walking = tl.zeros((C,), tl.int1), -1, 1
+        for number in range(committed):
+            if is_walking > 0:
+                here = live & (parent == last) & (token == tl.load(tokens_ptr + row * most + number))
+                step = tl.max(tl.where(here, index, -1))
+                walked |= here
+                last = step
+                is_walking = (step >= 0).to(tl.int32)
+
+        first_new = tl.maximum(length, length + committed - T)
+        behind = tl.arange(0, T)
+        trail_index = first_new + behind
+        new = trail_index < length + committed
+        trail_ids = (row * T + (trail_index & (T - 1))[:, None]) * D + places[None, :]
+        tl.store(root_ids_ptr + trail_ids, tl.zeros((T, D), tl.int32), mask=new[:, None] & (places >= 0)[None, :])
+        tl.debug_barrier()
+        token_index = length - 1 + depth
+        walked_ids = (row * T + (token_index & (T - 1))[:, None]) * D + places[None, :]
+        tl.store(root_ids_ptr + walked_ids, ids, mask=(walked & (token_index >= first_new))[:, None])
+
+        if HAS_SLOTS:
+            # Ancestors are expanded before what hangs below them: the expanded part of the walk is its beginning.
+            enters = walked & expanded & (cached == length)
+            table = table_ptr + row.to(tl.int64) * table_width
+            tl.store(table + token_index, slot, mask=enters)
+            cached += tl.sum(enters.to(tl.int32))
+        elif cached == length - 1:
+            cached = length + committed - 1
+
+        # Values from the new root downwards, a level at a time; -1 where that has not come yet, or never will.
+        value = tl.full((C,), -1.0, tl.float32)
+        levels = tl.max(tl.where(live, depth, 0)) - committed
+        for _ in range(tl.where(is_walking > 0, levels, 0)):
+            above = tl.gather(value, tl.maximum(parent, 0), 0)
+            above = tl.where(parent == last, 1.0, tl.where(parent < 0, -1.0, above))
+            value = tl.where(live & (above >= 0), above * acceptance, value)
+        keep = value >= 0
+        if HAS_SLOTS:
+            gone = expanded & (keep == 0) & (enters == 0)
+            tl.store(released_count_ptr + row, release_slots(slot, gone, released_ptr + row * C, 0))
+        moved = tl.cumsum(keep.to(tl.int32), 0) - 1
+        parent = tl.where(parent == last, -1, tl.gather(moved, tl.maximum(parent, 0), 0))
+        # All of the row is in registers before its first entry is overwritten.
+        tl.debug_barrier()
+        store_entries(
+            row * C + moved, keep, token, parent, depth - committed, acceptance, value, ids, drafters, stopped,
+            token_ptr, parent_ptr, depth_ptr, acceptance_ptr, value_ptr, ids_ptr, drafters_ptr, stopped_ptr, D,
+        )  # fmt: skip
+        if HAS_SLOTS:
+            tl.store(slot_ptr + row * C + moved, slot, mask=keep)
+            tl.store(expanded_ptr + row * C + moved, expanded, mask=keep)
+        tl.store(count_ptr + row, tl.sum(keep.to(tl.int32)))
+        tl.store(length_ptr + row, length + committed)
+        tl.store(cached_ptr + row, cached)

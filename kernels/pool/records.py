@@ -1,0 +1,163 @@
+"""Records: what the host tells a pool, eight int32 words each, in the order in which it is to take effect.
+
+A growth record is one node; every other record edits its row. The words behind the first three:
+
+    kind        place drafter   word 3    word 4    word 5        word 6     word 7
+    GROWTH      d     bit       id        parent    as_of         token      acceptance (float32 bits)
+    OPEN                        length    cached    end           allow
+    CLOSE
+    PREEMPT
+    LIMITS                      end       allow
+    SLOTS       n               start     slot      slot          slot       slot
+    FORGET      d
+    RESENT      d
+
+OPEN begins a generation; every other record names the one it is for, and has no effect on another. Row states:
+
+    OPEN        clears the row's entries, ids and trail; state PREFILL. What the host has copied into the row's wide
+                columns before (history, stops and so on) stays.
+    CLOSE       state EMPTY, no entries.
+    PREEMPT     state PREFILL, cached 0 and an empty table; history and pool stay, growth still grafts.
+    LIMITS      new `end` and `allow`. allow = 0 holds the session; a higher one than its length lets it run again.
+    SLOTS       table[start .. start + n) takes up to four slots, table_len = start + n; with n = 0 only that.
+    FORGET      the ids of place d are void; entries that no other place has proposed go.
+    RESENT      the worker at place d begins to send its live tree again: nothing of it is lost any more.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["SLOTS_PER_RECORD", "WORDS", "RecordKind", "Records", "Verdict"]
+
+WORDS = 8
+"""int32 words of a record."""
+SLOTS_PER_RECORD = 4
+
+
+class RecordKind(enum.IntEnum):
+    """What a record does."""
+
+    NOTHING = 0
+    GROWTH = 1
+    OPEN = 2
+    CLOSE = 3
+    PREEMPT = 4
+    LIMITS = 5
+    SLOTS = 6
+    FORGET = 7
+    RESENT = 8
+
+
+class Verdict(enum.IntEnum):
+    """What became of a record."""
+
+    NOTHING = 0
+    """It is of no known kind, or of a row that is not there."""
+    OLD_GENERATION = 1
+    """It is for an opening of the row that is not in force."""
+    EDITED = 2
+    """A row edit took effect."""
+    APPENDED = 3
+    MERGED = 4
+    """Another place, or the same one earlier, has proposed the node."""
+    ABSORBED = 5
+    """The node is a committed token: its id is remembered in the trail."""
+    DUPLICATE = 6
+    """Dropped: its id is known."""
+    UNKNOWN_PARENT = 7
+    """Dropped: its parent is not in the pool."""
+    STALE = 8
+    """Dropped: its parent is unknown, and its drafter was too far behind for the trail to tell."""
+    CONTRADICTED = 9
+    """Dropped: another token was committed there."""
+    FULL = 10
+    """Dropped: the row has no room."""
+
+
+class Records:
+    """Puts records together, one after the other.
+
+    Ids, generations and slots are int32; what is wrong with growth (a token outside the vocabulary, an acceptance
+    outside [0, 1], id 0) is refused where it is parsed, before it comes here.
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[int, ...]] = []
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def array(self) -> npt.NDArray[np.int32]:
+        """All records, [n, 8] int32."""
+        return np.array(self._rows, dtype=np.int32).reshape(-1, WORDS)
+
+    def growth(
+        self,
+        row: int,
+        generation: int,
+        *,
+        place: int,
+        node_id: int,
+        parent_id: int,
+        as_of: int,
+        token: int,
+        acceptance: float,
+        drafter: int = 0,
+    ) -> None:
+        """Add a node: `parent_id` 0 is the token at index as_of - 1; `drafter` is the number of its kind, 0 to 7."""
+        bits = int(np.float32(acceptance).view(np.int32))
+        self._add(
+            RecordKind.GROWTH,
+            row,
+            generation,
+            node_id,
+            parent_id,
+            as_of,
+            token,
+            bits,
+            place=place,
+            drafter=1 << drafter,
+        )
+
+    def open(self, row: int, generation: int, *, length: int, cached: int, end: int, allow: int) -> None:
+        """Open the row for a session of `length` tokens, `cached` of which have KV."""
+        self._add(RecordKind.OPEN, row, generation, length, cached, end, allow)
+
+    def close(self, row: int, generation: int) -> None:
+        """Close the row."""
+        self._add(RecordKind.CLOSE, row, generation)
+
+    def preempt(self, row: int, generation: int) -> None:
+        """Take the row's KV away."""
+        self._add(RecordKind.PREEMPT, row, generation)
+
+    def limits(self, row: int, generation: int, *, end: int, allow: int) -> None:
+        """Set how long the session may become, and how far it may go now."""
+        self._add(RecordKind.LIMITS, row, generation, end, allow)
+
+    def slots(self, row: int, generation: int, *, start: int, slots: list[int]) -> None:
+        """Fill the row's table from index `start` on; as many records as it takes, one if `slots` is empty."""
+        for begin in range(0, max(len(slots), 1), SLOTS_PER_RECORD):
+            part = slots[begin : begin + SLOTS_PER_RECORD]
+            self._add(RecordKind.SLOTS, row, generation, start + begin, *part, place=len(part))
+
+    def forget(self, row: int, generation: int, *, place: int) -> None:
+        """Void the ids of a place."""
+        self._add(RecordKind.FORGET, row, generation, place=place)
+
+    def resent(self, row: int, generation: int, *, place: int) -> None:
+        """Say that a place begins to send its live tree again."""
+        self._add(RecordKind.RESENT, row, generation, place=place)
+
+    def _add(self, kind: RecordKind, row: int, generation: int, *words: int, place: int = 0, drafter: int = 0) -> None:
+        padded = (*words, *([0] * (WORDS - 3 - len(words))))
+        self._rows.append((kind | place << 8 | drafter << 16, row, _signed(generation), *padded))
+
+
+def _signed(generation: int) -> int:
+    """The int32 with the bits of an unsigned count."""
+    return (generation + (1 << 31)) % (1 << 32) - (1 << 31)

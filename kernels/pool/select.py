@@ -1,0 +1,549 @@
+"""Selection: the best entries of all rows, as many as fit into a bucket, and what every other bucket would gain.
+
+A bucket is a shape of forward pass: its rows, its sessions, and the most rows of one session. A session that takes part
+needs some rows of its own first: in a target's pool one for its root, in a drafter's pool one for each committed token
+without KV. What is left goes to the entries of highest value. A value never exceeds its parent's and equal values go to
+the lower row, then to the lower entry, so what is selected is closed under ancestors.
+
+    row                 takes part while RUNNING and below min(end, allow), with a slot for its root
+    entry (target)      neither it nor an ancestor is a stop token in force, and length + depth < min(end, allow)
+    entry (drafter)     no KV yet, depth below the session's max_depth, and the same
+    gain of a bucket    sum of round(value * 2^24) over what it would take, a whole number: no order of addition decides
+
+Where the running sessions do not fit into the bucket that was launched, those that fit take part, beginning with the
+first that did not the time before; a smaller bucket is no candidate then (gain -1).
+
+Rows are sorted by value first, each by its own program; then one program a bucket searches the value at which it is
+full, over all sorted rows at once. Shapes: B buckets, and as in `columns.py`.
+"""
+
+# compile-time parameters of kernels are upper case, pointers positional; a kernel is one function
+# ruff: noqa: N803, PLR0912, PLR0915, PLR0917
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from outrider.compiled import compiled
+from outrider.kernels.argument_checks import check_dtype, check_place
+from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
+from outrider.kernels.early_launch import early_options
+from outrider.kernels.pool.columns import Pool, RowState
+
+__all__ = ["GAIN_SCALE", "Selection", "select", "select_reference"]
+
+GAIN_SCALE = 1 << 24
+"""Gains count entries in units of 1 / GAIN_SCALE."""
+
+_SCALE = tl.constexpr(float(GAIN_SCALE))
+# The bits of a number above 1: more than those of any value.
+_ABOVE_ONE = tl.constexpr(0x3F800001)
+_RUNNING = tl.constexpr(int(RowState.RUNNING))
+# Entries of a row that are held against as many others at a time when it is sorted.
+_CHUNK = 64
+# Columns of sorted rows that are looked at together; in most buckets a row has no more.
+_WIDTH = 64
+
+
+class SelectionArrays(NamedTuple):
+    """What compiled loops read and write of a `Selection` on a CPU, as numpy arrays over the same memory."""
+
+    buckets: Any
+    least_value: Any
+    reserved_sessions: Any
+    taken: Any
+    rank: Any
+    own_rows: Any
+    first_row: Any
+    number: Any
+    totals: Any
+    gains: Any
+    turn: Any
+    limit: Any
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Selection:
+    """What a step takes, and room for finding it out. Build one with `allocate`.
+
+    Attributes:
+        buckets: [B, 3] int32, given: rows, sessions, most rows of a session.
+        least_value: [1] float32, given: entries below it are left out; 0 leaves none out.
+        reserved_sessions: [1] int32, given: sessions of every bucket that are not for these rows (prefill).
+        taken: [S] int32: entries that the row contributes, its best ones; -1 where it takes no part.
+        rank: [S, C] int32: how many eligible entries of the row are better; C where an entry is not eligible.
+        own_rows: [S] int32: rows that the session needs before any entry.
+        first_row: [S] int32: the row's first of the step.
+        number: [S] int32: the row's number among the sessions of the step.
+        totals: [2] int32: rows and sessions of the step.
+        gains: [B] int64: of each bucket; -1 where the running sessions do not fit.
+        turn: [1] int32: the row that comes first when not all fit.
+        limit: [S] int32, scratch: most entries of the row, -1 where it cannot take part.
+        eligible: [S] int32, scratch: entries of the row that may be taken.
+        keys, ordered: [S', C] int32, scratch: bits of the values of each row's entries, -1 where one is not eligible;
+            and those of the eligible ones, best first. S' is S up to a power of two.
+    """
+
+    buckets: torch.Tensor
+    least_value: torch.Tensor
+    reserved_sessions: torch.Tensor
+    taken: torch.Tensor
+    rank: torch.Tensor
+    own_rows: torch.Tensor
+    first_row: torch.Tensor
+    number: torch.Tensor
+    totals: torch.Tensor
+    gains: torch.Tensor
+    turn: torch.Tensor
+    limit: torch.Tensor
+    eligible: torch.Tensor
+    keys: torch.Tensor
+    ordered: torch.Tensor
+    arrays: SelectionArrays = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.rank.device.type == "cpu":
+            arrays = SelectionArrays(*(getattr(self, name).numpy() for name in SelectionArrays._fields))
+            object.__setattr__(self, "arrays", arrays)
+
+    @classmethod
+    def allocate(cls, pool: Pool, buckets: list[tuple[int, int, int]]) -> Selection:
+        """Return room for selections from a pool.
+
+        Args:
+            pool: what is selected from.
+            buckets: rows, sessions, and most rows of a session, of each.
+
+        Raises:
+            ValueError: no bucket, or one with a size below 1.
+        """
+        if not buckets or any(size < 1 for bucket in buckets for size in bucket):
+            raise ValueError(f"buckets: {buckets} given, at least one and sizes of at least 1 needed")
+        device, sessions, capacity = pool.device, pool.sessions, pool.capacity
+        triton_rows = 1 << (sessions - 1).bit_length()
+
+        def column(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            buckets=torch.tensor(buckets, dtype=torch.int32, device=device),
+            least_value=column(1, dtype=torch.float32),
+            reserved_sessions=column(1),
+            taken=column(sessions),
+            rank=column(sessions, capacity),
+            own_rows=column(sessions),
+            first_row=column(sessions),
+            number=column(sessions),
+            totals=column(2),
+            gains=column(len(buckets), dtype=torch.int64),
+            turn=column(1),
+            limit=column(sessions),
+            eligible=column(sessions),
+            keys=column(triton_rows, capacity),
+            ordered=column(triton_rows, capacity),
+        )
+
+
+def select(pool: Pool, selection: Selection, launched: int, *, children: int = 0) -> None:
+    """Select for the bucket that was launched, and find out what all of them gain.
+
+    Args:
+        pool: read.
+        selection: written.
+        launched: number of the bucket.
+        children: of each expanded entry at most, in a drafter's pool: what is alive stays within `max_nodes`.
+
+    Raises:
+        ValueError: a number or a device that does not fit.
+    """
+    if not 0 <= launched < selection.buckets.shape[0]:
+        raise ValueError(f"launched: {launched} given, one of {selection.buckets.shape[0]} buckets needed")
+    check_place("selection", selection.rank, pool.device, "pool")
+    check_shape("rank", selection.rank, (pool.sessions, pool.capacity))
+    check_dtype("buckets", selection.buckets, (torch.int32,))
+    if pool.nodes is not None and children < 1:
+        raise ValueError(f"children: {children} given, at least 1 needed for the pool of a drafter")
+    if uses_triton(selection.rank):
+        _launch(pool, selection, launched, children)
+    else:
+        select_reference(pool, selection, launched, children=children)
+
+
+def select_reference(pool: Pool, selection: Selection, launched: int, *, children: int = 0) -> None:
+    """`select` on a CPU: one sort of all eligible entries, then one pass over them for each bucket."""
+    _select(pool.arrays, selection.arrays, launched, children)
+
+
+@compiled
+def _select(pool: Any, selection: Any, launched: int, children: int) -> None:
+    buckets, taken, rank, own_rows = selection.buckets, selection.taken, selection.rank, selection.own_rows
+    first_row, number, totals, gains = selection.first_row, selection.number, selection.totals, selection.gains
+    turn, limit, least_value = selection.turn, selection.limit, selection.least_value[0]
+    sessions, capacity = rank.shape
+    drafts = len(pool.slot) > 0
+    keys = np.empty(sessions * capacity, np.int64)
+    candidates, needed, running, longest = 0, 0, 0, 0
+    values = pool.value.view(np.int32)
+    for row in range(sessions):
+        _limit_row(pool, row, own_rows, limit, children)
+        rank[row] = capacity
+        if limit[row] < 0:
+            continue
+        running += 1
+        needed += own_rows[row]
+        longest = max(longest, own_rows[row])
+        end = pool.end[row] if drafts else min(pool.end[row], pool.allow[row])
+        for entry in range(pool.count[row]):
+            is_wanted = pool.value[row, entry] >= least_value and not pool.stopped[row, entry]
+            if drafts:
+                is_wanted &= not pool.expanded[row, entry] and pool.depth[row, entry] < pool.max_depth[row]
+            if is_wanted and pool.length[row] + pool.depth[row, entry] < end:
+                # Ascending, so that the last one is the best: the larger value, then the lower row and entry.
+                place = np.int64(0xFFFFFFFF) - (row * capacity + entry)
+                keys[candidates] = np.int64(values[row, entry]) << 32 | place
+                candidates += 1
+    ordered = np.sort(keys[:candidates])
+    seen = np.zeros(sessions, np.int32)
+    for position in range(candidates - 1, -1, -1):
+        place = 0xFFFFFFFF - (ordered[position] & 0xFFFFFFFF)
+        row = place // capacity
+        rank[row, place % capacity] = seen[row]
+        seen[row] += 1
+
+    slots = pool.free_tail[0] - pool.free_head[0]
+    takes_part = np.empty(sessions, np.bool_)
+    for bucket in range(len(buckets)):
+        rows, places, most = buckets[bucket, 0], buckets[bucket, 1] - selection.reserved_sessions[0], buckets[bucket, 2]
+        if drafts:
+            rows = min(rows, slots)
+        fits = running <= places and needed <= rows and longest <= most
+        if fits:
+            for row in range(sessions):
+                takes_part[row] = limit[row] >= 0
+        elif bucket == launched:
+            _rotate(rows, places, most, own_rows, limit, turn, takes_part)
+        else:
+            gains[bucket] = -1
+            continue
+        room = rows
+        for row in range(sessions):
+            room -= own_rows[row] if takes_part[row] else 0
+        seen[:] = 0
+        gain = np.int64(0)
+        for position in range(candidates - 1, -1, -1):
+            if room == 0:
+                break
+            place = 0xFFFFFFFF - (ordered[position] & 0xFFFFFFFF)
+            row = place // capacity
+            if takes_part[row] and seen[row] < min(limit[row], most - own_rows[row]):
+                seen[row] += 1
+                room -= 1
+                value = pool.value[row, place % capacity]
+                gain += np.int64(value * np.float32(GAIN_SCALE) + np.float32(0.5))
+        gains[bucket] = gain if fits else -1
+        if bucket == launched:
+            first, count = 0, 0
+            for row in range(sessions):
+                taken[row] = seen[row] if takes_part[row] else -1
+                first_row[row], number[row] = first, count
+                if takes_part[row] and own_rows[row] + seen[row] > 0:
+                    first += own_rows[row] + seen[row]
+                    count += 1
+            totals[0], totals[1] = first, count
+    pool.step_slots[0] = pool.free_head[0]
+
+
+@compiled
+def _limit_row(pool: Any, row: int, own_rows: Any, limit: Any, children: int) -> None:
+    """How many rows a session needs before any entry, and how many entries it may have at most, -1 for no part."""
+    drafts, length = len(pool.slot) > 0, pool.length[row]
+    is_running = pool.state[row] == RowState.RUNNING and length < pool.end[row]
+    if drafts:
+        own_rows[row] = length - pool.cached[row]
+        room = min(pool.token.shape[1], pool.max_nodes[row]) - pool.count[row]
+        limit[row] = max(room // children - min(own_rows[row], 1), 0)
+    else:
+        own_rows[row] = 1
+        is_running &= length < pool.allow[row] and pool.table_len[row] >= length
+        limit[row] = min(pool.max_nodes[row], pool.table_len[row] - length)
+    if not is_running:
+        own_rows[row], limit[row] = 0, -1
+
+
+@compiled
+def _rotate(rows: int, places: int, most: int, own_rows: Any, limit: Any, turn: Any, takes_part: Any) -> None:
+    """Who takes part where not all fit: rows from `turn` on, until the first that does not; it begins the next time."""
+    sessions = len(limit)
+    takes_part[:] = False
+    first = turn[0]
+    for step in range(sessions):
+        row = (first + step) % sessions
+        if limit[row] < 0 or own_rows[row] > most:
+            continue
+        if places < 1 or rows < own_rows[row]:
+            turn[0] = row
+            return
+        takes_part[row] = True
+        places -= 1
+        rows -= own_rows[row]
+
+
+def _launch(pool: Pool, selection: Selection, launched: int, children: int) -> None:
+    nodes, none = pool.nodes, pool.count
+    sessions, capacity = pool.sessions, pool.capacity
+    _order_kernel[(sessions,)](
+        pool.count,
+        pool.depth,
+        pool.value,
+        pool.stopped,
+        pool.length,
+        pool.cached,
+        pool.state,
+        pool.end,
+        pool.allow,
+        pool.table_len,
+        pool.max_nodes,
+        pool.max_depth,
+        none if nodes is None else nodes.expanded,
+        selection.least_value,
+        selection.rank,
+        selection.own_rows,
+        selection.limit,
+        selection.eligible,
+        selection.ordered,
+        selection.keys,
+        C=capacity,
+        CHUNK=min(_CHUNK, capacity),
+        CHILDREN=children,
+        DRAFTS=nodes is not None,
+        num_warps=4,
+        **early_options(pool.device),
+    )
+    block_s, width = triton.next_power_of_2(sessions), min(_WIDTH, capacity)
+    _fill_kernel[(selection.buckets.shape[0],)](
+        selection.buckets,
+        selection.reserved_sessions,
+        selection.limit,
+        selection.own_rows,
+        selection.eligible,
+        selection.ordered,
+        selection.taken,
+        selection.first_row,
+        selection.number,
+        selection.totals,
+        selection.gains,
+        selection.turn,
+        selection.turn if nodes is None else nodes.free_head,
+        selection.turn if nodes is None else nodes.free_tail,
+        selection.turn if nodes is None else nodes.step_slots,
+        launched,
+        S=sessions,
+        C=capacity,
+        WIDTH=width,
+        BLOCK_S=block_s,
+        DRAFTS=nodes is not None,
+        num_warps=min(max(block_s * width // 512, 1), 16),
+        **early_options(pool.device),
+    )
+
+
+@jit
+def _order_kernel(
+    count_ptr,  # [S] int32
+    depth_ptr,  # [S, C] int32
+    value_ptr,  # [S, C] float32
+    stopped_ptr,  # [S, C] bool
+    length_ptr,  # [S] int32
+    cached_ptr,  # [S] int32
+    state_ptr,  # [S] int8
+    end_ptr,  # [S] int32
+    allow_ptr,  # [S] int32
+    table_len_ptr,  # [S] int32
+    max_nodes_ptr,  # [S] int32
+    max_depth_ptr,  # [S] int32
+    expanded_ptr,  # [S, C] bool
+    least_value_ptr,  # [1] float32
+    rank_ptr,  # [S, C] int32
+    own_rows_ptr,  # [S] int32
+    limit_ptr,  # [S] int32
+    eligible_ptr,  # [S] int32
+    ordered_ptr,  # [BLOCK_S, C] int32
+    keys_ptr,  # [BLOCK_S, C] int32
+    C: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CHILDREN: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row = tl.program_id(0)
+    index = tl.arange(0, C)
+    entry = row * C + index
+    count, length, state = tl.load(count_ptr + row), tl.load(length_ptr + row), tl.load(state_ptr + row)
+    end, max_nodes, least_value = tl.load(end_ptr + row), tl.load(max_nodes_ptr + row), tl.load(least_value_ptr)
+    live = index < count
+    depth, value = tl.load(depth_ptr + entry), tl.load(value_ptr + entry)
+    wanted = live & (value >= least_value) & (tl.load(stopped_ptr + entry) == 0)
+    if DRAFTS:
+        wanted = wanted & (tl.load(expanded_ptr + entry) == 0) & (depth < tl.load(max_depth_ptr + row))
+        own_rows = length - tl.load(cached_ptr + row)
+        limit = tl.maximum((tl.minimum(max_nodes, C) - count) // CHILDREN - tl.minimum(own_rows, 1), 0)
+        running = (state == _RUNNING) & (length < end)
+    else:
+        end = tl.minimum(end, tl.load(allow_ptr + row))
+        table_len = tl.load(table_len_ptr + row)
+        own_rows = 1 + 0
+        limit = tl.minimum(max_nodes, table_len - length)
+        running = (state == _RUNNING) & (length < end) & (table_len >= length)
+    limit, own_rows = tl.where(running, limit, -1), tl.where(running, own_rows, 0)
+    wanted = wanted & running & (length + depth < end)
+    # Bits of values that are not negative are ordered as they are.
+    tl.store(keys_ptr + entry, tl.where(wanted, value.to(tl.int32, bitcast=True), -1))
+    tl.store(rank_ptr + entry, tl.full((C,), C, tl.int32))
+    tl.debug_barrier()
+    for begin in range(0, count, CHUNK):
+        mine = begin + tl.arange(0, CHUNK)
+        key = tl.load(keys_ptr + row * C + mine)
+        rank = tl.zeros((CHUNK,), tl.int32)
+        for other_begin in range(0, count, CHUNK):
+            other = other_begin + tl.arange(0, CHUNK)
+            other_key = tl.load(keys_ptr + row * C + other)
+            before = (other_key[None, :] > key[:, None]) | (
+                (other_key[None, :] == key[:, None]) & (other[None, :] < mine[:, None])
+            )
+            rank += tl.sum(before.to(tl.int32), 1)
+        tl.store(rank_ptr + row * C + mine, rank, mask=key >= 0)
+        tl.store(ordered_ptr + row * C + rank, key, mask=key >= 0)
+    tl.store(own_rows_ptr + row, own_rows)
+    tl.store(limit_ptr + row, limit)
+    tl.store(eligible_ptr + row, tl.sum(wanted.to(tl.int32)))
+
+
+@jit
+def _fill(ordered_ptr, wanted, room, BLOCK_S: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr):
+    """Return how many entries each row contributes to the `room` best, [BLOCK_S], and their gain.
+
+    wanted: [BLOCK_S] int32, how many entries of each row count.
+    """
+    ordered = ordered_ptr + tl.arange(0, BLOCK_S)[:, None] * C + tl.arange(0, WIDTH)[None, :]
+    column, widest = tl.arange(0, WIDTH)[None, :], tl.max(wanted)
+    # More than `room` keys reach `low`, fewer reach `high`.
+    low, high = -1, _ABOVE_ONE + 0
+    if tl.sum(wanted) <= room:
+        high = 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        reached = 0
+        for begin in range(0, widest, WIDTH):
+            key = tl.load(ordered + begin)
+            reached += tl.sum(((key >= middle) & (column + begin < wanted[:, None])).to(tl.int32))
+        if reached == room:
+            # Nothing is left to share out among equals.
+            low, high = middle - 1, middle
+        elif reached > room:
+            low = middle
+        else:
+            high = middle
+    better, equal = tl.zeros_like(wanted), tl.zeros_like(wanted)
+    gain = tl.zeros((), tl.int64)
+    for begin in range(0, widest, WIDTH):
+        key = tl.load(ordered + begin)
+        key = tl.where(column + begin < wanted[:, None], key, -1)
+        better += tl.sum((key >= high).to(tl.int32), 1)
+        equal += tl.sum(((key == low) & (low >= 0)).to(tl.int32), 1)
+        gain += tl.sum(tl.where(key >= high, _gain_of(key), 0))
+    left = tl.maximum(room - tl.sum(better), 0)
+    ties = tl.minimum(tl.maximum(left - (tl.cumsum(equal, 0) - equal), 0), equal)
+    return better + ties, gain + tl.sum(ties).to(tl.int64) * _gain_of(low)
+
+
+@jit
+def _gain_of(key):
+    value = tl.maximum(key, 0).to(tl.float32, bitcast=True)
+    return (value * _SCALE + 0.5).to(tl.int32).to(tl.int64)
+
+
+@jit(do_not_specialize=["launched"])
+def _fill_kernel(
+    buckets_ptr,  # [B, 3] int32
+    reserved_sessions_ptr,  # [1] int32
+    limit_ptr,  # [S] int32
+    own_rows_ptr,  # [S] int32
+    eligible_ptr,  # [S] int32
+    ordered_ptr,  # [S, C] int32
+    taken_ptr,  # [S] int32
+    first_row_ptr,  # [S] int32
+    number_ptr,  # [S] int32
+    totals_ptr,  # [2] int32
+    gains_ptr,  # [B] int64
+    turn_ptr,  # [1] int32
+    free_head_ptr,  # [1] int64
+    free_tail_ptr,  # [1] int64
+    step_slots_ptr,  # [1] int64
+    launched,
+    S: tl.constexpr,
+    C: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    bucket = tl.program_id(0)
+    row = tl.arange(0, BLOCK_S)
+    here = row < S
+    rows, places = tl.load(buckets_ptr + bucket * 3), tl.load(buckets_ptr + bucket * 3 + 1)
+    most = tl.load(buckets_ptr + bucket * 3 + 2)
+    limit = tl.load(limit_ptr + row, mask=here, other=-1)
+    own_rows = tl.load(own_rows_ptr + row, mask=here, other=0)
+    eligible = tl.load(eligible_ptr + row, mask=here, other=0)
+    if DRAFTS:
+        free_head = tl.load(free_head_ptr)
+        slots = tl.load(free_tail_ptr) - free_head
+        rows = tl.minimum(rows.to(tl.int64), slots).to(tl.int32)
+    places -= tl.load(reserved_sessions_ptr)
+    running = limit >= 0
+    takes_part = running
+    fits = (tl.sum(running.to(tl.int32)) <= places) & (tl.sum(own_rows) <= rows) & (tl.max(own_rows) <= most)
+    if (fits == 0) & (bucket == launched):
+        # From `turn` on, by sums over the rows in that order; the first that does not fit begins the next time.
+        first = tl.load(turn_ptr)
+        could = running & (own_rows <= most)
+        step = tl.where(row >= first, row - first, row - first + S)
+        counts, needs = could.to(tl.int32), tl.where(could, own_rows, 0)
+        counts_until = tl.cumsum(counts, 0) - tl.sum(tl.where(row < first, counts, 0))
+        needs_until = tl.cumsum(needs, 0) - tl.sum(tl.where(row < first, needs, 0))
+        counts_until += tl.where(row >= first, 0, tl.sum(counts))
+        needs_until += tl.where(row >= first, 0, tl.sum(needs))
+        late = could & ((counts_until > places) | (needs_until > rows))
+        begins = tl.min(tl.where(late, step, S))
+        takes_part = could & (step < begins)
+        if begins < S:
+            tl.store(turn_ptr, (first + begins) % S)
+    if (fits == 0) & (bucket != launched):
+        tl.store(gains_ptr + bucket, tl.full((), -1, tl.int64))
+    else:
+        needs = tl.where(takes_part, own_rows, 0)
+        room = rows - tl.sum(needs)
+        wanted = tl.minimum(tl.minimum(limit, most - own_rows), eligible)
+        wanted = tl.where(takes_part, tl.maximum(wanted, 0), 0)
+        taken, gain = _fill(ordered_ptr, wanted, room, BLOCK_S, C, WIDTH)
+        tl.store(gains_ptr + bucket, tl.where(fits, gain, -1))
+        if bucket == launched:
+            size = needs + tl.where(takes_part, taken, 0)
+            is_there = (size > 0).to(tl.int32)
+            tl.store(taken_ptr + row, tl.where(takes_part, taken, -1), mask=here)
+            tl.store(first_row_ptr + row, tl.cumsum(size, 0) - size, mask=here)
+            tl.store(number_ptr + row, tl.cumsum(is_there, 0) - is_there, mask=here)
+            tl.store(totals_ptr, tl.sum(size))
+            tl.store(totals_ptr + 1, tl.sum(is_there))
+            if DRAFTS:
+                tl.store(step_slots_ptr, free_head)
