@@ -1,15 +1,16 @@
 #!/bin/sh
 # What needs GPUs, in one go: the tests marked gpu and the tables of docs/, each with a time limit and a file of its own.
 #
-#   sh benchmarks/gpu.sh FOLDER [tests] [ranks] [steps] [draft] [one-graph] [eagle] [sources] [end-to-end] [replicas] [round-trips] [ways] [one-gpu] [imitated]
+#   sh benchmarks/gpu.sh FOLDER [tests] [ranks] [steps] [draft] [one-graph] [eagle] [sources] [end-to-end] [replicas] [round-trips] [ways] [one-gpu] [imitated] [pool]
 #
 # Without names everything, about twenty-five minutes on two GPUs; with one GPU leave out ranks, end-to-end, replicas,
 # round-trips and ways. sources puts both models on that GPU then, as one-gpu does in any case. Only by name: imitated,
-# the draft on one GPU beside an imitation of the target's, with which ways of timing rounds, and commits, are compared.
+# the draft on one GPU beside an imitation of the target's, with which ways of timing rounds, and commits, are compared;
+# pool, the candidate pool's tests, sanitizers and figures (three minutes).
 # FOLDER gets the reports. A GPU that measures should do nothing else; CUDA_VISIBLE_DEVICES picks it. PYTHON names another
 # interpreter, CHECKPOINTS where widened checkpoints are kept (20 GB; default FOLDER/checkpoints).
 set -u
-[ $# -ge 1 ] || { sed -n '2,10s/^# \{0,1\}//p' "$0"; exit 2; }
+[ $# -ge 1 ] || { sed -n '2,11s/^# \{0,1\}//p' "$0"; exit 2; }
 mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 1
 shift
 [ $# -gt 0 ] || set -- tests ranks steps draft one-graph eagle sources end-to-end replicas round-trips ways one-gpu
@@ -112,6 +113,15 @@ for name in "$@"; do
         # Each way of timing rounds by itself beside what the trials find, before which they have compared all of them.
         ways) end_to_end ways 280 --setups apart --sessions 1 16 64 --temperatures 1 0 --rounds ahead never-wait wait \
             --prepare 2.5 --coordinator-args="--keep-cores-awake 2" ;;
+        # Sanitizers see one short history of every kernel.
+        pool) gpu_tests pool_tests tests/kernels/pool tests/outrider/engine/test_round_rings.py
+            for tool in memcheck racecheck; do
+                part 150 "pool_$tool" compute-sanitizer --tool "$tool" --error-exitcode 1 --target-processes all \
+                    "$python" -m pytest -q -m gpu -p no:benchmark -p no:cacheprovider -k "short or rings" tests/kernels/pool
+            done
+            part 60 pool_tokens "$python" benchmarks/pool_tokens.py --rounds 100000 --device cuda
+            part 120 pool_kernels "$python" benchmarks/kernels.py --only pool \
+                --output-json "$out/pool.json" ;;
         one-gpu) side_by_side end_to_end one_gpu 150 --gpus 1 --setups shared --sessions 1 16 64 --temperatures 0 1 ;;
         # KV of as many tokens as 32 GB hold of the 8B shape's.
         imitated) side_by_side with_draft imitated 200 --gpus 1 --setups "imitated target" --sessions 1 16 --temperatures 0 1 \

@@ -76,7 +76,7 @@ class Case:
     """One row of the benchmark; building it takes the device and imports what it measures.
 
     Attributes:
-        operator: name in `outrider.ops`.
+        operator: name in `outrider.ops`, or `pool.` and the name of an operator of the candidate pool.
         shape: in words, unique within the operator.
         target: key in `targets.TARGETS`, None for an operator without one.
         build: makes the tensors; its second argument is FlashInfer, or None where it is not installed.

@@ -6,6 +6,9 @@ import argparse
 import importlib
 import importlib.util
 import json
+import os
+import shlex
+import subprocess
 import sys
 import time
 import traceback
@@ -117,8 +120,22 @@ def _measure_case(
     return times, subject.work, reference_us
 
 
+def _commit() -> str:
+    """What is measured: COMMIT where the checkout has no history, as on a machine that was sent the files alone."""
+    given = os.environ.get("COMMIT")
+    if given:
+        return given
+    root = Path(__file__).resolve().parents[2]
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True, timeout=10, check=False
+    )
+    return found.stdout.strip() or "unknown"
+
+
 def _write(rows: Sequence[Row], left_out: Sequence[LeftOut], machine: Machine, options: argparse.Namespace) -> None:
     report = {
+        "command": shlex.join(["python", *sys.argv]),
+        "commit": _commit(),
         "machine": asdict(machine),
         "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
         "settings": {"quick": options.quick, "only": options.only},

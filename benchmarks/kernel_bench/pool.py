@@ -33,14 +33,21 @@ def cases() -> list[Case]:
             ("select", f"{nodes} of all buckets", _run_select),
             ("pack", f"{nodes} entries", _run_pack),
             ("re_root", f"{_COMMITTED} tokens a session", _run_re_root),
-            ("pool", "graft, select, pack, re_root", _run_round),
+            ("round", "graft, select, pack, re_root", _run_round),
         ):
             target = f"{operator}, {sessions} sessions"
             build = functools.partial(_build, sessions, nodes, False, run)
-            made.append(Case(operator=operator, shape=f"{shape}, {suffix}", build=build, target=_TARGETS.get(target)))
+            made.append(
+                Case(operator=f"pool.{operator}", shape=f"{shape}, {suffix}", build=build, target=_TARGETS.get(target))
+            )
     graft_one = functools.partial(_build, 64, 512, False, _run_graft_of_one_row)
     made.append(
-        Case(operator="graft", shape="64 x 64 entries, 64 nodes of one row", target="graft, one row", build=graft_one)
+        Case(
+            operator="pool.graft",
+            shape="64 x 64 entries, 64 nodes of one row",
+            target="graft, one row",
+            build=graft_one,
+        )
     )
     for sessions in _SESSIONS:
         width = min(8 * sessions, 64) if sessions < 256 else 256
@@ -49,11 +56,15 @@ def cases() -> list[Case]:
             ("pack", _run_pack),
             ("append", _run_append),
             ("re_root", _run_re_root),
-            ("pool", _run_step),
+            ("step", _run_step),
         ):
             shape = f"draft, {sessions} x {_CANDIDATES} entries, {width} wide"
             made.append(
-                Case(operator=operator, shape=shape, build=functools.partial(_build, sessions, width, True, run))
+                Case(
+                    operator=f"pool.{operator}",
+                    shape=shape,
+                    build=functools.partial(_build, sessions, width, True, run),
+                )
             )
     return made
 
@@ -63,7 +74,7 @@ _TARGETS = {
     "select, 64 sessions": "select",
     "pack, 64 sessions": "pack",
     "re_root, 64 sessions": "re_root",
-    "pool, 1 sessions": "pool, one session",
+    "round, 1 sessions": "pool, one session",
 }
 
 

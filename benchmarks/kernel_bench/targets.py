@@ -1,4 +1,4 @@
-"""What each operator should reach on an H200; the one place where that is written down."""
+"""What each operator should reach on an H200, the candidate pool's on an H100: the one place where it is written."""
 
 from __future__ import annotations
 

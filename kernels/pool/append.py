@@ -22,9 +22,9 @@ from outrider.compiled import compiled
 from outrider.kernels.argument_checks import check_dtype, check_place
 from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
 from outrider.kernels.early_launch import early_options
-from outrider.kernels.pool.columns import MAX_STOPS, Pool
+from outrider.kernels.pool.columns import MAX_STOPS, Pool, PoolArrays
 from outrider.kernels.pool.entries import find_child, is_stop, revalue, revalue_entries, stop_entries
-from outrider.kernels.pool.pack import ROOT, Packed
+from outrider.kernels.pool.pack import ROOT, Packed, PackedArrays
 
 __all__ = ["append", "append_reference"]
 
@@ -75,7 +75,8 @@ def append_reference(
 
 
 @compiled
-def _append(pool: Any, packed: Any, tokens: Any, acceptances: Any, place: int, drafter: int) -> None:
+def _append(pool_arrays: Any, arrays: Any, tokens: Any, acceptances: Any, place: int, drafter: int) -> None:
+    pool, packed = PoolArrays(*pool_arrays), PackedArrays(*arrays)
     entries, pool_rows, query_start = packed.entries, packed.pool_rows, packed.query_start
     for session in range(len(pool_rows)):
         row = pool_rows[session]

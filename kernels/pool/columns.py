@@ -48,7 +48,10 @@ class RowState(enum.IntEnum):
 
 
 class PoolArrays(NamedTuple):
-    """The columns of a `Pool` on a CPU and of its `NodeSlots`, as numpy arrays over the same memory."""
+    """The columns of a `Pool` on a CPU and of its `NodeSlots`, as numpy arrays over the same memory.
+
+    Compiled loops are given a plain tuple and name its parts themselves: numba takes that in half the time.
+    """
 
     count: Any
     token: Any
@@ -171,8 +174,8 @@ class Pool:
     max_nodes: torch.Tensor
     max_depth: torch.Tensor
     nodes: NodeSlots | None = None
-    arrays: PoolArrays = field(init=False, repr=False)
-    """The columns as numpy arrays, on a CPU; as compiled loops take them."""
+    arrays: tuple[Any, ...] = field(init=False, repr=False)
+    """On a CPU: `PoolArrays`, as compiled loops take them."""
 
     def __post_init__(self) -> None:
         if self.device.type == "cpu":
@@ -292,7 +295,7 @@ class Pool:
         return self.history.shape[1]
 
 
-def _as_arrays(pool: Pool) -> PoolArrays:
+def _as_arrays(pool: Pool) -> tuple[Any, ...]:
     columns = {name: getattr(pool, name) for name in PoolArrays._fields if hasattr(pool, name)}
     if pool.nodes is not None:
         columns |= {name: getattr(pool.nodes, name) for name in NodeSlots.__dataclass_fields__}
@@ -309,4 +312,4 @@ def _as_arrays(pool: Pool) -> PoolArrays:
         "released": np.zeros((0, 0), np.int32),
         "released_count": np.zeros(0, np.int32),
     }
-    return PoolArrays(**(none | arrays))
+    return tuple(PoolArrays(**(none | arrays)))

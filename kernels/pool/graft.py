@@ -28,7 +28,7 @@ from outrider.compiled import compiled
 from outrider.kernels.argument_checks import check_dtype, check_place
 from outrider.kernels.backend import check_shape, jit, tl, uses_triton
 from outrider.kernels.early_launch import early_options
-from outrider.kernels.pool.columns import MAX_STOPS, Pool, RowState
+from outrider.kernels.pool.columns import MAX_STOPS, Pool, PoolArrays, RowState
 from outrider.kernels.pool.entries import (
     find_child,
     free_released,
@@ -114,7 +114,8 @@ def graft_reference(pool: Pool, records: torch.Tensor, count: torch.Tensor, verd
 
 
 @compiled
-def _graft(pool: Any, records: Any, floats: Any, count: int, verdicts: Any) -> None:
+def _graft(arrays: Any, records: Any, floats: Any, count: int, verdicts: Any) -> None:
+    pool = PoolArrays(*arrays)
     for number in range(count):
         row = records[number, 1]
         if row < 0 or row >= len(pool.count):

@@ -27,8 +27,8 @@ from outrider.compiled import compiled
 from outrider.kernels.argument_checks import check_at_least, check_place
 from outrider.kernels.backend import jit, tl, triton, uses_triton
 from outrider.kernels.early_launch import early_options
-from outrider.kernels.pool.columns import Pool
-from outrider.kernels.pool.select import Selection
+from outrider.kernels.pool.columns import Pool, PoolArrays
+from outrider.kernels.pool.select import Selection, SelectionArrays
 
 __all__ = ["COMMITTED", "PADDING", "ROOT", "Packed", "pack", "pack_reference"]
 
@@ -90,11 +90,12 @@ class Packed:
     tree_start: torch.Tensor
     key_len: torch.Tensor
     scrap_slot: int
-    arrays: PackedArrays = field(init=False, repr=False)
+    arrays: tuple[Any, ...] = field(init=False, repr=False)
+    """On a CPU: `PackedArrays`."""
 
     def __post_init__(self) -> None:
         if self.tokens.device.type == "cpu":
-            arrays = PackedArrays(*(getattr(self, name).numpy() for name in PackedArrays._fields))
+            arrays = tuple(getattr(self, name).numpy() for name in PackedArrays._fields)
             object.__setattr__(self, "arrays", arrays)
 
     @classmethod
@@ -161,7 +162,8 @@ def pack_reference(pool: Pool, selection: Selection, packed: Packed) -> None:
 
 
 @compiled
-def _pack(pool: Any, selection: Any, packed: Any, scrap_slot: int) -> None:
+def _pack(pool_arrays: Any, selection_arrays: Any, arrays: Any, scrap_slot: int) -> None:
+    pool, selection, packed = PoolArrays(*pool_arrays), SelectionArrays(*selection_arrays), PackedArrays(*arrays)
     taken, rank, own_rows = selection.taken, selection.rank, selection.own_rows
     tokens, positions, slots, entries = packed.tokens, packed.positions, packed.slots, packed.entries
     parents, sessions, prefix_len, tree_mask = packed.parents, packed.sessions, packed.prefix_len, packed.tree_mask

@@ -27,7 +27,7 @@ from outrider.compiled import compiled
 from outrider.kernels.argument_checks import check_dtype, check_place
 from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
 from outrider.kernels.early_launch import early_options
-from outrider.kernels.pool.columns import Pool
+from outrider.kernels.pool.columns import Pool, PoolArrays
 from outrider.kernels.pool.entries import (
     find_child,
     free_released,
@@ -71,7 +71,8 @@ def re_root_reference(pool: Pool, tokens: torch.Tensor, num_tokens: torch.Tensor
 
 
 @compiled
-def _re_root(pool: Any, tokens: Any, num_tokens: Any) -> None:
+def _re_root(arrays: Any, tokens: Any, num_tokens: Any) -> None:
+    pool = PoolArrays(*arrays)
     trail, places, has_slots = pool.root_ids.shape[1], pool.ids.shape[2], len(pool.slot) > 0
     keep = np.empty(pool.token.shape[1], np.bool_)
     for row in range(len(num_tokens)):

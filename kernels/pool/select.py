@@ -32,7 +32,7 @@ from outrider.compiled import compiled
 from outrider.kernels.argument_checks import check_dtype, check_place
 from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
 from outrider.kernels.early_launch import early_options
-from outrider.kernels.pool.columns import Pool, RowState
+from outrider.kernels.pool.columns import Pool, PoolArrays, RowState
 
 __all__ = ["GAIN_SCALE", "Selection", "select", "select_reference"]
 
@@ -103,11 +103,12 @@ class Selection:
     eligible: torch.Tensor
     keys: torch.Tensor
     ordered: torch.Tensor
-    arrays: SelectionArrays = field(init=False, repr=False)
+    arrays: tuple[Any, ...] = field(init=False, repr=False)
+    """On a CPU: `SelectionArrays`."""
 
     def __post_init__(self) -> None:
         if self.rank.device.type == "cpu":
-            arrays = SelectionArrays(*(getattr(self, name).numpy() for name in SelectionArrays._fields))
+            arrays = tuple(getattr(self, name).numpy() for name in SelectionArrays._fields)
             object.__setattr__(self, "arrays", arrays)
 
     @classmethod
@@ -179,7 +180,8 @@ def select_reference(pool: Pool, selection: Selection, launched: int, *, childre
 
 
 @compiled
-def _select(pool: Any, selection: Any, launched: int, children: int) -> None:
+def _select(pool_arrays: Any, arrays: Any, launched: int, children: int) -> None:
+    pool, selection = PoolArrays(*pool_arrays), SelectionArrays(*arrays)
     buckets, taken, rank, own_rows = selection.buckets, selection.taken, selection.rank, selection.own_rows
     first_row, number, totals, gains = selection.first_row, selection.number, selection.totals, selection.gains
     turn, limit, least_value = selection.turn, selection.limit, selection.least_value[0]

@@ -85,7 +85,8 @@ def test_cases_are_distinct_and_every_target_is_somebodys() -> None:
     cases = all_cases()
     assert len({(case.operator, case.shape) for case in cases}) == len(cases)
     assert {case.target for case in cases} - {None} == set(TARGETS)
-    assert {case.operator for case in cases} <= set(outrider.ops.__all__)
+    operators = {case.operator for case in cases if not case.operator.startswith("pool.")}
+    assert operators <= set(outrider.ops.__all__)
 
 
 def test_forests_are_trees_and_choices_lead_to_children() -> None:
