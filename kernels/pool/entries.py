@@ -19,6 +19,7 @@ from outrider.kernels.early_launch import early_options
 from outrider.kernels.pool.columns import NodeSlots
 
 __all__ = [
+    "SCATTERED",
     "find_child",
     "free_released",
     "is_stop",
@@ -33,6 +34,21 @@ __all__ = [
 ]
 
 _ONE = np.float32(1.0)
+
+SCATTERED = [
+    "token_ptr",
+    "parent_ptr",
+    "depth_ptr",
+    "acceptance_ptr",
+    "value_ptr",
+    "drafters_ptr",
+    "stopped_ptr",
+    "rank_ptr",
+    "slot_ptr",
+    "expanded_ptr",
+]
+"""Columns of which kernels should not know that they are aligned: whoever loads four entries a thread and then writes
+each to a place of its own sends all of them through shared memory in between, once for each column."""
 
 
 # A call takes some time for each array that it is given: what is called for every node gets no whole pool.

@@ -29,6 +29,7 @@ from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
 from outrider.kernels.early_launch import early_options
 from outrider.kernels.pool.columns import Pool, PoolArrays
 from outrider.kernels.pool.entries import (
+    SCATTERED,
     find_child,
     free_released,
     keep_entries,
@@ -146,7 +147,7 @@ def _launch(pool: Pool, tokens: torch.Tensor, num_tokens: torch.Tensor) -> None:
         launch_free_released(nodes)
 
 
-@jit(do_not_specialize=["most", "max_len", "table_width"])
+@jit(do_not_specialize=["most", "max_len", "table_width"], do_not_specialize_on_alignment=SCATTERED)
 def _re_root_kernel(
     tokens_ptr,  # [S, M] int32
     num_tokens_ptr,  # [S] int32
