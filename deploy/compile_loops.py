@@ -32,7 +32,29 @@ def _target() -> None:
     tree_step.warm_up()
 
 
-_ROLES: tuple[Callable[[], None], ...] = (_coordinator, _draft, _target)
+def _pool() -> None:
+    """Nothing serves from the pool yet; its tests do not each have to compile it."""
+    import torch
+
+    from outrider.kernels.pool.append import append_reference
+    from outrider.kernels.pool.columns import Pool
+    from outrider.kernels.pool.graft import graft_reference
+    from outrider.kernels.pool.pack import Packed, pack_reference
+    from outrider.kernels.pool.re_root import re_root_reference
+    from outrider.kernels.pool.select import Selection, select_reference
+
+    nothing = torch.zeros(1, 8, dtype=torch.int32)
+    pool = Pool.allocate(sessions=1, max_len=1, capacity=1, node_slots=1)
+    selection = Selection.allocate(pool, [(1, 1, 1)])
+    packed = Packed.allocate(rows=1, sessions=1, words=1, scrap_slot=0, device="cpu")
+    graft_reference(pool, nothing, nothing[0, :1], nothing[0, :1])
+    select_reference(pool, selection, 0, children=1)
+    pack_reference(pool, selection, packed)
+    append_reference(pool, packed, nothing[:, :1], torch.zeros(1, 1))
+    re_root_reference(pool, nothing[:, :1], nothing[0, :1])
+
+
+_ROLES: tuple[Callable[[], None], ...] = (_coordinator, _draft, _target, _pool)
 
 
 def main() -> int:
