@@ -1,7 +1,8 @@
 """Children from the drafter that computes here join the pool.
 
-Each row of a step that has logits (the root, or an entry that was expanded) brings some children, distinct tokens. They
-are taken in order, row after row: a child whose parent has such a child already (another drafter was first) takes a new
+An entry that was expanded in the step and that only others had proposed gets an id of this drafter's place first: it has
+KV here, and what hangs below it must have only ancestors with such an id. Then each row that has logits (the root, or an
+expanded entry) brings some children, distinct tokens. They are taken in order, row after row: a child whose parent has such a child already (another drafter was first) takes a new
 id and the larger acceptance, any other one is appended with a new id; what finds no room is dropped, and the place has
 `lost` growth. Ids come from the row's counter (`NodeSlots.next_id`).
 
@@ -83,6 +84,10 @@ def _append(pool_arrays: Any, arrays: Any, tokens: Any, acceptances: Any, place:
         if row < 0:
             continue
         merged, old = False, pool.count[row]
+        for at in range(query_start[session], query_start[session + 1]):
+            if entries[at] >= 0 and pool.ids[row, entries[at], place] == 0:
+                pool.ids[row, entries[at], place] = pool.next_id[row]
+                pool.next_id[row] += 1
         for at in range(query_start[session], query_start[session + 1]):
             parent = entries[at]
             if parent < ROOT:
@@ -213,6 +218,13 @@ def _append_kernel(
         old = index < count
         token, parent = tl.load(token_ptr + entry), tl.load(parent_ptr + entry)
         live_count, is_full = count, 0
+        for first in range(begin, end, C):
+            own = tl.load(entries_ptr + first + index, mask=first + index < end, other=_ROOT)
+            its_id = ids_ptr + (row * C + own) * D + place
+            lacks = ((own >= 0) & (tl.load(its_id, mask=own >= 0, other=1) == 0)).to(tl.int32)
+            tl.store(its_id, next_id + tl.cumsum(lacks, 0) - 1, mask=lacks > 0)
+            next_id += tl.sum(lacks)
+        tl.debug_barrier()
         new = tl.arange(0, ROWS * K)
         for first in range(begin, end, ROWS):
             at, child = first + new // K, new % K

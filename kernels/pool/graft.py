@@ -227,6 +227,8 @@ def _edit(pool: Any, record: Any, row: int, kind: int, place: int) -> int:
         pool.generation[row] = record[2]
         pool.length[row], pool.cached[row], pool.end[row], pool.allow[row] = record[3], record[4], record[5], record[6]
         pool.table_len[row] = record[4]
+        if len(pool.slot) > 0:
+            pool.next_id[row] = 1
     elif kind == RecordKind.CLOSE:
         keep_entries(pool, row, np.zeros(capacity, np.bool_))
         pool.state[row] = RowState.EMPTY
@@ -299,6 +301,7 @@ def _launch(pool: Pool, records: torch.Tensor, count: torch.Tensor, verdicts: to
         pool.min_end,
         none if nodes is None else nodes.slot,
         none if nodes is None else nodes.expanded,
+        none if nodes is None else nodes.next_id,
         none if nodes is None else nodes.released,
         none if nodes is None else nodes.released_count,
         records.shape[0],
@@ -346,6 +349,7 @@ def _graft_kernel(
     min_end_ptr,  # [S] int32
     slot_ptr,  # [S, C] int32
     expanded_ptr,  # [S, C] bool
+    next_id_ptr,  # [S] int32
     released_ptr,  # [S, C] int32
     released_count_ptr,  # [S] int32
     capacity_of_records,
@@ -491,6 +495,8 @@ def _graft_kernel(
                     tl.store(table_len_ptr + row, word4)
                     tl.store(end_ptr + row, word5)
                     tl.store(allow_ptr + row, word6)
+                    if HAS_SLOTS:
+                        tl.store(next_id_ptr + row, tl.full((), 1, tl.int32))
             elif kind == _LIMITS:
                 tl.store(end_ptr + row, word3)
                 tl.store(allow_ptr + row, word4)

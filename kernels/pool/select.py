@@ -8,7 +8,7 @@ the lower row, then to the lower entry, so what is selected is closed under ance
     row                 takes part while RUNNING and below min(end, allow), with a slot for its root
     entry (target)      neither it nor an ancestor is a stop token in force, and length + depth < min(end, allow)
     entry (drafter)     no KV yet, depth below the session's max_depth, and the same
-    gain of a bucket    sum of round(value * 2^24) over what it would take, a whole number: no order of addition decides
+    gain of a bucket    sum of value * 2^24 over what it would take, each rounded: no order of addition decides
 
 Where the running sessions do not fit into the bucket that was launched, those that fit take part, beginning with the
 first that did not the time before; a smaller bucket is no candidate then (gain -1).
@@ -245,7 +245,7 @@ def _select(pool_arrays: Any, arrays: Any, launched: int, children: int) -> None
                 seen[row] += 1
                 room -= 1
                 value = pool.value[row, place % capacity]
-                gain += np.int64(value * np.float32(GAIN_SCALE) + np.float32(0.5))
+                gain += np.int64(np.float64(value) * GAIN_SCALE + 0.5)
         gains[bucket] = gain if fits else -1
         if bucket == launched:
             first, count = 0, 0
@@ -467,8 +467,9 @@ def _fill(ordered_ptr, wanted, room, BLOCK_S: tl.constexpr, C: tl.constexpr, WID
 
 @jit
 def _gain_of(key):
-    value = tl.maximum(key, 0).to(tl.float32, bitcast=True)
-    return (value * _SCALE + 0.5).to(tl.int32).to(tl.int64)
+    # Of doubles, in which this is exact.
+    value = tl.maximum(key, 0).to(tl.float32, bitcast=True).to(tl.float64)
+    return (value * _SCALE + 0.5).to(tl.int64)
 
 
 @jit(do_not_specialize=["launched"])

@@ -1,0 +1,1 @@
+"""A toy service around the pool; `benchmarks/pool_tokens.py` is its command line."""

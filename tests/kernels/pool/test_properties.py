@@ -1,0 +1,812 @@
+"""The pool's operators against the naive tree, over interleavings that a service would and would not produce."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+import pytest
+import torch
+from tests.kernels.pool.naive_tree import Limits, NaivePool, NaiveSession, Node, Row, assert_invariants, assert_same
+
+from outrider.kernels.pool.append import append
+from outrider.kernels.pool.columns import Pool, RowState
+from outrider.kernels.pool.graft import graft
+from outrider.kernels.pool.pack import COMMITTED, PADDING, ROOT, Packed, pack
+from outrider.kernels.pool.re_root import re_root
+from outrider.kernels.pool.records import Records, Verdict
+from outrider.kernels.pool.select import GAIN_SCALE, Selection, select
+
+MAX_LEN = 128
+VOCABULARY = 3
+ACCEPTANCES = [0.0, 0.1, 0.3, 0.7, 0.9, 1.0]
+SCRAP_SLOT = 99_999
+BUCKETS = [(4, 2, 3), (9, 3, 6), (40, 4, 20)]
+"""Rows, sessions, and most rows of a session."""
+ANY_ENTRY = Limits()
+CPU = torch.device("cpu")
+TAKEN = {Verdict.APPENDED, Verdict.MERGED, Verdict.ABSORBED, Verdict.DUPLICATE}
+
+
+class Both:
+    """A pool and its naive model. Every operator is applied to both, and has to leave them alike."""
+
+    def __init__(
+        self,
+        device: torch.device = CPU,
+        *,
+        sessions: int,
+        capacity: int,
+        places: int,
+        trail: int,
+        node_slots: int | None = None,
+    ) -> None:
+        self._device = device
+        self.pool = Pool.allocate(
+            sessions=sessions,
+            max_len=MAX_LEN,
+            capacity=capacity,
+            places=places,
+            trail=trail,
+            node_slots=node_slots,
+            device=device,
+        )
+        self.naive = NaivePool(
+            sessions=sessions, capacity=capacity, places=places, trail=trail, owns_slots=node_slots is not None
+        )
+        self._selection = Selection.allocate(self.pool, BUCKETS)
+        self._packed = [
+            Packed.allocate(rows=rows, sessions=places, words=1, scrap_slot=SCRAP_SLOT, device=device)
+            for rows, places, _ in BUCKETS
+        ]
+        self._turn = 0
+        if node_slots is not None:
+            self.give(range(node_slots))
+
+    def lengths(self) -> list[int]:
+        return self.pool.length.tolist()
+
+    def lost(self) -> list[list[bool]]:
+        return self.pool.lost.tolist()
+
+    def copy(
+        self,
+        row: int,
+        history: Sequence[int],
+        *,
+        stops: Iterable[int] = (),
+        min_end: int = 0,
+        max_nodes: int = 99,
+        max_depth: int = 99,
+    ) -> None:
+        """Fill the row's wide columns, as the host does before it opens the row."""
+        pool, session = self.pool, self.naive.sessions[row]
+        session.history, session.stops = list(history), set(stops)
+        pool.history[row, : len(history)] = torch.tensor(history, dtype=torch.int32)
+        pool.stops[row] = -1
+        pool.stops[row, : len(session.stops)] = torch.tensor(sorted(session.stops), dtype=torch.int32)
+        pool.min_end[row], pool.max_nodes[row], pool.max_depth[row] = min_end, max_nodes, max_depth
+        session.min_end, session.max_nodes, session.max_depth = min_end, max_nodes, max_depth
+        if pool.nodes is None:
+            pool.table[row] = torch.arange(MAX_LEN, dtype=torch.int32) + 1000 * (row + 1)
+            session.table = dict(enumerate(pool.table[row].tolist()))
+
+    def run(self, row: int) -> None:
+        """Let the row run; in a target's pool its prompt has KV by now."""
+        session = self.naive.sessions[row]
+        session.state = RowState.RUNNING
+        if self.pool.nodes is None:
+            session.cached = session.length - 1
+        self.pool.state[row], self.pool.cached[row] = session.state, session.cached
+
+    def give(self, slots: Iterable[int]) -> None:
+        """Append slots to the queue of free ones, as the host does with those of a session that is over."""
+        nodes = self.pool.nodes
+        assert nodes is not None
+        for slot in slots:
+            nodes.free[int(nodes.free_tail) % len(nodes.free)] = slot
+            nodes.free_tail.add_(1)
+            self.naive.free.append(slot)
+
+    def graft(self, records: np.ndarray) -> list[Verdict]:
+        # Records behind the count, and verdicts of them, are another round's.
+        padded = torch.from_numpy(np.concatenate([records, records[:2]])).to(self._device)
+        verdicts = torch.full((len(padded),), -1, dtype=torch.int32, device=self._device)
+        graft(self.pool, padded, self._ints([len(records)]), verdicts)
+        expected = self.naive.graft(records)
+        assert [Verdict(verdict) for verdict in verdicts[: len(records)].tolist()] == expected
+        self.check()
+        return expected
+
+    def step(self, launched: int, *, limits: Limits = ANY_ENTRY, reserved: int = 0) -> list[Row]:
+        """Select for a bucket and pack; the rows of the step."""
+        selection, packed = self._selection, self._packed[launched]
+        selection.least_value.fill_(limits.least_value)
+        selection.reserved_sessions.fill_(reserved)
+        select(self.pool, selection, launched, children=limits.children)
+        taken, gains = self._expected_selection(launched, limits, reserved)
+        assert selection.gains.tolist() == gains
+        assert selection.taken.tolist() == [-1 if chosen is None else len(chosen) for chosen in taken]
+        assert int(selection.turn) == self._turn
+        pack(self.pool, selection, packed)
+        rows: list[Row] = []
+        for row, (session, chosen) in enumerate(zip(self.naive.sessions, taken, strict=True)):
+            if chosen is not None:
+                rows += session.rows(row, chosen, len(rows), self.naive.free)
+        assert selection.totals.tolist() == [len(rows), len({row.session for row in rows})]
+        assert _packed_rows(self.pool, packed) == rows
+        self.check()
+        return rows
+
+    def append(self, launched: int, rows: list[Row], rng: random.Random, *, children: int) -> None:
+        """Let the rows of a step bring children."""
+        size = (BUCKETS[launched][0], children)
+        tokens, acceptances = np.full(size, 1, np.int32), np.ones(size, np.float32)
+        for row in rows:
+            if row.entry >= 0:
+                session = self.naive.sessions[row.session]
+                session.adopt(session.entries[row.entry], place=0)
+        for number, row in enumerate(rows):
+            tokens[number] = [rng.choice([token, -1]) for token in rng.sample(range(VOCABULARY), children)]
+            acceptances[number] = [rng.choice(ACCEPTANCES) for _ in range(children)]
+            session = self.naive.sessions[row.session]
+            if row.entry == COMMITTED:
+                continue
+            parent = session.root if row.entry == ROOT else session.entries[row.entry]
+            for token, acceptance in zip(tokens[number], acceptances[number], strict=True):
+                if token >= 0:
+                    session.append(parent, int(token), acceptance, place=0, drafters=1 << 3)
+        columns = (torch.from_numpy(column).to(self._device) for column in (tokens, acceptances))
+        append(self.pool, self._packed[launched], *columns, drafter=3)
+        self.check()
+
+    def re_root(self, tokens: Sequence[Sequence[int]]) -> None:
+        width = max(1, *(len(new) for new in tokens))
+        # What stands behind a row's tokens does not matter.
+        padded = self._ints([[*new, *([1] * (width - len(new)))] for new in tokens])
+        re_root(self.pool, padded, self._ints([len(new) for new in tokens]))
+        self.naive.re_root(tokens)
+        self.check()
+
+    def check(self) -> None:
+        assert_same(self.pool, self.naive)
+        assert_invariants(self.pool)
+
+    def _ints(self, values: list) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self._device)
+
+    def _expected_selection(
+        self, launched: int, limits: Limits, reserved: int
+    ) -> tuple[list[list[Node] | None], list[int]]:
+        """The entries of each row, None for one that takes no part, and the gain of each bucket."""
+        taken: list[list[Node] | None] = [None] * self.pool.sessions
+        gains, next_turn = [], self._turn
+        for bucket, (rows, places, most) in enumerate(BUCKETS):
+            room = rows if self.pool.nodes is None else min(rows, len(self.naive.free))
+            fitting = self.naive.who_fits(room, places - reserved, most)
+            all_fit = fitting is not None
+            if fitting is None and bucket == launched:
+                fitting, next_turn = self.naive.who_fits_in_turn(room, places - reserved, most, first=self._turn)
+            if fitting is None:
+                gains.append(-1)
+                continue
+            best = self.naive.select(room, fitting, most, limits)
+            gains.append(self._gain(best) if all_fit else -1)
+            if bucket == launched:
+                taken = [chosen if row in fitting else None for row, chosen in enumerate(best)]
+        self._turn = next_turn
+        return taken, gains
+
+    def _gain(self, best: list[list[Node]]) -> int:
+        values = [
+            float(session.value(entry))
+            for session, chosen in zip(self.naive.sessions, best, strict=True)
+            for entry in chosen
+        ]
+        # Of doubles, in which this is exact.
+        return sum(math.floor(value * GAIN_SCALE + 0.5) for value in values)
+
+
+def _packed_rows(pool: Pool, packed: Packed) -> list[Row]:
+    """The rows of a step, as the naive sessions write them."""
+    columns = {
+        name: getattr(packed, name).tolist()
+        for name in ("tokens", "positions", "slots", "entries", "parents", "sessions", "prefix_len", "pool_rows")
+    }
+    starts, key_lens, tables = packed.tree_start.tolist(), packed.key_len.tolist(), pool.table.tolist()
+    query_start = packed.query_start.tolist()
+    rows: list[Row] = []
+    for at, (session, words) in enumerate(zip(columns["sessions"], packed.tree_mask.tolist(), strict=True)):
+        token, position, slot, entry, parent, prefix = (
+            columns[name][at] for name in ("tokens", "positions", "slots", "entries", "parents", "prefix_len")
+        )
+        if session < 0:
+            assert (token, position, slot, entry, prefix, words) == (0, 0, SCRAP_SLOT, PADDING, 0, [0] * len(words))
+            assert at >= query_start[-1]
+            continue
+        assert query_start[session] <= at < query_start[session + 1]
+        row = columns["pool_rows"][session]
+        bits = [64 * word + bit for word, mask in enumerate(words) for bit in range(64) if mask >> bit & 1]
+        keys = [*range(prefix), *(starts[session] + bit for bit in bits)]
+        assert len({*keys}) == len(keys) and max(keys) < key_lens[session]
+        slots = frozenset(tables[row][key] for key in keys)
+        assert len(slots) == len(keys)
+        rows.append(Row(row, entry, token, position, slot, parent, slots))
+    assert query_start[0] == 0 and query_start == sorted(query_start) and query_start[-1] == len(rows)
+    for session, row in enumerate(columns["pool_rows"]):
+        assert (row < 0) == (query_start[session] == query_start[session + 1])
+    return rows
+
+
+def _open_row(both: Both, generations: list[int], row: int, tokens: list[int], min_end: int, **bounds: int) -> None:
+    generations[row] += 1
+    both.copy(row, tokens, stops=[2], min_end=min_end, **bounds)
+    records = Records()
+    records.open(row, generations[row], length=len(tokens), cached=0, end=MAX_LEN, allow=MAX_LEN)
+    records.slots(row, generations[row], start=min(len(tokens) + 20, MAX_LEN), slots=[])
+    both.graft(records.array())
+    both.run(row)
+
+
+# Anything at all, in small numbers, so that they meet.
+
+
+class Noise:
+    """Records and commits that no drafter would send in this order, though most of them mean something."""
+
+    def __init__(self, seed: int, device: torch.device = CPU) -> None:
+        self._rng = random.Random(seed)
+        self._both = Both(device, sessions=2, capacity=8, places=2, trail=4)
+        # As bit patterns: a count of openings has no sign.
+        self._generations = [0, (1 << 31) - 2]
+        for row in range(2):
+            self._open(row)
+
+    def tick(self) -> None:
+        """Some records, or commits."""
+        rng = self._rng
+        if rng.random() < 0.25:
+            self._both.re_root([self._committed(session) for session in self._both.naive.sessions])
+            return
+        if rng.random() < 0.03 or self._both.naive.sessions[0].length > MAX_LEN - 9:
+            self._open(rng.randrange(2))
+        records = Records()
+        for _ in range(rng.randint(1, 8)):
+            if rng.random() < 0.9:
+                self._add_growth(records, rng.randrange(2))
+            else:
+                self._add_edit(records, rng.randrange(2))
+        words = records.array()
+        for record in words:
+            # Of no known kind, or of a row that is not there.
+            if rng.random() < 0.01:
+                record[0] = 99
+            elif rng.random() < 0.01:
+                record[1] = rng.choice([-1, 2])
+        self._both.graft(words)
+
+    def _open(self, row: int) -> None:
+        tokens = self._rng.choices(range(VOCABULARY), k=self._rng.randint(1, 7))
+        _open_row(self._both, self._generations, row, tokens, self._rng.randrange(10))
+
+    def _committed(self, session: NaiveSession) -> list[int]:
+        node: Node | None = session.path[-1]
+        tokens = []
+        for _ in range(self._rng.choice([0, 1, 1, 2, 6])):
+            known = [*node.children] if node is not None else []
+            tokens.append(self._rng.choice([*known, *known, self._rng.randrange(VOCABULARY)]))
+            node = node.children.get(tokens[-1]) if node is not None else None
+        return tokens
+
+    def _add_growth(self, records: Records, row: int) -> None:
+        rng, session = self._rng, self._both.naive.sessions[row]
+        place = rng.randrange(2)
+        ids = [node.ids[place] for node in (*session.path, *session.entries) if place in node.ids]
+        parent_id = rng.choice([0, rng.randint(1, 30), *ids, *ids])
+        behind = rng.randint(-1, 5)
+        # Often the committed token, where it hangs below one.
+        token = rng.choice([session.path[-behind].token if 1 <= behind <= session.length else 0, *range(VOCABULARY)])
+        records.growth(
+            row, self._generations[row] - (rng.random() < 0.02), place=place, node_id=rng.randint(1, 30),
+            parent_id=parent_id, as_of=max(session.length - behind, 0), token=token,
+            acceptance=rng.choice(ACCEPTANCES), drafter=7 * place,
+        )  # fmt: skip
+
+    def _add_edit(self, records: Records, row: int) -> None:
+        rng, generation = self._rng, self._generations[row]
+        match rng.choice(["forget", "forget", "resent", "resent", "limits", "slots", "preempt", "close"]):
+            case "forget":
+                records.forget(row, generation, place=rng.randrange(2))
+            case "resent":
+                records.resent(row, generation, place=rng.randrange(2))
+            case "limits":
+                records.limits(row, generation, end=rng.randrange(12), allow=rng.randrange(12))
+            case "slots":
+                slots = [rng.randrange(99) for _ in range(rng.randrange(7))]
+                records.slots(row, generation, start=rng.randrange(4), slots=slots)
+            case "preempt":
+                records.preempt(row, generation)
+            case "close" if rng.random() < 0.2:
+                records.close(row, generation)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_anything_is_taken_as_the_naive_tree_takes_it(seed: int) -> None:
+    noise = Noise(seed)
+    for _ in range(60):
+        noise.tick()
+
+
+# A service of toy drafters.
+
+Path = tuple[int, ...]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Grown:
+    """A node as its worker sends it; `path` is the whole text down to it."""
+
+    path: Path
+    node_id: int
+    parent_id: int
+    as_of: int
+
+
+class Worker:
+    """A toy drafter of one session. Its tree is a name for every text that it has thought of."""
+
+    def __init__(self, rng: random.Random, known: Path, *, right: float, credit: int) -> None:
+        self._rng = rng
+        self._right = right
+        self._credit = credit
+        self._names: dict[Path, int] = {}
+        self._next_id = 1
+        self._known = known
+
+    def see(self, tokens: Path) -> None:
+        """Learn of tokens that have been committed."""
+        self._known += tokens
+        own = len(self._known)
+        self._names = {
+            path: name for path, name in self._names.items() if len(path) > own and path[:own] == self._known
+        }
+
+    def grow(self, truth: Path, attempts: int) -> list[Grown]:
+        """Think of nodes, right ones with the worker's probability."""
+        grown = []
+        for _ in range(attempts):
+            texts = [self._known, *self._names]
+            parent = self._rng.choice([self._rng.choice(texts), max(texts, key=len)])
+            is_right = self._rng.random() < self._right and len(parent) < len(truth)
+            path = (*parent, truth[len(parent)] if is_right else self._rng.randrange(VOCABULARY))
+            if path not in self._names and len(self._names) < self._credit:
+                self._names[path], self._next_id = self._next_id, self._next_id + 1
+                grown.append(self._grown(path))
+        return grown
+
+    def live_tree(self) -> list[Grown]:
+        """The whole tree as it is now, in the order in which it grew."""
+        return [self._grown(path) for path in self._names]
+
+    def _grown(self, path: Path) -> Grown:
+        return Grown(path, self._names[path], self._names.get(path[:-1], 0), len(self._known))
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a worker sends at once."""
+
+    row: int
+    generation: int
+    place: int
+    nodes: list[Grown]
+    is_resent: bool = False
+    is_duplicate: bool = False
+
+
+@dataclass(kw_only=True)
+class Link:
+    """A worker and what is on its way to it and from it, with the time of arrival; neither overtakes."""
+
+    worker: Worker
+    delay: int
+    to_worker: deque[tuple[int, Path | None]] = field(default_factory=deque)
+    """Committed tokens; None asks for the tree."""
+    to_target: deque[tuple[int, Message]] = field(default_factory=deque)
+    is_asked: bool = False
+    dropped: set[Path] = field(default_factory=set)
+    """What is right and was lost."""
+
+
+def _arrived(queue: deque[tuple[int, T]], now: int) -> list[T]:
+    arrived = []
+    while queue and queue[0][0] <= now:
+        arrived.append(queue.popleft()[1])
+    return arrived
+
+
+@dataclass(frozen=True, kw_only=True)
+class Habits:
+    """How a service behaves."""
+
+    sessions: int = 3
+    capacity: int = 16
+    places: int = 2
+    trail: int = 8
+    right: float = 0.7
+    credit: int = 8
+    delay: int = 2
+    duplicates: float = 0.1
+    replacements: float = 0.02
+    edits: float = 0.1
+    most_committed: int = 6
+
+
+class Service:
+    """Sessions of a target and of toy drafters; every tick is a round of the target."""
+
+    def __init__(self, habits: Habits, seed: int, device: torch.device = CPU) -> None:
+        self.habits = habits
+        self.verdicts: Counter[Verdict] = Counter()
+        self.resent: Counter[bool] = Counter()
+        self._rng = random.Random(seed)
+        self._both = Both(
+            device,
+            sessions=habits.sessions,
+            capacity=habits.capacity,
+            places=habits.places,
+            trail=habits.trail,
+        )
+        self._now = 0
+        self._generations = [0] * habits.sessions
+        self._truths: list[Path] = [()] * habits.sessions
+        self._links: list[list[Link]] = [[] for _ in range(habits.sessions)]
+        # The last slot that a row was given beside those of its own.
+        self._slots = 10_000
+        # What is on its way from workers of sessions that are over.
+        self._stragglers: list[Message] = []
+        for row in range(habits.sessions):
+            self._open(row)
+
+    def tick(self) -> None:
+        """One round: growth joins, tokens are committed."""
+        self._now += 1
+        batch = [
+            message for row in range(self.habits.sessions) for link in self._links[row] for message in self._hear(link)
+        ]
+        # Messages of one link stay in order: sorted is stable, and a link has one place.
+        order = {place: self._rng.random() for place in {(message.row, message.place) for message in batch}}
+        batch.sort(key=lambda message: order[message.row, message.place])
+        late = [self._stragglers.pop() for _ in range(min(len(self._stragglers), self._rng.randrange(3)))]
+        self._graft(late + batch)
+        self._ask_for_lost()
+        limits = Limits(least_value=self._rng.choice([0, 0, 0.2]))
+        self._both.step(self._rng.randrange(len(BUCKETS)), limits=limits, reserved=self._rng.choice([0, 0, 1]))
+        self._commit()
+        for row, length in enumerate(self._both.lengths()):
+            if length >= len(self._truths[row]) - self.habits.most_committed:
+                self._reopen(row)
+            elif self._rng.random() < self.habits.edits:
+                self._edit(row)
+            elif self._rng.random() < self.habits.replacements:
+                self._replace(row, self._rng.randrange(self.habits.places))
+
+    def _send(self, queue: deque, delay: int, what: object) -> None:
+        due = self._now + self._rng.randint(0, delay)
+        queue.append((max(due, queue[-1][0] if queue else due), what))
+
+    def _hear(self, link: Link) -> list[Message]:
+        """Let the worker see and grow; what has come from it by now."""
+        row, place = next(
+            (row, place) for row, links in enumerate(self._links) for place, other in enumerate(links) if other is link
+        )
+        for tokens in _arrived(link.to_worker, self._now):
+            if tokens is not None:
+                link.worker.see(tokens)
+                continue
+            tree = Message(row, self._generations[row], place, link.worker.live_tree(), is_resent=True)
+            self._send(link.to_target, link.delay, tree)
+        grown = link.worker.grow(self._truths[row], self._rng.randint(0, 4))
+        if grown:
+            message = Message(row, self._generations[row], place, grown)
+            self._send(link.to_target, link.delay, message)
+            if self._rng.random() < self.habits.duplicates:
+                copy = Message(row, self._generations[row], place, grown, is_duplicate=True)
+                self._send(link.to_target, 3 * link.delay, copy)
+        return _arrived(link.to_target, self._now)
+
+    def _graft(self, batch: list[Message]) -> None:
+        records, sent = Records(), []
+        for message in batch:
+            if message.is_resent:
+                records.resent(message.row, message.generation, place=message.place)
+                sent.append((message, None))
+                if message.generation == self._generations[message.row]:
+                    self._links[message.row][message.place].is_asked = False
+            for node in message.nodes:
+                records.growth(
+                    message.row, message.generation, place=message.place, node_id=node.node_id,
+                    parent_id=node.parent_id, as_of=node.as_of, token=node.path[-1],
+                    acceptance=self._rng.choice(ACCEPTANCES), drafter=message.place,
+                )  # fmt: skip
+                sent.append((message, node))
+        for (message, node), verdict in zip(sent, self._both.graft(records.array()), strict=True):
+            if node is not None:
+                self._judge(message, node, verdict)
+
+    def _judge(self, message: Message, node: Grown, verdict: Verdict) -> None:
+        """What is right is lost by `STALE` and `FULL` alone, and below what was."""
+        self.verdicts[verdict] += 1
+        if message.generation != self._generations[message.row]:
+            assert verdict == Verdict.OLD_GENERATION
+            return
+        truth = self._truths[message.row]
+        if message.is_duplicate or node.path != truth[: len(node.path)]:
+            return
+        link = self._links[message.row][message.place]
+        if message.is_resent:
+            self.resent[verdict in TAKEN] += 1
+        if verdict in TAKEN:
+            link.dropped.discard(node.path)
+            return
+        length = self._both.lengths()[message.row]
+        assert (
+            verdict == Verdict.FULL
+            or (verdict == Verdict.STALE and node.as_of <= length - self.habits.trail)
+            or (verdict == Verdict.UNKNOWN_PARENT and node.parent_id and node.path[:-1] in link.dropped)
+        ), f"{verdict.name} for {node} of a text of {length} tokens"
+        link.dropped.add(node.path)
+
+    def _ask_for_lost(self) -> None:
+        for links, lost in zip(self._links, self._both.lost(), strict=True):
+            for link, is_lost in zip(links, lost, strict=True):
+                if is_lost and not link.is_asked:
+                    link.is_asked = True
+                    self._send(link.to_worker, link.delay, None)
+
+    def _commit(self) -> None:
+        committed: list[Path] = []
+        for row, session in enumerate(self._both.naive.sessions):
+            node, accepted = session.root, 0
+            for token in self._truths[row][session.length :]:
+                if token not in node.children:
+                    break
+                node, accepted = node.children[token], accepted + 1
+            most = self.habits.most_committed
+            count = min(
+                self._rng.randint(0, accepted) + self._rng.randint(0, 1), self._rng.choice([0, 1, 2, most]), most
+            )
+            committed.append(self._truths[row][session.length : session.length + count])
+        self._both.re_root(committed)
+        for links, tokens in zip(self._links, committed, strict=True):
+            for link in links:
+                if tokens:
+                    self._send(link.to_worker, link.delay, tokens)
+
+    def _open(self, row: int) -> None:
+        tokens = [self._rng.randrange(VOCABULARY) for _ in range(40 + self._rng.randrange(20))]
+        prompt, self._truths[row] = tokens[: self._rng.randint(1, 12)], tuple(tokens)
+        _open_row(
+            self._both,
+            self._generations,
+            row,
+            prompt,
+            min_end=self._rng.randrange(30),
+            max_nodes=self._rng.choice([3, 99]),
+        )
+        self._links[row] = [self._link(tuple(prompt)) for _ in range(self.habits.places)]
+
+    def _reopen(self, row: int) -> None:
+        self._stragglers += [message for link in self._links[row] for _, message in link.to_target]
+        if self._rng.random() < 0.5:
+            records = Records()
+            records.close(row, self._generations[row])
+            self._both.graft(records.array())
+        self._open(row)
+
+    def _link(self, known: Path) -> Link:
+        worker = Worker(self._rng, known, right=self.habits.right, credit=self.habits.credit)
+        return Link(worker=worker, delay=self._rng.randint(0, self.habits.delay))
+
+    def _replace(self, row: int, place: int) -> None:
+        records = Records()
+        records.forget(row, self._generations[row], place=place)
+        self._both.graft(records.array())
+        self._links[row][place] = self._link(self._truths[row][: self._both.lengths()[row]])
+
+    def _edit(self, row: int) -> None:
+        records, generation, length = Records(), self._generations[row], self._both.lengths()[row]
+        match self._rng.randrange(4):
+            case 0:
+                records.preempt(row, generation)
+            case 1:
+                records.limits(row, generation, end=MAX_LEN, allow=self._rng.choice([0, length, length + 1, MAX_LEN]))
+            case 2:
+                self._slots += 5
+                slots = [self._slots - number for number in range(self._rng.randint(1, 5))]
+                records.slots(row, generation, start=length + self._rng.randrange(9), slots=slots)
+            case 3:
+                records.slots(row, generation, start=length + self._rng.randint(-1, 9), slots=[])
+        self._both.graft(records.array())
+        if self._both.naive.sessions[row].state != RowState.RUNNING:
+            self._both.run(row)
+
+
+def _serve(habits: Habits, *, seeds: range, ticks: int) -> Counter[Verdict]:
+    verdicts: Counter[Verdict] = Counter()
+    for seed in seeds:
+        service = Service(habits, seed)
+        for _ in range(ticks):
+            service.tick()
+        verdicts += service.verdicts
+    return verdicts
+
+
+@pytest.mark.parametrize("places", [1, 2, 4])
+@pytest.mark.parametrize(("capacity", "trail"), [(8, 4), (16, 8)])
+def test_growth_of_toy_drafters(places: int, capacity: int, trail: int) -> None:
+    habits = Habits(places=places, capacity=capacity, trail=trail, delay=4)
+    verdicts = _serve(habits, seeds=range(5), ticks=60)
+    expected = {*Verdict} - {Verdict.NOTHING, Verdict.EDITED}
+    if places == 1:
+        expected -= {Verdict.MERGED}
+    # Credits that sum up to no more than C leave room for all that grows.
+    if places * habits.credit <= capacity:
+        expected -= {Verdict.FULL}
+    assert {*verdicts} == expected
+
+
+def test_a_right_drafter_that_is_hardly_late_loses_nothing() -> None:
+    # At most two rounds each way and the one under way, of one token each: late by less than T.
+    habits = Habits(places=2, right=1, delay=2, trail=8, most_committed=1, replacements=0)
+    verdicts = _serve(habits, seeds=range(8), ticks=150)
+    assert {*verdicts} - {Verdict.OLD_GENERATION} == TAKEN
+
+
+def test_a_tree_that_was_lost_finds_its_place_again() -> None:
+    habits = Habits(places=2, capacity=8, credit=8, right=0.9, duplicates=0.3)
+    service = Service(habits, 5)
+    for _ in range(400):
+        service.tick()
+    assert service.resent[True] > 100 and service.verdicts[Verdict.FULL] and service.verdicts[Verdict.STALE]
+
+
+# A drafter that computes here.
+
+
+class Draft:
+    """Sessions of a draft worker; every tick is a growth step."""
+
+    def __init__(self, seed: int, device: torch.device = CPU, *, node_slots: int) -> None:
+        self.steps_short_of_slots = 0
+        self._rng = random.Random(seed)
+        self.both = Both(device, sessions=3, capacity=16, places=1, trail=4, node_slots=node_slots)
+        self._generations = [0] * 3
+        for row in range(3):
+            self._open(row)
+
+    def tick(self) -> None:
+        """Commits, row edits, then a step."""
+        rng = self._rng
+        if rng.random() < 0.6:
+            self.both.re_root([self._committed(session) for session in self.both.naive.sessions])
+        for row, length in enumerate(self.both.lengths()):
+            if length > 50 or rng.random() < 0.02:
+                self._reopen(row)
+            elif rng.random() < 0.1:
+                self._edit(row)
+        children, launched = rng.randint(1, 3), rng.randrange(len(BUCKETS))
+        self.steps_short_of_slots += len(self.both.naive.free) < BUCKETS[launched][0]
+        limits = Limits(least_value=rng.choice([0, 0, 0.1]), children=children)
+        rows = self.both.step(launched, limits=limits)
+        self.both.append(launched, rows, rng, children=children)
+
+    def _committed(self, session: NaiveSession) -> list[int]:
+        """Down the tree for a while, then perhaps out of it."""
+        node, tokens = session.root, []
+        while node.children and self._rng.random() < 0.6:
+            tokens.append(self._rng.choice([*node.children]))
+            node = node.children[tokens[-1]]
+        return [*tokens, *self._rng.choices(range(VOCABULARY), k=self._rng.choice([0, 0, 1, 2]))]
+
+    def _open(self, row: int) -> None:
+        rng = self._rng
+        tokens = rng.choices(range(VOCABULARY), k=rng.randint(1, 8))
+        _open_row(
+            self.both, self._generations, row, tokens, min_end=rng.randrange(20),
+            max_nodes=rng.choice([6, 99]), max_depth=rng.choice([3, 99]),
+        )  # fmt: skip
+
+    def _reopen(self, row: int) -> None:
+        session = self.both.naive.sessions[row]
+        held = [session.table[index] for index in range(session.cached)]
+        if self._rng.random() < 0.5:
+            records = Records()
+            records.close(row, self._generations[row])
+            self.both.graft(records.array())
+        self._open(row)
+        self.both.give(held)
+
+    def _edit(self, row: int) -> None:
+        records, session, generation = Records(), self.both.naive.sessions[row], self._generations[row]
+        held = [session.table[index] for index in range(session.cached)]
+        match self._rng.randrange(3):
+            case 0:
+                records.preempt(row, generation)
+            case 1:
+                records.limits(row, generation, end=session.length + self._rng.randint(0, 9), allow=MAX_LEN)
+                held = []
+            case 2:
+                records.forget(row, generation, place=0)
+                held = []
+        self.both.graft(records.array())
+        self.both.give(held)
+        if session.state != RowState.RUNNING:
+            self.both.run(row)
+
+
+@pytest.mark.parametrize("node_slots", [64, 256])
+def test_growth_of_a_drafter_that_computes_here(node_slots: int) -> None:
+    short = 0
+    for seed in range(6):
+        draft = Draft(seed, node_slots=node_slots)
+        for _ in range(60):
+            draft.tick()
+        short += draft.steps_short_of_slots
+    assert (short > 0) == (node_slots == 64)
+
+
+def test_what_a_resident_drafter_has_expanded_is_its_own_too() -> None:
+    both = Both(sessions=1, capacity=8, places=2, trail=4, node_slots=32)
+    _open_row(both, [0], 0, [1], min_end=0)
+    records = Records()
+    for node_id in (1, 2):
+        records.growth(
+            0, 1, place=1, node_id=node_id, parent_id=node_id - 1, as_of=1, token=node_id - 1, acceptance=1, drafter=1
+        )
+    both.graft(records.array())
+    launched, limits = len(BUCKETS) - 1, Limits(children=2)
+    rows = both.step(launched, limits=limits)
+    assert [row.entry for row in rows] == [ROOT, 0, 1]
+    both.append(launched, rows, random.Random(1), children=2)
+    assert int(both.pool.count[0]) > 2
+    forget = Records()
+    # Had the resident drafter's children parents that only the other place knows, they would hang in the air now.
+    forget.forget(0, 1, place=1)
+    both.graft(forget.array())
+
+
+def _check_full_row(device: torch.device) -> None:
+    both = Both(device, sessions=1, capacity=8, places=1, trail=4)
+    _open_row(both, [0], 0, [1], min_end=99)
+    records = Records()
+    for node_id in range(1, 9):
+        records.growth(0, 1, place=0, node_id=node_id, parent_id=node_id - 1, as_of=1, token=node_id, acceptance=1)
+    both.graft(records.array())
+    # With the root one row more than a row of the pool has columns.
+    assert [row.entry for row in both.step(len(BUCKETS) - 1)] == [ROOT, *range(8)]
+
+
+def test_a_full_row_is_packed_whole() -> None:
+    _check_full_row(CPU)
+
+
+def test_a_full_row_is_packed_whole_by_the_kernel(triton_device: torch.device) -> None:
+    _check_full_row(triton_device)
+
+
+def test_kernels_take_it_as_the_naive_tree_does(triton_device: torch.device) -> None:
+    # The interpreter takes a second for a few ticks.
+    ticks = 16 if triton_device.type == "cpu" else 300
+    noise, draft = Noise(1, triton_device), Draft(1, triton_device, node_slots=64)
+    service = Service(Habits(sessions=2, capacity=8, trail=4), 1, triton_device)
+    for _ in range(ticks):
+        noise.tick()
+        draft.tick()
+        service.tick()

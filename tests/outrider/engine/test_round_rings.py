@@ -1,0 +1,988 @@
+"""The rings between host and rounds: every schedule of a small size, threads beside a round loop, a GPU.
+
+`first_fault` looks through all schedules. Host and device are greenlets that run the production classes and operators
+on `Shared` memory, and may change places wherever that makes a difference. A schedule is followed to its end, then the
+last choice that has an alternative is taken anew, until none is left. Two things keep this small without leaving
+anything out:
+
+- *Signals* are the words by which the sides learn of each other: head, and the number of a round in a buffer. The sides
+  change places before every load and store of a signal. Any other access has to be ordered by signals: it is a fault if
+  the other side accesses the same word and neither side knows which comes first, whatever the schedule. As long as
+  there is no such fault, changing places before these accesses shows nothing new (one scenario does it all the same).
+- A side is a program without chance, so what it has done and read says all about what it will do. A schedule ends where
+  another one has been with both sides in the same state.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from outrider.engine import round_rings
+from outrider.engine.round_rings import Early, Inbox, Release, Report, RingMemory, Rounds
+from outrider.kernels.pool import rings
+from outrider.kernels.pool.records import SLOTS_PER_RECORD, WORDS, RecordKind, Records
+from outrider.kernels.pool.rings import publish_early, publish_report, take_records
+
+# A machine with a GPU may be without it.
+greenlet: Any = importlib.import_module("greenlet") if importlib.util.find_spec("greenlet") else None
+_NEEDS_GREENLET = pytest.mark.skipif(greenlet is None, reason="needs greenlet")
+
+OPEN, CLOSE, PREEMPT, LIMITS = RecordKind.OPEN, RecordKind.CLOSE, RecordKind.PREEMPT, RecordKind.LIMITS
+GROWTH, SLOTS = RecordKind.GROWTH, RecordKind.SLOTS
+
+
+class Seen(Exception):
+    """Another schedule has been here."""
+
+
+class Side:
+    """The host or the device.
+
+    Attributes:
+        history: what it has done and read, as a number.
+        readings: what stood where it has read, of late.
+        time: number of the signals it has given.
+        knows: up to which signal of the other side it knows what that one has done.
+    """
+
+    def __init__(self, program: Callable[[], None]) -> None:
+        self.run = greenlet.greenlet(program)
+        self.can_go_on: Callable[[], bool] | None = None
+        self.is_chosen = False
+        self.history = 0
+        self.readings: dict[tuple[int, int], tuple[Shared, int, Any]] = {}
+        self.time, self.knows = 1, 0
+
+    def signal(self) -> int:
+        """Everything done so far is known to whoever learns of the signal with this number."""
+        self.time += 1
+        return self.time - 1
+
+    def note(self, what: Any) -> None:
+        self.history = hash((self.history, what))
+
+    def is_ready(self) -> bool:
+        return not self.run.dead and (self.can_go_on is None or self.can_go_on())
+
+
+class Schedule:
+    """One order of both sides' steps: as `prefix` says, then without a change of sides wherever there is a choice."""
+
+    def __init__(self, prefix: tuple[int, ...], seen: set[int]) -> None:
+        self._prefix, self._seen = prefix, seen
+        self.choices: list[tuple[int, int]] = []
+
+    def run(self, host: Callable[[], None], device: Callable[[], None]) -> None:
+        """Run until no side can go on."""
+        self._hub = greenlet.getcurrent()
+        self.host, self.device = Side(host), Side(device)
+        self._other, self.now = self.host, self.device
+        try:
+            while self.now.is_ready() or self._other.is_ready():
+                if self.now.is_ready():
+                    self.now.run.switch()
+                else:
+                    self._change()
+            assert self.host.run.dead, "the host is stuck"
+        finally:
+            self.host.run.throw()
+            self.device.run.throw()
+
+    def choose(self, options: int, what: str) -> int:
+        """What the present side does next: the index of an option."""
+        choice = self._choice(options, what)
+        self.now.note(choice)
+        return choice
+
+    def turn(self) -> None:
+        """Let the other side come first, or not."""
+        side = self.now
+        if not side.is_chosen and self._other.is_ready() and self._choice(2, "turn"):
+            self._other.is_chosen = True
+            self._change()
+        side.is_chosen = False
+
+    def wait(self, can_go_on: Callable[[], bool]) -> None:
+        """Let the other side come until the present one can go on, or longer."""
+        side = self.now
+        side.can_go_on = can_go_on
+        if not can_go_on():
+            if self._other.is_ready():
+                self._change()
+            else:
+                self._hub.switch()
+        side.can_go_on = None
+
+    def _choice(self, options: int, what: str) -> int:
+        if len(self.choices) < len(self._prefix):
+            choice = self._prefix[len(self.choices)]
+        else:
+            state = hash((what, self.host.history, self.device.history))
+            if state in self._seen:
+                raise Seen
+            self._seen.add(state)
+            choice = 0
+        self.choices.append((choice, options))
+        return choice
+
+    def _change(self) -> None:
+        self.now, self._other = self._other, self.now
+        self.now.run.switch()
+
+
+def first_fault(scenario: Scenario, host: ModuleType, device: ModuleType) -> tuple[Exception | None, int]:
+    """The first fault that a schedule leads to, None if none does; and how many schedules were followed."""
+    seen: set[int] = set()
+    prefixes: list[tuple[int, ...]] = [()]
+    followed = 0
+    while prefixes:
+        prefix = prefixes.pop()
+        schedule = Schedule(prefix, seen)
+        followed += 1
+        try:
+            World(schedule, scenario, host, device).run()
+        except Seen:
+            pass
+        except Exception as fault:  # noqa: BLE001 - any fault is what this looks for
+            return fault, followed
+        taken = tuple(choice for choice, _ in schedule.choices)
+        for index in range(len(prefix), len(taken)):
+            prefixes += [(*taken[:index], other) for other in range(1, schedule.choices[index][1])]
+    return None, followed
+
+
+class Shared:
+    """Memory of both sides. Its cells, records of a ring or else words, are loaded and stored one at a time."""
+
+    def __init__(self, schedule: Schedule, tensor: torch.Tensor, *, signals: Any, every_access: bool) -> None:
+        self._schedule, self._every_access, self.shape = schedule, every_access, tensor.shape
+        of_records = tensor.dtype == torch.int32
+        self._dtype, self._cell_shape = (np.int32, (WORDS,)) if of_records else (np.int64, ())
+        self._cells: list[Any] = (tensor if of_records else tensor.reshape(-1)).tolist()
+        self._places = np.arange(len(self._cells)).reshape(tensor.shape[:1] if of_records else tensor.shape)
+        # Numbers of the signals that stand there.
+        self._signals = dict.fromkeys(self._places[signals].ravel().tolist(), 0)
+        # Side and time of the last load and of the last store.
+        self._loads: dict[int, tuple[Side, int]] = {}
+        self._stores: dict[int, tuple[Side, int]] = {}
+        # Stores that no fence has ordered yet; None where stores are made in order.
+        self.unordered: list[tuple[int, Any]] | None = None
+
+    def numpy(self) -> Shared:
+        return self
+
+    def __getitem__(self, key: Any) -> Any:
+        places = self._places[key].tolist()
+        if isinstance(places, int):
+            return self._load(places)
+        # A load of records takes them one by one, a load of words too.
+        return np.array([self._load(place) for place in places], self._dtype).reshape((-1, *self._cell_shape))
+
+    def __setitem__(self, key: Any, values: Any) -> None:
+        places = self._places[key].tolist()
+        cells = values.tolist() if hasattr(values, "tolist") else values
+        for place, cell in [(places, cells)] if isinstance(places, int) else zip(places, cells, strict=True):
+            if self.unordered is None:
+                self.store(place, cell)
+            else:
+                self.unordered.append((place, cell))
+
+    def _load(self, place: int) -> Any:
+        if self._every_access or place in self._signals:
+            self._schedule.turn()
+        side, cell = self._schedule.now, self._cells[place]
+        side.note(cell if isinstance(cell, int) else tuple(cell))
+        side.readings[id(self), place] = (self, place, cell)
+        if place in self._signals:
+            side.knows = max(side.knows, self._signals[place])
+        else:
+            by, when = self._stores.get(place, (side, 0))
+            assert by is side or when <= side.knows, "read what the other side may not have written yet"
+            self._loads[place] = (side, side.time)
+        return cell
+
+    def store(self, place: int, cell: Any) -> None:
+        if self._every_access or place in self._signals:
+            self._schedule.turn()
+        side = self._schedule.now
+        if place in self._signals:
+            self._signals[place] = side.signal()
+        else:
+            by, when = self._loads.get(place, (side, 0))
+            assert by is side or when <= side.knows, "overwrote what the other side may still read"
+            self._stores[place] = (side, side.time)
+        self._cells[place] = cell
+        side.note("stored")
+
+    def differs(self, place: int, cell: Any) -> bool:
+        return self._cells[place] != cell
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """What comes to the host, each message as early or late as a schedule will have it.
+
+    Messages, each of a session: open, grow (by n nodes), hold, resume, preempt, refill (with slots, after preempt),
+    settle (only once nothing is under way: all that came has taken effect), close.
+    """
+
+    messages: tuple[str, ...]
+    rows: int = 1
+    ring: int = 8
+    most: int = 2
+    tokens: int = 1
+    every_access: bool = False
+    # Rules that no line of the modules stands for: they are kept by the device, or where reports are delivered.
+    records_name_generation: bool = True
+    reports_name_generation: bool = True
+    fence: bool = True
+    # More than one, to see what becomes of reports alone.
+    early_buffers: int = 1
+
+
+@dataclass(kw_only=True)
+class Opening:
+    """A session as the device knows it."""
+
+    session: int
+    generation: int
+    left: int
+    slot: int = -1
+    held: bool = False
+    limits: int = -1
+    queued: list[int] = field(default_factory=list)
+    emitted: list[int] = field(default_factory=list)
+
+    @property
+    def can_run(self) -> bool:
+        return self.left > 0 and self.slot >= 0 and not self.held
+
+
+@dataclass(kw_only=True)
+class Client:
+    """A session as the host knows it. Its records are numbered."""
+
+    session: int
+    row: int
+    generation: int
+    slot: int = -1
+    sent: int = 0
+    limits: int = -1
+    queued: list[int] = field(default_factory=list)
+    # What a preemption drops if it still waits.
+    may_be_dropped: set[int] = field(default_factory=set)
+    received: list[int] = field(default_factory=list)
+
+
+class World:
+    """Host and device, what each did, and what must be true of it.
+
+    A record is (kind, row, generation, number, value, 0, 0, session), so the device can tell which one of whose it is.
+    A round's early word is 10 x the bucket of the next round + the rows that take part. Its report is the rows that can
+    run, then for each row 1000 x its generation + the token.
+    """
+
+    def __init__(self, schedule: Schedule, scenario: Scenario, host: ModuleType, device: ModuleType) -> None:
+        self.schedule, self.scenario, self.operators = schedule, scenario, device
+        rows, every = scenario.rows, scenario.every_access
+        memory = host.RingMemory.allocate(records=scenario.ring, early_words=1, report_words=1 + rows, pinned=False)
+        early = memory.early.repeat(scenario.early_buffers, 1)
+        self.shared = SimpleNamespace(
+            ring=Shared(schedule, memory.ring, signals=[], every_access=every),
+            head=Shared(schedule, memory.head, signals=[0], every_access=every),
+            early=Shared(schedule, early, signals=np.s_[:, 0], every_access=every),
+            reports=Shared(schedule, memory.reports, signals=np.s_[:, 0], every_access=every),
+        )
+        self.inbox = host.Inbox(self.shared, rows=rows)
+        self.rounds = host.Rounds(self.shared, self.inbox)
+        # The host's.
+        self.messages = [message.split() for message in scenario.messages]
+        self.clients: dict[int, Client] = {}
+        self.by_row: dict[Any, Client] = {}
+        self.free_rows, self.free_slots = rows, list(range(rows))
+        self.can_run, self.bucket, self.events = False, 99, 0
+        self.launches: list[int] = []
+        self.reports: list[Any] = []
+        # The device's.
+        self.openings: list[Opening | None] = [None] * rows
+        self.closed: list[Opening] = []
+        self.wrote: list[list[int]] = []
+        self.tails = [0]
+        self.idle_rounds = 0
+
+    def run(self) -> None:
+        self.schedule.run(self.run_host, self.run_device)
+        assert len(self.closed) == len(self.clients), "a session was not closed"
+        assert self.free_rows == len(self.free_slots) == self.scenario.rows, "a row or a slot was not given back"
+        assert self.events == len(self.wrote) == 2 * len(self.launches), "a report was not read"
+        for report in self.reports:
+            self.deliver(report)
+        for opening in self.closed:
+            assert self.clients[opening.session].received == opening.emitted, "tokens were lost"
+
+    def run_host(self) -> None:
+        side, told_inbox = self.schedule.host, 0
+        while not (self.is_quiet() and not self.messages):
+            # With the state of the device, this is all that the host's next step depends on: polls in vain change
+            # nothing.
+            side.history = hash((told_inbox, self.events, len(self.launches)))
+            side.readings.clear()
+            assert not (self.is_quiet() and self.rounds.may_launch(self.can_run)), "launched while nothing was to do"
+            if self.messages and self.is_due(self.messages[0][0]):
+                verb, session, *count = self.messages.pop(0)
+                self.receive(verb, int(session), *map(int, count))
+                told_inbox = hash((told_inbox, "message"))
+            elif (event := self.rounds.poll()) is not None:
+                self.take(event)
+                if self.events % 2 == 0 and self.tails[event.round] != self.tails[event.round + 1]:
+                    told_inbox = hash((told_inbox, "tail"))
+            elif self.rounds.may_launch(self.can_run):
+                self.launch()
+            else:
+                read = tuple(side.readings.values())
+                self.schedule.wait(lambda read=read: any(memory.differs(*cell) for memory, *cell in read))
+
+    def is_quiet(self) -> bool:
+        return not (self.rounds.under_way or self.can_run or self.inbox.has_records)
+
+    def is_due(self, verb: str) -> bool:
+        possible = {
+            "open": self.free_rows > 0 and len(self.free_slots) > 0,
+            "refill": len(self.free_slots) > 0,
+            "settle": self.is_quiet(),
+        }.get(verb, True)
+        if not possible or self.is_quiet():
+            return possible
+        self.schedule.turn()
+        return self.schedule.choose(2, "message") == 0
+
+    def receive(self, verb: str, session: int, count: int = 1) -> None:
+        if verb == "open":
+            taken = self.inbox.take_row()
+            assert taken is not None, "a free row was not handed out"
+            row, generation = taken
+            assert self.openings[row] is None, "a row was handed out while a launched round could use it"
+            self.free_rows -= 1
+            self.clients[session] = Client(session=session, row=row, generation=generation)
+            self.by_row[row, generation] = self.by_row[row] = self.clients[session]
+            self.put(session, OPEN)
+        client = self.clients[session]
+        if verb in {"open", "refill"}:
+            client.slot = self.free_slots.pop()
+            assert all(opening is None or opening.slot != client.slot for opening in self.openings), (
+                "a slot was handed out while a launched round could use it"
+            )
+            self.put(session, SLOTS, value=client.slot)
+        elif verb == "grow":
+            self.put(session, GROWTH, count=count)
+        elif verb in {"hold", "resume"}:
+            client.limits = client.sent
+            self.put(session, LIMITS, value=int(verb == "hold"))
+        elif verb == "preempt":
+            client.may_be_dropped.update(client.queued)
+            self.put(session, PREEMPT)
+        elif verb == "settle":
+            opening = self.openings[client.row]
+            assert opening is not None, "a session was not opened"
+            assert opening.limits == client.limits, "limits did not take effect"
+            missing = set(client.queued) - set(opening.queued) - client.may_be_dropped
+            assert not missing, "queued records did not take effect"
+        elif verb == "close":
+            self.put(session, CLOSE)
+
+    def put(self, session: int, kind: RecordKind, *, count: int = 1, value: int = 0) -> None:
+        client = self.clients[session]
+        numbers = range(client.sent, client.sent + count)
+        client.sent += count
+        if kind in {SLOTS, GROWTH}:
+            client.queued += numbers
+        rows = [(kind, client.row, client.generation, number, value, 0, 0, session) for number in numbers]
+        self.inbox.put(np.array(rows, np.int32))
+
+    def take(self, event: Any) -> None:
+        assert event.round == self.events // 2, "a report was read out of order"
+        words = event.words.tolist()
+        assert self.events < len(self.wrote) and words == self.wrote[self.events], "a report is not as it was written"
+        self.events += 1
+        self.can_run = words[0] % 10 > 0
+        if self.events % 2:
+            self.bucket = words[0] // 10
+            return
+        self.reports.append(event)
+        for release in event.released:
+            client = self.by_row[release.row, release.generation]
+            self.free_rows += release.closed
+            if client.slot >= 0:
+                self.free_slots.append(client.slot)
+            client.slot = -1
+
+    def launch(self) -> None:
+        round_ = self.rounds.launched()
+        self.launches.append(self.schedule.host.signal())
+        assert self.bucket == 99 + round_ or self.scenario.early_buffers > 1, "launched before its bucket was known"
+        assert round_ < 20, "rounds without end"
+
+    def deliver(self, report: Any) -> None:
+        for row, word in enumerate(report.words[1:].tolist()):
+            generation, token = divmod(word, 1000)
+            if token:
+                client = self.by_row[(row, generation) if self.scenario.reports_name_generation else row]
+                assert token // 100 == client.session, "a token was delivered to another session"
+                client.received.append(token)
+
+    def run_device(self) -> None:
+        shared, operators, side = self.shared, self.operators, self.schedule.device
+        records = torch.zeros(self.scenario.most, WORDS, dtype=torch.int32)
+        count = torch.zeros(1, dtype=torch.int32)
+        tail, rounds = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        while True:
+            round_ = int(rounds[0])
+            self.schedule.wait(lambda round_=round_: len(self.launches) > round_)
+            side.knows = max(side.knows, self.launches[round_])
+            operators.take_records_reference(shared.ring, shared.head, records, count, tail)
+            for record in records[: int(count[0])].tolist():
+                self.apply(*record)
+            running = [opening for opening in self.openings if opening is not None and opening.can_run]
+            self.idle_rounds = 0 if running or int(count[0]) else self.idle_rounds + 1
+            assert self.idle_rounds < 2, "rounds were launched while no row could run"
+            self.publish(operators.publish_early_reference, shared.early, [10 * (100 + round_) + len(running)], rounds)
+            report = []
+            for opening in self.openings:
+                token = 0
+                if opening in running:
+                    token = 100 * opening.session + len(opening.emitted) + 1
+                    opening.emitted.append(token)
+                    opening.left -= 1
+                report.append(1000 * (opening.generation if opening is not None else 0) + token)
+            can_run = sum(opening is not None and opening.can_run for opening in self.openings)
+            self.tails.append(int(tail[0]))
+            self.publish(operators.publish_report_reference, shared.reports, [can_run, *report], tail, rounds)
+
+    def publish(self, operator: Any, buffers: Shared, words: list[int], *counters: torch.Tensor) -> None:
+        self.wrote.append(words)
+        buffers.unordered = None if self.scenario.fence else []
+        operator(buffers, torch.tensor(words), *counters)
+        while buffers.unordered:
+            buffers.store(*buffers.unordered.pop(self.schedule.choose(len(buffers.unordered), "store")))
+
+    def apply(self, kind: int, row: int, generation: int, number: int, value: int, *rest: int) -> None:
+        assert kind, "a record was read before it was written"
+        session, opening = rest[-1], self.openings[row]
+        if kind == OPEN:
+            assert opening is None, "a row was opened twice"
+            self.openings[row] = Opening(session=session, generation=generation, left=self.scenario.tokens)
+            return
+        if opening is None or (self.scenario.records_name_generation and opening.generation != generation):
+            return
+        assert opening.session == session, "a record took effect in another session"
+        if kind == LIMITS:
+            assert number > opening.limits, "limits took effect twice or out of order"
+            opening.limits, opening.held = number, bool(value)
+        elif kind == PREEMPT:
+            opening.slot = -1
+        elif kind == CLOSE:
+            self.closed.append(opening)
+            self.openings[row] = None
+        else:
+            client = self.clients[session]
+            expected = [sent for sent in client.queued if sent not in opening.queued]
+            assert number in expected, "a record took effect twice"
+            left_out = set(expected[: expected.index(number)])
+            assert left_out <= client.may_be_dropped, "a record was lost, or took effect out of order"
+            opening.queued.append(number)
+            if kind == SLOTS:
+                opening.slot = value
+
+
+REUSE = Scenario(messages=("open 1", "close 1", "open 2", "grow 1", "close 2"))
+FULL = Scenario(messages=("open 1", "grow 1 7", "hold 1", "settle 1", "close 1"), most=4)
+HOLD = Scenario(messages=("open 1", "hold 1", "resume 1", "settle 1", "close 1"), tokens=2)
+SLOTTED = Scenario(messages=("open 1", "preempt 1", "refill 1", "settle 1", "close 1"), tokens=2)
+TWO = Scenario(messages=("open 1", "open 2", "settle 1", "close 1", "close 2"), rows=2, ring=16, most=3)
+EVERY = Scenario(messages=("open 1", "grow 1 6", "settle 1", "close 1"), most=3, every_access=True)
+
+
+@_NEEDS_GREENLET
+@pytest.mark.parametrize(
+    "scenario", [REUSE, FULL, HOLD, SLOTTED, TWO, EVERY], ids=["reuse", "full", "hold", "slots", "two", "every access"]
+)
+def test_no_schedule_leads_to_a_fault(scenario: Scenario) -> None:
+    fault, followed = first_fault(scenario, round_rings, rings)
+    if fault is not None:
+        raise fault
+    assert followed > 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Off:
+    """A rule that is not kept: lines of the two modules and what they become, and the fault that must come of it."""
+
+    fault: str
+    scenario: Scenario
+    host: dict[str, str] = field(default_factory=dict)
+    device: dict[str, str] = field(default_factory=dict)
+
+
+WITHOUT = {
+    "records, then head": Off(
+        host={"self._ring[start :": "self._head_word[0] = self._head + len(records)\n        self._ring[start :"},
+        scenario=REUSE,
+        fault="read what the other side may not have written",
+    ),
+    "head, then records": Off(
+        device={
+            "taken = min(": "old = ring.numpy()[np.arange(first, first + 2) % ring.shape[0]]\n    taken = min(",
+            "= ring.numpy()[np.arange(first, first + taken) % ring.shape[0]]": "= old[:taken]",
+        },
+        scenario=REUSE,
+        fault="read what the other side may not have written",
+    ),
+    "head is read once a round: tail": Off(
+        device={"= first + taken": "= first + min(int(head.numpy()[0]) - first, records.shape[0])"},
+        scenario=FULL,
+        fault="a record was lost",
+    ),
+    "head is read once a round: count": Off(
+        device={"[0] = taken": "[0] = min(int(head.numpy()[0]) - first, records.shape[0])"},
+        scenario=REUSE,
+        fault="a row was opened twice",
+    ),
+    "at most G records a round": Off(
+        device={"min(int(head.numpy()[0]) - first, records.shape[0])": "int(head.numpy()[0]) - first"},
+        scenario=FULL,
+        fault="could not broadcast",
+    ),
+    "room: head - reported tail < R": Off(
+        host={"self._size - self._reserve - (self._head - self._tail)": "self._size - self._reserve"},
+        # Nothing urgent comes that would find no room. The ninth record takes the place of OPEN.
+        scenario=replace(FULL, messages=("open 1", "grow 1 9", "settle 1", "close 1")),
+        fault="a session was not opened",
+    ),
+    "places that growth cannot use": Off(
+        host={"self._reserve = len(_URGENT) * rows": "self._reserve = 0"},
+        scenario=FULL,
+        fault="no room for an urgent record",
+    ),
+    "records name (row, generation)": Off(
+        host={" or session.generation != generation": ""},
+        scenario=replace(REUSE, records_name_generation=False),
+        fault="a record took effect in another session",
+    ),
+    "a row is free once the tail has passed": Off(
+        host={"while self._urgent and self._urgent[0][0] <= tail": "while self._urgent"},
+        scenario=REUSE,
+        fault="a row was handed out while",
+    ),
+    "slots are free once the tail has passed": Off(
+        host={"while self._urgent and self._urgent[0][0] <= tail": "while self._urgent"},
+        scenario=SLOTTED,
+        fault="a slot was handed out while",
+    ),
+    "report, then its number": Off(
+        device={"buffers[buffer, 1] =": "buffers[buffer, 0] = round_ + 1\n    buffers[buffer, 1] ="},
+        scenario=REUSE,
+        fault="read what the other side may not have written|a report is not as it was written",
+    ),
+    "early words, then their number": Off(
+        device={"buffers[buffer, EARLY": "buffers[buffer, 0] = round_ + 1\n    buffers[buffer, EARLY"},
+        scenario=REUSE,
+        fault="read what the other side may not have written|a report is not as it was written",
+    ),
+    "a fence before the number": Off(
+        scenario=replace(REUSE, fence=False),
+        fault="read what the other side may not have written|a report is not as it was written",
+    ),
+    "two buffers": Off(
+        host={"torch.zeros(2, REPORT_HEADER": "torch.zeros(1, REPORT_HEADER"},
+        scenario=REUSE,
+        fault="overwrote what the other side may still read|has overwritten",
+    ),
+    "round r + 2 after report r was read": Off(
+        host={"return unread == 1 and can_run": "return unread <= 3 and can_run"},
+        # The early words may come late, so that only reports are at stake.
+        scenario=replace(REUSE, tokens=3, early_buffers=4),
+        fault="overwrote what the other side may still read|has overwritten",
+    ),
+    "round r + 1 after the early words of round r were read": Off(
+        host={"return unread == 1 and can_run": "return unread <= 2 and can_run"},
+        scenario=replace(REUSE, tokens=3),
+        fault="launched before its bucket was known",
+    ),
+    "reports name (row, generation)": Off(
+        scenario=replace(REUSE, reports_name_generation=False),
+        fault="a token was delivered to another session",
+    ),
+    "no round ahead while no row can run": Off(
+        host={"return unread == 1 and can_run": "return unread == 1"},
+        scenario=HOLD,
+        fault="rounds were launched while no row could run",
+    ),
+    "no round while no row can run and nothing came": Off(
+        host={"return can_run or self._inbox.has_records": "return True"},
+        scenario=HOLD,
+        fault="launched while nothing was to do",
+    ),
+    "a round at once when something came": Off(
+        host={"return can_run or self._inbox.has_records": "return can_run"},
+        scenario=HOLD,
+        fault="the host is stuck",
+    ),
+}
+
+
+@_NEEDS_GREENLET
+@pytest.mark.parametrize("off", WITHOUT.values(), ids=WITHOUT)
+def test_every_rule_is_needed(off: Off, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def changed(module: ModuleType, changes: dict[str, str]) -> ModuleType:
+        if not changes:
+            return module
+        assert module.__file__
+        source = Path(module.__file__).read_text(encoding="utf-8")
+        for old, new in changes.items():
+            assert source.count(old) == 1, old
+            source = source.replace(old, new)
+        name = f"changed_{module.__name__.rpartition('.')[2]}"
+        path = tmp_path / f"{name}.py"
+        path.write_text(source, encoding="utf-8")
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec and spec.loader
+        copy = importlib.util.module_from_spec(spec)
+        # Dataclasses look for their module there.
+        monkeypatch.setitem(sys.modules, name, copy)
+        spec.loader.exec_module(copy)
+        return copy
+
+    fault, followed = first_fault(off.scenario, changed(round_rings, off.host), changed(rings, off.device))
+    assert fault is not None, f"no fault in {followed} schedules"
+    assert re.search(off.fault, str(fault)), fault
+
+
+def _records(kind: RecordKind, session: tuple[int, int], *numbers: int) -> npt.NDArray[np.int32]:
+    """A record for each number, which all its words but the first three hold."""
+    return np.array([(kind, *session, *[number] * (WORDS - 3)) for number in numbers], np.int32)
+
+
+class Device:
+    """Rounds on a CPU: a round takes records, keeps them, and reports how many there were."""
+
+    def __init__(self, memory: RingMemory, *, most: int) -> None:
+        self._memory = memory
+        self._records = torch.zeros(most, WORDS, dtype=torch.int32)
+        self._count = torch.zeros(1, dtype=torch.int32)
+        self._tail, self._rounds = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        self.taken: list[list[int]] = []
+
+    def run(self) -> None:
+        take_records(self._memory.ring, self._memory.head, self._records, self._count, self._tail)
+        count = int(self._count)
+        self.taken += self._records[:count].tolist()
+        publish_early(self._memory.early, torch.tensor([count]), self._rounds)
+        publish_report(self._memory.reports, torch.tensor([count]), self._tail, self._rounds)
+
+
+class Rig:
+    """Inbox, rounds and a CPU."""
+
+    def __init__(self, *, rows: int = 1, ring: int = 64, most: int = 64) -> None:
+        memory = RingMemory.allocate(records=ring, early_words=1, report_words=1, pinned=False)
+        self.inbox = Inbox(memory, rows=rows)
+        self.rounds, self.device = Rounds(memory, self.inbox), Device(memory, most=most)
+
+    def open(self) -> tuple[int, int]:
+        session = self.inbox.take_row()
+        assert session is not None
+        assert self.inbox.put(_records(OPEN, session, 0))
+        return session
+
+    def run(self) -> Report:
+        """Run a round, and read what it wrote."""
+        assert self.rounds.may_launch(can_run=True)
+        self.rounds.launched()
+        self.device.run()
+        early, report = self.rounds.poll(), self.rounds.poll()
+        assert isinstance(early, Early) and isinstance(report, Report)
+        assert self.rounds.poll() is None
+        return report
+
+    def take(self) -> list[tuple[int, int]]:
+        """Run rounds until they have taken everything: (kind, number) of each record."""
+        self.device.taken.clear()
+        while self.inbox.has_records:
+            self.run()
+        return [(record[0], record[3]) for record in self.device.taken]
+
+
+def test_records_come_as_they_were_built() -> None:
+    rig, records = Rig(), Records()
+    row, generation = rig.inbox.take_row() or (-1, -1)
+    records.open(row, generation, length=5, cached=0, end=50, allow=9)
+    records.slots(row, generation, start=0, slots=list(range(SLOTS_PER_RECORD + 2)))
+    records.growth(row, generation, place=1, node_id=7, parent_id=0, as_of=5, token=3, acceptance=0.5)
+    assert rig.inbox.put(records.array())
+    assert rig.run().words.tolist() == [4]
+    assert rig.device.taken == records.array().tolist()
+
+
+def test_sessions_take_turns_where_the_ring_is_full() -> None:
+    rig = Rig(rows=2, ring=128)
+    first, second = rig.open(), rig.open()
+    rig.inbox.put(_records(GROWTH, first, *range(500)))
+    rig.inbox.put(_records(GROWTH, second, *range(100)))
+    rig.take()
+    rows = [record[1] for record in rig.device.taken if record[0] == GROWTH]
+    numbers = {row: [r[3] for r in rig.device.taken if r[0] == GROWTH and r[1] == row] for row in (first[0], second[0])}
+    assert numbers == {first[0]: list(range(500)), second[0]: list(range(100))}
+    # At first the ring is full of what came first; from then on both get on alike, but for a turn.
+    last = len(rows) - 1 - rows[::-1].index(second[0])
+    assert rows[:last].count(first[0]) <= 128 + 100 + 32
+
+
+def test_urgent_records_find_room_and_overtake_growth() -> None:
+    rig = Rig(rows=2, ring=16)
+    first = rig.open()
+    rig.inbox.put(_records(GROWTH, first, *range(30)))
+    second = rig.open()
+    for kind in (LIMITS, PREEMPT, CLOSE):
+        assert rig.inbox.put(_records(kind, second, 1))
+    assert rig.inbox.put(_records(LIMITS, first, 1))
+    rig.run()
+    kinds = [record[0] for record in rig.device.taken]
+    assert kinds == [OPEN, *[GROWTH] * 7, OPEN, LIMITS, PREEMPT, CLOSE, LIMITS]
+
+
+def test_a_row_is_handed_out_again_when_its_close_has_been_reported() -> None:
+    rig = Rig(ring=8)
+    session = rig.open()
+    assert rig.inbox.take_row() is None
+    rig.inbox.put(_records(GROWTH, session, *range(9)))
+    assert rig.inbox.put(_records(CLOSE, session, 1))
+    assert not rig.inbox.put(_records(GROWTH, session, 9))
+    assert rig.inbox.take_row() is None
+    # What waited has been dropped.
+    assert rig.run().released == [Release(row=session[0], generation=session[1], closed=True)]
+    assert [record[0] for record in rig.device.taken] == [OPEN, *[GROWTH] * 3, CLOSE]
+    assert not rig.inbox.has_records
+    assert rig.inbox.take_row() == (session[0], session[1] + 1)
+    assert not rig.inbox.put(_records(GROWTH, session, 9))
+
+
+def test_a_row_that_was_never_opened_is_given_back() -> None:
+    rig = Rig()
+    session = rig.inbox.take_row()
+    assert session is not None
+    rig.inbox.put(_records(CLOSE, session, 0))
+    assert rig.run().released == [Release(row=session[0], generation=session[1], closed=True)]
+    assert rig.inbox.take_row() is not None
+
+
+def test_a_preemption_drops_slots_that_wait_and_keeps_growth() -> None:
+    rig = Rig(ring=8)
+    session = rig.open()
+    rig.inbox.put(_records(GROWTH, session, *range(4)))
+    rig.inbox.put(_records(SLOTS, session, 4))
+    rig.inbox.put(_records(GROWTH, session, 5))
+    rig.inbox.put(_records(PREEMPT, session, 6))
+    with pytest.raises(ValueError, match="PREEMPT before the last was reported"):
+        rig.inbox.put(_records(PREEMPT, session, 7))
+    assert rig.run().released == [Release(row=session[0], generation=session[1], closed=False)]
+    rig.inbox.put(_records(SLOTS, session, 8))
+    rig.inbox.put(_records(PREEMPT, session, 9))
+    assert rig.take() == [(GROWTH, 3), (GROWTH, 5), (SLOTS, 8), (PREEMPT, 9)]
+
+
+def test_the_newest_limits_stand() -> None:
+    rig = Rig()
+    session = rig.open()
+    for number in range(1, 5):
+        rig.inbox.put(_records(LIMITS, session, number))
+    assert rig.take() == [(OPEN, 0), (LIMITS, 1), (LIMITS, 4)]
+    rig.inbox.put(_records(LIMITS, session, 5))
+    rig.inbox.put(_records(LIMITS, session, 6))
+    rig.inbox.put(_records(CLOSE, session, 7))
+    assert rig.take() == [(LIMITS, 5), (CLOSE, 7)]
+
+
+def test_reports_are_copies() -> None:
+    rig = Rig(most=2)
+    session = rig.open()
+    report = rig.run()
+    rig.inbox.put(_records(GROWTH, session, *range(4)))
+    later = [rig.run(), rig.run()]
+    assert report.words.tolist() == [1]
+    assert [(report.round, report.words.tolist()) for report in later] == [(1, [2]), (2, [2])]
+
+
+def test_waiting_ends_when_records_come() -> None:
+    rig = Rig()
+    assert not rig.inbox.wait(0)
+    opening = threading.Timer(0.01, rig.open)
+    opening.start()
+    assert rig.inbox.wait(60)
+    opening.join()
+    rig.run()
+    assert not rig.inbox.wait(0)
+
+
+def test_what_cannot_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="ring: 8 records given, more than 8 needed for 2 rows"):
+        Rig(rows=2, ring=8)
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    with pytest.raises(RuntimeError, match="need an x86 host"):
+        RingMemory.allocate(records=8, early_words=1, report_words=1, pinned=True)
+
+
+@contextmanager
+def _short_turns_of_threads() -> Iterator[None]:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
+
+
+class Writer(threading.Thread):
+    """Sends sessions' records one session after the other, each closed once all of it has been taken."""
+
+    def __init__(self, inbox: Inbox, taken: dict[tuple[int, int], int], seed: int) -> None:
+        super().__init__(daemon=True)
+        self._inbox, self._taken, self._random = inbox, taken, random.Random(seed)
+        self.sent: dict[tuple[int, int], int] = {}
+        self.start()
+
+    def run(self) -> None:
+        for _ in range(4):
+            while (session := self._inbox.take_row()) is None:
+                time.sleep(0.001)
+            number = 0
+            self._inbox.put(_records(OPEN, session, 0))
+            for _ in range(30):
+                count = self._random.randint(1, 20)
+                self._inbox.put(_records(GROWTH, session, *range(number, number + count)))
+                number += count
+                self._inbox.put(_records(LIMITS, session, number))
+            while self._taken.get(session, 0) < number:
+                time.sleep(0.001)
+            self._inbox.put(_records(CLOSE, session, number))
+            self.sent[session] = number
+
+
+def test_threads_write_beside_rounds() -> None:
+    rig = Rig(rows=3, ring=32, most=16)
+    taken: dict[tuple[int, int], int] = {}
+    limits: dict[tuple[int, int], int] = {}
+    is_open: dict[int, tuple[int, int]] = {}
+    with _short_turns_of_threads():
+        writers = [Writer(rig.inbox, taken, seed) for seed in range(4)]
+        while any(writer.is_alive() for writer in writers) or rig.inbox.has_records:
+            if not rig.inbox.wait(0.01):
+                continue
+            rig.run()
+            for kind, row, generation, number, *_ in rig.device.taken:
+                session = (row, generation)
+                if kind == OPEN:
+                    assert row not in is_open
+                    is_open[row] = session
+                assert is_open[row] == session
+                if kind == GROWTH:
+                    assert number == taken.get(session, 0)
+                    taken[session] = number + 1
+                elif kind == LIMITS:
+                    assert number > limits.get(session, -1)
+                    limits[session] = number
+                elif kind == CLOSE:
+                    del is_open[row]
+            rig.device.taken.clear()
+    assert taken == {session: number for writer in writers for session, number in writer.sent.items()}
+    assert len(taken) == 16
+    assert sum(taken.values()) > 3000
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_rounds_run_ahead_on_a_gpu_while_a_thread_writes() -> None:
+    device, total, most, words = torch.device("cuda"), 60_000, 64, 3000
+    memory = RingMemory.allocate(records=256, early_words=2, report_words=words, pinned=True)
+    inbox = Inbox(memory, rows=1)
+    rounds = Rounds(memory, inbox)
+    records = torch.zeros(most, WORDS, dtype=torch.int32, device=device)
+    count = torch.zeros(1, dtype=torch.int32, device=device)
+    tail, done = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
+    # What each place of the ring's order held when it was taken; the last row is for padding.
+    log = torch.full((total + 1, WORDS), -1, dtype=torch.int32, device=device)
+    # Stands for the forward pass, so that there is time to go ahead in.
+    work = torch.zeros(2**24, device=device)
+    place, lane = torch.arange(most, device=device), torch.arange(words, device=device)
+    nowhere = torch.full((1,), total, device=device)
+
+    def first_half() -> None:
+        take_records(memory.ring, memory.head, records, count, tail)
+        seen = torch.where(place < count, tail - count + place, nowhere)
+        log.index_put_((seen,), records)
+        publish_early(memory.early, torch.cat((count.long(), 7 * done)), done)
+        work.sin_()
+
+    def second_half() -> None:
+        publish_report(memory.reports, torch.where(lane == 0, tail, 10_000 * done + lane), tail, done)
+
+    # Compiles; and what it wrote is undone.
+    first_half()
+    second_half()
+    torch.cuda.synchronize()
+    for tensor in (tail, done, memory.early, memory.reports):
+        tensor.zero_()
+    graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    for graph, half in zip(graphs, (first_half, second_half), strict=True):
+        with torch.cuda.graph(graph):
+            half()
+    torch.cuda.synchronize()
+
+    def write() -> None:
+        session = inbox.take_row()
+        assert session is not None
+        inbox.put(_records(OPEN, session, 0))
+        for number in range(1, total, 40):
+            inbox.put(_records(GROWTH, session, *range(number, min(number + 40, total))))
+
+    expected = np.arange(words)
+    most_under_way = launched = taken = 0
+    with _short_turns_of_threads():
+        writer = threading.Thread(target=write, daemon=True)
+        writer.start()
+        while taken < total or launched < 5000 or rounds.under_way:
+            while (event := rounds.poll()) is not None:
+                if isinstance(event, Early):
+                    assert 0 <= event.words[0] <= most
+                    assert event.words[1] == 7 * event.round
+                else:
+                    taken = int(event.words[0])
+                    assert np.array_equal(event.words[1:], 10_000 * event.round + expected[1:])
+            if rounds.may_launch(can_run=taken < total or launched < 5000):
+                for graph in graphs:
+                    graph.replay()
+                launched = rounds.launched() + 1
+                most_under_way = max(most_under_way, rounds.under_way)
+        writer.join()
+    torch.cuda.synchronize()
+    assert most_under_way == 2
+    row, generation = int(log[0, 1]), int(log[0, 2])
+    sent = np.concatenate([
+        _records(OPEN, (row, generation), 0), _records(GROWTH, (row, generation), *range(1, total))
+    ])  # fmt: skip
+    assert torch.equal(log[:total].cpu(), torch.from_numpy(sent))
