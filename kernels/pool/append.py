@@ -1,10 +1,10 @@
 """Children from the drafter that computes here join the pool.
 
-An entry that was expanded in the step and that only others had proposed gets an id of this drafter's place first: it has
-KV here, and what hangs below it must have only ancestors with such an id. Then each row that has logits (the root, or an
-expanded entry) brings some children, distinct tokens. They are taken in order, row after row: a child whose parent has such a child already (another drafter was first) takes a new
-id and the larger acceptance, any other one is appended with a new id; what finds no room is dropped, and the place has
-`lost` growth. Ids come from the row's counter (`NodeSlots.next_id`).
+An entry that was expanded in the step, and that only others had proposed, gets an id of this drafter's place first: it
+has KV here, and what hangs below it must have only ancestors with such an id. Then each row that has logits (the root,
+or an expanded entry) brings some children, distinct tokens. They are taken in order, row after row. A child that its
+parent has already takes a new id and the larger acceptance; any other one is appended with a new id; one that finds no
+room is dropped, and the place has `lost` growth. Ids come from the row's counter (`NodeSlots.next_id`).
 
 Shapes: R rows of the step, K children of a row at most, and as in `columns.py`.
 """
@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from outrider.compiled import compiled
 from outrider.kernels.argument_checks import check_dtype, check_place
 from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
+from outrider.kernels.compiled import compiled
 from outrider.kernels.early_launch import early_options
 from outrider.kernels.pool.columns import MAX_STOPS, Pool, PoolArrays
 from outrider.kernels.pool.entries import find_child, is_stop, revalue, revalue_entries, stop_entries

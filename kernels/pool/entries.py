@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from outrider.compiled import compiled
 from outrider.kernels.backend import jit, tl, triton
+from outrider.kernels.compiled import compiled
 from outrider.kernels.early_launch import early_options
 from outrider.kernels.pool.columns import NodeSlots
 

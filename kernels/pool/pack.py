@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from outrider.compiled import compiled
 from outrider.kernels.argument_checks import check_at_least, check_place
 from outrider.kernels.backend import jit, tl, triton, uses_triton
+from outrider.kernels.compiled import compiled
 from outrider.kernels.early_launch import early_options
 from outrider.kernels.pool.columns import Pool, PoolArrays
 from outrider.kernels.pool.entries import SCATTERED

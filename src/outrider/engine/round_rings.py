@@ -158,15 +158,16 @@ class Inbox:
             ValueError: a PREEMPT before the last one's release, or a second OPEN.
         """
         row, generation = int(records[0, 1]), int(records[0, 2]) % 2**32
+        kinds = _kinds(records).tolist()
         # Growth comes in bulk and stays in one piece.
-        parts = records[:, None] if _URGENT.intersection(_kinds(records).tolist()) else [records]
+        parts = [(kinds[0], records)] if _URGENT.isdisjoint(kinds) else zip(kinds, records[:, None], strict=True)
         with self._changed:
             session = self._sessions[row]
             if session is None or session.generation != generation:
                 return False
-            for part in parts:
-                if int(_kinds(part)[0]) in _URGENT:
-                    self._put_urgent(session, part)
+            for kind, part in parts:
+                if kind in _URGENT:
+                    self._put_urgent(session, kind, part)
                 else:
                     session.queue.append(part)
                     if session not in self._queued:
@@ -184,7 +185,7 @@ class Inbox:
                 _, kind, session = self._urgent.popleft()
                 session.in_ring.remove(kind)
                 if kind == RecordKind.LIMITS and session.limits is not None:
-                    self._put_urgent(session, session.limits)
+                    self._put_urgent(session, kind, session.limits)
                     session.limits = None
                 if kind in {RecordKind.PREEMPT, RecordKind.CLOSE}:
                     closed = kind == RecordKind.CLOSE
@@ -204,8 +205,7 @@ class Inbox:
         with self._changed:
             return self._changed.wait_for(lambda: self.has_records, timeout)
 
-    def _put_urgent(self, session: _Session, record: npt.NDArray[np.int32]) -> None:
-        kind = int(_kinds(record)[0])
+    def _put_urgent(self, session: _Session, kind: int, record: npt.NDArray[np.int32]) -> None:
         if kind in session.in_ring:
             if kind != RecordKind.LIMITS:
                 raise ValueError(f"row {session.row}: {RecordKind(kind).name} before the last was reported")
