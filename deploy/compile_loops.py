@@ -46,11 +46,11 @@ def _pool() -> None:
     nothing = torch.zeros(1, 8, dtype=torch.int32)
     pool = Pool.allocate(sessions=1, max_len=1, capacity=1, node_slots=1)
     selection = Selection.allocate(pool, [(1, 1, 1)])
-    packed = Packed.allocate(rows=1, sessions=1, words=1, scrap_slot=0, device="cpu")
+    packed = Packed.allocate(pool, (1, 1, 1), scrap_slot=0)
     graft_reference(pool, nothing, nothing[0, :1], nothing[0, :1])
     select_reference(pool, selection, 0, children=1)
     pack_reference(pool, selection, packed)
-    append_reference(pool, packed, nothing[:, :1], torch.zeros(1, 1))
+    append_reference(pool, packed, nothing[:, :1], torch.zeros(1, 1), 0, 1)
     re_root_reference(pool, nothing[:, :1], nothing[0, :1])
 
 

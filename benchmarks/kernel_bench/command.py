@@ -121,7 +121,7 @@ def _measure_case(
 
 
 def _commit() -> str:
-    """What is measured: COMMIT where the checkout has no history, as on a machine that was sent the files alone."""
+    """Return the measured commit: $COMMIT where the checkout has no history, else what git says."""
     given = os.environ.get("COMMIT")
     if given:
         return given

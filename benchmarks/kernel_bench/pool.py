@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
@@ -87,7 +86,7 @@ class _Bench:
 
         pool = _grown_pool(sessions, drafts)
         paths = torch.tensor([_path(pool, row) for row in range(sessions)], dtype=torch.int32)
-        self.drafts, self.children = drafts, _CHILDREN if drafts else 0
+        self.children = _CHILDREN if drafts else 0
         self.pool = _moved(pool, device)
         own_rows = 0 if drafts else sessions
         buckets = [
@@ -95,10 +94,8 @@ class _Bench:
         ]
         self.launched = [rows for rows, _, _ in buckets].index(own_rows + nodes)
         self.selection = Selection.allocate(self.pool, buckets)
-        rows, words = own_rows + nodes, _CAPACITY // 64 if drafts else 1
-        self.packed = Packed.allocate(
-            rows=rows, sessions=sessions, words=words, scrap_slot=_NUM_SLOTS - 1, device=device
-        )
+        rows = own_rows + nodes
+        self.packed = Packed.allocate(self.pool, buckets[self.launched], scrap_slot=_NUM_SLOTS - 1)
         self.records = {"all": _growth(range(sessions), _GROWN).to(device), "one": _growth(range(1), 64).to(device)}
         self.verdicts = {
             name: torch.zeros(len(given), dtype=torch.int32, device=device) for name, given in self.records.items()
@@ -210,7 +207,7 @@ def _moved(pool: Any, device: torch.device) -> Any:
 
     columns = moved(pool)
     if pool.nodes is not None:
-        columns["nodes"] = type(pool.nodes)(**moved(copy.copy(pool.nodes)))
+        columns["nodes"] = type(pool.nodes)(**moved(pool.nodes))
     return type(pool)(**columns)
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from outrider.compiled import compiled
+from outrider.kernels.compiled import compiled
 from outrider.kernels.pool.records import WORDS, RecordKind
 
 __all__ = [

@@ -32,7 +32,7 @@ from benchmarks.pool_bench.toy_drafters import (
     run_drafters,
 )
 
-from outrider.compiled import compiled
+from outrider.kernels.compiled import compiled
 from outrider.kernels.pool.columns import MAX_STOPS, Pool, RowState
 from outrider.kernels.pool.graft import graft
 from outrider.kernels.pool.pack import Packed, pack
@@ -46,7 +46,6 @@ SESSIONS, PLACES = 8, 4
 MAX_LEN = 256
 BUCKETS = [(16, 8, 8), (32, 8, 16), (96, 8, 96), (96, 2, 96), (12, 3, 6)]
 """Rows, sessions, most rows of a session."""
-_WORDS = 2
 _MOST_TOKENS = 96
 _RECORDS = 8192
 _POISON = 0x0BAD_0BAD_0BAD
@@ -125,10 +124,7 @@ class ToyService:
         )
         self._selection = Selection.allocate(self._pool, BUCKETS)
         scrap_slot = SESSIONS * MAX_LEN
-        self._packed = [
-            Packed.allocate(rows=rows, sessions=sessions, words=_WORDS, scrap_slot=scrap_slot, device=device)
-            for rows, sessions, _ in BUCKETS
-        ]
+        self._packed = [Packed.allocate(self._pool, bucket, scrap_slot=scrap_slot) for bucket in BUCKETS]
         # On a CPU what is packed can be looked at where it is.
         self._columns = [_host_columns(packed) if device == "cpu" else None for packed in self._packed]
         self._written = torch.zeros(_RECORDS, WORDS, dtype=torch.int32)

@@ -1,10 +1,11 @@
-"""Children from the drafter that computes here join the pool.
+"""Append the children that the local drafter proposes.
 
 An entry that was expanded in the step, and that only others had proposed, gets an id of this drafter's place first: it
 has KV here, and what hangs below it must have only ancestors with such an id. Then each row that has logits (the root,
 or an expanded entry) brings some children, distinct tokens. They are taken in order, row after row. A child that its
-parent has already takes a new id and the larger acceptance; any other one is appended with a new id; one that finds no
-room is dropped, and the place has `lost` growth. Ids come from the row's counter (`NodeSlots.next_id`).
+parent has already takes the larger acceptance, and a new id if the place has none for it; any other one is appended
+with a new id; one that finds no room is dropped, and the place has `lost` growth. Ids come from the row's counter
+(`NodeSlots.next_id`).
 
 Shapes: R rows of the step, K children of a row at most, and as in `columns.py`.
 """
@@ -24,7 +25,7 @@ from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
 from outrider.kernels.compiled import compiled
 from outrider.kernels.early_launch import early_options
 from outrider.kernels.pool.columns import MAX_STOPS, Pool, PoolArrays
-from outrider.kernels.pool.entries import find_child, is_stop, revalue, revalue_entries, stop_entries
+from outrider.kernels.pool.entries import find_child, is_stop, revalue, revalue_entries
 from outrider.kernels.pool.pack import ROOT, Packed, PackedArrays
 
 __all__ = ["append", "append_reference"]
@@ -62,17 +63,21 @@ def append(
         raise ValueError("pool: one without NodeSlots given, that of a drafter needed")
     if not 0 <= place < pool.places:
         raise ValueError(f"place: {place} given, one of {pool.places} needed")
+    if not 0 <= drafter < 8:
+        raise ValueError(f"drafter: {drafter} given, 0 to 7 needed")
+    # A byte with a sign, as the column has it.
+    bit = ((1 << drafter) ^ 0x80) - 0x80
     if uses_triton(tokens):
-        _launch(pool, packed, tokens.contiguous(), acceptances.contiguous(), place, 1 << drafter)
+        _launch(pool, packed, tokens.contiguous(), acceptances.contiguous(), place, bit)
     else:
-        append_reference(pool, packed, tokens, acceptances, place=place, drafter=drafter)
+        append_reference(pool, packed, tokens, acceptances, place, bit)
 
 
 def append_reference(
-    pool: Pool, packed: Packed, tokens: torch.Tensor, acceptances: torch.Tensor, *, place: int = 0, drafter: int = 0
+    pool: Pool, packed: Packed, tokens: torch.Tensor, acceptances: torch.Tensor, place: int, bit: int
 ) -> None:
-    """`append` on a CPU, one child after the other."""
-    _append(pool.arrays, packed.arrays, tokens.numpy(), acceptances.numpy(), place, 1 << drafter)
+    """`append` on a CPU, one child after the other; `bit` is the drafter's of `Pool.drafters`."""
+    _append(pool.arrays, packed.arrays, tokens.numpy(), acceptances.numpy(), place, bit)
 
 
 @compiled
@@ -108,8 +113,9 @@ def _append(pool_arrays: Any, arrays: Any, tokens: Any, acceptances: Any, place:
                 if has_children:
                     entry = find_child(pool.parent[row], pool.token[row], old, parent, token)
                     if entry >= 0:
-                        pool.ids[row, entry, place] = max(pool.ids[row, entry, place], pool.next_id[row])
-                        pool.next_id[row] += 1
+                        if pool.ids[row, entry, place] == 0:
+                            pool.ids[row, entry, place] = pool.next_id[row]
+                            pool.next_id[row] += 1
                         pool.acceptance[row, entry] = max(pool.acceptance[row, entry], acceptance)
                         pool.drafters[row, entry] |= drafter
                         merged = True
@@ -225,7 +231,9 @@ def _append_kernel(
             tl.store(its_id, next_id + tl.cumsum(lacks, 0) - 1, mask=lacks > 0)
             next_id += tl.sum(lacks)
         tl.debug_barrier()
-        new = tl.arange(0, ROWS * K)
+        new, merged = tl.arange(0, ROWS * K), 0
+        num_stops = tl.sum((tl.load(stops_ptr + row * _STOPS + tl.arange(0, _STOPS)) >= 0).to(tl.int32))
+        min_end = tl.load(min_end_ptr + row)
         for first in range(begin, end, ROWS):
             at, child = first + new // K, new % K
             above = tl.load(entries_ptr + at, mask=at < end, other=_ROOT - 1)
@@ -235,48 +243,50 @@ def _append_kernel(
             wanted = wanted & (new_token >= 0)
             same = old[None, :] & (parent[None, :] == above[:, None]) & (token[None, :] == new_token[:, None])
             there = tl.max(tl.where(same & wanted[:, None], index[None, :], -1), 1)
-            fresh = wanted & (there < 0)
+            fresh, known = wanted & (there < 0), wanted & (there >= 0)
             to = live_count + tl.cumsum(fresh.to(tl.int32), 0) - 1
             fits = fresh & (to < C)
-            known = wanted & (there >= 0)
-            gets_id = (fits | known).to(tl.int32)
+            known_entry, to = row * C + there, row * C + to
+            its_id = ids_ptr + known_entry * D + place
+            adopted = known & (tl.load(its_id, mask=known, other=1) == 0)
+            gets_id = (fits | adopted).to(tl.int32)
             node_id = next_id + tl.cumsum(gets_id, 0) - gets_id
-            known_entry = row * C + there
-            present = tl.load(ids_ptr + known_entry * D + place, mask=known, other=0)
-            tl.store(ids_ptr + known_entry * D + place, tl.maximum(present, node_id), mask=known)
+            tl.store(its_id, node_id, mask=adopted)
             acceptance = tl.load(acceptance_ptr + known_entry, mask=known, other=0.0)
             tl.store(acceptance_ptr + known_entry, tl.maximum(acceptance, offered), mask=known)
             kinds = tl.load(drafters_ptr + known_entry, mask=known, other=0)
             tl.store(drafters_ptr + known_entry, (kinds.to(tl.int32) | drafter).to(tl.int8), mask=known)
-            depth_above = tl.load(depth_ptr + row * C + above, mask=fits & (above >= 0), other=0)
-            to = row * C + to
+
+            # Parents were there before: what they pass on is in memory.
+            has_entry = fits & (above >= 0)
+            above_entry = row * C + tl.maximum(above, 0)
+            depth = 1 + tl.load(depth_ptr + above_entry, mask=has_entry, other=0)
+            value = tl.load(value_ptr + above_entry, mask=has_entry, other=1.0) * offered
+            stopped = tl.load(stopped_ptr + above_entry, mask=has_entry, other=0).to(tl.int32)
+            for number in range(num_stops):
+                is_stop_token = new_token == tl.load(stops_ptr + row * _STOPS + number)
+                stopped |= (is_stop_token & (length - 1 + depth >= min_end)).to(tl.int32)
             tl.store(token_ptr + to, new_token, mask=fits)
-            tl.store(parent_ptr + to, tl.where(above >= 0, above, -1), mask=fits)
-            tl.store(depth_ptr + to, depth_above + 1, mask=fits)
+            tl.store(parent_ptr + to, above, mask=fits)
+            tl.store(depth_ptr + to, depth, mask=fits)
             tl.store(acceptance_ptr + to, offered, mask=fits)
-            tl.store(value_ptr + to, tl.zeros_like(offered), mask=fits)
-            tl.store(
-                ids_ptr + to[:, None] * D + places[None, :],
-                tl.where(places[None, :] == place, node_id[:, None], 0),
-                mask=fits[:, None],
-            )
+            tl.store(value_ptr + to, value, mask=fits)
+            its_ids = tl.where(places[None, :] == place, node_id[:, None], 0)
+            tl.store(ids_ptr + to[:, None] * D + places[None, :], its_ids, mask=fits[:, None])
             tl.store(drafters_ptr + to, (tl.zeros_like(to) + drafter).to(tl.int8), mask=fits)
-            tl.store(stopped_ptr + to, fits & (to < 0), mask=fits)
+            tl.store(stopped_ptr + to, stopped != 0, mask=fits)
             tl.store(slot_ptr + to, tl.full((ROWS * K,), -1, tl.int32), mask=fits)
-            tl.store(expanded_ptr + to, fits & (to < 0), mask=fits)
+            tl.store(expanded_ptr + to, to < 0, mask=fits)
             live_count = tl.minimum(live_count + tl.sum(fresh.to(tl.int32)), C)
             is_full = tl.maximum(is_full, tl.max((fresh & (fits == 0)).to(tl.int32)))
+            merged = tl.maximum(merged, tl.max(known.to(tl.int32)))
             next_id += tl.sum(gets_id)
-        tl.debug_barrier()
-        live = index < live_count
-        token, parent = tl.load(token_ptr + entry), tl.load(parent_ptr + entry)
-        depth, acceptance = tl.load(depth_ptr + entry), tl.load(acceptance_ptr + entry)
-        value = revalue_entries(tl.load(value_ptr + entry), acceptance, parent, live)
-        stopped = tl.load(stopped_ptr + entry).to(tl.int32)
-        stops, min_end = stops_ptr + row * _STOPS, tl.load(min_end_ptr + row)
-        stopped = stop_entries(stopped, token, depth, parent, live, stops, length, min_end, _STOPS)
-        tl.store(value_ptr + entry, value, mask=live)
-        tl.store(stopped_ptr + entry, stopped != 0, mask=live)
+        if merged > 0:
+            tl.debug_barrier()
+            live = index < live_count
+            acceptance, parent = tl.load(acceptance_ptr + entry), tl.load(parent_ptr + entry)
+            value = revalue_entries(tl.load(value_ptr + entry), acceptance, parent, live)
+            tl.store(value_ptr + entry, value, mask=live)
         tl.store(count_ptr + row, live_count)
         tl.store(next_id_ptr + row, next_id)
         if is_full > 0:

@@ -2,7 +2,7 @@
 
 A row is a session. Its *root* is the last committed token, which is no entry; its *entries* 0 .. count-1 are candidate
 tokens, parents before children. Drafters add entries, a target selects which to verify, a draft worker which to expand,
-and commits move the root. The operators of this folder are all there is to it:
+and commits move the root. Five operators work on it:
 
     graft       a round's records: growth joins the pools, row edits (open, close, ..) take effect
     append      children from the drafter that computes here
@@ -37,7 +37,7 @@ MAX_STOPS = 64
 
 
 class RowState(enum.IntEnum):
-    """What a row's session is doing."""
+    """State of a row's session."""
 
     EMPTY = 0
     PREFILL = 1
@@ -50,7 +50,7 @@ class RowState(enum.IntEnum):
 class PoolArrays(NamedTuple):
     """The columns of a `Pool` on a CPU and of its `NodeSlots`, as numpy arrays over the same memory.
 
-    Compiled loops are given a plain tuple and name its parts themselves: numba takes that in half the time.
+    Compiled loops get a plain tuple and name its parts themselves: numba unpacks it in half the time.
     """
 
     count: Any
@@ -84,7 +84,6 @@ class PoolArrays(NamedTuple):
     free: Any
     free_head: Any
     free_tail: Any
-    step_slots: Any
     released: Any
     released_count: Any
 
@@ -96,10 +95,9 @@ class NodeSlots:
     Attributes:
         slot: [S, C] int32, KV slot of an expanded entry, else -1.
         expanded: [S, C] bool, whether the entry has KV.
-        next_id: [S] int32, the id of the next entry that is appended.
+        next_id: [S] int32, the id of the next entry that is appended. Records of the same place begin at 1 << 30.
         free: [N] int32, the queue, N a power of two: entry i stands at i mod N.
         free_head, free_tail: [1] int64, how many slots have ever left the queue and ever joined it.
-        step_slots: [1] int64, `free_head` before the rows of the present step took theirs.
         released: [S, C] int32, scratch: what an operator frees, row by row, before it joins the queue.
         released_count: [S] int32, scratch.
     """
@@ -110,7 +108,6 @@ class NodeSlots:
     free: torch.Tensor
     free_head: torch.Tensor
     free_tail: torch.Tensor
-    step_slots: torch.Tensor
     released: torch.Tensor
     released_count: torch.Tensor
 
@@ -129,14 +126,14 @@ class Pool:
         value: [S, C] float32, product of the acceptances from the root downwards, multiplied in that order.
         ids: [S, C, D] int32, what each place calls the entry; 0: that place has not got it.
         drafters: [S, C] int8, bit set: which kinds of drafter have proposed the entry.
-        stopped: [S, C] bool, whether the entry or an ancestor is a stop token that ends the session where it stands.
+        stopped: [S, C] bool, whether the entry or an ancestor is a stop token in force.
         length: [S] int32, committed tokens; the root is the token at index length - 1.
         cached: [S] int32, committed tokens with KV of the model that computes here.
         history: [S, max_len] int32, the committed tokens.
         root_ids: [S, T, D] int32, the trail: what each place calls the committed token at index p, at p mod T for the
             last T indices; 0: unknown.
         state: [S] int8, a `RowState`.
-        generation: [S] int32, the opening of the row that is in force, as a bit pattern.
+        generation: [S] int32, number of the row's current opening, uint32 bits.
         end: [S] int32, the length at which the session ends.
         allow: [S] int32, the length up to which the session may run ahead of its client; 0 holds it.
         table: [S, max_len] int32, KV slots of the row.
@@ -232,7 +229,6 @@ class Pool:
                 free=torch.full((node_slots,), -1, dtype=torch.int32, device=device),
                 free_head=counter(),
                 free_tail=counter(),
-                step_slots=counter(),
                 released=column(capacity),
                 released_count=column(),
             )
@@ -266,7 +262,7 @@ class Pool:
 
     @property
     def device(self) -> torch.device:
-        """Of all columns."""
+        """Device of all columns."""
         return self.count.device
 
     @property
@@ -308,7 +304,6 @@ def _as_arrays(pool: Pool) -> tuple[Any, ...]:
         "free": np.zeros(0, np.int32),
         "free_head": np.zeros(1, np.int64),
         "free_tail": np.zeros(1, np.int64),
-        "step_slots": np.zeros(1, np.int64),
         "released": np.zeros((0, 0), np.int32),
         "released_count": np.zeros(0, np.int32),
     }

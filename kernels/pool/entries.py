@@ -1,4 +1,4 @@
-"""What several operators of the pool do to one row's entries: find, value, keep, and free KV slots.
+"""Row-level steps shared by the pool's operators: find, revalue and keep entries, release their KV slots.
 
 For each a compiled loop and a Triton function; shapes as in `outrider.kernels.pool.columns`. In the Triton functions a
 column of entries is a tensor [C] in registers, so that one program handles one row.
@@ -29,7 +29,6 @@ __all__ = [
     "release_slots",
     "revalue",
     "revalue_entries",
-    "stop_entries",
     "store_entries",
 ]
 
@@ -47,11 +46,11 @@ SCATTERED = [
     "slot_ptr",
     "expanded_ptr",
 ]
-"""Columns of which kernels should not know that they are aligned: whoever loads four entries a thread and then writes
-each to a place of its own sends all of them through shared memory in between, once for each column."""
+"""Pointers that kernels must not assume to be aligned. If Triton knows the alignment it loads four entries a thread,
+and scattering them costs a pass through shared memory per column."""
 
 
-# A call takes some time for each array that it is given: what is called for every node gets no whole pool.
+# Passing arrays costs time: a function called once a node gets single rows, not the pool.
 @compiled
 def find_child(parents: Any, tokens: Any, count: int, parent: int, token: int) -> int:
     """Return the entry with this parent and token among a row's first `count`, -1 if there is none."""
@@ -76,7 +75,7 @@ def is_stop(stops: Any, min_end: int, token: int, index: int) -> bool:
 
 @compiled
 def revalue(pool: Any, row: int) -> None:
-    """Make the values of a row's entries anew from their acceptances."""
+    """Recompute the values of a row's entries."""
     for entry in range(pool.count[row]):
         parent = pool.parent[row, entry]
         above = _ONE if parent < 0 else pool.value[row, parent]
@@ -85,8 +84,9 @@ def revalue(pool: Any, row: int) -> None:
 
 @compiled
 def keep_entries(pool: Any, row: int, keep: Any) -> None:
-    """Drop the entries of a row for which `keep` [C] is false; free their slots. Who stays has only such ancestors,
-    or hangs below an entry that goes and becomes a child of the root.
+    """Drop the entries of a row for which `keep` [C] is false and release their slots.
+
+    The parent of an entry that stays must stay, or be -1.
     """
     count, kept = pool.count[row], 0
     has_slots = len(pool.slot) > 0
@@ -118,7 +118,7 @@ def keep_entries(pool: Any, row: int, keep: Any) -> None:
 
 @compiled
 def release(pool: Any, row: int) -> None:
-    """Note that the slots of a row's entries are free; they have no KV any more."""
+    """Release the KV slots of all entries of a row."""
     for entry in range(pool.count[row]):
         if pool.expanded[row, entry]:
             pool.released[row, pool.released_count[row]] = pool.slot[row, entry]
@@ -145,26 +145,10 @@ def revalue_entries(value, acceptance, parent, live):
     while changed > 0:
         above = tl.gather(value, tl.maximum(parent, 0), 0)
         renewed = tl.where(live, tl.where(parent < 0, 1.0, above) * acceptance, value)
-        # Bits: what is not a number must not keep the loop alive.
+        # Compare bits: NaN differs from itself and would never end the loop.
         changed = tl.max((renewed.to(tl.int32, bitcast=True) != value.to(tl.int32, bitcast=True)).to(tl.int32))
         value = renewed
     return value
-
-
-@jit
-def stop_entries(stopped, token, depth, parent, live, stops_ptr, length, min_end, MAX_STOPS: tl.constexpr):
-    """Return int32 [C]: 1 where it was, or where the entry or an ancestor is a stop token of the row's `stops_ptr`."""
-    stops = tl.sum((tl.load(stops_ptr + tl.arange(0, MAX_STOPS)) >= 0).to(tl.int32))
-    in_force = live & (length - 1 + depth >= min_end)
-    for number in range(stops):
-        stopped |= (in_force & (token == tl.load(stops_ptr + number))).to(tl.int32)
-    changed = tl.max(stopped)
-    while changed > 0:
-        above = tl.gather(stopped, tl.maximum(parent, 0), 0)
-        renewed = tl.where(live & (parent >= 0), stopped | above, stopped)
-        changed = tl.max((renewed != stopped).to(tl.int32))
-        stopped = renewed
-    return stopped
 
 
 @jit

@@ -46,6 +46,7 @@ from outrider.kernels.pool.records import SLOTS_PER_RECORD, WORDS, RecordKind, V
 __all__ = ["graft", "graft_reference"]
 
 _INT32 = (torch.int32,)
+_UNKNOWN = tl.constexpr(int(RecordKind.NOTHING))
 _GROWTH = tl.constexpr(int(RecordKind.GROWTH))
 _OPEN = tl.constexpr(int(RecordKind.OPEN))
 _CLOSE = tl.constexpr(int(RecordKind.CLOSE))
@@ -54,7 +55,7 @@ _LIMITS = tl.constexpr(int(RecordKind.LIMITS))
 _SLOTS = tl.constexpr(int(RecordKind.SLOTS))
 _FORGET = tl.constexpr(int(RecordKind.FORGET))
 _RESENT = tl.constexpr(int(RecordKind.RESENT))
-_NOTHING = tl.constexpr(int(Verdict.NOTHING))
+_INVALID = tl.constexpr(int(Verdict.INVALID))
 _OLD_GENERATION = tl.constexpr(int(Verdict.OLD_GENERATION))
 _EDITED = tl.constexpr(int(Verdict.EDITED))
 _APPENDED = tl.constexpr(int(Verdict.APPENDED))
@@ -76,8 +77,10 @@ _STOPS = tl.constexpr(MAX_STOPS)
 _BLOCK = 128
 # A parent that no entry has.
 _NO_ENTRY = tl.constexpr(-2)
-# Whether an entry is stopped stands above its depth.
+# `depths` holds two columns: bit 16 is `stopped`, the bits below are the depth.
 _STOPPED_BIT, _DEPTH_BITS = tl.constexpr(16), tl.constexpr((1 << 16) - 1)
+# Kinds of which the place is one of D.
+_OF_PLACES = (RecordKind.GROWTH, RecordKind.FORGET, RecordKind.RESENT)
 # More than any index: the minimum over nothing.
 _NEVER = tl.constexpr(2**31 - 1)
 
@@ -101,6 +104,8 @@ def graft(pool: Pool, records: torch.Tensor, count: torch.Tensor, verdicts: torc
     for name, tensor in (("records", records), ("count", count), ("verdicts", verdicts)):
         check_dtype(name, tensor, _INT32)
         check_place(name, tensor, pool.device, "pool")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}: strides {tensor.stride()} given, a contiguous tensor needed")
     if uses_triton(records):
         _launch(pool, records, count, verdicts)
     else:
@@ -119,18 +124,21 @@ def _graft(arrays: Any, records: Any, floats: Any, count: int, verdicts: Any) ->
     for number in range(count):
         row = records[number, 1]
         if row < 0 or row >= len(pool.count):
-            verdicts[number] = Verdict.NOTHING
+            verdicts[number] = Verdict.INVALID
             continue
         kind, place = records[number, 0] & 0xFF, records[number, 0] >> 8 & 0xFF
         in_force = records[number, 2] == pool.generation[row] and pool.state[row] != RowState.EMPTY
         if kind != RecordKind.OPEN and not in_force:
             verdicts[number] = Verdict.OLD_GENERATION
+        elif kind in _OF_PLACES and place >= pool.ids.shape[2]:
+            verdicts[number] = Verdict.INVALID
         elif kind == RecordKind.GROWTH:
             verdicts[number] = _graft_node(
                 pool,
                 row,
                 place,
-                records[number, 0] >> 16 & 0xFF,
+                # A byte with a sign, as the column has it.
+                ((records[number, 0] >> 16 & 0xFF) ^ 0x80) - 0x80,
                 records[number, 3],
                 records[number, 4],
                 records[number, 5],
@@ -219,6 +227,8 @@ def _graft_node(  # noqa: PLR0911
 def _edit(pool: Any, record: Any, row: int, kind: int, place: int) -> int:
     capacity = pool.token.shape[1]
     if kind == RecordKind.OPEN:
+        if not (1 <= record[3] <= pool.history.shape[1] and 0 <= record[4] <= record[3]):
+            return Verdict.INVALID
         keep_entries(pool, row, np.zeros(capacity, np.bool_))
         for other in range(pool.ids.shape[2]):
             _forget_trail(pool, row, other)
@@ -233,7 +243,7 @@ def _edit(pool: Any, record: Any, row: int, kind: int, place: int) -> int:
         keep_entries(pool, row, np.zeros(capacity, np.bool_))
         pool.state[row] = RowState.EMPTY
     elif kind == RecordKind.PREEMPT:
-        if pool.state[row] != RowState.EMPTY:
+        if pool.state[row] == RowState.RUNNING or pool.state[row] == RowState.HELD:
             pool.state[row] = RowState.PREFILL
         pool.cached[row] = pool.table_len[row] = 0
         if len(pool.slot) > 0:
@@ -260,7 +270,7 @@ def _edit(pool: Any, record: Any, row: int, kind: int, place: int) -> int:
     elif kind == RecordKind.RESENT:
         pool.lost[row, place] = False
     else:
-        return Verdict.NOTHING
+        return Verdict.INVALID
     return Verdict.EDITED
 
 
@@ -388,7 +398,7 @@ def _graft_kernel(
         rows = tl.load(records_ptr + numbers * _WORDS + 1, mask=numbers < capacity_of_records, other=-1)
         if row == 0:
             no_row = (numbers < records) & ((rows < 0) | (rows >= S))
-            tl.store(verdicts_ptr + numbers, tl.full((BLOCK,), _NOTHING, tl.int32), mask=no_row)
+            tl.store(verdicts_ptr + numbers, tl.full((BLOCK,), _INVALID, tl.int32), mask=no_row)
         pending = tl.where((rows == row) & (numbers < records), numbers, _NEVER)
         number = tl.min(pending)
         record = records_ptr + tl.minimum(number, capacity_of_records - 1) * _WORDS
@@ -406,12 +416,17 @@ def _graft_kernel(
             next_word4, next_word5, next_word6 = tl.load(record + 4), tl.load(record + 5), tl.load(record + 6)
             next_word7 = tl.load(record + 7)
             kind, place, drafter = head & 0xFF, (head >> 8) & 0xFF, (head >> 16) & 0xFF
+            opens_wrongly = (kind == _OPEN) & ((word3 < 1) | (word3 > max_len) | (word4 < 0) | (word4 > word3))
+            if (place >= D) & ((kind == _GROWTH) | (kind == _FORGET) | (kind == _RESENT)):
+                kind = _UNKNOWN + 0
             verdict = _EDITED + 0
             if (kind != _OPEN) & ((its_generation != generation) | (state == _EMPTY_STATE)):
                 verdict = _OLD_GENERATION + 0
+            elif opens_wrongly:
+                verdict = _INVALID + 0
             elif kind == _GROWTH:
                 node_id, as_of, token, offered = word3, word5, word6, word7.to(tl.float32, bitcast=True)
-                # No id is negative: where the parent is named by its length, no id is found.
+                # Parent id 0 names a committed token by `as_of`; -1 matches no id.
                 parent_id = tl.where(word4 == 0, -1, word4)
                 if place != known_place:
                     tl.debug_barrier()
@@ -479,7 +494,8 @@ def _graft_kernel(
                     tl.store(slot_ptr + entry, tl.full((C,), -1, tl.int32))
                     tl.store(expanded_ptr + entry, index < 0)
                 if kind == _PREEMPT:
-                    state = _PREFILL_STATE + 0
+                    if (state == _RUNNING_STATE) | (state == _HELD_STATE):
+                        state = _PREFILL_STATE + 0
                     tl.store(cached_ptr + row, tl.zeros((), tl.int32))
                     tl.store(table_len_ptr + row, tl.zeros((), tl.int32))
                 else:
@@ -505,6 +521,7 @@ def _graft_kernel(
                 elif (state == _HELD_STATE) & (length < word4):
                     state = _RUNNING_STATE + 0
             elif kind == _SLOTS:
+                tl.debug_barrier()
                 given = tl.arange(0, _SLOTS_PER_RECORD)
                 at = word3 + given
                 fits = (given < place) & (at >= 0) & (at < table_width)
@@ -543,7 +560,7 @@ def _graft_kernel(
             elif kind == _RESENT:
                 tl.store(lost_ptr + row * D + place, kind != _RESENT)
             else:
-                verdict = _NOTHING + 0
+                verdict = _INVALID + 0
             tl.store(verdicts_ptr + this, verdict)
             touched = 1
 

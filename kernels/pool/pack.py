@@ -40,6 +40,8 @@ COMMITTED = -2
 PADDING = -3
 """In `Packed.entries`: the row is of no session."""
 
+# Committed tokens of a session that are written at a time.
+_OWN_ROWS = tl.constexpr(16)
 _ROOT, _COMMITTED, _PADDING = tl.constexpr(ROOT), tl.constexpr(COMMITTED), tl.constexpr(PADDING)
 
 
@@ -70,7 +72,7 @@ class Packed:
         entries: [R] int32: the row's entry of the pool, or ROOT, COMMITTED, PADDING.
         parents: [R] int32: the row of the token before it in this step, -1 if there is none.
         sessions: [R] int32: number of the row's session in the step, -1 for padding.
-        prefix_len: [R] int32: keys that the row attends to whatever its mask; 0 for padding.
+        prefix_len: [R] int32: keys before the tree that the row attends to; 0 for padding.
         tree_mask: [R, W] int64: bits of further keys; 0 for padding.
         pool_rows: [N] int32: the session's row of the pool, -1 for a session that is not there.
         query_start: [N + 1] int32: each session's first row; behind the last session the count of rows.
@@ -100,21 +102,23 @@ class Packed:
             object.__setattr__(self, "arrays", arrays)
 
     @classmethod
-    def allocate(cls, *, rows: int, sessions: int, words: int, scrap_slot: int, device: torch.device | str) -> Packed:
+    def allocate(cls, pool: Pool, bucket: tuple[int, int, int], *, scrap_slot: int) -> Packed:
         """Return room for a bucket's steps.
 
         Args:
-            rows: R.
-            sessions: N.
-            words: W; a session has 64 W tree keys at most.
+            pool: whose steps.
+            bucket: R, N, and most rows of a session, as `Selection.allocate` takes it.
             scrap_slot: where padding stores its key and value.
-            device: the pool's.
 
         Raises:
             ValueError: a size below 1.
         """
-        for name, size in (("rows", rows), ("sessions", sessions), ("words", words)):
+        for name, size in zip(("rows", "sessions", "most rows of a session"), bucket, strict=True):
             check_at_least(name, size, 1)
+        rows, sessions, most = bucket
+        # In a drafter's pool every entry with KV has a bit.
+        words = -(-(most if pool.nodes is None else pool.capacity) // 64)
+        device = pool.device
 
         def column(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -141,16 +145,14 @@ def pack(pool: Pool, selection: Selection, packed: Packed) -> None:
 
     Args:
         pool: read; in a drafter's pool all rows of the step get their slots, and count as cached or expanded.
-        selection: what `select` found for a bucket of at most R rows, N sessions and 64 W tree keys of a session.
+        selection: what `select` found for the bucket that `packed` was allocated for.
         packed: written.
 
     Raises:
-        ValueError: something on another device, or fewer mask words than a drafter's pool needs.
+        ValueError: something on another device.
     """
     check_place("packed", packed.tokens, pool.device, "pool")
     check_place("selection", selection.rank, pool.device, "pool")
-    if pool.nodes is not None:
-        check_at_least("words", 64 * packed.tree_mask.shape[1], pool.capacity)
     if uses_triton(packed.tokens):
         _launch(pool, selection, packed)
     else:
@@ -165,7 +167,7 @@ def pack_reference(pool: Pool, selection: Selection, packed: Packed) -> None:
 @compiled
 def _pack(pool_arrays: Any, selection_arrays: Any, arrays: Any, scrap_slot: int) -> None:
     pool, selection, packed = PoolArrays(*pool_arrays), SelectionArrays(*selection_arrays), PackedArrays(*arrays)
-    taken, rank, own_rows = selection.taken, selection.rank, selection.own_rows
+    num_selected, rank, own_rows = selection.num_selected, selection.rank, selection.own_rows
     tokens, positions, slots, entries = packed.tokens, packed.positions, packed.slots, packed.entries
     parents, sessions, prefix_len, tree_mask = packed.parents, packed.sessions, packed.prefix_len, packed.tree_mask
     pool_rows, query_start, tree_start, key_len = (
@@ -176,12 +178,12 @@ def _pack(pool_arrays: Any, selection_arrays: Any, arrays: Any, scrap_slot: int)
     )
     drafts = len(pool.slot) > 0
     at, session = 0, 0
-    # Of each entry of the session its bit and its row of the step, -1 for none.
+    # Bit and row of each entry of the session, -1 if it has none.
     bit_of, row_of = np.empty(rank.shape[1], np.int64), np.empty(rank.shape[1], np.int64)
     tree_mask[:] = 0
-    for row in range(len(taken)):
+    for row in range(len(num_selected)):
         length, own = pool.length[row], own_rows[row]
-        if taken[row] < 0 or own + taken[row] == 0:
+        if num_selected[row] < 0 or own + num_selected[row] == 0:
             continue
         start = length if drafts else length - 1
         pool_rows[session], query_start[session], tree_start[session] = row, at, start
@@ -193,7 +195,7 @@ def _pack(pool_arrays: Any, selection_arrays: Any, arrays: Any, scrap_slot: int)
             sessions[at] = session
             if drafts:
                 prefix_len[at] = index + 1
-                slots[at] = _take_slot(pool)
+                slots[at] = _pop_slot(pool)
                 pool.table[row, index] = slots[at]
             else:
                 prefix_len[at] = start
@@ -206,7 +208,7 @@ def _pack(pool_arrays: Any, selection_arrays: Any, arrays: Any, scrap_slot: int)
         bits = 0 if drafts else 1
         for entry in range(pool.count[row]):
             bit_of[entry] = row_of[entry] = -1
-            is_selected = rank[row, entry] < taken[row]
+            is_selected = rank[row, entry] < num_selected[row]
             if is_selected:
                 parent = pool.parent[row, entry]
                 tokens[at], positions[at] = pool.token[row, entry], length - 1 + pool.depth[row, entry]
@@ -214,7 +216,7 @@ def _pack(pool_arrays: Any, selection_arrays: Any, arrays: Any, scrap_slot: int)
                 parents[at] = root_row if parent < 0 else row_of[parent]
                 row_of[entry] = at
                 if drafts:
-                    slots[at] = _take_slot(pool)
+                    slots[at] = _pop_slot(pool)
                     pool.slot[row, entry], pool.expanded[row, entry] = slots[at], True
                 else:
                     slots[at] = pool.table[row, start + bits]
@@ -243,7 +245,7 @@ def _pack(pool_arrays: Any, selection_arrays: Any, arrays: Any, scrap_slot: int)
 
 
 @compiled
-def _take_slot(pool: Any) -> int:
+def _pop_slot(pool: Any) -> int:
     slot = pool.free[pool.free_head[0] & (len(pool.free) - 1)]
     pool.free_head[0] += 1
     return slot
@@ -253,7 +255,7 @@ def _launch(pool: Pool, selection: Selection, packed: Packed) -> None:
     nodes, none = pool.nodes, pool.count
     rows, words = packed.tree_mask.shape
     _pack_kernel[(pool.sessions,)](
-        selection.taken,
+        selection.num_selected,
         selection.rank,
         selection.own_rows,
         selection.first_row,
@@ -271,7 +273,7 @@ def _launch(pool: Pool, selection: Selection, packed: Packed) -> None:
         none if nodes is None else nodes.expanded,
         none if nodes is None else nodes.free,
         none if nodes is None else nodes.free_head,
-        none if nodes is None else nodes.step_slots,
+        selection.first_slot,
         packed.tokens,
         packed.positions,
         packed.slots,
@@ -294,7 +296,7 @@ def _launch(pool: Pool, selection: Selection, packed: Packed) -> None:
         C=pool.capacity,
         W=words,
         BLOCK_W=triton.next_power_of_2(words),
-        BLOCK_PAD=triton.next_power_of_2(triton.cdiv(max(rows, packed.pool_rows.shape[0]), pool.sessions)),
+        BLOCK_PAD=triton.next_power_of_2(triton.cdiv(max(rows, packed.pool_rows.shape[0] + 1), pool.sessions)),
         DRAFTS=nodes is not None,
         num_warps=2 if words == 1 else 4,
         **early_options(pool.device),
@@ -306,7 +308,7 @@ def _launch(pool: Pool, selection: Selection, packed: Packed) -> None:
     do_not_specialize_on_alignment=SCATTERED,
 )
 def _pack_kernel(
-    taken_ptr,  # [S] int32
+    num_selected_ptr,  # [S] int32
     rank_ptr,  # [S, C] int32
     own_rows_ptr,  # [S] int32
     first_row_ptr,  # [S] int32
@@ -324,7 +326,7 @@ def _pack_kernel(
     expanded_ptr,  # [S, C] bool
     free_ptr,  # [num_slots] int32
     free_head_ptr,  # [1] int64
-    step_slots_ptr,  # [1] int64
+    first_slot_ptr,  # [1] int64
     tokens_ptr,  # [R] int32
     positions_ptr,  # [R] int32
     slots_ptr,  # [R] int32
@@ -351,13 +353,17 @@ def _pack_kernel(
     DRAFTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    # What follows reads these arrays before it waits: it must not begin early.
+    # The forward pass reads these arrays before its `gdc_wait`: no `gdc_launch_dependents` here.
     if EARLY:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0)
     index, word = tl.arange(0, C), tl.arange(0, BLOCK_W)
     entry = row * C + index
-    taken, own, first = tl.load(taken_ptr + row), tl.load(own_rows_ptr + row), tl.load(first_row_ptr + row)
+    num_selected, own, first = (
+        tl.load(num_selected_ptr + row),
+        tl.load(own_rows_ptr + row),
+        tl.load(first_row_ptr + row),
+    )
     session, length = tl.load(number_ptr + row), tl.load(length_ptr + row)
     total, sessions = tl.load(totals_ptr), tl.load(totals_ptr + 1)
     rank, parent = tl.load(rank_ptr + entry), tl.load(parent_ptr + entry)
@@ -369,11 +375,11 @@ def _pack_kernel(
         in_table = (length > 0) & (length - 1 + index < table_width)
         table_slots = tl.load(table + length - 1 + index, mask=in_table, other=0)
     if DRAFTS:
-        step_slots = tl.load(step_slots_ptr)
+        first_slot = tl.load(first_slot_ptr)
         if row == 0:
-            tl.store(free_head_ptr, step_slots + total)
+            tl.store(free_head_ptr, first_slot + total)
 
-    # What is left of the bucket, shared out over all programs.
+    # Padding of the bucket, shared between all programs.
     padding = total + row + S * tl.arange(0, BLOCK_PAD)
     is_padding = padding < rows
     none = tl.full((BLOCK_PAD,), -1, tl.int32)
@@ -396,9 +402,9 @@ def _pack_kernel(
     tl.store(key_len_ptr + absent, nothing, mask=is_absent)
     tl.store(query_start_ptr + absent, nothing + total, mask=absent <= places)
 
-    if (taken >= 0) & (own + taken > 0):
+    if (num_selected >= 0) & (own + num_selected > 0):
         live = index < count
-        selected = live & (rank < taken)
+        selected = live & (rank < num_selected)
         keyed = selected
         start = length - 1
         own_bits = 1 + 0
@@ -420,17 +426,17 @@ def _pack_kernel(
         tl.store(prefix_len_ptr + at, tl.zeros_like(index) + start, mask=selected)
         if DRAFTS:
             slot = tl.load(slot_ptr + entry)
-            given = tl.load(free_ptr + ((step_slots + at) & (num_slots - 1)), mask=selected)
+            given = tl.load(free_ptr + ((first_slot + at) & (num_slots - 1)), mask=selected)
             slot = tl.where(selected, given, slot)
             tl.store(slots_ptr + at, slot, mask=selected)
             tl.store(slot_ptr + entry, slot, mask=selected)
             tl.store(expanded_ptr + entry, selected, mask=selected)
             tl.store(table + start + bit, slot, mask=keyed)
             cached = length - own
-            for begin in range(0, own, BLOCK_PAD):
-                number = begin + tl.arange(0, BLOCK_PAD)
+            for begin in range(0, own, _OWN_ROWS):
+                number = begin + tl.arange(0, _OWN_ROWS)
                 is_own = number < own
-                own_slot = tl.load(free_ptr + ((step_slots + first + number) & (num_slots - 1)), mask=is_own)
+                own_slot = tl.load(free_ptr + ((first_slot + first + number) & (num_slots - 1)), mask=is_own)
                 tl.store(tokens_ptr + first + number, tl.load(history + cached + number, mask=is_own), mask=is_own)
                 tl.store(positions_ptr + first + number, cached + number, mask=is_own)
                 tl.store(slots_ptr + first + number, own_slot, mask=is_own)
@@ -441,11 +447,14 @@ def _pack_kernel(
                 tl.store(sessions_ptr + first + number, tl.zeros_like(number) + session, mask=is_own)
                 tl.store(prefix_len_ptr + first + number, cached + number + 1, mask=is_own)
                 own_mask = is_own[:, None] & (word < W)[None, :]
-                tl.store(tree_mask_ptr + (first + number)[:, None] * W + word[None, :], no_mask, mask=own_mask)
+                own_words = tree_mask_ptr + (first + number)[:, None] * W + word[None, :]
+                tl.store(own_words, tl.zeros((_OWN_ROWS, BLOCK_W), tl.int64), mask=own_mask)
             tl.store(cached_ptr + row, length)
         else:
             # The session's rows take the table's slots one after the other, the root first.
-            tl.store(slots_ptr + first + index, table_slots, mask=index < 1 + taken)
+            tl.store(slots_ptr + first + index, table_slots, mask=index < 1 + num_selected)
+            if num_selected == C:
+                tl.store(slots_ptr + first + C, tl.load(table + length - 1 + C))
             tl.store(tokens_ptr + first, root)
             tl.store(positions_ptr + first, length - 1)
             tl.store(entries_ptr + first, tl.full((), _ROOT, tl.int32))
@@ -454,7 +463,7 @@ def _pack_kernel(
             tl.store(prefix_len_ptr + first, start)
             tl.store(tree_mask_ptr + first * W + word, (word == 0).to(tl.int64), mask=word < W)
 
-        # Ancestors by doubling: what is set so far, and the next ancestor that is not.
+        # Ancestors by pointer doubling: the bits set so far, and the nearest ancestor not yet included.
         mask = tl.where(
             (bit[:, None] >> 6) == word[None, :], tl.full((), 1, tl.int64) << (bit & 63).to(tl.int64)[:, None], 0
         )

@@ -1,4 +1,4 @@
-"""Records: what the host tells a pool, eight int32 words each, in the order in which it is to take effect.
+"""Records: the host's commands to a pool, eight int32 words each, carried out in order.
 
 A growth record is one node; every other record edits its row. The words behind the first three:
 
@@ -12,16 +12,17 @@ A growth record is one node; every other record edits its row. The words behind 
     FORGET      d
     RESENT      d
 
-OPEN begins a generation; every other record names the one it is for, and has no effect on another. Row states:
+OPEN begins a generation; every other record names its generation and is dropped in any other. Effects:
 
-    OPEN        clears the row's entries, ids and trail; state PREFILL. What the host has copied into the row's wide
-                columns before (history, stops and so on) stays.
+    OPEN        clears the row's entries, trail and `lost`, restarts its id counter; state PREFILL. Columns that the
+                host copied before (history, stops and so on) stay.
     CLOSE       state EMPTY, no entries.
-    PREEMPT     state PREFILL, cached 0 and an empty table; history and pool stay, growth still grafts.
+    PREEMPT     cached 0 and an empty table; a running or held row is PREFILL then. History and pool stay, growth still
+                grafts.
     LIMITS      new `end` and `allow`. allow = 0 holds the session; a higher one than its length lets it run again.
     SLOTS       table[start .. start + n) takes up to four slots, table_len = start + n; with n = 0 only that.
     FORGET      the ids of place d are void; entries that no other place has proposed go.
-    RESENT      the worker at place d begins to send its live tree again: nothing of it is lost any more.
+    RESENT      the worker at place d begins to send its live tree again: clears `lost`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ SLOTS_PER_RECORD = 4
 
 
 class RecordKind(enum.IntEnum):
-    """What a record does."""
+    """Kind of a record."""
 
     NOTHING = 0
     GROWTH = 1
@@ -53,10 +54,10 @@ class RecordKind(enum.IntEnum):
 
 
 class Verdict(enum.IntEnum):
-    """What became of a record."""
+    """Outcome of a record."""
 
-    NOTHING = 0
-    """It is of no known kind, or of a row that is not there."""
+    INVALID = 0
+    """Dropped: its kind, its row or its place is not there, or it opens a row with lengths that cannot be."""
     OLD_GENERATION = 1
     """It is for an opening of the row that is not in force."""
     EDITED = 2
@@ -79,7 +80,7 @@ class Verdict(enum.IntEnum):
 
 
 class Records:
-    """Puts records together, one after the other.
+    """Build an array of records.
 
     Ids, generations and slots are int32; what is wrong with growth (a token outside the vocabulary, an acceptance
     outside [0, 1], id 0) is refused where it is parsed, before it comes here.
@@ -109,19 +110,9 @@ class Records:
         drafter: int = 0,
     ) -> None:
         """Add a node: `parent_id` 0 is the token at index as_of - 1; `drafter` is the number of its kind, 0 to 7."""
-        bits = int(np.float32(acceptance).view(np.int32))
-        self._add(
-            RecordKind.GROWTH,
-            row,
-            generation,
-            node_id,
-            parent_id,
-            as_of,
-            token,
-            bits,
-            place=place,
-            drafter=1 << drafter,
-        )
+        # The bits of -0.0 are not those of 0.0.
+        words = (node_id, parent_id, as_of, token, int(np.float32(acceptance + 0.0).view(np.int32)))
+        self._add(RecordKind.GROWTH, row, generation, *words, place=place, drafter=1 << drafter)
 
     def open(self, row: int, generation: int, *, length: int, cached: int, end: int, allow: int) -> None:
         """Open the row for a session of `length` tokens, `cached` of which have KV."""
@@ -150,10 +141,11 @@ class Records:
         self._add(RecordKind.FORGET, row, generation, place=place)
 
     def resent(self, row: int, generation: int, *, place: int) -> None:
-        """Say that a place begins to send its live tree again."""
+        """Announce that a place sends its live tree again."""
         self._add(RecordKind.RESENT, row, generation, place=place)
 
     def _add(self, kind: RecordKind, row: int, generation: int, *words: int, place: int = 0, drafter: int = 0) -> None:
+        assert 0 <= place < 256 and 0 <= drafter < 256, f"place {place} and drafter bits {drafter} need a byte each"
         padded = (*words, *([0] * (WORDS - 3 - len(words))))
         self._rows.append((kind | place << 8 | drafter << 16, row, _signed(generation), *padded))
 

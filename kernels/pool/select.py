@@ -5,13 +5,15 @@ needs some rows of its own first: in a target's pool one for its root, in a draf
 without KV. What is left goes to the entries of highest value. A value never exceeds its parent's and equal values go to
 the lower row, then to the lower entry, so what is selected is closed under ancestors.
 
-    row                 takes part while RUNNING and below min(end, allow), with a slot for its root
+    row (target)        RUNNING, length < min(end, allow), a slot for its root
+    row (drafter)       RUNNING, length < end, something to do
     entry (target)      neither it nor an ancestor is a stop token in force, and length + depth < min(end, allow)
-    entry (drafter)     no KV yet, depth below the session's max_depth, and the same
+    entry (drafter)     no KV yet, depth < max_depth, no stop token, length + depth < end
     gain of a bucket    sum of value * 2^24 over what it would take, each rounded: no order of addition decides
 
-Where the running sessions do not fit into the bucket that was launched, those that fit take part, beginning with the
-first that did not the time before; a smaller bucket is no candidate then (gain -1).
+If the running sessions do not fit into the launched bucket, sessions join from `turn` on until one does not fit; the
+next selection begins with that one. A bucket that is too small for all of them has gain -1. A session that needs more
+rows of its own than a bucket has takes no part in that bucket and does not count there.
 
 Rows are sorted by value first, each by its own program; then one program a bucket searches the value at which it is
 full, over all sorted rows at once. Shapes: B buckets, and as in `columns.py`.
@@ -28,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from outrider.kernels.argument_checks import check_dtype, check_place
+from outrider.kernels.argument_checks import check_place
 from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
 from outrider.kernels.compiled import compiled
 from outrider.kernels.early_launch import early_options
@@ -40,12 +42,12 @@ GAIN_SCALE = 1 << 24
 """Gains count entries in units of 1 / GAIN_SCALE."""
 
 _SCALE = tl.constexpr(float(GAIN_SCALE))
-# The bits of a number above 1: more than those of any value.
-_ABOVE_ONE = tl.constexpr(0x3F800001)
+# Bits above those of every number, infinity included.
+_ABOVE_ALL = tl.constexpr(0x7F800001)
 _RUNNING = tl.constexpr(int(RowState.RUNNING))
-# Entries of a row that are held against as many others at a time when it is sorted.
+# Block size of the pairwise comparison that sorts a row.
 _CHUNK = 64
-# Columns of sorted rows that are looked at together; in most buckets a row has no more.
+# Sorted entries a row that the search reads at once; few rows have more.
 _WIDTH = 64
 
 
@@ -55,7 +57,7 @@ class SelectionArrays(NamedTuple):
     buckets: Any
     least_value: Any
     reserved_sessions: Any
-    taken: Any
+    num_selected: Any
     rank: Any
     own_rows: Any
     first_row: Any
@@ -63,18 +65,19 @@ class SelectionArrays(NamedTuple):
     totals: Any
     gains: Any
     turn: Any
+    first_slot: Any
     limit: Any
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Selection:
-    """What a step takes, and room for finding it out. Build one with `allocate`.
+    """The selection of a step, and scratch for computing it. Build one with `allocate`.
 
     Attributes:
         buckets: [B, 3] int32, given: rows, sessions, most rows of a session.
         least_value: [1] float32, given: entries below it are left out; 0 leaves none out.
         reserved_sessions: [1] int32, given: sessions of every bucket that are not for these rows (prefill).
-        taken: [S] int32: entries that the row contributes, its best ones; -1 where it takes no part.
+        num_selected: [S] int32: entries that the row contributes, its best ones; -1 where it takes no part.
         rank: [S, C] int32: how many eligible entries of the row are better; C where an entry is not eligible.
         own_rows: [S] int32: rows that the session needs before any entry.
         first_row: [S] int32: the row's first of the step.
@@ -82,8 +85,8 @@ class Selection:
         totals: [2] int32: rows and sessions of the step.
         gains: [B] int64: of each bucket; -1 where the running sessions do not fit.
         turn: [1] int32: the row that comes first when not all fit.
+        first_slot: [1] int64: `NodeSlots.free_head` before the rows of the step take theirs, in a drafter's pool.
         limit: [S] int32, scratch: most entries of the row, -1 where it cannot take part.
-        eligible: [S] int32, scratch: entries of the row that may be taken.
         keys, ordered: [S', C] int32, scratch: bits of the values of each row's entries, -1 where one is not eligible;
             and those of the eligible ones, best first. S' is S up to a power of two.
     """
@@ -91,7 +94,7 @@ class Selection:
     buckets: torch.Tensor
     least_value: torch.Tensor
     reserved_sessions: torch.Tensor
-    taken: torch.Tensor
+    num_selected: torch.Tensor
     rank: torch.Tensor
     own_rows: torch.Tensor
     first_row: torch.Tensor
@@ -99,8 +102,8 @@ class Selection:
     totals: torch.Tensor
     gains: torch.Tensor
     turn: torch.Tensor
+    first_slot: torch.Tensor
     limit: torch.Tensor
-    eligible: torch.Tensor
     keys: torch.Tensor
     ordered: torch.Tensor
     arrays: tuple[Any, ...] = field(init=False, repr=False)
@@ -134,7 +137,7 @@ class Selection:
             buckets=torch.tensor(buckets, dtype=torch.int32, device=device),
             least_value=column(1, dtype=torch.float32),
             reserved_sessions=column(1),
-            taken=column(sessions),
+            num_selected=column(sessions),
             rank=column(sessions, capacity),
             own_rows=column(sessions),
             first_row=column(sessions),
@@ -142,21 +145,21 @@ class Selection:
             totals=column(2),
             gains=column(len(buckets), dtype=torch.int64),
             turn=column(1),
+            first_slot=column(1, dtype=torch.int64),
             limit=column(sessions),
-            eligible=column(sessions),
             keys=column(triton_rows, capacity),
             ordered=column(triton_rows, capacity),
         )
 
 
 def select(pool: Pool, selection: Selection, launched: int, *, children: int = 0) -> None:
-    """Select for the bucket that was launched, and find out what all of them gain.
+    """Select entries for the launched bucket, and compute the gain of every bucket.
 
     Args:
         pool: read.
         selection: written.
         launched: number of the bucket.
-        children: of each expanded entry at most, in a drafter's pool: what is alive stays within `max_nodes`.
+        children: most children of an expanded entry, in a drafter's pool; keeps the live entries within `max_nodes`.
 
     Raises:
         ValueError: a number or a device that does not fit.
@@ -164,8 +167,7 @@ def select(pool: Pool, selection: Selection, launched: int, *, children: int = 0
     if not 0 <= launched < selection.buckets.shape[0]:
         raise ValueError(f"launched: {launched} given, one of {selection.buckets.shape[0]} buckets needed")
     check_place("selection", selection.rank, pool.device, "pool")
-    check_shape("rank", selection.rank, (pool.sessions, pool.capacity))
-    check_dtype("buckets", selection.buckets, (torch.int32,))
+    check_shape("selection.rank", selection.rank, (pool.sessions, pool.capacity))
     if pool.nodes is not None and children < 1:
         raise ValueError(f"children: {children} given, at least 1 needed for the pool of a drafter")
     if uses_triton(selection.rank):
@@ -182,38 +184,45 @@ def select_reference(pool: Pool, selection: Selection, launched: int, *, childre
 @compiled
 def _select(pool_arrays: Any, arrays: Any, launched: int, children: int) -> None:
     pool, selection = PoolArrays(*pool_arrays), SelectionArrays(*arrays)
-    buckets, taken, rank, own_rows = selection.buckets, selection.taken, selection.rank, selection.own_rows
+    buckets, num_selected, rank, own_rows = (
+        selection.buckets,
+        selection.num_selected,
+        selection.rank,
+        selection.own_rows,
+    )
     first_row, number, totals, gains = selection.first_row, selection.number, selection.totals, selection.gains
     turn, limit, least_value = selection.turn, selection.limit, selection.least_value[0]
     sessions, capacity = rank.shape
     drafts = len(pool.slot) > 0
     keys = np.empty(sessions * capacity, np.int64)
-    candidates, needed, running, longest = 0, 0, 0, 0
+    candidates = 0
     values = pool.value.view(np.int32)
     for row in range(sessions):
         _limit_row(pool, row, own_rows, limit, children)
         rank[row] = capacity
         if limit[row] < 0:
             continue
-        running += 1
-        needed += own_rows[row]
-        longest = max(longest, own_rows[row])
         end = pool.end[row] if drafts else min(pool.end[row], pool.allow[row])
+        before = candidates
         for entry in range(pool.count[row]):
             is_wanted = pool.value[row, entry] >= least_value and not pool.stopped[row, entry]
             if drafts:
                 is_wanted &= not pool.expanded[row, entry] and pool.depth[row, entry] < pool.max_depth[row]
-            if is_wanted and pool.length[row] + pool.depth[row, entry] < end:
+            # Bits of values are ordered as they are, but for -0.0.
+            if is_wanted and values[row, entry] >= 0 and pool.length[row] + pool.depth[row, entry] < end:
                 # Ascending, so that the last one is the best: the larger value, then the lower row and entry.
-                place = np.int64(0xFFFFFFFF) - (row * capacity + entry)
-                keys[candidates] = np.int64(values[row, entry]) << 32 | place
+                flat = np.int64(0xFFFFFFFF) - (row * capacity + entry)
+                keys[candidates] = np.int64(values[row, entry]) << 32 | flat
                 candidates += 1
+        limit[row] = min(limit[row], candidates - before)
+        if drafts and own_rows[row] == 0 and limit[row] == 0:
+            limit[row] = -1
     ordered = np.sort(keys[:candidates])
     seen = np.zeros(sessions, np.int32)
     for position in range(candidates - 1, -1, -1):
-        place = 0xFFFFFFFF - (ordered[position] & 0xFFFFFFFF)
-        row = place // capacity
-        rank[row, place % capacity] = seen[row]
+        flat = 0xFFFFFFFF - (ordered[position] & 0xFFFFFFFF)
+        row = flat // capacity
+        rank[row, flat % capacity] = seen[row]
         seen[row] += 1
 
     slots = pool.free_tail[0] - pool.free_head[0]
@@ -222,15 +231,18 @@ def _select(pool_arrays: Any, arrays: Any, launched: int, children: int) -> None
         rows, places, most = buckets[bucket, 0], buckets[bucket, 1] - selection.reserved_sessions[0], buckets[bucket, 2]
         if drafts:
             rows = min(rows, slots)
-        fits = running <= places and needed <= rows and longest <= most
-        if fits:
-            for row in range(sessions):
-                takes_part[row] = limit[row] >= 0
-        elif bucket == launched:
-            _rotate(rows, places, most, own_rows, limit, turn, takes_part)
-        else:
-            gains[bucket] = -1
-            continue
+        running, needed = 0, 0
+        for row in range(sessions):
+            takes_part[row] = limit[row] >= 0 and own_rows[row] <= min(most, rows)
+            if takes_part[row]:
+                running += 1
+                needed += own_rows[row]
+        fits = running <= places and needed <= rows
+        if not fits:
+            if bucket != launched:
+                gains[bucket] = -1
+                continue
+            _rotate(rows, places, own_rows, turn, takes_part)
         room = rows
         for row in range(sessions):
             room -= own_rows[row] if takes_part[row] else 0
@@ -239,29 +251,29 @@ def _select(pool_arrays: Any, arrays: Any, launched: int, children: int) -> None
         for position in range(candidates - 1, -1, -1):
             if room == 0:
                 break
-            place = 0xFFFFFFFF - (ordered[position] & 0xFFFFFFFF)
-            row = place // capacity
+            flat = 0xFFFFFFFF - (ordered[position] & 0xFFFFFFFF)
+            row = flat // capacity
             if takes_part[row] and seen[row] < min(limit[row], most - own_rows[row]):
                 seen[row] += 1
                 room -= 1
-                value = pool.value[row, place % capacity]
+                value = pool.value[row, flat % capacity]
                 gain += np.int64(np.float64(value) * GAIN_SCALE + 0.5)
         gains[bucket] = gain if fits else -1
         if bucket == launched:
             first, count = 0, 0
             for row in range(sessions):
-                taken[row] = seen[row] if takes_part[row] else -1
+                num_selected[row] = seen[row] if takes_part[row] else -1
                 first_row[row], number[row] = first, count
                 if takes_part[row] and own_rows[row] + seen[row] > 0:
                     first += own_rows[row] + seen[row]
                     count += 1
             totals[0], totals[1] = first, count
-    pool.step_slots[0] = pool.free_head[0]
+    selection.first_slot[0] = pool.free_head[0]
 
 
 @compiled
 def _limit_row(pool: Any, row: int, own_rows: Any, limit: Any, children: int) -> None:
-    """How many rows a session needs before any entry, and how many entries it may have at most, -1 for no part."""
+    """Write the rows that a session needs before any entry, and the most entries it may have (-1: it takes no part)."""
     drafts, length = len(pool.slot) > 0, pool.length[row]
     is_running = pool.state[row] == RowState.RUNNING and length < pool.end[row]
     if drafts:
@@ -277,21 +289,18 @@ def _limit_row(pool: Any, row: int, own_rows: Any, limit: Any, children: int) ->
 
 
 @compiled
-def _rotate(rows: int, places: int, most: int, own_rows: Any, limit: Any, turn: Any, takes_part: Any) -> None:
-    """Who takes part where not all fit: rows from `turn` on, until the first that does not; it begins the next time."""
-    sessions = len(limit)
-    takes_part[:] = False
-    first = turn[0]
+def _rotate(rows: int, places: int, own_rows: Any, turn: Any, takes_part: Any) -> None:
+    """Mark the rows that take part when not all fit: from `turn` on, up to the first that does not fit."""
+    sessions, first, is_full = len(takes_part), turn[0], False
     for step in range(sessions):
         row = (first + step) % sessions
-        if limit[row] < 0 or own_rows[row] > most:
-            continue
-        if places < 1 or rows < own_rows[row]:
+        if takes_part[row] and not is_full and (places < 1 or rows < own_rows[row]):
             turn[0] = row
-            return
-        takes_part[row] = True
-        places -= 1
-        rows -= own_rows[row]
+            is_full = True
+        if takes_part[row]:
+            takes_part[row] = not is_full
+            places -= 1
+            rows -= own_rows[row]
 
 
 def _launch(pool: Pool, selection: Selection, launched: int, children: int) -> None:
@@ -315,7 +324,6 @@ def _launch(pool: Pool, selection: Selection, launched: int, children: int) -> N
         selection.rank,
         selection.own_rows,
         selection.limit,
-        selection.eligible,
         selection.ordered,
         selection.keys,
         C=capacity,
@@ -331,9 +339,8 @@ def _launch(pool: Pool, selection: Selection, launched: int, children: int) -> N
         selection.reserved_sessions,
         selection.limit,
         selection.own_rows,
-        selection.eligible,
         selection.ordered,
-        selection.taken,
+        selection.num_selected,
         selection.first_row,
         selection.number,
         selection.totals,
@@ -341,7 +348,7 @@ def _launch(pool: Pool, selection: Selection, launched: int, children: int) -> N
         selection.turn,
         selection.turn if nodes is None else nodes.free_head,
         selection.turn if nodes is None else nodes.free_tail,
-        selection.turn if nodes is None else nodes.step_slots,
+        selection.first_slot,
         launched,
         S=sessions,
         C=capacity,
@@ -372,7 +379,6 @@ def _order_kernel(
     rank_ptr,  # [S, C] int32
     own_rows_ptr,  # [S] int32
     limit_ptr,  # [S] int32
-    eligible_ptr,  # [S] int32
     ordered_ptr,  # [BLOCK_S, C] int32
     keys_ptr,  # [BLOCK_S, C] int32
     C: tl.constexpr,
@@ -403,10 +409,14 @@ def _order_kernel(
         own_rows = 1 + 0
         limit = tl.minimum(max_nodes, table_len - length)
         running = (state == _RUNNING) & (length < end) & (table_len >= length)
+    # Bits of values are ordered as they are, but for -0.0.
+    bits = value.to(tl.int32, bitcast=True)
+    wanted = wanted & running & (length + depth < end) & (bits >= 0)
+    limit = tl.minimum(limit, tl.sum(wanted.to(tl.int32)))
+    if DRAFTS:
+        running = running & ((own_rows > 0) | (limit > 0))
     limit, own_rows = tl.where(running, limit, -1), tl.where(running, own_rows, 0)
-    wanted = wanted & running & (length + depth < end)
-    # Bits of values that are not negative are ordered as they are.
-    tl.store(keys_ptr + entry, tl.where(wanted, value.to(tl.int32, bitcast=True), -1))
+    tl.store(keys_ptr + entry, tl.where(wanted, bits, -1))
     tl.store(rank_ptr + entry, tl.full((C,), C, tl.int32))
     tl.debug_barrier()
     for begin in range(0, count, CHUNK):
@@ -424,7 +434,6 @@ def _order_kernel(
         tl.store(ordered_ptr + row * C + rank, key, mask=key >= 0)
     tl.store(own_rows_ptr + row, own_rows)
     tl.store(limit_ptr + row, limit)
-    tl.store(eligible_ptr + row, tl.sum(wanted.to(tl.int32)))
 
 
 @jit
@@ -436,11 +445,11 @@ def _fill(ordered_ptr, wanted, room, BLOCK_S: tl.constexpr, C: tl.constexpr, WID
     ordered = ordered_ptr + tl.arange(0, BLOCK_S)[:, None] * C + tl.arange(0, WIDTH)[None, :]
     column, widest = tl.arange(0, WIDTH)[None, :], tl.max(wanted)
     # More than `room` keys reach `low`, fewer reach `high`.
-    low, high = -1, _ABOVE_ONE + 0
+    low, high = -1, _ABOVE_ALL + 0
     if tl.sum(wanted) <= room:
         high = 0
     while high - low > 1:
-        middle = (low + high) // 2
+        middle = low + (high - low) // 2
         reached = 0
         for begin in range(0, widest, WIDTH):
             key = tl.load(ordered + begin)
@@ -478,9 +487,8 @@ def _fill_kernel(
     reserved_sessions_ptr,  # [1] int32
     limit_ptr,  # [S] int32
     own_rows_ptr,  # [S] int32
-    eligible_ptr,  # [S] int32
     ordered_ptr,  # [S, C] int32
-    taken_ptr,  # [S] int32
+    num_selected_ptr,  # [S] int32
     first_row_ptr,  # [S] int32
     number_ptr,  # [S] int32
     totals_ptr,  # [2] int32
@@ -488,7 +496,7 @@ def _fill_kernel(
     turn_ptr,  # [1] int32
     free_head_ptr,  # [1] int64
     free_tail_ptr,  # [1] int64
-    step_slots_ptr,  # [1] int64
+    first_slot_ptr,  # [1] int64
     launched,
     S: tl.constexpr,
     C: tl.constexpr,
@@ -507,21 +515,19 @@ def _fill_kernel(
     most = tl.load(buckets_ptr + bucket * 3 + 2)
     limit = tl.load(limit_ptr + row, mask=here, other=-1)
     own_rows = tl.load(own_rows_ptr + row, mask=here, other=0)
-    eligible = tl.load(eligible_ptr + row, mask=here, other=0)
     if DRAFTS:
         free_head = tl.load(free_head_ptr)
         slots = tl.load(free_tail_ptr) - free_head
         rows = tl.minimum(rows.to(tl.int64), slots).to(tl.int32)
     places -= tl.load(reserved_sessions_ptr)
-    running = limit >= 0
-    takes_part = running
-    fits = (tl.sum(running.to(tl.int32)) <= places) & (tl.sum(own_rows) <= rows) & (tl.max(own_rows) <= most)
+    could = (limit >= 0) & (own_rows <= tl.minimum(most, rows))
+    counts, needs = could.to(tl.int32), tl.where(could, own_rows, 0)
+    takes_part = could
+    fits = (tl.sum(counts) <= places) & (tl.sum(needs) <= rows)
     if (fits == 0) & (bucket == launched):
         # From `turn` on, by sums over the rows in that order; the first that does not fit begins the next time.
         first = tl.load(turn_ptr)
-        could = running & (own_rows <= most)
         step = tl.where(row >= first, row - first, row - first + S)
-        counts, needs = could.to(tl.int32), tl.where(could, own_rows, 0)
         counts_until = tl.cumsum(counts, 0) - tl.sum(tl.where(row < first, counts, 0))
         needs_until = tl.cumsum(needs, 0) - tl.sum(tl.where(row < first, needs, 0))
         counts_until += tl.where(row >= first, 0, tl.sum(counts))
@@ -536,17 +542,17 @@ def _fill_kernel(
     else:
         needs = tl.where(takes_part, own_rows, 0)
         room = rows - tl.sum(needs)
-        wanted = tl.minimum(tl.minimum(limit, most - own_rows), eligible)
+        wanted = tl.minimum(limit, most - own_rows)
         wanted = tl.where(takes_part, tl.maximum(wanted, 0), 0)
         taken, gain = _fill(ordered_ptr, wanted, room, BLOCK_S, C, WIDTH)
         tl.store(gains_ptr + bucket, tl.where(fits, gain, -1))
         if bucket == launched:
             size = needs + tl.where(takes_part, taken, 0)
             is_there = (size > 0).to(tl.int32)
-            tl.store(taken_ptr + row, tl.where(takes_part, taken, -1), mask=here)
+            tl.store(num_selected_ptr + row, tl.where(takes_part, taken, -1), mask=here)
             tl.store(first_row_ptr + row, tl.cumsum(size, 0) - size, mask=here)
             tl.store(number_ptr + row, tl.cumsum(is_there, 0) - is_there, mask=here)
             tl.store(totals_ptr, tl.sum(size))
             tl.store(totals_ptr + 1, tl.sum(is_there))
             if DRAFTS:
-                tl.store(step_slots_ptr, free_head)
+                tl.store(first_slot_ptr, free_head)

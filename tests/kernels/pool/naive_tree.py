@@ -158,7 +158,8 @@ class NaiveSession:
 
     def preempt(self) -> None:
         """Take the KV away."""
-        self.state = RowState.PREFILL
+        if self.state in {RowState.RUNNING, RowState.HELD}:
+            self.state = RowState.PREFILL
         self.cached = 0
         self.table_len = 0
         for entry in self.entries:
@@ -218,8 +219,11 @@ class NaiveSession:
 
     def append(self, parent: Node, token: int, acceptance: np.float32, *, place: int, drafters: int) -> Verdict:
         """Take a child from the drafter that computes here."""
-        has_room = token in parent.children or len(self.entries) < self.capacity
-        node_id = self._new_id() if has_room else 0
+        child = parent.children.get(token)
+        if child is not None:
+            node_id = child.ids.get(place, 0) or self._new_id()
+        else:
+            node_id = self._new_id() if len(self.entries) < self.capacity else 0
         return self._take_child(parent, token, acceptance, place=place, node_id=node_id, drafters=drafters)
 
     def adopt(self, node: Node, *, place: int) -> None:
@@ -268,6 +272,11 @@ class NaiveSession:
         room = min(self.capacity, self.max_nodes) - len(self.entries)
         # The root brings children, too.
         return max(room // children - (1 if self.own_rows() else 0), 0)
+
+    def has_work(self, limits: Limits) -> bool:
+        """Whether there is something to compute in a step."""
+        has_entry = any(self.is_eligible(entry, limits.least_value) for entry in self.entries)
+        return self.own_rows() > 0 or (has_entry and self.most_entries(limits.children) > 0)
 
     def is_eligible(self, entry: Node, least_value: float) -> bool:
         """Whether a step may take the entry."""
@@ -449,17 +458,18 @@ class NaivePool:
             for row, session in enumerate(self.sessions)
         ]
 
-    def who_fits(self, rows: int, places: int, most: int) -> list[int] | None:
+    def who_fits(self, rows: int, places: int, most: int, limits: Limits) -> list[int] | None:
         """The pool's rows that take part in a bucket of `rows`, `places` for sessions and `most` rows of a session;
         None if not all that run fit.
         """
-        needs = self._needs()
-        fits = len(needs) <= places and sum(needs.values()) <= rows and max(needs.values(), default=0) <= most
-        return [*needs] if fits else None
+        needs = self._needs(min(most, rows), limits)
+        return [*needs] if len(needs) <= places and sum(needs.values()) <= rows else None
 
-    def who_fits_in_turn(self, rows: int, places: int, most: int, *, first: int) -> tuple[list[int], int]:
+    def who_fits_in_turn(
+        self, rows: int, places: int, most: int, limits: Limits, *, first: int
+    ) -> tuple[list[int], int]:
         """The pool's rows that fit, from `first` on, and the one that begins the next time."""
-        needs = {row: own for row, own in self._needs().items() if own <= most}
+        needs = self._needs(min(most, rows), limits)
         fitting: list[int] = []
         for row in sorted(needs, key=lambda row: (row < first, row)):
             if len(fitting) >= places or sum(needs[other] for other in (*fitting, row)) > rows:
@@ -467,24 +477,33 @@ class NaivePool:
             fitting.append(row)
         return sorted(fitting), first
 
-    def _needs(self) -> dict[int, int]:
-        return {row: session.own_rows() for row, session in enumerate(self.sessions) if session.takes_part()}
+    def _needs(self, most: int, limits: Limits) -> dict[int, int]:
+        """Rows of its own of each session that has something to do and needs no more than `most`."""
+        return {
+            row: session.own_rows()
+            for row, session in enumerate(self.sessions)
+            if session.takes_part() and session.own_rows() <= most and session.has_work(limits)
+        }
 
-    def _take(self, head: int, row: int, generation: int, *words: int) -> Verdict:
+    def _take(self, head: int, row: int, generation: int, *words: int) -> Verdict:  # noqa: PLR0911 - one an outcome
         number, place, drafters = head & 0xFF, head >> 8 & 0xFF, head >> 16 & 0xFF
         if not 0 <= row < len(self.sessions):
-            return Verdict.NOTHING
+            return Verdict.INVALID
         session = self.sessions[row]
         if number == RecordKind.OPEN:
             length, cached, end, allow, _ = words
+            if not (1 <= length <= len(session.history) and 0 <= cached <= length):
+                return Verdict.INVALID
             session.open(generation, length=length, cached=cached, end=end, allow=allow)
             return Verdict.EDITED
         # A closed row has no opening in force.
         if generation != session.generation or session.state == RowState.EMPTY:
             return Verdict.OLD_GENERATION
         if number == RecordKind.NOTHING or number not in {*RecordKind}:
-            return Verdict.NOTHING
+            return Verdict.INVALID
         kind = RecordKind(number)
+        if kind in {RecordKind.GROWTH, RecordKind.FORGET, RecordKind.RESENT} and place >= session.places:
+            return Verdict.INVALID
         if kind == RecordKind.GROWTH:
             node_id, parent_id, as_of, token, bits = words
             return session.growth(

@@ -14,54 +14,61 @@ from outrider.kernels.pool.columns import Pool, RowState
 from outrider.kernels.pool.graft import graft, graft_reference
 from outrider.kernels.pool.pack import Packed, pack, pack_reference
 from outrider.kernels.pool.re_root import re_root, re_root_reference
-from outrider.kernels.pool.records import Records
+from outrider.kernels.pool.records import Records, Verdict
 from outrider.kernels.pool.select import Selection, select, select_reference
 
 _OF_ENTRIES = ("token", "parent", "depth", "acceptance", "value", "ids", "drafters", "stopped", "slot", "expanded")
-_SCRATCH = ("released", "limit", "eligible", "keys", "ordered")
-_TOKENS = 3
-_BUCKETS = [(4, 2, 4), (8, 4, 8), (24, 4, 24), (64, 4, 64)]
-_CHILDREN = 2
+_SCRATCH = ("released", "limit", "keys", "ordered")
+_TOKENS, _CHILDREN = 9, 3
+_MAX_LEN, _NUM_SLOTS = 96, 4096
+# Products of many of the first are denormal numbers.
+_ACCEPTANCES = (0.0, 0.01, 0.5, 0.9, 0.97, 1.0)
 
 
 class Pair:
     """One history, lived through by the loops on a CPU and by the kernels on `device`."""
 
     def __init__(
-        self, device: torch.device, *, drafts: bool, seed: int, sessions: int, capacity: int, places: int
+        self,
+        device: torch.device,
+        *,
+        drafts: bool,
+        seed: int,
+        sessions: int,
+        capacity: int,
+        places: int,
+        buckets: list[tuple[int, int, int]],
     ) -> None:
-        self.device, self.random, self.drafts = device, random.Random(seed), drafts
+        self.device, self.random, self.drafts, self.buckets = device, random.Random(seed), drafts, buckets
         self.loops, self.kernels = (
             Pool.allocate(
                 sessions=sessions,
-                max_len=96,
+                max_len=_MAX_LEN,
                 capacity=capacity,
                 places=places,
                 trail=8,
-                node_slots=512 if drafts else None,
+                node_slots=_NUM_SLOTS if drafts else None,
                 device=where,
             )
             for where in ("cpu", device)
         )
+        self.selections = [Selection.allocate(pool, buckets) for pool in (self.loops, self.kernels)]
         self.generation = [0] * sessions
         # A drafter that computes here counts its own ids from 1.
-        self.ids = [[1_000_000 if drafts else 1] * places for _ in range(sessions)]
-        self.selections = Selection.allocate(self.loops, _BUCKETS), Selection.allocate(self.kernels, _BUCKETS)
+        self.next_id = [[1 << 30 if drafts else 1] * places for _ in range(sessions)]
         for pool in (self.loops, self.kernels):
-            pool.table.copy_(torch.arange(pool.table.numel()).view_as(pool.table) % 500)
+            pool.table.copy_(torch.arange(pool.table.numel()).view_as(pool.table) % (_NUM_SLOTS - 1))
             pool.stops[:, 0] = 2
             pool.min_end.fill_(40)
             if pool.nodes is not None:
-                pool.nodes.free.copy_(torch.arange(512))
-                pool.nodes.free_tail.fill_(500)
-
-    def host(self, name: str) -> list[int]:
-        return getattr(self.loops, name).tolist()
+                pool.nodes.free.copy_(torch.arange(_NUM_SLOTS))
+                pool.nodes.free_tail.fill_(_NUM_SLOTS)
 
     def graft(self, count: int) -> list[int]:
-        records = Records()
+        """Records of all kinds, most of them growth below what is alive; their verdicts."""
+        records, sent = Records(), {}
         for _ in range(count):
-            self._add_record(records)
+            self._add_record(records, sent)
         words = torch.from_numpy(records.array())
         counts = torch.tensor([len(words)], dtype=torch.int32)
         verdicts = torch.full((len(words),), -1, dtype=torch.int32)
@@ -69,157 +76,180 @@ class Pair:
         graft_reference(self.loops, words, counts, verdicts)
         graft(self.kernels, words.to(self.device), counts.to(self.device), theirs)
         assert theirs.tolist() == verdicts.tolist()
-        # A prefill that nobody runs here: rows are there as soon as they are opened, preempted ones get slots again.
+        self.compare()
+        # A prefill that nobody runs here: rows run as soon as they are opened, preempted ones get slots again.
         for pool in (self.loops, self.kernels):
             in_prefill = pool.state == RowState.PREFILL
             pool.state.copy_(torch.where(in_prefill, RowState.RUNNING, pool.state))
-            if not self.drafts:
-                pool.table_len.copy_(torch.where(in_prefill, pool.length + 6, pool.table_len))
+            if pool.nodes is None:
+                pool.table_len.copy_(torch.where(in_prefill, _MAX_LEN, pool.table_len))
                 pool.cached.copy_(torch.where(in_prefill, pool.length - 1, pool.cached))
+            else:
+                # Committed slots are the host's to give back.
+                pool.nodes.free_tail.copy_(pool.nodes.free_head + _NUM_SLOTS)
         return verdicts.tolist()
 
-    def _add_record(self, records: Records) -> None:
+    def _add_record(self, records: Records, sent: dict[tuple[int, int], list[int]]) -> None:
         chance, row = self.random.random(), self.random.randrange(self.loops.sessions)
-        generation = self.generation[row]
-        if generation == 0 or chance < 0.02:
+        place = self.random.randrange(self.loops.places)
+        generation, length = self.generation[row], int(self.loops.length[row])
+        if generation == 0 or chance < 0.002:
             self.generation[row] += 1
             length = self.random.randint(1, 12)
             cached = self.random.randint(0, length) if self.drafts else length - 1
-            end = length + self.random.randint(1, 60)
+            end = length + self.random.randint(20, 80)
             records.open(row, self.generation[row], length=length, cached=cached, end=end, allow=end)
-        elif chance < 0.03:
-            records.close(row, generation)
-            self.generation[row] = 0
-        elif chance < 0.04:
-            records.preempt(row, generation)
-        elif chance < 0.06:
-            records.forget(row, generation, place=self.random.randrange(self.loops.places))
-        elif chance < 0.08:
-            records.resent(row, generation, place=self.random.randrange(self.loops.places))
-        elif chance < 0.12:
+        elif chance < 0.004:
+            self.random.choice([records.close, records.preempt])(row, generation)
+        elif chance < 0.008:
+            self.random.choice([records.forget, records.resent])(row, generation, place=place)
+        elif chance < 0.012:
             records.limits(row, generation, end=90, allow=self.random.choice([0, 20, 90]))
-        elif chance < 0.15 and not self.drafts:
+        elif chance < 0.02 and not self.drafts:
             slots = [self.random.randrange(500) for _ in range(self.random.randint(0, 6))]
-            records.slots(row, generation, start=self.host("length")[row] + self.random.randint(0, 4), slots=slots)
-        elif chance < 0.17:
+            records.slots(row, generation, start=self.random.randrange(_MAX_LEN - 6), slots=slots)
+        elif chance < 0.03:
+            # Nothing of this may take effect.
             records.growth(99, 1, place=0, node_id=1, parent_id=0, as_of=1, token=1, acceptance=0.5)
+            records.forget(row, generation, place=self.loops.places)
+            records.open(row, generation + 9, length=0, cached=0, end=1, allow=1)
         else:
-            place = self.random.randrange(self.loops.places)
-            known = self.ids[row][place]
-            if self.random.random() < 0.9:
-                node_id, self.ids[row][place] = known, known + 1
+            count, ids = int(self.loops.count[row]), self.loops.ids[row, :, place]
+            alive = [node for node in ids[:count].tolist() if node][-30:]
+            new = sent.setdefault((row, place), [])
+            node_id = self.next_id[row][place]
+            if self.random.random() < 0.97:
+                self.next_id[row][place] += 1
+                new.append(node_id)
             else:
-                node_id = max(self.random.randint(known - 5, known - 1), 1)
+                node_id = max(node_id - self.random.randint(1, 5), 1)
             records.growth(
                 row,
-                generation - (self.random.random() < 0.03),
+                generation - (self.random.random() < 0.01),
                 place=place,
                 node_id=node_id,
-                parent_id=self.random.choice([0, *range(max(known - 12, 1), known)]),
-                as_of=self.host("length")[row] - self.random.choice([0, 0, 0, 0, 1, 3, 9, 30]),
+                parent_id=self.random.choice([0, node_id + 7, *alive, *new[-9:]]),
+                as_of=length - self.random.choice([0] * 9 + [1, 3, 9, 30]),
                 token=self.random.randrange(_TOKENS),
-                acceptance=self.random.choice([0.0, 0.25, 0.3, 0.7, 0.7, 1.0]),
+                acceptance=self.random.choice(_ACCEPTANCES),
                 drafter=self.random.randrange(8),
             )
 
     def commit(self) -> None:
-        sessions = self.loops.sessions
-        tokens = torch.zeros(sessions, 4, dtype=torch.int32)
-        counts = torch.zeros(sessions, dtype=torch.int32)
-        states, lengths = self.host("state"), self.host("length")
-        for row in range(sessions):
-            if states[row] == RowState.RUNNING and lengths[row] < 80:
-                counts[row] = self.random.choice([0, 0, 1, 1, 2, 3])
-            tokens[row] = torch.tensor([self.random.randrange(_TOKENS) for _ in range(4)])
-        re_root_reference(self.loops, tokens, counts)
+        """Tokens of one row in five, down its tree or beside it."""
+        pool = self.loops
+        tokens = torch.zeros(pool.sessions, 4, dtype=torch.int32)
+        counts = torch.zeros(pool.sessions, dtype=torch.int32)
+        for row in range(pool.sessions):
+            if pool.state[row] != RowState.RUNNING or pool.length[row] > 80 or self.random.random() < 0.8:
+                continue
+            counts[row], entry = self.random.randint(1, 3), -1
+            for number in range(int(counts[row])):
+                children = [at for at in range(int(pool.count[row])) if pool.parent[row, at] == entry]
+                entry = self.random.choice(children) if children and self.random.random() < 0.9 else -9
+                tokens[row, number] = pool.token[row, entry] if entry >= 0 else 0
+        re_root_reference(pool, tokens, counts)
         re_root(self.kernels, tokens.to(self.device), counts.to(self.device))
+        self.compare()
 
     def step(self) -> None:
-        launched = self.random.randrange(len(_BUCKETS))
-        rows, sessions, _ = _BUCKETS[launched]
-        least = self.random.choice([0.0, 0.0, 0.1])
+        """A selection, its rows, and in a drafter's pool their children."""
+        launched = self.random.randrange(len(self.buckets))
+        least, reserved = self.random.choice([0.0, 0.0, 0.1]), self.random.choice([0, 0, 1])
         for selection in self.selections:
             selection.least_value.fill_(least)
-            selection.reserved_sessions.fill_(int(launched > 1))
+            selection.reserved_sessions.fill_(reserved)
         mine, theirs = self.selections
         children = _CHILDREN if self.drafts else 0
         select_reference(self.loops, mine, launched, children=children)
         select(self.kernels, theirs, launched, children=children)
-        self._compare(mine, theirs)
-        words = max(self.loops.capacity // 64, 1)
+        _assert_same(mine, theirs)
         packs = [
-            Packed.allocate(rows=rows, sessions=sessions, words=words, scrap_slot=511, device=device)
-            for device in ("cpu", self.device)
+            Packed.allocate(pool, self.buckets[launched], scrap_slot=_NUM_SLOTS - 1)
+            for pool in (self.loops, self.kernels)
         ]
         for packed in packs:
-            packed.tokens.fill_(-7)
+            for column in fields(packed):
+                if isinstance(getattr(packed, column.name), torch.Tensor):
+                    getattr(packed, column.name).fill_(-7)
         pack_reference(self.loops, mine, packs[0])
         pack(self.kernels, theirs, packs[1])
-        self._compare(*packs)
+        _assert_same(*packs)
+        self.compare()
         if self.drafts:
+            rows = self.buckets[launched][0]
             tokens = torch.stack([torch.randperm(_TOKENS, dtype=torch.int32)[:_CHILDREN] for _ in range(rows)])
             tokens = torch.where(torch.rand(tokens.shape) < 0.1, -1, tokens)
-            acceptances = torch.rand(rows, _CHILDREN).round(decimals=2)
-            append_reference(self.loops, packs[0], tokens, acceptances, drafter=3)
+            acceptances = torch.tensor(_ACCEPTANCES)[torch.randint(len(_ACCEPTANCES), tokens.shape)]
+            append_reference(self.loops, packs[0], tokens, acceptances, 0, 8)
             append(self.kernels, packs[1], tokens.to(self.device), acceptances.to(self.device), drafter=3)
-
-    @staticmethod
-    def _compare(mine: Any, theirs: Any) -> None:
-        for column in fields(mine):
-            ours: Any = getattr(mine, column.name)
-            other: Any = getattr(theirs, column.name, None)
-            if isinstance(ours, torch.Tensor) and column.name not in _SCRATCH:
-                assert torch.equal(ours, other.cpu()), column.name
+            self.compare()
 
     def compare(self) -> None:
         used = torch.arange(self.loops.capacity)[None, :] < self.loops.count[:, None]
-        groups: list[tuple[Any, Any]] = [(self.loops, self.kernels)]
+        _assert_same(self.loops, self.kernels, used)
         if self.drafts:
-            groups.append((self.loops.nodes, self.kernels.nodes))
-        for mine, theirs in groups:
-            for column in fields(type(mine)):
-                ours: Any = getattr(mine, column.name)
-                other: Any = getattr(theirs, column.name, None)
-                if not isinstance(ours, torch.Tensor) or column.name in _SCRATCH:
-                    continue
-                if column.name in _OF_ENTRIES:
-                    ours, other = ours[used], other.cpu()[used]
-                assert torch.equal(ours, other.cpu()), column.name
+            _assert_same(self.loops.nodes, self.kernels.nodes, used)
 
 
-# (histories, steps of each, verdicts that occur at least): short ones for the interpreter and for sanitizers.
-_LENGTHS = {"short": (1, 10, 4), "long": (20, 100, 8)}
+def _assert_same(mine: Any, theirs: Any, used: torch.Tensor | None = None) -> None:
+    """All columns, of entries those that are in use."""
+    for column in fields(mine):
+        ours: Any = getattr(mine, column.name, None)
+        other: Any = getattr(theirs, column.name, None)
+        if isinstance(ours, torch.Tensor) and column.name not in _SCRATCH:
+            if used is not None and column.name in _OF_ENTRIES:
+                ours, other = ours[used], other.cpu()[used]
+            assert torch.equal(ours, other.cpu()), column.name
+
+
+# (seeds, steps, records of a step, sessions, capacity, buckets); the last one is a row full of entries, all selected.
+_SHORT = (1, 8, 12, 3, 16, [(4, 2, 4), (3, 3, 1), (40, 3, 20)])
+_LONG = {
+    "small": (8, 100, 20, 5, 16, [(4, 2, 4), (5, 5, 1), (40, 5, 20), (90, 5, 17)]),
+    "one": (1, 80, 100, 1, 256, [(256, 1, 256), (7, 1, 7)]),
+    "wide": (1, 30, 1500, 37, 256, [(512, 37, 256), (100, 20, 60), (2000, 37, 200)]),
+    "many": (1, 6, 4000, 256, 256, [(512, 256, 256), (300, 200, 60)]),
+}
+
+
+def _live(
+    device: torch.device, drafts: bool, history: tuple[int, int, int, int, int, Any]
+) -> tuple[set[int], int, int]:
+    """Live through histories; verdicts seen, most entries of a row, and most that a row had selected."""
+    seeds, steps, records, sessions, capacity, buckets = history
+    seen, most, selected = set(), 0, 0
+    for seed in range(seeds):
+        torch.manual_seed(seed)
+        places = 1 if drafts else 4
+        pair = Pair(
+            device, drafts=drafts, seed=seed, sessions=sessions, capacity=capacity, places=places, buckets=buckets
+        )
+        for _ in range(steps):
+            seen |= {*pair.graft(records)}
+            pair.commit()
+            pair.step()
+            most = max(most, int(pair.loops.count.max()))
+            selected = max(selected, int(pair.selections[0].num_selected.max()))
+    return seen, most, selected
 
 
 @pytest.mark.parametrize("drafts", [False, True], ids=["target", "drafter"])
-@pytest.mark.parametrize("length", list(_LENGTHS))
-def test_kernels_leave_the_same_bits(triton_device: torch.device, drafts: bool, length: str) -> None:
-    if length == "long" and triton_device.type != "cuda":
-        pytest.skip("too much for the interpreter")
-    histories, steps, least = _LENGTHS[length]
-    seen: set[int] = set()
-    for seed in range(histories):
-        pair = Pair(triton_device, drafts=drafts, seed=seed, sessions=5, capacity=16, places=1 if drafts else 4)
-        for _ in range(steps):
-            seen |= set(pair.graft(pair.random.choice([0, 3, 10])))
-            pair.compare()
-            pair.commit()
-            pair.compare()
-            pair.step()
-            pair.compare()
+def test_kernels_leave_the_same_bits_short(triton_device: torch.device, drafts: bool) -> None:
+    seen, most, selected = _live(triton_device, drafts, _SHORT)
     # Not a history in which nothing happens.
-    assert len(seen) >= least, sorted(seen)
+    assert len(seen) >= 5 and most > 4 and selected > 1
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("drafts", [False, True], ids=["target", "drafter"])
-def test_kernels_leave_the_same_bits_at_full_size(triton_device: torch.device, drafts: bool) -> None:
+@pytest.mark.parametrize("size", list(_LONG))
+def test_kernels_leave_the_same_bits_long(triton_device: torch.device, drafts: bool, size: str) -> None:
     if triton_device.type != "cuda":
         pytest.skip("too much for the interpreter")
-    pair = Pair(triton_device, drafts=drafts, seed=1, sessions=64, capacity=256, places=1 if drafts else 4)
-    for _ in range(40):
-        pair.graft(300)
-        pair.compare()
-        pair.commit()
-        pair.step()
-        pair.compare()
+    seen, most, selected = _live(triton_device, drafts, _LONG[size])
+    capacity = _LONG[size][4]
+    assert seen >= {Verdict.INVALID, Verdict.EDITED, Verdict.APPENDED, Verdict.MERGED, Verdict.UNKNOWN_PARENT}
+    assert most > capacity // 4 and selected > 2
+    if size in {"small", "one"}:
+        assert most == capacity and Verdict.FULL in seen
