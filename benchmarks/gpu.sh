@@ -6,7 +6,7 @@
 # Without names everything, about twenty-five minutes on two GPUs; with one GPU leave out ranks, end-to-end, replicas,
 # round-trips and ways. sources puts both models on that GPU then, as one-gpu does in any case. Only by name: imitated,
 # the draft on one GPU beside an imitation of the target's, with which ways of timing rounds, and commits, are compared;
-# pool, the candidate pool's tests, sanitizers and figures (three minutes).
+# pool, the candidate pool's tests, sanitizers and figures (eight minutes).
 # FOLDER gets the reports. A GPU that measures should do nothing else; CUDA_VISIBLE_DEVICES picks it. PYTHON names another
 # interpreter, CHECKPOINTS where widened checkpoints are kept (20 GB; default FOLDER/checkpoints).
 set -u
@@ -119,9 +119,8 @@ for name in "$@"; do
                 part 150 "pool_$tool" compute-sanitizer --tool "$tool" --error-exitcode 1 --target-processes all \
                     "$python" -m pytest -q -m gpu -p no:benchmark -p no:cacheprovider -k "short or rings" tests/kernels/pool
             done
-            part 60 pool_tokens "$python" benchmarks/pool_tokens.py --rounds 100000 --device cuda
-            part 120 pool_kernels "$python" benchmarks/kernels.py --only pool \
-                --output-json "$out/pool.json" ;;
+            part 120 pool_kernels "$python" benchmarks/kernels.py --only pool --output-json "$out/pool.json"
+            part 250 pool_tokens "$python" benchmarks/pool_tokens.py --rounds 100000 --device cuda ;;
         one-gpu) side_by_side end_to_end one_gpu 150 --gpus 1 --setups shared --sessions 1 16 64 --temperatures 0 1 ;;
         # KV of as many tokens as 32 GB hold of the 8B shape's.
         imitated) side_by_side with_draft imitated 200 --gpus 1 --setups "imitated target" --sessions 1 16 --temperatures 0 1 \

@@ -248,8 +248,7 @@ def test_kernels_leave_the_same_bits_long(triton_device: torch.device, drafts: b
     if triton_device.type != "cuda":
         pytest.skip("too much for the interpreter")
     seen, most, selected = _live(triton_device, drafts, _LONG[size])
-    capacity = _LONG[size][4]
-    assert seen >= {Verdict.INVALID, Verdict.EDITED, Verdict.APPENDED, Verdict.MERGED, Verdict.UNKNOWN_PARENT}
-    assert most > capacity // 4 and selected > 2
-    if size in {"small", "one"}:
-        assert most == capacity and Verdict.FULL in seen
+    if size == "many":
+        assert len(seen) >= 9 and most > 32 and selected > 4
+    else:
+        assert seen == {*Verdict} and most == _LONG[size][4] and selected > 3
