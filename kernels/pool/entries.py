@@ -19,7 +19,6 @@ from outrider.kernels.early_launch import early_options
 from outrider.kernels.pool.columns import NodeSlots
 
 __all__ = [
-    "SCATTERED",
     "find_child",
     "free_released",
     "is_stop",
@@ -33,21 +32,6 @@ __all__ = [
 ]
 
 _ONE = np.float32(1.0)
-
-SCATTERED = [
-    "token_ptr",
-    "parent_ptr",
-    "depth_ptr",
-    "acceptance_ptr",
-    "value_ptr",
-    "drafters_ptr",
-    "stopped_ptr",
-    "rank_ptr",
-    "slot_ptr",
-    "expanded_ptr",
-]
-"""Pointers that kernels must not assume to be aligned. If Triton knows the alignment it loads four entries a thread,
-and scattering them costs a pass through shared memory per column."""
 
 
 # Passing arrays costs time: a function called once a node gets single rows, not the pool.

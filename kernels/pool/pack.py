@@ -28,7 +28,6 @@ from outrider.kernels.backend import jit, tl, triton, uses_triton
 from outrider.kernels.compiled import compiled
 from outrider.kernels.early_launch import early_options
 from outrider.kernels.pool.columns import Pool, PoolArrays
-from outrider.kernels.pool.entries import SCATTERED
 from outrider.kernels.pool.select import Selection, SelectionArrays
 
 __all__ = ["COMMITTED", "PADDING", "ROOT", "Packed", "pack", "pack_reference"]
@@ -303,10 +302,7 @@ def _launch(pool: Pool, selection: Selection, packed: Packed) -> None:
     )
 
 
-@jit(
-    do_not_specialize=["rows", "places", "scrap_slot", "max_len", "table_width", "num_slots"],
-    do_not_specialize_on_alignment=SCATTERED,
-)
+@jit(do_not_specialize=["rows", "places", "scrap_slot", "max_len", "table_width", "num_slots"])
 def _pack_kernel(
     num_selected_ptr,  # [S] int32
     rank_ptr,  # [S, C] int32

@@ -29,7 +29,6 @@ from outrider.kernels.compiled import compiled
 from outrider.kernels.early_launch import early_options
 from outrider.kernels.pool.columns import Pool, PoolArrays
 from outrider.kernels.pool.entries import (
-    SCATTERED,
     find_child,
     free_released,
     keep_entries,
@@ -42,6 +41,18 @@ from outrider.kernels.pool.entries import (
 __all__ = ["re_root", "re_root_reference"]
 
 _INT32 = (torch.int32,)
+# Pointers that the kernel must not assume to be aligned. If Triton knows the alignment it loads four entries a thread,
+# and scattering them costs a pass through shared memory per column.
+_SCATTERED = [
+    "token_ptr",
+    "parent_ptr",
+    "depth_ptr",
+    "acceptance_ptr",
+    "drafters_ptr",
+    "stopped_ptr",
+    "slot_ptr",
+    "expanded_ptr",
+]
 
 
 def re_root(pool: Pool, tokens: torch.Tensor, num_tokens: torch.Tensor) -> None:
@@ -147,7 +158,7 @@ def _launch(pool: Pool, tokens: torch.Tensor, num_tokens: torch.Tensor) -> None:
         launch_free_released(nodes)
 
 
-@jit(do_not_specialize=["most", "max_len", "table_width"], do_not_specialize_on_alignment=SCATTERED)
+@jit(do_not_specialize=["most", "max_len", "table_width"], do_not_specialize_on_alignment=_SCATTERED)
 def _re_root_kernel(
     tokens_ptr,  # [S, M] int32
     num_tokens_ptr,  # [S] int32

@@ -170,8 +170,9 @@ class Pair:
         ]
         for packed in packs:
             for column in fields(packed):
-                if isinstance(getattr(packed, column.name), torch.Tensor):
-                    getattr(packed, column.name).fill_(-7)
+                # What is not written shows.
+                if isinstance(tensor := getattr(packed, column.name, None), torch.Tensor):
+                    tensor.fill_(-7)
         pack_reference(self.loops, mine, packs[0])
         pack(self.kernels, theirs, packs[1])
         _assert_same(*packs)
