@@ -120,7 +120,7 @@ def _measure_case(
     return times, subject.work, reference_us
 
 
-def _commit() -> str:
+def commit() -> str:
     """Return the measured commit: $COMMIT where the checkout has no history, else what git says."""
     given = os.environ.get("COMMIT")
     if given:
@@ -135,7 +135,7 @@ def _commit() -> str:
 def _write(rows: Sequence[Row], left_out: Sequence[LeftOut], machine: Machine, options: argparse.Namespace) -> None:
     report = {
         "command": shlex.join(["python", *sys.argv]),
-        "commit": _commit(),
+        "commit": commit(),
         "machine": asdict(machine),
         "versions": {"torch": torch.__version__, "python": sys.version.split()[0]},
         "settings": {"quick": options.quick, "only": options.only},

@@ -28,10 +28,10 @@ def cases() -> list[Case]:
         nodes = min(sessions * _CANDIDATES // 2, 512) if sessions > 1 else 63
         shape = f"{sessions} x {_CANDIDATES} entries"
         for operator, suffix, run in (
-            ("graft", f"{_GROWN} nodes a session", _run_graft),
-            ("select", f"{nodes} of all buckets", _run_select),
-            ("pack", f"{nodes} entries", _run_pack),
-            ("re_root", f"{_COMMITTED} tokens a session", _run_re_root),
+            ("graft", f"{_GROWN} nodes a session", run_graft),
+            ("select", f"{nodes} of all buckets", run_select),
+            ("pack", f"{nodes} entries", run_pack),
+            ("re_root", f"{_COMMITTED} tokens a session", run_re_root),
             ("round", "graft, select, pack, re_root", _run_round),
         ):
             target = f"{operator}, {sessions} sessions"
@@ -39,7 +39,7 @@ def cases() -> list[Case]:
             made.append(
                 Case(operator=f"pool.{operator}", shape=f"{shape}, {suffix}", build=build, target=_TARGETS.get(target))
             )
-    graft_one = functools.partial(_build, 64, 512, False, _run_graft_of_one_row)
+    graft_one = functools.partial(_build, 64, 512, False, run_graft_of_one_row)
     made.append(
         Case(
             operator="pool.graft",
@@ -51,10 +51,10 @@ def cases() -> list[Case]:
     for sessions in _SESSIONS:
         width = min(8 * sessions, 64) if sessions < 256 else 256
         for operator, run in (
-            ("select", _run_select),
-            ("pack", _run_pack),
-            ("append", _run_append),
-            ("re_root", _run_re_root),
+            ("select", run_select),
+            ("pack", run_pack),
+            ("append", run_append),
+            ("re_root", run_re_root),
             ("step", _run_step),
         ):
             shape = f"draft, {sessions} x {_CANDIDATES} entries, {width} wide"
@@ -77,26 +77,29 @@ _TARGETS = {
 }
 
 
-class _Bench:
+class PoolBench:
     """A pool whose rows hold random trees, and what the operators are given."""
 
-    def __init__(self, sessions: int, nodes: int, drafts: bool, device: torch.device) -> None:
+    def __init__(
+        self, sessions: int, nodes: int, drafts: bool, device: torch.device, *, entries: int = _CANDIDATES
+    ) -> None:
         from outrider.kernels.pool.pack import Packed
         from outrider.kernels.pool.select import Selection, select
 
-        pool = _grown_pool(sessions, drafts)
-        paths = torch.tensor([_path(pool, row) for row in range(sessions)], dtype=torch.int32)
+        pool = _grown_pool(sessions, drafts, entries)
+        paths = torch.tensor([_path(pool, row, entries) for row in range(sessions)], dtype=torch.int32)
         self.children = _CHILDREN if drafts else 0
         self.pool = _moved(pool, device)
         own_rows = 0 if drafts else sessions
-        buckets = [
-            (own_rows + size, sessions, _CAPACITY if drafts else _CANDIDATES) for size in sorted({*_NODES, nodes})
-        ]
+        buckets = [(own_rows + size, sessions, _CAPACITY if drafts else 64) for size in sorted({*_NODES, nodes})]
         self.launched = [rows for rows, _, _ in buckets].index(own_rows + nodes)
         self.selection = Selection.allocate(self.pool, buckets)
         rows = own_rows + nodes
         self.packed = Packed.allocate(self.pool, buckets[self.launched], scrap_slot=_NUM_SLOTS - 1)
-        self.records = {"all": _growth(range(sessions), _GROWN).to(device), "one": _growth(range(1), 64).to(device)}
+        self.records = {
+            "all": _growth(range(sessions), _GROWN, entries).to(device),
+            "one": _growth(range(1), 64, entries).to(device),
+        }
         self.verdicts = {
             name: torch.zeros(len(given), dtype=torch.int32, device=device) for name, given in self.records.items()
         }
@@ -116,7 +119,7 @@ class _Bench:
             mine.copy_(saved)
 
 
-def _grown_pool(sessions: int, drafts: bool) -> Any:
+def _grown_pool(sessions: int, drafts: bool, entries: int) -> Any:
     """On a CPU: in each row a random tree some twelve deep; in a drafter's pool the older half of it has KV."""
     from outrider.kernels.pool.columns import Pool, RowState
     from outrider.kernels.pool.graft import graft_reference
@@ -133,7 +136,7 @@ def _grown_pool(sessions: int, drafts: bool) -> Any:
     records = Records()
     for row in range(sessions):
         records.open(row, 1, length=_LENGTH, cached=_LENGTH if drafts else _LENGTH - 1, end=_MAX_LEN, allow=_MAX_LEN)
-        for node in range(1, _CANDIDATES + 1):
+        for node in range(1, entries + 1):
             parent = max(node - int(generator.integers(1, 7)), 0)
             acceptance = float(generator.uniform(0.3, 1.0))
             _add_node(records, row, node, parent, acceptance)
@@ -146,7 +149,7 @@ def _grown_pool(sessions: int, drafts: bool) -> Any:
     pool.table_len.fill_(_LENGTH + 128)
     pool.history.random_(0, 1000)
     if pool.nodes is not None:
-        half = _CANDIDATES // 2
+        half = entries // 2
         pool.nodes.expanded[:, :half] = True
         pool.nodes.slot[:, :half] = torch.arange(sessions * half, dtype=torch.int32).view(sessions, half)
         pool.nodes.free.copy_(torch.arange(_NUM_SLOTS))
@@ -154,15 +157,15 @@ def _grown_pool(sessions: int, drafts: bool) -> Any:
     return pool
 
 
-def _growth(rows: Iterable[int], count: int) -> torch.Tensor:
+def _growth(rows: Iterable[int], count: int, entries: int) -> torch.Tensor:
     """Records of `count` nodes for each row, in chains of four."""
     from outrider.kernels.pool.records import Records
 
     records = Records()
     for row in rows:
         for number in range(count):
-            node = _CANDIDATES + 1 + number
-            _add_node(records, row, node, node - 1 if number % 4 else _CANDIDATES - number // 4, 0.9)
+            node = entries + 1 + number
+            _add_node(records, row, node, node - 1 if number % 4 else entries - number // 4, 0.9)
     return torch.from_numpy(records.array())
 
 
@@ -171,15 +174,15 @@ def _add_node(records: Any, row: int, node: int, parent: int, acceptance: float)
     records.growth(row, 1, place=0, node_id=node, parent_id=parent, as_of=_LENGTH, token=node, acceptance=acceptance)
 
 
-def _path(pool: Any, row: int) -> list[int]:
+def _path(pool: Any, row: int, entries: int) -> list[int]:
     """Tokens down the row's tree, by the child with most below it."""
-    parents, below = pool.parent[row, :_CANDIDATES].tolist(), [1] * _CANDIDATES
-    for entry in range(_CANDIDATES - 1, -1, -1):
+    parents, below = pool.parent[row, :entries].tolist(), [1] * entries
+    for entry in range(entries - 1, -1, -1):
         if parents[entry] >= 0:
             below[parents[entry]] += below[entry]
     path, last = [], -1
     for _ in range(_COMMITTED):
-        last = max((entry for entry in range(_CANDIDATES) if parents[entry] == last), key=below.__getitem__)
+        last = max((entry for entry in range(entries) if parents[entry] == last), key=below.__getitem__)
         path.append(int(pool.token[row, last]))
     return path
 
@@ -212,38 +215,48 @@ def _moved(pool: Any, device: torch.device) -> Any:
 
 
 def _build(
-    sessions: int, nodes: int, drafts: bool, make_run: Callable[[_Bench], Run], device: torch.device, _flashinfer: Any
+    sessions: int,
+    nodes: int,
+    drafts: bool,
+    make_run: Callable[[PoolBench], Run],
+    device: torch.device,
+    _flashinfer: Any,
 ) -> Subject:
-    bench = _Bench(sessions, nodes, drafts, device)
+    bench = PoolBench(sessions, nodes, drafts, device)
     # One read of the entries in use: launches and dependent steps are what these operators take.
     work = Work(bytes_moved=sessions * _CANDIDATES * (7 * 4 + 4 * (1 if drafts else _PLACES)))
     return Subject(ours=make_run(bench), work=work, restore=bench.restore)
 
 
-def _run_graft(bench: _Bench, name: str = "all") -> Run:
+def run_graft(bench: PoolBench, name: str = "all") -> Run:
+    """Three nodes a session."""
     from outrider.kernels.pool.graft import graft
 
     records, count, verdicts = bench.records[name], bench.counts[name], bench.verdicts[name]
     return lambda: graft(bench.pool, records, count, verdicts)
 
 
-def _run_graft_of_one_row(bench: _Bench) -> Run:
-    return _run_graft(bench, "one")
+def run_graft_of_one_row(bench: PoolBench) -> Run:
+    """Sixty-four nodes of one session."""
+    return run_graft(bench, "one")
 
 
-def _run_select(bench: _Bench) -> Run:
+def run_select(bench: PoolBench) -> Run:
+    """The bench's bucket, gains of all."""
     from outrider.kernels.pool.select import select
 
     return lambda: select(bench.pool, bench.selection, bench.launched, children=bench.children)
 
 
-def _run_pack(bench: _Bench) -> Run:
+def run_pack(bench: PoolBench) -> Run:
+    """What the bench has selected."""
     from outrider.kernels.pool.pack import pack
 
     return lambda: pack(bench.pool, bench.selection, bench.packed)
 
 
-def _run_append(bench: _Bench) -> Run:
+def run_append(bench: PoolBench) -> Run:
+    """Four children of every row."""
     from outrider.kernels.pool.append import append
     from outrider.kernels.pool.pack import pack
 
@@ -251,18 +264,19 @@ def _run_append(bench: _Bench) -> Run:
     return lambda: append(bench.pool, bench.packed, bench.child_tokens, bench.child_acceptances)
 
 
-def _run_re_root(bench: _Bench) -> Run:
+def run_re_root(bench: PoolBench) -> Run:
+    """Three tokens a session."""
     from outrider.kernels.pool.re_root import re_root
 
     return lambda: re_root(bench.pool, bench.tokens, bench.num_tokens)
 
 
-def _run_round(bench: _Bench) -> Run:
-    return _in_order([_run_graft(bench), _run_select(bench), _run_pack(bench), _run_re_root(bench)])
+def _run_round(bench: PoolBench) -> Run:
+    return _in_order([run_graft(bench), run_select(bench), run_pack(bench), run_re_root(bench)])
 
 
-def _run_step(bench: _Bench) -> Run:
-    return _in_order([_run_re_root(bench), _run_select(bench), _run_pack(bench), _run_append(bench)])
+def _run_step(bench: PoolBench) -> Run:
+    return _in_order([run_re_root(bench), run_select(bench), run_pack(bench), run_append(bench)])
 
 
 def _in_order(runs: list[Run]) -> Run:

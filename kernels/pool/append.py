@@ -57,8 +57,8 @@ def append(
     check_shape("acceptances", acceptances, (rows, tokens.shape[-1]))
     check_dtype("tokens", tokens, (torch.int32,))
     check_dtype("acceptances", acceptances, (torch.float32,))
-    for name, tensor in (("tokens", tokens), ("acceptances", acceptances), ("packed", packed.tokens)):
-        check_place(name, tensor, pool.device, "pool")
+    check_place("tokens", tokens, pool.device, "pool")
+    check_place("acceptances", acceptances, pool.device, "pool")
     if pool.nodes is None:
         raise ValueError("pool: one without NodeSlots given, that of a drafter needed")
     if not 0 <= place < pool.places:

@@ -171,10 +171,32 @@ class Pool:
     max_nodes: torch.Tensor
     max_depth: torch.Tensor
     nodes: NodeSlots | None = None
+    # Looked at by every call of an operator.
+    device: torch.device = field(init=False)
+    sessions: int = field(init=False)
+    """S."""
+    capacity: int = field(init=False)
+    """C."""
+    places: int = field(init=False)
+    """D."""
+    trail: int = field(init=False)
+    """T."""
+    max_len: int = field(init=False)
+    """Tokens of the longest session."""
     arrays: tuple[Any, ...] = field(init=False, repr=False)
     """On a CPU: `PoolArrays`, as compiled loops take them."""
 
     def __post_init__(self) -> None:
+        sizes = {
+            "device": self.count.device,
+            "sessions": self.token.shape[0],
+            "capacity": self.token.shape[1],
+            "places": self.ids.shape[2],
+            "trail": self.root_ids.shape[1],
+            "max_len": self.history.shape[1],
+        }
+        for name, size in sizes.items():
+            object.__setattr__(self, name, size)
         if self.device.type == "cpu":
             object.__setattr__(self, "arrays", _as_arrays(self))
 
@@ -259,36 +281,6 @@ class Pool:
             max_depth=column(fill=capacity),
             nodes=nodes,
         )
-
-    @property
-    def device(self) -> torch.device:
-        """Device of all columns."""
-        return self.count.device
-
-    @property
-    def sessions(self) -> int:
-        """S."""
-        return self.token.shape[0]
-
-    @property
-    def capacity(self) -> int:
-        """C."""
-        return self.token.shape[1]
-
-    @property
-    def places(self) -> int:
-        """D."""
-        return self.ids.shape[2]
-
-    @property
-    def trail(self) -> int:
-        """T."""
-        return self.root_ids.shape[1]
-
-    @property
-    def max_len(self) -> int:
-        """Tokens of the longest session."""
-        return self.history.shape[1]
 
 
 def _as_arrays(pool: Pool) -> tuple[Any, ...]:

@@ -151,7 +151,6 @@ def pack(pool: Pool, selection: Selection, packed: Packed) -> None:
         ValueError: something on another device.
     """
     check_place("packed", packed.tokens, pool.device, "pool")
-    check_place("selection", selection.rank, pool.device, "pool")
     if uses_triton(packed.tokens):
         _launch(pool, selection, packed)
     else:

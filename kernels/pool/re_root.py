@@ -34,13 +34,13 @@ from outrider.kernels.pool.entries import (
     keep_entries,
     launch_free_released,
     release_slots,
-    revalue,
     store_entries,
 )
 
 __all__ = ["re_root", "re_root_reference"]
 
 _INT32 = (torch.int32,)
+_ONE = np.float32(1.0)
 # Pointers that the kernel must not assume to be aligned. If Triton knows the alignment it loads four entries a thread,
 # and scattering them costs a pass through shared memory per column.
 _SCATTERED = [
@@ -115,8 +115,9 @@ def _re_root(arrays: Any, tokens: Any, num_tokens: Any) -> None:
             if keep[other]:
                 pool.depth[row, other] -= committed
                 pool.parent[row, other] = -1 if parent == entry else parent
+                above = _ONE if parent == entry else pool.value[row, parent]
+                pool.value[row, other] = above * pool.acceptance[row, other]
         keep_entries(pool, row, keep)
-        revalue(pool, row)
     free_released(pool)
 
 

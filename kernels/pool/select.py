@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from outrider.kernels.argument_checks import check_place
-from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
+from outrider.kernels.backend import jit, tl, triton, uses_triton
 from outrider.kernels.compiled import compiled
 from outrider.kernels.early_launch import early_options
 from outrider.kernels.pool.columns import Pool, PoolArrays, RowState
@@ -167,7 +167,6 @@ def select(pool: Pool, selection: Selection, launched: int, *, children: int = 0
     if not 0 <= launched < selection.buckets.shape[0]:
         raise ValueError(f"launched: {launched} given, one of {selection.buckets.shape[0]} buckets needed")
     check_place("selection", selection.rank, pool.device, "pool")
-    check_shape("selection.rank", selection.rank, (pool.sessions, pool.capacity))
     if pool.nodes is not None and children < 1:
         raise ValueError(f"children: {children} given, at least 1 needed for the pool of a drafter")
     if uses_triton(selection.rank):
@@ -218,12 +217,16 @@ def _select(pool_arrays: Any, arrays: Any, launched: int, children: int) -> None
         if drafts and own_rows[row] == 0 and limit[row] == 0:
             limit[row] = -1
     ordered = np.sort(keys[:candidates])
+    # Of each candidate, best first.
+    row_of, gain_of = np.empty(candidates, np.int64), np.empty(candidates, np.int64)
     seen = np.zeros(sessions, np.int32)
-    for position in range(candidates - 1, -1, -1):
-        flat = 0xFFFFFFFF - (ordered[position] & 0xFFFFFFFF)
-        row = flat // capacity
-        rank[row, flat % capacity] = seen[row]
+    for candidate in range(candidates):
+        flat = 0xFFFFFFFF - (ordered[candidates - 1 - candidate] & 0xFFFFFFFF)
+        row, entry = flat // capacity, flat % capacity
+        rank[row, entry] = seen[row]
         seen[row] += 1
+        row_of[candidate] = row
+        gain_of[candidate] = np.int64(np.float64(pool.value[row, entry]) * GAIN_SCALE + 0.5)
 
     slots = pool.free_tail[0] - pool.free_head[0]
     takes_part = np.empty(sessions, np.bool_)
@@ -248,16 +251,14 @@ def _select(pool_arrays: Any, arrays: Any, launched: int, children: int) -> None
             room -= own_rows[row] if takes_part[row] else 0
         seen[:] = 0
         gain = np.int64(0)
-        for position in range(candidates - 1, -1, -1):
+        for candidate in range(candidates):
             if room == 0:
                 break
-            flat = 0xFFFFFFFF - (ordered[position] & 0xFFFFFFFF)
-            row = flat // capacity
+            row = row_of[candidate]
             if takes_part[row] and seen[row] < min(limit[row], most - own_rows[row]):
                 seen[row] += 1
                 room -= 1
-                value = pool.value[row, flat % capacity]
-                gain += np.int64(np.float64(value) * GAIN_SCALE + 0.5)
+                gain += gain_of[candidate]
         gains[bucket] = gain if fits else -1
         if bucket == launched:
             first, count = 0, 0
