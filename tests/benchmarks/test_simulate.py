@@ -131,8 +131,6 @@ def test_chains_reach_the_length_that_their_rate_gives_and_off_one_token(capsys)
         assert result["tokens_per_s"] * result["seconds"] == pytest.approx(rounds_in_tokens, rel=0.2)
         assert result["own_scheduling_ms"]["p50"] <= result["scheduling_ms"]["p99"]
         assert 0 < result["scheduling_cpu_ms"]["p50"] <= result["scheduling_ms"]["p99"]
-    # Without drafts every batch goes ahead, and waits for its time.
-    assert off["held_ms"]["p99"] > 0.1
     assert off["own_scheduling_ms"]["mean"] < off["scheduling_ms"]["mean"]
 
 
