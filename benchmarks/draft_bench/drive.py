@@ -131,8 +131,12 @@ class Owner:
         self.noted.clear()
         self.reached.clear()
         self._wanted = steps
-        if not self.reached.wait(_TIMEOUT_S):
-            raise TimeoutError(f"{len(self.noted)} of {steps} steps in {_TIMEOUT_S:.0f} s; {self.failures}")
+        while len(self.noted) < steps:
+            if not self.reached.wait(_TIMEOUT_S):
+                raise TimeoutError(f"{len(self.noted)} of {steps} steps in {_TIMEOUT_S:.0f} s; {self.failures}")
+            # A step that was being noted while the list was cleared may have said so, too.
+            if len(self.noted) < steps:
+                self.reached.clear()
 
     def deliver(self, growths: Sequence[SessionGrowth], step: GrowthStep, load: Load) -> None:
         """New nodes: packed as a message, as in serving."""
