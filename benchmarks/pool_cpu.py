@@ -1,4 +1,4 @@
-"""How long the candidate pool's operators take on a CPU: a target's round and a draft worker's step.
+"""Time the candidate pool's operators on a CPU: a target's round and a draft worker's step.
 
     python benchmarks/pool_cpu.py [--sessions 8] [--entries 128] [--output-json FILE]
 

@@ -45,7 +45,7 @@ _ROOT, _COMMITTED, _PADDING = tl.constexpr(ROOT), tl.constexpr(COMMITTED), tl.co
 
 
 class PackedArrays(NamedTuple):
-    """What compiled loops read and write of a `Packed` on a CPU, as numpy arrays over the same memory."""
+    """Columns of a `Packed` on a CPU that compiled loops use, as numpy arrays over the same memory."""
 
     tokens: Any
     positions: Any

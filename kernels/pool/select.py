@@ -52,7 +52,7 @@ _WIDTH = 64
 
 
 class SelectionArrays(NamedTuple):
-    """What compiled loops read and write of a `Selection` on a CPU, as numpy arrays over the same memory."""
+    """Columns of a `Selection` on a CPU that compiled loops use, as numpy arrays over the same memory."""
 
     buckets: Any
     least_value: Any

@@ -44,7 +44,7 @@ _TURN = 32
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RingMemory:
-    """What host and device share. A buffer's first word is the number of its round, counted from 1, and valid last.
+    """Memory that host and device share. A buffer's first word is the number of its round, counted from 1, and valid last.
 
     Attributes:
         ring: [R, 8] int32, records; record i stands at i mod R.
@@ -197,7 +197,7 @@ class Inbox:
 
     @property
     def has_records(self) -> bool:
-        """Whether there are records that no reported round has taken."""
+        """True if there are records that no reported round has taken."""
         return self._head != self._tail
 
     def wait(self, timeout: float) -> bool:
@@ -304,7 +304,7 @@ class Rounds:
         return Report(round=round_, words=words, released=released)
 
     def may_launch(self, can_run: bool) -> bool:
-        """Whether to launch a round now.
+        """Return whether to launch a round now.
 
         Args:
             can_run: whether a row can run: took part in the round of the last `Early`, can run after that of the last

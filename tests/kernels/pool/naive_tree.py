@@ -118,7 +118,7 @@ class NaiveSession:
         return way
 
     def depth(self, entry: Node) -> int:
-        """How far `entry` is below the root."""
+        """Depth of `entry` below the root."""
         return len(self.way(entry))
 
     def value(self, entry: Node) -> np.float32:
@@ -261,12 +261,12 @@ class NaiveSession:
         return self.length - self.cached if self.owns_slots else 1
 
     def takes_part(self) -> bool:
-        """Whether the session may be in a step at all."""
+        """Return whether the session may be in a step at all."""
         has_room = self.owns_slots or (self.length < self.allow and self.table_len >= self.length)
         return self.state == RowState.RUNNING and self.length < self.end and has_room
 
     def most_entries(self, children: int) -> int:
-        """How many entries a step may take, each of which may bring `children`."""
+        """Return the most entries of a step, each of which may bring `children`."""
         if not self.owns_slots:
             return min(self.max_nodes, self.table_len - self.length)
         room = min(self.capacity, self.max_nodes) - len(self.entries)
@@ -274,12 +274,12 @@ class NaiveSession:
         return max(room // children - (1 if self.own_rows() else 0), 0)
 
     def has_work(self, limits: Limits) -> bool:
-        """Whether there is something to compute in a step."""
+        """Return whether there is something to compute in a step."""
         has_entry = any(self.is_eligible(entry, limits.least_value) for entry in self.entries)
         return self.own_rows() > 0 or (has_entry and self.most_entries(limits.children) > 0)
 
     def is_eligible(self, entry: Node, least_value: float) -> bool:
-        """Whether a step may take the entry."""
+        """Return whether a step may select the entry."""
         end = self.end if self.owns_slots else min(self.end, self.allow)
         is_new = not self.owns_slots or (entry.slot < 0 and self.depth(entry) < self.max_depth)
         may_be_reached = not entry.stopped and self.length + self.depth(entry) < end
@@ -401,7 +401,7 @@ class NaiveSession:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What bounds a selection, beside the bucket.
+    """Bounds of a selection, beside the bucket.
 
     Attributes:
         least_value: of an entry.
