@@ -44,7 +44,9 @@ _TURN = 32
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RingMemory:
-    """Memory that host and device share. A buffer's first word is the number of its round, counted from 1, and valid last.
+    """Memory that host and device share.
+
+    A buffer's first word is the number of its round, counted from 1, and valid last.
 
     Attributes:
         ring: [R, 8] int32, records; record i stands at i mod R.
