@@ -22,7 +22,7 @@ def compiled(function: _Function) -> _Function:
 
     What is kept on disk is made anew when the function's own file changes, and only then: constants of others go in
     as arguments, or stay as they are. Who changes a function of a checkout that another file's compiled one calls
-    (`ngram_trie.find`) removes `__pycache__/*.nbi` there.
+    (`trie.find`) removes `__pycache__/*.nbi` there.
     """
     if not IS_COMPILED:
         return function

@@ -13,8 +13,8 @@ from benchmarks.kernel_bench.case import Case, Run, Subject, Work
 
 _SESSIONS = (1, 16, 64, 256)
 _CAPACITY, _CANDIDATES, _PLACES = 256, 64, 4
-_CHILDREN = 4
-_GROWN, _COMMITTED = 3, 3
+_CHILDREN, _CHUNK = 4, 256
+_GROWN, _COMMITTED, _MOST_COMMITS = 3, 3, 16
 _LENGTH, _MAX_LEN = 1024, 2048
 _NUM_SLOTS = 1 << 17
 # Rows of the buckets beyond one a session.
@@ -88,11 +88,12 @@ class PoolBench:
 
         pool = _grown_pool(sessions, drafts, entries)
         paths = torch.tensor([_path(pool, row, entries) for row in range(sessions)], dtype=torch.int32)
-        self.children = _CHILDREN if drafts else 0
+        self.bounds = {"children": _CHILDREN, "chunk": _CHUNK} if drafts else {}
         self.pool = _moved(pool, device)
         own_rows = 0 if drafts else sessions
-        buckets = [(own_rows + size, sessions, _CAPACITY if drafts else 64) for size in sorted({*_NODES, nodes})]
-        self.launched = [rows for rows, _, _ in buckets].index(own_rows + nodes)
+        most = _CAPACITY if drafts else 64
+        buckets = [(own_rows + size, sessions, most, size) for size in sorted({*_NODES, nodes})]
+        self.launched = [size for *_, size in buckets].index(nodes)
         self.selection = Selection.allocate(self.pool, buckets)
         rows = own_rows + nodes
         self.packed = Packed.allocate(self.pool, buckets[self.launched], scrap_slot=_NUM_SLOTS - 1)
@@ -106,11 +107,15 @@ class PoolBench:
         self.counts = {
             name: torch.tensor([len(given)], dtype=torch.int32, device=device) for name, given in self.records.items()
         }
+        self.commits = torch.zeros(sessions, _MOST_COMMITS, dtype=torch.int32, device=device)
+        self.num_commits = torch.zeros(sessions, dtype=torch.int32, device=device)
         self.tokens = paths.to(device)
         self.num_tokens = torch.full((sessions,), _COMMITTED, dtype=torch.int32, device=device)
         self.child_tokens = torch.arange(rows * _CHILDREN, dtype=torch.int32, device=device).view(rows, -1) + 5000
         self.child_acceptances = torch.rand(rows, _CHILDREN, device=device)
-        select(self.pool, self.selection, self.launched, children=self.children)
+        self.made = torch.zeros(rows, _CHILDREN, dtype=torch.int32, device=device)
+        self.parent_ids = torch.zeros(rows, dtype=torch.int32, device=device)
+        select(self.pool, self.selection, self.launched, **self.bounds)
         self._saved = _moved(self.pool, device)
 
     def restore(self) -> None:
@@ -135,21 +140,22 @@ def _grown_pool(sessions: int, drafts: bool, entries: int) -> Any:
     )
     records = Records()
     for row in range(sessions):
-        records.open(row, 1, length=_LENGTH, cached=_LENGTH if drafts else _LENGTH - 1, end=_MAX_LEN, allow=_MAX_LEN)
+        records.open(row, 1, length=_LENGTH, cached=0 if drafts else _LENGTH - 1, end=_MAX_LEN, allow=_MAX_LEN)
         for node in range(1, entries + 1):
             parent = max(node - int(generator.integers(1, 7)), 0)
             acceptance = float(generator.uniform(0.3, 1.0))
             _add_node(records, row, node, parent, acceptance)
     words = torch.from_numpy(records.array())
-    graft_reference(
-        pool, words, torch.tensor([len(words)], dtype=torch.int32), torch.zeros(len(words), dtype=torch.int32)
-    )
+    count, verdicts = torch.tensor([len(words)], dtype=torch.int32), torch.zeros(len(words), dtype=torch.int32)
+    commits = torch.zeros(sessions, 1, dtype=torch.int32)
+    graft_reference(pool, words, count, verdicts, commits, commits[:, 0].clone())
     pool.table.copy_(torch.arange(pool.table.numel(), dtype=torch.int32).view_as(pool.table) % _NUM_SLOTS)
     pool.state.fill_(RowState.RUNNING)
     pool.table_len.fill_(_LENGTH + 128)
     pool.history.random_(0, 1000)
     if pool.nodes is not None:
         half = entries // 2
+        pool.cached.fill_(_LENGTH)
         pool.nodes.expanded[:, :half] = True
         pool.nodes.slot[:, :half] = torch.arange(sessions * half, dtype=torch.int32).view(sessions, half)
         pool.nodes.free.copy_(torch.arange(_NUM_SLOTS))
@@ -233,7 +239,7 @@ def run_graft(bench: PoolBench, name: str = "all") -> Run:
     from outrider.kernels.pool.graft import graft
 
     records, count, verdicts = bench.records[name], bench.counts[name], bench.verdicts[name]
-    return lambda: graft(bench.pool, records, count, verdicts)
+    return lambda: graft(bench.pool, records, count, verdicts, bench.commits, bench.num_commits)
 
 
 def run_graft_of_one_row(bench: PoolBench) -> Run:
@@ -245,7 +251,7 @@ def run_select(bench: PoolBench) -> Run:
     """The bench's bucket, gains of all."""
     from outrider.kernels.pool.select import select
 
-    return lambda: select(bench.pool, bench.selection, bench.launched, children=bench.children)
+    return lambda: select(bench.pool, bench.selection, bench.launched, **bench.bounds)
 
 
 def run_pack(bench: PoolBench) -> Run:
@@ -261,7 +267,8 @@ def run_append(bench: PoolBench) -> Run:
     from outrider.kernels.pool.pack import pack
 
     pack(bench.pool, bench.selection, bench.packed)
-    return lambda: append(bench.pool, bench.packed, bench.child_tokens, bench.child_acceptances)
+    children = (bench.child_tokens, bench.child_acceptances, bench.made, bench.parent_ids)
+    return lambda: append(bench.pool, bench.packed, *children)
 
 
 def run_re_root(bench: PoolBench) -> Run:

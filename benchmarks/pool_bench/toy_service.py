@@ -44,8 +44,8 @@ __all__ = ["Outcome", "ToyService"]
 
 SESSIONS, PLACES = 8, 4
 MAX_LEN = 256
-BUCKETS = [(16, 8, 8), (32, 8, 16), (96, 8, 96), (96, 2, 96), (12, 3, 6)]
-"""Rows, sessions, most rows of a session."""
+BUCKETS = [(16, 8, 8, 16), (32, 8, 16, 10), (96, 8, 96, 96), (96, 2, 96, 96), (12, 3, 6, 12)]
+"""Rows, sessions, most rows of a session, most entries."""
 _MOST_TOKENS = 96
 _RECORDS = 8192
 _POISON = 0x0BAD_0BAD_0BAD
@@ -133,6 +133,9 @@ class ToyService:
         self._records = self._written.to(device)
         self._count = torch.zeros(1, dtype=torch.int32, device=device)
         self._verdicts = torch.zeros(_RECORDS, dtype=torch.int32, device=device)
+        # A target commits what it has verified: no record does.
+        self._commits = torch.zeros(SESSIONS, 1, dtype=torch.int32, device=device)
+        self._num_commits = torch.zeros(SESSIONS, dtype=torch.int32, device=device)
         self._verdict_counts = np.zeros(len(Verdict), np.int64)
 
         def column(*shape: int) -> Any:
@@ -202,7 +205,7 @@ class ToyService:
         if self._records is not self._written:
             self._records[:count].copy_(self._written[:count])
         self._count.fill_(count)
-        graft(self._pool, self._records, self._count, self._verdicts)
+        graft(self._pool, self._records, self._count, self._verdicts, self._commits, self._num_commits)
         self._verdict_counts += np.bincount(self._verdicts[:count].cpu().numpy(), minlength=len(Verdict))
 
     def _edit(self, row: int, records: Records) -> None:

@@ -36,9 +36,17 @@ _NEW = 64
 
 
 def append(
-    pool: Pool, packed: Packed, tokens: torch.Tensor, acceptances: torch.Tensor, *, place: int = 0, drafter: int = 0
+    pool: Pool,
+    packed: Packed,
+    tokens: torch.Tensor,
+    acceptances: torch.Tensor,
+    made: torch.Tensor,
+    parent_ids: torch.Tensor,
+    *,
+    place: int = 0,
+    drafter: int = 0,
 ) -> None:
-    """Append the children of a step's rows.
+    """Append the children of a step's rows, and report what they are called.
 
     Args:
         pool: changed; one whose drafter computes here.
@@ -46,6 +54,8 @@ def append(
         tokens: [R, K] int32, distinct within a row; -1 for no child. Padding and committed tokens have none, whatever
             stands there.
         acceptances: [R, K] float32, in [0, 1].
+        made: [R, K] int32, written: the id of each child that was appended, 0 for every other one.
+        parent_ids: [R] int32, written: the id of the row's entry; 0 for the root, -1 for committed tokens and padding.
         place: whose ids they get.
         drafter: number of the drafter's kind, 0 to 7.
 
@@ -55,10 +65,16 @@ def append(
     rows = packed.tokens.shape[0]
     check_shape("tokens", tokens, (rows, tokens.shape[-1]))
     check_shape("acceptances", acceptances, (rows, tokens.shape[-1]))
-    check_dtype("tokens", tokens, (torch.int32,))
     check_dtype("acceptances", acceptances, (torch.float32,))
-    check_place("tokens", tokens, pool.device, "pool")
     check_place("acceptances", acceptances, pool.device, "pool")
+    check_shape("made", made, (rows, tokens.shape[-1]))
+    check_shape("parent_ids", parent_ids, (rows,))
+    for name, tensor in (("tokens", tokens), ("made", made), ("parent_ids", parent_ids)):
+        check_dtype(name, tensor, (torch.int32,))
+        check_place(name, tensor, pool.device, "pool")
+    for name, tensor in (("made", made), ("parent_ids", parent_ids)):
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}: strides {tensor.stride()} given, a contiguous tensor needed")
     if pool.nodes is None:
         raise ValueError("pool: one without NodeSlots given, that of a drafter needed")
     if not 0 <= place < pool.places:
@@ -68,22 +84,48 @@ def append(
     # A byte with a sign, as the column has it.
     bit = ((1 << drafter) ^ 0x80) - 0x80
     if uses_triton(tokens):
-        _launch(pool, packed, tokens.contiguous(), acceptances.contiguous(), place, bit)
+        _launch(pool, packed, tokens.contiguous(), acceptances.contiguous(), made, parent_ids, place, bit)
     else:
-        append_reference(pool, packed, tokens, acceptances, place, bit)
+        append_reference(pool, packed, tokens, acceptances, made, parent_ids, place, bit)
 
 
 def append_reference(
-    pool: Pool, packed: Packed, tokens: torch.Tensor, acceptances: torch.Tensor, place: int, bit: int
+    pool: Pool,
+    packed: Packed,
+    tokens: torch.Tensor,
+    acceptances: torch.Tensor,
+    made: torch.Tensor,
+    parent_ids: torch.Tensor,
+    place: int,
+    bit: int,
 ) -> None:
     """`append` on a CPU, one child after the other; `bit` is the drafter's of `Pool.drafters`."""
-    _append(pool.arrays, packed.arrays, tokens.numpy(), acceptances.numpy(), place, bit)
+    _append(
+        pool.arrays,
+        packed.arrays,
+        tokens.numpy(),
+        acceptances.numpy(),
+        made.numpy(),
+        parent_ids.numpy(),
+        place,
+        bit,
+    )
 
 
 @compiled
-def _append(pool_arrays: Any, arrays: Any, tokens: Any, acceptances: Any, place: int, drafter: int) -> None:
+def _append(
+    pool_arrays: Any,
+    arrays: Any,
+    tokens: Any,
+    acceptances: Any,
+    made: Any,
+    parent_ids: Any,
+    place: int,
+    drafter: int,
+) -> None:
     pool, packed = PoolArrays(*pool_arrays), PackedArrays(*arrays)
     entries, pool_rows, query_start = packed.entries, packed.pool_rows, packed.query_start
+    made[:], parent_ids[:] = 0, -1
     for session in range(len(pool_rows)):
         row = pool_rows[session]
         if row < 0:
@@ -97,6 +139,7 @@ def _append(pool_arrays: Any, arrays: Any, tokens: Any, acceptances: Any, place:
             parent = entries[at]
             if parent < ROOT:
                 continue
+            parent_ids[at] = pool.ids[row, parent, place] if parent >= 0 else 0
             depth, value, stopped, has_children = 1, np.float32(1.0), False, False
             if parent >= 0:
                 depth, value, stopped = (
@@ -128,7 +171,7 @@ def _append(pool_arrays: Any, arrays: Any, tokens: Any, acceptances: Any, place:
                 pool.acceptance[row, count], pool.value[row, count] = acceptance, value * acceptance
                 for other in range(pool.ids.shape[2]):
                     pool.ids[row, count, other] = 0
-                pool.ids[row, count, place] = pool.next_id[row]
+                pool.ids[row, count, place] = made[at, number] = pool.next_id[row]
                 pool.next_id[row] += 1
                 pool.drafters[row, count] = drafter
                 ends = is_stop(pool.stops[row], pool.min_end[row], token, pool.length[row] - 1 + depth)
@@ -140,7 +183,14 @@ def _append(pool_arrays: Any, arrays: Any, tokens: Any, acceptances: Any, place:
 
 
 def _launch(
-    pool: Pool, packed: Packed, tokens: torch.Tensor, acceptances: torch.Tensor, place: int, drafter: int
+    pool: Pool,
+    packed: Packed,
+    tokens: torch.Tensor,
+    acceptances: torch.Tensor,
+    made: torch.Tensor,
+    parent_ids: torch.Tensor,
+    place: int,
+    drafter: int,
 ) -> None:
     nodes = pool.nodes
     assert nodes is not None
@@ -151,6 +201,8 @@ def _launch(
         packed.query_start,
         tokens,
         acceptances,
+        made,
+        parent_ids,
         pool.count,
         pool.token,
         pool.parent,
@@ -167,6 +219,7 @@ def _launch(
         nodes.slot,
         nodes.expanded,
         nodes.next_id,
+        tokens.shape[0],
         tokens.shape[1],
         place,
         drafter,
@@ -179,13 +232,15 @@ def _launch(
     )
 
 
-@jit(do_not_specialize=["children", "place", "drafter"])
+@jit(do_not_specialize=["rows", "children", "place", "drafter"])
 def _append_kernel(
     entries_ptr,  # [R] int32
     pool_rows_ptr,  # [N] int32
     query_start_ptr,  # [N + 1] int32
     tokens_ptr,  # [R, children] int32
     acceptances_ptr,  # [R, children] float32
+    made_ptr,  # [R, children] int32
+    parent_ids_ptr,  # [R] int32
     count_ptr,  # [S] int32
     token_ptr,  # [S, C] int32
     parent_ptr,  # [S, C] int32
@@ -202,6 +257,7 @@ def _append_kernel(
     slot_ptr,  # [S, C] int32
     expanded_ptr,  # [S, C] bool
     next_id_ptr,  # [S] int32
+    rows,
     children,
     place,
     drafter,
@@ -214,8 +270,14 @@ def _append_kernel(
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    session = tl.program_id(0)
+    session, sessions = tl.program_id(0), tl.num_programs(0)
     row = tl.load(pool_rows_ptr + session)
+    new = tl.arange(0, ROWS * K)
+    # Padding of the bucket, shared between all programs.
+    for first in range(tl.load(query_start_ptr + sessions) + session * ROWS, rows, sessions * ROWS):
+        at, child = first + new // K, new % K
+        tl.store(made_ptr + at * children + child, tl.zeros_like(new), mask=(at < rows) & (child < children))
+        tl.store(parent_ids_ptr + at, tl.full((ROWS * K,), -1, tl.int32), mask=(at < rows) & (child == 0))
     if row >= 0:
         begin, end = tl.load(query_start_ptr + session), tl.load(query_start_ptr + session + 1)
         index, places = tl.arange(0, C), tl.arange(0, D)
@@ -227,17 +289,21 @@ def _append_kernel(
         for first in range(begin, end, C):
             own = tl.load(entries_ptr + first + index, mask=first + index < end, other=_ROOT)
             its_id = ids_ptr + (row * C + own) * D + place
-            lacks = ((own >= 0) & (tl.load(its_id, mask=own >= 0, other=1) == 0)).to(tl.int32)
-            tl.store(its_id, next_id + tl.cumsum(lacks, 0) - 1, mask=lacks > 0)
+            known_id = tl.load(its_id, mask=own >= 0, other=tl.where(own == _ROOT, 0, -1))
+            lacks = ((own >= 0) & (known_id == 0)).to(tl.int32)
+            new_id = next_id + tl.cumsum(lacks, 0) - 1
+            tl.store(its_id, new_id, mask=lacks > 0)
+            tl.store(parent_ids_ptr + first + index, tl.where(lacks > 0, new_id, known_id), mask=first + index < end)
             next_id += tl.sum(lacks)
         tl.debug_barrier()
-        new, merged = tl.arange(0, ROWS * K), 0
+        merged = 0
         num_stops = tl.sum((tl.load(stops_ptr + row * _STOPS + tl.arange(0, _STOPS)) >= 0).to(tl.int32))
         min_end = tl.load(min_end_ptr + row)
         for first in range(begin, end, ROWS):
             at, child = first + new // K, new % K
             above = tl.load(entries_ptr + at, mask=at < end, other=_ROOT - 1)
-            wanted = (at < end) & (above >= _ROOT) & (child < children)
+            is_place = (at < end) & (child < children)
+            wanted = is_place & (above >= _ROOT)
             new_token = tl.load(tokens_ptr + at * children + child, mask=wanted, other=-1)
             offered = tl.load(acceptances_ptr + at * children + child, mask=wanted, other=0.0)
             wanted = wanted & (new_token >= 0)
@@ -252,6 +318,7 @@ def _append_kernel(
             gets_id = (fits | adopted).to(tl.int32)
             node_id = next_id + tl.cumsum(gets_id, 0) - gets_id
             tl.store(its_id, node_id, mask=adopted)
+            tl.store(made_ptr + at * children + child, tl.where(fits, node_id, 0), mask=is_place)
             acceptance = tl.load(acceptance_ptr + known_entry, mask=known, other=0.0)
             tl.store(acceptance_ptr + known_entry, tl.maximum(acceptance, offered), mask=known)
             kinds = tl.load(drafters_ptr + known_entry, mask=known, other=0)

@@ -86,6 +86,7 @@ class PoolArrays(NamedTuple):
     free_tail: Any
     released: Any
     released_count: Any
+    released_cached: Any
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -100,6 +101,7 @@ class NodeSlots:
         free_head, free_tail: [1] int64, how many slots have ever left the queue and ever joined it.
         released: [S, C] int32, scratch: what an operator frees, row by row, before it joins the queue.
         released_count: [S] int32, scratch.
+        released_cached: [S] int32, scratch: slots at the beginning of the row's table that are freed behind those.
     """
 
     slot: torch.Tensor
@@ -110,6 +112,7 @@ class NodeSlots:
     free_tail: torch.Tensor
     released: torch.Tensor
     released_count: torch.Tensor
+    released_cached: torch.Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -253,6 +256,7 @@ class Pool:
                 free_tail=counter(),
                 released=column(capacity),
                 released_count=column(),
+                released_cached=column(),
             )
         return cls(
             count=column(),
@@ -298,5 +302,6 @@ def _as_arrays(pool: Pool) -> tuple[Any, ...]:
         "free_tail": np.zeros(1, np.int64),
         "released": np.zeros((0, 0), np.int32),
         "released_count": np.zeros(0, np.int32),
+        "released_cached": np.zeros(0, np.int32),
     }
     return tuple(PoolArrays(**(none | arrays)))

@@ -16,7 +16,7 @@ import numpy as np
 from outrider.kernels.backend import jit, tl, triton
 from outrider.kernels.compiled import compiled
 from outrider.kernels.early_launch import early_options
-from outrider.kernels.pool.columns import NodeSlots
+from outrider.kernels.pool.columns import Pool
 
 __all__ = [
     "find_child",
@@ -25,6 +25,7 @@ __all__ = [
     "keep_entries",
     "launch_free_released",
     "release",
+    "release_cached",
     "release_slots",
     "revalue",
     "revalue_entries",
@@ -32,6 +33,8 @@ __all__ = [
 ]
 
 _ONE = np.float32(1.0)
+# Slots of a table that the kernel moves at a time.
+_TABLE_SLOTS = 1024
 
 
 # Passing arrays costs time: a function called once a node gets single rows, not the pool.
@@ -112,14 +115,24 @@ def release(pool: Any, row: int) -> None:
 
 
 @compiled
+def release_cached(pool: Any, row: int) -> None:
+    """Release the KV slots of a row's committed tokens."""
+    pool.released_cached[row] += pool.cached[row]
+    pool.cached[row] = 0
+
+
+@compiled
 def free_released(pool: Any) -> None:
-    """Append what was released to the queue of free slots, rows in order."""
+    """Append what was released to the queue of free slots, rows in order, slots of entries before those of a table."""
     places = len(pool.free) - 1
     for row in range(len(pool.released_count)):
         for number in range(pool.released_count[row]):
             pool.free[pool.free_tail[0] & places] = pool.released[row, number]
             pool.free_tail[0] += 1
-        pool.released_count[row] = 0
+        for index in range(pool.released_cached[row]):
+            pool.free[pool.free_tail[0] & places] = pool.table[row, index]
+            pool.free_tail[0] += 1
+        pool.released_count[row] = pool.released_cached[row] = 0
 
 
 @jit
@@ -177,35 +190,44 @@ def release_slots(slot, gone, released_ptr, released_count):
     return released_count + tl.sum(gone)
 
 
-def launch_free_released(nodes: NodeSlots) -> None:
+def launch_free_released(pool: Pool) -> None:
     """`free_released` on a GPU."""
-    sessions, capacity = nodes.released.shape
+    nodes = pool.nodes
+    assert nodes is not None
     _free_released_kernel[(1,)](
         nodes.released,
         nodes.released_count,
+        nodes.released_cached,
+        pool.table,
         nodes.free,
         nodes.free_tail,
+        pool.table.shape[1],
         nodes.free.shape[0],
-        S=sessions,
-        C=capacity,
-        BLOCK_S=min(triton.next_power_of_2(sessions), 64),
-        BLOCK_C=min(capacity, 64),
+        S=pool.sessions,
+        C=pool.capacity,
+        BLOCK_S=min(triton.next_power_of_2(pool.sessions), 64),
+        BLOCK_C=min(pool.capacity, 64),
+        BLOCK_T=_TABLE_SLOTS,
         num_warps=8,
-        **early_options(nodes.free.device),
+        **early_options(pool.device),
     )
 
 
-@jit(do_not_specialize=["num_slots"])
+@jit(do_not_specialize=["table_width", "num_slots"])
 def _free_released_kernel(
     released_ptr,  # [S, C] int32
     released_count_ptr,  # [S] int32
+    released_cached_ptr,  # [S] int32
+    table_ptr,  # [S, table_width] int32
     free_ptr,  # [num_slots] int32
     free_tail_ptr,  # [1] int64
+    table_width,
     num_slots,
     S: tl.constexpr,
     C: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     EARLY: tl.constexpr,
 ):
     if EARLY:
@@ -215,12 +237,27 @@ def _free_released_kernel(
     for begin in range(0, S, BLOCK_S):
         row = begin + tl.arange(0, BLOCK_S)
         count = tl.load(released_count_ptr + row, mask=row < S, other=0)
-        first = tail + tl.cumsum(count, 0) - count
+        cached = tl.load(released_cached_ptr + row, mask=row < S, other=0)
+        first = tail + tl.cumsum(count + cached, 0) - (count + cached)
         for left in range(0, tl.max(count), BLOCK_C):
             column = left + tl.arange(0, BLOCK_C)
             mask = column[None, :] < count[:, None]
             slot = tl.load(released_ptr + row[:, None] * C + column[None, :], mask=mask)
             tl.store(free_ptr + ((first[:, None] + column[None, :]) & (num_slots - 1)), slot, mask=mask)
+        # Few rows end at once, and each has many slots.
+        pending = tl.where(cached > 0, row, S)
+        ended = tl.min(pending)
+        while ended < S:
+            behind = tl.sum(tl.where(row == ended, first + count, 0))
+            length = tl.sum(tl.where(row == ended, cached, 0))
+            table = table_ptr + ended.to(tl.int64) * table_width
+            for left in range(0, length, BLOCK_T):
+                index = left + tl.arange(0, BLOCK_T)
+                slot = tl.load(table + index, mask=index < length)
+                tl.store(free_ptr + ((behind + index) & (num_slots - 1)), slot, mask=index < length)
+            pending = tl.where(row == ended, S, pending)
+            ended = tl.min(pending)
         tl.store(released_count_ptr + row, tl.zeros_like(count), mask=row < S)
-        tail += tl.sum(count)
+        tl.store(released_cached_ptr + row, tl.zeros_like(cached), mask=row < S)
+        tail += tl.sum(count + cached)
     tl.store(free_tail_ptr, tail)

@@ -36,12 +36,13 @@ from outrider.kernels.pool.entries import (
     keep_entries,
     launch_free_released,
     release,
+    release_cached,
     release_slots,
     revalue,
     revalue_entries,
     store_entries,
 )
-from outrider.kernels.pool.records import SLOTS_PER_RECORD, WORDS, RecordKind, Verdict
+from outrider.kernels.pool.records import SLOTS_PER_RECORD, TOKENS_PER_RECORD, WORDS, RecordKind, Verdict
 
 __all__ = ["graft", "graft_reference"]
 
@@ -55,6 +56,7 @@ _LIMITS = tl.constexpr(int(RecordKind.LIMITS))
 _SLOTS = tl.constexpr(int(RecordKind.SLOTS))
 _FORGET = tl.constexpr(int(RecordKind.FORGET))
 _RESENT = tl.constexpr(int(RecordKind.RESENT))
+_COMMIT = tl.constexpr(int(RecordKind.COMMIT))
 _INVALID = tl.constexpr(int(Verdict.INVALID))
 _OLD_GENERATION = tl.constexpr(int(Verdict.OLD_GENERATION))
 _EDITED = tl.constexpr(int(Verdict.EDITED))
@@ -72,6 +74,7 @@ _RUNNING_STATE = tl.constexpr(int(RowState.RUNNING))
 _HELD_STATE = tl.constexpr(int(RowState.HELD))
 _WORDS = tl.constexpr(WORDS)
 _SLOTS_PER_RECORD = tl.constexpr(SLOTS_PER_RECORD)
+_TOKENS = tl.constexpr(TOKENS_PER_RECORD)
 _STOPS = tl.constexpr(MAX_STOPS)
 # Records that a program looks through at a time for those of its row.
 _BLOCK = 128
@@ -85,14 +88,23 @@ _OF_PLACES = (RecordKind.GROWTH, RecordKind.FORGET, RecordKind.RESENT)
 _NEVER = tl.constexpr(2**31 - 1)
 
 
-def graft(pool: Pool, records: torch.Tensor, count: torch.Tensor, verdicts: torch.Tensor) -> None:
-    """Carry out the first `count` records.
+def graft(
+    pool: Pool,
+    records: torch.Tensor,
+    count: torch.Tensor,
+    verdicts: torch.Tensor,
+    commits: torch.Tensor,
+    num_commits: torch.Tensor,
+) -> None:
+    """Carry out the first `count` records, and collect the tokens that they commit.
 
     Args:
         pool: changed.
         records: [G, 8] int32, as `outrider.kernels.pool.records.Records` lays them out.
         count: [1] int32, at most G.
         verdicts: [G] int32, written up to `count`: a `Verdict` each.
+        commits: [S, M] int32, written up to `num_commits`: the tokens committed to each row, as `re_root` takes them.
+        num_commits: [S] int32, written: how many of them.
 
     Raises:
         ValueError: a shape, dtype or device that does not fit, naming the argument.
@@ -101,26 +113,43 @@ def graft(pool: Pool, records: torch.Tensor, count: torch.Tensor, verdicts: torc
     check_shape("records", records, (rows, WORDS))
     check_shape("count", count, (1,))
     check_shape("verdicts", verdicts, (rows,))
-    for name, tensor in (("records", records), ("count", count), ("verdicts", verdicts)):
+    check_shape("commits", commits, (pool.sessions, commits.shape[-1]))
+    check_shape("num_commits", num_commits, (pool.sessions,))
+    for name, tensor in (
+        ("records", records),
+        ("count", count),
+        ("verdicts", verdicts),
+        ("commits", commits),
+        ("num_commits", num_commits),
+    ):
         check_dtype(name, tensor, _INT32)
         check_place(name, tensor, pool.device, "pool")
         if not tensor.is_contiguous():
             raise ValueError(f"{name}: strides {tensor.stride()} given, a contiguous tensor needed")
     if uses_triton(records):
-        _launch(pool, records, count, verdicts)
+        _launch(pool, records, count, verdicts, commits, num_commits)
     else:
-        graft_reference(pool, records, count, verdicts)
+        graft_reference(pool, records, count, verdicts, commits, num_commits)
 
 
-def graft_reference(pool: Pool, records: torch.Tensor, count: torch.Tensor, verdicts: torch.Tensor) -> None:
+def graft_reference(
+    pool: Pool,
+    records: torch.Tensor,
+    count: torch.Tensor,
+    verdicts: torch.Tensor,
+    commits: torch.Tensor,
+    num_commits: torch.Tensor,
+) -> None:
     """`graft` on a CPU, one record after the other."""
     words = records.numpy()
-    _graft(pool.arrays, words, words.view(np.float32), min(int(count), len(words)), verdicts.numpy())
+    rows = min(int(count), len(words))
+    _graft(pool.arrays, words, words.view(np.float32), rows, verdicts.numpy(), commits.numpy(), num_commits.numpy())
 
 
 @compiled
-def _graft(arrays: Any, records: Any, floats: Any, count: int, verdicts: Any) -> None:
+def _graft(arrays: Any, records: Any, floats: Any, count: int, verdicts: Any, commits: Any, num_commits: Any) -> None:
     pool = PoolArrays(*arrays)
+    num_commits[:] = 0
     for number in range(count):
         row = records[number, 1]
         if row < 0 or row >= len(pool.count):
@@ -146,7 +175,7 @@ def _graft(arrays: Any, records: Any, floats: Any, count: int, verdicts: Any) ->
                 floats[number, 7],
             )
         else:
-            verdicts[number] = _edit(pool, records[number], row, kind, place)
+            verdicts[number] = _edit(pool, records[number], row, kind, place, commits, num_commits)
     for number in range(count):
         if verdicts[number] == Verdict.MERGED:
             revalue(pool, records[number, 1])
@@ -224,30 +253,41 @@ def _graft_node(  # noqa: PLR0911
 
 
 @compiled
-def _edit(pool: Any, record: Any, row: int, kind: int, place: int) -> int:
-    capacity = pool.token.shape[1]
+def _edit(pool: Any, record: Any, row: int, kind: int, place: int, commits: Any, num_commits: Any) -> int:
+    capacity, drafts = pool.token.shape[1], len(pool.slot) > 0
     if kind == RecordKind.OPEN:
-        if not (1 <= record[3] <= pool.history.shape[1] and 0 <= record[4] <= record[3]):
+        most_cached = 0 if drafts else record[3]
+        if not (1 <= record[3] <= pool.history.shape[1] and 0 <= record[4] <= most_cached):
             return Verdict.INVALID
         keep_entries(pool, row, np.zeros(capacity, np.bool_))
+        if drafts:
+            release_cached(pool, row)
         for other in range(pool.ids.shape[2]):
             _forget_trail(pool, row, other)
             pool.lost[row, other] = False
         pool.state[row] = RowState.PREFILL
+        if drafts:
+            pool.state[row] = RowState.RUNNING if record[3] < record[6] else RowState.HELD
         pool.generation[row] = record[2]
         pool.length[row], pool.cached[row], pool.end[row], pool.allow[row] = record[3], record[4], record[5], record[6]
         pool.table_len[row] = record[4]
-        if len(pool.slot) > 0:
+        num_commits[row] = 0
+        if drafts:
             pool.next_id[row] = 1
     elif kind == RecordKind.CLOSE:
         keep_entries(pool, row, np.zeros(capacity, np.bool_))
+        if drafts:
+            release_cached(pool, row)
         pool.state[row] = RowState.EMPTY
+        num_commits[row] = 0
     elif kind == RecordKind.PREEMPT:
-        if pool.state[row] == RowState.RUNNING or pool.state[row] == RowState.HELD:
+        if drafts:
+            release(pool, row)
+            release_cached(pool, row)
+            pool.state[row], pool.allow[row] = RowState.HELD, 0
+        elif pool.state[row] == RowState.RUNNING or pool.state[row] == RowState.HELD:
             pool.state[row] = RowState.PREFILL
         pool.cached[row] = pool.table_len[row] = 0
-        if len(pool.slot) > 0:
-            release(pool, row)
     elif kind == RecordKind.LIMITS:
         pool.end[row], pool.allow[row] = record[3], record[4]
         if pool.state[row] == RowState.RUNNING and pool.length[row] >= pool.allow[row]:
@@ -269,6 +309,13 @@ def _edit(pool: Any, record: Any, row: int, kind: int, place: int) -> int:
         keep_entries(pool, row, keep)
     elif kind == RecordKind.RESENT:
         pool.lost[row, place] = False
+    elif kind == RecordKind.COMMIT:
+        before = num_commits[row]
+        if not (1 <= place <= TOKENS_PER_RECORD and before + place <= commits.shape[1]):
+            return Verdict.INVALID
+        for number in range(place):
+            commits[row, before + number] = record[3 + number]
+        num_commits[row] = before + place
     else:
         return Verdict.INVALID
     return Verdict.EDITED
@@ -280,13 +327,22 @@ def _forget_trail(pool: Any, row: int, place: int) -> None:
         pool.root_ids[row, number, place] = 0
 
 
-def _launch(pool: Pool, records: torch.Tensor, count: torch.Tensor, verdicts: torch.Tensor) -> None:
+def _launch(
+    pool: Pool,
+    records: torch.Tensor,
+    count: torch.Tensor,
+    verdicts: torch.Tensor,
+    commits: torch.Tensor,
+    num_commits: torch.Tensor,
+) -> None:
     nodes = pool.nodes
     none = pool.count
     _graft_kernel[(pool.sessions,)](
         records,
         count,
         verdicts,
+        commits,
+        num_commits,
         pool.count,
         pool.token,
         pool.parent,
@@ -314,7 +370,9 @@ def _launch(pool: Pool, records: torch.Tensor, count: torch.Tensor, verdicts: to
         none if nodes is None else nodes.next_id,
         none if nodes is None else nodes.released,
         none if nodes is None else nodes.released_count,
+        none if nodes is None else nodes.released_cached,
         records.shape[0],
+        commits.shape[1],
         pool.max_len,
         pool.table.shape[1],
         S=pool.sessions,
@@ -327,14 +385,16 @@ def _launch(pool: Pool, records: torch.Tensor, count: torch.Tensor, verdicts: to
         **early_options(pool.device),
     )
     if nodes is not None:
-        launch_free_released(nodes)
+        launch_free_released(pool)
 
 
-@jit(do_not_specialize=["capacity_of_records", "max_len", "table_width"])
+@jit(do_not_specialize=["capacity_of_records", "most_commits", "max_len", "table_width"])
 def _graft_kernel(
     records_ptr,  # [G, 8] int32
     count_of_records_ptr,  # [1] int32
     verdicts_ptr,  # [G] int32
+    commits_ptr,  # [S, most_commits] int32
+    num_commits_ptr,  # [S] int32
     count_ptr,  # [S] int32
     token_ptr,  # [S, C] int32
     parent_ptr,  # [S, C] int32
@@ -362,7 +422,9 @@ def _graft_kernel(
     next_id_ptr,  # [S] int32
     released_ptr,  # [S, C] int32
     released_count_ptr,  # [S] int32
+    released_cached_ptr,  # [S] int32
     capacity_of_records,
+    most_commits,
     max_len,
     table_width,
     S: tl.constexpr,
@@ -386,13 +448,14 @@ def _graft_kernel(
     table, history = table_ptr + row.to(tl.int64) * table_width, history_ptr + row.to(tl.int64) * max_len
     count, length, min_end = tl.load(count_ptr + row), tl.load(length_ptr + row), tl.load(min_end_ptr + row)
     generation, state = tl.load(generation_ptr + row), tl.load(state_ptr + row).to(tl.int32)
+    cached = tl.load(cached_ptr + row)
     stops = tl.load(stops_ptr + row * _STOPS + tl.arange(0, _STOPS))
     tokens, parents, values = tl.load(token_ptr + entry), tl.load(parent_ptr + entry), tl.load(value_ptr + entry)
     depths = tl.load(depth_ptr + entry) | (tl.load(stopped_ptr + entry).to(tl.int32) << _STOPPED_BIT)
     parents = tl.where(index < count, parents, _NO_ENTRY)
     # The ids of one place: records of a place follow one another.
     known, known_before, known_place = tl.zeros((C,), tl.int32), tl.zeros((T,), tl.int32), -1
-    released_count, merged, grown, touched = 0, 0, 0, 0
+    released_count, released_cached, num_commits, merged, grown, touched = 0, 0, 0, 0, 0, 0
     for begin in range(0, records, BLOCK):
         numbers = begin + tl.arange(0, BLOCK)
         rows = tl.load(records_ptr + numbers * _WORDS + 1, mask=numbers < capacity_of_records, other=-1)
@@ -416,7 +479,8 @@ def _graft_kernel(
             next_word4, next_word5, next_word6 = tl.load(record + 4), tl.load(record + 5), tl.load(record + 6)
             next_word7 = tl.load(record + 7)
             kind, place, drafter = head & 0xFF, (head >> 8) & 0xFF, (head >> 16) & 0xFF
-            opens_wrongly = (kind == _OPEN) & ((word3 < 1) | (word3 > max_len) | (word4 < 0) | (word4 > word3))
+            most_cached = tl.where(HAS_SLOTS, 0, word3)
+            opens_wrongly = (kind == _OPEN) & ((word3 < 1) | (word3 > max_len) | (word4 < 0) | (word4 > most_cached))
             if (place >= D) & ((kind == _GROWTH) | (kind == _FORGET) | (kind == _RESENT)):
                 kind = _UNKNOWN + 0
             verdict = _EDITED + 0
@@ -493,21 +557,27 @@ def _graft_kernel(
                     released_count = release_slots(tl.load(slot_ptr + entry), gone, released, released_count)
                     tl.store(slot_ptr + entry, tl.full((C,), -1, tl.int32))
                     tl.store(expanded_ptr + entry, index < 0)
+                    released_cached += cached
+                    cached = 0
                 if kind == _PREEMPT:
-                    if (state == _RUNNING_STATE) | (state == _HELD_STATE):
+                    if HAS_SLOTS:
+                        state = _HELD_STATE + 0
+                        tl.store(allow_ptr + row, tl.zeros((), tl.int32))
+                    elif (state == _RUNNING_STATE) | (state == _HELD_STATE):
                         state = _PREFILL_STATE + 0
-                    tl.store(cached_ptr + row, tl.zeros((), tl.int32))
+                    cached = 0
                     tl.store(table_len_ptr + row, tl.zeros((), tl.int32))
                 else:
-                    count, known_place = 0, -1
+                    count, known_place, num_commits = 0, -1, 0
                     parents = tl.full((C,), _NO_ENTRY, tl.int32)
                     state = _EMPTY_STATE + 0
                 if kind == _OPEN:
                     state = _PREFILL_STATE + 0
-                    generation, length = its_generation, word3
+                    if HAS_SLOTS:
+                        state = tl.where(word3 < word6, _RUNNING_STATE, _HELD_STATE)
+                    generation, length, cached = its_generation, word3, word4
                     tl.store(trail + trail_index[:, None] * D + places[None, :], tl.zeros((T, D), tl.int32))
                     tl.store(lost_ptr + row * D + places, places < 0)
-                    tl.store(cached_ptr + row, word4)
                     tl.store(table_len_ptr + row, word4)
                     tl.store(end_ptr + row, word5)
                     tl.store(allow_ptr + row, word6)
@@ -559,11 +629,18 @@ def _graft_kernel(
                 known_place = -1
             elif kind == _RESENT:
                 tl.store(lost_ptr + row * D + place, kind != _RESENT)
+            elif (kind == _COMMIT) & (place >= 1) & (place <= _TOKENS) & (num_commits + place <= most_commits):
+                given = tl.arange(0, _WORDS)
+                committed_tokens = tl.load(records_ptr + this * _WORDS + 3 + given, mask=given < place)
+                to = commits_ptr + row * most_commits + num_commits + given
+                tl.store(to, committed_tokens, mask=given < place)
+                num_commits += place
             else:
                 verdict = _INVALID + 0
             tl.store(verdicts_ptr + this, verdict)
             touched = 1
 
+    tl.store(num_commits_ptr + row, num_commits)
     live = index < count
     if merged > 0:
         tl.debug_barrier()
@@ -577,7 +654,9 @@ def _graft_kernel(
     if touched > 0:
         tl.store(count_ptr + row, count)
         tl.store(length_ptr + row, length)
+        tl.store(cached_ptr + row, cached)
         tl.store(generation_ptr + row, generation)
         tl.store(state_ptr + row, (state + tl.zeros((), tl.int32)).to(tl.int8))
         if HAS_SLOTS:
             tl.store(released_count_ptr + row, released_count)
+            tl.store(released_cached_ptr + row, released_cached)

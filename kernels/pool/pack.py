@@ -1,13 +1,14 @@
 """The rows of a step: each session's own rows, then its selected entries in index order, session after session.
 
     target      the root, then the entries. KV slots are those of the session's table from index length - 1 on.
-    drafter     the committed tokens without KV, if there are some, then the entries. Slots come from the queue of free
-                ones, in the order of the step's rows. The slots of all entries that have KV after the step, in index
-                order, are written into the table from index `length` on: what the step may attend to.
+    drafter     committed tokens from index `cached` on, as many as were selected, then the entries. Slots come from the
+                queue of free ones, in the order of the step's rows. The slots of all entries that have KV after the
+                step, in index order, are written into the table behind those of the committed tokens: what the step may
+                attend to.
 
 A row attends to the keys before `prefix_len`, and to those behind `tree_start` whose bit is set in its mask: bit j is
 key tree_start + j. In a target's pool tree_start = length - 1 and bit j stands for the session's j-th row. In a
-drafter's pool tree_start = length and bit j stands for the j-th entry with KV.
+drafter's pool tree_start = `cached` after the step, and bit j stands for the j-th entry with KV.
 
 Shapes: R rows of the bucket, N sessions of the bucket, W mask words, and as in `columns.py`.
 """
@@ -101,22 +102,22 @@ class Packed:
             object.__setattr__(self, "arrays", arrays)
 
     @classmethod
-    def allocate(cls, pool: Pool, bucket: tuple[int, int, int], *, scrap_slot: int) -> Packed:
+    def allocate(cls, pool: Pool, bucket: tuple[int, int, int, int], *, scrap_slot: int) -> Packed:
         """Return room for a bucket's steps.
 
         Args:
             pool: whose steps.
-            bucket: R, N, and most rows of a session, as `Selection.allocate` takes it.
+            bucket: R, N, most rows of a session, and most entries, as `Selection.allocate` takes it.
             scrap_slot: where padding stores its key and value.
 
         Raises:
             ValueError: a size below 1.
         """
-        for name, size in zip(("rows", "sessions", "most rows of a session"), bucket, strict=True):
+        for name, size in zip(("rows", "sessions", "most rows of a session", "most entries"), bucket, strict=True):
             check_at_least(name, size, 1)
-        rows, sessions, most = bucket
-        # In a drafter's pool every entry with KV has a bit.
-        words = -(-(most if pool.nodes is None else pool.capacity) // 64)
+        rows, sessions, most, entries = bucket
+        # In a target's pool every row of a session has a bit, in a drafter's every entry with KV.
+        words = -(-(min(most, 1 + entries) if pool.nodes is None else pool.capacity) // 64)
         device = pool.device
 
         def column(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -180,13 +181,13 @@ def _pack(pool_arrays: Any, selection_arrays: Any, arrays: Any, scrap_slot: int)
     bit_of, row_of = np.empty(rank.shape[1], np.int64), np.empty(rank.shape[1], np.int64)
     tree_mask[:] = 0
     for row in range(len(num_selected)):
-        length, own = pool.length[row], own_rows[row]
+        length, own, cached = pool.length[row], own_rows[row], pool.cached[row]
         if num_selected[row] < 0 or own + num_selected[row] == 0:
             continue
-        start = length if drafts else length - 1
+        start = cached + own if drafts else length - 1
         pool_rows[session], query_start[session], tree_start[session] = row, at, start
         for number in range(own):
-            index = length - own + number
+            index = (cached if drafts else length - 1) + number
             tokens[at], positions[at] = pool.history[row, index], index
             entries[at] = ROOT if index == length - 1 else COMMITTED
             parents[at] = at - 1 if number > 0 else -1
@@ -202,7 +203,7 @@ def _pack(pool_arrays: Any, selection_arrays: Any, arrays: Any, scrap_slot: int)
             at += 1
         root_row = at - 1 if own > 0 else -1
         if drafts:
-            pool.cached[row] = length
+            pool.cached[row] = start
         bits = 0 if drafts else 1
         for entry in range(pool.count[row]):
             bit_of[entry] = row_of[entry] = -1
@@ -406,7 +407,8 @@ def _pack_kernel(
         if DRAFTS:
             expanded = (tl.load(expanded_ptr + entry) != 0) & live
             keyed = selected | expanded
-            start = length
+            cached = tl.load(cached_ptr + row)
+            start = cached + own
             own_bits = 0 + 0
         bit = own_bits + tl.cumsum(keyed.to(tl.int32), 0) - 1
         at = first + own + tl.cumsum(selected.to(tl.int32), 0) - 1
@@ -427,7 +429,6 @@ def _pack_kernel(
             tl.store(slot_ptr + entry, slot, mask=selected)
             tl.store(expanded_ptr + entry, selected, mask=selected)
             tl.store(table + start + bit, slot, mask=keyed)
-            cached = length - own
             for begin in range(0, own, _OWN_ROWS):
                 number = begin + tl.arange(0, _OWN_ROWS)
                 is_own = number < own
@@ -436,7 +437,7 @@ def _pack_kernel(
                 tl.store(positions_ptr + first + number, cached + number, mask=is_own)
                 tl.store(slots_ptr + first + number, own_slot, mask=is_own)
                 tl.store(table + cached + number, own_slot, mask=is_own)
-                kind = tl.where(number == own - 1, _ROOT, _COMMITTED)
+                kind = tl.where(cached + number == length - 1, _ROOT, _COMMITTED)
                 tl.store(entries_ptr + first + number, kind, mask=is_own)
                 tl.store(parents_ptr + first + number, tl.where(number > 0, first + number - 1, -1), mask=is_own)
                 tl.store(sessions_ptr + first + number, tl.zeros_like(number) + session, mask=is_own)
@@ -444,7 +445,7 @@ def _pack_kernel(
                 own_mask = is_own[:, None] & (word < W)[None, :]
                 own_words = tree_mask_ptr + (first + number)[:, None] * W + word[None, :]
                 tl.store(own_words, tl.zeros((_OWN_ROWS, BLOCK_W), tl.int64), mask=own_mask)
-            tl.store(cached_ptr + row, length)
+            tl.store(cached_ptr + row, start)
         else:
             # The session's rows take the table's slots one after the other, the root first.
             tl.store(slots_ptr + first + index, table_slots, mask=index < 1 + num_selected)

@@ -156,7 +156,7 @@ def _launch(pool: Pool, tokens: torch.Tensor, num_tokens: torch.Tensor) -> None:
         **early_options(pool.device),
     )
     if nodes is not None:
-        launch_free_released(nodes)
+        launch_free_released(pool)
 
 
 @jit(do_not_specialize=["most", "max_len", "table_width"], do_not_specialize_on_alignment=_SCATTERED)

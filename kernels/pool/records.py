@@ -11,32 +11,41 @@ A growth record is one node; every other record edits its row. The words behind 
     SLOTS       n               start     slot      slot          slot       slot
     FORGET      d
     RESENT      d
+    COMMIT      n               token     token     token         token      token
 
 OPEN begins a generation; every other record names its generation and is dropped in any other. Effects:
 
-    OPEN        clears the row's entries, trail and `lost`, restarts its id counter; state PREFILL. Columns that the
-                host copied before (history, stops and so on) stay.
+    OPEN        clears the row's entries, trail and `lost`, restarts its id counter. Columns that the host copied before
+                (history, stops and so on) stay. State PREFILL; in a drafter's pool, where `cached` must be 0, RUNNING
+                if length < allow, else HELD.
     CLOSE       state EMPTY, no entries.
-    PREEMPT     cached 0 and an empty table; a running or held row is PREFILL then. History and pool stay, growth still
-                grafts.
+    PREEMPT     cached 0 and an empty table; a running or held row is PREFILL then, in a drafter's pool every row is
+                HELD, with allow = 0. History and pool stay, growth still grafts.
     LIMITS      new `end` and `allow`. allow = 0 holds the session; a higher one than its length lets it run again.
     SLOTS       table[start .. start + n) takes up to four slots, table_len = start + n; with n = 0 only that.
     FORGET      the ids of place d are void; entries that no other place has proposed go.
     RESENT      the worker at place d begins to send its live tree again: clears `lost`.
+    COMMIT      up to five tokens are committed, behind those of earlier records; `graft` collects them for `re_root`.
+                OPEN and CLOSE void those of the row that came before.
+
+In a drafter's pool the KV slots that OPEN, CLOSE and PREEMPT take from a row are free again: those of its entries, then
+those of its committed tokens, table[0 .. cached).
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["SLOTS_PER_RECORD", "WORDS", "RecordKind", "Records", "Verdict"]
+__all__ = ["SLOTS_PER_RECORD", "TOKENS_PER_RECORD", "WORDS", "RecordKind", "Records", "Verdict"]
 
 WORDS = 8
 """int32 words of a record."""
 SLOTS_PER_RECORD = 4
+TOKENS_PER_RECORD = 5
 
 
 class RecordKind(enum.IntEnum):
@@ -51,13 +60,16 @@ class RecordKind(enum.IntEnum):
     SLOTS = 6
     FORGET = 7
     RESENT = 8
+    COMMIT = 9
 
 
 class Verdict(enum.IntEnum):
     """Outcome of a record."""
 
     INVALID = 0
-    """Dropped: its kind, its row or its place is not there, or it opens a row with lengths that cannot be."""
+    """Dropped: its kind, its row or its place is not there, it opens a row with lengths that cannot be, or it commits
+    no tokens or more than there is room for.
+    """
     OLD_GENERATION = 1
     """It is for an opening of the row that is not in force."""
     EDITED = 2
@@ -143,6 +155,12 @@ class Records:
     def resent(self, row: int, generation: int, *, place: int) -> None:
         """Announce that a place sends its live tree again."""
         self._add(RecordKind.RESENT, row, generation, place=place)
+
+    def commit(self, row: int, generation: int, tokens: Sequence[int]) -> None:
+        """Commit tokens; as many records as it takes."""
+        for begin in range(0, len(tokens), TOKENS_PER_RECORD):
+            part = tokens[begin : begin + TOKENS_PER_RECORD]
+            self._add(RecordKind.COMMIT, row, generation, *part, place=len(part))
 
     def _add(self, kind: RecordKind, row: int, generation: int, *words: int, place: int = 0, drafter: int = 0) -> None:
         assert 0 <= place < 256 and 0 <= drafter < 256, f"place {place} and drafter bits {drafter} need a byte each"

@@ -21,6 +21,8 @@ Shapes: R records of the ring, a power of two; G records that a round takes at m
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import torch
 
@@ -31,6 +33,7 @@ from outrider.kernels.pool.records import WORDS
 __all__ = [
     "EARLY_HEADER",
     "REPORT_HEADER",
+    "device_time",
     "publish_early",
     "publish_early_reference",
     "publish_report",
@@ -55,9 +58,14 @@ _HARDWARE = tl.constexpr(not INTERPRETED)
 
 
 def take_records(
-    ring: torch.Tensor, head: torch.Tensor, records: torch.Tensor, count: torch.Tensor, tail: torch.Tensor
+    ring: torch.Tensor,
+    head: torch.Tensor,
+    records: torch.Tensor,
+    count: torch.Tensor,
+    tail: torch.Tensor,
+    began: torch.Tensor,
 ) -> None:
-    """Copy the next records of the ring to the device, at most G, and move the tail past them.
+    """Begin a round: copy the next records of the ring to the device, at most G, and move the tail past them.
 
     `head` is read once. All kernels of the round use `records` and `count`: none of them reads the ring.
 
@@ -67,6 +75,7 @@ def take_records(
         records: [G, 8] int32, written up to `count`.
         count: [1] int32, written.
         tail: [1] int64: records that the device has ever taken; updated.
+        began: [1] int64, written: the time on the device's clock, in nanoseconds.
 
     Raises:
         ValueError: a shape, dtype, device or layout that does not fit, naming the argument.
@@ -80,8 +89,9 @@ def take_records(
     _check("records", records, ("G", WORDS), torch.int32, device, "records")
     _check("count", count, (1,), torch.int32, device, "records")
     _check("tail", tail, (1,), torch.int64, device, "records")
+    _check("began", began, (1,), torch.int64, device, "records")
     if not uses_triton(records):
-        take_records_reference(ring, head, records, count, tail)
+        take_records_reference(ring, head, records, count, tail, began)
         return
     _take_records_kernel[(1,)](
         ring,
@@ -89,6 +99,7 @@ def take_records(
         records,
         count,
         tail,
+        began,
         SIZE=size,
         MOST=records.shape[0],
         WORDS=WORDS,
@@ -99,12 +110,19 @@ def take_records(
 
 
 def take_records_reference(
-    ring: torch.Tensor, head: torch.Tensor, records: torch.Tensor, count: torch.Tensor, tail: torch.Tensor
+    ring: torch.Tensor,
+    head: torch.Tensor,
+    records: torch.Tensor,
+    count: torch.Tensor,
+    tail: torch.Tensor,
+    began: torch.Tensor,
 ) -> None:
     """`take_records` in numpy, on a CPU."""
+    began.numpy()[0] = time.perf_counter_ns()
     first = int(tail.numpy()[0])
     taken = min(int(head.numpy()[0]) - first, records.shape[0])
-    records.numpy()[:taken] = ring.numpy()[np.arange(first, first + taken) % ring.shape[0]]
+    if taken:
+        records.numpy()[:taken] = ring.numpy()[np.arange(first, first + taken) % ring.shape[0]]
     count.numpy()[0] = taken
     tail.numpy()[0] = first + taken
 
@@ -116,12 +134,14 @@ def _take_records_kernel(
     records_ptr,  # [G, 8] int32
     count_ptr,  # [1] int32
     tail_ptr,  # [1] int64
+    began_ptr,  # [1] int64
     SIZE: tl.constexpr,
     MOST: tl.constexpr,
     WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
     THREADS: tl.constexpr,
 ):
+    tl.store(began_ptr, device_time())
     tail = tl.load(tail_ptr)
     count = tl.minimum(_load_acquire(head_ptr, THREADS) - tail, MOST).to(tl.int32)
     word = tl.arange(0, WORDS)[None, :]
@@ -133,6 +153,16 @@ def _take_records_kernel(
         tl.store(records_ptr + index * WORDS + word, record, mask=index < count)
     tl.store(count_ptr, count)
     tl.store(tail_ptr, tail + count)
+
+
+@jit
+def device_time():
+    """Return the nanoseconds on the clock that all kernels of a GPU share."""
+    if _HARDWARE:
+        now = tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+    else:
+        now = tl.zeros((), tl.int64)
+    return now
 
 
 @jit
@@ -196,8 +226,8 @@ def publish_report(reports: torch.Tensor, words: torch.Tensor, tail: torch.Tenso
     """Give the host the round's report, and end the round.
 
     Args:
-        reports: [B, 2 + N] int64, the host's: the number of the round, the tail, then the words.
-        words: [N] int64.
+        reports: [B, 2 + N or more] int64, the host's: the number of the round, the tail, then the words.
+        words: [N] int64; of no length where an operator before has written the report itself.
         tail: [1] int64, as `take_records` left it.
         rounds: [1] int64, rounds reported; counts this one afterwards.
 
@@ -207,7 +237,9 @@ def publish_report(reports: torch.Tensor, words: torch.Tensor, tail: torch.Tenso
     _check("words", words, ("N",), torch.int64, words.device, "words")
     _check("tail", tail, (1,), torch.int64, words.device, "words")
     _check("rounds", rounds, (1,), torch.int64, words.device, "words")
-    _check("reports", reports, ("B", REPORT_HEADER + words.shape[0]), torch.int64, _HOST, "the host")
+    _check("reports", reports, ("B", "2 + N"), torch.int64, _HOST, "the host")
+    if reports.shape[1] < REPORT_HEADER + words.shape[0]:
+        raise ValueError(f"reports: {reports.shape[1]} words given, {REPORT_HEADER + words.shape[0]} needed")
     if not uses_triton(words):
         publish_report_reference(reports, words, tail, rounds)
         return
@@ -232,7 +264,7 @@ def publish_report_reference(
     """`publish_report` in numpy, on a CPU."""
     round_ = int(rounds.numpy()[0])
     buffer, buffers = round_ % reports.shape[0], reports.numpy()
-    buffers[buffer, REPORT_HEADER:] = words.numpy()
+    buffers[buffer, REPORT_HEADER : REPORT_HEADER + len(words)] = words.numpy()
     buffers[buffer, 1] = tail.numpy()[0]
     buffers[buffer, 0] = round_ + 1
     rounds.numpy()[0] = round_ + 1

@@ -1,19 +1,24 @@
 """Selection: the best entries of all rows, as many as fit into a bucket, and what every other bucket would gain.
 
-A bucket is a shape of forward pass: its rows, its sessions, and the most rows of one session. A session that takes part
-needs some rows of its own first: in a target's pool one for its root, in a drafter's pool one for each committed token
-without KV. What is left goes to the entries of highest value. A value never exceeds its parent's and equal values go to
-the lower row, then to the lower entry, so what is selected is closed under ancestors.
+A bucket is a shape of forward pass: its rows, its sessions, the most rows of one session, and the most entries. A
+session that takes part needs some rows of its own first: in a target's pool one for its root, in a drafter's pool one
+for each committed token of its gap, those without KV. What is left goes to the entries of highest value, up to the most
+entries. A value never exceeds its parent's and equal values go to the lower row, then to the lower entry, so what is
+selected is closed under ancestors.
+
+A gap of at most `SHORT_GAP` tokens is taken whole. Longer ones share a step's `chunk`, lower rows first: each takes as
+much as is left, and a session for which nothing is left waits. A session whose gap is not taken to its end has no
+entries in the step.
 
     row (target)        RUNNING, length < min(end, allow), a slot for its root
-    row (drafter)       RUNNING, length < end, something to do
+    row (drafter)       RUNNING, length < end, something to do, a part of the chunk if its gap is long
     entry (target)      neither it nor an ancestor is a stop token in force, and length + depth < min(end, allow)
     entry (drafter)     no KV yet, depth < max_depth, no stop token, length + depth < end
     gain of a bucket    sum of value * 2^24 over what it would take, each rounded: no order of addition decides
 
 If the running sessions do not fit into the launched bucket, sessions join from `turn` on until one does not fit; the
-next selection begins with that one. A bucket that is too small for all of them has gain -1. A session that needs more
-rows of its own than a bucket has takes no part in that bucket and does not count there.
+next selection begins with that one. A session that needs more rows of its own than the launched bucket has, in all or
+for one session, takes no part. Every bucket that is too small for all running sessions has gain -1.
 
 Rows are sorted by value first, each by its own program; then one program a bucket searches the value at which it is
 full, over all sorted rows at once. Shapes: B buckets, and as in `columns.py`.
@@ -36,15 +41,18 @@ from outrider.kernels.compiled import compiled
 from outrider.kernels.early_launch import early_options
 from outrider.kernels.pool.columns import Pool, PoolArrays, RowState
 
-__all__ = ["GAIN_SCALE", "Selection", "select", "select_reference"]
+__all__ = ["GAIN_SCALE", "SHORT_GAP", "Selection", "select", "select_reference"]
 
 GAIN_SCALE = 1 << 24
 """Gains count entries in units of 1 / GAIN_SCALE."""
+SHORT_GAP = 16
+"""Most committed tokens without KV that a session of a drafter's pool takes into a step whole."""
 
 _SCALE = tl.constexpr(float(GAIN_SCALE))
 # Bits above those of every number, infinity included.
 _ABOVE_ALL = tl.constexpr(0x7F800001)
 _RUNNING = tl.constexpr(int(RowState.RUNNING))
+_SHORT_GAP = tl.constexpr(SHORT_GAP)
 # Block size of the pairwise comparison that sorts a row.
 _CHUNK = 64
 # Sorted entries a row that the search reads at once; few rows have more.
@@ -60,6 +68,7 @@ class SelectionArrays(NamedTuple):
     num_selected: Any
     rank: Any
     own_rows: Any
+    needed: Any
     first_row: Any
     number: Any
     totals: Any
@@ -74,12 +83,13 @@ class Selection:
     """The selection of a step, and scratch for computing it. Build one with `allocate`.
 
     Attributes:
-        buckets: [B, 3] int32, given: rows, sessions, most rows of a session.
+        buckets: [B, 4] int32, given: rows, sessions, most rows of a session, most entries of all.
         least_value: [1] float32, given: entries below it are left out; 0 leaves none out.
         reserved_sessions: [1] int32, given: sessions of every bucket that are not for these rows (prefill).
         num_selected: [S] int32: entries that the row contributes, its best ones; -1 where it takes no part.
         rank: [S, C] int32: how many eligible entries of the row are better; C where an entry is not eligible.
-        own_rows: [S] int32: rows that the session needs before any entry.
+        own_rows: [S] int32: rows that the session needs before any entry; 0 where it takes no part in any bucket.
+        needed: [1] int32: sum of the rows that all running sessions need before any entry, fit they or not.
         first_row: [S] int32: the row's first of the step.
         number: [S] int32: the row's number among the sessions of the step.
         totals: [2] int32: rows and sessions of the step.
@@ -97,6 +107,7 @@ class Selection:
     num_selected: torch.Tensor
     rank: torch.Tensor
     own_rows: torch.Tensor
+    needed: torch.Tensor
     first_row: torch.Tensor
     number: torch.Tensor
     totals: torch.Tensor
@@ -115,12 +126,12 @@ class Selection:
             object.__setattr__(self, "arrays", arrays)
 
     @classmethod
-    def allocate(cls, pool: Pool, buckets: list[tuple[int, int, int]]) -> Selection:
+    def allocate(cls, pool: Pool, buckets: list[tuple[int, int, int, int]]) -> Selection:
         """Return room for selections from a pool.
 
         Args:
             pool: what is selected from.
-            buckets: rows, sessions, and most rows of a session, of each.
+            buckets: rows, sessions, most rows of a session, and most entries of all sessions, of each.
 
         Raises:
             ValueError: no bucket, or one with a size below 1.
@@ -140,6 +151,7 @@ class Selection:
             num_selected=column(sessions),
             rank=column(sessions, capacity),
             own_rows=column(sessions),
+            needed=column(1),
             first_row=column(sessions),
             number=column(sessions),
             totals=column(2),
@@ -152,7 +164,7 @@ class Selection:
         )
 
 
-def select(pool: Pool, selection: Selection, launched: int, *, children: int = 0) -> None:
+def select(pool: Pool, selection: Selection, launched: int, *, children: int = 0, chunk: int = 0) -> None:
     """Select entries for the launched bucket, and compute the gain of every bucket.
 
     Args:
@@ -160,6 +172,7 @@ def select(pool: Pool, selection: Selection, launched: int, *, children: int = 0
         selection: written.
         launched: number of the bucket.
         children: most children of an expanded entry, in a drafter's pool; keeps the live entries within `max_nodes`.
+        chunk: most committed tokens of long gaps in a step, in a drafter's pool.
 
     Raises:
         ValueError: a number or a device that does not fit.
@@ -167,21 +180,22 @@ def select(pool: Pool, selection: Selection, launched: int, *, children: int = 0
     if not 0 <= launched < selection.buckets.shape[0]:
         raise ValueError(f"launched: {launched} given, one of {selection.buckets.shape[0]} buckets needed")
     check_place("selection", selection.rank, pool.device, "pool")
-    if pool.nodes is not None and children < 1:
-        raise ValueError(f"children: {children} given, at least 1 needed for the pool of a drafter")
+    for name, given in (("children", children), ("chunk", chunk)):
+        if pool.nodes is not None and given < 1:
+            raise ValueError(f"{name}: {given} given, at least 1 needed for the pool of a drafter")
     if uses_triton(selection.rank):
-        _launch(pool, selection, launched, children)
+        _launch(pool, selection, launched, children, chunk)
     else:
-        select_reference(pool, selection, launched, children=children)
+        select_reference(pool, selection, launched, children=children, chunk=chunk)
 
 
-def select_reference(pool: Pool, selection: Selection, launched: int, *, children: int = 0) -> None:
+def select_reference(pool: Pool, selection: Selection, launched: int, *, children: int = 0, chunk: int = 0) -> None:
     """`select` on a CPU: one sort of all eligible entries, then one pass over them for each bucket."""
-    _select(pool.arrays, selection.arrays, launched, children)
+    _select(pool.arrays, selection.arrays, launched, children, chunk)
 
 
 @compiled
-def _select(pool_arrays: Any, arrays: Any, launched: int, children: int) -> None:
+def _select(pool_arrays: Any, arrays: Any, launched: int, children: int, chunk: int) -> None:
     pool, selection = PoolArrays(*pool_arrays), SelectionArrays(*arrays)
     buckets, num_selected, rank, own_rows = (
         selection.buckets,
@@ -193,11 +207,12 @@ def _select(pool_arrays: Any, arrays: Any, launched: int, children: int) -> None
     turn, limit, least_value = selection.turn, selection.limit, selection.least_value[0]
     sessions, capacity = rank.shape
     drafts = len(pool.slot) > 0
+    _share_chunk(pool, own_rows, chunk)
     keys = np.empty(sessions * capacity, np.int64)
     candidates = 0
     values = pool.value.view(np.int32)
     for row in range(sessions):
-        _limit_row(pool, row, own_rows, limit, children)
+        limit[row] = _limit_of(pool, row, own_rows[row], children)
         rank[row] = capacity
         if limit[row] < 0:
             continue
@@ -228,19 +243,24 @@ def _select(pool_arrays: Any, arrays: Any, launched: int, children: int) -> None
         row_of[candidate] = row
         gain_of[candidate] = np.int64(np.float64(pool.value[row, entry]) * GAIN_SCALE + 0.5)
 
+    needed, running, most_own = 0, 0, 0
+    for row in range(sessions):
+        if limit[row] < 0:
+            own_rows[row] = 0
+        else:
+            running += 1
+        needed += own_rows[row]
+        most_own = max(most_own, own_rows[row])
+    selection.needed[0] = needed
     slots = pool.free_tail[0] - pool.free_head[0]
     takes_part = np.empty(sessions, np.bool_)
     for bucket in range(len(buckets)):
         rows, places, most = buckets[bucket, 0], buckets[bucket, 1] - selection.reserved_sessions[0], buckets[bucket, 2]
         if drafts:
             rows = min(rows, slots)
-        running, needed = 0, 0
         for row in range(sessions):
             takes_part[row] = limit[row] >= 0 and own_rows[row] <= min(most, rows)
-            if takes_part[row]:
-                running += 1
-                needed += own_rows[row]
-        fits = running <= places and needed <= rows
+        fits = running <= places and needed <= rows and most_own <= most
         if not fits:
             if bucket != launched:
                 gains[bucket] = -1
@@ -249,6 +269,7 @@ def _select(pool_arrays: Any, arrays: Any, launched: int, children: int) -> None
         room = rows
         for row in range(sessions):
             room -= own_rows[row] if takes_part[row] else 0
+        room = min(room, buckets[bucket, 3])
         seen[:] = 0
         gain = np.int64(0)
         for candidate in range(candidates):
@@ -273,20 +294,36 @@ def _select(pool_arrays: Any, arrays: Any, launched: int, children: int) -> None
 
 
 @compiled
-def _limit_row(pool: Any, row: int, own_rows: Any, limit: Any, children: int) -> None:
-    """Write the rows that a session needs before any entry, and the most entries it may have (-1: it takes no part)."""
-    drafts, length = len(pool.slot) > 0, pool.length[row]
-    is_running = pool.state[row] == RowState.RUNNING and length < pool.end[row]
-    if drafts:
-        own_rows[row] = length - pool.cached[row]
-        room = min(pool.token.shape[1], pool.max_nodes[row]) - pool.count[row]
-        limit[row] = max(room // children - min(own_rows[row], 1), 0)
-    else:
+def _share_chunk(pool: Any, own_rows: Any, chunk: int) -> None:
+    """Write the rows that each session needs before any entry; -1 where it is not running."""
+    drafts = len(pool.slot) > 0
+    for row in range(len(own_rows)):
+        length = pool.length[row]
+        is_running = pool.state[row] == RowState.RUNNING and length < pool.end[row]
         own_rows[row] = 1
-        is_running &= length < pool.allow[row] and pool.table_len[row] >= length
-        limit[row] = min(pool.max_nodes[row], pool.table_len[row] - length)
-    if not is_running:
-        own_rows[row], limit[row] = 0, -1
+        if drafts:
+            own_rows[row] = gap = length - pool.cached[row]
+            if is_running and gap > SHORT_GAP:
+                own_rows[row] = min(gap, chunk)
+                chunk -= own_rows[row]
+        else:
+            is_running &= length < pool.allow[row] and pool.table_len[row] >= length
+        if not is_running:
+            own_rows[row] = -1
+
+
+@compiled
+def _limit_of(pool: Any, row: int, own_rows: int, children: int) -> int:
+    """Return the most entries that a row may have beside its own rows, -1 if it takes no part."""
+    length = pool.length[row]
+    if own_rows < 0:
+        return -1
+    if len(pool.slot) == 0:
+        return min(pool.max_nodes[row], pool.table_len[row] - length)
+    if own_rows < length - pool.cached[row]:
+        return 0
+    room = min(pool.token.shape[1], pool.max_nodes[row]) - pool.count[row]
+    return max(room // children - min(own_rows, 1), 0)
 
 
 @compiled
@@ -304,9 +341,10 @@ def _rotate(rows: int, places: int, own_rows: Any, turn: Any, takes_part: Any) -
             rows -= own_rows[row]
 
 
-def _launch(pool: Pool, selection: Selection, launched: int, children: int) -> None:
+def _launch(pool: Pool, selection: Selection, launched: int, children: int, chunk: int) -> None:
     nodes, none = pool.nodes, pool.count
     sessions, capacity = pool.sessions, pool.capacity
+    block_s, width = triton.next_power_of_2(sessions), min(_WIDTH, capacity)
     _order_kernel[(sessions,)](
         pool.count,
         pool.depth,
@@ -327,6 +365,8 @@ def _launch(pool: Pool, selection: Selection, launched: int, children: int) -> N
         selection.limit,
         selection.ordered,
         selection.keys,
+        chunk,
+        BLOCK_S=block_s,
         C=capacity,
         CHUNK=min(_CHUNK, capacity),
         CHILDREN=children,
@@ -334,13 +374,13 @@ def _launch(pool: Pool, selection: Selection, launched: int, children: int) -> N
         num_warps=4,
         **early_options(pool.device),
     )
-    block_s, width = triton.next_power_of_2(sessions), min(_WIDTH, capacity)
     _fill_kernel[(selection.buckets.shape[0],)](
         selection.buckets,
         selection.reserved_sessions,
         selection.limit,
         selection.own_rows,
         selection.ordered,
+        selection.needed,
         selection.num_selected,
         selection.first_row,
         selection.number,
@@ -361,7 +401,7 @@ def _launch(pool: Pool, selection: Selection, launched: int, children: int) -> N
     )
 
 
-@jit
+@jit(do_not_specialize=["chunk"])
 def _order_kernel(
     count_ptr,  # [S] int32
     depth_ptr,  # [S, C] int32
@@ -382,6 +422,8 @@ def _order_kernel(
     limit_ptr,  # [S] int32
     ordered_ptr,  # [BLOCK_S, C] int32
     keys_ptr,  # [BLOCK_S, C] int32
+    chunk,
+    BLOCK_S: tl.constexpr,
     C: tl.constexpr,
     CHUNK: tl.constexpr,
     CHILDREN: tl.constexpr,
@@ -401,9 +443,19 @@ def _order_kernel(
     wanted = live & (value >= least_value) & (tl.load(stopped_ptr + entry) == 0)
     if DRAFTS:
         wanted = wanted & (tl.load(expanded_ptr + entry) == 0) & (depth < tl.load(max_depth_ptr + row))
-        own_rows = length - tl.load(cached_ptr + row)
-        limit = tl.maximum((tl.minimum(max_nodes, C) - count) // CHILDREN - tl.minimum(own_rows, 1), 0)
+        gap = length - tl.load(cached_ptr + row)
         running = (state == _RUNNING) & (length < end)
+        # The rows before this one have first call on the chunk.
+        other_row = tl.arange(0, BLOCK_S)
+        is_before = other_row < row
+        other_length = tl.load(length_ptr + other_row, mask=is_before, other=0)
+        other_gap = other_length - tl.load(cached_ptr + other_row, mask=is_before, other=0)
+        shares = (other_gap > _SHORT_GAP) & (other_length < tl.load(end_ptr + other_row, mask=is_before, other=0))
+        shares = shares & (tl.load(state_ptr + other_row, mask=is_before, other=0) == _RUNNING)
+        left = tl.maximum(chunk - tl.sum(tl.where(shares, other_gap, 0)), 0)
+        own_rows = tl.where(gap > _SHORT_GAP, tl.minimum(gap, left), gap)
+        limit = tl.maximum((tl.minimum(max_nodes, C) - count) // CHILDREN - tl.minimum(own_rows, 1), 0)
+        limit = tl.where(own_rows < gap, 0, limit)
     else:
         end = tl.minimum(end, tl.load(allow_ptr + row))
         table_len = tl.load(table_len_ptr + row)
@@ -484,11 +536,12 @@ def _gain_of(key):
 
 @jit(do_not_specialize=["launched"])
 def _fill_kernel(
-    buckets_ptr,  # [B, 3] int32
+    buckets_ptr,  # [B, 4] int32
     reserved_sessions_ptr,  # [1] int32
     limit_ptr,  # [S] int32
     own_rows_ptr,  # [S] int32
     ordered_ptr,  # [S, C] int32
+    needed_ptr,  # [1] int32
     num_selected_ptr,  # [S] int32
     first_row_ptr,  # [S] int32
     number_ptr,  # [S] int32
@@ -512,8 +565,8 @@ def _fill_kernel(
     bucket = tl.program_id(0)
     row = tl.arange(0, BLOCK_S)
     here = row < S
-    rows, places = tl.load(buckets_ptr + bucket * 3), tl.load(buckets_ptr + bucket * 3 + 1)
-    most = tl.load(buckets_ptr + bucket * 3 + 2)
+    rows, places = tl.load(buckets_ptr + bucket * 4), tl.load(buckets_ptr + bucket * 4 + 1)
+    most, most_entries = tl.load(buckets_ptr + bucket * 4 + 2), tl.load(buckets_ptr + bucket * 4 + 3)
     limit = tl.load(limit_ptr + row, mask=here, other=-1)
     own_rows = tl.load(own_rows_ptr + row, mask=here, other=0)
     if DRAFTS:
@@ -521,10 +574,11 @@ def _fill_kernel(
         slots = tl.load(free_tail_ptr) - free_head
         rows = tl.minimum(rows.to(tl.int64), slots).to(tl.int32)
     places -= tl.load(reserved_sessions_ptr)
+    needed = tl.sum(own_rows)
+    fits = (tl.sum((limit >= 0).to(tl.int32)) <= places) & (needed <= rows) & (tl.max(own_rows) <= most)
     could = (limit >= 0) & (own_rows <= tl.minimum(most, rows))
     counts, needs = could.to(tl.int32), tl.where(could, own_rows, 0)
     takes_part = could
-    fits = (tl.sum(counts) <= places) & (tl.sum(needs) <= rows)
     if (fits == 0) & (bucket == launched):
         # From `turn` on, by sums over the rows in that order; the first that does not fit begins the next time.
         first = tl.load(turn_ptr)
@@ -542,7 +596,7 @@ def _fill_kernel(
         tl.store(gains_ptr + bucket, tl.full((), -1, tl.int64))
     else:
         needs = tl.where(takes_part, own_rows, 0)
-        room = rows - tl.sum(needs)
+        room = tl.minimum(rows - tl.sum(needs), most_entries)
         wanted = tl.minimum(limit, most - own_rows)
         wanted = tl.where(takes_part, tl.maximum(wanted, 0), 0)
         taken, gain = _fill(ordered_ptr, wanted, room, BLOCK_S, C, WIDTH)
@@ -553,6 +607,7 @@ def _fill_kernel(
             tl.store(num_selected_ptr + row, tl.where(takes_part, taken, -1), mask=here)
             tl.store(first_row_ptr + row, tl.cumsum(size, 0) - size, mask=here)
             tl.store(number_ptr + row, tl.cumsum(is_there, 0) - is_there, mask=here)
+            tl.store(needed_ptr, needed)
             tl.store(totals_ptr, tl.sum(size))
             tl.store(totals_ptr + 1, tl.sum(is_there))
             if DRAFTS:

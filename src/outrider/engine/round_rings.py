@@ -178,6 +178,21 @@ class Inbox:
             self._changed.notify_all()
         return True
 
+    def put_edits(self, records: npt.NDArray[np.int32]) -> None:
+        """Take records of several sessions, none of them urgent; those of closed sessions are dropped.
+
+        Args:
+            records: [n, 8] int32, in the order of each session; kept, not copied.
+        """
+        with self._changed:
+            if not self._queued and len(records) <= self._size - self._reserve - (self._head - self._tail):
+                # Closed rows have CLOSE before these in the ring, which ends their generation.
+                self._write(records)
+                self._changed.notify_all()
+                return
+        for record in records:
+            self.put(record[None])
+
     def reported(self, tail: int) -> list[Release]:
         """Learn how far the device has read: gives places of the ring and rows free, and returns what is released."""
         released = []

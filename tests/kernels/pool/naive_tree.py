@@ -16,7 +16,8 @@ import numpy as np
 
 from outrider.kernels.pool.columns import Pool, RowState
 from outrider.kernels.pool.pack import COMMITTED, ROOT
-from outrider.kernels.pool.records import RecordKind, Verdict
+from outrider.kernels.pool.records import TOKENS_PER_RECORD, RecordKind, Verdict
+from outrider.kernels.pool.select import SHORT_GAP
 
 __all__ = ["Limits", "NaivePool", "NaiveSession", "Node", "Row", "assert_invariants", "assert_same"]
 
@@ -96,6 +97,7 @@ class NaiveSession:
         self.table_len = 0
         self.next_id = 1
         self.released: list[int] = []
+        self.commits: list[int] = []
 
     # What can be read off the tree.
 
@@ -132,6 +134,10 @@ class NaiveSession:
         """The index of the parent among the entries, -1 for the root."""
         return -1 if entry.parent is self.root else self.entries.index(entry.parent)  # type: ignore[arg-type]
 
+    def gap(self) -> int:
+        """Committed tokens without KV; a target has all but the root when it runs."""
+        return self.length - self.cached if self.owns_slots else 1
+
     def filled(self) -> int:
         """Entries of the table that count; a drafter's is filled as far as there is KV."""
         return self.cached if self.owns_slots else self.table_len
@@ -141,8 +147,12 @@ class NaiveSession:
     def open(self, generation: int, *, length: int, cached: int, end: int, allow: int) -> None:
         """Begin an opening with the first `length` tokens of `history`."""
         self._drop_entries()
+        self._release_cached()
         self.generation = generation
         self.state = RowState.PREFILL
+        if self.owns_slots:
+            self.state = RowState.RUNNING if allow > length else RowState.HELD
+        self.commits = []
         self.path = []
         for token in self.history[:length]:
             self._commit_node(Node(token))
@@ -154,16 +164,21 @@ class NaiveSession:
     def close(self) -> None:
         """End the opening."""
         self._drop_entries()
+        self._release_cached()
+        self.commits = []
         self.state = RowState.EMPTY
 
     def preempt(self) -> None:
         """Take the KV away."""
-        if self.state in {RowState.RUNNING, RowState.HELD}:
+        for entry in self.entries:
+            self._release(entry)
+        if self.owns_slots:
+            self._release_cached()
+            self.state, self.allow = RowState.HELD, 0
+        elif self.state in {RowState.RUNNING, RowState.HELD}:
             self.state = RowState.PREFILL
         self.cached = 0
         self.table_len = 0
-        for entry in self.entries:
-            self._release(entry)
 
     def limits(self, *, end: int, allow: int) -> None:
         """Change how long the session may become, and how far it may go now."""
@@ -256,27 +271,25 @@ class NaiveSession:
 
     # A forward pass.
 
-    def own_rows(self) -> int:
-        """Rows that the session needs in a step before any entry."""
-        return self.length - self.cached if self.owns_slots else 1
-
     def takes_part(self) -> bool:
         """Return whether the session may be in a step at all."""
         has_room = self.owns_slots or (self.length < self.allow and self.table_len >= self.length)
         return self.state == RowState.RUNNING and self.length < self.end and has_room
 
-    def most_entries(self, children: int) -> int:
-        """Return the most entries of a step, each of which may bring `children`."""
+    def most_entries(self, own_rows: int, children: int) -> int:
+        """Return the most entries of a step with so many rows of its own; each entry may bring `children`."""
         if not self.owns_slots:
             return min(self.max_nodes, self.table_len - self.length)
+        if own_rows < self.gap():
+            return 0
         room = min(self.capacity, self.max_nodes) - len(self.entries)
         # The root brings children, too.
-        return max(room // children - (1 if self.own_rows() else 0), 0)
+        return max(room // children - (1 if own_rows else 0), 0)
 
-    def has_work(self, limits: Limits) -> bool:
-        """Return whether there is something to compute in a step."""
+    def has_entries(self, limits: Limits) -> bool:
+        """Return whether a step may take an entry of a session that has no gap."""
         has_entry = any(self.is_eligible(entry, limits.least_value) for entry in self.entries)
-        return self.own_rows() > 0 or (has_entry and self.most_entries(limits.children) > 0)
+        return has_entry and self.most_entries(0, limits.children) > 0
 
     def is_eligible(self, entry: Node, least_value: float) -> bool:
         """Return whether a step may select the entry."""
@@ -285,9 +298,10 @@ class NaiveSession:
         may_be_reached = not entry.stopped and self.length + self.depth(entry) < end
         return is_new and may_be_reached and bool(self.value(entry) >= least_value)
 
-    def rows(self, session: int, chosen: Sequence[Node], first_row: int, free: deque[int]) -> list[Row]:
+    def rows(self, session: int, own_rows: int, chosen: Sequence[Node], first_row: int, free: deque[int]) -> list[Row]:
         """The session's rows of a step, `first_row` the first: committed tokens of its own, then the chosen entries."""
-        committed = self.path[self.length - self.own_rows() :]
+        begin = self.length - self.gap()
+        committed = self.path[begin : begin + own_rows]
         nodes = [*committed, *chosen]
         for number, node in enumerate(nodes):
             if not self.owns_slots:
@@ -297,7 +311,7 @@ class NaiveSession:
         if self.owns_slots:
             for index, node in enumerate(committed, self.cached):
                 self.table[index] = node.slot
-            self.cached = self.length
+            self.cached += own_rows
         rows = []
         for node in nodes:
             above = [other for other in self._ancestors(node) if other in self.entries or other in committed]
@@ -385,6 +399,11 @@ class NaiveSession:
     def _drop_entries(self) -> None:
         self._keep(lambda _entry: False)
 
+    def _release_cached(self) -> None:
+        if self.owns_slots:
+            self.released += [self.table[index] for index in range(self.cached)]
+            self.cached = 0
+
     def _cache_walked(self, walked: Sequence[Node], before: int) -> None:
         for node in walked:
             if self.cached < before or node.slot < 0:
@@ -406,23 +425,40 @@ class Limits:
     Attributes:
         least_value: of an entry.
         children: that an expanded entry brings at most, in a drafter's pool.
+        chunk: most committed tokens of long gaps, in a drafter's pool.
     """
 
     least_value: float = 0
     children: int = 0
+    chunk: int = 0
 
 
 class NaivePool:
-    """Sessions, and the queue of free KV slots that they share where a drafter computes here."""
+    """Sessions, and the queue of free KV slots that they share where a drafter computes here.
 
-    def __init__(self, *, sessions: int, capacity: int, places: int, trail: int, owns_slots: bool = False) -> None:
+    Records commit at most `most_commits` tokens of a session at a time.
+    """
+
+    def __init__(
+        self,
+        *,
+        sessions: int,
+        capacity: int,
+        places: int,
+        trail: int,
+        most_commits: int,
+        owns_slots: bool = False,
+    ) -> None:
+        self.most_commits = most_commits
         self.sessions = [
             NaiveSession(capacity=capacity, places=places, trail=trail, owns_slots=owns_slots) for _ in range(sessions)
         ]
         self.free: deque[int] = deque()
 
     def graft(self, records: np.ndarray) -> list[Verdict]:
-        """Let records [n, 8] take effect."""
+        """Let records [n, 8] take effect; `commits` of each session are the tokens that they commit."""
+        for session in self.sessions:
+            session.commits = []
         verdicts = [self._take(*(int(word) for word in record)) for record in records]
         self._collect_released()
         return verdicts
@@ -433,57 +469,62 @@ class NaivePool:
             session.re_root(new)
         self._collect_released()
 
-    def select(self, rows: int, taking_part: Sequence[int], most: int, limits: Limits) -> list[list[Node]]:
+    def own_rows(self, limits: Limits) -> dict[int, int]:
+        """Rows that each session that has something to do needs in a step before any entry."""
+        own_rows: dict[int, int] = {}
+        left = limits.chunk
+        for row, session in enumerate(self.sessions):
+            gap = session.gap()
+            if not session.takes_part() or not (gap or session.has_entries(limits)):
+                continue
+            if gap <= SHORT_GAP:
+                own_rows[row] = gap
+            elif left > 0:
+                own_rows[row] = min(gap, left)
+                left -= own_rows[row]
+        return own_rows
+
+    def select(
+        self, rows: int, taking_part: dict[int, int], most: int, most_entries: int, limits: Limits
+    ) -> list[list[Node]]:
         """The eligible entries of highest value, session by session in index order.
 
         Args:
             rows: of the bucket.
-            taking_part: the pool's rows that take part.
+            taking_part: the pool's rows that take part, and how many rows of its own each needs.
             most: rows of a session.
+            most_entries: of all sessions.
             limits: of the entries.
         """
-        room = rows - sum(self.sessions[row].own_rows() for row in taking_part)
+        room = min(rows - sum(taking_part.values()), most_entries)
         ranked: list[tuple[float, int, int]] = []
-        for row in taking_part:
+        for row, own_rows in taking_part.items():
             session = self.sessions[row]
             of_row = sorted(
                 (-float(session.value(entry)), row, index)
                 for index, entry in enumerate(session.entries)
                 if session.is_eligible(entry, limits.least_value)
             )
-            ranked += of_row[: max(min(session.most_entries(limits.children), most - session.own_rows()), 0)]
+            ranked += of_row[: max(min(session.most_entries(own_rows, limits.children), most - own_rows), 0)]
         best = sorted(ranked)[:room]
         return [
             [session.entries[index] for index in sorted(index for _, of, index in best if of == row)]
             for row, session in enumerate(self.sessions)
         ]
 
-    def who_fits(self, rows: int, places: int, most: int, limits: Limits) -> list[int] | None:
-        """The pool's rows that take part in a bucket of `rows`, `places` for sessions and `most` rows of a session;
-        None if not all that run fit.
-        """
-        needs = self._needs(min(most, rows), limits)
-        return [*needs] if len(needs) <= places and sum(needs.values()) <= rows else None
-
-    def who_fits_in_turn(
+    def who_fits(
         self, rows: int, places: int, most: int, limits: Limits, *, first: int
-    ) -> tuple[list[int], int]:
-        """The pool's rows that fit, from `first` on, and the one that begins the next time."""
-        needs = self._needs(min(most, rows), limits)
-        fitting: list[int] = []
+    ) -> tuple[dict[int, int], int | None]:
+        """The pool's rows that fit into a bucket of `rows`, `places` for sessions and `most` rows of a session, with
+        the rows of its own of each, and the one that begins the next time, None if none has to wait for its turn.
+        """
+        needs = {row: own for row, own in self.own_rows(limits).items() if own <= min(most, rows)}
+        fitting: dict[int, int] = {}
         for row in sorted(needs, key=lambda row: (row < first, row)):
-            if len(fitting) >= places or sum(needs[other] for other in (*fitting, row)) > rows:
-                return sorted(fitting), row
-            fitting.append(row)
-        return sorted(fitting), first
-
-    def _needs(self, most: int, limits: Limits) -> dict[int, int]:
-        """Rows of its own of each session that has something to do and needs no more than `most`."""
-        return {
-            row: session.own_rows()
-            for row, session in enumerate(self.sessions)
-            if session.takes_part() and session.own_rows() <= most and session.has_work(limits)
-        }
+            if len(fitting) >= places or sum(fitting.values()) + needs[row] > rows:
+                return dict(sorted(fitting.items())), row
+            fitting[row] = needs[row]
+        return needs, None
 
     def _take(self, head: int, row: int, generation: int, *words: int) -> Verdict:  # noqa: PLR0911 - one an outcome
         number, place, drafters = head & 0xFF, head >> 8 & 0xFF, head >> 16 & 0xFF
@@ -492,7 +533,8 @@ class NaivePool:
         session = self.sessions[row]
         if number == RecordKind.OPEN:
             length, cached, end, allow, _ = words
-            if not (1 <= length <= len(session.history) and 0 <= cached <= length):
+            most_cached = 0 if session.owns_slots else length
+            if not (1 <= length <= len(session.history) and 0 <= cached <= most_cached):
                 return Verdict.INVALID
             session.open(generation, length=length, cached=cached, end=end, allow=allow)
             return Verdict.EDITED
@@ -525,8 +567,12 @@ class NaivePool:
             session.slots(words[0], words[1 : 1 + place])
         elif kind == RecordKind.FORGET:
             session.forget(place)
-        else:
+        elif kind == RecordKind.RESENT:
             session.resent(place)
+        elif 1 <= place <= TOKENS_PER_RECORD and len(session.commits) + place <= self.most_commits:
+            session.commits += words[:place]
+        else:
+            return Verdict.INVALID
         return Verdict.EDITED
 
     def _collect_released(self) -> None:
@@ -618,9 +664,16 @@ def assert_same(pool: Pool, naive: NaivePool) -> None:
 
 
 def assert_invariants(pool: Pool) -> None:
-    """Raise AssertionError unless each row is a tree as `columns.py` promises."""
-    for columns in pool_columns(pool):
+    """Raise AssertionError unless each row is a tree as `columns.py` promises, and each KV slot is in one place.
+
+    All slots of a drafter's pool must have been given to it.
+    """
+    rows = pool_columns(pool)
+    for columns in rows:
         _assert_tree(columns, pool.places)
+    if pool.nodes is not None:
+        held = [slot for columns in rows for slot in (*columns["table"], *columns["slot"]) if slot >= 0]
+        assert sorted(free_slots(pool) + held) == [*range(len(pool.nodes.free))]
 
 
 def _assert_tree(columns: dict[str, Any], places: int) -> None:

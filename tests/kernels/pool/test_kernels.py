@@ -20,7 +20,7 @@ from outrider.kernels.pool.select import Selection, select, select_reference
 _OF_ENTRIES = ("token", "parent", "depth", "acceptance", "value", "ids", "drafters", "stopped", "slot", "expanded")
 _SCRATCH = ("released", "limit", "keys", "ordered")
 _TOKENS, _CHILDREN = 9, 3
-_MAX_LEN, _NUM_SLOTS = 96, 4096
+_MAX_LEN, _NUM_SLOTS = 96, 1 << 15
 # Products of many of the first are denormal numbers.
 _ACCEPTANCES = (0.0, 0.01, 0.5, 0.9, 0.97, 1.0)
 
@@ -37,7 +37,7 @@ class Pair:
         sessions: int,
         capacity: int,
         places: int,
-        buckets: list[tuple[int, int, int]],
+        buckets: list[tuple[int, int, int, int]],
     ) -> None:
         self.device, self.random, self.drafts, self.buckets = device, random.Random(seed), drafts, buckets
         self.loops, self.kernels = (
@@ -53,6 +53,8 @@ class Pair:
             for where in ("cpu", device)
         )
         self.selections = [Selection.allocate(pool, buckets) for pool in (self.loops, self.kernels)]
+        # More than a row has room for, and hardly more than records bring.
+        self.most_commits = 256 if drafts else 8
         self.generation = [0] * sessions
         # A drafter that computes here counts its own ids from 1.
         self.next_id = [[1 << 30 if drafts else 1] * places for _ in range(sessions)]
@@ -65,29 +67,48 @@ class Pair:
                 pool.nodes.free_tail.fill_(_NUM_SLOTS)
 
     def graft(self, count: int) -> list[int]:
-        """Records of all kinds, most of them growth below what is alive; their verdicts."""
+        """Records of all kinds, most of them growth below what is alive, and what they commit; their verdicts."""
         records, sent = Records(), {}
+        for row in range(self.loops.sessions):
+            self._add_commit(records, row)
         for _ in range(count):
             self._add_record(records, sent)
         words = torch.from_numpy(records.array())
         counts = torch.tensor([len(words)], dtype=torch.int32)
         verdicts = torch.full((len(words),), -1, dtype=torch.int32)
-        theirs = verdicts.to(self.device)
-        graft_reference(self.loops, words, counts, verdicts)
-        graft(self.kernels, words.to(self.device), counts.to(self.device), theirs)
-        assert theirs.tolist() == verdicts.tolist()
+        commits = torch.full((self.loops.sessions, self.most_commits), -1, dtype=torch.int32)
+        num_commits = torch.full((self.loops.sessions,), -1, dtype=torch.int32)
+        theirs = [tensor.to(self.device, copy=True) for tensor in (verdicts, commits, num_commits)]
+        graft_reference(self.loops, words, counts, verdicts, commits, num_commits)
+        graft(self.kernels, words.to(self.device), counts.to(self.device), *theirs)
+        is_written = torch.arange(self.most_commits)[None, :] < num_commits[:, None]
+        assert theirs[0].tolist() == verdicts.tolist()
+        assert theirs[2].tolist() == num_commits.tolist()
+        assert torch.equal(theirs[1].cpu()[is_written], commits[is_written])
         self.compare()
-        # A prefill that nobody runs here: rows run as soon as they are opened, preempted ones get slots again.
-        for pool in (self.loops, self.kernels):
-            in_prefill = pool.state == RowState.PREFILL
-            pool.state.copy_(torch.where(in_prefill, RowState.RUNNING, pool.state))
-            if pool.nodes is None:
+        re_root_reference(self.loops, commits, num_commits)
+        re_root(self.kernels, *theirs[1:])
+        self.compare()
+        if not self.drafts:
+            # A prefill that nobody runs here: rows run as soon as they are opened, preempted ones get slots again.
+            for pool in (self.loops, self.kernels):
+                in_prefill = pool.state == RowState.PREFILL
+                pool.state.copy_(torch.where(in_prefill, RowState.RUNNING, pool.state))
                 pool.table_len.copy_(torch.where(in_prefill, _MAX_LEN, pool.table_len))
                 pool.cached.copy_(torch.where(in_prefill, pool.length - 1, pool.cached))
-            else:
-                # Committed slots are the host's to give back.
-                pool.nodes.free_tail.copy_(pool.nodes.free_head + _NUM_SLOTS)
         return verdicts.tolist()
+
+    def _add_commit(self, records: Records, row: int) -> None:
+        """Tokens of one row in five, down its tree or beside it."""
+        pool, rng = self.loops, self.random
+        if pool.state[row] != RowState.RUNNING or pool.length[row] > 80 or rng.random() < 0.8:
+            return
+        tokens, entry = [], -1
+        for _ in range(rng.choice([1, 1, 2, 2, 3, 3, 7])):
+            children = [at for at in range(int(pool.count[row])) if pool.parent[row, at] == entry]
+            entry = rng.choice(children) if children and rng.random() < 0.9 else -9
+            tokens.append(int(pool.token[row, entry]) if entry >= 0 else 0)
+        records.commit(row, self.generation[row], tokens)
 
     def _add_record(self, records: Records, sent: dict[tuple[int, int], list[int]]) -> None:
         chance, row = self.random.random(), self.random.randrange(self.loops.sessions)
@@ -95,12 +116,13 @@ class Pair:
         generation, length = self.generation[row], int(self.loops.length[row])
         if generation == 0 or chance < 0.002:
             self.generation[row] += 1
-            length = self.random.randint(1, 12)
-            cached = self.random.randint(0, length) if self.drafts else length - 1
-            end = length + self.random.randint(20, 80)
+            length = self.random.choice([self.random.randint(1, 12), self.random.randint(13, 50)])
+            end = min(length + self.random.randint(20, 80), _MAX_LEN)
+            cached = 0 if self.drafts else length - 1
             records.open(row, self.generation[row], length=length, cached=cached, end=end, allow=end)
         elif chance < 0.004:
             self.random.choice([records.close, records.preempt])(row, generation)
+            records.commit(row, generation, [1] * self.random.randrange(7))
         elif chance < 0.008:
             self.random.choice([records.forget, records.resent])(row, generation, place=place)
         elif chance < 0.012:
@@ -113,6 +135,8 @@ class Pair:
             records.growth(99, 1, place=0, node_id=1, parent_id=0, as_of=1, token=1, acceptance=0.5)
             records.forget(row, generation, place=self.loops.places)
             records.open(row, generation + 9, length=0, cached=0, end=1, allow=1)
+            if self.drafts:
+                records.open(row, generation + 9, length=1, cached=1, end=2, allow=2)
         else:
             count, ids = int(self.loops.count[row]), self.loops.ids[row, :, place]
             alive = [node for node in ids[:count].tolist() if node][-30:]
@@ -135,23 +159,6 @@ class Pair:
                 drafter=self.random.randrange(8),
             )
 
-    def commit(self) -> None:
-        """Tokens of one row in five, down its tree or beside it."""
-        pool = self.loops
-        tokens = torch.zeros(pool.sessions, 4, dtype=torch.int32)
-        counts = torch.zeros(pool.sessions, dtype=torch.int32)
-        for row in range(pool.sessions):
-            if pool.state[row] != RowState.RUNNING or pool.length[row] > 80 or self.random.random() < 0.8:
-                continue
-            counts[row], entry = self.random.randint(1, 3), -1
-            for number in range(int(counts[row])):
-                children = [at for at in range(int(pool.count[row])) if pool.parent[row, at] == entry]
-                entry = self.random.choice(children) if children and self.random.random() < 0.9 else -9
-                tokens[row, number] = pool.token[row, entry] if entry >= 0 else 0
-        re_root_reference(pool, tokens, counts)
-        re_root(self.kernels, tokens.to(self.device), counts.to(self.device))
-        self.compare()
-
     def step(self) -> None:
         """A selection, its rows, and in a drafter's pool their children."""
         launched = self.random.randrange(len(self.buckets))
@@ -160,9 +167,9 @@ class Pair:
             selection.least_value.fill_(least)
             selection.reserved_sessions.fill_(reserved)
         mine, theirs = self.selections
-        children = _CHILDREN if self.drafts else 0
-        select_reference(self.loops, mine, launched, children=children)
-        select(self.kernels, theirs, launched, children=children)
+        bounds = {"children": _CHILDREN, "chunk": self.random.choice([5, 20, 60])} if self.drafts else {}
+        select_reference(self.loops, mine, launched, **bounds)
+        select(self.kernels, theirs, launched, **bounds)
         _assert_same(mine, theirs)
         packs = [
             Packed.allocate(pool, self.buckets[launched], scrap_slot=_NUM_SLOTS - 1)
@@ -182,8 +189,12 @@ class Pair:
             tokens = torch.stack([torch.randperm(_TOKENS, dtype=torch.int32)[:_CHILDREN] for _ in range(rows)])
             tokens = torch.where(torch.rand(tokens.shape) < 0.1, -1, tokens)
             acceptances = torch.tensor(_ACCEPTANCES)[torch.randint(len(_ACCEPTANCES), tokens.shape)]
-            append_reference(self.loops, packs[0], tokens, acceptances, 0, 8)
-            append(self.kernels, packs[1], tokens.to(self.device), acceptances.to(self.device), drafter=3)
+            outputs = [torch.full(shape, -7, dtype=torch.int32) for shape in (tokens.shape, (rows,))]
+            its = [tensor.to(self.device, copy=True) for tensor in (tokens, acceptances, *outputs)]
+            append_reference(self.loops, packs[0], tokens, acceptances, outputs[0], outputs[1], 0, 8)
+            append(self.kernels, packs[1], *its, drafter=3)
+            for output, its_output in zip(outputs, its[2:], strict=True):
+                assert torch.equal(output, its_output.cpu())
             self.compare()
 
     def compare(self) -> None:
@@ -205,12 +216,12 @@ def _assert_same(mine: Any, theirs: Any, used: torch.Tensor | None = None) -> No
 
 
 # (seeds, steps, records of a step, sessions, capacity, buckets); the last one is a row full of entries, all selected.
-_SHORT = (1, 8, 12, 3, 16, [(4, 2, 4), (3, 3, 1), (40, 3, 20)])
+_SHORT = (1, 10, 12, 3, 16, [(4, 2, 4, 9), (20, 3, 20, 3), (90, 3, 64, 60)])
 _LONG = {
-    "small": (8, 100, 20, 5, 16, [(4, 2, 4), (5, 5, 1), (40, 5, 20), (90, 5, 17)]),
-    "one": (1, 80, 100, 1, 256, [(256, 1, 256), (7, 1, 7)]),
-    "wide": (1, 30, 1500, 37, 256, [(512, 37, 256), (100, 20, 60), (2000, 37, 200)]),
-    "many": (1, 6, 4000, 256, 256, [(512, 256, 256), (300, 200, 60)]),
+    "small": (8, 100, 20, 5, 16, [(4, 2, 4, 9), (5, 5, 1, 2), (40, 5, 20, 12), (120, 5, 64, 90)]),
+    "one": (4, 80, 150, 1, 256, [(256, 1, 256, 256), (7, 1, 7, 7)]),
+    "wide": (1, 30, 1500, 37, 256, [(512, 37, 256, 400), (100, 20, 60, 100), (2000, 37, 200, 2000)]),
+    "many": (1, 6, 4000, 256, 256, [(512, 256, 256, 512), (300, 200, 60, 90)]),
 }
 
 
@@ -222,13 +233,12 @@ def _live(
     seen, most, selected = set(), 0, 0
     for seed in range(seeds):
         torch.manual_seed(seed)
-        places = 1 if drafts else 4
+        places = 2 if drafts else 4
         pair = Pair(
             device, drafts=drafts, seed=seed, sessions=sessions, capacity=capacity, places=places, buckets=buckets
         )
         for _ in range(steps):
             seen |= {*pair.graft(records)}
-            pair.commit()
             pair.step()
             most = max(most, int(pair.loops.count.max()))
             selected = max(selected, int(pair.selections[0].num_selected.max()))

@@ -19,15 +19,16 @@ from outrider.kernels.pool.columns import Pool, RowState
 from outrider.kernels.pool.graft import graft
 from outrider.kernels.pool.pack import COMMITTED, PADDING, ROOT, Packed, pack
 from outrider.kernels.pool.re_root import re_root
-from outrider.kernels.pool.records import Records, Verdict
-from outrider.kernels.pool.select import GAIN_SCALE, Selection, select
+from outrider.kernels.pool.records import RecordKind, Records, Verdict
+from outrider.kernels.pool.select import GAIN_SCALE, SHORT_GAP, Selection, select
 
 MAX_LEN = 128
 VOCABULARY = 3
 ACCEPTANCES = [0.0, 0.1, 0.3, 0.7, 0.9, 1.0]
 SCRAP_SLOT = 99_999
-BUCKETS = [(4, 2, 3), (9, 3, 6), (40, 4, 20)]
-"""Rows, sessions, and most rows of a session."""
+BUCKETS = [(4, 2, 3, 9), (9, 3, 6, 2), (80, 4, 60, 70), (40, 4, 20, 12)]
+"""Rows, sessions, most rows of a session, and most entries."""
+MOST_COMMITS = 6
 ANY_ENTRY = Limits()
 CPU = torch.device("cpu")
 TAKEN = {Verdict.APPENDED, Verdict.MERGED, Verdict.ABSORBED, Verdict.DUPLICATE}
@@ -57,13 +58,23 @@ class Both:
             device=device,
         )
         self.naive = NaivePool(
-            sessions=sessions, capacity=capacity, places=places, trail=trail, owns_slots=node_slots is not None
+            sessions=sessions,
+            capacity=capacity,
+            places=places,
+            trail=trail,
+            most_commits=MOST_COMMITS,
+            owns_slots=node_slots is not None,
         )
         self._selection = Selection.allocate(self.pool, BUCKETS)
         self._packed = [Packed.allocate(self.pool, bucket, scrap_slot=SCRAP_SLOT) for bucket in BUCKETS]
+        self._commits = self._ints([[-1] * MOST_COMMITS] * sessions)
+        self._num_commits = self._ints([-1] * sessions)
         self._turn = 0
-        if node_slots is not None:
-            self.give(range(node_slots))
+        if node_slots is not None and self.pool.nodes is not None:
+            # A drafter has all its slots before the first round.
+            self.pool.nodes.free.copy_(torch.arange(node_slots))
+            self.pool.nodes.free_tail.fill_(node_slots)
+            self.naive.free.extend(range(node_slots))
 
     def lengths(self) -> list[int]:
         return self.pool.length.tolist()
@@ -94,39 +105,40 @@ class Both:
             session.table = dict(enumerate(pool.table[row].tolist()))
 
     def run(self, row: int) -> None:
-        """Let the row run; in a target's pool its prompt has KV by now."""
+        """Let the row of a target's pool run; its prompt has KV by now."""
         session = self.naive.sessions[row]
-        session.state = RowState.RUNNING
-        if self.pool.nodes is None:
-            session.cached = session.length - 1
+        session.state, session.cached = RowState.RUNNING, session.length - 1
         self.pool.state[row], self.pool.cached[row] = session.state, session.cached
-
-    def give(self, slots: Iterable[int]) -> None:
-        """Append slots to the queue of free ones, as the host does with those of a session that is over."""
-        nodes = self.pool.nodes
-        assert nodes is not None
-        for slot in slots:
-            nodes.free[int(nodes.free_tail) % len(nodes.free)] = slot
-            nodes.free_tail.add_(1)
-            self.naive.free.append(slot)
 
     def graft(self, records: np.ndarray) -> list[Verdict]:
         # Records behind the count, and verdicts of them, are another round's.
         padded = torch.from_numpy(np.concatenate([records, records[:2]])).to(self._device)
         verdicts = torch.full((len(padded),), -1, dtype=torch.int32, device=self._device)
-        graft(self.pool, padded, self._ints([len(records)]), verdicts)
+        graft(self.pool, padded, self._ints([len(records)]), verdicts, self._commits, self._num_commits)
         expected = self.naive.graft(records)
         assert [Verdict(verdict) for verdict in verdicts[: len(records)].tolist()] == expected
+        commits = [session.commits for session in self.naive.sessions]
+        assert self._num_commits.tolist() == [len(tokens) for tokens in commits]
+        assert [row[: len(new)] for row, new in zip(self._commits.tolist(), commits, strict=True)] == commits
         self.check()
         return expected
+
+    def commit(self) -> None:
+        """Commit the tokens of the records that were grafted last."""
+        re_root(self.pool, self._commits, self._num_commits)
+        self.naive.re_root([session.commits for session in self.naive.sessions])
+        self.check()
 
     def step(self, launched: int, *, limits: Limits = ANY_ENTRY, reserved: int = 0) -> list[Row]:
         """Select for a bucket and pack; the rows of the step."""
         selection, packed = self._selection, self._packed[launched]
         selection.least_value.fill_(limits.least_value)
         selection.reserved_sessions.fill_(reserved)
-        select(self.pool, selection, launched, children=limits.children)
-        taken, gains = self._expected_selection(launched, limits, reserved)
+        select(self.pool, selection, launched, children=limits.children, chunk=limits.chunk)
+        own_rows = self.naive.own_rows(limits)
+        taken, gains = self._expected_selection(launched, own_rows, limits, reserved)
+        assert selection.own_rows.tolist() == [own_rows.get(row, 0) for row in range(self.pool.sessions)]
+        assert int(selection.needed) == sum(own_rows.values())
         assert selection.gains.tolist() == gains
         assert selection.num_selected.tolist() == [-1 if chosen is None else len(chosen) for chosen in taken]
         assert int(selection.turn) == self._turn
@@ -134,7 +146,7 @@ class Both:
         rows: list[Row] = []
         for row, (session, chosen) in enumerate(zip(self.naive.sessions, taken, strict=True)):
             if chosen is not None:
-                rows += session.rows(row, chosen, len(rows), self.naive.free)
+                rows += session.rows(row, own_rows[row], chosen, len(rows), self.naive.free)
         assert selection.totals.tolist() == [len(rows), len({row.session for row in rows})]
         assert _packed_rows(self.pool, packed) == rows
         self.check()
@@ -144,6 +156,7 @@ class Both:
         """Let the rows of a step bring children."""
         size = (BUCKETS[launched][0], children)
         tokens, acceptances = np.full(size, 1, np.int32), np.ones(size, np.float32)
+        made, parent_ids = np.zeros(size, np.int32), np.full(size[0], -1, np.int32)
         for row in rows:
             if row.entry >= 0:
                 session = self.naive.sessions[row.session]
@@ -155,11 +168,24 @@ class Both:
             if row.entry == COMMITTED:
                 continue
             parent = session.root if row.entry == ROOT else session.entries[row.entry]
-            for token, acceptance in zip(tokens[number], acceptances[number], strict=True):
-                if token >= 0:
-                    session.append(parent, int(token), acceptance, place=0, drafters=1 << 3)
-        columns = (torch.from_numpy(column).to(self._device) for column in (tokens, acceptances))
-        append(self.pool, self._packed[launched], *columns, drafter=3)
+            parent_ids[number] = 0 if row.entry == ROOT else parent.ids[0]
+            for child, (token, acceptance) in enumerate(zip(tokens[number], acceptances[number], strict=True)):
+                if token < 0:
+                    continue
+                verdict = session.append(parent, int(token), acceptance, place=0, drafters=1 << 3)
+                made[number, child] = parent.children[int(token)].ids[0] if verdict == Verdict.APPENDED else 0
+        its_made, its_parent_ids = (self._ints(np.full_like(column, -7).tolist()) for column in (made, parent_ids))
+        append(
+            self.pool,
+            self._packed[launched],
+            torch.from_numpy(tokens).to(self._device),
+            torch.from_numpy(acceptances).to(self._device),
+            its_made,
+            its_parent_ids,
+            drafter=3,
+        )
+        assert its_made.tolist() == made.tolist()
+        assert its_parent_ids.tolist() == parent_ids.tolist()
         self.check()
 
     def re_root(self, tokens: Sequence[Sequence[int]]) -> None:
@@ -178,26 +204,19 @@ class Both:
         return torch.tensor(values, dtype=torch.int32, device=self._device)
 
     def _expected_selection(
-        self, launched: int, limits: Limits, reserved: int
+        self, launched: int, own_rows: dict[int, int], limits: Limits, reserved: int
     ) -> tuple[list[list[Node] | None], list[int]]:
         """The entries of each row, None for one that takes no part, and the gain of each bucket."""
         taken: list[list[Node] | None] = [None] * self.pool.sessions
         gains, next_turn = [], self._turn
-        for bucket, (rows, places, most) in enumerate(BUCKETS):
+        for bucket, (rows, places, most, most_entries) in enumerate(BUCKETS):
             room = rows if self.pool.nodes is None else min(rows, len(self.naive.free))
-            fitting = self.naive.who_fits(room, places - reserved, most, limits)
-            all_fit = fitting is not None
-            if fitting is None and bucket == launched:
-                fitting, next_turn = self.naive.who_fits_in_turn(
-                    room, places - reserved, most, limits, first=self._turn
-                )
-            if fitting is None:
-                gains.append(-1)
-                continue
-            best = self.naive.select(room, fitting, most, limits)
-            gains.append(self._gain(best) if all_fit else -1)
+            fitting, waits = self.naive.who_fits(room, places - reserved, most, limits, first=self._turn)
+            best = self.naive.select(room, fitting, most, most_entries, limits)
+            gains.append(self._gain(best) if fitting == own_rows else -1)
             if bucket == launched:
                 taken = [chosen if row in fitting else None for row, chosen in enumerate(best)]
+                next_turn = self._turn if waits is None else waits
         self._turn = next_turn
         return taken, gains
 
@@ -233,6 +252,8 @@ def _packed_rows(pool: Pool, packed: Packed) -> list[Row]:
         bits = [64 * word + bit for word, mask in enumerate(words) for bit in range(64) if mask >> bit & 1]
         keys = [*range(prefix), *(starts[session] + bit for bit in bits)]
         assert len({*keys}) == len(keys) and max(keys) < key_lens[session]
+        if pool.nodes is not None:
+            assert starts[session] == pool.cached[row]
         slots = frozenset(tables[row][key] for key in keys)
         assert len(slots) == len(keys)
         rows.append(Row(row, entry, token, position, slot, parent, slots))
@@ -243,6 +264,7 @@ def _packed_rows(pool: Pool, packed: Packed) -> list[Row]:
 
 
 def _open_row(both: Both, generations: list[int], row: int, tokens: list[int], min_end: int, **bounds: int) -> None:
+    """Open a row of a target's pool, and let it run."""
     generations[row] += 1
     both.copy(row, tokens, stops=[2], min_end=min_end, **bounds)
     records = Records()
@@ -272,8 +294,9 @@ class Noise:
         if rng.random() < 0.25:
             self._both.re_root([self._committed(session) for session in self._both.naive.sessions])
             return
-        if rng.random() < 0.03 or self._both.naive.sessions[0].length > MAX_LEN - 9:
-            self._open(rng.randrange(2))
+        for row, session in enumerate(self._both.naive.sessions):
+            if rng.random() < 0.015 or session.length > MAX_LEN - 6 - MOST_COMMITS:
+                self._open(row)
         records = Records()
         for _ in range(rng.randint(1, 8)):
             if rng.random() < 0.9:
@@ -282,12 +305,13 @@ class Noise:
                 self._add_edit(records, rng.randrange(2))
         words = records.array()
         for record in words:
-            # Of no known kind, or of a row that is not there.
+            # Of no known kind, of a row that is not there, or with a number of tokens that no record has.
             if rng.random() < 0.01:
-                record[0] = 99
+                record[0] = rng.choice([99, *(RecordKind.COMMIT | count << 8 for count in (0, 6, 255))])
             elif rng.random() < 0.01:
                 record[1] = rng.choice([-1, 2])
         self._both.graft(words)
+        self._both.commit()
 
     def _open(self, row: int) -> None:
         tokens = self._rng.choices(range(VOCABULARY), k=self._rng.randint(1, 7))
@@ -318,7 +342,7 @@ class Noise:
 
     def _add_edit(self, records: Records, row: int) -> None:
         rng, generation = self._rng, self._generations[row]
-        match rng.choice(["forget", "forget", "resent", "resent", "limits", "slots", "preempt", "close"]):
+        match rng.choice(["forget", "forget", "resent", "resent", "limits", "slots", "preempt", "close", "commit"]):
             case "forget":
                 records.forget(row, generation, place=rng.randrange(2))
             case "resent":
@@ -332,6 +356,10 @@ class Noise:
                 records.preempt(row, generation)
             case "close" if rng.random() < 0.2:
                 records.close(row, generation)
+            case "commit":
+                # At times more than there is room for.
+                tokens = self._committed(self._both.naive.sessions[row]) + [0] * rng.choice([0, 0, 4])
+                records.commit(row, generation, tokens)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -650,7 +678,7 @@ def _serve(habits: Habits, *, seeds: range, ticks: int) -> Counter[Verdict]:
 @pytest.mark.parametrize("places", [1, 2, 4])
 @pytest.mark.parametrize(("capacity", "trail"), [(8, 4), (16, 8)])
 def test_growth_of_toy_drafters(places: int, capacity: int, trail: int) -> None:
-    habits = Habits(places=places, capacity=capacity, trail=trail, delay=4)
+    habits = Habits(places=places, capacity=capacity, trail=trail, delay=trail)
     verdicts = _serve(habits, seeds=range(5), ticks=60)
     expected = {*Verdict} - {Verdict.INVALID, Verdict.EDITED}
     if places == 1:
@@ -680,97 +708,110 @@ def test_a_tree_that_was_lost_finds_its_place_again() -> None:
 
 
 class Draft:
-    """Sessions of a draft worker; every tick is a growth step."""
+    """Sessions of a draft worker; every tick is a growth step. `edits` is how likely a row edit is."""
 
-    def __init__(self, seed: int, device: torch.device = CPU, *, node_slots: int) -> None:
-        self.steps_short_of_slots = 0
+    def __init__(self, seed: int, device: torch.device = CPU, *, node_slots: int, edits: float = 0.05) -> None:
+        self._edits = edits
+        self.short_of: Counter[str] = Counter()
+        self.verdicts: Counter[Verdict] = Counter()
         self._rng = random.Random(seed)
         self.both = Both(device, sessions=3, capacity=16, places=1, trail=4, node_slots=node_slots)
         self._generations = [0] * 3
-        for row in range(3):
-            self._open(row)
 
     def tick(self) -> None:
-        """Commits, row edits, then a step."""
-        rng = self._rng
-        if rng.random() < 0.6:
-            self.both.re_root([self._committed(session) for session in self.both.naive.sessions])
-        for row, length in enumerate(self.both.lengths()):
-            if length > 50 or rng.random() < 0.02:
-                self._reopen(row)
-            elif rng.random() < 0.1:
-                self._edit(row)
+        """Row edits and commits, then a step."""
+        rng, naive = self._rng, self.both.naive
+        records = Records()
+        for row, session in enumerate(naive.sessions):
+            self._add_records(records, row, session)
+        self.verdicts += Counter(self.both.graft(records.array()))
+        self.both.commit()
         children, launched = rng.randint(1, 3), rng.randrange(len(BUCKETS))
-        self.steps_short_of_slots += len(self.both.naive.free) < BUCKETS[launched][0]
-        limits = Limits(least_value=rng.choice([0, 0, 0.1]), children=children)
+        limits = Limits(least_value=rng.choice([0, 0, 0.1]), children=children, chunk=rng.choice([7, 20, 40]))
+        self.short_of["slots"] += len(naive.free) < BUCKETS[launched][0]
+        gaps = [session.gap() for session in naive.sessions if session.takes_part()]
+        self.short_of["chunk"] += sum(gap for gap in gaps if gap > SHORT_GAP) > limits.chunk
+        self.short_of["rows"] += any(own > BUCKETS[launched][2] for own in naive.own_rows(limits).values())
         rows = self.both.step(launched, limits=limits)
         self.both.append(launched, rows, rng, children=children)
 
+    def _add_records(self, records: Records, row: int, session: NaiveSession) -> None:
+        rng = self._rng
+        resumes = session.state == RowState.HELD and rng.random() < 0.5
+        if session.state == RowState.EMPTY or session.length > 90 or rng.random() < self._edits:
+            # What is committed before a close or an opening is void.
+            records.commit(row, self._generations[row], [0, 1])
+            closes, opens = rng.choice([(True, True), (True, False), (False, True)])
+            if closes:
+                records.close(row, self._generations[row])
+            if opens:
+                self._open(records, row)
+        elif rng.random() < self._edits:
+            records.preempt(row, self._generations[row])
+            resumes = rng.random() < 0.7
+        elif rng.random() < self._edits:
+            records.forget(row, self._generations[row], place=0)
+        if resumes or rng.random() < 0.1:
+            end, allow = session.length + rng.randint(0, 30), rng.choice([0, session.length, MAX_LEN, MAX_LEN])
+            records.limits(row, self._generations[row], end=end, allow=allow)
+        if rng.random() < 0.6:
+            records.commit(row, self._generations[row], self._committed(session))
+
+    def _open(self, records: Records, row: int) -> None:
+        """Open the row, at times twice, at times to be closed at once. What opens it with KV is invalid."""
+        rng = self._rng
+        tokens = rng.choices(range(VOCABULARY), k=rng.choice([rng.randint(1, 8), rng.randint(17, 50)]))
+        self.both.copy(
+            row, tokens, stops=[2], min_end=rng.randrange(20), max_nodes=rng.choice([6, 99]),
+            max_depth=rng.choice([3, 99]),
+        )  # fmt: skip
+        allow = rng.choice([0, len(tokens), MAX_LEN, MAX_LEN, MAX_LEN])
+        for _ in range(rng.choice([1, 1, 2])):
+            self._generations[row] += 1
+            for cached in rng.choice([[0], [0], [1, 0], [0, 1]]):
+                records.open(
+                    row, self._generations[row] + cached, length=len(tokens), cached=cached, end=MAX_LEN, allow=allow
+                )
+            if rng.random() < 0.1:
+                records.close(row, self._generations[row])
+
     def _committed(self, session: NaiveSession) -> list[int]:
         """Down the tree for a while, then perhaps out of it."""
+        if not session.path:
+            return []
         node, tokens = session.root, []
         while node.children and self._rng.random() < 0.6:
             tokens.append(self._rng.choice([*node.children]))
             node = node.children[tokens[-1]]
         return [*tokens, *self._rng.choices(range(VOCABULARY), k=self._rng.choice([0, 0, 1, 2]))]
 
-    def _open(self, row: int) -> None:
-        rng = self._rng
-        tokens = rng.choices(range(VOCABULARY), k=rng.randint(1, 8))
-        _open_row(
-            self.both, self._generations, row, tokens, min_end=rng.randrange(20),
-            max_nodes=rng.choice([6, 99]), max_depth=rng.choice([3, 99]),
-        )  # fmt: skip
 
-    def _reopen(self, row: int) -> None:
-        session = self.both.naive.sessions[row]
-        held = [session.table[index] for index in range(session.cached)]
-        if self._rng.random() < 0.5:
-            records = Records()
-            records.close(row, self._generations[row])
-            self.both.graft(records.array())
-        self._open(row)
-        self.both.give(held)
-
-    def _edit(self, row: int) -> None:
-        records, session, generation = Records(), self.both.naive.sessions[row], self._generations[row]
-        held = [session.table[index] for index in range(session.cached)]
-        match self._rng.randrange(3):
-            case 0:
-                records.preempt(row, generation)
-            case 1:
-                records.limits(row, generation, end=session.length + self._rng.randint(0, 9), allow=MAX_LEN)
-                held = []
-            case 2:
-                records.forget(row, generation, place=0)
-                held = []
-        self.both.graft(records.array())
-        self.both.give(held)
-        if session.state != RowState.RUNNING:
-            self.both.run(row)
-
-
-@pytest.mark.parametrize("node_slots", [64, 256])
+@pytest.mark.parametrize("node_slots", [128, 512])
 def test_growth_of_a_drafter_that_computes_here(node_slots: int) -> None:
-    short = 0
+    short_of: Counter[str] = Counter()
+    verdicts: Counter[Verdict] = Counter()
     for seed in range(6):
         draft = Draft(seed, node_slots=node_slots)
         for _ in range(60):
             draft.tick()
-        short += draft.steps_short_of_slots
-    assert (short > 0) == (node_slots == 64)
+        short_of += draft.short_of
+        verdicts += draft.verdicts
+    assert {*verdicts} >= {Verdict.EDITED, Verdict.INVALID, Verdict.OLD_GENERATION}
+    assert short_of["chunk"] > 20 and short_of["rows"] > 20
+    assert (short_of["slots"] > 0) == (node_slots == 128)
 
 
 def test_what_a_resident_drafter_has_expanded_is_its_own_too() -> None:
     both = Both(sessions=1, capacity=8, places=2, trail=4, node_slots=32)
-    _open_row(both, [0], 0, [1], min_end=0)
+    both.copy(0, [1])
     records = Records()
+    records.open(0, 1, length=1, cached=0, end=MAX_LEN, allow=MAX_LEN)
     for node_id in (1, 2):
         records.growth(
             0, 1, place=1, node_id=node_id, parent_id=node_id - 1, as_of=1, token=node_id - 1, acceptance=1, drafter=1
         )
     both.graft(records.array())
-    launched, limits = len(BUCKETS) - 1, Limits(children=2)
+    launched, limits = len(BUCKETS) - 1, Limits(children=2, chunk=1)
     rows = both.step(launched, limits=limits)
     assert [row.entry for row in rows] == [ROOT, 0, 1]
     both.append(launched, rows, random.Random(1), children=2)
@@ -803,7 +844,7 @@ def test_a_full_row_is_packed_whole_by_the_kernel(triton_device: torch.device) -
 def test_kernels_take_it_as_the_naive_tree_does(triton_device: torch.device) -> None:
     # The interpreter takes a second for a few ticks.
     ticks = 16 if triton_device.type == "cpu" else 300
-    noise, draft = Noise(1, triton_device), Draft(1, triton_device, node_slots=64)
+    noise, draft = Noise(1, triton_device), Draft(1, triton_device, node_slots=128, edits=0.2)
     service = Service(Habits(sessions=2, capacity=8, trail=4), 1, triton_device)
     for _ in range(ticks):
         noise.tick()

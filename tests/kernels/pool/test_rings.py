@@ -34,14 +34,16 @@ def _check_taking(device: torch.device, *, size: int, most: int, first: int, com
     ring = ring.pin_memory() if device.type == "cuda" else ring
     head = _hosts(1, device=device).fill_(first + come)
     records = torch.full((most, WORDS), -9, dtype=torch.int32, device=device)
-    count, tail = _counter(-9, device, torch.int32), _counter(first, device)
-    take_records(ring, head, records, count, tail)
+    count, tail, began = _counter(-9, device, torch.int32), _counter(first, device), _counter(-9, device)
+    take_records(ring, head, records, count, tail, began)
     taken = min(come, most)
     assert (_read(count), _read(tail)) == ([taken], [first + taken])
     places = torch.arange(first, first + taken) % size
     assert _read(records[:taken]) == ring[places].tolist()
     assert (records[taken:] == -9).all()
     assert _read(head) == [first + come]
+    # The interpreter has no clock of a device.
+    assert _read(began)[0] >= (not backend.INTERPRETED)
 
 
 def _check_publishing(device: torch.device, *, words: int) -> None:
@@ -92,10 +94,11 @@ def test_a_captured_round_takes_what_is_there_when_it_begins() -> None:
     ring, head = _hosts(256, WORDS, device=device, dtype=torch.int32), _hosts(1, device=device).zero_()
     reports = _hosts(2, 2 + 64 * WORDS, device=device)
     records = torch.zeros(64, WORDS, dtype=torch.int32, device=device)
-    count, tail, rounds = _counter(0, device, torch.int32), _counter(0, device), _counter(0, device)
+    count = _counter(0, device, torch.int32)
+    tail, rounds, began = _counter(0, device), _counter(0, device), _counter(0, device)
 
     def round_() -> None:
-        take_records(ring, head, records, count, tail)
+        take_records(ring, head, records, count, tail, began)
         publish_report(reports, records.flatten().long(), tail, rounds)
 
     round_()
@@ -128,14 +131,15 @@ def test_bad_arguments_are_named() -> None:
         with pytest.raises(ValueError, match=message):
             call(*arguments)
 
-    refused("ring: 6 records given, a power of two needed", take_records, ring[:6], one, records, count, one)
-    refused(r"ring: shape \[8, 7\] given, \[R, 8\] needed", take_records, ring[:, :7], one, records, count, one)
-    refused("head: dtype torch.int32", take_records, ring, count, records, count, one)
-    refused(r"records: strides \(16, 1\)", take_records, ring, one, ring.view(4, 16)[:, :8], count, one)
-    refused("count: dtype torch.int64", take_records, ring, one, records, one, one)
-    refused(r"tail: shape \[3\] given, \[1\] needed", take_records, ring, one, records, count, words)
+    refused("ring: 6 records given, a power of two needed", take_records, ring[:6], one, records, count, one, one)
+    refused(r"ring: shape \[8, 7\] given, \[R, 8\] needed", take_records, ring[:, :7], one, records, count, one, one)
+    refused("head: dtype torch.int32", take_records, ring, count, records, count, one, one)
+    refused(r"records: strides \(16, 1\)", take_records, ring, one, ring.view(4, 16)[:, :8], count, one, one)
+    refused("count: dtype torch.int64", take_records, ring, one, records, one, one, one)
+    refused(r"tail: shape \[3\] given, \[1\] needed", take_records, ring, one, records, count, words, one)
+    refused("began: dtype torch.int32", take_records, ring, one, records, count, one, count)
     refused(r"early: shape \[2, 5\] given, \[B, 4\] needed", publish_early, buffers, words, one)
     refused("words: dtype torch.int32", publish_early, buffers, words.int(), one)
-    refused(r"reports: shape \[2, 5\] given, \[B, 6\] needed", publish_report, buffers, torch.zeros(4).long(), one, one)
+    refused("reports: 5 words given, 6 needed", publish_report, buffers, torch.zeros(4).long(), one, one)
     refused("rounds: dtype torch.int32", publish_report, buffers, words, one, count)
-    refused("ring: device meta given, cpu", take_records, ring.to("meta"), one, records, count, one)
+    refused("ring: device meta given, cpu", take_records, ring.to("meta"), one, records, count, one, one)

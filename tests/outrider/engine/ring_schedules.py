@@ -437,12 +437,12 @@ class World:
         shared, operators, side = self.shared, self.operators, self.schedule.device
         records = torch.zeros(self.scenario.most, WORDS, dtype=torch.int32)
         count = torch.zeros(1, dtype=torch.int32)
-        tail, rounds = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        tail, rounds, began = (torch.zeros(1, dtype=torch.int64) for _ in range(3))
         while True:
             round_ = int(rounds[0])
             self.schedule.wait(lambda round_=round_: len(self.launches) > round_)
             side.knows = max(side.knows, self.launches[round_])
-            operators.take_records_reference(shared.ring, shared.head, records, count, tail)
+            operators.take_records_reference(shared.ring, shared.head, records, count, tail, began)
             for record in records[: int(count[0])].tolist():
                 self.apply(*record)
             running = [opening for opening in self.openings if opening is not None and opening.can_run]

@@ -90,7 +90,7 @@ WITHOUT = {
         fault="could not broadcast",
     ),
     "room: head - reported tail < R": Off(
-        host={"self._size - self._reserve - (self._head - self._tail)": "self._size - self._reserve"},
+        host={"room := self._size - self._reserve - (self._head - self._tail)": "room := self._size - self._reserve"},
         # Nothing urgent comes that would find no room. The ninth record takes the place of OPEN.
         scenario=replace(FULL, messages=("open 1", "grow 1 9", "settle 1", "close 1")),
         fault="a session was not opened",
@@ -206,11 +206,11 @@ class Device:
         self._memory = memory
         self._records = torch.zeros(most, WORDS, dtype=torch.int32)
         self._count = torch.zeros(1, dtype=torch.int32)
-        self._tail, self._rounds = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+        self._tail, self._rounds, self._began = (torch.zeros(1, dtype=torch.int64) for _ in range(3))
         self.taken: list[list[int]] = []
 
     def run(self) -> None:
-        take_records(self._memory.ring, self._memory.head, self._records, self._count, self._tail)
+        take_records(self._memory.ring, self._memory.head, self._records, self._count, self._tail, self._began)
         count = int(self._count)
         self.taken += self._records[:count].tolist()
         publish_early(self._memory.early, torch.tensor([count]), self._rounds)
@@ -444,7 +444,7 @@ def test_rounds_run_ahead_on_a_gpu_while_a_thread_writes() -> None:
     rounds = Rounds(memory, inbox)
     records = torch.zeros(most, WORDS, dtype=torch.int32, device=device)
     count = torch.zeros(1, dtype=torch.int32, device=device)
-    tail, done = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
+    tail, done, began = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(3))
     # What each place of the ring's order held when it was taken; the last row is for padding.
     log = torch.full((total + 1, WORDS), -1, dtype=torch.int32, device=device)
     # Stands for the forward pass, so that there is time to go ahead in.
@@ -453,7 +453,7 @@ def test_rounds_run_ahead_on_a_gpu_while_a_thread_writes() -> None:
     nowhere = torch.full((1,), total, device=device)
 
     def first_half() -> None:
-        take_records(memory.ring, memory.head, records, count, tail)
+        take_records(memory.ring, memory.head, records, count, tail, began)
         seen = torch.where(place < count, tail - count + place, nowhere)
         log.index_put_((seen,), records)
         publish_early(memory.early, torch.cat((count.long(), 7 * done)), done)
