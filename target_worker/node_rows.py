@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from outrider.draft_distribution import DraftDistribution
+from outrider.sampling import SamplingSpec
 from outrider.target_worker.sessions import Session
 from outrider.target_worker.synthetic import DecidedPath
 from outrider.tree import node_depths
@@ -54,6 +56,20 @@ class NodeRows:
         """What is accepted whatever the target chooses, under the synthetic rule; None under the others."""
         coins = self.session.coins
         return None if coins is None else coins.decide(self.tokens, self.parents, root=self.session.root_index)
+
+    @property
+    def sampling(self) -> SamplingSpec:
+        """See `PathRows`."""
+        return self.session.sampling
+
+    @property
+    def stop_token_ids(self) -> frozenset[int]:
+        """See `PathRows`."""
+        return self.session.stop_token_ids
+
+    def counts(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """See `PathRows`."""
+        return self.session.counts()
 
     @property
     def count(self) -> int:

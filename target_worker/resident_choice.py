@@ -17,13 +17,13 @@ import numpy as np
 import torch
 
 from outrider.acceptance_calibration import BINS, AcceptanceCalibration
+from outrider.engine.path_processors import processors_of
 from outrider.engine.step_trees import RECORD
 from outrider.kernels.coupled_sampling import coupled_topk_scored
 from outrider.kernels.filtered_probs import filtered_probs
 from outrider.kernels.grammar_mask import apply_grammar_masks
 from outrider.kernels.processors import apply_processors
 from outrider.sampling import SamplingSpec, VerificationRule
-from outrider.target_worker.logits import processors_of
 from outrider.target_worker.sessions import Session
 
 Paths = list[list[list[int]]]
@@ -182,10 +182,11 @@ class CandidateRanker:
 
 
 class _PathRows:
-    """One session's rows, as `outrider.target_worker.logits` asks for them."""
+    """One session's rows, as `outrider.engine.path_processors` asks for them."""
 
     def __init__(self, session: Session, paths: Sequence[Sequence[int]]) -> None:
         self.session, self._paths = session, paths
+        self.sampling, self.stop_token_ids, self.counts = session.sampling, session.stop_token_ids, session.counts
 
     @property
     def count(self) -> int:

@@ -18,7 +18,6 @@ before it, and these counts are the reliability diagram. The prior's curves are 
 Shapes: R parents, k children of each, best first; T = 3 k BINS buckets, B bins of estimates.
 """
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -57,8 +56,55 @@ class Reliability:
     hits: Sequence[int]
 
 
-class AcceptanceCalibration:
+class LearnedBuckets:
     """Acceptance estimates by bucket, and what was observed of each.
+
+    Args:
+        prior: [T] estimates before anything is observed; buckets of one rule stand together, rules as in RULES.
+        prior_strength: trials that the prior is worth.
+        decay: what one trial leaves of the bucket's earlier ones; 0.999 remembers about a thousand.
+
+    Attributes:
+        learned: [T] estimates now, of the prior's dtype; changes in place.
+        version: observations so far.
+
+    Raises:
+        ValueError: an argument out of range.
+    """
+
+    def __init__(self, prior: npt.NDArray[Any], *, prior_strength: float, decay: float) -> None:
+        if prior_strength <= 0:
+            raise ValueError(f"prior_strength: {prior_strength} given, a positive number needed")
+        if not 0 < decay <= 1:
+            raise ValueError(f"decay: {decay} given, above 0 and at most 1 needed")
+        self.learned, self.version = prior.copy(), 0
+        # Hits that the prior is worth, hits, trials.
+        self._tried = np.zeros((3, len(prior)))
+        self._tried[0] = prior * prior_strength
+        bins = len(RULES) * _RELIABILITY_BINS
+        self._counted, self._predicted = np.zeros((2, bins), dtype=np.int64), np.zeros(bins)
+        self._settings = np.array(RELIABILITY_EDGES), len(prior) // len(RULES), float(prior_strength), float(decay)
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """The tables, as `outrider.calibration_kernels` takes them."""
+        return (self.learned, self._tried, self._counted, self._predicted, *self._settings)
+
+    def reliability(self) -> list[Reliability]:
+        """Return how the estimates came true since start, for each rule with observations. Thread-safe."""
+        found = []
+        for number, rule in enumerate(RULES):
+            span = slice(number * _RELIABILITY_BINS, (number + 1) * _RELIABILITY_BINS)
+            # In the reverse of the order in which they are counted, so that no share exceeds 1.
+            hits, predicted = self._counted[1, span].tolist(), self._predicted[span].tolist()
+            children = self._counted[0, span].tolist()
+            if any(children):
+                found.append(Reliability(rule=rule, hits=hits, predicted=predicted, children=children))
+        return found
+
+
+class AcceptanceCalibration(LearnedBuckets):
+    """Estimates of the children of a model's nodes.
 
     Args:
         branching: k, most children of a parent.
@@ -78,11 +124,6 @@ class AcceptanceCalibration:
     def __init__(self, *, branching: int, prior_strength: float = 20.0, decay: float = 0.999) -> None:
         if branching < 1:
             raise ValueError(f"branching: {branching} given, at least 1 needed")
-        if prior_strength <= 0:
-            raise ValueError(f"prior_strength: {prior_strength} given, a positive number needed")
-        if not 0 < decay <= 1:
-            raise ValueError(f"decay: {decay} given, above 0 and at most 1 needed")
-        self._strength, self._decay = prior_strength, decay
         self.edges = np.array([SURPRISE_EDGES, GAP_EDGES], dtype=np.float32)
         self._rank_offset = np.arange(branching, dtype=np.int64) * BINS
         self._rule_offset = branching * BINS
@@ -92,17 +133,7 @@ class AcceptanceCalibration:
             independent_prior(branching, SURPRISE_EDGES),
         )
         self.prior: FloatArray = np.concatenate(tables).ravel()
-        self.learned = self.prior.copy()
-        self.version = 0
-        # Hits that the prior is worth, hits, trials.
-        self._tried = np.zeros((3, len(self.prior)))
-        self._tried[0] = self.prior * prior_strength
-        bins = len(RULES) * _RELIABILITY_BINS
-        self._counted, self._predicted = np.zeros((2, bins), dtype=np.int64), np.zeros(bins)
-        self._reliability_edges = np.array(RELIABILITY_EDGES)
-        # A few numbers are read and written sooner so than by numpy.
-        tables: tuple[Any, ...] = self._tried, self._counted, self._predicted
-        self._views: list[Any] = [memoryview(table) for table in tables]
+        super().__init__(self.prior, prior_strength=prior_strength, decay=decay)
 
     def buckets(self, log_q: FloatArray, scores: FloatArray, temperature: FloatArray) -> IntArray:
         """The bucket of every child.
@@ -160,28 +191,13 @@ class AcceptanceCalibration:
         return estimates / np.maximum(estimates.sum(axis=1, keepdims=True), np.float32(1))
 
     def observe(self, buckets: IntArray | Sequence[int], hit: int) -> None:
-        """Counts the children of one parent on the committed path.
+        """Count the children of one parent on the committed path.
 
         Args:
             buckets: [k] the children's buckets.
             hit: index of the child that was committed; negative if none of them was.
         """
-        places = list(map(int, buckets))
-        estimates = [self.learned.item(bucket) for bucket in places]
-        total = sum(estimates)
-        strength, decay, (tried, counted, predicted) = self._strength, self._decay, self._views
-        for rank, (bucket, estimate) in enumerate(zip(places, estimates, strict=True)):
-            came_true = rank == hit
-            if total > 1:
-                estimate /= total  # noqa: PLW2901 - as `estimate` does
-            place = bucket // self._rule_offset * _RELIABILITY_BINS + bisect_left(RELIABILITY_EDGES, estimate)
-            counted[0, place] += 1
-            predicted[place] += estimate
-            counted[1, place] += came_true
-            tried[1, bucket] = hits = tried[1, bucket] * decay + came_true
-            tried[2, bucket] = trials = tried[2, bucket] * decay + 1
-            self.learned[bucket] = (tried[0, bucket] + hits) / (strength + trials)
-        self.version += 1
+        self.observe_parents(np.array([[hit, len(buckets), *buckets]], dtype=np.int64))
 
     def observe_parents(self, seen: IntArray) -> None:
         """`observe` of several parents, one after the other.
@@ -190,37 +206,10 @@ class AcceptanceCalibration:
             seen: [n, 2 + k] which child was committed, how many there are, and their buckets.
         """
         # Whoever never asks has no use for a compiler.
-        from outrider.compiled import IS_COMPILED
-
-        if not IS_COMPILED:
-            for hit, count, *buckets in seen.tolist():
-                self.observe(buckets[:count], hit)
-            return
         from outrider.calibration_kernels import observe_parents
 
-        observe_parents(
-            seen, self.learned, self._tried, self._counted, self._predicted, self._reliability_edges, self._rule_offset,
-            self._decay, self._strength,
-        )  # fmt: skip
+        observe_parents(seen, self.arrays)
         self.version += len(seen)
-
-    def reliability(self) -> list[Reliability]:
-        """How the estimates came true since start, for each rule with observations; any thread may ask."""
-        found = []
-        for number, rule in enumerate(RULES):
-            span = slice(number * _RELIABILITY_BINS, (number + 1) * _RELIABILITY_BINS)
-            children, hits = self._counted[:, span].tolist()
-            if any(children):
-                found.append(
-                    Reliability(
-                        rule=rule,
-                        # In the reverse of the order in which `observe` counts: no share of these exceeds 1.
-                        hits=hits,
-                        predicted=self._predicted[span].tolist(),
-                        children=children,
-                    )
-                )
-        return found
 
 
 def warm_up() -> None:

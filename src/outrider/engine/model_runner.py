@@ -23,6 +23,7 @@ from outrider.engine.decoder_weights import HEAD
 from outrider.engine.eagle_memory import HeadMemory, head_memory
 from outrider.engine.kv_memory import MOST_CAPTURED, KvShape, fitting_slots, step_bytes
 from outrider.engine.kv_slots import SlotTable
+from outrider.engine.packed_forward import PackedForward
 from outrider.engine.packed_linear import can_pack, pack_linear_layers
 from outrider.engine.step_program import StepProgram
 from outrider.engine.step_runner import StepRunner
@@ -243,14 +244,10 @@ class ModelRunner:
         assert isinstance(found, torch.Tensor), "no layer is tapped"
         return found
 
-    def warm_up(self, *, verifies: bool = True) -> None:
-        """Compiles and captures what serving begins with.
-
-        Args:
-            verifies: whether steps verify trees; False where `forward` alone is called.
-        """
+    def warm_up(self) -> None:
+        """Compiles and captures what serving begins with."""
         if self.steps is not None:
-            self.steps.warm_up(verifies=verifies)
+            self.steps.warm_up()
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -276,6 +273,14 @@ class ModelRunner:
             return torch.empty((0, self.vocab_size), dtype=torch.float32, device=self.device)
         kept = self._put(batch.logit_rows)
         return self._model(**inputs, logits_to_keep=kept).logits[0].float()
+
+    def packed_forward(self, *, sessions: int) -> PackedForward:
+        """Return the forward pass over rows that a pool has packed, for steps of so many sessions at most."""
+        model = self._model if self._decoder is None else self._decoder
+        assert model is not None
+        return PackedForward(
+            model, self._caches, attend=self._attend, sessions=sessions, row_len=self.slots.max_row_len
+        )
 
     def attention_step(self, batch: ForwardBatch) -> AttentionStep:
         """A batch as attention takes it, on the device; its rows' slots are reserved."""

@@ -1,0 +1,129 @@
+"""Logits over rows that a pool has packed: by the decoder, by transformers' code, and by a fresh forward."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig
+
+from outrider.engine.model_runner import EngineConfig, ModelRunner
+from outrider.kernels.pool.append import append
+from outrider.kernels.pool.columns import Pool
+from outrider.kernels.pool.graft import graft
+from outrider.kernels.pool.pack import ROOT, Packed, pack
+from outrider.kernels.pool.re_root import re_root
+from outrider.kernels.pool.records import Records
+from outrider.kernels.pool.select import Selection, select
+
+VOCAB, SLOTS, CHILDREN, MAX_LEN, NODES = 97, 256, 3, 96, 32
+BUCKET = (40, 3, 24, 8)
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.3,
+}
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+class Drafting:
+    """A pool of three sessions whose trees grow by random children, step by step."""
+
+    def __init__(self) -> None:
+        self.random = np.random.default_rng(5)
+        self.pool = Pool.allocate(sessions=3, max_len=MAX_LEN, capacity=NODES, places=1, trail=2, node_slots=SLOTS)
+        assert self.pool.nodes is not None
+        self.pool.nodes.free[:] = torch.arange(SLOTS, dtype=torch.int32)
+        self.pool.nodes.free_tail.fill_(SLOTS)
+        self._selection = Selection.allocate(self.pool, [BUCKET])
+        self.packed = Packed.allocate(self.pool, BUCKET, scrap_slot=SLOTS)
+        records = Records()
+        for row, length in enumerate((7, 20, 3)):
+            self.pool.history[row, :length] = torch.from_numpy(self.random.integers(0, VOCAB, length))
+            records.open(row, 1, length=length, cached=0, end=MAX_LEN, allow=MAX_LEN)
+        self._apply(records)
+
+    def commit(self) -> None:
+        """Commit the token of one child of every root, if it has one, and perhaps another one."""
+        records = Records()
+        for row in range(3):
+            count = int(self.pool.count[row])
+            children = self.pool.token[row, :count][self.pool.depth[row, :count] == 1]
+            tokens = children[:1].tolist() if self.random.random() < 0.7 else []
+            tokens += [int(self.random.integers(VOCAB))] if self.random.random() < 0.4 else []
+            if tokens:
+                records.commit(row, 1, tokens)
+        self._apply(records)
+
+    def _apply(self, records: Records) -> None:
+        words = torch.from_numpy(records.array())
+        count, verdicts, commits, num_commits = torch.tensor([len(words)]).int(), ints(len(words)), ints(3, 8), ints(3)
+        graft(self.pool, words, count, verdicts, commits, num_commits)
+        re_root(self.pool, commits, num_commits)
+
+    def select(self) -> list[tuple[int, list[int]]]:
+        """Pack a step; the rows that bring children, each with the tokens up to its own."""
+        pool, packed = self.pool, self.packed
+        select(pool, self._selection, 0, children=CHILDREN, chunk=16)
+        pack(pool, self._selection, packed)
+        found = []
+        for row in np.flatnonzero(packed.entries.numpy() >= ROOT).tolist():
+            session, entry = int(packed.pool_rows[packed.sessions[row]]), int(packed.entries[row])
+            path = list[int]()
+            while entry >= 0:
+                path.insert(0, int(pool.token[session, entry]))
+                entry = int(pool.parent[session, entry])
+            found.append((row, pool.history[session, : int(pool.length[session])].tolist() + path))
+        return found
+
+    def grow(self) -> None:
+        """Give every row of the step children."""
+        shape = (BUCKET[0], CHILDREN)
+        tokens = torch.stack([torch.randperm(VOCAB)[:CHILDREN] for _ in range(BUCKET[0])]).int()
+        append(self.pool, self.packed, tokens, torch.rand(shape), ints(*shape), ints(BUCKET[0]))
+
+
+@pytest.mark.parametrize(
+    "config", [LlamaConfig(**SIZES), MistralConfig(**SIZES, sliding_window=6)], ids=["full", "window"]
+)
+def test_both_ways_give_the_logits_of_a_fresh_forward(tmp_path: Path, config: PretrainedConfig):
+    torch.manual_seed(3)
+    own: Any = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    own.save_pretrained(tmp_path)
+    engine = EngineConfig(
+        model_path=tmp_path, num_slots=SLOTS, max_num_seqs=3, max_model_len=MAX_LEN, max_tree_nodes=NODES,
+        torch_threads=1,
+    )  # fmt: skip
+    forwards = [ModelRunner(engine, decoder=decoder).packed_forward(sessions=3) for decoder in (True, False)]
+    drafting, checked = Drafting(), 0
+    for step in range(14):
+        rows = drafting.select()
+        places = torch.tensor([row for row, _ in rows], dtype=torch.int64)
+        found = [
+            forward.logits(drafting.packed, drafting.pool.table, places, most=BUCKET[2]).float() for forward in forwards
+        ]
+        for line, (_, context) in enumerate(rows):
+            with torch.inference_mode():
+                expected = own(torch.tensor([context])).logits[0, -1]
+            for logits in found:
+                torch.testing.assert_close(logits[line], expected, atol=2e-4, rtol=1e-3)
+            checked += 1
+        assert [logits.shape for logits in found] == [(len(rows), VOCAB)] * 2
+        # A chunk of a prompt has no row whose logits are wanted.
+        for forward in forwards:
+            assert forward.logits(drafting.packed, drafting.pool.table, places[:0], most=BUCKET[2]).shape == (0, VOCAB)
+        drafting.grow()
+        if step % 3 == 2:
+            drafting.commit()
+    assert checked > 60
