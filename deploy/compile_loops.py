@@ -18,12 +18,18 @@ def _coordinator() -> None:
 
 
 def _draft() -> None:
-    from outrider import acceptance_calibration
-    from outrider.draft_worker import child_kernels, draft_tree, guess_tree
-    from outrider.engine import growth_kernels
+    import torch
 
-    for module in (draft_tree, acceptance_calibration, child_kernels, guess_tree, growth_kernels):
+    from outrider import acceptance_calibration
+    from outrider.draft_worker.drafters.model import expansions
+    from outrider.draft_worker.drafters.ngram import drafter
+    from outrider.kernels.drafting.children import SampledRows, estimate_children_reference
+
+    for module in (acceptance_calibration, expansions, drafter):
         module.warm_up()
+    rows, floats, ints = SampledRows.allocate(1, torch.device("cpu")), torch.zeros(1, 1), torch.zeros(1, 1).int()
+    tables = torch.zeros(2, 1), torch.zeros(3), torch.zeros(3)
+    estimate_children_reference(ints.long(), floats, floats, rows, tables, 1.0, (ints, ints, ints, floats))
 
 
 def _target() -> None:
@@ -33,7 +39,7 @@ def _target() -> None:
 
 
 def _pool() -> None:
-    """Nothing serves from the pool yet; its tests do not each have to compile it."""
+    """The trees of a draft worker."""
     import torch
 
     from outrider.kernels.pool.append import append_reference
@@ -45,12 +51,12 @@ def _pool() -> None:
 
     nothing = torch.zeros(1, 8, dtype=torch.int32)
     pool = Pool.allocate(sessions=1, max_len=1, capacity=1, node_slots=1)
-    selection = Selection.allocate(pool, [(1, 1, 1)])
-    packed = Packed.allocate(pool, (1, 1, 1), scrap_slot=0)
-    graft_reference(pool, nothing, nothing[0, :1], nothing[0, :1])
-    select_reference(pool, selection, 0, children=1)
+    selection = Selection.allocate(pool, [(1, 1, 1, 1)])
+    packed = Packed.allocate(pool, (1, 1, 1, 1), scrap_slot=0)
+    graft_reference(pool, nothing, nothing[0, :1], nothing[0, :1], nothing[:, :1], nothing[0, :1])
+    select_reference(pool, selection, 0, children=1, chunk=1)
     pack_reference(pool, selection, packed)
-    append_reference(pool, packed, nothing[:, :1], torch.zeros(1, 1), 0, 1)
+    append_reference(pool, packed, nothing[:, :1], torch.zeros(1, 1), nothing[:, :1], nothing[0, :1], 0, 1)
     re_root_reference(pool, nothing[:, :1], nothing[0, :1])
 
 

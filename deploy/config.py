@@ -9,7 +9,7 @@ from typing import Literal
 
 from outrider.deploy.autoscaler_config import AutoscalerConfig
 from outrider.draft_worker.config import DraftSource, DraftWorkerConfig
-from outrider.draft_worker.ngram_options import MatchType
+from outrider.draft_worker.drafters.ngram.options import MatchType
 from outrider.engine.config import EngineConfig, KvCacheDtype, Quantization
 from outrider.log_output import LogFormat
 from outrider.target_worker.config import TargetWorkerConfig

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Literal
 
 from outrider.addresses import check_coordinators
-from outrider.draft_worker.growth_config import GrowthConfig
-from outrider.draft_worker.ngram_options import MatchType, check_ngram_options
+from outrider.draft_worker.drafters.model.config import GrowthConfig
+from outrider.draft_worker.drafters.ngram.options import MatchType, check_ngram_options
 from outrider.engine.config import AttentionBackend, DtypeName, EngineConfig, Quantization
 from outrider.metrics.options import check_metrics_options
 from outrider.models import embedded_draft_path

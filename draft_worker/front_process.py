@@ -33,8 +33,9 @@ from outrider.v1 import draft_pb2
 
 _Outgoing = asyncio.Queue[bytes | status_pb2.Status | None]
 _SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"]
-# Messages of a stream that may wait here before its sessions rest: writing takes its time where all is well, too.
-_MOST_WAITING = 2
+# Messages of a stream that may wait here before its sessions rest: what steps of some ten milliseconds have grown.
+# Writing takes its time where all is well, too.
+_MOST_WAITING = 16
 
 
 class Relay(asyncio.Protocol):

@@ -8,12 +8,12 @@ from outrider.addresses import Resolve
 from outrider.draft_worker.calibration_report import pack_calibrations
 from outrider.draft_worker.config import DraftWorkerConfig
 from outrider.draft_worker.front import Front
-from outrider.draft_worker.growth_parts import GrowthParts, make_growth
-from outrider.draft_worker.growth_thread import GrowthThread, spare_collector
 from outrider.draft_worker.inbox import SocketInbox
+from outrider.draft_worker.loading import LoadedDrafters, load_drafters
 from outrider.draft_worker.metrics import draft_metrics
+from outrider.draft_worker.rounds.drafters import Drafters
+from outrider.draft_worker.rounds.loop import GrowthLoop, spare_collector
 from outrider.draft_worker.service import DraftStreams, pack_load
-from outrider.draft_worker.sourced_growth import SourcedGrowth
 from outrider.security.roles import Role
 from outrider.v1 import common_pb2, draft_pb2, registry_pb2
 from outrider.worker_service import Loaded, Worker, WorkerConfig, serve_worker
@@ -21,38 +21,46 @@ from outrider.worker_service import Loaded, Worker, WorkerConfig, serve_worker
 __all__ = ["DraftWorkerConfig", "serve"]
 
 
-class DraftWorker(Worker[GrowthThread]):
-    """Grows trees; see `Worker`."""
+Loader = Callable[[DraftWorkerConfig], LoadedDrafters]
+
+
+class DraftWorker(Worker[GrowthLoop]):
+    """Grows trees; see `Worker`.
+
+    Args:
+        config: of the process.
+        loader: makes the drafters, on the thread that grows.
+    """
 
     role = Role.DRAFT
     service = draft_pb2.DESCRIPTOR.services_by_name["DraftService"]
 
-    def __init__(self, config: DraftWorkerConfig) -> None:
-        self._config = config
-        self._parts: GrowthParts | None = None
+    def __init__(self, config: DraftWorkerConfig, loader: Loader = load_drafters) -> None:
+        self._config, self._loader = config, loader
+        self._parts: LoadedDrafters | None = None
         self.front = Front(config.address, config.tls)
         self.inbox = SocketInbox(self.front.data, DraftStreams(self.front.data).commands)
-        self.thread = GrowthThread(self._make_growth, self.inbox)
+        self.thread = GrowthLoop(self._load_drafters, self.inbox)
 
     async def listen(self, config: WorkerConfig) -> Front:
         """See `Worker`."""
         await self.front.listen()
         return self.front
 
-    def _make_growth(self) -> SourcedGrowth:
-        self._parts = parts = make_growth(self._config)
+    def _load_drafters(self) -> Drafters:
+        self._parts = parts = self._loader(self._config)
         spare_collector()
-        return parts.growth
+        return parts.drafters
 
     @property
-    def _loaded(self) -> GrowthParts:
+    def _loaded(self) -> LoadedDrafters:
         assert self._parts is not None, "asked for before the thread is ready"
         return self._parts
 
     def loaded(self) -> Loaded:
         """See `Worker`."""
         parts, config = self._loaded, self._config
-        model = parts.growth.model
+        model = parts.drafters.model
         return Loaded(
             model=parts.model,
             limits=registry_pb2.WorkerLimits(
@@ -60,8 +68,8 @@ class DraftWorker(Worker[GrowthThread]):
                 max_tree_nodes=config.max_live_nodes,
                 max_step_tokens=config.max_step_tokens + (0 if model is None else model.config.max_step_nodes),
             ),
-            metrics=draft_metrics(self.thread, parts.growth, model_name=parts.model.name),
-            sources=sorted(parts.growth.sources),
+            metrics=draft_metrics(self.thread, parts.drafters, model_name=parts.model.name),
+            sources=sorted(parts.drafters.sources),
             failures=(self.front.failed,),
         )
 
@@ -69,7 +77,7 @@ class DraftWorker(Worker[GrowthThread]):
         """See `Worker`."""
         thread = self.thread
         load = pack_load(thread.load())
-        load.calibration.CopyFrom(pack_calibrations(self._loaded.growth.calibrations))
+        load.calibration.CopyFrom(pack_calibrations(self._loaded.drafters.calibrations))
         load.step_age_ms, load.preparing = int(1e3 * thread.watch.age_s), thread.watch.is_preparing
         return load
 
@@ -82,11 +90,12 @@ class DraftWorker(Worker[GrowthThread]):
 async def serve(
     config: DraftWorkerConfig,
     *,
+    loader: Loader = load_drafters,
     ready: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
     resolve: Resolve | None = None,
 ) -> None:
-    """Serves a draft until `stop` is set or a coordinator asks it to end; see `serve_worker`.
+    """Serves a draft until `stop` is set or a coordinator asks it to end; see `DraftWorker` and `serve_worker`.
 
     Raises:
         CheckpointError: the model folder cannot be served.
@@ -98,7 +107,7 @@ async def serve(
         WorkerUnavailable: the process that speaks to coordinators has ended.
         RuntimeError: the model failed while it ran.
     """
-    worker = DraftWorker(config)
+    worker = DraftWorker(config, loader)
 
     def serves(address: str) -> None:
         if ready is not None:

@@ -5,13 +5,11 @@ import socket
 from collections.abc import Sequence
 
 import grpc
-import numpy as np
 
 from outrider import rpc, tracing
 from outrider.draft_distribution import pack_distributions
 from outrider.draft_worker.front_wire import FrameReader, Kind, pack_frame
-from outrider.draft_worker.growth_step import GrowthColumns, GrowthStep, SessionGrowth
-from outrider.draft_worker.growth_thread import (
+from outrider.draft_worker.rounds.commands import (
     CloseCommand,
     Command,
     CommitCommand,
@@ -21,7 +19,8 @@ from outrider.draft_worker.growth_thread import (
     OpenCommand,
     SessionFailure,
 )
-from outrider.draft_worker.session import GrowthLimits, GrowthMode, SessionStart
+from outrider.draft_worker.rounds.growth import Growth
+from outrider.draft_worker.rounds.session import GrowthLimits, GrowthMode, SessionStart
 from outrider.errors import FieldViolation, InvalidRequest
 from outrider.growth_source import ALL_SOURCES, GrowthSource, sources_from_proto, sources_to_proto
 from outrider.log_output import about
@@ -109,11 +108,11 @@ class _Stream:
                 self._traces.closed(session_id, epoch)
         return commands
 
-    def deliver(self, growths: Sequence[SessionGrowth], step: GrowthStep, load: Load) -> None:
-        self._send(growth_message(growths, step, load))
+    def deliver(self, growth: Growth, load: Load) -> None:
+        self._send(growth_message(growth, load))
         if self._traces is not None:
-            ids = [growth.session_id for growth in growths]
-            self._traces.stepped(ids, step_ns=step.step_ns, forward_ns=step.forward_ns, rows=step.tokens)
+            ids, times = growth.session_ids, {"step_ns": growth.step_ns, "forward_ns": growth.forward_ns}
+            self._traces.stepped(ids, **times, rows=growth.rows)
 
     def fail(self, failure: SessionFailure) -> None:
         kinds = (code for kind, code in rpc.CODES.items() if isinstance(failure.error, kind))
@@ -217,45 +216,28 @@ def _session_start(opened: common_pb2.SessionOpen, incarnation: int, stream: _St
     )
 
 
-def growth_message(growths: Sequence[SessionGrowth], step: GrowthStep, load: Load) -> draft_pb2.DraftGrowth:
-    """A step's nodes as they travel, of the sessions of one owner."""
+def growth_message(growth: Growth, load: Load) -> draft_pb2.DraftGrowth:
+    """Pack a step's nodes, of the sessions of one owner, as they travel."""
     sources, report = [], None
-    if step.source is GrowthSource.MODEL:
-        report = common_pb2.StepReport(
-            step_ns=step.step_ns, forward_ns=step.forward_ns, tokens=step.tokens, sessions=step.sessions
-        )
-    else:
+    if growth.source is not GrowthSource.MODEL:
         # Without a report: its time says nothing of when more is to be expected.
-        sources = sources_to_proto([step.source]) * sum(len(growth.node_ids) for growth in growths)
-    if isinstance(growths, GrowthColumns):
-        # As a model's steps grow: without a list of its own for every session.
-        return draft_pb2.DraftGrowth(
-            session_ids=[session_id for _, session_id, _, _ in growths.sessions],
-            epochs=[epoch for _, _, epoch, _ in growths.sessions],
-            as_of=[as_of for _, _, _, as_of in growths.sessions],
-            node_counts=growths.counts,
-            node_ids=growths.node_ids,
-            parents=growths.parents,
-            tokens=growths.tokens,
-            acceptance=floats_to_bytes(growths.acceptance.astype(np.float32)),
-            complete=[False] * len(growths),
-            report=report,
-            load=pack_load(load),
-            sources=sources,
-            distributions=pack_distributions(growths.distributions),
+        sources = sources_to_proto([growth.source]) * len(growth.node_ids)
+    elif growth.rows:
+        report = common_pb2.StepReport(
+            step_ns=growth.step_ns, forward_ns=growth.forward_ns, tokens=growth.rows, sessions=growth.num_sessions
         )
     return draft_pb2.DraftGrowth(
-        session_ids=[growth.session_id for growth in growths],
-        epochs=[growth.epoch for growth in growths],
-        as_of=[growth.as_of for growth in growths],
-        node_counts=[len(growth.node_ids) for growth in growths],
-        node_ids=[node_id for growth in growths for node_id in growth.node_ids],
-        parents=[parent for growth in growths for parent in growth.parents],
-        tokens=[token for growth in growths for token in growth.tokens],
-        acceptance=floats_to_bytes([value for growth in growths for value in growth.acceptance]),
-        complete=[growth.complete for growth in growths],
+        session_ids=growth.session_ids,
+        epochs=growth.epochs,
+        as_of=growth.as_of,
+        node_counts=growth.counts,
+        node_ids=growth.node_ids,
+        parents=growth.parents,
+        tokens=growth.tokens,
+        acceptance=floats_to_bytes(growth.acceptance),
+        complete=growth.complete,
         report=report,
         load=pack_load(load),
         sources=sources,
-        distributions=pack_distributions([q for growth in growths for q in growth.distributions]),
+        distributions=pack_distributions(growth.distributions),
     )

@@ -9,6 +9,8 @@ import pytest
 from outrider.draft_worker.front_process import Relay
 from outrider.draft_worker.front_wire import FrameReader, Kind, pack_frame
 
+FEW = 17
+
 
 class Pipe:
     """Keeps the frames that were sent."""
@@ -89,12 +91,12 @@ async def streams() -> AsyncIterator[Streams]:
 
 
 async def test_a_stream_is_held_while_messages_wait_and_goes_on_when_all_have_left(streams: Streams):
-    # One is being written, two wait: as where all is well.
-    await streams.grow(1, 3)
+    # One is being written, the others wait: as where all is well.
+    await streams.grow(1, FEW)
     assert streams.told == []
     await streams.grow(1, 3)
     assert streams.told == [(Kind.HELD, 1)]
-    await streams.read(1, 5)
+    await streams.read(1, FEW + 2)
     assert streams.told == []
     # The other coordinator reads, and hears nothing of it.
     await streams.read(2, 9)
@@ -102,14 +104,14 @@ async def test_a_stream_is_held_while_messages_wait_and_goes_on_when_all_have_le
     assert streams.told == []
     await streams.read(1, 1)
     assert streams.told == [(Kind.RESUMED, 1)]
-    assert len(streams.readers[0].read) == 6
+    assert len(streams.readers[0].read) == FEW + 3
     # And the same again.
-    await streams.grow(1, 4)
+    await streams.grow(1, FEW + 1)
     assert streams.told == [(Kind.HELD, 1)]
 
 
 async def test_a_held_stream_that_ends_is_gone_and_says_nothing_more(streams: Streams):
-    await streams.grow(1, 4)
+    await streams.grow(1, FEW + 1)
     streams.calls[0].cancel()
     await streams.settle()
     assert streams.told == [(Kind.HELD, 1), (Kind.LEFT, 1)]
@@ -119,8 +121,8 @@ async def test_a_held_stream_that_ends_is_gone_and_says_nothing_more(streams: St
 
 
 async def test_draining_lets_a_held_stream_have_what_waits(streams: Streams):
-    await streams.grow(1, 4)
+    await streams.grow(1, FEW + 1)
     streams.relay.end_streams()
-    await streams.read(1, 4)
-    assert len(streams.readers[0].read) == 4
+    await streams.read(1, FEW + 1)
+    assert len(streams.readers[0].read) == FEW + 1
     assert streams.told == [(Kind.HELD, 1), (Kind.LEFT, 2), (Kind.LEFT, 1)]

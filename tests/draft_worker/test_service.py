@@ -1,33 +1,38 @@
+"""The draft service over gRPC: commands in, growth and errors out, and streams that end or are not read."""
+
 import asyncio
-import select
+import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
-from threading import Event
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
+from tests.draft_worker.table_model import Bench
 
+from outrider.draft_distribution import unpack_distributions
 from outrider.draft_worker.front import Front
-from outrider.draft_worker.growth import TreeGrowth
-from outrider.draft_worker.growth_thread import GrowthThread
 from outrider.draft_worker.inbox import SocketInbox
-from outrider.draft_worker.service import DraftStreams
+from outrider.draft_worker.rounds.commands import Load
+from outrider.draft_worker.rounds.drafters import Drafters
+from outrider.draft_worker.rounds.growth import Growth
+from outrider.draft_worker.rounds.loop import GrowthLoop
+from outrider.draft_worker.service import DraftStreams, growth_message
+from outrider.growth_source import GrowthSource
 from outrider.rpc import open_channel
-from outrider.sampling import SamplingSpec
+from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc
 from outrider.wire import floats_from_bytes, split_by_counts, tokens_to_bytes
 
-Make = Callable[..., Any]
 ASYNC, SYNC, OFF = (getattr(common_pb2, f"SPECULATION_MODE_{name}") for name in ("ASYNC", "SYNC", "OFF"))
 
 
 class Worker:
     """A draft worker on loopback, with what the tests look into."""
 
-    def __init__(self, growth: TreeGrowth, thread: GrowthThread, front: Front) -> None:
-        self.growth, self.thread, self.front = growth, thread, front
+    def __init__(self, drafters: Drafters, loop: GrowthLoop, front: Front) -> None:
+        self.drafters, self.loop, self.front = drafters, loop, front
 
     @asynccontextmanager
     async def stream(self, *, unread_bytes: int | None = None) -> "AsyncIterator[Stream]":
@@ -41,8 +46,7 @@ class Worker:
 
     @property
     def is_empty(self) -> bool:
-        slots = self.growth.slots
-        return self.growth.num_sessions == 0 and slots.used == 0 and slots.free_rows == 8
+        return (self.drafters.num_sessions, self.drafters.slots[0]) == (0, 0)
 
 
 class Stream:
@@ -104,18 +108,18 @@ def opening(session_id: int = 1, *, epoch: int = 1, prompt: Any = (1, 2, 3), **l
 
 
 @asynccontextmanager
-async def serving(growth: TreeGrowth) -> AsyncIterator[Worker]:
+async def serving(drafters: Drafters) -> AsyncIterator[Worker]:
     front = Front("127.0.0.1:0", None)
     with closing(front), closing(SocketInbox(front.data, DraftStreams(front.data).commands)) as inbox:
         await front.listen()
-        thread = GrowthThread(lambda: growth, inbox)
-        thread.start()
-        await asyncio.wrap_future(thread.ready)
+        loop = GrowthLoop(lambda: drafters, inbox)
+        loop.start()
+        await asyncio.wrap_future(loop.ready)
         await front.start()
-        yield Worker(growth, thread, front)
+        yield Worker(drafters, loop, front)
         await front.stop(drain=nothing)
-        thread.stop()
-        await asyncio.wrap_future(thread.stopped)
+        loop.stop()
+        await asyncio.wrap_future(loop.stopped)
 
 
 async def nothing() -> None:
@@ -123,9 +127,8 @@ async def nothing() -> None:
 
 
 @pytest.fixture
-async def worker(make_growth: Make) -> AsyncIterator[Worker]:
-    growth, _ = make_growth()
-    async with serving(growth) as served:
+async def worker() -> AsyncIterator[Worker]:
+    async with serving(Drafters(Bench().drafter, None)) as served:
         yield served
 
 
@@ -136,19 +139,16 @@ async def test_growth_commits_and_close(worker: Worker):
         assert {(epoch, as_of) for _, epoch, as_of, _, _ in stream.growths} == {(1, 3)}
         report = stream.messages[0].report
         assert (report.tokens, report.sessions) == (3, 1)
-        assert report.step_ns > report.forward_ns > 0
+        assert report.step_ns > 0 < report.forward_ns
         load = stream.messages[-1].load
         assert (load.sessions, load.slots_total) == (1, 600)
         assert load.slots_used >= 3
         assert load.steps >= len(stream.messages)
         assert 0 < load.busy <= 1
-        best, (parent, token) = next(iter(stream.nodes[1].items()))
+        (parent, token), *_ = stream.nodes[1].values()
         assert parent == 0
         await stream.commit(1, 1, 3, [token])
         await stream.take_until(lambda: stream.growths[-1][2] == 4)
-        session = worker.growth.session((2**63 + 1, 1))
-        assert session is not None
-        assert session.tree.root.node_id == best
         await stream.send(close_session_ids=[1], close_epochs=[1])
         await worker.until(lambda: worker.is_empty)
 
@@ -179,8 +179,9 @@ async def test_the_streams_end_closes_its_sessions(worker: Worker, end: str):
             while await one.call.read():
                 pass
             assert await one.call.code() is grpc.StatusCode.OK
-        await worker.until(lambda: worker.growth.num_sessions == 1)
-        assert worker.growth.session((2**63 + 1, 3)) is not None
+        await worker.until(lambda: worker.drafters.num_sessions == 1)
+        await other.commit(3, 1, 3, [4])
+        await other.take_until(lambda: other.growths[-1][2] == 4)
         other.call.cancel()
         await worker.until(lambda: worker.is_empty)
 
@@ -232,7 +233,7 @@ async def test_faults_of_one_session_leave_the_stream_and_the_others_alone(worke
         assert (stream.errors[-1].session_id, stream.errors[-1].code) == (1, 9)
         await stream.send(opens=[opening(8)])
         await stream.take_until(lambda: 8 in stream.nodes)
-        assert worker.growth.num_sessions == 1
+        assert worker.drafters.num_sessions == 1
 
 
 @pytest.mark.parametrize(
@@ -269,84 +270,60 @@ async def test_unset_limits_are_the_workers_own(worker: Worker):
         await stream.take_until(lambda: len(stream.nodes.get(1, {})) > 50)
 
 
-async def test_the_thread_sleeps_when_nothing_is_to_be_grown(worker: Worker, monkeypatch: pytest.MonkeyPatch):
-    asked = []
-    begin = worker.growth.begin
-    monkeypatch.setattr(worker.growth, "begin", lambda keys: (asked.append(1), begin(keys))[1])
-    async with worker.stream() as stream:
-        await stream.send(opens=[opening(1)])
-        await stream.take_until(lambda: len(stream.nodes.get(1, {})) == 20)
-        before = -1
-        # Once it has seen that there is nothing, it does not look again; a thread that looked on would count for ever.
-        async with asyncio.timeout(30):
-            while len(asked) > before:
-                before = len(asked)
-                await asyncio.sleep(0.1)
-        assert before > 1
-        assert worker.thread.load().busy < 1
-
-
-async def test_a_commit_during_a_forward_applies_right_after_it(make_growth: Make):
-    growth, runner = make_growth()
-    forwarding, go_on = Event(), Event()
-
-    def hold() -> None:
-        if len(runner.batches) == 2:
-            forwarding.set()
-            assert go_on.wait(30)
-
-    runner.on_forward = hold
-    async with serving(growth) as worker, worker.stream() as stream:
-        await stream.send(opens=[opening(1, max_live_nodes=64)])
-        first = await stream.take()
-        assert await asyncio.to_thread(forwarding.wait, 30)
-        await stream.commit(1, 1, 3, [first.tokens[1]])
-        # The thread that would read it is held.
-        await worker.until(lambda: bool(select.select([worker.front.data], (), (), 0)[0]))
-        go_on.set()
-        await stream.take_until(lambda: stream.growths[-1][2] == 4)
-        # The step that was running still counts for the old root; the next one is of the new root, which it had given
-        # children already, so that their KV and ids live on.
-        assert [growth[2] for growth in stream.growths[:3]] == [3, 3, 4]
-        assert len(runner.batches[2].token_ids) == 4
-        stream.call.cancel()
-
-
-async def test_a_failing_model_ends_the_thread_with_its_reason(make_growth: Make, make_start: Make):
-    growth, runner = make_growth()
-
-    def fail() -> None:
-        raise RuntimeError("out of memory")
-
-    runner.on_forward = fail
-    growth.open(make_start())
-    thread = GrowthThread(lambda: growth)
-    thread.start()
-    thread.submit([])
-    with pytest.raises(RuntimeError, match="out of memory"):
-        await asyncio.wrap_future(thread.stopped)
-
-
 async def test_a_session_rests_while_its_growth_is_not_read(worker: Worker):
-    key, thread, growth = (2**63 + 1, 1), worker.thread, worker.growth
+    model = worker.drafters.model
+    assert model is not None
 
-    def is_at(epoch: int, length: int) -> bool:
-        session = growth.session(key)
-        return session is not None and (session.epoch, session.length) == (epoch, length)
+    def is_open(epoch: int) -> bool:
+        session = model.session((2**63 + 1, 1))
+        return session is not None and session.start.epoch == epoch
 
     async with worker.stream(unread_bytes=1) as stream:
+        epochs = itertools.count(1)
+
+        async def open_anew() -> int:
+            await stream.send(opens=[opening(epoch=(epoch := next(epochs)))])
+            await worker.until(lambda: is_open(epoch))
+            return epoch
+
         # Whoever opens a session anew has its tree grown anew, and would so every time.
-        epochs, rested = 60, 0
-        for epoch in range(1, epochs + 1):
-            before = growth.steps
-            await stream.send(opens=[opening(epoch=epoch)])
-            await worker.until(
-                lambda own=epoch, steps=before: is_at(own, 3) and (bool(thread._held) or growth.steps > steps)
-            )
-            rested += growth.steps == before
-        assert rested > epochs // 2
-        await stream.commit(1, epochs, 3, [9])
-        await worker.until(lambda: is_at(epochs, 4))
+        while not worker.loop.holds:
+            await open_anew()
+        await open_anew()
+        steps = model.steps
+        last = [await open_anew() for _ in range(20)][-1]
+        assert model.steps == steps
+        await stream.commit(1, last, 3, [9])
         async with asyncio.timeout(30):
-            while (message := await stream.call.read()).epochs != [epochs] or message.as_of != [4]:
+            while (message := await stream.call.read()).epochs != [last] or message.as_of != [4]:
                 pass
+
+
+def test_a_message_says_what_is_not_the_models_and_has_no_time_of_steps_then():
+    load = Load(3, 4, 5, 6, 0.5)
+    growth = Growth(GrowthSource.NGRAM, step_ns=7)
+    growth.owners, growth.session_ids, growth.epochs, growth.as_of = [None] * 2, [1, 2], [5, 6], [3, 4]
+    growth.complete, growth.counts = [False, True], [2, 0]
+    growth.node_ids, growth.parents, growth.tokens, growth.acceptance = [1, 3], [0, 1], [8, 9], [0.5, 0.25]
+    message = growth_message(growth, load)
+    assert list(message.sources) == [int(GrowthSource.NGRAM)] * 2
+    assert not message.HasField("report")
+    assert (list(message.as_of), list(message.node_counts), list(message.complete)) == ([3, 4], [2, 0], [False, True])
+    assert (message.load.sessions, message.load.steps, message.load.busy) == (3, 6, 0.5)
+
+
+def test_a_message_carries_every_nodes_distribution():
+    bench = Bench(rejection_top_k=3)
+    rejection = SamplingSpec(temperature=1.0, verification=VerificationRule.REJECTION, max_new_tokens=50)
+    bench.open(1, sampling=rejection)
+    bench.open(2)
+    growth = bench.step()
+    assert growth is not None
+    message = growth_message(growth, Load(2, 0, 0, 1, 0.0))
+    assert (message.report.tokens, message.report.sessions, list(message.sources)) == (6, 2, [])
+    found = unpack_distributions(message.distributions, len(message.node_ids))
+    counts = dict(zip(message.session_ids, message.node_counts, strict=True))
+    assert counts == {1: 1, 2: 4}
+    with_q = [q for q in found if q is not None]
+    assert len(with_q) == 1
+    assert with_q[0].fault(message.tokens[found.index(with_q[0])], 24) is None

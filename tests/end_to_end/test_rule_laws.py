@@ -40,12 +40,13 @@ from outrider.coordinator.session import Session
 from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.verdicts import Verdicts
 from outrider.draft_distribution import WEIGHT_SUM, DraftDistribution
-from outrider.draft_worker.choice import ChildChooser, Children
-from outrider.draft_worker.growth import TreeGrowth
-from outrider.draft_worker.growth_config import GrowthConfig
-from outrider.draft_worker.session import GrowthLimits, SessionStart
+from outrider.draft_worker.drafters.model.choices import Children, HostChoices
+from outrider.draft_worker.drafters.model.config import GrowthConfig
+from outrider.draft_worker.drafters.model.drafter import ModelDrafter
+from outrider.draft_worker.rounds.session import GrowthLimits, SessionStart
 from outrider.engine.batch import ForwardBatch
 from outrider.engine.kv_slots import SlotTable
+from outrider.kernels.pool.pack import Packed
 from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.target_worker.sessions import OpenRequest, TreeRequest
 from outrider.target_worker.verifier import Verifier
@@ -55,12 +56,27 @@ VOCABULARY, LENGTH, BATCH = 3, 3, 250
 PROMPT: tuple[int, ...] = (1, 2)
 
 
-class TableRunner:
-    """A model whose logits are a table of the token and its position."""
+def table_of(seed: int, sharpness: float) -> torch.Tensor:
+    """Logits by position and token."""
+    chance = np.random.default_rng(seed)
+    return torch.from_numpy(sharpness * chance.normal(size=(16, VOCABULARY, VOCABULARY))).float()
+
+
+class TableDraft:
+    """A draft model whose logits are a table."""
 
     def __init__(self, seed: int, sharpness: float) -> None:
-        chance = np.random.default_rng(seed)
-        self.table = torch.from_numpy(sharpness * chance.normal(size=(16, VOCABULARY, VOCABULARY))).float()
+        self.table = table_of(seed, sharpness)
+
+    def logits(self, packed: Packed, table: torch.Tensor, rows: torch.Tensor, *, most: int) -> torch.Tensor:
+        return self.table[packed.positions[rows].long(), packed.tokens[rows].long()]
+
+
+class TableRunner:
+    """A target whose logits are a table."""
+
+    def __init__(self, seed: int, sharpness: float) -> None:
+        self.table = table_of(seed, sharpness)
         self.slots = SlotTable(num_slots=BATCH * 40, max_rows=BATCH, max_row_len=40)
         self.vocab_size = VOCABULARY
         self.info = SimpleNamespace(max_model_len=16, vocab_size=VOCABULARY)
@@ -101,7 +117,12 @@ class Bench:
         config = GrowthConfig(
             branching=2, max_step_nodes=BATCH, max_model_len=16, max_step_tokens=4096, rejection_top_k=2
         )
-        self.drafts = {f"draft-{number}": TreeGrowth(TableRunner(7 + number, 0.9), config) for number in range(2)}
+        self.drafts = {
+            f"draft-{number}": ModelDrafter(
+                TableDraft(7 + number, 0.9), config, max_sessions=BATCH, num_slots=BATCH * 40, vocab_size=VOCABULARY
+            )
+            for number in range(2)
+        }
         limits = registry_pb2.WorkerLimits(max_sessions=BATCH, max_tree_nodes=16, max_step_tokens=2 * BATCH)
         self.lane = TargetLane("target", self, limits)  # pyright: ignore[reportArgumentType]
         # A staircase: a step pays by the hundred rows, so that what one session sends hangs on all the others.
@@ -169,11 +190,12 @@ class Bench:
     def _grow(self) -> None:
         for worker_id, draft in self.drafts.items():
             step = draft.step()
-            for made in step.growths if step is not None else ():
+            for made in step or ():
                 fields = {name: getattr(made, name) for name in Growth.__dataclass_fields__ if hasattr(made, name)}
                 session = self.sessions[made.session_id]
-                assert session.draft_epochs[worker_id] == made.epoch
-                graft(worker_id, GrowthBatch.of([Growth(**fields)]), [session.mirror])
+                # What grew before the session moved is dropped, as by a link.
+                if session.draft_epochs.get(worker_id) == made.epoch:
+                    graft(worker_id, GrowthBatch.of([Growth(**fields)]), [session.mirror])
 
     def _tell_drafts(self) -> None:
         for session, position, token_ids in self.untold:
@@ -280,15 +302,17 @@ def test_a_selection_that_looks_at_the_draws_q_is_found_out(monkeypatch: pytest.
         return candidates(group.mirrors, most=list(map(min, most.tolist(), likely)), deepest=deepest.tolist())
 
     monkeypatch.setattr(tree_choice, "group_candidates", biased)
-    assert sampled(VerificationRule.REJECTION, count=1250)[0] < 1e-6
+    assert sampled(VerificationRule.REJECTION, count=2000)[0] < 1e-6
 
 
 def test_an_estimate_that_tells_of_the_draw_is_found_out(monkeypatch: pytest.MonkeyPatch):
-    honest = ChildChooser._drawn  # pyright: ignore[reportPrivateUsage]
+    honest = HostChoices.choose
 
-    def biased(self: ChildChooser, *arguments: Any) -> Children:
+    def biased(self: HostChoices, *arguments: Any) -> Children:
         children = honest(self, *arguments)
-        return replace(children, acceptance=[0.9 if own_q(children.tokens[0], children.distribution) > 0.5 else 0.1])
+        for line, (tokens, q) in enumerate(zip(children.tokens, children.distributions, strict=True)):
+            children.acceptances[line, 0] = 0.9 if own_q(tokens[0], q) > 0.5 else 0.1
+        return children
 
-    monkeypatch.setattr(ChildChooser, "_drawn", biased)
+    monkeypatch.setattr(HostChoices, "choose", biased)
     assert sampled(VerificationRule.REJECTION, count=2000)[0] < 1e-4

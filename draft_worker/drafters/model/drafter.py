@@ -1,0 +1,579 @@
+"""A draft model that grows the trees of its sessions, one step after the other.
+
+The trees are a pool on the model's device. The host says what is opened, committed and closed by records, launches
+steps, one ahead of the report it reads, and turns reports into growth. One thread calls everything here.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from outrider import acceptance_calibration
+from outrider.acceptance_calibration import AcceptanceCalibration
+from outrider.draft_distribution import DraftDistribution
+from outrider.draft_worker.drafters.model import expansions
+from outrider.draft_worker.drafters.model.choices import HostChoices, SessionNodes
+from outrider.draft_worker.drafters.model.config import GrowthConfig
+from outrider.draft_worker.drafters.model.expansions import Expansions
+from outrider.draft_worker.drafters.model.program import MAX_STEP_COMMITS, GrowthProgram, Model
+from outrider.draft_worker.drafters.model.session import ModelSession
+from outrider.draft_worker.drafters.model.sync_tree import SyncTree
+from outrider.draft_worker.rounds.growth import Growth
+from outrider.draft_worker.rounds.session import CommitMismatch, Key, SessionStart, check_start, new_tokens
+from outrider.engine.round_rings import Early, Inbox, Report, Rounds
+from outrider.errors import InvalidRequest, OutOfSlots, Superseded
+from outrider.grammar.compiler import GrammarCompiler
+from outrider.grammar.matcher import SessionGrammar
+from outrider.kernels.drafting.children import REPORT_COUNTS, SampledRows
+from outrider.kernels.pool.pack import Packed
+from outrider.kernels.pool.records import Records
+from outrider.log_output import about
+
+logger = logging.getLogger(__name__)
+
+_WITHOUT_LIMIT = (1 << 31) - 1
+# A session that lost its slots starts again when this many are free beyond what it needs; with fewer it would lose
+# them to the next tokens of an older one.
+_RESTART_MARGIN = 64
+# Share of a step's time in the average by which buckets are chosen.
+_TIME_SHARE = 0.02
+
+
+class ModelDrafter:
+    """All sessions of a draft model.
+
+    Args:
+        model: the forward pass.
+        config: see there.
+        max_sessions: sessions at a time.
+        num_slots: tokens whose KV fits.
+        vocab_size: of the model.
+        device: of the model.
+        captures: whether steps are CUDA graphs.
+        grammars: compiles grammars; None where none is followed.
+
+    Attributes:
+        config: as given.
+        calibration: of all sessions.
+        steps: forward passes so far.
+        wake: called, on any thread, when there may be something to do that no command tells of.
+        num_slots: as given.
+        slots_used: slots in use after the last step that was read.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        config: GrowthConfig,
+        *,
+        max_sessions: int,
+        num_slots: int,
+        vocab_size: int,
+        device: torch.device | str = "cpu",
+        captures: bool = False,
+        grammars: GrammarCompiler | None = None,
+    ) -> None:
+        self.config, self.num_slots, self.vocab_size = config, num_slots, vocab_size
+        self.calibration = AcceptanceCalibration(
+            branching=max(config.branching, 2),
+            prior_strength=config.prior_strength,
+            decay=config.calibration_decay,
+        )
+        self.steps = self.slots_used = 0
+        self.wake: Callable[[], None] = lambda: None
+        self._program = GrowthProgram(
+            model,
+            config,
+            self.calibration,
+            sessions=max_sessions,
+            num_slots=num_slots,
+            vocab_size=vocab_size,
+            device=torch.device(device),
+            captures=captures,
+        )
+        self._inbox = Inbox(self._program.memory, rows=max_sessions)
+        self._rounds = Rounds(self._program.memory, self._inbox)
+        self._choices = HostChoices(self.calibration, config, vocab_size=vocab_size)
+        self._grammars = grammars
+        # In the order they were opened.
+        self._sessions: dict[Key, ModelSession] = {}
+        self._by_row: list[ModelSession | None] = [None] * max_sessions
+        # Rows whose growth is sent as it comes: open, and in async mode.
+        self._is_async = np.zeros(max_sessions, np.bool_)
+        self._observed = np.zeros(max_sessions, np.int32)
+        # Of each row's session, ids that nodes of its earlier rows had.
+        self._ids_used = np.zeros(max_sessions, np.int32)
+        # Rows whose prompt has been computed.
+        self._has_root = np.zeros(max_sessions, np.bool_)
+        self._expansions = Expansions(max_sessions, self._program.lines, self._program.branching)
+        # Number of sessions whose children the host chooses; keys whose grammar is being compiled.
+        self._hosted, self._has_chosen = 0, False
+        self._unready: set[Key] = set()
+        self._starved: list[ModelSession] = []
+        # Preempted rows whose slots are still on their way back.
+        self._preempting = 0
+        self._ready: deque[Growth] = deque()
+        # Commits that are put together, before the next look at the device.
+        self._edits = Records()
+        self._can_run, self._bucket, self._launches, self._ended = False, len(self._program.buckets) - 1, 0, 0
+        # By launched steps, oldest first: bucket, and the q that each line's child was drawn from.
+        self._under_way: deque[tuple[int, list[DraftDistribution | None]]] = deque()
+
+    @property
+    def num_sessions(self) -> int:
+        """Open sessions."""
+        return len(self._sessions)
+
+    @property
+    def launches(self) -> int:
+        """Steps launched so far."""
+        return self._launches
+
+    @property
+    def is_preparing(self) -> bool:
+        """Whether the host is about to choose children for the first time, with kernels that are compiled then."""
+        return self._hosted > 0 and not self._has_chosen
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether steps are under way."""
+        return self._rounds.under_way > 0
+
+    def warm_up(self) -> None:
+        """Compile and capture what steps need."""
+        expansions.warm_up()
+        acceptance_calibration.warm_up()
+        self._program.warm_up()
+
+    def session(self, key: Key) -> ModelSession | None:
+        """Return the open session of this key."""
+        return self._sessions.get(key)
+
+    def open(self, start: SessionStart) -> None:
+        """Open a session; one of the same key and an older epoch is replaced.
+
+        Raises:
+            Superseded: the session is open under this epoch or a newer one.
+            InvalidRequest: token ids or lengths that the model does not take.
+            OutOfSlots: there is no room for it, now or ever.
+        """
+        held = self._sessions.get(start.key)
+        if held is not None:
+            if start.epoch <= held.start.epoch:
+                raise Superseded(f"epoch {start.epoch} given, epoch {held.start.epoch} is open")
+            self._close(held)
+        check_start(start, vocab_size=self.vocab_size, max_model_len=self.config.max_model_len)
+        length = len(start.prompt) + len(start.output)
+        if length > self.num_slots:
+            raise self._too_long(length)
+        if len(self._sessions) == len(self._by_row):
+            raise OutOfSlots(f"{len(self._sessions)} sessions are open, as many as this worker takes")
+        session = ModelSession(start, *self._take_row())
+        if start.sampling.grammar and self._grammars is not None:
+            compiled = self._grammars.start(start.sampling.grammar, start.sampling.grammar_end_ids, self.wake)
+            session.grammar = SessionGrammar(compiled, start.sampling.grammar_end_ids)
+            if not session.grammar.is_ready:
+                session.holds.add("grammar")
+                self._unready.add(start.key)
+        self._hosted += session.needs_host
+        while session.needs_host and self.is_busy:
+            # A step that was launched without the host must not find it.
+            self._read_and_launch()
+        self._sessions[start.key] = session
+        self._open_row(session)
+
+    def commit(self, key: Key, epoch: int, position: int, token_ids: Sequence[int]) -> None:
+        """Commit tokens that stand behind the first `position`.
+
+        Raises:
+            Superseded: no session of this key is open under this epoch.
+            CommitMismatch: the tokens do not continue the session; it is closed.
+            InvalidRequest: a token that this model does not have; the session is closed.
+            OutOfSlots: it has become longer than can ever have KV here; it is closed, for it would stay silent.
+        """
+        session = self._sessions.get(key)
+        if session is None or session.start.epoch != epoch:
+            raise Superseded(f"no session is open under epoch {epoch}")
+        try:
+            tokens = new_tokens(session.tokens, position, token_ids, vocab_size=self.vocab_size)
+        except (InvalidRequest, CommitMismatch):
+            self._close(session)
+            raise
+        if not tokens:
+            return
+        session.tokens += tokens
+        if len(session.tokens) > self.num_slots:
+            self._close(session)
+            raise self._too_long(len(session.tokens))
+        if self._count_committed(session, len(tokens)) > MAX_STEP_COMMITS:
+            # More than a step takes at once: its tree is dead in any case.
+            session.ids_used += self._expansions.last_id(session.row)
+            session.holds.discard("tree")
+            self._close_row(session)
+            session.row, session.generation = self._take_row()
+            self._open_row(session)
+            return
+        if session.start.is_sync:
+            self._edits.forget(session.row, session.generation, place=0)
+        self._edits.commit(session.row, session.generation, tokens)
+        if session.start.is_sync:
+            self.hold(key, "tree", is_held=False)
+            self._begin_tree(session)
+
+    def close(self, key: Key, epoch: int) -> None:
+        """Close the session if it is open under this epoch or an older one."""
+        session = self._sessions.get(key)
+        if session is not None and session.start.epoch <= epoch:
+            self._close(session)
+
+    def hold(self, key: Key, reason: str, *, is_held: bool) -> None:
+        """Let a session rest, or grow again once no reason is left."""
+        session = self._sessions.get(key)
+        if session is None or (reason in session.holds) == is_held:
+            return
+        was_held = bool(session.holds)
+        (session.holds.add if is_held else session.holds.remove)(reason)
+        if was_held != bool(session.holds):
+            records = Records()
+            allow = 0 if session.holds else _WITHOUT_LIMIT
+            records.limits(session.row, session.generation, end=self._end(session), allow=allow)
+            self._put(records)
+
+    def has_prompt(self, key: Key) -> bool:
+        """Whether the session is open and its prompt has been computed."""
+        session = self._sessions.get(key)
+        return session is not None and bool(self._has_root[session.row])
+
+    def step(self) -> Growth | None:
+        """Run until a step's growth is there; None if there is nothing to do until the next command."""
+        while not self._ready:
+            self._read_and_launch()
+            if not self._ready and not self.is_busy and not self._may_launch():
+                return None
+        return self._ready.popleft()
+
+    def advance(self) -> list[Growth]:
+        """Read what steps have reported, and launch the next one as soon as that is possible.
+
+        Returns:
+            Growth that has come. `is_busy` tells whether more is to be expected without another command.
+        """
+        self._read_and_launch()
+        # On a CPU a step is over when it is launched, and may have left records for the next one.
+        while not self._ready and not self.is_busy and self._may_launch():
+            self._read_and_launch()
+        growths = list(self._ready)
+        self._ready.clear()
+        return growths
+
+    def _read_and_launch(self) -> None:
+        self._put_edits()
+        self._read()
+        if self._unready:
+            self._look_at_grammars()
+        if self._may_launch():
+            self._launch()
+            if self._program.device.type == "cpu":
+                self._read()
+
+    def _may_launch(self) -> bool:
+        if self._hosted and self._rounds.under_way:
+            return False
+        return self._rounds.may_launch(self._can_run)
+
+    def _launch(self) -> None:
+        bucket, drawn = self._bucket, list[DraftDistribution | None]()
+        if self._hosted:
+            bucket, packed, padded, logits = self._program.begin_hosted(bucket)
+            if len(logits):
+                rows = padded.first(len(logits))
+                children = self._choices.choose(self._nodes_of(packed, rows), rows, logits)
+                self._program.put_children(rows, children.tokens, children.buckets, children.acceptances)
+                drawn, self._has_chosen = children.distributions, True
+            self._program.end(bucket, packed, padded)
+        else:
+            self._program.launch(bucket)
+        self._under_way.append((bucket, drawn))
+        self._rounds.launched()
+        self._launches += 1
+
+    def _nodes_of(self, packed: Packed, rows: SampledRows) -> list[SessionNodes]:
+        """The nodes whose children the host chooses, each with its path."""
+        pool = self._program.pool
+        tokens, parents, lengths = pool.token.cpu().numpy(), pool.parent.cpu().numpy(), pool.length.cpu().tolist()
+        entries = packed.entries.cpu()[rows.rows.cpu()].tolist()
+        found = dict[int, SessionNodes]()
+        for row, entry in zip(rows.pool_rows.tolist(), entries, strict=True):
+            path, above = list[int](), entry
+            while above >= 0:
+                path.append(int(tokens[row, above]))
+                above = int(parents[row, above])
+            session = self._by_row[row]
+            assert session is not None
+            found.setdefault(row, SessionNodes(session, lengths[row], [])).node_paths.append(path[::-1])
+        return list(found.values())
+
+    def _read(self) -> None:
+        while (event := self._rounds.poll()) is not None:
+            if isinstance(event, Early):
+                self._note_early(event)
+            else:
+                self._note_report(event)
+
+    def _note_early(self, early: Early) -> None:
+        rows, sessions, needed = early.words[-2:].view(np.int32)[:3].tolist()
+        self._can_run = rows > 0 or needed > 0
+        self._bucket = self._program.choose(early.words[:-2], min(needed, sessions), len(self._sessions))
+
+    def _note_report(self, report: Report) -> None:
+        bucket, drawn = self._under_way.popleft()
+        for released in report.released:
+            self._preempting -= not released.closed
+        rows, sessions, count, free, began, ended, needed = report.words[:REPORT_COUNTS].tolist()
+        self.slots_used = self.num_slots - free
+        self._can_run = rows > 0 or 0 < needed <= free
+        # Each row of the step took a slot; `needed` was counted before.
+        if needed > free + rows:
+            self._preempt_youngest()
+        elif self._starved:
+            self._restart(free)
+        if not rows:
+            if not needed and not self.is_busy and not self._inbox.has_records:
+                self._end_stuck_trees()
+            return
+        self.steps += 1
+        device_ns = ended - began
+        times = self._program.times_ns
+        times[bucket] += _TIME_SHARE * (device_ns - times[bucket])
+        growth = Growth(rows=rows, num_sessions=sessions, forward_ns=device_ns, step_ns=ended - max(began, self._ended))
+        self._ended = ended
+        if count:
+            self._add_children(report.words[REPORT_COUNTS:].view(np.int32), count, drawn, growth)
+        self._ready.append(growth)
+
+    def _add_children(
+        self, words: npt.NDArray[np.int32], count: int, drawn: list[DraftDistribution | None], growth: Growth
+    ) -> None:
+        lines = self._program.lines
+        rows, lengths = words[:count], words[lines : lines + count]
+        self._has_root[rows] = True
+        is_new = self._observed[rows] != lengths
+        if is_new.any():
+            self._observe(rows[is_new], lengths[is_new])
+        if not self._is_async[rows].all():
+            self._grow_sync_trees(words, count, drawn)
+        sessions, nodes, acceptances = self._expansions.read(words, count, self._is_async, self._ids_used)
+        rows, growth.as_of, growth.counts = sessions.tolist()
+        starts = [session.start for row in rows if (session := self._by_row[row]) is not None]
+        growth.owners = [start.owner for start in starts]
+        growth.session_ids = [start.key[1] for start in starts]
+        growth.epochs = [start.epoch for start in starts]
+        growth.complete = [False] * len(starts)
+        # Odd ids are those of other drafters of this worker.
+        growth.node_ids, growth.parents = (2 * nodes[:2]).tolist()
+        growth.tokens, growth.acceptance = nodes[2].tolist(), acceptances.tolist()
+        if any(q is not None for q in drawn):
+            made = self._columns(words, count)[4]
+            nodes = np.where(self._is_async[words[:count]], (made > 0).sum(1), 0)
+            growth.distributions = [q for q, number in zip(drawn, nodes.tolist(), strict=True) for _ in range(number)]
+
+    def _columns(self, words: npt.NDArray[np.int32], count: int) -> list[npt.NDArray[np.int32]]:
+        """Pool rows, lengths and parents [L], tokens, ids of the nodes made and bits of the acceptances [L, K]."""
+        lines, branching = self._program.lines, self._program.branching
+        narrow = [words[place * lines : place * lines + count] for place in range(3)]
+        wide = [words[(3 + place * branching) * lines :][: count * branching] for place in (0, 2, 3)]
+        return narrow + [column.reshape(count, branching) for column in wide]
+
+    def _observe(self, rows: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32]) -> None:
+        """Tell the calibration what has been committed between the steps."""
+        for row, length in dict(zip(rows.tolist(), lengths.tolist(), strict=True)).items():
+            session = self._by_row[row]
+            if session is not None and session.observed < length:
+                tokens = np.array(session.tokens[session.observed : length], np.int64)
+                seen = self._expansions.commit(row, tokens)
+                if len(seen):
+                    self.calibration.observe_parents(seen)
+                session.observed = length
+                if session.start.is_sync:
+                    self._expansions.drop_tree(row)
+            self._observed[row] = length
+
+    def _grow_sync_trees(self, words: npt.NDArray[np.int32], count: int, drawn: list[DraftDistribution | None]) -> None:
+        rows, lengths, parents, tokens, made, bits = self._columns(words, count)
+        acceptances = bits.view(np.float32)
+        grown = dict[Key, ModelSession]()
+        for line in np.flatnonzero(~self._is_async[rows]).tolist():
+            session = self._by_row[rows[line]]
+            tree = None if session is None else session.sync_tree
+            if session is None or tree is None or tree.as_of != lengths[line]:
+                continue
+            new = made[line] > 0
+            tree.expand(
+                int(parents[line]),
+                made[line][new].tolist(),
+                tokens[line][new].tolist(),
+                acceptances[line][new].tolist(),
+                drawn[line] if drawn else None,
+            )
+            grown[session.start.key] = session
+        for session in grown.values():
+            if session.sync_tree is not None and session.sync_tree.is_complete:
+                self._send_tree(session)
+
+    def _begin_tree(self, session: ModelSession) -> None:
+        """Sync mode: a round begins with the root."""
+        limits, length, end = session.start.limits, len(session.tokens), self._end(session)
+        session.sync_tree = SyncTree(
+            length,
+            most=limits.sync_nodes,
+            max_depth=min(limits.max_depth, end - length),
+            stops=session.start.stop_ids,
+            min_value=self.config.min_path_value,
+            capacity=self.config.capacity - self._program.branching,
+        )
+        if length >= end or "slots" in session.holds:
+            self._send_tree(session)
+
+    def _end_stuck_trees(self) -> None:
+        """Sync mode: nothing more will come, for want of slots; what there is is the tree."""
+        for session in list(self._sessions.values()):
+            if session.sync_tree is not None and not session.holds:
+                self._send_tree(session)
+
+    def _send_tree(self, session: ModelSession) -> None:
+        tree = session.sync_tree
+        assert tree is not None
+        best, session.sync_tree = tree.best(), None
+        distributions = [node.distribution for node in best]
+        growth = Growth()
+        growth.add(
+            session.start,
+            tree.as_of,
+            [2 * (node.node_id + session.ids_used) for node in best],
+            [2 * (node.parent + session.ids_used) if node.parent else 0 for node in best],
+            [node.token for node in best],
+            [float(node.acceptance) for node in best],
+            distributions=distributions if any(q is not None for q in distributions) else (),
+            complete=True,
+        )
+        self._ready.append(growth)
+        self.hold(session.start.key, "tree", is_held=True)
+
+    def _put(self, records: Records) -> None:
+        """Put a session's records behind those that wait."""
+        self._put_edits()
+        self._inbox.put(records.array())
+
+    def _put_edits(self) -> None:
+        if len(self._edits):
+            self._inbox.put_edits(self._edits.array())
+            self._edits = Records()
+
+    def _take_row(self) -> tuple[int, int]:
+        """A free row; of one that was closed lately the device has to be told first."""
+        while (taken := self._inbox.take_row()) is None:
+            self._read_and_launch()
+        return taken
+
+    def _open_row(self, session: ModelSession) -> None:
+        start, row, length = session.start, session.row, len(session.tokens)
+        parameters = np.frombuffer(session.sampling.record, np.int32).copy()
+        parameters[-1] = start.is_sync
+        # A node's children come together, so credit is for those of one node at least.
+        max_nodes = max(min(start.limits.max_live_nodes, self.config.max_live_nodes), self._program.branching)
+        self._program.describe_row(
+            row,
+            session.tokens[: self.config.max_model_len],
+            parameters,
+            sorted(token for token in start.stop_ids if token < self.vocab_size),
+            min(session.prompt_len + session.sampling.min_new_tokens, self.config.max_model_len),
+            self.config.capacity if start.is_sync else max_nodes,
+            min(start.limits.max_depth, self.config.capacity),
+        )
+        self._by_row[row] = session
+        self._is_async[row], self._has_root[row] = not start.is_sync, False
+        self._observed[row] = session.observed = length
+        self._ids_used[row] = session.ids_used
+        self._expansions.clear(row)
+        records = Records()
+        allow = 0 if session.holds else _WITHOUT_LIMIT
+        records.open(row, session.generation, length=length, cached=0, end=self._end(session), allow=allow)
+        self._put(records)
+        session.committed_now = session.committed_before = 0
+        if start.is_sync:
+            self._begin_tree(session)
+
+    def _end(self, session: ModelSession) -> int:
+        return session.start.end(self.config.max_model_len)
+
+    def _count_committed(self, session: ModelSession, tokens: int) -> int:
+        """Count a commit; return the most that one step may find of the session.
+
+        A step takes what was committed since the launch of the step before it, at most.
+        """
+        if session.counted_at != self._launches:
+            is_next = session.counted_at == self._launches - 1
+            session.committed_before = session.committed_now if is_next else 0
+            session.committed_now, session.counted_at = 0, self._launches
+        session.committed_now += tokens
+        return session.committed_now + session.committed_before
+
+    def _preempt_youngest(self) -> None:
+        """Take the slots of the youngest session that has some, for pending tokens of older ones."""
+        holders = [
+            session
+            for session in self._sessions.values()
+            if "slots" not in session.holds and self._by_row[session.row] is session
+        ]
+        if self._preempting or not holders:
+            return
+        victim = holders[-1]
+        ids = about(session_id=victim.start.key[1])
+        logger.info("session %d waits for slots", victim.start.key[1], extra=ids)
+        records = Records()
+        records.preempt(victim.row, victim.generation)
+        # In the place of a LIMITS that waits behind an older one.
+        records.limits(victim.row, victim.generation, end=self._end(victim), allow=0)
+        self._put(records)
+        self._preempting += 1
+        victim.holds.add("slots")
+        self._starved.append(victim)
+        if victim.sync_tree is not None:
+            self._send_tree(victim)
+
+    def _restart(self, free: int) -> None:
+        """Let sessions that lost their slots grow again once there is room: with a margin, or all slots."""
+        self._starved = [session for session in self._sessions.values() if "slots" in session.holds]
+        for session in list(self._starved):
+            length = len(session.tokens)
+            if not self._preempting and free >= min(length + _RESTART_MARGIN, self.num_slots):
+                self._starved.remove(session)
+                self.hold(session.start.key, "slots", is_held=False)
+                if not session.holds:
+                    return
+
+    def _look_at_grammars(self) -> None:
+        for key in list(self._unready):
+            session = self._sessions.get(key)
+            if session is None or session.grammar is None or session.grammar.is_ready:
+                self._unready.discard(key)
+                self.hold(key, "grammar", is_held=False)
+
+    def _close(self, session: ModelSession) -> None:
+        del self._sessions[session.start.key]
+        self._hosted -= session.needs_host
+        self._close_row(session)
+
+    def _close_row(self, session: ModelSession) -> None:
+        self._by_row[session.row] = None
+        self._is_async[session.row] = False
+        records = Records()
+        records.close(session.row, session.generation)
+        self._put(records)
+
+    def _too_long(self, length: int) -> OutOfSlots:
+        return OutOfSlots(f"{length} tokens given, {self.num_slots} fit the draft's KV cache")

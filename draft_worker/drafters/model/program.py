@@ -1,0 +1,432 @@
+"""A growth step as the device runs it: every stage an operator, nothing waits for the host.
+
+    take_records, graft     what coordinators have asked for since the last step
+    re_root                 committed tokens leave the trees
+    select, pack            what to expand: the best entries over all sessions
+    forward                 one pass of the draft model
+    rank                    children of every expanded node, and how likely each is accepted
+    append                  they join the trees
+    report                  the host turns them into growth
+
+On a GPU a bucket's stages are one CUDA graph, launched one ahead. Sessions whose children depend on more than ranked
+logits (a grammar, penalties, another rule) have the host choose children between forward and append: `begin` and `end`
+are launched apart then.
+
+Shapes: S sessions, R rows and L rows with children of a bucket, K children of a node, V vocabulary.
+"""
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from outrider.acceptance_calibration import AcceptanceCalibration
+from outrider.draft_worker.drafters.model.config import GrowthConfig
+from outrider.engine.round_rings import RingMemory
+from outrider.kernels.coupled_sampling import coupled_topk_scored
+from outrider.kernels.drafting.children import (
+    PARAMETERS,
+    SampledRows,
+    estimate_children,
+    report_children,
+    report_words,
+    sample_rows,
+)
+from outrider.kernels.pool.append import append
+from outrider.kernels.pool.columns import MAX_STOPS, Pool
+from outrider.kernels.pool.graft import graft
+from outrider.kernels.pool.pack import Packed, pack
+from outrider.kernels.pool.re_root import re_root
+from outrider.kernels.pool.records import WORDS
+from outrider.kernels.pool.rings import publish_early, publish_report, take_records
+from outrider.kernels.pool.select import GAIN_SCALE, SHORT_GAP, Selection, select
+
+logger = logging.getLogger(__name__)
+
+MAX_STEP_COMMITS = 256
+"""Most tokens of a session that one step commits."""
+
+# Records of the ring, at least, and for each session.
+_LEAST_RECORDS, _SESSION_RECORDS = 4096, 16
+_CPU = torch.device("cpu")
+# Rows of the buckets on a GPU, up to the widest step: in between a step takes as long as in the next larger one.
+_RUNGS = (8, 32, 64, 128, 256)
+_COMPILING_THREADS = 8
+# Steps that time a bucket before it is used.
+_TIMED = 5
+
+
+class Model(Protocol):
+    """The draft model, as a step uses it; `outrider.engine.packed_forward.PackedForward` is one."""
+
+    def logits(self, packed: Packed, table: torch.Tensor, rows: torch.Tensor, *, most: int) -> torch.Tensor:
+        """See `PackedForward.logits`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """Shape of a step.
+
+    Attributes:
+        rows: R.
+        sessions: sessions that fit.
+        most: most rows of one session.
+        entries: most entries that are expanded.
+    """
+
+    rows: int
+    sessions: int
+    most: int
+    entries: int
+
+    @property
+    def lines(self) -> int:
+        """L."""
+        return min(self.rows, self.entries + self.sessions)
+
+
+def growth_buckets(config: GrowthConfig, sessions: int, *, on_gpu: bool) -> list[Bucket]:
+    """Return the buckets of steps of so many sessions, smallest first.
+
+    A CPU computes no padding, so one bucket serves all steps there.
+    """
+    chunk, entries = config.max_step_tokens, config.max_step_nodes
+    most, widest = max(config.max_session_nodes, SHORT_GAP), entries + sessions
+    if not on_gpu:
+        rows = chunk + entries + SHORT_GAP * sessions
+        return [Bucket(rows=rows, sessions=sessions, most=chunk + SHORT_GAP, entries=entries)]
+    found: dict[Bucket, None] = {}
+    for rows in (*(rung for rung in _RUNGS if rung < widest), widest):
+        for fitting in (1, 16, sessions):
+            if fitting <= min(rows, sessions) and not (fitting == 1 and rows > most + SHORT_GAP):
+                found[Bucket(rows=rows, sessions=fitting, most=min(most, rows), entries=min(entries, rows))] = None
+    return [*found, Bucket(rows=chunk + widest, sessions=sessions, most=chunk + SHORT_GAP, entries=entries)]
+
+
+class GrowthProgram:
+    """The pool of a draft model's sessions, and the steps that grow it.
+
+    Args:
+        model: the forward pass.
+        config: see there.
+        calibration: gives estimates; its learned table moves into memory that the device reads.
+        sessions: S.
+        num_slots: KV slots of the model.
+        vocab_size: V.
+        device: of the model.
+        captures: whether steps are captured in CUDA graphs.
+
+    Attributes:
+        pool: the trees.
+        buckets: shapes of steps, by number.
+        times_ns: time of a step of each bucket.
+        memory: shared with the host.
+        lines: L of the largest bucket: rows that a report has room for.
+        branching: K.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        config: GrowthConfig,
+        calibration: AcceptanceCalibration,
+        *,
+        sessions: int,
+        num_slots: int,
+        vocab_size: int,
+        device: torch.device,
+        captures: bool,
+    ) -> None:
+        self._model, self._config, self.device = model, config, device
+        self.branching = min(config.branching, vocab_size)
+        # The best child's estimate needs the second's score, whether or not that becomes a node.
+        self._ranked = min(max(config.branching, 2), vocab_size)
+        on_gpu = device.type == "cuda"
+        self.pool = Pool.allocate(
+            sessions=sessions,
+            max_len=config.max_model_len,
+            capacity=config.capacity,
+            places=1,
+            trail=2,
+            node_slots=1 << (num_slots - 1).bit_length(),
+            device=device,
+        )
+        nodes = self.pool.nodes
+        assert nodes is not None
+        nodes.free[:num_slots] = torch.arange(num_slots, dtype=torch.int32, device=device)
+        nodes.free_tail.fill_(num_slots)
+        self.buckets = growth_buckets(config, sessions, on_gpu=on_gpu)
+        self.times_ns = [float(bucket.rows) for bucket in self.buckets]
+        shapes = [(bucket.rows, bucket.sessions, bucket.most, bucket.entries) for bucket in self.buckets]
+        self.lines = max(bucket.lines for bucket in self.buckets)
+        count = len(shapes)
+        # What the host needs early is one piece of memory: gains, then rows, sessions and needed rows.
+        self._early_words = self._column(count + 2, dtype=torch.int64)
+        totals = self._early_words[count:].view(torch.int32)
+        self._selection = replace(
+            Selection.allocate(self.pool, shapes),
+            gains=self._early_words[:count],
+            totals=totals[:2],
+            needed=totals[2:3],
+            least_value=torch.full((1,), config.min_path_value, dtype=torch.float32, device=device),
+        )
+        self._packed = [Packed.allocate(self.pool, shape, scrap_slot=num_slots) for shape in shapes]
+        self._sampled = [SampledRows.allocate(bucket.lines, device) for bucket in self.buckets]
+        self._parameters = self._column(sessions, PARAMETERS)
+        records = 1 << (max(_LEAST_RECORDS, _SESSION_RECORDS * sessions) - 1).bit_length()
+        self._records = self._column(records, WORDS)
+        self._verdicts, self._count = self._column(records), self._column(1)
+        self._commits, self._num_commits = self._column(sessions, MAX_STEP_COMMITS), self._column(sessions)
+        self._tail, self._rounds, self._began = (self._column(1, dtype=torch.int64) for _ in range(3))
+        self._nothing = self._column(0, dtype=torch.int64)
+        rows = max(bucket.rows for bucket in self.buckets)
+        self._tokens, self._buckets = (self._column(self.lines, self.branching) for _ in range(2))
+        self._nodes, self._made = (self._column(rows, self.branching) for _ in range(2))
+        self._acceptances = self._column(rows, self.branching, dtype=torch.float32)
+        self._parent_ids = self._column(rows)
+        learned = torch.from_numpy(calibration.learned)
+        self._learned = learned.pin_memory() if on_gpu else learned
+        calibration.learned = self._learned.numpy()
+        edges, prior = torch.from_numpy(calibration.edges), torch.from_numpy(calibration.prior)
+        self._tables = edges.to(device), prior.to(device), self._learned
+        self.memory = RingMemory.allocate(
+            records=records,
+            early_words=count + 2,
+            report_words=report_words(self.lines, self.branching),
+            pinned=on_gpu,
+        )
+        self._side = torch.cuda.Stream(device) if on_gpu else None
+        self._staging = torch.zeros(
+            PARAMETERS + MAX_STOPS + 3 + config.max_model_len, dtype=torch.int32, pin_memory=on_gpu
+        )
+        # By bucket: a step, and for some buckets a step's beginning and what it gives.
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._hosted: dict[int, tuple[torch.cuda.CUDAGraph, tuple[Packed, SampledRows, torch.Tensor]]] = {}
+        self._captures = captures and on_gpu
+
+    def _column(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    def describe_row(  # noqa: PLR0917 - a row's columns
+        self,
+        row: int,
+        tokens: Sequence[int],
+        parameters: npt.NDArray[np.int32],
+        stops: Sequence[int],
+        min_end: int,
+        max_nodes: int,
+        max_depth: int,
+    ) -> None:
+        """Write the columns of a row that no launched step uses; they are in place on return."""
+        stops = [*stops[:MAX_STOPS], *([-1] * (MAX_STOPS - len(stops)))]
+        values = np.concatenate((parameters, np.array([*stops, min_end, max_nodes, max_depth, *tokens], np.int32)))
+        self._staging[: len(values)] = torch.from_numpy(values)
+        pool, begin = self.pool, 0
+        columns = (self._parameters, pool.stops, pool.min_end, pool.max_nodes, pool.max_depth, pool.history)
+        with torch.cuda.stream(self._side):
+            for column in columns:
+                place = column[row] if column.dim() > 1 else column[row : row + 1]
+                size = min(place.shape[0], len(values) - begin)
+                place[:size].copy_(self._staging[begin : begin + size], non_blocking=True)
+                begin += size
+        if self._side is not None:
+            self._side.synchronize()
+
+    def choose(self, gains: npt.NDArray[np.int64], roots: int, sessions: int) -> int:
+        """Return the bucket of the next step: the one that expands the most value in its time.
+
+        Args:
+            gains: [B] int64, what each bucket would have expanded; -1 where sessions do not fit.
+            roots: roots that are expanded in any case.
+            sessions: open ones. Where nothing is left to expand, commits to all of them come next.
+        """
+        if not roots and not gains.any():
+            fitting = self._holding(range(len(self.buckets)), 2 * sessions, sessions)
+            return len(self.buckets) - 1 if fitting is None else fitting
+        best, best_rate = len(gains) - 1, 0.0
+        for bucket, gain in enumerate(gains.tolist()):
+            rate = (gain / GAIN_SCALE + roots) / self.times_ns[bucket] if gain >= 0 else -1.0
+            if rate > best_rate:
+                best, best_rate = bucket, rate
+        return best
+
+    def _holding(self, numbers: Iterable[int], rows: int, sessions: int) -> int | None:
+        """The first of these buckets that holds so many rows and sessions."""
+        buckets = self.buckets
+        fitting = (
+            number for number in numbers if buckets[number].rows >= rows and buckets[number].sessions >= sessions
+        )
+        return next(fitting, None)
+
+    def launch(self, bucket: int) -> None:
+        """Run a step; on a GPU nothing is waited for."""
+        graph = self._graphs.get(bucket)
+        if graph is None:
+            self._step(bucket)
+        else:
+            graph.replay()
+
+    @torch.inference_mode()
+    def _step(self, bucket: int) -> None:
+        packed, rows, logits = self.begin(bucket)
+        if len(logits):
+            self._rank(logits, rows)
+        self.end(bucket, packed, rows)
+
+    @torch.inference_mode()
+    def begin(self, bucket: int) -> tuple[Packed, SampledRows, torch.Tensor]:
+        """Run a step's stages up to the forward pass.
+
+        Returns:
+            The step, the rows that bring children and their logits [L, V]; on a CPU without padding.
+        """
+        pool, memory, packed, rows = self.pool, self.memory, self._packed[bucket], self._sampled[bucket]
+        take_records(memory.ring, memory.head, self._records, self._count, self._tail, self._began)
+        graft(pool, self._records, self._count, self._verdicts, self._commits, self._num_commits)
+        re_root(pool, self._commits, self._num_commits)
+        config = self._config
+        select(pool, self._selection, bucket, children=self.branching, chunk=config.max_step_tokens)
+        publish_early(memory.early, self._early_words, self._rounds)
+        pack(pool, self._selection, packed)
+        sample_rows(pool, packed, self._parameters, rows)
+        if self.device == _CPU:
+            rows = rows.first(int(rows.count[0]))
+            if not self._selection.totals[0]:
+                return packed, rows, torch.empty((0, 0))
+        return packed, rows, self._model.logits(packed, pool.table, rows.rows, most=self.buckets[bucket].most)
+
+    def begin_hosted(self, bucket: int) -> tuple[int, Packed, SampledRows, torch.Tensor]:
+        """Run `begin` for a step in whose choices the host has a part, and wait for it.
+
+        Returns:
+            The bucket that it ran in, the step, its rows with padding, and logits without.
+        """
+        wanted = self.buckets[bucket]
+        fitting = self._holding(sorted(self._hosted), wanted.rows, wanted.sessions)
+        bucket = bucket if fitting is None else fitting
+        if bucket in self._hosted:
+            graph, found = self._hosted[bucket]
+            graph.replay()
+        else:
+            found = self.begin(bucket)
+        if self._side is not None:
+            torch.cuda.current_stream(self.device).synchronize()
+        packed, rows, logits = found
+        return bucket, packed, rows, logits[: int(rows.count[0])]
+
+    def _rank(self, logits: torch.Tensor, rows: SampledRows) -> None:
+        tokens, log_q, scores = coupled_topk_scored(
+            logits,
+            rows.seeds,
+            rows.positions,
+            rows.temperature,
+            rows.top_k,
+            rows.top_p,
+            rows.min_p,
+            choice_index=rows.choice_index,
+            k=self._ranked,
+        )
+        self.estimate(tokens, log_q, scores, rows)
+
+    def estimate(self, tokens: torch.Tensor, log_q: torch.Tensor, scores: torch.Tensor, rows: SampledRows) -> None:
+        """Estimate ranked children [L, k], and choose those that become nodes; see `estimate_children`."""
+        outputs = self._tokens, self._buckets, self._nodes, self._acceptances
+        estimate_children(tokens, log_q, scores, rows, self._tables, self._config.min_acceptance, outputs)
+
+    def put_children(
+        self,
+        rows: SampledRows,
+        tokens: npt.NDArray[np.int32],
+        buckets: npt.NDArray[np.int32],
+        acceptances: npt.NDArray[np.float32],
+    ) -> None:
+        """Set the children [L, K] that the host has chosen; token -1 for none, bucket -1 where nothing is learned."""
+        count, least = len(tokens), self._config.min_acceptance
+        nodes = np.where(acceptances >= least, tokens, -1).astype(np.int32)
+        for column, values in ((self._tokens, tokens), (self._buckets, buckets)):
+            column[:count].copy_(torch.from_numpy(values))
+        for column, values in ((self._nodes, nodes), (self._acceptances, acceptances)):
+            column[rows.rows] = torch.from_numpy(values).to(self.device)
+
+    @torch.inference_mode()
+    def end(self, bucket: int, packed: Packed, rows: SampledRows) -> None:
+        """Run a step's last stages: the children join the trees, and the host is told."""
+        size, lines = packed.tokens.shape[0], self.buckets[bucket].lines
+        nodes, made, parent_ids = self._nodes[:size], self._made[:size], self._parent_ids[:size]
+        append(self.pool, packed, nodes, self._acceptances[:size], made, parent_ids)
+        columns = self._tokens[:lines], self._buckets[:lines], self._acceptances, self._made, self._parent_ids
+        counts = self._selection.needed, self._began
+        reports = self.memory.reports
+        report_children(self.pool, self._selection.totals, rows, columns, counts, reports, self._rounds, self.lines)
+        publish_report(reports, self._nothing, self._tail, self._rounds)
+
+    def warm_up(self) -> None:
+        """Compile what steps run, capture their graphs and time them; called before any session is opened."""
+        if not self._captures:
+            self._step(0)
+            self._forget_rounds()
+            return
+        began = time.perf_counter()
+        self._compile()
+        compiled = time.perf_counter()
+        for bucket in reversed(range(len(self.buckets))):
+            self._capture(bucket)
+        self._forget_rounds()
+        captured = time.perf_counter()
+        logger.info(
+            "%d CUDA graphs: compiled in %.1f s, captured in %.1f s",
+            len(self.buckets), compiled - began, captured - compiled,
+        )  # fmt: skip
+
+    def _compile(self) -> None:
+        """Compile what steps need, several kernels at a time."""
+
+        def run(bucket: int) -> None:
+            with torch.inference_mode(), torch.cuda.device(self.device):
+                packed, rows = self._packed[bucket], self._sampled[bucket]
+                logits = self._model.logits(packed, self.pool.table, rows.rows, most=self.buckets[bucket].most)
+                self._rank(logits, rows)
+
+        with ThreadPoolExecutor(_COMPILING_THREADS) as threads:
+            found = threads.map(run, range(len(self.buckets)))
+            # What all buckets share, beside them.
+            self._step(0)
+            list(found)
+        torch.cuda.synchronize(self.device)
+
+    def _capture(self, bucket: int) -> None:
+        stream = torch.cuda.Stream(self.device)
+        with torch.cuda.stream(stream):
+            self._step(bucket)
+            torch.cuda.synchronize(self.device)
+            self._graphs[bucket] = graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                self._step(bucket)
+            began = time.perf_counter_ns()
+            for _ in range(_TIMED):
+                graph.replay()
+            torch.cuda.synchronize(self.device)
+            self.times_ns[bucket] = (time.perf_counter_ns() - began) / _TIMED
+            if self._is_hosted(bucket):
+                beginning = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(beginning, stream=stream, capture_error_mode="thread_local"):
+                    found = self.begin(bucket)
+                self._hosted[bucket] = beginning, found
+
+    def _is_hosted(self, bucket: int) -> bool:
+        """Whether steps in which the host has a part run in this bucket: the widest of each number of sessions."""
+        own, following = self.buckets[bucket], self.buckets[bucket + 1 :]
+        return all(other.sessions != own.sessions or other.most > own.most for other in following)
+
+    def _forget_rounds(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        for words in (self._rounds, self._tail, self.memory.early, self.memory.reports):
+            words.zero_()

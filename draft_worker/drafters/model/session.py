@@ -1,0 +1,44 @@
+"""A draft model's session as the host sees it; the tree is on the device."""
+
+from dataclasses import replace
+
+from outrider.draft_worker.drafters.model.sync_tree import SyncTree
+from outrider.draft_worker.rounds.session import SessionStart
+from outrider.grammar.matcher import SessionGrammar
+
+
+class ModelSession:
+    """One open session.
+
+    Args:
+        start: what opened it.
+        row: of the pool.
+        generation: of the row.
+
+    Attributes:
+        start, row, generation: as given.
+        sampling: parameters of the request.
+        tokens: committed token ids, prompt and output.
+        prompt_len: tokens of the prompt.
+        observed: committed length up to which the calibration has learned.
+        needs_host: whether the host has a part in choosing its children.
+        grammar: what its output has to match; None where it may be anything.
+        holds: reasons why it does not grow.
+        sync_tree: the round's tree in sync mode; None in async mode, and once the tree is sent.
+        ids_used: highest node id that an earlier row of the session had.
+        committed_now, committed_before: tokens committed since the last launch, and between the two before it.
+        counted_at: launches when `committed_now` was counted.
+    """
+
+    def __init__(self, start: SessionStart, row: int, generation: int) -> None:
+        self.start, self.row, self.generation = start, row, generation
+        self.sampling = start.sampling
+        self.tokens = [*start.prompt, *start.output]
+        self.prompt_len = len(start.prompt)
+        self.observed = len(self.tokens)
+        self.needs_host = replace(start.sampling, logprobs=None).reads_logits
+        self.grammar: SessionGrammar | None = None
+        self.holds: set[str] = set()
+        self.sync_tree: SyncTree | None = None
+        self.ids_used = 0
+        self.committed_now = self.committed_before = self.counted_at = 0

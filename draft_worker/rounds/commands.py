@@ -1,0 +1,92 @@
+"""What coordinators ask of a draft worker, and whom answers go to."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from outrider.draft_worker.rounds.growth import Growth
+from outrider.draft_worker.rounds.session import CommitMismatch, Key, SessionStart
+from outrider.errors import OutriderError
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFailure:
+    """Why a session is not open here (any more)."""
+
+    session_id: int
+    epoch: int
+    error: OutriderError | CommitMismatch
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How full the worker is, and the share of about the last second that steps took."""
+
+    sessions: int
+    slots_used: int
+    slots_total: int
+    steps: int
+    busy: float
+
+
+class GrowthOwner(Protocol):
+    """Owner of sessions. Called on the growth thread; must not block."""
+
+    def deliver(self, growth: Growth, load: Load) -> None:
+        """Take new nodes of this owner's sessions, from one step."""
+        ...
+
+    def fail(self, failure: SessionFailure) -> None:
+        """Learn of a command that could not be carried out; its session is not open."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCommand:
+    """Opens a session for `owner`."""
+
+    owner: GrowthOwner
+    start: SessionStart
+
+    @property
+    def key(self) -> Key:
+        """The session's."""
+        return self.start.key
+
+
+@dataclass(frozen=True, slots=True)
+class CommitCommand:
+    """Commits tokens of a session."""
+
+    owner: GrowthOwner
+    key: Key
+    epoch: int
+    position: int
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class CloseCommand:
+    """Closes a session."""
+
+    owner: GrowthOwner
+    key: Key
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveCommand:
+    """Closes all sessions of an owner."""
+
+    owner: GrowthOwner
+
+
+@dataclass(frozen=True, slots=True)
+class HoldCommand:
+    """Lets an owner's sessions rest while it does not read its growth, or grow again."""
+
+    owner: GrowthOwner
+    is_held: bool
+
+
+Command = OpenCommand | CommitCommand | CloseCommand | LeaveCommand | HoldCommand

@@ -1,0 +1,134 @@
+"""Growth: the nodes that one step of a drafter adds, as plain columns."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.draft_distribution import DraftDistribution
+from outrider.draft_worker.rounds.session import SessionStart
+from outrider.growth_source import GrowthSource
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SessionGrowth:
+    """One session's part of a `Growth`; attributes as there, of one session."""
+
+    owner: Any
+    session_id: int
+    epoch: int
+    as_of: int
+    node_ids: list[int]
+    parents: list[int]
+    tokens: list[int]
+    acceptance: list[float]
+    distributions: list[DraftDistribution | None]
+    complete: bool
+
+
+@dataclass(slots=True)
+class Growth:
+    """New nodes of several sessions, session by session, and what the step cost.
+
+    Attributes:
+        source: drafter of all nodes.
+        owners: [P] receivers of the sessions' growth.
+        session_ids, epochs: [P] the owners' names for the sessions.
+        as_of: [P] committed lengths that the growth continues.
+        complete: [P] sync mode: the round's tree is whole. Async: no other drafter is needed this round.
+        counts: [P] nodes of each session.
+        node_ids: [n].
+        parents: [n] node ids, or 0 for the root at length `as_of`; a parent stands before its children.
+        tokens: [n].
+        acceptance: [n] estimates given the parent.
+        distributions: [n] the q each token was drawn from, under rejection; empty where no node has one.
+        step_ns: time of the step, in nanoseconds.
+        forward_ns: time of its forward pass.
+        rows: rows of the forward pass, padding left out.
+        num_sessions: sessions of the step.
+    """
+
+    source: GrowthSource = GrowthSource.MODEL
+    owners: list[Any] = field(default_factory=list)
+    session_ids: list[int] = field(default_factory=list)
+    epochs: list[int] = field(default_factory=list)
+    as_of: list[int] = field(default_factory=list)
+    complete: list[bool] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    node_ids: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    acceptance: list[float] = field(default_factory=list)
+    distributions: list[DraftDistribution | None] = field(default_factory=list)
+    step_ns: int = 0
+    forward_ns: int = 0
+    rows: int = 0
+    num_sessions: int = 0
+
+    def add(  # noqa: PLR0917 - columns, in the order of the class
+        self,
+        start: SessionStart,
+        as_of: int,
+        node_ids: Sequence[int],
+        parents: Sequence[int],
+        tokens: Sequence[int],
+        acceptance: Sequence[float],
+        *,
+        distributions: Sequence[DraftDistribution | None] = (),
+        complete: bool = False,
+    ) -> None:
+        """Add a session's nodes, perhaps none."""
+        self.owners.append(start.owner)
+        self.session_ids.append(start.key[1])
+        self.epochs.append(start.epoch)
+        self.as_of.append(as_of)
+        self.complete.append(complete)
+        self.counts.append(len(node_ids))
+        if distributions:
+            self.distributions += [None] * (len(self.node_ids) - len(self.distributions))
+            self.distributions += distributions
+        elif self.distributions:
+            self.distributions += [None] * len(node_ids)
+        self.node_ids += node_ids
+        self.parents += parents
+        self.tokens += tokens
+        self.acceptance += acceptance
+
+    def by_owner(self) -> Iterator[tuple[Any, "Growth"]]:
+        """Split between the owners of the sessions; nothing is copied where there is one."""
+        owners = {id(owner): owner for owner in self.owners}
+        if len(owners) < 2:
+            yield from ((owner, self) for owner in owners.values())
+            return
+        columns = ("owners", "session_ids", "epochs", "as_of", "complete", "counts")
+        node_columns = ("node_ids", "parents", "tokens", "acceptance", "distributions")
+        costs = (self.step_ns, self.forward_ns, self.rows, self.num_sessions)
+        parts = {key: Growth(self.source) for key in owners}
+        for part in parts.values():
+            part.step_ns, part.forward_ns, part.rows, part.num_sessions = costs
+        begin = 0
+        for place, owner in enumerate(self.owners):
+            part, end = parts[id(owner)], begin + self.counts[place]
+            for name in columns:
+                getattr(part, name).append(getattr(self, name)[place])
+            for name in node_columns:
+                getattr(part, name).extend(getattr(self, name)[begin:end])
+            begin = end
+        yield from ((owner, parts[key]) for key, owner in owners.items())
+
+    def __iter__(self) -> Iterator[SessionGrowth]:
+        """Each session's part."""
+        begin = 0
+        for place, count in enumerate(self.counts):
+            span = slice(begin, begin := begin + count)
+            yield SessionGrowth(
+                owner=self.owners[place],
+                session_id=self.session_ids[place],
+                epoch=self.epochs[place],
+                as_of=self.as_of[place],
+                node_ids=self.node_ids[span],
+                parents=self.parents[span],
+                tokens=self.tokens[span],
+                acceptance=self.acceptance[span],
+                distributions=self.distributions[span] or [None] * count,
+                complete=self.complete[place],
+            )

@@ -1,0 +1,218 @@
+"""The draft worker's loop: commands in, steps launched one ahead, growth out, on one thread of its own."""
+
+import gc
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+
+from outrider.draft_worker.inbox import SocketInbox
+from outrider.draft_worker.rounds.commands import (
+    CloseCommand,
+    Command,
+    CommitCommand,
+    GrowthOwner,
+    HoldCommand,
+    LeaveCommand,
+    Load,
+    OpenCommand,
+    SessionFailure,
+)
+from outrider.draft_worker.rounds.drafters import Drafters
+from outrider.draft_worker.rounds.growth import Growth
+from outrider.draft_worker.rounds.session import CommitMismatch
+from outrider.errors import OutriderError
+from outrider.growth_source import GrowthSource
+from outrider.log_output import about
+from outrider.metrics.worker import StepCounts
+from outrider.step_holdups import StepHoldups
+from outrider.step_watch import StepWatch
+from outrider.worker import share_interpreter
+
+logger = logging.getLogger(__name__)
+
+_BUSY_WINDOW_NS = 1_000_000_000
+# Objects made and not freed until the collector runs: several times what a worker's sessions hold.
+_COLLECT_AFTER = 200_000
+# Commands that are applied at most between two looks at a device that works: it must not wait for a launch.
+_AT_ONCE = 8
+# How long a step is expected to take before the first of its size has been seen.
+_USUAL_S = 1.0
+
+Inbox = SimpleQueue[Sequence[Command] | None] | SocketInbox[Sequence[Command]]
+
+
+class GrowthLoop:
+    """Runs drafters on a thread of its own.
+
+    Args:
+        make_drafters: called on that thread, so that everything of torch happens on one.
+        inbox: where commands come from, beside `submit`.
+
+    Attributes:
+        ready: done when the model is loaded; its exception says why it could not be.
+        stopped: done when the thread ends; its exception is what ended it.
+        watch: whether it still gets on.
+        counts: of its steps.
+        holds: times that an owner's sessions had to rest, for their growth was not read.
+    """
+
+    def __init__(self, make_drafters: Callable[[], Drafters], inbox: Inbox | None = None) -> None:
+        self.ready: Future[Drafters] = Future()
+        self.stopped: Future[None] = Future()
+        # Running futures cannot be cancelled by whoever stops waiting for them.
+        self.ready.set_running_or_notify_cancel()
+        self.stopped.set_running_or_notify_cancel()
+        self._make_drafters = make_drafters
+        # None ends the thread.
+        self._inbox: Inbox = SimpleQueue() if inbox is None else inbox
+        # Taken from the inbox, but not applied yet.
+        self._waiting: deque[Command | None] = deque()
+        # Owners whose sessions rest.
+        self._held: list[GrowthOwner] = []
+        self._thread = threading.Thread(target=self._run, name="draft-growth", daemon=True)
+        self.holds = 0
+        self.watch = StepWatch()
+        self.counts = StepCounts()
+        self._holdups = StepHoldups(logger, "growth")
+        # When the window of `busy` began, and the time in steps until then.
+        self._window, self._busy_ns = (time.perf_counter_ns(), 0), 0
+
+    def start(self) -> None:
+        """Start the thread; `ready` tells when the model is there."""
+        self._thread.start()
+
+    def submit(self, commands: Sequence[Command]) -> None:
+        """Queue commands, applied in order; any thread may call this."""
+        self._inbox.put(commands)
+
+    def stop(self) -> None:
+        """End the thread; `stopped` tells when."""
+        self._inbox.put(None)
+
+    def load(self) -> Load:
+        """How full and how busy the worker is; any thread may call this once `ready` is done."""
+        drafters = self.ready.result(timeout=0)
+        began, busy_before = self._window
+        elapsed = max(time.perf_counter_ns() - began, 1)
+        busy = min((self._busy_ns - busy_before) / elapsed, 1.0)
+        return Load(drafters.num_sessions, *drafters.slots, drafters.steps, busy)
+
+    @property
+    def waiting(self) -> int:
+        """Messages of commands that have not been applied, about."""
+        return len(self._waiting) + self._inbox.qsize()
+
+    def _run(self) -> None:
+        share_interpreter()
+        try:
+            drafters = self._make_drafters()
+            drafters.set_wake(lambda: self.submit(()))
+            self._holdups.begin()
+            self.ready.set_result(drafters)
+            self._grow(drafters)
+        except BaseException as error:  # noqa: BLE001 - handed on through `stopped`, where the server ends
+            if not self.ready.done():
+                self.ready.set_exception(error)
+            self.stopped.set_exception(error)
+        else:
+            self.stopped.set_result(None)
+
+    def _grow(self, drafters: Drafters) -> None:
+        has_work, watched = False, None
+        while True:
+            self._receive(block=not has_work)
+            if not self._apply(drafters):
+                return
+            now = drafters.launches, drafters.is_preparing
+            if now != watched or not self.watch.age_s:
+                watched = now
+                self.watch.begins(None if drafters.is_preparing else _USUAL_S)
+            left_out = {command.key for command in self._waiting if isinstance(command, CommitCommand)}
+            growths = drafters.advance(left_out.union(*map(drafters.keys_of, self._held)))
+            for growth in growths:
+                self._deliver(growth)
+            has_work = drafters.is_busy or bool(growths) or bool(self._waiting)
+            if not has_work:
+                self.watch.rests()
+            elif not growths:
+                # Other threads may have the interpreter while the device works.
+                time.sleep(0)
+
+    def _receive(self, *, block: bool) -> None:
+        """Move what has come to `_waiting`, and wait for it if `block` and nothing waits."""
+        try:
+            while True:
+                commands = self._inbox.get() if block and not self._waiting else self._inbox.get_nowait()
+                self._waiting.extend([None] if commands is None else commands)
+                block = False
+        except Empty:
+            return
+
+    def _apply(self, drafters: Drafters) -> bool:
+        """Apply the commands that wait; some of them while a device works. False once the thread is to end."""
+        count = min(len(self._waiting), _AT_ONCE) if drafters.is_busy else len(self._waiting)
+        for _ in range(count):
+            command = self._waiting.popleft()
+            if command is None:
+                return False
+            if isinstance(command, LeaveCommand):
+                self._held = [owner for owner in self._held if owner is not command.owner]
+                drafters.close_owned(command.owner)
+            elif isinstance(command, HoldCommand):
+                self._hold(drafters, command.owner, is_held=command.is_held)
+            else:
+                _apply_to_session(drafters, command)
+                if isinstance(command, OpenCommand) and any(owner is command.owner for owner in self._held):
+                    drafters.hold(command.key, "unread", is_held=True)
+        return True
+
+    def _hold(self, drafters: Drafters, owner: GrowthOwner, *, is_held: bool) -> None:
+        self.holds += is_held
+        self._held = [other for other in self._held if other is not owner] + [owner] * is_held
+        for key in drafters.keys_of(owner):
+            drafters.hold(key, "unread", is_held=is_held)
+
+    def _deliver(self, growth: Growth) -> None:
+        self._note(growth)
+        load = self.load()
+        for owner, part in growth.by_owner():
+            owner.deliver(part, load)
+
+    def _note(self, growth: Growth) -> None:
+        now = time.perf_counter_ns()
+        if now - self._window[0] > _BUSY_WINDOW_NS:
+            self._window = (now - growth.step_ns, self._busy_ns)
+        self._busy_ns += growth.step_ns
+        if growth.source is GrowthSource.MODEL and growth.rows:
+            self.counts.note(growth.step_ns, growth.forward_ns, rows=growth.rows, sessions=growth.num_sessions)
+            self._holdups.note(growth.step_ns, rows=growth.rows, sessions=growth.num_sessions)
+
+
+def spare_collector() -> None:
+    """Keep Python's collector from going through the whole process whenever sessions have come and gone.
+
+    What is loaded by now stays. Sessions leave no circles behind, so what remains to be collected is little.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_COLLECT_AFTER)
+
+
+def _apply_to_session(drafters: Drafters, command: OpenCommand | CommitCommand | CloseCommand) -> None:
+    try:
+        if isinstance(command, CommitCommand):
+            session_id, epoch = command.key[1], command.epoch
+            drafters.commit(command.key, command.epoch, command.position, command.token_ids)
+        elif isinstance(command, OpenCommand):
+            session_id, epoch = command.start.key[1], command.start.epoch
+            drafters.open(command.start)
+        else:
+            drafters.close(command.key, command.epoch)
+    except (OutriderError, CommitMismatch) as error:
+        ids = about(session_id=session_id, epoch=epoch)
+        logger.info("session %d, epoch %d: %s", session_id, epoch, error, extra=ids)
+        command.owner.fail(SessionFailure(session_id, epoch, error))

@@ -1,0 +1,218 @@
+"""The growth loop: commands in, growth and failures out to their owners, holds, and its end."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from tests.draft_worker.table_model import VOCAB, Bench, session_start, sync_start
+
+from outrider.draft_worker.drafters.ngram.drafter import NgramDrafter
+from outrider.draft_worker.rounds.commands import (
+    CloseCommand,
+    CommitCommand,
+    HoldCommand,
+    LeaveCommand,
+    Load,
+    OpenCommand,
+    SessionFailure,
+)
+from outrider.draft_worker.rounds.drafters import Drafters
+from outrider.draft_worker.rounds.growth import Growth, SessionGrowth
+from outrider.draft_worker.rounds.loop import GrowthLoop
+from outrider.draft_worker.rounds.session import CommitMismatch
+from outrider.errors import InvalidRequest, Superseded
+from outrider.growth_source import GrowthSource
+
+_LONG_S = 60
+
+
+class Owner:
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.growths: list[Growth] = []
+        self.sessions: list[SessionGrowth] = []
+        self.loads: list[Load] = []
+        self.failures: list[SessionFailure] = []
+        self._changed = threading.Condition()
+
+    def deliver(self, growth: Growth, load: Load) -> None:
+        with self._changed:
+            self.growths.append(growth)
+            self.sessions += growth
+            self.loads.append(load)
+            self._changed.notify_all()
+
+    def fail(self, failure: SessionFailure) -> None:
+        with self._changed:
+            self.failures.append(failure)
+            self._changed.notify_all()
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(condition, _LONG_S)
+
+    def until_grown(self, as_of: int, session_id: int = 1) -> None:
+        self.until(lambda: any((own.session_id, own.as_of) == (session_id, as_of) for own in self.sessions))
+
+
+@contextmanager
+def running(drafters: Drafters) -> Iterator[GrowthLoop]:
+    loop = GrowthLoop(lambda: drafters)
+    loop.start()
+    assert loop.ready.result(_LONG_S) is drafters
+    yield loop
+    loop.stop()
+    loop.stopped.result(_LONG_S)
+
+
+def opening(owner: Owner, number: int = 1, **fields: Any) -> OpenCommand:
+    return OpenCommand(owner, session_start(number, owner=owner, **fields))
+
+
+def test_growth_goes_to_the_owner_of_its_session():
+    one, other = Owner(), Owner()
+    drafters = Drafters(Bench().drafter, None)
+    with running(drafters) as loop:
+        loop.submit([opening(one, 1), opening(other, 2, prompt=[4, 5]), opening(one, 3, prompt=[6])])
+        one.until_grown(3, 1)
+        one.until_grown(1, 3)
+        other.until_grown(2, 2)
+        loop.submit([CommitCommand(one, (7, 1), 1, 3, [9]), CloseCommand(other, (7, 2), 1)])
+        one.until_grown(4)
+    assert {own.session_id for own in one.sessions} == {1, 3}
+    assert {own.session_id for own in other.sessions} == {2}
+    assert drafters.num_sessions == 2
+    assert not one.failures
+    load = one.loads[-1]
+    assert (load.sessions, load.slots_total) == (2, 600)
+    assert load.steps >= len(one.growths)
+    assert load.slots_used > 0 < load.busy <= 1
+    assert loop.counts.verify_steps == drafters.steps
+
+
+def test_failures_go_to_whoever_commanded_and_the_others_go_on():
+    faulty, other = Owner(), Owner()
+    with running(Drafters(Bench().drafter, None)) as loop:
+        loop.submit([opening(faulty, epoch=2), opening(other, 2), opening(faulty, 3, prompt=[VOCAB])])
+        loop.submit([opening(faulty, epoch=1), CommitCommand(faulty, (7, 1), 1, 3, [9])])
+        loop.submit([CommitCommand(faulty, (7, 1), 2, 9, [9]), CommitCommand(other, (7, 2), 1, 3, [9])])
+        other.until_grown(4, 2)
+    found = [(failure.session_id, failure.epoch, type(failure.error)) for failure in faulty.failures]
+    assert found == [(3, 1, InvalidRequest), (1, 1, Superseded), (1, 1, Superseded), (1, 2, CommitMismatch)]
+    assert not other.failures
+
+
+def test_sessions_whose_growth_is_not_read_rest_and_the_others_go_on(ngram: NgramDrafter):
+    unread, other = Owner(), Owner()
+    with running(Drafters(Bench().drafter, ngram)) as loop:
+        loop.submit([opening(unread, 1), opening(other, 2)])
+        unread.until_grown(3, 1)
+        loop.submit([HoldCommand(unread, is_held=True), CommitCommand(unread, (7, 1), 1, 3, [3, 1])])
+        # One that is opened meanwhile rests as well, and so does one that is opened anew.
+        loop.submit([opening(unread, 3, prompt=[3, 1]), opening(unread, 3, prompt=[3, 1, 4], epoch=2)])
+        loop.submit([CommitCommand(other, (7, 2), 1, 3, [9])])
+        other.until_grown(4, 2)
+        loop.submit([CommitCommand(other, (7, 2), 1, 4, [9])])
+        other.until_grown(5, 2)
+        assert {(own.session_id, own.as_of) for own in unread.sessions} == {(1, 3)}
+        assert loop.holds == 1
+        loop.submit([HoldCommand(unread, is_held=False)])
+        unread.until_grown(5, 1)
+        unread.until_grown(3, 3)
+        # Whoever leaves is not held any more when it comes again.
+        loop.submit([HoldCommand(unread, is_held=True), LeaveCommand(unread)])
+        loop.submit([opening(unread, 4, prompt=(1, 2))])
+        unread.until_grown(2, 4)
+    assert {(own.session_id, own.as_of) for own in unread.sessions} == {(1, 3), (1, 5), (3, 3), (4, 2)}
+
+
+def test_who_waits_for_slots_needs_no_command_to_go_on():
+    owner = Owner()
+    with running(Drafters(Bench(num_slots=100).drafter, None)) as loop:
+        loop.submit([opening(owner, 1, prompt=[1] * 60)])
+        owner.until_grown(60, 1)
+        loop.submit([opening(owner, 2, prompt=[2] * 60), opening(owner, 3, prompt=[3] * 10)])
+        # The eldest needs what the third holds.
+        owner.until_grown(10, 3)
+        loop.submit([CommitCommand(owner, (7, 1), 1, 60, [4] * 35)])
+        owner.until_grown(95, 1)
+        loop.submit([CloseCommand(owner, (7, 1), 1)])
+        owner.until_grown(60, 2)
+
+
+def test_it_sleeps_when_there_is_nothing_to_do():
+    class Counting(Drafters):
+        advances = 0
+
+        def advance(self, *arguments: Any) -> list[Growth]:
+            self.advances += 1
+            return super().advance(*arguments)
+
+    owner, drafters = Owner(), Counting(Bench().drafter, None)
+    with running(drafters) as loop:
+        loop.submit([OpenCommand(owner, sync_start(owner=owner))])
+        owner.until_grown(3)
+        loop.submit([])
+        before = -1
+        # Once it has seen that there is nothing it does not look again; one that looked on would count for ever.
+        while drafters.advances != before:
+            before = drafters.advances
+            time.sleep(0.05)
+        assert (loop.watch.age_s, loop.watch.is_preparing, loop.waiting) == (0, False, 0)
+    assert [own.complete for own in owner.sessions] == [True]
+
+
+def test_it_says_since_when_a_step_has_been_running():
+    bench, owner = Bench(), Owner()
+    began, goes_on = threading.Event(), threading.Event()
+
+    def stop() -> None:
+        began.set()
+        assert goes_on.wait(_LONG_S)
+
+    bench.model.on_step = stop
+    with running(Drafters(bench.drafter, None)) as loop:
+        assert loop.watch.age_s == 0
+        loop.submit([opening(owner)])
+        assert began.wait(_LONG_S)
+        assert loop.watch.age_s > 0
+        goes_on.set()
+        owner.until_grown(3)
+
+
+def test_a_worker_without_a_model_answers(ngram: NgramDrafter, song: list[int]):
+    owner = Owner()
+    with running(Drafters(None, ngram)) as loop:
+        loop.submit([opening(owner, prompt=song[:2])])
+        owner.until_grown(2)
+        loop.submit([CommitCommand(owner, (7, 1), 1, 2, song[2:4])])
+        owner.until_grown(4)
+        assert (loop.load().steps, loop.load().slots_total) == (2, 0)
+    assert {growth.source for growth in owner.growths} == {GrowthSource.NGRAM}
+    # Matches are no steps of a model.
+    assert loop.counts.verify_steps == 0
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_an_error_ends_the_thread_with_its_reason(*, loads: bool):
+    bench, owner = Bench(), Owner()
+
+    def fail() -> Any:
+        raise RuntimeError("out of memory")
+
+    bench.model.on_step = fail
+    loop = GrowthLoop((lambda: Drafters(bench.drafter, None)) if loads else fail)
+    loop.start()
+    loop.submit([opening(owner)])
+    with pytest.raises(RuntimeError, match="out of memory"):
+        loop.stopped.result(_LONG_S)
+    if loads:
+        loop.ready.result(0)
+    else:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            loop.ready.result(0)
+    assert not owner.growths
