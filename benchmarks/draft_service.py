@@ -1,10 +1,10 @@
-"""A draft worker as it serves: growth steps a second over gRPC beside those of the growth thread alone.
+"""A draft worker as it serves over gRPC: steps a second, how idle its device is, and how soon commits are answered.
 
-    python benchmarks/draft_service.py [--device cuda] [--sessions 1 4 16 64] [--json FILE]
+    python benchmarks/draft_service.py [--device cuda] [--shape 160m] [--sessions 1 4 16 64] [--json FILE]
 
 One process is the draft worker, as `outrider draft-worker` runs it; this one stands in for a coordinator and its
-target, which commits to all sessions every few milliseconds. On a CPU a device of a given step time stands in for the
-model's, so that what is measured is everything around it. docs/draft-step.md says how to read the tables.
+target, which commits to all sessions every few milliseconds. Estimates do not learn, so that trees stay as wide as they
+begin. On a CPU the model is the embedded draft.
 """
 
 import sys

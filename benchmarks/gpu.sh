@@ -98,10 +98,10 @@ for name in "$@"; do
         ranks) gpu_tests ranks -n 5 --dist load tests/outrider/engine/test_tensor_parallel.py tests/outrider/engine/test_weight_reload.py
             part 240 tensor_parallel "$python" benchmarks/tensor_parallel.py 8b@1 8b@2 70b@2 ;;
         steps) part 240 target_step "$python" benchmarks/target_step.py --quick --output-json "$out/target_step.json" ;;
-        draft) part 120 draft_step "$python" benchmarks/draft_step.py --only device --json "$out/draft_step.json"
-            part 60 draft_cuts "$python" benchmarks/draft_step.py --only device --shape 160m --ways graph --points 1x5 1x16 16x16 \
-                --graph-cuts 2,8 8 none --json "$out/draft_cuts.json"
-            part 120 draft_service "$python" benchmarks/draft_service.py --device cuda --keep-cores-awake 4 --json "$out/draft_service.json" ;;
+        draft) for shape in 160m 1b; do
+                part 180 "draft_service_$shape" "$python" benchmarks/draft_service.py --device cuda --shape "$shape" \
+                    --keep-cores-awake 4 --json "$out/draft_service_$shape.json"
+            done ;;
         one-graph) widened eagle 8b
             part 240 one_graph "$python" benchmarks/one_graph.py --shape 8b --head "$checkpoints/eagle-8b" --shapes 1x1 2x1 \
                 --temperatures 0 1 --sessions 64 128 256 1 16 32 8 --seconds 150 --output-json "$out/one_graph.json" ;;

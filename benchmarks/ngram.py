@@ -1,21 +1,21 @@
-"""The n-gram source by itself: how fast it inserts and matches, what it takes of memory, and whether matches wait.
+"""The n-gram drafter by itself: how fast its trie inserts and matches, what memory it takes, and whether matches wait.
 
     python benchmarks/ngram.py
 
 insert   tokens of a text that repeats itself, in one go, into an empty trie
-match    suffixes of that text for all sessions at once, longest match and tree, nothing else going on
-soak     many more tokens: the trie is full after some of them, and evicts from then on; memory before and after
-stalls   on the full trie: matches for all sessions every millisecond, while the source inserts as fast as it gets on.
+match    proposals for suffixes of that text, for all sessions at once, while nothing else runs
+soak     many more tokens, until the trie is full and evicts; memory before and after
+stalls   on the full trie: matches for all sessions every millisecond, while tokens are inserted as fast as possible.
          A match waits for one insertion at most, and is put off if that lasts too long; it counts with its wait.
 
-What else the machine does is in all times of a clock, so the limits of stalls are for CPU time, which the system counts
-thread by thread: how long an insertion holds the lock, which is what the source makes a match wait for, and a match.
+Wall-clock times include what else the machine does, so the limits of stalls are for CPU time, which the system counts
+by thread: how long an insertion holds the lock, which is how long a match waits, and a match.
 
     python benchmarks/ngram.py --soak-tokens 20000000 --stall-rounds 5000      some minutes
     python benchmarks/ngram.py --growth 1 16 64                                what growth by n-grams takes, alone
 
-growth   CPU time of the thread that grows: `NgramGrowth.commit` of 13 tokens for each of so many sessions, and the
-         `NgramGrowth.match` after that, with the looks ahead; in a text that the trie has seen four times
+growth   CPU time of the thread that grows: `NgramDrafter.commit` of 13 tokens for each session, and the
+         `NgramDrafter.match` after that, with the looks ahead; in a text that the trie has seen four times
 
 The text: passages of 2,000 tokens, of which a part is quoted again and again, and words by Zipf's law between quotes.
 """
@@ -79,7 +79,7 @@ def insert(trie: Any, tokens: Sequence[int]) -> float:
     began, suffix = time.perf_counter(), trie.max_trie_depth - 1
     for first in range(0, len(tokens), _AT_ONCE):
         before = min(first, suffix)
-        trie.insert_many([(tokens[first - before : first + _AT_ONCE], before)])
+        trie.insert((tokens[first - before : first + _AT_ONCE], before))
         trie.make_ready(_AT_ONCE * trie.max_trie_depth)
     return time.perf_counter() - began
 
@@ -89,14 +89,14 @@ def queries(tokens: Sequence[int], sessions: int, random: Any) -> list[Sequence[
     return [tokens[place : place + 32] for place in random.integers(0, max(len(tokens) - 32, 1), size=sessions)]
 
 
-def match_times_ms(guess: Any, tokens: Sequence[int], *, sessions: int, rounds: int, pause_s: float = 0.0) -> Any:
+def match_times_ms(match: Any, tokens: Sequence[int], *, sessions: int, rounds: int, pause_s: float = 0.0) -> Any:
     """[rounds, 2] milliseconds that it takes to match all sessions, by the clock and of this thread's CPU time."""
     random, times = np.random.default_rng(1), []
     for _ in range(rounds):
         texts = queries(tokens, sessions, random)
         time.sleep(pause_s)
         began, cpu_began = time.perf_counter_ns(), time.thread_time_ns()
-        guess(texts)
+        match(texts)
         times.append((time.perf_counter_ns() - began, time.thread_time_ns() - cpu_began))
     return np.array(times) / 1e6
 
@@ -115,18 +115,18 @@ def spread(times: Any) -> dict[str, float]:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """All parts, one after the other on one trie."""
     from outrider.compiled import IS_COMPILED
-    from outrider.draft_worker.ngram_source import NgramSource
-    from outrider.draft_worker.ngram_tree import NgramConfig, TextTails, guess_columns
-    from outrider.draft_worker.ngram_trie import NgramTrie
+    from outrider.draft_worker.drafters.ngram.proposals import ProposalConfig, TextTails, propose
+    from outrider.draft_worker.drafters.ngram.shared_trie import SharedTrie
+    from outrider.draft_worker.drafters.ngram.trie import NgramTrie
     from outrider.worker import share_interpreter
 
     # As every worker does.
     share_interpreter()
-    config, text, sessions = NgramConfig(), Text(), options.sessions
+    config, text, sessions = ProposalConfig(), Text(), options.sessions
     tiny = NgramTrie(capacity=100)
-    tiny.insert_many([([1, 2, 1, 2], 0)])
+    tiny.insert(([1, 2, 1, 2], 0))
     suffix = tiny.max_trie_depth - 1
-    guess_columns(tiny, TextTails.of([[1]], suffix), config)
+    propose(tiny, TextTails.of([[1]], suffix), config)
     before_mb = resident_mb()
     trie = NgramTrie(capacity=options.capacity)
     figures: dict[str, Any] = {"compiled": IS_COMPILED, "sessions": sessions, "capacity": options.capacity}
@@ -136,7 +136,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     figures["insert"] = {"tokens": len(tokens), "seconds": seconds, "us_per_token": 1e6 * seconds / len(tokens),
                          "nodes": len(trie)}  # fmt: skip
     times = match_times_ms(
-        lambda texts: guess_columns(trie, TextTails.of(texts, suffix), config), tokens, sessions=sessions, rounds=200
+        lambda texts: propose(trie, TextTails.of(texts, suffix), config), tokens, sessions=sessions, rounds=200
     )
     figures["match"] = spread(times)
 
@@ -151,68 +151,70 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                        "reserved_mb": trie.reserved_bytes / 1e6,
                        "resident_mb": [round(mb - before_mb) for mb in rss]}  # fmt: skip
 
-    source = NgramSource(trie, config)
-    source.start()
+    shared = SharedTrie(trie, config)
+    shared.start()
 
-    def guess(texts: Sequence[Sequence[int]]) -> object:
-        return source.guess(TextTails.of(texts, suffix))
+    def match(texts: Sequence[Sequence[int]]) -> object:
+        return shared.propose(TextTails.of(texts, suffix))
 
-    alone = match_times_ms(guess, tokens, sessions=sessions, rounds=options.stall_rounds, pause_s=1e-3)
-    source.counts.longest_wait_ns = source.counts.longest_hold_ns = 0
+    alone = match_times_ms(match, tokens, sessions=sessions, rounds=options.stall_rounds, pause_s=1e-3)
+    shared.counts.longest_wait_ns = shared.counts.longest_hold_ns = 0
     # More than it can insert meanwhile.
-    source.add(text.tokens(min(2_000_000, 150 * options.stall_rounds)))
-    beside = match_times_ms(guess, tokens, sessions=sessions, rounds=options.stall_rounds, pause_s=1e-3)
-    inserted = source.counts.inserted_tokens
-    source.stop()
-    source.join(60)
+    shared.add(text.tokens(min(2_000_000, 150 * options.stall_rounds)))
+    beside = match_times_ms(match, tokens, sessions=sessions, rounds=options.stall_rounds, pause_s=1e-3)
+    inserted = shared.counts.inserted_tokens
+    shared.stop()
+    shared.join(60)
     figures["stalls"] = {"rounds": options.stall_rounds, "alone": spread(alone), "beside_insertions": spread(beside),
                          "inserted_tokens": inserted, "evicted": trie.evicted - figures["soak"]["evicted"],
-                         "put_off": source.counts.put_off,
-                         "longest_wait_ms": source.counts.longest_wait_ns / 1e6,
-                         "longest_hold_cpu_ms": source.counts.longest_hold_ns / 1e6,
-                         "most_tokens_at_once": source.counts.most_at_once}  # fmt: skip
+                         "put_off": shared.counts.put_off,
+                         "longest_wait_ms": shared.counts.longest_wait_ns / 1e6,
+                         "longest_hold_cpu_ms": shared.counts.longest_hold_ns / 1e6,
+                         "most_tokens_at_once": shared.counts.most_at_once}  # fmt: skip
     return figures
 
 
 def growth_times(sessions: int, rounds: int) -> dict[str, float]:
-    """Milliseconds of CPU time that a round of so many sessions takes: medians, and nodes of a session and round."""
-    from outrider.draft_worker.ngram_growth import NgramGrowth, NgramGrowthConfig
-    from outrider.draft_worker.ngram_source import NgramSource
-    from outrider.draft_worker.ngram_tree import NgramConfig
-    from outrider.draft_worker.ngram_trie import NgramTrie
-    from outrider.draft_worker.session import GrowthLimits, SessionStart
+    """Milliseconds of CPU time of a round of so many sessions, medians, and nodes of a session and round."""
+    from outrider.draft_worker.drafters.ngram.drafter import NgramDrafter, NgramDrafterConfig, warm_up
+    from outrider.draft_worker.drafters.ngram.proposals import ProposalConfig
+    from outrider.draft_worker.drafters.ngram.shared_trie import SharedTrie
+    from outrider.draft_worker.drafters.ngram.trie import NgramTrie
+    from outrider.draft_worker.rounds.session import GrowthLimits, SessionStart
     from outrider.sampling import SamplingSpec
 
+    warm_up()
     text = Text().tokens(30_000)
-    source = NgramSource(NgramTrie(capacity=3_000_000), NgramConfig(), patience_s=10)
-    source.start()
+    trie = SharedTrie(NgramTrie(capacity=3_000_000), ProposalConfig(), patience_s=10)
+    trie.start()
     for _ in range(4):
-        source.add(text)
-    source.settle()
-    growth = NgramGrowth(source, NgramGrowthConfig(vocab_size=_VOCABULARY, max_model_len=4096))
+        trie.add(text)
+    trie.settle()
+    config = NgramDrafterConfig(vocab_size=_VOCABULARY, max_model_len=4096, max_sessions=sessions)
+    drafter = NgramDrafter(trie, config)
     longest = _PROMPT + _COMMITTED * rounds
     begins = np.random.default_rng(1).integers(0, len(text) - longest, size=sessions).tolist()
     sampling, limits = SamplingSpec(max_new_tokens=4096), GrowthLimits(max_depth=2 * _COMMITTED)
     for number, begin in enumerate(begins):
         prompt = text[begin : begin + _PROMPT]
-        growth.open(
+        drafter.open(
             SessionStart(
                 key=(1, number), owner=None, epoch=1, prompt=prompt, output=[], sampling=sampling, limits=limits
             )
         )
-    growth.match()
+    drafter.match()
     times, nodes = [], 0
     for length in range(_PROMPT, longest, _COMMITTED):
-        source.settle()
+        trie.settle()
         began = time.thread_time_ns()
         for number, begin in enumerate(begins):
-            growth.commit((1, number), 1, length, text[begin + length : begin + length + _COMMITTED])
+            drafter.commit((1, number), 1, length, text[begin + length : begin + length + _COMMITTED])
         committed = time.thread_time_ns()
-        step = growth.match()
+        growth = drafter.match()
         times.append((committed - began, time.thread_time_ns() - committed))
-        nodes += step.tokens if step is not None else 0
-    source.stop()
-    source.join(60)
+        nodes += growth.rows if growth is not None else 0
+    trie.stop()
+    trie.join(60)
     commit_ms, match_ms = (np.median(times, axis=0) / 1e6).tolist()
     return {"sessions": sessions, "commit_ms": commit_ms, "match_ms": match_ms, "nodes": nodes / rounds / sessions}
 
@@ -229,7 +231,7 @@ def show_growth(figures: Sequence[dict[str, float]], console: Console) -> None:
 
 def show(figures: dict[str, Any], console: Console) -> None:
     """The table."""
-    table = Table("", "figure", "target", title="n-gram source" + ("" if figures["compiled"] else ", plain Python"))
+    table = Table("", "figure", "target", title="n-gram drafter" + ("" if figures["compiled"] else ", plain Python"))
     of_insert, soak, stalls = figures["insert"], figures["soak"], figures["stalls"]
     a_token = f"{of_insert['us_per_token']:.1f} us a token, {of_insert['nodes']:,} nodes"
     table.add_row(f"insert {of_insert['tokens']:,} tokens", f"{of_insert['seconds']:.1f} s, {a_token}")

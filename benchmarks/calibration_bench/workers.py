@@ -14,10 +14,9 @@ from benchmarks.target_bench.models import folder_model
 from benchmarks.target_bench.worker import Worker, worker_config
 
 from outrider.draft_worker.config import DraftWorkerConfig
-from outrider.draft_worker.growth import TreeGrowth
-from outrider.draft_worker.growth_step import SessionGrowth
-from outrider.draft_worker.session import GrowthLimits, GrowthMode, SessionStart
-from outrider.engine.model_runner import ModelRunner
+from outrider.draft_worker.loading import load_drafters
+from outrider.draft_worker.rounds.growth import SessionGrowth
+from outrider.draft_worker.rounds.session import GrowthLimits, GrowthMode, SessionStart
 from outrider.models import embedded_draft_path, embedded_target_path
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.sessions import OpenRequest, Outcome, SessionKey, TreeRequest
@@ -65,7 +64,9 @@ class Pair:
             kv_bytes=_KV_BYTES,
             max_step_tokens=2048,
         )
-        self._growth = TreeGrowth(ModelRunner(config.engine()), config.growth(max_model_len=max_len))
+        drafter = load_drafters(config).drafters.model
+        assert drafter is not None
+        self._drafter = drafter
         self._numbers = itertools.count(1)
 
     def continue_plainly(self, runs: Sequence[Run]) -> None:
@@ -91,14 +92,14 @@ class Pair:
                 self._round(running, drafted=drafted)
             for key in held:
                 self._verifier.close(key, 1)
-                self._growth.close(key, 1)
+                self._drafter.close(key, 1)
 
     def _open(self, key: SessionKey, run: Run, *, drafted: bool) -> None:
         request = OpenRequest(key=key, epoch=1, prompt=run.prompt, output=run.output, sampling=run.sampling)
         self._verifier.open(request)
         if drafted:
             limits = GrowthLimits(mode=GrowthMode.SYNC, max_live_nodes=256, max_depth=_DEPTH, sync_nodes=_NODES)
-            self._growth.open(
+            self._drafter.open(
                 SessionStart(
                     key=key,
                     owner=self,
@@ -122,15 +123,15 @@ class Pair:
                     continue
                 run = waiting.pop(tree.key)
                 if drafted:
-                    self._growth.commit(tree.key, 1, tree.length, result.token_ids)
+                    self._drafter.commit(tree.key, 1, tree.length, result.token_ids)
                 run.output.extend(result.token_ids)
                 run.rounds.append(len(result.token_ids))
 
     def _grow(self, sessions: int) -> dict[SessionKey, SessionGrowth]:
         """The whole tree of every session that has one to grow, by key."""
         grown: dict[SessionKey, SessionGrowth] = {}
-        while len(grown) < sessions and (step := self._growth.step()) is not None:
-            grown |= {(1, growth.session_id): growth for growth in step.growths if growth.complete}
+        while len(grown) < sessions and (step := self._drafter.step()) is not None:
+            grown |= {(1, growth.session_id): growth for growth in step if growth.complete}
         return grown
 
 

@@ -3,60 +3,74 @@
 from __future__ import annotations
 
 import argparse
+import gc
+import itertools
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import uvloop
 from benchmarks.draft_service_bench.coordinator import FakeCoordinator, Load, Seen
+from benchmarks.kernel_bench.command import commit
 from rich.console import Console
 from rich.table import Table
 
 from outrider.awake import cores_awake
 
 _ROOT = Path(__file__).resolve().parents[2]
+# Sessions of one coordinator are closed before the next opens its own, and are never mistaken for them.
+_incarnations = itertools.count(1)
 
 
 def run(arguments: list[str]) -> int:
-    """Measures and prints the tables."""
+    """Measures and prints the table."""
     parser = argparse.ArgumentParser(prog="draft_service.py")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--shape", default="160m", help="of the model on cuda: the embedded draft's target, widened")
     parser.add_argument("--sessions", nargs="+", type=int, default=[1, 4, 16, 64])
     parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
     parser.add_argument("--warm-up", type=float, default=1.0, help="seconds before each")
+    parser.add_argument("--repeats", type=int, default=2, help="measurements of each; the table has their medians")
     parser.add_argument("--round-ms", type=float, default=5.0, help="between two commits of the target, and")
     parser.add_argument("--session-ms", type=float, default=0.15, help="more of it for each session")
     parser.add_argument("--acceptance", type=float, default=0.85, help="of the best child")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--prompt-tokens", type=int, default=200)
     parser.add_argument("--live-nodes", type=int, default=256)
-    parser.add_argument("--max-model-len", type=int, default=8192)
-    parser.add_argument("--device-ms", type=float, default=0.5, help="on cpu: a step of the device")
-    parser.add_argument("--launch-ms", type=float, default=0.15, help="on cpu: of the host, to launch it")
-    parser.add_argument("--bare-rows", nargs="+", type=int, default=[8, 32, 48, 64], help="of bare steps, by sessions")
-    parser.add_argument("--bare-steps", type=int, default=1500)
-    parser.add_argument(
-        "--steps-begun", type=int, choices=(1, 2), default=2, help="under way at a time; 1: none overlaps another"
-    )
     parser.add_argument("--keep-cores-awake", type=int, default=0)
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args(arguments)
-    if len(options.bare_rows) != len(options.sessions):
-        parser.error(f"--bare-rows: {len(options.bare_rows)} given, one for each of --sessions needed")
     console = Console(width=160)
-    with _worker(options) as worker, cores_awake(options.keep_cores_awake) as settle:
+    with _worker(options) as worker, cores_awake(options.keep_cores_awake) as settle, _without_collector():
         serving = _line(worker)
         settle()
-        rows = [_measured(options, worker, serving, count) for count in options.sessions]
-    console.print(_table(rows))
-    console.print(_parts_table(rows))
+        # All numbers of sessions, then all of them again: what drifts shows.
+        found = [[_measured(options, worker, serving, count) for count in options.sessions]
+                 for _ in range(options.repeats)]  # fmt: skip
+    rows = [
+        {"sessions": count, "repeats": [repeat[number] for repeat in found]}
+        for number, count in enumerate(options.sessions)
+    ]
+    console.print(_table(rows, options, serving["device"]))
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+        settings = {name: value for name, value in vars(options).items() if name != "json"}
+        document = {
+            "command": f"python benchmarks/draft_service.py {' '.join(arguments)}",
+            "commit": commit(),
+            "machine": {"name": serving["device"]},
+            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+            "settings": settings,
+            "rows": rows,
+        }
+        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
@@ -80,6 +94,20 @@ def _line(worker: subprocess.Popen[str]) -> dict[str, Any]:
     return json.loads(line)
 
 
+def _tell(worker: subprocess.Popen[str], word: str) -> None:
+    assert worker.stdin is not None
+    worker.stdin.write(f"{word}\n")
+    worker.stdin.flush()
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Trees are kept for as long as a measurement lasts, and going through them would hold its messages up."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
 def _measured(
     options: argparse.Namespace, worker: subprocess.Popen[str], serving: dict[str, Any], sessions: int
 ) -> dict[str, Any]:
@@ -91,8 +119,9 @@ def _measured(
         temperature=options.temperature,
         live_nodes=options.live_nodes,
         vocab_size=serving["vocab_size"],
+        max_len=serving["max_len"],
     )
-    coordinator = FakeCoordinator(serving["address"], load)
+    coordinator = FakeCoordinator(serving["address"], next(_incarnations), load)
     seen = uvloop.run(
         coordinator.run(
             warm_s=options.warm_up,
@@ -101,68 +130,69 @@ def _measured(
             end=lambda: _tell(worker, "end"),
         )
     )
-    return _figures(sessions, serving["bare"][str(sessions)], seen, _line(worker))
+    gc.collect()
+    return _figures(_line(worker), seen)
 
 
-def _tell(worker: subprocess.Popen[str], word: str) -> None:
-    assert worker.stdin is not None
-    worker.stdin.write(f"{word}\n")
-    worker.stdin.flush()
+def _figures(own: dict[str, int], seen: Seen) -> dict[str, Any]:
+    """Figures of one measurement.
 
-
-def _figures(sessions: int, bare: list[float], seen: Seen, own: dict[str, Any]) -> dict[str, Any]:
-    ends = dict(own.pop("ends"))
-    late = [at - ends[number] for number, at in seen.arrivals if number in ends]
+    Returns:
+        steps: of the model.
+        steps_per_s, nodes_per_s: by the wall clock.
+        device_ms: time of a step on the device's clock.
+        rows: of a step.
+        growing: share of the time in which the worker had something to grow.
+        device_idle: share of that in which no step ran on the device.
+        commits, tokens_per_commit: of the coordinator.
+        answered: share of commits that were continued before their session's next one.
+        answer_ms, answer_steps: from a commit to the first growth that continues it: median and 90th percentile.
+    """
+    seconds, steps = own["ns"] / 1e9, max(own["steps"], 1)
+    times, reports = zip(*seen.answers, strict=True) if seen.answers else ((), ())
     return {
-        "sessions": sessions,
-        "bare_ms": bare[0],
-        "bare_rows": bare[1],
-        "step_ms": 1e3 * own["seconds"] / max(own["steps"], 1),
-        "steps_per_s": own["steps"] / own["seconds"],
-        "rows": statistics.mean(seen.rows or [0]),
-        "tokens_per_round": seen.committed / max(seen.rounds * sessions, 1),
-        "to_reader_us": _quantiles(late),
-        "commit_to_growth_us": _quantiles(seen.answers),
-        **own,
+        "steps": own["steps"],
+        "steps_per_s": own["steps"] / seconds,
+        "device_ms": own["device_ns"] / steps / 1e6,
+        "rows": own["rows"] / steps,
+        "nodes_per_s": own["nodes"] / seconds,
+        "growing": own["growing_ns"] / own["ns"],
+        "device_idle": 1 - own["growing_device_ns"] / max(own["growing_ns"], 1),
+        "commits": seen.commits,
+        "tokens_per_commit": seen.tokens / max(seen.commits, 1),
+        "answered": len(times) / max(seen.commits, 1),
+        "answer_ms": [quantile / 1e6 for quantile in _quantiles(times)],
+        "answer_steps": _quantiles(reports),
     }
 
 
-def _quantiles(times_ns: list[int]) -> list[float]:
-    """Median and 90th percentile, microseconds."""
-    if len(times_ns) < 2:
+def _quantiles(values: Sequence[int]) -> list[float]:
+    """Median and 90th percentile."""
+    if len(values) < 2:
         return [0.0, 0.0]
-    cuts = statistics.quantiles(times_ns, n=10)
-    return [cuts[4] * 1e-3, cuts[8] * 1e-3]
+    cuts = statistics.quantiles(values, n=10)
+    return [cuts[4], cuts[8]]
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="A draft worker that serves")
+def _table(rows: Sequence[dict[str, Any]], options: argparse.Namespace, device: str) -> Table:
+    shape = f", {options.shape}" if options.device == "cuda" else ""
+    table = Table(title=f"a draft worker that serves: {device}{shape}, medians of {options.repeats}")
     for name in (
-        "sessions", "bare step, ms", "rows", "step, ms", "rows", "of bare", "steps/s", "tokens a round",
-        "step's end to reader, us (p50, p90)", "commit to growth, us (p50, p90)",
-        "commits that met 0, 1, 2 steps, %",
+        "sessions", "steps/s", "device, ms", "rows", "nodes/s", "growing, %", "device idle, %", "tokens a commit",
+        "answered, %", "commit to growth, ms (p50 p90)", "in steps (p50 p90)",
     ):  # fmt: skip
         table.add_column(name, justify="right")
     for row in rows:
+
+        def median(name: str, place: int | None = None, *, repeats: Sequence[Any] = row["repeats"]) -> float:
+            found = [repeat[name] if place is None else repeat[name][place] for repeat in repeats]
+            return statistics.median(found)
+
         table.add_row(
-            str(row["sessions"]), f"{row['bare_ms']:.3f}", f"{row['bare_rows']:.1f}", f"{row['step_ms']:.3f}",
-            f"{row['rows']:.1f}", f"{row['step_ms'] / row['bare_ms']:.2f}", f"{row['steps_per_s']:.0f}",
-            f"{row['tokens_per_round']:.2f}",
-            *(" ".join(f"{value:.0f}" for value in row[name]) for name in ("to_reader_us", "commit_to_growth_us")),
-            " ".join(f"{100 * count / max(sum(row['met']), 1):.0f}" for count in row["met"]),
+            str(row["sessions"]), f"{median('steps_per_s'):.0f}", f"{median('device_ms'):.3f}", f"{median('rows'):.1f}",
+            f"{median('nodes_per_s'):.0f}", f"{100 * median('growing'):.0f}", f"{100 * median('device_idle'):.1f}",
+            f"{median('tokens_per_commit'):.2f}", f"{100 * median('answered'):.0f}",
+            " ".join(f"{median('answer_ms', place):.2f}" for place in (0, 1)),
+            " ".join(f"{median('answer_steps', place):.1f}" for place in (0, 1)),
         )  # fmt: skip
-    return table
-
-
-def _parts_table(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="The growth thread's time, microseconds a step: by the clock / on a processor (calls)")
-    names = list(dict.fromkeys(name for row in rows for name in row["wall"]))
-    for name in ("sessions", *names):
-        table.add_column(name, justify="right")
-    for row in rows:
-        cells = [
-            f"{row['wall'].get(name, 0):.0f}/{row['cpu'].get(name, 0):.0f} ({row['calls'].get(name, 0):.1f})"
-            for name in names
-        ]
-        table.add_row(str(row["sessions"]), *cells)
     return table

@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +35,7 @@ class Load:
         temperature: of all sessions.
         live_nodes: of each session's tree.
         vocab_size: of prompts.
+        max_len: most tokens of a session.
     """
 
     sessions: int
@@ -43,27 +45,23 @@ class Load:
     temperature: float
     live_nodes: int
     vocab_size: int
+    max_len: int
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Seen:
-    """What came, and when, by `time.perf_counter_ns`.
+    """What a measurement has shown.
 
     Attributes:
-        arrivals: number of the worker's step, and when its growth was read.
-        steps: of each step, its own account of its time and of its forward.
-        rows: of each step.
-        answers: ns from a commit to growth below its last token.
-        committed: tokens.
-        rounds: of one session.
+        commits: of all sessions.
+        tokens: committed.
+        answers: from a commit to the first growth that continues it: nanoseconds, and reports of steps. A commit whose
+            session gets another one before has none.
     """
 
-    arrivals: list[tuple[int, int]] = field(default_factory=list)
-    steps: list[tuple[int, int]] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    answers: list[int] = field(default_factory=list)
-    committed: int = 0
-    rounds: int = 0
+    commits: int = 0
+    tokens: int = 0
+    answers: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Session:
@@ -71,7 +69,8 @@ class Session:
 
     def __init__(self, length: int) -> None:
         self.length = length
-        self.asked_ns = 0
+        # When the last commit was sent that is not continued yet, and after which step; None where all are.
+        self.asked: tuple[int, int] | None = None
         self._children: dict[_Key, list[tuple[_Key, int, float]]] = defaultdict(list)
         self._root: tuple[int, _Key] = (length, ("root", length))
         # Committed tokens behind the root that is known.
@@ -124,17 +123,20 @@ class FakeCoordinator:
 
     Args:
         address: of the worker.
+        incarnation: of this coordinator; another one each time.
         load: of the run.
     """
 
-    def __init__(self, address: str, load: Load) -> None:
-        self._load, self._address = load, address
+    def __init__(self, address: str, incarnation: int, load: Load) -> None:
+        self._address, self._incarnation, self._load = address, incarnation, load
         self._chance = random.Random(load.sessions)
         self._sessions = {number: Session(load.prompt_tokens) for number in range(1, load.sessions + 1)}
-        self.seen = Seen()
+        self._steps = 0
+        self._is_over = False
+        self._seen = Seen()
 
-    async def run(self, *, warm_s: float, measure_s: float, begin: Any, end: Any) -> Seen:
-        """Serves the sessions; what is seen is of the measured time alone.
+    async def run(self, *, warm_s: float, measure_s: float, begin: Callable[[], None], end: Callable[[], None]) -> Seen:
+        """Serve the sessions; return what the measured time has shown.
 
         Args:
             warm_s: before it.
@@ -144,21 +146,33 @@ class FakeCoordinator:
         """
         async with rpc.open_channel(self._address) as channel:
             self._call = draft_pb2_grpc.DraftServiceStub(channel).Speculate()
-            tasks = [asyncio.create_task(work) for work in (self._read(), self._commit())]
+            reading, committing = (asyncio.create_task(work) for work in (self._read(), self._commit()))
             try:
-                await self._call.write(draft_pb2.DraftCommands(incarnation=1, opens=self._openings()))
-                await _while_working(tasks, warm_s)
+                await self._send(opens=self._openings())
+                await _while_working(reading, committing, warm_s)
                 begin()
-                self.seen = Seen()
-                await _while_working(tasks, measure_s)
-                seen, self.seen = self.seen, Seen()
+                self._seen = Seen()
+                for session in self._sessions.values():
+                    session.asked = None
+                await _while_working(reading, committing, measure_s)
+                seen, self._seen = self._seen, Seen()
                 end()
+                # Not cancelled: that would end the stream where it is being written to.
+                self._is_over = True
+                await committing
+                # The next coordinator's sessions need the room of these.
+                await self._send(close_session_ids=list(self._sessions), close_epochs=[1] * len(self._sessions))
+                await self._call.done_writing()
+                await reading
                 return seen
             finally:
-                for task in tasks:
+                for task in (reading, committing):
                     task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
+                await asyncio.gather(reading, committing, return_exceptions=True)
                 self._call.cancel()
+
+    async def _send(self, **fields: Any) -> None:
+        await self._call.write(draft_pb2.DraftCommands(incarnation=self._incarnation, **fields))
 
     def _openings(self) -> list[common_pb2.SessionOpen]:
         load = self._load
@@ -177,48 +191,51 @@ class FakeCoordinator:
         ]
 
     async def _read(self) -> None:
-        while message := await self._call.read():
+        # grpc's end of a stream is no message.
+        while isinstance(message := await self._call.read(), draft_pb2.DraftGrowth):
             now = time.perf_counter_ns()
             if message.errors:
                 raise RuntimeError(f"the worker refused: {message.errors[0].message}")
-            seen, report = self.seen, message.report
-            seen.arrivals.append((message.load.steps, now))
-            seen.steps.append((report.step_ns, report.forward_ns))
-            seen.rows.append(report.tokens)
+            self._steps = message.load.steps
             acceptance = floats_from_bytes(message.acceptance).tolist()
             parents, node_ids, tokens = list(message.parents), list(message.node_ids), list(message.tokens)
             spans = split_by_counts(message.node_counts)
             for number, as_of, span in zip(message.session_ids, message.as_of, spans, strict=True):
                 session = self._sessions[number]
                 session.grow(parents[span], node_ids[span], tokens[span], acceptance[span], as_of)
-                if session.asked_ns and as_of >= session.length:
-                    seen.answers.append(now - session.asked_ns)
-                    session.asked_ns = 0
+                if session.asked is not None and as_of == session.length:
+                    asked_ns, step = session.asked
+                    self._seen.answers.append((now - asked_ns, self._steps - step))
+                    session.asked = None
 
     async def _commit(self) -> None:
         loop, load = asyncio.get_running_loop(), self._load
         due = loop.time()
-        while True:
+        while not self._is_over:
             due += 1e-3 * load.round_ms
             await asyncio.sleep(max(due - loop.time(), 0))
-            batch = draft_pb2.CommitBatch()
+            batch, committed = draft_pb2.CommitBatch(), list[Session]()
             for number, session in self._sessions.items():
                 if tokens := session.path(self._chance, load):
+                    if session.length + len(tokens) > load.max_len:
+                        raise RuntimeError(f"session {number} has {load.max_len} tokens: fewer --seconds needed")
                     batch.session_ids.append(number)
                     batch.epochs.append(1)
                     batch.positions.append(session.length)
                     batch.token_counts.append(len(tokens))
                     batch.tokens.extend(tokens)
                     session.commit(tokens)
-                    session.asked_ns = time.perf_counter_ns()
-            self.seen.rounds += 1
-            self.seen.committed += len(batch.tokens)
-            if batch.session_ids:
-                await self._call.write(draft_pb2.DraftCommands(incarnation=1, commits=batch))
+                    committed.append(session)
+            for session in committed:
+                session.asked = time.perf_counter_ns(), self._steps
+            self._seen.commits += len(committed)
+            self._seen.tokens += len(batch.tokens)
+            if committed:
+                await self._send(commits=batch)
 
 
-async def _while_working(tasks: list[asyncio.Task[None]], seconds: float) -> None:
-    done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+async def _while_working(reading: asyncio.Task[None], committing: asyncio.Task[None], seconds: float) -> None:
+    done, _ = await asyncio.wait((reading, committing), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         task.result()
         raise RuntimeError("the worker ended the stream")

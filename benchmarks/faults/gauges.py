@@ -27,7 +27,7 @@ _PASSING_TASKS = {"StreamStreamCall._prepare_rpc"}
 _LIVING = (
     *("Session", "Generation", "_Live", "Flight", "Submission"),
     *("RegisteredWorker", "TargetLink", "DraftLink", "TargetLane", "VerifyLoop", "DraftPeer"),
-    *("_Stream", "TargetSession", "DraftSession", "DraftTree", "SessionKv"),
+    *("_Stream", "TargetSession", "ModelSession", "SyncTree", "SessionKv"),
 )
 
 

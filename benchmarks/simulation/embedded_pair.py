@@ -1,11 +1,10 @@
 """The embedded pair on virtual time: what its target emits is recorded first, its draft grows as it does in a worker.
 
 Under the default rule a request's tokens do not depend on what is drafted, so a target's step is a walk along what was
-recorded. The draft is `TreeGrowth` with the embedded draft: what it computes is real, how long that takes is given.
+recorded. The draft is `ModelDrafter` with the embedded draft: what it computes is real, how long that takes is given.
 
-A draft's steps overlap on a GPU, which they do not on a CPU: a period is then the longer one of the device's part and
-the host's, and a step's growth leaves later than its period ends. So a step here takes a period, and its growth leaves
-`StepTimes.late` afterwards.
+On a GPU the host reads a step's report while the device runs the next one: growth leaves `StepTimes.late` after its
+step has ended. Commits that come while a step runs are the next one's.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ import asyncio
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
+import numpy as np
 from benchmarks.calibration_bench.workers import Pair, Run, runs_of
 from benchmarks.end_bench.options import prompts_of
 from benchmarks.simulation import virtual_time
@@ -29,17 +28,16 @@ from outrider.coordinator import clock
 from outrider.coordinator.messages import (
     Commit,
     GenerationRequest,
-    Growth,
     GrowthBatch,
     SessionOpening,
     TokenDelta,
 )
 from outrider.coordinator.text_stream import TextStream
 from outrider.draft_worker.config import DraftWorkerConfig
-from outrider.draft_worker.growth import TreeGrowth
-from outrider.draft_worker.growth_step import SessionGrowth
-from outrider.draft_worker.session import GrowthLimits, GrowthMode, SessionStart
-from outrider.engine.model_runner import ModelRunner
+from outrider.draft_worker.drafters.model.drafter import ModelDrafter
+from outrider.draft_worker.loading import load_drafters
+from outrider.draft_worker.rounds.growth import Growth
+from outrider.draft_worker.rounds.session import GrowthLimits, GrowthMode, SessionStart
 from outrider.errors import WorkerUnavailable
 from outrider.models import embedded_draft_path
 from outrider.sampling import SamplingSpec
@@ -123,19 +121,19 @@ class _Target(VirtualTarget):
 
 
 class _Draft(VirtualDraft):
-    """A worker's growth behind the interface of a fake draft."""
+    """A worker's drafter behind the interface of a fake draft."""
 
     def __init__(
         self,
         settings: Settings,
         model: PathModel,
-        growth: TreeGrowth,
+        drafter: ModelDrafter,
         times: StepTimes,
         *,
         on_growth: Callable[[GrowthBatch], None],
     ) -> None:
         super().__init__(settings, model, on_growth=on_growth)
-        self._growth, self._times = growth, times
+        self._drafter, self._times = drafter, times
         self._arrived = asyncio.Event()
         self._task = asyncio.create_task(self._run())
         self.steps = self.rows = self.idle_ns = 0
@@ -153,15 +151,15 @@ class _Draft(VirtualDraft):
         )
 
         def open_it() -> None:
-            self._growth.open(start)
+            self._drafter.open(start)
 
         self._send(open_it)
 
     def _apply(self, commit: Commit) -> None:
-        self._growth.commit((1, commit.session_id), commit.epoch, commit.position, list(commit.token_ids))
+        self._drafter.commit((1, commit.session_id), commit.epoch, commit.position, list(commit.token_ids))
 
     def close_session(self, session_id: int, epoch: int) -> None:
-        self._send(lambda: self._growth.close((1, session_id), epoch))
+        self._send(lambda: self._drafter.close((1, session_id), epoch))
 
     def check(self) -> None:
         """Raises what has ended it, if anything has."""
@@ -179,9 +177,9 @@ class _Draft(VirtualDraft):
     async def _run(self) -> None:
         while True:
             await self._apply_waiting()
-            if self._growth.begin():
-                await self._step_time()
-                self._leave(self._growth.finish().growths)
+            if (growth := self._drafter.step()) is not None:
+                await self._step_time(growth)
+                self._leave(growth)
             else:
                 since_ns = clock.now_ns()
                 await self._arrived.wait()
@@ -195,12 +193,12 @@ class _Draft(VirtualDraft):
             # Commits are applied by a method; opens and closes are not.
             await asyncio.sleep(isinstance(command, functools.partial) * self._times.commit / 1e3)
 
-    async def _step_time(self) -> None:
-        """Lasts as long as the step that was begun; commits are applied meanwhile."""
-        times, step = self._times, self._growth._begun[0].step  # pyright: ignore[reportPrivateUsage]
+    async def _step_time(self, growth: Growth) -> None:
+        """Lasts as long as the step; commits are applied meanwhile."""
+        times = self._times
         self.steps += 1
-        self.rows += step.tokens
-        self._step_ns = 1e6 * (times.step + times.row * step.tokens + times.session * step.sessions)
+        self.rows += growth.rows
+        self._step_ns = 1e6 * (times.step + times.row * growth.rows + times.session * growth.num_sessions)
         end_ns = clock.now_ns() + round(self._step_ns)
         while (left_ns := end_ns - clock.now_ns()) > 0:
             try:
@@ -210,24 +208,19 @@ class _Draft(VirtualDraft):
                 return
             await self._apply_waiting()
 
-    def _leave(self, growths: Sequence[SessionGrowth]) -> None:
-        if not growths:
+    def _leave(self, growth: Growth) -> None:
+        if not growth.node_ids:
             return
-        batch = GrowthBatch.of(
-            [
-                Growth(
-                    session_id=growth.session_id,
-                    epoch=growth.epoch,
-                    as_of=growth.as_of,
-                    node_ids=growth.node_ids,
-                    parents=growth.parents,
-                    tokens=growth.tokens,
-                    acceptance=growth.acceptance,
-                    distributions=growth.distributions,
-                    complete=growth.complete,
-                )
-                for growth in growths
-            ]
+        batch = GrowthBatch(
+            session_ids=growth.session_ids,
+            epochs=growth.epochs,
+            as_of=growth.as_of,
+            node_counts=growth.counts,
+            complete=growth.complete,
+            node_ids=np.array(growth.node_ids),
+            parents=np.array(growth.parents),
+            tokens=np.array(growth.tokens),
+            acceptance=np.array(growth.acceptance),
         )
         asyncio.get_running_loop().call_later(self._times.late / 1e3 + self._one_way_ns / 1e9, self._give, batch)
 
@@ -241,17 +234,17 @@ class PairSimulation(VirtualSimulation):
 
     Args:
         recorded: as many requests as clients at least.
-        growth: the draft's; without sessions.
+        drafter: without sessions.
         times: of its steps.
 
     Raises:
         ValueError: there are fewer requests than clients.
     """
 
-    def __init__(self, settings: Settings, recorded: RecordedOutputs, growth: TreeGrowth, times: StepTimes) -> None:
+    def __init__(self, settings: Settings, recorded: RecordedOutputs, drafter: ModelDrafter, times: StepTimes) -> None:
         if len(recorded.runs) < settings.sessions:
             raise ValueError(f"{len(recorded.runs)} requests given, at least {settings.sessions} (sessions) needed")
-        self._recorded, self._growth, self._times = recorded, growth, times
+        self._recorded, self._drafter, self._times = recorded, drafter, times
         super().__init__(settings)
 
     def make_model(self, *, draft: int) -> PathModel:
@@ -267,7 +260,7 @@ class PairSimulation(VirtualSimulation):
         self.draft = _Draft(
             self.settings,
             self._recorded,
-            self._growth,
+            self._drafter,
             self._times,
             on_growth=lambda growth: self.scheduler.take_growth(worker_id, growth),
         )
@@ -348,7 +341,12 @@ def record(
 
 
 def simulate_pair(
-    settings: Settings, recorded: RecordedOutputs, times: StepTimes, **growth_options: Any
+    settings: Settings,
+    recorded: RecordedOutputs,
+    times: StepTimes,
+    *,
+    max_session_nodes: int = DraftWorkerConfig.max_session_nodes,
+    min_path_value: float | None = None,
 ) -> PairFigures:
     """One run, from virtual time 0 on.
 
@@ -356,8 +354,10 @@ def simulate_pair(
         settings: of the target, the ways and the clients.
         recorded: what the clients ask for.
         times: of the draft's steps.
-        growth_options: of `GrowthConfig`, where they are not those of a draft worker on a GPU.
+        max_session_nodes: as of a draft worker.
+        min_path_value: as of a draft worker; default that on a GPU.
     """
+    on_gpu = DraftWorkerConfig(device="cuda").growth(max_model_len=MAX_LEN)
     config = DraftWorkerConfig(
         model_path=embedded_draft_path(),
         max_model_len=MAX_LEN,
@@ -365,11 +365,14 @@ def simulate_pair(
         kv_bytes=_KV_BYTES,
         max_step_tokens=2048,
         max_live_nodes=settings.max_live_nodes,
+        max_step_nodes=on_gpu.max_step_nodes,
+        max_session_nodes=max_session_nodes,
+        min_path_value=on_gpu.min_path_value if min_path_value is None else min_path_value,
     )
-    on_gpu = replace(config, device="cuda").growth(max_model_len=MAX_LEN)
-    growth = TreeGrowth(ModelRunner(config.engine()), replace(on_gpu, **growth_options))
+    drafter = load_drafters(config).drafters.model
+    assert drafter is not None
 
     async def main() -> PairFigures:
-        return await PairSimulation(settings, recorded, growth, times).run()
+        return await PairSimulation(settings, recorded, drafter, times).run()
 
     return virtual_time.run(main())

@@ -5,15 +5,14 @@ from heapq import heapify, heappop, heappush
 
 from benchmarks.simulation.path_model import Guess, PathModel
 
+# Nodes less likely to be reached are not expanded.
+_MIN_VALUE = 0.03
+
 
 class GrownNode:
-    """A node as its draft holds it.
+    """A node as its draft holds it."""
 
-    Attributes:
-        promised: while it is in flight, its best child where the step behind it may have that, or has it.
-    """
-
-    __slots__ = ("acceptance", "children", "depth", "node_id", "path_hash", "promised", "token", "value")
+    __slots__ = ("acceptance", "children", "depth", "node_id", "path_hash", "token", "value")
 
     def __init__(
         self, node_id: int, token: int, *, acceptance: float, depth: int, value: float, path_hash: int | None
@@ -25,7 +24,6 @@ class GrownNode:
         self.value = value
         self.path_hash = path_hash
         self.children: list[GrownNode] | None = None
-        self.promised: GrownNode | None = None
 
     def __lt__(self, other: "GrownNode") -> bool:
         return self.value > other.value
@@ -39,7 +37,6 @@ class GrowingTree:
         length: committed tokens.
         is_sync: every commit begins a new tree, which ends at `max_nodes` nodes or `max_depth`.
         max_nodes, max_depth: bounds of the tree below its root.
-        min_value: nodes less likely to be reached are not expanded.
     """
 
     def __init__(
@@ -52,12 +49,10 @@ class GrowingTree:
         is_sync: bool,
         max_nodes: int,
         max_depth: int,
-        min_value: float = 0.03,
     ) -> None:
         self._model, self._key = model, key
         self.epoch, self.length, self.is_sync = epoch, length, is_sync
-        self._max_nodes, self._min_value = max_nodes, min_value
-        self._max_depth = max_depth
+        self._max_nodes, self._max_depth = max_nodes, max_depth
         self._last_id = 0
         self._begin()
 
@@ -74,7 +69,7 @@ class GrowingTree:
         if self.is_complete or not self._frontier or self.size >= self._max_nodes:
             return 0.0
         best = self._frontier[0]
-        return best.value if best.value >= self._min_value or best is self.root else 0.0
+        return best.value if best.value >= _MIN_VALUE or best is self.root else 0.0
 
     def expand(self) -> tuple[GrownNode, Sequence[GrownNode]]:
         """Expands the best node: (it, its children), which may be expanded themselves after `end_step`."""

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 _PREFIX = "outrider:"
 _READ_TIMEOUT_S = 10.0
-# Lines of a draft worker's log that say what else it did (`outrider.step_holdups`, `outrider.draft_worker.step_plan`).
+# Lines of a draft worker's log that say what else it did (`outrider.step_holdups`, and its drafter by a model).
 _LINES = {"prepared while serving": "lines_prepared_while_serving", "waits for slots": "lines_waits_for_slots"}
 
 Readings = Mapping[str, Counter[str]]

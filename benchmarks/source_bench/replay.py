@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -36,13 +35,13 @@ from outrider.coordinator.messages import (
 )
 from outrider.coordinator.scheduler import Scheduler
 from outrider.coordinator.text_stream import TextStream
-from outrider.draft_worker.ngram_growth import NgramGrowth, NgramGrowthConfig
-from outrider.draft_worker.ngram_source import NgramSource
-from outrider.draft_worker.ngram_tree import GuessColumns, NgramConfig, TextTails, guess_columns
-from outrider.draft_worker.ngram_trie import NgramTrie
-from outrider.draft_worker.session import GrowthLimits, SessionStart
-from outrider.draft_worker.sourced_growth import shared_limits
-from outrider.errors import OutriderError, WorkerUnavailable
+from outrider.draft_worker.drafters.ngram.drafter import NgramDrafter, NgramDrafterConfig
+from outrider.draft_worker.drafters.ngram.proposals import ProposalConfig, Proposals, TextTails, propose
+from outrider.draft_worker.drafters.ngram.shared_trie import SharedTrie
+from outrider.draft_worker.drafters.ngram.trie import NgramTrie
+from outrider.draft_worker.rounds.drafters import shared_limits
+from outrider.draft_worker.rounds.session import GrowthLimits, SessionStart
+from outrider.errors import OutriderError, Superseded, WorkerUnavailable
 from outrider.growth_source import GrowthSource
 from outrider.sampling import SamplingSpec
 
@@ -79,7 +78,7 @@ class ReplaySettings:
         insert_us: of a token, until matches know it; all sessions' tokens in turn.
         rtt_ms: round trip to a draft.
         max_nodes, max_depth, max_live_nodes: of trees.
-        ngram: how trees are made of the trie.
+        ngram: how proposals are made of the trie.
         trie_depth: of the trie.
     """
 
@@ -94,7 +93,7 @@ class ReplaySettings:
     max_nodes: int = 24
     max_depth: int = 8
     max_live_nodes: int = 128
-    ngram: NgramConfig = field(default_factory=NgramConfig)
+    ngram: ProposalConfig = field(default_factory=ProposalConfig)
     trie_depth: int = 18
 
     def of_simulation(self) -> Settings:
@@ -172,8 +171,8 @@ class TextModel(PathModel):
         ]
 
 
-class _ReplaySource(NgramSource):
-    """The trie without its thread: tokens are in it `insert_us` each after they came."""
+class _ReplayTrie(SharedTrie):
+    """The trie without its thread: each token is in it `insert_us` after it came."""
 
     def __init__(self, settings: ReplaySettings) -> None:
         super().__init__(NgramTrie(capacity=3_000_000, max_trie_depth=settings.trie_depth), settings.ngram)
@@ -182,37 +181,39 @@ class _ReplaySource(NgramSource):
         self._free_at_ns = 0.0
 
     def add(self, tokens: Sequence[int], *, start: int = 0) -> bool:
-        """Queues it for its time."""
+        """Queue it for its time."""
         self._free_at_ns = max(self._free_at_ns, clock.now_ns()) + self._token_ns * (len(tokens) - start)
         self._due.append((self._free_at_ns, tokens, start))
         return True
 
-    def guess(self, texts: TextTails) -> GuessColumns:
-        """What may follow by what is in the trie at this time."""
+    def propose(self, texts: TextTails) -> Proposals:
+        """Return what may follow by what is in the trie at this time."""
         while self._due and self._due[0][0] <= clock.now_ns():
             _, tokens, start = self._due.popleft()
-            self.trie.insert_many([(tokens, start)])
-        return guess_columns(self.trie, texts, self.config)
+            self.trie.insert((tokens, start))
+        return propose(self.trie, texts, self.config)
 
 
 class _NgramGrower:
     """The worker's own n-gram sessions where a virtual draft has its trees."""
 
     def __init__(self, settings: ReplaySettings) -> None:
-        config = NgramGrowthConfig(vocab_size=2 * NUMBERS, max_model_len=_MOST_TOKENS)
-        self.growth = NgramGrowth(_ReplaySource(settings), config)
+        # Sessions that end may be closed after the next ones are opened.
+        config = NgramDrafterConfig(
+            vocab_size=2 * NUMBERS, max_model_len=_MOST_TOKENS, max_sessions=2 * settings.sessions
+        )
+        self.drafter = NgramDrafter(_ReplayTrie(settings), config)
 
     def commit(self, session_id: int, *, epoch: int, position: int, token_ids: Sequence[int]) -> None:
-        if self.growth.session((0, session_id)) is not None:
-            self.growth.commit((0, session_id), epoch, position, token_ids)
+        with suppress(Superseded):
+            self.drafter.commit((0, session_id), epoch, position, token_ids)
 
     def close(self, session_id: int, *, epoch: int) -> None:
-        self.growth.close((0, session_id), epoch)
+        self.drafter.close((0, session_id), epoch)
 
     def step(self) -> dict[int, GrownRows]:
-        found = self.growth.match()
         grown: dict[int, GrownRows] = {}
-        for own in found.growths if found is not None else ():
+        for own in self.drafter.match() or ():
             rows = list(zip(own.node_ids, own.parents, own.tokens, own.acceptance, strict=True))
             grown[own.session_id] = GrownRows(epoch=own.epoch, as_of=own.as_of, rows=rows, complete=own.complete)
         return grown
@@ -238,9 +239,7 @@ class _NgramDraft(VirtualDraft):
             sampling=opening.sampling,
             limits=GrowthLimits(max_live_nodes=opening.max_live_nodes, max_depth=opening.max_depth),
         )
-        # Beside a model it has the odd numbers.
-        new_id = None if self._is_alone else count(1, 2).__next__
-        self._send(lambda: self._own.growth.open(start, new_id=new_id, speaks=self._is_alone))
+        self._send(lambda: self._own.drafter.open(start, speaks=self._is_alone))
 
 
 class _BothDrafts:

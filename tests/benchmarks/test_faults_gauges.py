@@ -48,7 +48,7 @@ def test_a_difference_says_of_what_and_no_difference_says_nothing():
     # The last ones of a loop may stay; those of many requests may not.
     assert differences({"draft-0": QUIET}, {"draft-0": with_count("Session objects", 6)}) == []
     assert differences({"draft-0": QUIET}, {"draft-0": with_count("Session objects", 7)})
-    assert differences({"draft-0": QUIET}, {"draft-0": with_count("DraftTree objects", 5)})
+    assert differences({"draft-0": QUIET}, {"draft-0": with_count("ModelSession objects", 5)})
 
 
 async def test_what_comes_back_late_is_waited_for_and_what_does_not_is_told(monkeypatch):

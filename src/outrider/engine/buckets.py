@@ -8,7 +8,7 @@ Shapes: T rows, S sessions, R rows whose logits are wanted, W mask words.
 """
 
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 _TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 72, 96, 128, 160, 192, 256, 320, 384, 512)
@@ -36,7 +36,6 @@ class Bucket:
         nodes: most rows of a session that are verified (a tree with its root); 0 where logits are all that is wanted.
         words: W.
         paths: keys of tree rows that are sessions of their own (`outrider.engine.step_staging`); 0 where none are.
-        children: tokens that are ranked for each row of logits, as a draft grows by; 0 where none are.
     """
 
     tokens: int
@@ -47,7 +46,6 @@ class Bucket:
     nodes: int
     words: int
     paths: int = 0
-    children: int = 0
 
     def holds(self, other: "Bucket") -> bool:
         """Whether a step of the other's size runs in this one."""
@@ -77,16 +75,6 @@ class BucketLadder:
         self._max_nodes = max_nodes
         self._short = max(_TILE_ROWS // group, 1)
         self._unrolled = unrolled
-
-    @property
-    def token_rungs(self) -> tuple[int, ...]:
-        """Rows of the buckets that are captured."""
-        return self._tokens
-
-    @property
-    def session_rungs(self) -> tuple[int, ...]:
-        """Sessions of the buckets."""
-        return self._sessions
 
     @property
     def max_tokens(self) -> int:
@@ -121,10 +109,9 @@ class BucketLadder:
             nodes=min(most_nodes, logit_rows, max(self._max_nodes, need.nodes)) if need.nodes else 0,
             words=words,
             paths=64 * words * tokens if self._unrolled else 0,
-            children=need.children,
         )
 
-    def first_set(self, *, verifies: bool) -> list[Bucket]:
+    def first_set(self) -> list[Bucket]:
         """The buckets that serving begins with, those that steps need most first.
 
         One session with trees of every size, some sessions and all of them with small trees, plain steps, prefill; a
@@ -139,7 +126,7 @@ class BucketLadder:
         # Past the largest graph, with few rows to verify beside a prompt and with many.
         mixtures += [(self.max_tokens + 1, rows) for rows in _LOGIT_ROWS if rows <= self.max_tokens]
         for count, logit_rows in mixtures:
-            nodes = min(logit_rows, self._max_nodes) if verifies else 0
+            nodes = min(logit_rows, self._max_nodes)
             mixture = replace(
                 prompt, tokens=count, sessions=min(count, self._sessions[-1]), query_len=count, logit_rows=logit_rows,
                 nodes=nodes, words=(nodes + 63) // 64 or 1,
@@ -147,7 +134,7 @@ class BucketLadder:
             found[self.bucket(mixture)] = None
         if self._unrolled:
             for tokens in (count for count in self._tokens if count <= 2 * _FEW_TOKENS):
-                nodes = min(tokens, self._max_nodes) if verifies else 0
+                nodes = min(tokens, self._max_nodes)
                 need = replace(prompt, tokens=tokens, sessions=tokens, logit_rows=tokens, nodes=nodes)
                 found[self.bucket(need)] = None
             return list(found)
@@ -157,7 +144,7 @@ class BucketLadder:
                 count for count in self._tokens if sessions // 2 <= count <= max(8 * sessions, 64)]  # fmt: skip
             for tokens in counts:
                 query_len = tokens if sessions == 1 else min(tokens, self._short)
-                nodes = min(query_len, self._max_nodes) if verifies else 0
+                nodes = min(query_len, self._max_nodes)
                 need = Bucket(
                     tokens=tokens, sessions=min(sessions, tokens), keys=1, query_len=query_len, logit_rows=tokens,
                     nodes=nodes, words=(nodes + 63) // 64 or 1,
@@ -165,16 +152,13 @@ class BucketLadder:
                 found[self.bucket(need)] = None
         return list(found)
 
-    def rehearsal(self, *, words: Collection[int]) -> list[Bucket]:
+    def rehearsal(self) -> list[Bucket]:
         """Buckets whose layers need, between them, every kernel that the layers of any step need.
 
         Kernels are compiled for what a bucket bounds: by rows and sessions, by whether a session has many of them, by
         words. Those of the captured set are a part of it; what is captured later, and what runs without a graph, would
         be compiled when it first comes, for seconds, while everybody waits. Neighbours differ, for several are compiled
         at a time. Empty where tree rows are sessions of their own: there the kernels are few.
-
-        Args:
-            words: W that steps may have.
         """
         if self._unrolled:
             return []
@@ -185,11 +169,11 @@ class BucketLadder:
             for query_len in (tokens, 1):
                 # Each may be the bound of as few as one more than the one before it.
                 for sessions in self._sessions[: 1 + bisect_left(self._sessions, tokens)]:
-                    for wide in words:
+                    for words in self.words:
                         # Without a graph, bounds of keys are the steps' own.
                         for keys in _doublings(_UNCAPTURED_KEYS, self._keys[-1]) if tokens > self.max_tokens else (1,):
                             own = replace(need, tokens=tokens, sessions=sessions, query_len=query_len, keys=keys)
-                            found[self.bucket(replace(own, words=wide))] = None
+                            found[self.bucket(replace(own, words=words))] = None
         return list(found)
 
     @property

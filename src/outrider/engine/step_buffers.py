@@ -54,9 +54,8 @@ class StepLayout:
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket
-        # A verified tree leaves its path and takes fresh slots; prompts are the rows themselves. A commit moves what a
-        # draft's tree keeps.
-        self.updates = bucket.tokens + (64 * bucket.sessions + 192 if bucket.children else 16 * bucket.sessions + 48)
+        # A verified tree leaves its path and takes fresh slots; prompts are the rows themselves.
+        self.updates = bucket.tokens + 16 * bucket.sessions + 48
         self._arrays: list[_Array] = []
         end = 0
         for name, dtype, shape, padding in self._wanted():
@@ -106,7 +105,7 @@ class StepLayout:
         if bucket.paths:
             for name in ("path_rows", "path_columns", "path_slots"):
                 yield name, "<i4", (bucket.paths,), -1
-        if bucket.nodes or bucket.children:
+        if bucket.nodes:
             yield "seeds", "<i8", logit_rows, 0
             for name in ("choice_positions", "top_k", "choice_index"):
                 yield name, "<i4", logit_rows, 0

@@ -118,11 +118,7 @@ class StepGraphs:
         if not self._enabled or wanted in self._captured or wanted.tokens > self._max_tokens:
             return wanted
         if wanted not in self._larger:
-            kinds = (
-                bucket
-                for bucket in self._captured
-                if bool(bucket.nodes) == bool(wanted.nodes) and bucket.children == wanted.children
-            )
+            kinds = (bucket for bucket in self._captured if bool(bucket.nodes) == bool(wanted.nodes))
             self._larger[wanted] = min((bucket for bucket in kinds if bucket.holds(wanted)), default=wanted)
         larger = self._larger[wanted]
         if wanted not in self._refused and len(self._captured) < _MOST_GRAPHS:
@@ -243,7 +239,7 @@ class StepGraphs:
 
             begin()
             output = self._program.run(bucket, data, after_layer)
-        if bucket.nodes or bucket.children:
+        if bucket.nodes:
             # The logits' memory may go to other graphs: who wants logits has buckets without walks.
             output = StepOutput(logits=None, answer=output.answer, features=output.features)
         return _Captured(graphs=graphs, data=data, output=output)

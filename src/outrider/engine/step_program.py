@@ -1,9 +1,8 @@
 """What the device does in a step, from its bytes to the accepted paths: the program that a bucket's graph captures.
 
-    slot tables -> embeddings, layers, last norm -> logits of the wanted rows -> choices -> walks, or ranked children
+    slot tables -> embeddings, layers, last norm -> logits of the wanted rows -> choices -> walks
 
-Every launch depends on the bucket alone. Where children are ranked, the best of each row stays on the device, and the
-next such step may have them as its tokens: it can be launched before anybody has read them.
+Every launch depends on the bucket alone.
 
 Shapes: as in `outrider.engine.step_buffers`.
 """
@@ -15,10 +14,7 @@ import torch
 
 from outrider.engine.buckets import Bucket
 from outrider.engine.decoder import Decoder, DecoderInputs
-from outrider.engine.draft_staging import MOST_PROMISED
 from outrider.engine.step_buffers import StepLayout
-from outrider.kernels.coupled_sampling import coupled_topk_scored
-from outrider.kernels.promised_tokens import fill_promised_tokens
 from outrider.kernels.slot_updates import gather_slot_rows, store_positions, update_slot_table
 from outrider.kernels.tree_attention import TreeAttentionBatch
 from outrider.kernels.verify_coupled import verify_coupled
@@ -51,8 +47,7 @@ class StepOutput:
 
     Attributes:
         logits: [R, V] in the model's dtype; None where no row's are wanted.
-        answer: int32: predictions [R], paths [S, N], accepted nodes [S] where trees are verified; tokens [R, C] and the
-            bits of log q [R, C] and scores [R, C] where children are ranked; else empty.
+        answer: int32: predictions [R], paths [S, N], accepted nodes [S] where trees are verified; else empty.
         features: [T, F] hidden states of the layers that are tapped; None where none are.
     """
 
@@ -79,8 +74,6 @@ class StepProgram:
         # What attention reads of a step; it need not outlive the step, so all buckets share it.
         self._gathered = torch.full((max_rows * row_len,), -1, dtype=torch.int32, device=self.device)
         self._windowed = any(layer.window for layer in decoder.spec.layers)
-        # The best child of each row of the last step that ranked children.
-        self._best_children = torch.zeros(MOST_PROMISED, dtype=torch.int32, device=self.device)
         self._taps: tuple[int, ...] = ()
         # Read before the next step begins, so all buckets share it.
         self._features = torch.empty((0, 0), dtype=decoder.weights.embedding.dtype, device=self.device)
@@ -140,14 +133,8 @@ class StepProgram:
             after_layer: called with the number of layers so far, after each.
         """
         arrays = StepLayout.of(bucket).tensors(data)
-        if bucket.children:
-            fill_promised_tokens(arrays["token_ids"], self._best_children)
         inputs = self.inputs(bucket, arrays)
         hidden = self._decoder.forward(inputs, after_layer)
-        if bucket.children and bucket.logit_rows:
-            logits = self._decoder.logits(hidden, arrays["logit_rows"])
-            answer = self._rank_children(bucket, logits, arrays)
-            return StepOutput(logits=logits, answer=answer, features=inputs.features)
         answer = torch.zeros(answer_len(bucket), dtype=torch.int32, device=self.device)
         if not bucket.logit_rows:
             return StepOutput(logits=None, answer=answer, features=inputs.features)
@@ -192,13 +179,6 @@ class StepProgram:
             features=self._features_of(bucket.tokens),
         )
 
-    def _rank_children(self, bucket: Bucket, logits: torch.Tensor, arrays: dict[str, torch.Tensor]) -> torch.Tensor:
-        sampling = [arrays[name] for name in _SAMPLING]
-        choice_index = arrays["choice_index"]
-        tokens, log_q, scores = coupled_topk_scored(logits, *sampling, choice_index=choice_index, k=bucket.children)
-        self._best_children[: bucket.logit_rows].copy_(tokens[:MOST_PROMISED, 0])
-        return torch.stack((tokens.to(torch.int32), log_q.view(torch.int32), scores.view(torch.int32))).view(-1)
-
     def _features_of(self, rows: int) -> torch.Tensor | None:
         if not self._taps:
             return None
@@ -209,8 +189,6 @@ class StepProgram:
 
 def answer_len(bucket: Bucket) -> int:
     """Words of a step's answer."""
-    if bucket.children:
-        return 3 * bucket.logit_rows * bucket.children
     return bucket.logit_rows + bucket.sessions * (bucket.nodes + 1) if bucket.nodes else 0
 
 

@@ -6,7 +6,7 @@ Shapes: as in `outrider.engine.step_buffers`, V vocabulary size.
 import logging
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -16,7 +16,6 @@ import torch
 from outrider.engine.batch import ForwardBatch, TreeChoices
 from outrider.engine.buckets import Bucket, BucketLadder
 from outrider.engine.decoder_spec import DecoderSpec
-from outrider.engine.draft_staging import GrowthRows, RankedChildren, stage_growth
 from outrider.engine.kv_slots import SlotTable
 from outrider.engine.step_buffers import StagedStep, StepBuffer, StepBuffers
 from outrider.engine.step_graphs import StepGraphs
@@ -77,11 +76,6 @@ class LaunchedStep:
         self.wait()
         return read_answer(self._buffer.answer_words(answer_len(self._staged.bucket)), self._staged)
 
-    def children(self) -> RankedChildren:
-        """What a growth step's rows rank best, once the device is done."""
-        self.wait()
-        return RankedChildren(self._buffer.answer(answer_len(self._staged.bucket)).numpy(), self._staged)
-
 
 class StepRunner:
     """One rank's model, driven by staged steps. One thread calls it.
@@ -131,16 +125,6 @@ class StepRunner:
         assert not self.graphs, "layers are tapped before graphs are captured"
         self._program.tap(taps, rows=self._ladder.max_tokens)
 
-    def cut(self, layers: Collection[int]) -> None:
-        """Captures every step as several graphs, which end with these layers; before anything is captured.
-
-        The device begins when the first graph has been launched, but each takes the host some time more. Where a step
-        is launched while another one runs, the device need not begin early.
-        """
-        if set(layers) != set(self._graphs.cuts):
-            assert not self.graphs, "steps are cut before graphs are captured"
-            self._graphs.cuts = layers
-
     @property
     def graphs(self) -> int:
         """Captured graphs."""
@@ -179,12 +163,6 @@ class StepRunner:
             choose=self._choose,
             buffer=self._buffers.take(),
             unrolled=self._unrolled,
-        )
-
-    def stage_growth(self, growth: GrowthRows, *, children: int, words: int) -> StagedStep:
-        """A step that ranks so many children of its rows; arguments as those of `draft_staging.stage_growth`."""
-        return stage_growth(
-            growth, children=children, words=words, slots=self._slots, choose=self._choose, buffer=self._buffers.take()
         )
 
     def _choose(self, need: Bucket) -> Bucket:
@@ -280,24 +258,20 @@ class StepRunner:
                         torch.full((3, count), -1, dtype=torch.int32, device=self._program.device)
                     )
 
-    def warm_up(
-        self, buckets: Sequence[Bucket] | None = None, *, words: Collection[int] | None = None, verifies: bool = True
-    ) -> None:
+    def warm_up(self, buckets: Sequence[Bucket] | None = None) -> None:
         """Compiles what any step may need, and captures what serving begins with, showing how far it is.
 
         Args:
             buckets: that are captured; by default the ladder's first set.
-            words: of the masks of steps; by default those that a target may have.
-            verifies: whether the first set's steps walk trees.
         """
-        wanted = self._ladder.first_set(verifies=verifies) if buckets is None else buckets
+        wanted = self._ladder.first_set() if buckets is None else buckets
         if self._program.device.type != "cuda" or not wanted:
             return
         begin = time.perf_counter()
         logger.info("compiling and capturing %d CUDA graphs", len(wanted))
         with _progress(2 * len(wanted)) as advance:
             self.compile(wanted, advance)
-            self.rehearse(self._ladder.rehearsal(words=self._ladder.words if words is None else words))
+            self.rehearse(self._ladder.rehearsal())
             # From the largest on: what smaller ones need of memory is then there.
             for bucket in sorted(wanted, reverse=True):
                 self.capture(bucket)

@@ -56,7 +56,7 @@ def test_rows_are_filled_up_by_less_than_half_and_logits_are_left_out_of_prefill
 
 
 def test_what_serving_begins_with_covers_trees_of_every_size_and_plain_steps() -> None:
-    first = LADDER.first_set(verifies=True)
+    first = LADDER.first_set()
     assert len(first) == len(set(first)) < 60
     assert all(LADDER.bucket(bucket) == bucket for bucket in first)
     for nodes in range(1, 66):
@@ -70,7 +70,7 @@ def test_what_serving_begins_with_covers_trees_of_every_size_and_plain_steps() -
 
 def test_past_the_largest_graph_a_prompt_and_mixtures_are_all_there_is_to_compile() -> None:
     chance = random.Random(1)
-    kinds = {kind(bucket) for bucket in LADDER.first_set(verifies=True) if bucket.tokens > 512}
+    kinds = {kind(bucket) for bucket in LADDER.first_set() if bucket.tokens > 512}
     for _ in range(2000):
         need = random_need(chance)
         need = replace(need, words=min(need.words, 2), nodes=need.nodes or bool(need.logit_rows))
@@ -80,7 +80,7 @@ def test_past_the_largest_graph_a_prompt_and_mixtures_are_all_there_is_to_compil
 
 def test_a_rehearsal_has_every_combination_of_rows_sessions_and_words_that_a_step_may_have() -> None:
     chance = random.Random(2)
-    rehearsed = LADDER.rehearsal(words=LADDER.words)
+    rehearsed = LADDER.rehearsal()
     assert LADDER.words == [1, 2]
     assert len(rehearsed) == len(set(rehearsed)) < 300
     assert all(LADDER.bucket(bucket) == bucket for bucket in rehearsed)
@@ -113,6 +113,6 @@ def test_unrolled_rows_are_sessions() -> None:
     # Trees are as large as ever, though every session has one row.
     need = replace(need, tokens=66, sessions=66, query_len=1, logit_rows=66, nodes=65)
     assert ladder.bucket(need).holds(need)
-    first = ladder.first_set(verifies=True)
+    first = ladder.first_set()
     assert len(first) < 30 and all(ladder.bucket(bucket) == bucket for bucket in first)
-    assert ladder.rehearsal(words=ladder.words) == []
+    assert ladder.rehearsal() == []

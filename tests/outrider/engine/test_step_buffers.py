@@ -12,9 +12,7 @@ from outrider.engine.step_buffers import StepBuffer, StepLayout
 
 
 def bucket(tokens: int, sessions: int) -> Bucket:
-    return Bucket(
-        tokens=tokens, sessions=sessions, keys=64, query_len=tokens, logit_rows=tokens, nodes=0, words=1, children=4
-    )
+    return Bucket(tokens=tokens, sessions=sessions, keys=64, query_len=tokens, logit_rows=tokens, nodes=tokens, words=1)
 
 
 @pytest.mark.parametrize("most_layouts", [3, 512])

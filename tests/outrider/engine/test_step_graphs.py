@@ -43,13 +43,6 @@ def test_a_step_runs_in_its_bucket_or_in_the_smallest_captured_one_that_holds_it
     assert graphs.choose(replace(SMALL, sessions=5)) == replace(SMALL, sessions=5)
     # Where logits are wanted, walks do not help.
     assert graphs.choose(replace(SMALL, nodes=0)) == replace(SMALL, nodes=0)
-    # Nor for ranked children; and of these there are as many as were asked for.
-    ranked = replace(LARGE, nodes=0, children=4)
-    assert graphs.choose(replace(ranked, tokens=5)) == replace(ranked, tokens=5)
-    graphs.capture(ranked)
-    assert graphs.choose(replace(ranked, tokens=4)) == ranked
-    assert graphs.choose(replace(ranked, tokens=4, children=3)) == replace(ranked, tokens=4, children=3)
-    assert graphs.choose(replace(SMALL, nodes=0)) == replace(SMALL, nodes=0)
     graphs.capture(SMALL)
     assert graphs.choose(SMALL) == SMALL
 

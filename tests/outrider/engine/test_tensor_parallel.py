@@ -246,7 +246,7 @@ def test_two_gpus_choose_what_one_chooses_until_one_is_lost(tmp_path: Path) -> N
     for ranks in (1, 2):
         runner = ModelRunner(_gpu_config(tmp_path, ranks, "float32"))
         assert runner.steps is not None
-        runner.steps.compile(runner.steps.ladder.first_set(verifies=True)[:2])
+        runner.steps.compile(runner.steps.ladder.first_set()[:2])
         # Without graphs, then with them.
         for _ in range(2):
             tokens, logits = _greedy(runner, runner.slots.acquire_row(), 40)
@@ -286,7 +286,7 @@ def test_two_gpus_in_bfloat16_come_close_to_one(tmp_path: Path) -> None:
     for ranks in (1, 2):
         runner = ModelRunner(_gpu_config(tmp_path, ranks, "bfloat16"))
         assert runner.steps is not None
-        runner.steps.compile(runner.steps.ladder.first_set(verifies=True)[:2])
+        runner.steps.compile(runner.steps.ladder.first_set()[:2])
         # Without a graph, then in one.
         for _ in range(2):
             found += [_forest(runner).cpu() for _ in range(2)]

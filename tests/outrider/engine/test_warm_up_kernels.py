@@ -17,7 +17,6 @@ import torch
 from outrider.engine import decoder_loading
 from outrider.engine.buckets import Bucket
 from outrider.engine.config import EngineConfig
-from outrider.engine.draft_buckets import growth_buckets, words_per_mask
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.step_buffers import StepLayout
 from outrider.engine.weight_source import FunctionSource
@@ -114,45 +113,27 @@ def run(runner: ModelRunner, buckets: Iterable[Bucket], *, layers: int | None = 
             assert layers is not None
 
 
-def any_need(chance: random.Random, *, words: int, most_tokens: int, children: int) -> Bucket:
+def any_need(chance: random.Random, *, most_tokens: int) -> Bucket:
     tokens = min(chance.choice([chance.randint(1, 100), chance.randint(1, 512), most_tokens]), most_tokens)
     sessions = min(chance.choice([1, chance.randint(1, 20), 64]), tokens)
     query_len = chance.randint(-(-tokens // sessions), tokens - sessions + 1)
     logit_rows = chance.randint(0, min(tokens, 512))
-    nodes = 0 if children or not logit_rows else chance.randint(1, min(query_len, logit_rows, 65))
+    nodes = 0 if not logit_rows else chance.randint(1, min(query_len, logit_rows, 65))
     return Bucket(
         tokens=tokens, sessions=sessions, keys=chance.randint(query_len, 2048), query_len=query_len,
-        logit_rows=logit_rows, nodes=nodes, words=words if children else (nodes + 63) // 64 or 1, children=children,
+        logit_rows=logit_rows, nodes=nodes, words=(nodes + 63) // 64 or 1,
     )  # fmt: skip
-
-
-def test_growth_of_any_sessions_finds_its_kernels(noted: Kernels, tmp_path: Path) -> None:
-    runner, words = make_runner(tmp_path, nodes=256), words_per_mask(256)
-    assert runner.steps is not None
-    ladder = runner.steps.ladder
-    captured = growth_buckets(
-        ladder, step_nodes=64, step_tokens=256, level_nodes=8, sessions=64, children=4, words=words
-    )
-    run(runner, captured)
-    kernels = len(noted)
-    run(runner, ladder.rehearsal(words=[words]), layers=2)
-    known = set(noted)
-    # Chunks of prompts beside trees have kernels that none of the captured steps has.
-    assert len(known) > kernels > 20
-    chance = random.Random(0)
-    run(runner, {ladder.bucket(any_need(chance, words=words, most_tokens=512, children=4)) for _ in range(400)})
-    assert noted - known == set()
 
 
 def test_verification_and_prefill_of_any_sessions_find_theirs(noted: Kernels, tmp_path: Path) -> None:
     runner = make_runner(tmp_path, nodes=64)
     assert runner.steps is not None
     ladder = runner.steps.ladder
-    run(runner, ladder.first_set(verifies=True))
+    run(runner, ladder.first_set())
     kernels = len(noted)
-    run(runner, ladder.rehearsal(words=ladder.words), layers=2)
+    run(runner, ladder.rehearsal(), layers=2)
     known = set(noted)
     assert len(known) > kernels > 20
     chance = random.Random(0)
-    run(runner, {ladder.bucket(any_need(chance, words=1, most_tokens=1500, children=0)) for _ in range(400)})
+    run(runner, {ladder.bucket(any_need(chance, most_tokens=1500)) for _ in range(400)})
     assert noted - known == set()
