@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from outrider.draft_worker.drafters.model.drafter import ModelDrafter
     from outrider.draft_worker.drafters.ngram.drafter import NgramDrafter
 
-# Of a session's credit, what n-grams take at most where a model grows as well.
+# Largest share of a session's credit for n-grams where a model grows too.
 _NGRAM_SHARE = 1 / 3
 
 
@@ -45,7 +45,7 @@ class Drafters:
         self.model, self.ngram = model, ngram
         self._sessions: dict[Key, _Session] = {}
         # Keys that the model rests for.
-        self._led: set[Key] = set()
+        self._resting: set[Key] = set()
 
     @property
     def sources(self) -> frozenset[GrowthSource]:
@@ -161,7 +161,7 @@ class Drafters:
         if session is None or session.start.epoch > epoch:
             return
         del self._sessions[key]
-        self._led.discard(key)
+        self._resting.discard(key)
         if session.by_model and self.model is not None:
             self.model.close(key, epoch)
         if session.by_ngram and self.ngram is not None:
@@ -200,12 +200,12 @@ class Drafters:
 
     def _let_model_rest(self, model: "ModelDrafter", leading: set[Key]) -> None:
         # Prompts are computed at once, while the target does so too.
-        led = {key for key in leading if key in self._led or model.has_prompt(key)}
-        for key in led - self._led:
+        led = {key for key in leading if key in self._resting or model.has_prompt(key)}
+        for key in led - self._resting:
             model.hold(key, "n-grams", is_held=True)
-        for key in self._led - led:
+        for key in self._resting - led:
             model.hold(key, "n-grams", is_held=False)
-        self._led = led
+        self._resting = led
 
 
 def _shared_credit(start: SessionStart) -> tuple[SessionStart, SessionStart]:

@@ -55,7 +55,7 @@ class GrowthLoop:
     Attributes:
         ready: done when the model is loaded; its exception says why it could not be.
         stopped: done when the thread ends; its exception is what ended it.
-        watch: whether it still gets on.
+        watch: age of the running step.
         counts: of its steps.
         holds: times that an owner's sessions had to rest, for their growth was not read.
     """

@@ -205,7 +205,7 @@ class AcceptanceCalibration(LearnedBuckets):
         Args:
             seen: [n, 2 + k] which child was committed, how many there are, and their buckets.
         """
-        # Whoever never asks has no use for a compiler.
+        # Imported here so that numba stays optional.
         from outrider.calibration_kernels import observe_parents
 
         observe_parents(seen, self.arrays)
