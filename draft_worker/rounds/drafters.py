@@ -5,7 +5,7 @@ A session that asks for nothing this worker has is open and stays silent. Where 
 most of a tree's depth, the model rests: its steps would only take others' time.
 """
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -181,22 +181,20 @@ class Drafters:
         if self.model is not None:
             self.model.hold(key, reason, is_held=is_held)
 
-    def advance(self, left_out: Container[Key] = ()) -> list[Growth]:
-        """Match n-grams, launch a step of the model where that is possible, and return the growth that has come.
+    def advance(self, left_out: Container[Key] = ()) -> Iterator[Growth]:
+        """Yield growth: what n-grams match first, then, once a step has been launched where possible, the model's.
 
         Args:
             left_out: keys of sessions that n-grams are not matched for.
         """
-        growths = []
         if self.ngram is not None:
             matched = self.ngram.match(left_out)
             if matched is not None:
-                growths.append(matched)
+                yield matched
             if self.model is not None:
                 self._let_model_rest(self.model, self.ngram.leading)
         if self.model is not None:
-            growths += self.model.advance()
-        return growths
+            yield from self.model.advance()
 
     def _let_model_rest(self, model: "ModelDrafter", leading: set[Key]) -> None:
         # Prompts are computed at once, while the target does so too.

@@ -132,13 +132,14 @@ class GrowthLoop:
                 watched = now
                 self.watch.begins(None if drafters.is_preparing else _USUAL_S)
             left_out = {command.key for command in self._waiting if isinstance(command, CommitCommand)}
-            growths = drafters.advance(left_out.union(*map(drafters.keys_of, self._held)))
-            for growth in growths:
+            has_grown = False
+            for growth in drafters.advance(left_out.union(*map(drafters.keys_of, self._held))):
                 self._deliver(growth)
-            has_work = drafters.is_busy or bool(growths) or bool(self._waiting)
+                has_grown = True
+            has_work = drafters.is_busy or has_grown or bool(self._waiting)
             if not has_work:
                 self.watch.rests()
-            elif not growths:
+            elif not has_grown:
                 # Other threads may have the interpreter while the device works.
                 time.sleep(0)
 

@@ -83,7 +83,7 @@ drafters.ngram.trie.add([5, 6, 7, 8, 9, 10])
 assert drafters.ngram.trie.settle()
 drafters.open(SessionStart(key=(1, 1), owner=1, epoch=1, prompt=[1, 5, 6, 7], output=[],
                            sampling=SamplingSpec(max_new_tokens=9), limits=GrowthLimits()))
-while not (growths := drafters.advance()):
+while not (growths := list(drafters.advance())):
     pass
 loaded.close()
 print(growths[0].tokens, *({"transformers"} & set(sys.modules)))

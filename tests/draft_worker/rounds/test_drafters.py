@@ -41,7 +41,7 @@ def drive(drafters: Drafters, left_out: Container[Key] = ()) -> Records:
     """Everything until there is nothing to do, with its source."""
     records: Records = []
     for _ in range(300):
-        growths = drafters.advance(left_out)
+        growths = list(drafters.advance(left_out))
         records += [(growth.source, own) for growth in growths for own in growth]
         if not growths:
             return records
@@ -88,6 +88,14 @@ def test_both_grow_one_session_without_sharing_an_id(make: Make):
     drafters.close(KEY, 1)
     drive(drafters)
     assert (counts(drafters), drafters.slots[0]) == ((0, 0, 0), 0)
+
+
+def test_what_ngrams_match_leaves_before_the_model_computes(make: Make):
+    drafters = make()
+    drafters.open(session_start(prompt=[7, 3, 1, 4]))
+    first = next(drafters.advance())
+    assert (first.source, drafters.launches) == (NGRAM, 0)
+    assert {source for source, _ in drive(drafters)} == {MODEL}
 
 
 def test_a_session_grows_by_what_it_asks_for(make: Make):

@@ -148,7 +148,7 @@ def test_it_sleeps_when_there_is_nothing_to_do():
     class Counting(Drafters):
         advances = 0
 
-        def advance(self, *arguments: Any) -> list[Growth]:
+        def advance(self, *arguments: Any) -> Iterator[Growth]:
             self.advances += 1
             return super().advance(*arguments)
 
