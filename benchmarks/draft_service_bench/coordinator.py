@@ -25,7 +25,7 @@ _Key = tuple[str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What is asked of the worker.
+    """Load on the worker.
 
     Attributes:
         sessions: open at once.
@@ -50,7 +50,7 @@ class Load:
 
 @dataclass(kw_only=True)
 class Seen:
-    """What a measurement has shown.
+    """Observations of one measurement.
 
     Attributes:
         commits: of all sessions.

@@ -1,4 +1,4 @@
-"""What coordinators ask of a draft worker, and whom answers go to."""
+"""Commands of coordinators to a draft worker, and the owners that answers go to."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class SessionFailure:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How full the worker is, and the share of about the last second that steps took."""
+    """Fill of the worker, and the share of about the last second that steps took."""
 
     sessions: int
     slots_used: int

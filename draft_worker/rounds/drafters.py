@@ -55,7 +55,7 @@ class Drafters:
 
     @property
     def calibrations(self) -> dict[GrowthSource, Calibration]:
-        """What each drafter has learned."""
+        """Calibration of each drafter."""
         has = {GrowthSource.MODEL: self.model, GrowthSource.NGRAM: self.ngram}
         return {source: drafter.calibration for source, drafter in has.items() if drafter is not None}
 
@@ -83,12 +83,12 @@ class Drafters:
 
     @property
     def is_preparing(self) -> bool:
-        """Whether the next step may compile something first."""
+        """True if the next step may compile something first."""
         return self.model is not None and self.model.is_preparing
 
     @property
     def is_busy(self) -> bool:
-        """Whether a step is under way."""
+        """True while a step is under way."""
         return self.model is not None and self.model.is_busy
 
     def set_wake(self, wake: Callable[[], None]) -> None:

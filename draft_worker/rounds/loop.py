@@ -94,7 +94,7 @@ class GrowthLoop:
         self._inbox.put(None)
 
     def load(self) -> Load:
-        """How full and how busy the worker is; any thread may call this once `ready` is done."""
+        """Return how full and how busy the worker is; any thread may call this once `ready` is done."""
         drafters = self.ready.result(timeout=0)
         began, busy_before = self._window
         elapsed = max(time.perf_counter_ns() - began, 1)

@@ -14,7 +14,7 @@ Key = tuple[int, int]
 
 
 class GrowthMode(Enum):
-    """How a session's tree grows."""
+    """Mode of growth of a session's tree."""
 
     ASYNC = "async"
     """Without being asked, until credit or depth is used up."""
@@ -43,7 +43,7 @@ class GrowthLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionStart:
-    """What opens a session.
+    """The opening of a session.
 
     Attributes:
         key: see `Key`.
@@ -67,7 +67,7 @@ class SessionStart:
 
     @property
     def is_sync(self) -> bool:
-        """Whether the session grows one tree a round."""
+        """True if the session grows one tree a round."""
         return self.limits.mode is GrowthMode.SYNC
 
     def end(self, max_model_len: int) -> int:

@@ -341,7 +341,7 @@ def _estimate(arrays: Any, least: Any) -> None:
 
 @compiled
 def _edges_below(edges: Any, number: float) -> int:
-    """How many of the ascending edges are below; what is no number is above all."""
+    """Return the number of ascending edges below a number; NaN is above all."""
     place = 0
     while place < len(edges) and not edges[place] >= number:
         place += 1

@@ -1,4 +1,4 @@
-"""What committed tokens teach a calibration, as compiled loops; plain Python where numba is missing.
+"""Loops by which a calibration learns from committed tokens; plain Python where numba is missing.
 
 Shapes: T buckets, n parents, K children of a parent, B bins of the estimate.
 """

@@ -1,4 +1,4 @@
-"""What the tests of this folder share; the model of most of them is `table_model.TableModel`."""
+"""Fixtures of this folder's tests; the model of most of them is `table_model.TableModel`."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a worker is made of: n-grams alone need neither weights nor transformers nor numba."""
+"""Parts of a worker: n-grams alone need neither weights nor transformers nor numba."""
 
 import json
 import shutil

@@ -1,11 +1,11 @@
-"""How a draft model grows trees (free of numba and torch, so that command lines may build it)."""
+"""Settings of growth by a draft model (free of numba and torch, so that command lines may build them)."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class GrowthConfig:
-    """How a draft model grows trees.
+    """Settings of growth by a draft model.
 
     Attributes:
         branching: children of a node.

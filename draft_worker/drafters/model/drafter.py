@@ -135,12 +135,12 @@ class ModelDrafter:
 
     @property
     def is_preparing(self) -> bool:
-        """Whether the host is about to choose children for the first time, with kernels that are compiled then."""
+        """True if the host is about to choose children for the first time, with kernels that are compiled then."""
         return self._hosted > 0 and not self._has_chosen
 
     @property
     def is_busy(self) -> bool:
-        """Whether steps are under way."""
+        """True while steps are under way."""
         return self._rounds.under_way > 0
 
     def warm_up(self) -> None:
@@ -244,7 +244,7 @@ class ModelDrafter:
             self._put(records)
 
     def has_prompt(self, key: Key) -> bool:
-        """Whether the session is open and its prompt has been computed."""
+        """Return True if the session is open and its prompt has been computed."""
         session = self._sessions.get(key)
         return session is not None and bool(self._has_root[session.row])
 

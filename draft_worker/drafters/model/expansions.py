@@ -1,4 +1,4 @@
-"""What steps report: new nodes for whoever verifies, and what the calibration learns from.
+"""Reports of steps: new nodes for the coordinator, and trials for the calibration.
 
 The trees are the device's. Of each expanded node only the ranked children are kept here, until commits tell which of
 them was right: by session and node id, their tokens, calibration buckets and the ids of those that became nodes. Ids of

@@ -333,10 +333,6 @@ class GrowthProgram:
             choice_index=rows.choice_index,
             k=self._ranked,
         )
-        self.estimate(tokens, log_q, scores, rows)
-
-    def estimate(self, tokens: torch.Tensor, log_q: torch.Tensor, scores: torch.Tensor, rows: SampledRows) -> None:
-        """Estimate ranked children [L, k], and choose those that become nodes; see `estimate_children`."""
         outputs = self._tokens, self._buckets, self._nodes, self._acceptances
         estimate_children(tokens, log_q, scores, rows, self._tables, self._config.min_acceptance, outputs)
 
@@ -421,7 +417,7 @@ class GrowthProgram:
                 self._hosted[bucket] = beginning, found
 
     def _is_hosted(self, bucket: int) -> bool:
-        """Whether steps in which the host has a part run in this bucket: the widest of each number of sessions."""
+        """True if steps with a part of the host run in this bucket: the widest of each number of sessions."""
         own, following = self.buckets[bucket], self.buckets[bucket + 1 :]
         return all(other.sessions != own.sessions or other.most > own.most for other in following)
 

@@ -72,7 +72,7 @@ class SyncTree:
 
     @property
     def is_complete(self) -> bool:
-        """Whether no step can change the best nodes any more, or there is no room for more."""
+        """True if no step can change the best nodes any more, or there is no room for more."""
         if not self._is_begun:
             return False
         values = sorted((node.value for node in self._nodes.values()), reverse=True)

@@ -1,4 +1,4 @@
-"""How likely the target accepts a proposal, given that it accepted the parent: learned online from commits.
+"""Estimates that the target accepts a proposal, given that it accepted the parent, learned online from commits.
 
 A proposal falls into a bucket by
 

@@ -45,7 +45,7 @@ _LOOKS_AHEAD = 2
 
 @dataclass(frozen=True, kw_only=True)
 class NgramDrafterConfig:
-    """How a worker drafts by n-grams.
+    """Settings of drafting by n-grams.
 
     Attributes:
         vocab_size: tokens from here on are refused.
@@ -174,15 +174,6 @@ class NgramDrafter:
         session = self._sessions.get(key)
         if session is not None and session.start.epoch <= epoch:
             self._remove(session)
-
-    def close_owned(self, owner: Any) -> None:
-        """Close every session of an owner."""
-        for key in self.keys_of(owner):
-            self._remove(self._sessions[key])
-
-    def keys_of(self, owner: Any) -> set[Key]:
-        """Return the keys of an owner's sessions."""
-        return {key for key, session in self._sessions.items() if session.start.owner is owner}
 
     def match(self, left_out: Container[Key] = ()) -> Growth | None:
         """Return the new nodes of all sessions that were opened or committed to; None if there is nothing to report.

@@ -30,7 +30,7 @@ _TAKEN = -1.0
 
 @dataclass(frozen=True, kw_only=True)
 class ProposalConfig:
-    """How proposals are made; names of SGLang's n-gram speculation, without its prefix.
+    """Settings of proposals, named as in SGLang's n-gram speculation, without its prefix.
 
     Attributes:
         draft_tokens: most proposals after a text.

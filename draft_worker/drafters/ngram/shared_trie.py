@@ -23,7 +23,7 @@ from outrider.kernels.compiled import IS_COMPILED
 logger = logging.getLogger(__name__)
 
 HOLD_NS = 400_000 if IS_COMPILED else 1_000_000
-"""How long an insertion may hold the lock, about. Plain Python needs more: fewer tokens at a time cost more each."""
+"""Time that an insertion may hold the lock, about. Plain Python needs more: fewer tokens at a time cost more each."""
 MAX_AT_ONCE = 512
 """Most tokens that are inserted at a time."""
 # Memory is made ready for this many tokens, each of which may make a node of every depth.

@@ -244,7 +244,7 @@ def test_waking_reaches_every_drafter(make: Make):
 
 @pytest.fixture
 def text(ngram: NgramDrafter) -> list[int]:
-    """What the trie has seen, and has learned to trust."""
+    """A text that the trie has seen, and has learned to trust."""
     text = [number * 5 % 23 for number in range(23)]
     ngram.trie.add(text)
     assert ngram.trie.settle()

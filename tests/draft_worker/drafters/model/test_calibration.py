@@ -1,4 +1,4 @@
-"""What commits teach the estimates, whichever way children were chosen."""
+"""Estimates learn from commits, whichever way children were chosen."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What grows for an output that has to match a grammar: only what may follow there, once the grammar is compiled."""
+"""Growth under a grammar: only tokens that may follow, once the grammar is compiled."""
 
 from collections.abc import Callable
 from concurrent.futures import Future

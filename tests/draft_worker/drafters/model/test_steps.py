@@ -1,4 +1,4 @@
-"""What a step takes, what ends branches, and configurations that cannot work."""
+"""Nodes that a step takes, ends of branches, and configurations that cannot work."""
 
 from typing import Any
 

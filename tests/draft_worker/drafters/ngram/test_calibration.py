@@ -1,4 +1,4 @@
-"""What is learned of proposals, by context, count and share, for each rule."""
+"""Estimates of proposals by context, count and share, for each rule."""
 
 import random
 
