@@ -1,12 +1,12 @@
 #!/bin/sh
 # What needs GPUs, in one go: the tests marked gpu and the tables of docs/, each with a time limit and a file of its own.
 #
-#   sh benchmarks/gpu.sh FOLDER [tests] [ranks] [steps] [draft] [one-graph] [eagle] [sources] [end-to-end] [replicas] [round-trips] [ways] [one-gpu] [imitated] [pool]
+#   sh benchmarks/gpu.sh FOLDER [tests] [ranks] [steps] [draft] [one-graph] [eagle] [sources] [end-to-end] [replicas] [round-trips] [ways] [one-gpu] [imitated] [pool] [rounds]
 #
 # Without names everything, about twenty-five minutes on two GPUs; with one GPU leave out ranks, end-to-end, replicas,
 # round-trips and ways. sources puts both models on that GPU then, as one-gpu does in any case. Only by name: imitated,
 # the draft on one GPU beside an imitation of the target's, with which ways of timing rounds, and commits, are compared;
-# pool, the candidate pool's tests, sanitizers and figures (eight minutes).
+# pool, the candidate pool's tests, sanitizers and figures (eight minutes); rounds, a target's rounds in process (eight).
 # FOLDER gets the reports. A GPU that measures should do nothing else; CUDA_VISIBLE_DEVICES picks it. PYTHON names another
 # interpreter, CHECKPOINTS where widened checkpoints are kept (20 GB; default FOLDER/checkpoints).
 set -u
@@ -37,11 +37,12 @@ gpu_tests() {
     part 400 "$name" "$python" -m pytest -q -m gpu -p no:benchmark -p no:cacheprovider --durations=10 "$@"
 }
 
-# widened ROLE SHAPE: the embedded model in that shape, written once
+# widened ROLE SHAPE [LENGTH]: the embedded model in that shape, and for texts that long, written once
 widened() {
     mkdir -p "$checkpoints"
-    [ -f "$checkpoints/$1-$2/config.json" ] || part 120 "widen-$1-$2" env CUDA_VISIBLE_DEVICES= \
-        "$python" -m outrider.cli widen "$1" "$2" "$checkpoints/$1-$2" --check none
+    folder=$1-$2${3:+-$3}
+    [ -f "$checkpoints/$folder/config.json" ] || part 120 "widen-$folder" env CUDA_VISIBLE_DEVICES= \
+        "$python" -m outrider.cli widen "$1" "$2" "$checkpoints/$folder" --check none ${3:+--max-position-embeddings "$3"}
 }
 
 # end_to_end NAME SECONDS OPTION...: the widened pair through the whole service
@@ -78,6 +79,14 @@ source_pass() {
         --draft "$checkpoints/draft-160m" --sessions 16 --requests 64 --max-new-tokens 128 --max-depth 16 --max-nodes 31 \
         --output "$out/$report.json" --logs "$out/$report" --target-args="--kv-bytes 32000000000 $awake" \
         --draft-args="--kv-bytes 12000000000 $awake" --coordinator-args="$awake" "$@"
+}
+
+# rounds NAME SECONDS OPTION...: a target's rounds in process, with prompts of 1,024 tokens
+rounds() {
+    report=$1 seconds=$2
+    shift 2
+    part "$seconds" "$report" "$python" benchmarks/rounds --device cuda --target "$checkpoints/target-8b-8192" \
+        --prompt-tokens 1024 --max-new-tokens 320 --keep-cores-awake 3 --output "$out/$report.json" "$@"
 }
 
 # side_by_side COMMAND...: with the kernels of both models on the first GPU at once
@@ -121,13 +130,22 @@ for name in "$@"; do
             done
             part 120 pool_kernels "$python" benchmarks/kernels.py --only pool --output-json "$out/pool.json"
             part 250 pool_tokens "$python" benchmarks/pool_tokens.py --rounds 100000 --device cuda ;;
+        rounds) widened target 8b 8192
+            rounds rounds 300 --modes off replay --sessions 1 16 64 256
+            rounds rounds_timeline 90 --modes replay --sessions 1 --max-new-tokens 768 --rounds 100 --chance 0.9 \
+                --timeline "$out/rounds_timeline.png"
+            rounds rounds_ttft 180 --ttft --running 32 --arriving 128 4096 --kv-bytes 16000000000
+            # The draft is on a GPU of its own if there are two.
+            widened draft 160m
+            rounds rounds_model 180 --modes model --sessions 1 16 64 --draft "$checkpoints/draft-160m" \
+                --kv-bytes 32000000000 --draft-kv-bytes 12000000000 ;;
         one-gpu) side_by_side end_to_end one_gpu 150 --gpus 1 --setups shared --sessions 1 16 64 --temperatures 0 1 ;;
         # KV of as many tokens as 32 GB hold of the 8B shape's.
         imitated) side_by_side with_draft imitated 200 --gpus 1 --setups "imitated target" --sessions 1 16 --temperatures 0 1 \
             --modes off async --rounds ahead never-wait --prepare 2.5 --coordinator-args="--keep-cores-awake 2" \
             --target-args="--kv-bytes 625000000 --keep-cores-awake 3" ;;
         sources) if [ "$(nvidia-smi -L | wc -l)" -gt 1 ]; then sources 2; else side_by_side sources 1; fi ;;
-        *) echo "$name is none of tests, ranks, steps, draft, one-graph, eagle, sources, end-to-end, replicas, round-trips, ways, one-gpu, imitated" >&2; exit 2 ;;
+        *) echo "$name is none of tests, ranks, steps, draft, one-graph, eagle, sources, end-to-end, replicas, round-trips, ways, one-gpu, imitated, pool, rounds" >&2; exit 2 ;;
     esac
 done
 exit $failed

@@ -174,6 +174,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
+def _settle(trie: Any) -> None:
+    """Wait until everything queued is inserted."""
+    while trie.waiting_tokens > 0 and not trie.failed:
+        time.sleep(0.005)
+
+
 def growth_times(sessions: int, rounds: int) -> dict[str, float]:
     """Milliseconds of CPU time of a round of so many sessions, medians, and nodes of a session and round."""
     from outrider.draft_worker.drafters.ngram.drafter import NgramDrafter, NgramDrafterConfig, warm_up
@@ -189,7 +195,7 @@ def growth_times(sessions: int, rounds: int) -> dict[str, float]:
     trie.start()
     for _ in range(4):
         trie.add(text)
-    trie.settle()
+    _settle(trie)
     config = NgramDrafterConfig(vocab_size=_VOCABULARY, max_model_len=4096, max_sessions=sessions)
     drafter = NgramDrafter(trie, config)
     longest = _PROMPT + _COMMITTED * rounds
@@ -205,10 +211,10 @@ def growth_times(sessions: int, rounds: int) -> dict[str, float]:
     drafter.match()
     times, nodes = [], 0
     for length in range(_PROMPT, longest, _COMMITTED):
-        trie.settle()
+        _settle(trie)
         began = time.thread_time_ns()
         for number, begin in enumerate(begins):
-            drafter.commit((1, number), 1, length, text[begin + length : begin + length + _COMMITTED])
+            drafter.commit((1, number), text[begin + length : begin + length + _COMMITTED])
         committed = time.thread_time_ns()
         growth = drafter.match()
         times.append((committed - began, time.thread_time_ns() - committed))

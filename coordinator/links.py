@@ -323,7 +323,7 @@ class DraftLink(WorkerLink):
     """
 
     # Some ten steps of many sessions: what a draft is further ahead of its reader is stale when it is read, so there it
-    # rests (`front_process`). With less, a draft behind a round trip of 3 ms could not send all steps that it makes.
+    # rests (`front.process`). With less, a draft behind a round trip of 3 ms could not send all steps that it makes.
     unread_bytes = 32 << 10
 
     def __init__(

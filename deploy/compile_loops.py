@@ -23,7 +23,8 @@ def _draft() -> None:
     from outrider import acceptance_calibration
     from outrider.draft_worker.drafters.model import expansions
     from outrider.draft_worker.drafters.ngram import drafter
-    from outrider.kernels.drafting.children import SampledRows, estimate_children_reference
+    from outrider.kernels.drafting.children import estimate_children_reference
+    from outrider.kernels.sampling.rows import SampledRows
 
     for module in (acceptance_calibration, expansions, drafter):
         module.warm_up()

@@ -1,9 +1,9 @@
 """How a draft worker is set up (torch-free, so that command lines may build it)."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from outrider.addresses import check_coordinators
 from outrider.draft_worker.drafters.model.config import GrowthConfig
@@ -15,7 +15,6 @@ from outrider.security.binding import check_bind
 from outrider.security.tls import TlsConfig
 
 DraftSource = Literal["model", "ngram", "model+ngram"]
-SOURCES = ("model", "ngram", "model+ngram")
 
 # On a CPU every row costs time that the next step waits for; on a GPU some tens of rows cost no more than one.
 _CPU_STEP_NODES, _CPU_MIN_PATH_VALUE = 8, 0.03
@@ -134,8 +133,8 @@ class DraftWorkerConfig:
             raise ValueError(f"drain_s: {self.drain_s} given, 0 or more needed")
         check_bind(self.host, insecure=self.insecure, tls_ca=self.tls)
         check_metrics_options(self.metrics_port, self.metrics_host, insecure=self.insecure, tls=self.tls)
-        if self.source not in SOURCES:
-            raise ValueError(f"source: {self.source!r} given, {', '.join(SOURCES)} needed")
+        if self.source not in get_args(DraftSource):
+            raise ValueError(f"source: {self.source!r} given, {', '.join(get_args(DraftSource))} needed")
         check_ngram_options(self)
         self.engine()
         self.growth(max_model_len=self.max_model_len or 1)
@@ -167,36 +166,22 @@ class DraftWorkerConfig:
 
     def engine(self) -> EngineConfig:
         """The model's part."""
-        return EngineConfig(
-            model_path=self.model_folder,
-            device=self.device,
-            dtype=self.dtype,
-            quantization=self.quantization,
-            num_slots=self.num_slots,
-            kv_bytes=self.kv_bytes,
-            kv_cache_memory_fraction=self.kv_cache_memory_fraction,
-            max_num_seqs=self.max_num_seqs,
-            max_model_len=self.max_model_len,
-            max_tree_nodes=self.max_live_nodes,
-            torch_threads=self.threads,
-            attention_backend=self.attention_backend,
-            enforce_eager=self.enforce_eager,
-        )
+        own = {"model_path": self.model_folder, "max_tree_nodes": self.max_live_nodes, "torch_threads": self.threads}
+        return EngineConfig(**self._fields_of(EngineConfig) | own)
 
     def growth(self, *, max_model_len: int) -> GrowthConfig:
         """The trees' part; the length is the loaded model's."""
         on_cpu = self.device == "cpu"
         step_nodes = _CPU_STEP_NODES if on_cpu else _GPU_STEP_NODES
         path_value = _CPU_MIN_PATH_VALUE if on_cpu else _GPU_MIN_PATH_VALUE
-        return GrowthConfig(
-            branching=self.branching,
-            max_step_nodes=step_nodes if self.max_step_nodes is None else self.max_step_nodes,
-            max_session_nodes=self.max_session_nodes,
-            max_step_tokens=self.max_step_tokens,
-            max_live_nodes=self.max_live_nodes,
-            max_model_len=max_model_len,
-            min_path_value=path_value if self.min_path_value is None else self.min_path_value,
-            min_acceptance=self.min_acceptance,
-            rejection_top_k=self.rejection_top_k,
-            rejection_acceptance=self.rejection_acceptance,
-        )
+        own = {
+            "max_step_nodes": step_nodes if self.max_step_nodes is None else self.max_step_nodes,
+            "max_model_len": max_model_len,
+            "min_path_value": path_value if self.min_path_value is None else self.min_path_value,
+        }
+        return GrowthConfig(**self._fields_of(GrowthConfig) | own)
+
+    def _fields_of(self, part: type) -> dict[str, Any]:
+        """The values of the fields that a part's configuration has under the same name."""
+        own = {field.name for field in fields(self)}
+        return {field.name: getattr(self, field.name) for field in fields(part) if field.name in own}

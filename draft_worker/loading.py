@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from outrider.checkpoint_json import read_json_object
 from outrider.draft_worker.config import DraftWorkerConfig
-from outrider.draft_worker.drafters.ngram.card import ngram_model_info
 from outrider.draft_worker.rounds.drafters import Drafters
+from outrider.errors import CheckpointError
+from outrider.tokenizer_hash import tokenizer_hash
 from outrider.v1 import common_pb2
 from outrider.worker import model_info
 
@@ -47,18 +49,9 @@ def load_drafters(config: DraftWorkerConfig) -> LoadedDrafters:
         CheckpointError: the model folder cannot be served.
         CorpusError: a file of texts cannot be read, or begins with a line that is none.
     """
-    model_drafter: ModelDrafter | None = None
-    if config.uses_model:
-        model_drafter, model = _load_model(config)
-    else:
-        model = ngram_model_info(config.model_folder, max_model_len=config.max_model_len)
-    if not config.uses_ngram:
-        return LoadedDrafters(drafters=Drafters(model_drafter, None), model=model)
-    corpus = _corpus(config, model)
-    ngram = _ngram(config, model)
-    if corpus is not None:
-        corpus.start(ngram.trie)
-    return LoadedDrafters(drafters=Drafters(model_drafter, ngram), model=model, corpus=corpus)
+    drafter, model = _load_model(config) if config.uses_model else (None, _model_info(config))
+    ngram, corpus = _load_ngram(config, model) if config.uses_ngram else (None, None)
+    return LoadedDrafters(drafters=Drafters(drafter, ngram), model=model, corpus=corpus)
 
 
 def _load_model(config: DraftWorkerConfig) -> "tuple[ModelDrafter, common_pb2.ModelInfo]":
@@ -82,21 +75,36 @@ def _load_model(config: DraftWorkerConfig) -> "tuple[ModelDrafter, common_pb2.Mo
     return drafter, model_info(runner.info)
 
 
-def _corpus(config: DraftWorkerConfig, model: common_pb2.ModelInfo) -> "CorpusLoader | None":
-    if not config.ngram_corpus:
-        return None
-    from outrider.draft_worker.drafters.ngram.corpus import CorpusLoader, check_corpora
+def _model_info(config: DraftWorkerConfig) -> common_pb2.ModelInfo:
+    """How a worker without a model introduces itself: by the folder's tokenizer and sizes, and without a dtype."""
+    folder = config.model_folder
+    found = read_json_object(folder / "config.json")
+    if found is None:
+        raise CheckpointError(f"{folder}: no config.json; give the folder of a Hugging Face checkpoint")
+    try:
+        vocab_size, longest = int(found["vocab_size"]), int(found["max_position_embeddings"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder}/config.json: vocab_size and max_position_embeddings are needed") from error
+    return common_pb2.ModelInfo(
+        name=f"ngram-{folder.resolve().name}",
+        vocab_size=vocab_size,
+        tokenizer_hash=tokenizer_hash(folder),
+        dtype="none",
+        max_model_len=config.max_model_len or longest,
+    )
 
-    check_corpora(config.ngram_corpus, config.model_folder, model.vocab_size)
-    return CorpusLoader(config.ngram_corpus, config.model_folder, model.vocab_size)
 
-
-def _ngram(config: DraftWorkerConfig, model: common_pb2.ModelInfo) -> "NgramDrafter":
+def _load_ngram(config: DraftWorkerConfig, model: common_pb2.ModelInfo) -> "tuple[NgramDrafter, CorpusLoader | None]":
     from outrider.draft_worker.drafters.ngram import drafter
+    from outrider.draft_worker.drafters.ngram.corpus import CorpusLoader, check_corpora
     from outrider.draft_worker.drafters.ngram.proposals import ProposalConfig
     from outrider.draft_worker.drafters.ngram.shared_trie import SharedTrie
     from outrider.draft_worker.drafters.ngram.trie import NgramTrie
 
+    corpus = None
+    if config.ngram_corpus:
+        check_corpora(config.ngram_corpus, config.model_folder, model.vocab_size)
+        corpus = CorpusLoader(config.ngram_corpus, config.model_folder, model.vocab_size)
     proposals = ProposalConfig(
         draft_tokens=config.ngram_draft_tokens,
         min_breadth=config.ngram_min_breadth,
@@ -106,12 +114,12 @@ def _ngram(config: DraftWorkerConfig, model: common_pb2.ModelInfo) -> "NgramDraf
     trie = SharedTrie(NgramTrie(capacity=config.ngram_capacity, max_trie_depth=config.ngram_max_trie_depth), proposals)
     trie.start()
     drafter.warm_up()
-    return drafter.NgramDrafter(
-        trie,
-        drafter.NgramDrafterConfig(
-            vocab_size=model.vocab_size,
-            max_model_len=model.max_model_len,
-            max_sessions=config.max_num_seqs,
-            max_live_nodes=config.max_live_nodes,
-        ),
+    if corpus is not None:
+        corpus.start(trie)
+    settings = drafter.NgramDrafterConfig(
+        vocab_size=model.vocab_size,
+        max_model_len=model.max_model_len,
+        max_sessions=config.max_num_seqs,
+        max_live_nodes=config.max_live_nodes,
     )
+    return drafter.NgramDrafter(trie, settings), corpus

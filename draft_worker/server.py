@@ -5,15 +5,14 @@ import contextlib
 from collections.abc import Callable
 
 from outrider.addresses import Resolve
-from outrider.draft_worker.calibration_report import pack_calibrations
 from outrider.draft_worker.config import DraftWorkerConfig
-from outrider.draft_worker.front import Front
-from outrider.draft_worker.inbox import SocketInbox
+from outrider.draft_worker.front.handle import Front
+from outrider.draft_worker.front.inbox import SocketInbox
 from outrider.draft_worker.loading import LoadedDrafters, load_drafters
 from outrider.draft_worker.metrics import draft_metrics
 from outrider.draft_worker.rounds.drafters import Drafters
 from outrider.draft_worker.rounds.loop import GrowthLoop, spare_collector
-from outrider.draft_worker.service import DraftStreams, pack_load
+from outrider.draft_worker.service import DraftStreams, pack_calibrations
 from outrider.security.roles import Role
 from outrider.v1 import common_pb2, draft_pb2, registry_pb2
 from outrider.worker_service import Loaded, Worker, WorkerConfig, serve_worker
@@ -69,17 +68,19 @@ class DraftWorker(Worker[GrowthLoop]):
                 max_step_tokens=config.max_step_tokens + (0 if model is None else model.config.max_step_nodes),
             ),
             metrics=draft_metrics(self.thread, parts.drafters, model_name=parts.model.name),
-            sources=sorted(parts.drafters.sources),
+            sources=sorted(parts.drafters.calibrations),
             failures=(self.front.failed,),
         )
 
     def load(self) -> common_pb2.WorkerLoad:
         """See `Worker`."""
         thread = self.thread
-        load = pack_load(thread.load())
-        load.calibration.CopyFrom(pack_calibrations(self._loaded.drafters.calibrations))
-        load.step_age_ms, load.preparing = int(1e3 * thread.watch.age_s), thread.watch.is_preparing
-        return load
+        return common_pb2.WorkerLoad(
+            **thread.load()._asdict(),
+            calibration=pack_calibrations(self._loaded.drafters.calibrations),
+            step_age_ms=int(1e3 * thread.watch.age_s),
+            preparing=thread.watch.is_preparing,
+        )
 
     def close(self) -> None:
         """See `Worker`."""

@@ -2,13 +2,12 @@
 
 import logging
 import socket
-from collections.abc import Sequence
-
-import grpc
+from collections.abc import Mapping, Sequence
 
 from outrider import rpc, tracing
+from outrider.acceptance_calibration import RELIABILITY_EDGES, LearnedBuckets
 from outrider.draft_distribution import pack_distributions
-from outrider.draft_worker.front_wire import FrameReader, Kind, pack_frame
+from outrider.draft_worker.front.frames import FrameReader, Kind, pack_frame
 from outrider.draft_worker.rounds.commands import (
     CloseCommand,
     Command,
@@ -16,13 +15,11 @@ from outrider.draft_worker.rounds.commands import (
     HoldCommand,
     LeaveCommand,
     Load,
-    OpenCommand,
-    SessionFailure,
 )
 from outrider.draft_worker.rounds.growth import Growth
 from outrider.draft_worker.rounds.session import GrowthLimits, GrowthMode, SessionStart
-from outrider.errors import FieldViolation, InvalidRequest
-from outrider.growth_source import ALL_SOURCES, GrowthSource, sources_from_proto, sources_to_proto
+from outrider.errors import FieldViolation, InvalidRequest, OutriderError
+from outrider.growth_source import ALL_SOURCES, GrowthSource, sources_from_proto, sources_to_proto, to_proto
 from outrider.log_output import about
 from outrider.request_decoding import decode
 from outrider.sampling import SamplingSpec
@@ -114,13 +111,10 @@ class _Stream:
             ids, times = growth.session_ids, {"step_ns": growth.step_ns, "forward_ns": growth.forward_ns}
             self._traces.stepped(ids, **times, rows=growth.rows)
 
-    def fail(self, failure: SessionFailure) -> None:
-        kinds = (code for kind, code in rpc.CODES.items() if isinstance(failure.error, kind))
-        code = next(kinds, grpc.StatusCode.FAILED_PRECONDITION)
-        error = common_pb2.SessionError(
-            session_id=failure.session_id, epoch=failure.epoch, code=code.value[0], message=str(failure.error)
-        )
-        self._send(draft_pb2.DraftGrowth(errors=[error]))
+    def fail(self, session_id: int, epoch: int, error: OutriderError) -> None:
+        status = rpc.status_of(error)
+        told = common_pb2.SessionError(session_id=session_id, epoch=epoch, code=status.code, message=status.message)
+        self._send(draft_pb2.DraftGrowth(errors=[told]))
 
     def end(self) -> None:
         if self._traces is not None:
@@ -130,15 +124,22 @@ class _Stream:
         self._streams.send(Kind.GROWTH, self._number, message.SerializeToString())
 
 
-def pack_load(load: Load) -> common_pb2.WorkerLoad:
-    """A worker's load as it travels."""
-    return common_pb2.WorkerLoad(
-        sessions=load.sessions,
-        slots_used=load.slots_used,
-        slots_total=load.slots_total,
-        steps=load.steps,
-        busy=load.busy,
-    )
+def pack_calibrations(calibrations: Mapping[GrowthSource, LearnedBuckets]) -> common_pb2.CalibrationReport:
+    """What each source's estimates were worth since start; any thread may ask."""
+    rules = [
+        common_pb2.RuleReliability(
+            rule=found.rule,
+            children=found.children,
+            predicted=floats_to_bytes(
+                [total / max(count, 1) for total, count in zip(found.predicted, found.children, strict=True)]
+            ),
+            hits=found.hits,
+            source=to_proto(source),
+        )
+        for source, calibration in sorted(calibrations.items())
+        for found in calibration.reliability()
+    ]
+    return common_pb2.CalibrationReport(edges=floats_to_bytes(RELIABILITY_EDGES), rules=rules)
 
 
 def _commands(message: draft_pb2.DraftCommands, stream: _Stream) -> list[Command]:
@@ -153,9 +154,9 @@ def _commands(message: draft_pb2.DraftCommands, stream: _Stream) -> list[Command
         ids = about(session_id=opened.session_id, epoch=opened.epoch)
         logger.debug("session %d, epoch %d is opened", opened.session_id, opened.epoch, extra=ids)
         try:
-            commands.append(OpenCommand(stream, _session_start(opened, message.incarnation, stream)))
+            commands.append(_session_start(opened, message.incarnation, stream))
         except InvalidRequest as error:
-            stream.fail(SessionFailure(opened.session_id, opened.epoch, error))
+            stream.fail(opened.session_id, opened.epoch, error)
     batch = message.commits
     tokens = list(batch.tokens)
     columns = zip(batch.session_ids, batch.epochs, batch.positions, split_by_counts(batch.token_counts), strict=True)
@@ -237,7 +238,7 @@ def growth_message(growth: Growth, load: Load) -> draft_pb2.DraftGrowth:
         acceptance=floats_to_bytes(growth.acceptance),
         complete=growth.complete,
         report=report,
-        load=pack_load(load),
+        load=common_pb2.WorkerLoad(**load._asdict()),
         sources=sources,
         distributions=pack_distributions(growth.distributions),
     )

@@ -26,6 +26,7 @@ class Code(IntEnum):
     RESOURCE_EXHAUSTED = 8
     FAILED_PRECONDITION = 9
     ABORTED = 10
+    INTERNAL = 13
 
 
 class SessionFault(Exception):

@@ -151,6 +151,11 @@ class StepCost:
             return None
         return self._alone.predict((1.0, verify_rows / _ROWS, keys / _KEYS))
 
+    @property
+    def row_ns(self) -> float | None:
+        """What one more verified row takes; None where that is not known yet."""
+        return self._alone.weights[1] / _ROWS if self._alone.observed >= _BELIEVED else None
+
     def beside(self, verify_rows: int, keys: int, *, most: int) -> PrefillAllowance:
         """The prefill that a step may take beside a verification."""
         known_ns = self.verification_ns(verify_rows, keys)

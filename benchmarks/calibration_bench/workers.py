@@ -15,7 +15,7 @@ from benchmarks.target_bench.worker import Worker, worker_config
 
 from outrider.draft_worker.config import DraftWorkerConfig
 from outrider.draft_worker.loading import load_drafters
-from outrider.draft_worker.rounds.growth import SessionGrowth
+from outrider.draft_worker.rounds.growth import Growth
 from outrider.draft_worker.rounds.session import GrowthLimits, GrowthMode, SessionStart
 from outrider.models import embedded_draft_path, embedded_target_path
 from outrider.sampling import SamplingSpec
@@ -64,9 +64,7 @@ class Pair:
             kv_bytes=_KV_BYTES,
             max_step_tokens=2048,
         )
-        drafter = load_drafters(config).drafters.model
-        assert drafter is not None
-        self._drafter = drafter
+        self._drafters = load_drafters(config).drafters
         self._numbers = itertools.count(1)
 
     def continue_plainly(self, runs: Sequence[Run]) -> None:
@@ -92,17 +90,18 @@ class Pair:
                 self._round(running, drafted=drafted)
             for key in held:
                 self._verifier.close(key, 1)
-                self._drafter.close(key, 1)
+                self._drafters.close(key, 1)
 
     def _open(self, key: SessionKey, run: Run, *, drafted: bool) -> None:
         request = OpenRequest(key=key, epoch=1, prompt=run.prompt, output=run.output, sampling=run.sampling)
         self._verifier.open(request)
         if drafted:
             limits = GrowthLimits(mode=GrowthMode.SYNC, max_live_nodes=256, max_depth=_DEPTH, sync_nodes=_NODES)
-            self._drafter.open(
+            self._drafters.open(
                 SessionStart(
                     key=key,
-                    owner=self,
+                    # So that growth is split between sessions.
+                    owner=key,
                     epoch=1,
                     prompt=run.prompt,
                     output=run.output,
@@ -123,15 +122,16 @@ class Pair:
                     continue
                 run = waiting.pop(tree.key)
                 if drafted:
-                    self._drafter.commit(tree.key, 1, tree.length, result.token_ids)
+                    self._drafters.commit(tree.key, 1, tree.length, result.token_ids)
                 run.output.extend(result.token_ids)
                 run.rounds.append(len(result.token_ids))
 
-    def _grow(self, sessions: int) -> dict[SessionKey, SessionGrowth]:
+    def _grow(self, sessions: int) -> dict[SessionKey, Growth]:
         """The whole tree of every session that has one to grow, by key."""
-        grown: dict[SessionKey, SessionGrowth] = {}
-        while len(grown) < sessions and (step := self._drafter.step()) is not None:
-            grown |= {(1, growth.session_id): growth for growth in step if growth.complete}
+        grown: dict[SessionKey, Growth] = {}
+        while len(grown) < sessions and (steps := list(self._drafters.advance())):
+            for step in steps:
+                grown |= {key: growth for key, growth in step.by_owner() if growth.complete[0]}
         return grown
 
 
@@ -143,15 +143,16 @@ def runs_of(prompts: Sequence[Sequence[int]], numbers: Sequence[int], sampling: 
     ]
 
 
-def _request(key: SessionKey, run: Run, growth: SessionGrowth | None) -> TreeRequest:
+def _request(key: SessionKey, run: Run, growth: Growth | None) -> TreeRequest:
     length = len(run.prompt) + len(run.output)
-    if growth is None or growth.as_of != length:
+    if growth is None or growth.as_of != [length]:
         return TreeRequest(key=key, epoch=1, length=length, tokens=[], parents=[])
     # No node past the last token of the output, as the coordinator cuts it.
     room = run.sampling.max_new_tokens - len(run.output) - 1
     numbers, depths = {0: 0}, {0: 0}
     tokens, parents, distributions = [], [], []
-    columns = zip(growth.node_ids, growth.parents, growth.tokens, growth.distributions, strict=True)
+    drawn = growth.distributions or [None] * len(growth.node_ids)
+    columns = zip(growth.node_ids, growth.parents, growth.tokens, drawn, strict=True)
     for node_id, parent_id, token, distribution in columns:
         if parent_id in numbers and depths[parent_id] < room:
             tokens.append(token)

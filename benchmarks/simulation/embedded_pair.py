@@ -34,8 +34,8 @@ from outrider.coordinator.messages import (
 )
 from outrider.coordinator.text_stream import TextStream
 from outrider.draft_worker.config import DraftWorkerConfig
-from outrider.draft_worker.drafters.model.drafter import ModelDrafter
 from outrider.draft_worker.loading import load_drafters
+from outrider.draft_worker.rounds.drafters import Drafters
 from outrider.draft_worker.rounds.growth import Growth
 from outrider.draft_worker.rounds.session import GrowthLimits, GrowthMode, SessionStart
 from outrider.errors import WorkerUnavailable
@@ -121,19 +121,19 @@ class _Target(VirtualTarget):
 
 
 class _Draft(VirtualDraft):
-    """A worker's drafter behind the interface of a fake draft."""
+    """A worker's drafters behind the interface of a fake draft."""
 
     def __init__(
         self,
         settings: Settings,
         model: PathModel,
-        drafter: ModelDrafter,
+        drafters: Drafters,
         times: StepTimes,
         *,
         on_growth: Callable[[GrowthBatch], None],
     ) -> None:
         super().__init__(settings, model, on_growth=on_growth)
-        self._drafter, self._times = drafter, times
+        self._drafters, self._times = drafters, times
         self._arrived = asyncio.Event()
         self._task = asyncio.create_task(self._run())
         self.steps = self.rows = self.idle_ns = 0
@@ -151,15 +151,15 @@ class _Draft(VirtualDraft):
         )
 
         def open_it() -> None:
-            self._drafter.open(start)
+            self._drafters.open(start)
 
         self._send(open_it)
 
     def _apply(self, commit: Commit) -> None:
-        self._drafter.commit((1, commit.session_id), commit.epoch, commit.position, list(commit.token_ids))
+        self._drafters.commit((1, commit.session_id), commit.epoch, commit.position, list(commit.token_ids))
 
     def close_session(self, session_id: int, epoch: int) -> None:
-        self._send(lambda: self._drafter.close((1, session_id), epoch))
+        self._send(lambda: self._drafters.close((1, session_id), epoch))
 
     def check(self) -> None:
         """Raises what has ended it, if anything has."""
@@ -177,10 +177,11 @@ class _Draft(VirtualDraft):
     async def _run(self) -> None:
         while True:
             await self._apply_waiting()
-            if (growth := self._drafter.step()) is not None:
+            growths = list(self._drafters.advance())
+            for growth in growths:
                 await self._step_time(growth)
                 self._leave(growth)
-            else:
+            if not growths:
                 since_ns = clock.now_ns()
                 await self._arrived.wait()
                 self.idle_ns += clock.now_ns() - since_ns
@@ -234,17 +235,17 @@ class PairSimulation(VirtualSimulation):
 
     Args:
         recorded: as many requests as clients at least.
-        drafter: without sessions.
+        drafters: without sessions.
         times: of its steps.
 
     Raises:
         ValueError: there are fewer requests than clients.
     """
 
-    def __init__(self, settings: Settings, recorded: RecordedOutputs, drafter: ModelDrafter, times: StepTimes) -> None:
+    def __init__(self, settings: Settings, recorded: RecordedOutputs, drafters: Drafters, times: StepTimes) -> None:
         if len(recorded.runs) < settings.sessions:
             raise ValueError(f"{len(recorded.runs)} requests given, at least {settings.sessions} (sessions) needed")
-        self._recorded, self._drafter, self._times = recorded, drafter, times
+        self._recorded, self._drafters, self._times = recorded, drafters, times
         super().__init__(settings)
 
     def make_model(self, *, draft: int) -> PathModel:
@@ -260,7 +261,7 @@ class PairSimulation(VirtualSimulation):
         self.draft = _Draft(
             self.settings,
             self._recorded,
-            self._drafter,
+            self._drafters,
             self._times,
             on_growth=lambda growth: self.scheduler.take_growth(worker_id, growth),
         )
@@ -369,10 +370,9 @@ def simulate_pair(
         max_session_nodes=max_session_nodes,
         min_path_value=on_gpu.min_path_value if min_path_value is None else min_path_value,
     )
-    drafter = load_drafters(config).drafters.model
-    assert drafter is not None
+    drafters = load_drafters(config).drafters
 
     async def main() -> PairFigures:
-        return await PairSimulation(settings, recorded, drafter, times).run()
+        return await PairSimulation(settings, recorded, drafters, times).run()
 
     return virtual_time.run(main())

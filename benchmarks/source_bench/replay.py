@@ -39,7 +39,7 @@ from outrider.draft_worker.drafters.ngram.drafter import NgramDrafter, NgramDraf
 from outrider.draft_worker.drafters.ngram.proposals import ProposalConfig, Proposals, TextTails, propose
 from outrider.draft_worker.drafters.ngram.shared_trie import SharedTrie
 from outrider.draft_worker.drafters.ngram.trie import NgramTrie
-from outrider.draft_worker.rounds.drafters import shared_limits
+from outrider.draft_worker.rounds.drafters import Drafters, shared_limits
 from outrider.draft_worker.rounds.session import GrowthLimits, SessionStart
 from outrider.errors import OutriderError, Superseded, WorkerUnavailable
 from outrider.growth_source import GrowthSource
@@ -202,20 +202,22 @@ class _NgramGrower:
         config = NgramDrafterConfig(
             vocab_size=2 * NUMBERS, max_model_len=_MOST_TOKENS, max_sessions=2 * settings.sessions
         )
-        self.drafter = NgramDrafter(_ReplayTrie(settings), config)
+        self.drafters = Drafters(None, NgramDrafter(_ReplayTrie(settings), config))
 
     def commit(self, session_id: int, *, epoch: int, position: int, token_ids: Sequence[int]) -> None:
         with suppress(Superseded):
-            self.drafter.commit((0, session_id), epoch, position, token_ids)
+            self.drafters.commit((0, session_id), epoch, position, token_ids)
 
     def close(self, session_id: int, *, epoch: int) -> None:
-        self.drafter.close((0, session_id), epoch)
+        self.drafters.close((0, session_id), epoch)
 
     def step(self) -> dict[int, GrownRows]:
         grown: dict[int, GrownRows] = {}
-        for own in self.drafter.match() or ():
-            rows = list(zip(own.node_ids, own.parents, own.tokens, own.acceptance, strict=True))
-            grown[own.session_id] = GrownRows(epoch=own.epoch, as_of=own.as_of, rows=rows, complete=own.complete)
+        for growth in self.drafters.advance():
+            for _, own in growth.by_owner():
+                rows = list(zip(own.node_ids, own.parents, own.tokens, own.acceptance, strict=True))
+                (epoch,), (as_of,), (complete,) = own.epochs, own.as_of, own.complete
+                grown[own.session_ids[0]] = GrownRows(epoch=epoch, as_of=as_of, rows=rows, complete=complete)
         return grown
 
 
@@ -232,14 +234,16 @@ class _NgramDraft(VirtualDraft):
         """Grows this session's tree from now on."""
         start = SessionStart(
             key=(0, opening.session_id),
-            owner=None,
+            # So that growth is split between sessions.
+            owner=opening,
             epoch=opening.epoch,
             prompt=opening.prompt,
             output=opening.output,
             sampling=opening.sampling,
             limits=GrowthLimits(max_live_nodes=opening.max_live_nodes, max_depth=opening.max_depth),
+            is_shared=not self._is_alone,
         )
-        self._send(lambda: self._own.drafter.open(start, speaks=self._is_alone))
+        self._send(lambda: self._own.drafters.open(start))
 
 
 class _BothDrafts:

@@ -1,25 +1,18 @@
-"""Commands of coordinators to a draft worker, and the owners that answers go to."""
+"""Commands of coordinators to a draft worker, and the owners that answers go to.
+
+A `SessionStart` opens its session.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from outrider.draft_worker.rounds.growth import Growth
-from outrider.draft_worker.rounds.session import CommitMismatch, Key, SessionStart
+from outrider.draft_worker.rounds.session import Key, SessionStart
 from outrider.errors import OutriderError
 
 
-@dataclass(frozen=True, slots=True)
-class SessionFailure:
-    """Why a session is not open here (any more)."""
-
-    session_id: int
-    epoch: int
-    error: OutriderError | CommitMismatch
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """Fill of the worker, and the share of about the last second that steps took."""
 
     sessions: int
@@ -36,22 +29,9 @@ class GrowthOwner(Protocol):
         """Take new nodes of this owner's sessions, from one step."""
         ...
 
-    def fail(self, failure: SessionFailure) -> None:
-        """Learn of a command that could not be carried out; its session is not open."""
+    def fail(self, session_id: int, epoch: int, error: OutriderError) -> None:
+        """Learn why a command could not be carried out; its session is not open."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class OpenCommand:
-    """Opens a session for `owner`."""
-
-    owner: GrowthOwner
-    start: SessionStart
-
-    @property
-    def key(self) -> Key:
-        """The session's."""
-        return self.start.key
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,4 +69,4 @@ class HoldCommand:
     is_held: bool
 
 
-Command = OpenCommand | CommitCommand | CloseCommand | LeaveCommand | HoldCommand
+Command = SessionStart | CommitCommand | CloseCommand | LeaveCommand | HoldCommand

@@ -1,17 +1,17 @@
 """A worker's drafters behind one front: each session grows by those that it asks for.
 
-Both may grow the same token below the same node; it then has two ids, and whoever verifies takes the higher estimate.
-A session that asks for nothing this worker has is open and stays silent. Where n-grams are expected to be right for
-most of a tree's depth, the model rests: its steps would only take others' time.
+What coordinators ask for is checked here, once for all drafters: epochs, token ids, and that commits continue what was
+committed. Both drafters may grow the same token below the same node; it then has two ids, and whoever verifies takes
+the higher estimate. A session that asks for nothing this worker has is open and stays silent. Where n-grams are
+expected to be right for most of a tree's depth, the model rests: its steps would only take others' time.
 """
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from outrider.draft_worker.calibration_report import Calibration
 from outrider.draft_worker.rounds.growth import Growth
-from outrider.draft_worker.rounds.session import CommitMismatch, Key, SessionStart
+from outrider.draft_worker.rounds.session import Key, SessionStart, check_start, new_tokens
 from outrider.errors import OutOfSlots, OutriderError, Superseded
 from outrider.growth_source import GrowthSource
 
@@ -26,8 +26,8 @@ _NGRAM_SHARE = 1 / 3
 @dataclass(slots=True)
 class _Session:
     start: SessionStart
-    by_model: bool
-    by_ngram: bool
+    tokens: list[int]  # committed
+    drafters: "list[NgramDrafter | ModelDrafter]"  # that grow it
 
 
 class Drafters:
@@ -35,29 +35,21 @@ class Drafters:
 
     Args:
         model: None without one.
-        ngram: None without n-grams.
+        ngram: None without n-grams; of the model's vocabulary.
 
     Attributes:
         model, ngram: as given.
+        calibrations: of each drafter.
     """
 
     def __init__(self, model: "ModelDrafter | None", ngram: "NgramDrafter | None") -> None:
         self.model, self.ngram = model, ngram
+        # N-grams first: their commits cannot fail, and what they match leaves before the model computes.
+        self._drafters = [drafter for drafter in (ngram, model) if drafter is not None]
+        self.calibrations = {drafter.source: drafter.calibration for drafter in self._drafters}
         self._sessions: dict[Key, _Session] = {}
         # Keys that the model rests for.
         self._resting: set[Key] = set()
-
-    @property
-    def sources(self) -> frozenset[GrowthSource]:
-        """Drafters of this worker."""
-        has = {GrowthSource.MODEL: self.model, GrowthSource.NGRAM: self.ngram}
-        return frozenset(source for source, drafter in has.items() if drafter is not None)
-
-    @property
-    def calibrations(self) -> dict[GrowthSource, Calibration]:
-        """Calibration of each drafter."""
-        has = {GrowthSource.MODEL: self.model, GrowthSource.NGRAM: self.ngram}
-        return {source: drafter.calibration for source, drafter in has.items() if drafter is not None}
 
     @property
     def num_sessions(self) -> int:
@@ -72,9 +64,7 @@ class Drafters:
     @property
     def steps(self) -> int:
         """Forward passes so far; matches, where there is no model."""
-        if self.model is not None:
-            return self.model.steps
-        return 0 if self.ngram is None else self.ngram.steps
+        return self._drafters[-1].steps
 
     @property
     def launches(self) -> int:
@@ -93,40 +83,36 @@ class Drafters:
 
     def set_wake(self, wake: Callable[[], None]) -> None:
         """Set what is called, on any thread, when there may be something to do that no command tells of."""
-        for drafter in (self.model, self.ngram):
-            if drafter is not None:
-                drafter.wake = wake
+        for drafter in self._drafters:
+            drafter.wake = wake
 
     def open(self, start: SessionStart) -> None:
         """Open a session; one of the same key and an older epoch is replaced.
 
         Raises:
             Superseded: the session is open under this epoch or a newer one.
-            OutriderError: one of its drafters does not take it.
+            InvalidRequest: token ids or lengths that are not taken.
+            OutOfSlots: a drafter has no room for it.
         """
         held = self._sessions.get(start.key)
         if held is not None:
             if start.epoch <= held.start.epoch:
                 raise Superseded(f"epoch {start.epoch} given, epoch {held.start.epoch} is open")
             self.close(start.key, start.epoch)
-        mine = self.sources & frozenset(start.sources)
-        by_ngram = GrowthSource.NGRAM in mine
-        too_long = len(start.prompt) + len(start.output) > self.slots[1]
-        by_model = GrowthSource.MODEL in mine and not (by_ngram and too_long)
-        of_model = of_ngram = start
-        if by_model and by_ngram:
-            of_ngram, of_model = _shared_credit(start)
+        first, tokens = self._drafters[0], [*start.prompt, *start.output]
+        check_start(start, vocab_size=first.vocab_size, max_model_len=first.config.max_model_len)
+        drafters = [drafter for drafter in self._drafters if drafter.source in start.sources]
+        if len(drafters) > 1 and len(tokens) > self.slots[1]:
+            # Too long for the model's KV.
+            drafters.pop()
         try:
-            if by_model and self.model is not None:
-                self.model.open(of_model)
-            if by_ngram and self.ngram is not None:
-                self.ngram.open(of_ngram, speaks=not by_model)
+            for drafter in reversed(drafters):
+                drafter.open(start if len(drafters) == 1 else _shared(start, drafter.source))
         except OutriderError:
-            for drafter in (self.model, self.ngram):
-                if drafter is not None:
-                    drafter.close(start.key, start.epoch)
+            for drafter in drafters:
+                drafter.close(start.key)
             raise
-        self._sessions[start.key] = _Session(start, by_model, by_ngram)
+        self._sessions[start.key] = _Session(start, tokens, drafters)
 
     def commit(self, key: Key, epoch: int, position: int, token_ids: Sequence[int]) -> None:
         """Commit tokens that stand behind the first `position`.
@@ -134,24 +120,24 @@ class Drafters:
         Raises:
             Superseded: no session of this key is open under this epoch.
             CommitMismatch: the tokens do not continue the session; it is closed.
-            OutriderError: a drafter cannot go on with it; it is closed. What has become too long for the model's KV
-                goes on by n-grams, where it has them.
+            InvalidRequest: a token outside the vocabulary; the session is closed.
+            OutOfSlots: it has become too long for the model's KV and is closed, unless it can go on by n-grams.
         """
         session = self._sessions.get(key)
         if session is None or session.start.epoch != epoch:
             raise Superseded(f"no session is open under epoch {epoch}")
         try:
-            if session.by_ngram and self.ngram is not None:
-                self.ngram.commit(key, epoch, position, token_ids)
-            if session.by_model and self.model is not None:
-                self.model.commit(key, epoch, position, token_ids)
+            tokens = new_tokens(session.tokens, position, token_ids, vocab_size=self._drafters[0].vocab_size)
+            session.tokens += tokens
+            for drafter in session.drafters if tokens else ():
+                drafter.commit(key, tokens)
         except OutOfSlots:
-            if self.ngram is None or not session.by_ngram:
+            if self.ngram is None or self.ngram not in session.drafters:
                 self.close(key, epoch)
                 raise
             self.ngram.speak(key)
-            session.by_model = False
-        except (OutriderError, CommitMismatch):
+            session.drafters = [self.ngram]
+        except OutriderError:
             self.close(key, epoch)
             raise
 
@@ -162,10 +148,8 @@ class Drafters:
             return
         del self._sessions[key]
         self._resting.discard(key)
-        if session.by_model and self.model is not None:
-            self.model.close(key, epoch)
-        if session.by_ngram and self.ngram is not None:
-            self.ngram.close(key, epoch)
+        for drafter in session.drafters:
+            drafter.close(key)
 
     def close_owned(self, owner: Any) -> None:
         """Close every session of an owner."""
@@ -206,11 +190,11 @@ class Drafters:
         self._resting = led
 
 
-def _shared_credit(start: SessionStart) -> tuple[SessionStart, SessionStart]:
-    """The session as n-grams and as the model open it."""
+def _shared(start: SessionStart, source: GrowthSource) -> SessionStart:
+    """The session as one of two drafters opens it: with its share of the credit."""
     of_ngram, of_model = shared_limits(start.limits.max_live_nodes)
-    ngram = replace(start, limits=replace(start.limits, max_live_nodes=of_ngram))
-    return ngram, replace(start, limits=replace(start.limits, max_live_nodes=of_model))
+    most = of_ngram if source is GrowthSource.NGRAM else of_model
+    return replace(start, is_shared=True, limits=replace(start.limits, max_live_nodes=most))
 
 
 def shared_limits(max_live_nodes: int) -> tuple[int, int]:

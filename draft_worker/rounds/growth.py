@@ -9,22 +9,6 @@ from outrider.draft_worker.rounds.session import SessionStart
 from outrider.growth_source import GrowthSource
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SessionGrowth:
-    """One session's part of a `Growth`; attributes as there, of one session."""
-
-    owner: Any
-    session_id: int
-    epoch: int
-    as_of: int
-    node_ids: list[int]
-    parents: list[int]
-    tokens: list[int]
-    acceptance: list[float]
-    distributions: list[DraftDistribution | None]
-    complete: bool
-
-
 @dataclass(slots=True)
 class Growth:
     """New nodes of several sessions, session by session, and what the step cost.
@@ -101,10 +85,8 @@ class Growth:
             return
         columns = ("owners", "session_ids", "epochs", "as_of", "complete", "counts")
         node_columns = ("node_ids", "parents", "tokens", "acceptance", "distributions")
-        costs = (self.step_ns, self.forward_ns, self.rows, self.num_sessions)
-        parts = {key: Growth(self.source) for key in owners}
-        for part in parts.values():
-            part.step_ns, part.forward_ns, part.rows, part.num_sessions = costs
+        costs = {name: getattr(self, name) for name in ("step_ns", "forward_ns", "rows", "num_sessions")}
+        parts = {key: Growth(self.source, **costs) for key in owners}
         begin = 0
         for place, owner in enumerate(self.owners):
             part, end = parts[id(owner)], begin + self.counts[place]
@@ -114,21 +96,3 @@ class Growth:
                 getattr(part, name).extend(getattr(self, name)[begin:end])
             begin = end
         yield from ((owner, parts[key]) for key, owner in owners.items())
-
-    def __iter__(self) -> Iterator[SessionGrowth]:
-        """Each session's part."""
-        begin = 0
-        for place, count in enumerate(self.counts):
-            span = slice(begin, begin := begin + count)
-            yield SessionGrowth(
-                owner=self.owners[place],
-                session_id=self.session_ids[place],
-                epoch=self.epochs[place],
-                as_of=self.as_of[place],
-                node_ids=self.node_ids[span],
-                parents=self.parents[span],
-                tokens=self.tokens[span],
-                acceptance=self.acceptance[span],
-                distributions=self.distributions[span] or [None] * count,
-                complete=self.complete[place],
-            )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 
-from outrider.draft_worker.inbox import SocketInbox
+from outrider.draft_worker.front.inbox import SocketInbox
 from outrider.draft_worker.rounds.commands import (
     CloseCommand,
     Command,
@@ -18,12 +18,10 @@ from outrider.draft_worker.rounds.commands import (
     HoldCommand,
     LeaveCommand,
     Load,
-    OpenCommand,
-    SessionFailure,
 )
 from outrider.draft_worker.rounds.drafters import Drafters
 from outrider.draft_worker.rounds.growth import Growth
-from outrider.draft_worker.rounds.session import CommitMismatch
+from outrider.draft_worker.rounds.session import SessionStart
 from outrider.errors import OutriderError
 from outrider.growth_source import GrowthSource
 from outrider.log_output import about
@@ -42,7 +40,7 @@ _AT_ONCE = 8
 # How long a step is expected to take before the first of its size has been seen.
 _USUAL_S = 1.0
 
-Inbox = SimpleQueue[Sequence[Command] | None] | SocketInbox[Sequence[Command]]
+Inbox = SimpleQueue[Sequence[Command] | None] | SocketInbox
 
 
 class GrowthLoop:
@@ -167,7 +165,7 @@ class GrowthLoop:
                 self._hold(drafters, command.owner, is_held=command.is_held)
             else:
                 _apply_to_session(drafters, command)
-                if isinstance(command, OpenCommand) and any(owner is command.owner for owner in self._held):
+                if isinstance(command, SessionStart) and any(owner is command.owner for owner in self._held):
                     drafters.hold(command.key, "unread", is_held=True)
         return True
 
@@ -203,17 +201,16 @@ def spare_collector() -> None:
     gc.set_threshold(_COLLECT_AFTER)
 
 
-def _apply_to_session(drafters: Drafters, command: OpenCommand | CommitCommand | CloseCommand) -> None:
+def _apply_to_session(drafters: Drafters, command: SessionStart | CommitCommand | CloseCommand) -> None:
     try:
         if isinstance(command, CommitCommand):
-            session_id, epoch = command.key[1], command.epoch
             drafters.commit(command.key, command.epoch, command.position, command.token_ids)
-        elif isinstance(command, OpenCommand):
-            session_id, epoch = command.start.key[1], command.start.epoch
-            drafters.open(command.start)
+        elif isinstance(command, SessionStart):
+            drafters.open(command)
         else:
             drafters.close(command.key, command.epoch)
-    except (OutriderError, CommitMismatch) as error:
+    except OutriderError as error:
+        session_id, epoch = command.key[1], command.epoch
         ids = about(session_id=session_id, epoch=epoch)
         logger.info("session %d, epoch %d: %s", session_id, epoch, error, extra=ids)
-        command.owner.fail(SessionFailure(session_id, epoch, error))
+        command.owner.fail(session_id, epoch, error)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from outrider.errors import FieldViolation, InvalidRequest
+from outrider.errors import CommitMismatch, FieldViolation, InvalidRequest
 from outrider.growth_source import ALL_SOURCES, GrowthSource
 from outrider.sampling import SamplingSpec, VerificationRule
 
@@ -24,21 +24,12 @@ class GrowthMode(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class GrowthLimits:
-    """Bounds of one session's tree; see `SpeculationLimits` in common.proto.
-
-    Raises:
-        ValueError: a bound below 1.
-    """
+    """Bounds of one session's tree, 1 at least; see `SpeculationLimits` in common.proto."""
 
     mode: GrowthMode = GrowthMode.ASYNC
     max_live_nodes: int = 64
     max_depth: int = 16
     sync_nodes: int = 24
-
-    def __post_init__(self) -> None:
-        for name in ("max_live_nodes", "max_depth", "sync_nodes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: {getattr(self, name)} given, at least 1 needed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +45,7 @@ class SessionStart:
         sampling: parameters of the request.
         limits: bounds of its tree.
         sources: drafters of the worker that may grow it.
+        is_shared: whether two drafters grow it; the model answers its commits then.
     """
 
     key: Key
@@ -64,6 +56,7 @@ class SessionStart:
     sampling: SamplingSpec
     limits: GrowthLimits
     sources: Collection[GrowthSource] = ALL_SOURCES
+    is_shared: bool = False
 
     @property
     def is_sync(self) -> bool:
@@ -81,10 +74,6 @@ class SessionStart:
             # A chain's length decides what is verified, so it must not depend on the chain's tokens.
             return frozenset()
         return frozenset(self.sampling.stop_token_ids)
-
-
-class CommitMismatch(ValueError):
-    """A commit that does not continue what the session holds."""
 
 
 def check_start(start: SessionStart, *, vocab_size: int, max_model_len: int) -> None:

@@ -2,12 +2,13 @@
 
 A row is a session. Its *root* is the last committed token, which is no entry; its *entries* 0 .. count-1 are candidate
 tokens, parents before children. Drafters add entries, a target selects which to verify, a draft worker which to expand,
-and commits move the root. Five operators work on it:
+and commits move the root. These operators work on it:
 
     graft       a round's records: growth joins the pools, row edits (open, close, ..) take effect
     append      children from the drafter that computes here
     select      the best entries over all rows
     pack        the selected entries as rows of a forward pass
+    prefill     chunks of prompts: `take_chunks` before select, `pack_chunks` behind pack, in a target's pool
     re_root     committed tokens leave, what hangs below them stays
 
 Each has one CPU implementation, compiled loops that take one entry after the other and serve as the reference, and a
@@ -41,6 +42,7 @@ class RowState(enum.IntEnum):
 
     EMPTY = 0
     PREFILL = 1
+    """Of a target's pool: committed tokens before the root have no KV (cached < length - 1)."""
     RUNNING = 2
     HELD = 3
     """As far ahead of its client as it may be (`Pool.allow`)."""

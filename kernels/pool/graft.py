@@ -57,6 +57,7 @@ _SLOTS = tl.constexpr(int(RecordKind.SLOTS))
 _FORGET = tl.constexpr(int(RecordKind.FORGET))
 _RESENT = tl.constexpr(int(RecordKind.RESENT))
 _COMMIT = tl.constexpr(int(RecordKind.COMMIT))
+_PREFILL = tl.constexpr(int(RecordKind.PREFILL))
 _INVALID = tl.constexpr(int(Verdict.INVALID))
 _OLD_GENERATION = tl.constexpr(int(Verdict.OLD_GENERATION))
 _EDITED = tl.constexpr(int(Verdict.EDITED))
@@ -256,7 +257,7 @@ def _graft_node(  # noqa: PLR0911
 def _edit(pool: Any, record: Any, row: int, kind: int, place: int, commits: Any, num_commits: Any) -> int:
     capacity, drafts = pool.token.shape[1], len(pool.slot) > 0
     if kind == RecordKind.OPEN:
-        most_cached = 0 if drafts else record[3]
+        most_cached = 0 if drafts else record[3] - 1
         if not (1 <= record[3] <= pool.history.shape[1] and 0 <= record[4] <= most_cached):
             return Verdict.INVALID
         keep_entries(pool, row, np.zeros(capacity, np.bool_))
@@ -266,7 +267,7 @@ def _edit(pool: Any, record: Any, row: int, kind: int, place: int, commits: Any,
             _forget_trail(pool, row, other)
             pool.lost[row, other] = False
         pool.state[row] = RowState.PREFILL
-        if drafts:
+        if drafts or record[4] == record[3] - 1:
             pool.state[row] = RowState.RUNNING if record[3] < record[6] else RowState.HELD
         pool.generation[row] = record[2]
         pool.length[row], pool.cached[row], pool.end[row], pool.allow[row] = record[3], record[4], record[5], record[6]
@@ -280,14 +281,10 @@ def _edit(pool: Any, record: Any, row: int, kind: int, place: int, commits: Any,
             release_cached(pool, row)
         pool.state[row] = RowState.EMPTY
         num_commits[row] = 0
-    elif kind == RecordKind.PREEMPT:
-        if drafts:
-            release(pool, row)
-            release_cached(pool, row)
-            pool.state[row], pool.allow[row] = RowState.HELD, 0
-        elif pool.state[row] == RowState.RUNNING or pool.state[row] == RowState.HELD:
-            pool.state[row] = RowState.PREFILL
-        pool.cached[row] = pool.table_len[row] = 0
+    elif kind == RecordKind.PREEMPT and drafts:
+        release(pool, row)
+        release_cached(pool, row)
+        pool.state[row], pool.allow[row], pool.table_len[row] = RowState.HELD, 0, 0
     elif kind == RecordKind.LIMITS:
         pool.end[row], pool.allow[row] = record[3], record[4]
         if pool.state[row] == RowState.RUNNING and pool.length[row] >= pool.allow[row]:
@@ -316,7 +313,7 @@ def _edit(pool: Any, record: Any, row: int, kind: int, place: int, commits: Any,
         for number in range(place):
             commits[row, before + number] = record[3 + number]
         num_commits[row] = before + place
-    else:
+    elif drafts or kind != RecordKind.PREFILL:
         return Verdict.INVALID
     return Verdict.EDITED
 
@@ -479,7 +476,7 @@ def _graft_kernel(
             next_word4, next_word5, next_word6 = tl.load(record + 4), tl.load(record + 5), tl.load(record + 6)
             next_word7 = tl.load(record + 7)
             kind, place, drafter = head & 0xFF, (head >> 8) & 0xFF, (head >> 16) & 0xFF
-            most_cached = tl.where(HAS_SLOTS, 0, word3)
+            most_cached = tl.where(HAS_SLOTS, 0, word3 - 1)
             opens_wrongly = (kind == _OPEN) & ((word3 < 1) | (word3 > max_len) | (word4 < 0) | (word4 > most_cached))
             if (place >= D) & ((kind == _GROWTH) | (kind == _FORGET) | (kind == _RESENT)):
                 kind = _UNKNOWN + 0
@@ -549,7 +546,7 @@ def _graft_kernel(
                     tl.store(trail + trail_index * D + place, known_before, mask=remembered)
                 elif (verdict == _STALE) | (verdict == _FULL):
                     tl.store(lost_ptr + row * D + place, place >= 0)
-            elif (kind == _OPEN) | (kind == _CLOSE) | (kind == _PREEMPT):
+            elif (kind == _OPEN) | (kind == _CLOSE) | (HAS_SLOTS & (kind == _PREEMPT)):
                 tl.debug_barrier()
                 if HAS_SLOTS:
                     gone = (index < count) & (tl.load(expanded_ptr + entry) != 0)
@@ -560,21 +557,16 @@ def _graft_kernel(
                     released_cached += cached
                     cached = 0
                 if kind == _PREEMPT:
-                    if HAS_SLOTS:
-                        state = _HELD_STATE + 0
-                        tl.store(allow_ptr + row, tl.zeros((), tl.int32))
-                    elif (state == _RUNNING_STATE) | (state == _HELD_STATE):
-                        state = _PREFILL_STATE + 0
-                    cached = 0
+                    state = _HELD_STATE + 0
+                    tl.store(allow_ptr + row, tl.zeros((), tl.int32))
                     tl.store(table_len_ptr + row, tl.zeros((), tl.int32))
                 else:
                     count, known_place, num_commits = 0, -1, 0
                     parents = tl.full((C,), _NO_ENTRY, tl.int32)
                     state = _EMPTY_STATE + 0
                 if kind == _OPEN:
-                    state = _PREFILL_STATE + 0
-                    if HAS_SLOTS:
-                        state = tl.where(word3 < word6, _RUNNING_STATE, _HELD_STATE)
+                    ready = tl.where(word3 < word6, _RUNNING_STATE, _HELD_STATE)
+                    state = tl.where(HAS_SLOTS | (word4 == word3 - 1), ready, _PREFILL_STATE)
                     generation, length, cached = its_generation, word3, word4
                     tl.store(trail + trail_index[:, None] * D + places[None, :], tl.zeros((T, D), tl.int32))
                     tl.store(lost_ptr + row * D + places, places < 0)
@@ -629,6 +621,8 @@ def _graft_kernel(
                 known_place = -1
             elif kind == _RESENT:
                 tl.store(lost_ptr + row * D + place, kind != _RESENT)
+            elif kind == _PREFILL:
+                verdict = tl.where(HAS_SLOTS, _INVALID, _EDITED)
             elif (kind == _COMMIT) & (place >= 1) & (place <= _TOKENS) & (num_commits + place <= most_commits):
                 given = tl.arange(0, _WORDS)
                 committed_tokens = tl.load(records_ptr + this * _WORDS + 3 + given, mask=given < place)

@@ -10,7 +10,10 @@ A row attends to the keys before `prefix_len`, and to those behind `tree_start` 
 key tree_start + j. In a target's pool tree_start = length - 1 and bit j stands for the session's j-th row. In a
 drafter's pool tree_start = `cached` after the step, and bit j stands for the j-th entry with KV.
 
-Shapes: R rows of the bucket, N sessions of the bucket, W mask words, and as in `columns.py`.
+In a target's round with prefill, `pack_chunks` of `outrider.kernels.pool.prefill` puts chunks behind what `pack` wrote:
+into rows that the bucket does not count (`extra_rows`) and into sessions that `select` left free.
+
+Shapes: R rows of the bucket and extra ones, N sessions of the bucket, W mask words, and as in `columns.py`.
 """
 
 # compile-time parameters of kernels are upper case, pointers positional; a kernel is one function
@@ -18,6 +21,7 @@ Shapes: R rows of the bucket, N sessions of the bucket, W mask words, and as in 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -40,6 +44,8 @@ COMMITTED = -2
 PADDING = -3
 """In `Packed.entries`: the row is of no session."""
 
+# Bytes at a multiple of which every column begins.
+_ALIGNED = 128
 # Committed tokens of a session that are written at a time.
 _OWN_ROWS = tl.constexpr(16)
 _ROOT, _COMMITTED, _PADDING = tl.constexpr(ROOT), tl.constexpr(COMMITTED), tl.constexpr(PADDING)
@@ -75,9 +81,11 @@ class Packed:
         prefix_len: [R] int32: keys before the tree that the row attends to; 0 for padding.
         tree_mask: [R, W] int64: bits of further keys; 0 for padding.
         pool_rows: [N] int32: the session's row of the pool, -1 for a session that is not there.
-        query_start: [N + 1] int32: each session's first row; behind the last session the count of rows.
+        query_start: [N + 1] int32: each session's first row; behind the last session the count of rows, up to the end.
         tree_start, key_len: [N] int32: the key that bit 0 stands for; all keys. 0 for a session that is not there.
         scrap_slot: a slot that nobody reads.
+        extra_rows: how many of the R rows the bucket does not count.
+        words: [..] int64: all columns in one piece, for ranks that get a step whole.
     """
 
     tokens: torch.Tensor
@@ -92,7 +100,9 @@ class Packed:
     query_start: torch.Tensor
     tree_start: torch.Tensor
     key_len: torch.Tensor
+    words: torch.Tensor
     scrap_slot: int
+    extra_rows: int = 0
     arrays: tuple[Any, ...] = field(init=False, repr=False)
     """On a CPU: `PackedArrays`."""
 
@@ -102,42 +112,57 @@ class Packed:
             object.__setattr__(self, "arrays", arrays)
 
     @classmethod
-    def allocate(cls, pool: Pool, bucket: tuple[int, int, int, int], *, scrap_slot: int) -> Packed:
+    def allocate(cls, pool: Pool, bucket: tuple[int, int, int, int], *, scrap_slot: int, extra_rows: int = 0) -> Packed:
         """Return room for a bucket's steps.
 
         Args:
             pool: whose steps.
-            bucket: R, N, most rows of a session, and most entries, as `Selection.allocate` takes it.
+            bucket: rows, N, most rows of a session, and most entries, as `Selection.allocate` takes it.
             scrap_slot: where padding stores its key and value.
+            extra_rows: rows for chunks, beside those of the bucket.
 
         Raises:
-            ValueError: a size below 1.
+            ValueError: a size below 1, or `extra_rows` below 0.
         """
         for name, size in zip(("rows", "sessions", "most rows of a session", "most entries"), bucket, strict=True):
             check_at_least(name, size, 1)
+        check_at_least("extra_rows", extra_rows, 0)
         rows, sessions, most, entries = bucket
         # In a target's pool every row of a session has a bit, in a drafter's every entry with KV.
         words = -(-(min(most, 1 + entries) if pool.nodes is None else pool.capacity) // 64)
-        device = pool.device
-
-        def column(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        return cls(
-            tokens=column(rows),
-            positions=column(rows),
-            slots=column(rows),
-            entries=column(rows),
-            parents=column(rows),
-            sessions=column(rows),
-            prefix_len=column(rows),
-            tree_mask=column(rows, words, dtype=torch.int64),
-            pool_rows=column(sessions),
-            query_start=column(sessions + 1),
-            tree_start=column(sessions),
-            key_len=column(sessions),
+        return cls.of_shape(
+            rows=rows + extra_rows,
+            sessions=sessions,
+            mask_words=words,
             scrap_slot=scrap_slot,
+            extra_rows=extra_rows,
+            device=pool.device,
         )
+
+    @classmethod
+    def of_shape(
+        cls, *, rows: int, sessions: int, mask_words: int, scrap_slot: int, device: torch.device, extra_rows: int = 0
+    ) -> Packed:
+        """Return room for steps of R rows, N sessions and W mask words; equal shapes have equal layouts of `words`."""
+        shapes = {"tree_mask": (rows, mask_words)}
+        shapes |= dict.fromkeys(
+            ("tokens", "positions", "slots", "entries", "parents", "sessions", "prefix_len"), (rows,)
+        )
+        shapes |= dict.fromkeys(("pool_rows", "tree_start", "key_len"), (sessions,))
+        shapes["query_start"] = (sessions + 1,)
+        # int64 words that each column takes, up to a multiple of 128 bytes.
+        sizes = {
+            name: -(-math.prod(shape) * (8 if name == "tree_mask" else 4) // _ALIGNED) * (_ALIGNED // 8)
+            for name, shape in shapes.items()
+        }
+        words = torch.zeros(sum(sizes.values()), dtype=torch.int64, device=device)
+        columns, begin = {}, 0
+        for name, shape in shapes.items():
+            part = words[begin : begin + sizes[name]]
+            part = part if name == "tree_mask" else part.view(torch.int32)
+            columns[name] = part[: math.prod(shape)].view(shape)
+            begin += sizes[name]
+        return cls(words=words, scrap_slot=scrap_slot, extra_rows=extra_rows, **columns)
 
 
 def pack(pool: Pool, selection: Selection, packed: Packed) -> None:

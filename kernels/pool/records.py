@@ -12,21 +12,27 @@ A growth record is one node; every other record edits its row. The words behind 
     FORGET      d
     RESENT      d
     COMMIT      n               token     token     token         token      token
+    PREFILL                     size      start
 
 OPEN begins a generation; every other record names its generation and is dropped in any other. Effects:
 
     OPEN        clears the row's entries, trail and `lost`, restarts its id counter. Columns that the host copied before
-                (history, stops and so on) stay. State PREFILL; in a drafter's pool, where `cached` must be 0, RUNNING
-                if length < allow, else HELD.
+                (history, stops and so on) stay. `cached` is at most length - 1. State PREFILL, or where only the root
+                has no KV (cached = length - 1) RUNNING if length < allow, else HELD; in a drafter's pool, where
+                `cached` must be 0, RUNNING or HELD at once.
     CLOSE       state EMPTY, no entries.
-    PREEMPT     cached 0 and an empty table; a running or held row is PREFILL then, in a drafter's pool every row is
-                HELD, with allow = 0. History and pool stay, growth still grafts.
-    LIMITS      new `end` and `allow`. allow = 0 holds the session; a higher one than its length lets it run again.
+    PREEMPT     in a drafter's pool: cached 0, an empty table, HELD with allow = 0. History and pool stay, growth still
+                grafts.
+    LIMITS      new `end` and `allow`. allow = 0 holds the session; a higher one than its length lets it run again. A
+                row in PREFILL stays there.
     SLOTS       table[start .. start + n) takes up to four slots, table_len = start + n; with n = 0 only that.
     FORGET      the ids of place d are void; entries that no other place has proposed go.
     RESENT      the worker at place d begins to send its live tree again: clears `lost`.
     COMMIT      up to five tokens are committed, behind those of earlier records; `graft` collects them for `re_root`.
                 OPEN and CLOSE void those of the row that came before.
+    PREFILL     in a target's pool: the round computes the KV of the tokens start .. start + size - 1. `graft` passes it
+                over; `outrider.kernels.pool.prefill` says when it is used. Its outcome is the row's `cached`, not its
+                verdict.
 
 In a drafter's pool the KV slots that OPEN, CLOSE and PREEMPT take from a row are free again: those of its entries, then
 those of its committed tokens, table[0 .. cached).
@@ -61,19 +67,20 @@ class RecordKind(enum.IntEnum):
     FORGET = 7
     RESENT = 8
     COMMIT = 9
+    PREFILL = 10
 
 
 class Verdict(enum.IntEnum):
     """Outcome of a record."""
 
     INVALID = 0
-    """Dropped: its kind, its row or its place is not there, it opens a row with lengths that cannot be, or it commits
+    """Dropped: its kind is none of the pool's, its row or its place is not there, it opens a row with lengths that cannot be, or it commits
     no tokens or more than there is room for.
     """
     OLD_GENERATION = 1
     """It is for an opening of the row that is not in force."""
     EDITED = 2
-    """A row edit took effect."""
+    """A row edit took effect, or a PREFILL was passed over."""
     APPENDED = 3
     MERGED = 4
     """Another place, or the same one earlier, has proposed the node."""
@@ -127,7 +134,7 @@ class Records:
         self._add(RecordKind.GROWTH, row, generation, *words, place=place, drafter=1 << drafter)
 
     def open(self, row: int, generation: int, *, length: int, cached: int, end: int, allow: int) -> None:
-        """Open the row for a session of `length` tokens, `cached` of which have KV."""
+        """Open the row for a session of `length` tokens, `cached` of which have KV: all but the root at most."""
         self._add(RecordKind.OPEN, row, generation, length, cached, end, allow)
 
     def close(self, row: int, generation: int) -> None:
@@ -135,7 +142,7 @@ class Records:
         self._add(RecordKind.CLOSE, row, generation)
 
     def preempt(self, row: int, generation: int) -> None:
-        """Take the row's KV away."""
+        """Take away the KV of a drafter's row."""
         self._add(RecordKind.PREEMPT, row, generation)
 
     def limits(self, row: int, generation: int, *, end: int, allow: int) -> None:
@@ -161,6 +168,10 @@ class Records:
         for begin in range(0, len(tokens), TOKENS_PER_RECORD):
             part = tokens[begin : begin + TOKENS_PER_RECORD]
             self._add(RecordKind.COMMIT, row, generation, *part, place=len(part))
+
+    def prefill(self, row: int, generation: int, *, start: int, size: int) -> None:
+        """Compute the KV of `size` tokens from index `start` on."""
+        self._add(RecordKind.PREFILL, row, generation, size, start)
 
     def _add(self, kind: RecordKind, row: int, generation: int, *words: int, place: int = 0, drafter: int = 0) -> None:
         assert 0 <= place < 256 and 0 <= drafter < 256, f"place {place} and drafter bits {drafter} need a byte each"

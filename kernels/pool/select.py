@@ -85,7 +85,9 @@ class Selection:
     Attributes:
         buckets: [B, 4] int32, given: rows, sessions, most rows of a session, most entries of all.
         least_value: [1] float32, given: entries below it are left out; 0 leaves none out.
-        reserved_sessions: [1] int32, given: sessions of every bucket that are not for these rows (prefill).
+        reserved_sessions: [1] int32, given: sessions of every bucket that are not for these rows. `take_chunks` of
+            `outrider.kernels.pool.prefill` sets it to its chunks, `pack_chunks` back to 0: a round without prefill
+            finds 0.
         num_selected: [S] int32: entries that the row contributes, its best ones; -1 where it takes no part.
         rank: [S, C] int32: how many eligible entries of the row are better; C where an entry is not eligible.
         own_rows: [S] int32: rows that the session needs before any entry; 0 where it takes no part in any bucket.

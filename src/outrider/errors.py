@@ -11,6 +11,7 @@
     ├── InternalError        a defect of the service ended this request               INTERNAL
     │   └── PoisonRequest    it crashed two target workers and is not tried again     INTERNAL
     ├── OutOfSlots           the KV cache has no room (inside a worker)               RESOURCE_EXHAUSTED
+    ├── CommitMismatch       a commit continues another text (inside a draft worker)  FAILED_PRECONDITION
     ├── CheckpointError      a checkpoint folder cannot be served                     FAILED_PRECONDITION
     ├── CorpusError          a file of texts for the n-gram source cannot be read      FAILED_PRECONDITION
     ├── CertificateError     own certificate or key cannot be used                    FAILED_PRECONDITION
@@ -98,6 +99,10 @@ class PoisonRequest(InternalError):
 
 class OutOfSlots(OutriderError):
     """The KV cache has fewer free slots than were asked for."""
+
+
+class CommitMismatch(OutriderError):
+    """A commit does not continue what a draft worker holds of its session."""
 
 
 class CheckpointError(OutriderError):

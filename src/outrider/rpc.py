@@ -69,6 +69,7 @@ CODES: dict[type[errors.OutriderError], grpc.StatusCode] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     errors.Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.OutOfSlots: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    errors.CommitMismatch: grpc.StatusCode.FAILED_PRECONDITION,
     errors.WorkerUnavailable: grpc.StatusCode.UNAVAILABLE,
     errors.WorkerRefused: grpc.StatusCode.FAILED_PRECONDITION,
     errors.CheckpointError: grpc.StatusCode.FAILED_PRECONDITION,

@@ -103,12 +103,21 @@ class SamplingSpec:
         """Whether a choice depends on how often tokens occurred before."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    @property
+    def bans_stops(self) -> bool:
+        """Whether stop tokens may not be chosen at first."""
+        return self.min_new_tokens > 0 and bool(self.stop_token_ids)
+
+    @property
+    def has_processors(self) -> bool:
+        """Whether logits are changed before the choice, by anything but a grammar."""
+        return bool(self.has_penalties or self.logit_bias or self.allowed_token_ids or self.bans_stops)
+
     @functools.cached_property
     def reads_logits(self) -> bool:
         """Whether anything but the coupled rule's choice reads or changes the logits."""
-        changed = self.has_penalties or self.logit_bias or self.allowed_token_ids or self.grammar
-        banned = self.min_new_tokens > 0 and self.stop_token_ids
-        return bool(self.rule is not VerificationRule.COUPLED or self.logprobs is not None or changed or banned)
+        changed = self.has_processors or self.grammar
+        return bool(self.rule is not VerificationRule.COUPLED or self.logprobs is not None or changed)
 
     @functools.cached_property
     def record(self) -> bytes:

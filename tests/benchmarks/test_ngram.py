@@ -4,7 +4,7 @@ import json
 
 from benchmarks.ngram import Text, run
 
-SMALL = ["--tokens", "3000", "--soak-tokens", "2000", "--capacity", "5000", "--sessions", "3", "--stall-rounds", "20"]
+SMALL = ["--tokens", "3000", "--soak-tokens", "2000", "--capacity", "5000", "--sessions", "3", "--stall-rounds", "200"]
 
 
 def test_every_part_is_measured(capsys):
@@ -15,7 +15,7 @@ def test_every_part_is_measured(capsys):
     assert figures["soak"]["evicted"] > 0
     assert figures["match"]["longest_ms"] >= figures["match"]["median_ms"] > 0
     stalls = figures["stalls"]
-    assert 0 < stalls["inserted_tokens"] <= 3000
+    assert 0 < stalls["inserted_tokens"] <= 30_000
     assert 0 < stalls["most_tokens_at_once"] <= stalls["inserted_tokens"]
     assert stalls["longest_hold_cpu_ms"] > 0
     assert stalls["beside_insertions"]["longest_cpu_ms"] > 0

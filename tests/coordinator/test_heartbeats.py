@@ -9,7 +9,7 @@ from outrider.acceptance_calibration import AcceptanceCalibration
 from outrider.coordinator.answers import check_load
 from outrider.coordinator.commands import status_dict
 from outrider.coordinator.registered_worker import RegisteredWorker
-from outrider.draft_worker.calibration_report import pack_calibrations
+from outrider.draft_worker.service import pack_calibrations
 from outrider.growth_source import GrowthSource
 from outrider.v1 import common_pb2, generation_pb2, registry_pb2
 from outrider.wire import floats_to_bytes

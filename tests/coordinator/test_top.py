@@ -203,7 +203,13 @@ async def test_frames_are_printed_once_or_as_json():
         arguments = ["top", server.address, "--once", "--interval", "0.05"]
         for more in ([], ["--json"]):
             command = [sys.executable, "-m", "outrider.cli", *arguments, *more]
-            done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=DEADLINE_S)
+            for _ in range(5):
+                done = await asyncio.to_thread(
+                    subprocess.run, command, capture_output=True, text=True, timeout=DEADLINE_S
+                )
+                # On a busy machine the answer may come later than it is waited for.
+                if "nobody answers" not in done.stderr:
+                    break
             assert done.returncode == 0, done.stderr
             if more:
                 (coordinator,) = json.loads(done.stdout)["coordinators"]

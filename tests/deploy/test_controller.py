@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import ray.exceptions
 
+from outrider.deploy import controller as controller_module
 from outrider.deploy import crew as crew_module
 from outrider.deploy import saved_state
 from outrider.deploy.actors import RoleReport
@@ -257,14 +258,19 @@ class StuckController(Controller):
         await asyncio.Event().wait()
 
 
-async def test_what_is_to_be_left_alone_ends_with_its_process_as_long_as_it_does_not_serve(cluster: SimpleNamespace):
-    config = dataclasses.replace(CONFIG, owner_timeout_s=0.2)
+async def test_what_is_to_be_left_alone_ends_with_its_process_as_long_as_it_does_not_serve(
+    cluster: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+):
+    config, now_s = dataclasses.replace(CONFIG, owner_timeout_s=0.2), [100.0]
+    monkeypatch.setattr(controller_module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     stuck = StuckController(config, Roles(), home=HOME.node_id, owned=False)
+    now_s[0] += 1
     await until(lambda: stuck._state == "down")
     assert not cluster.actors
     serving = started(config)
     assert (await serving.started()).failure is None
-    # Whoever has started it is silent for several times as long.
+    # Whoever has started it is silent, and several times it could have been looked for.
+    now_s[0] += 1
     await asyncio.sleep(1.0)
     assert (await serving.status())["state"] == "serving"
     await serving.down()

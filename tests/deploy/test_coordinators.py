@@ -63,18 +63,22 @@ async def test_requests_are_spread_and_have_the_tokens_of_one_coordinator(deploy
         expected = [await one.generate(prompt, **PLAIN) for prompt in prompts]
     async with AsyncClient(deployment.endpoint, connections=CONNECTIONS) as client:
         found = await asyncio.gather(*(client.generate(prompts[number % 3], **SHORT) for number in range(CONNECTIONS)))
-    watching.cancel()
     assert [own.token_ids for own in found] == [expected[number % 3].token_ids for number in range(CONNECTIONS)]
     served = [(await info_of(address)).requests_total for address in deployment.endpoints]
     assert sum(served) == 3 + CONNECTIONS
     assert served[1] and served[0] > 3
-    assert 1 < max(seen) <= PLACES
     assert (await deployment.status())["shared_endpoints"] == deployment.shared_endpoints
     async with asyncio.timeout(60):
         # Of one that was too busy to answer the last time it does not tell.
         while len(told := (await deployment.status())["coordinators"]) < 2:
             await asyncio.sleep(0.1)
     assert sorted(own["requests_total"] for own in told) == sorted(served)
+    # What the target has comes with heartbeats, and on a busy machine few of them.
+    async with AsyncClient(deployment.endpoint, connections=PLACES) as client, asyncio.timeout(60):
+        while max(seen, default=0) < 2:
+            await asyncio.gather(*(client.generate(prompts[0], **SHORT) for _ in range(CONNECTIONS)))
+    watching.cancel()
+    assert max(seen) <= PLACES
 
 
 async def test_a_request_is_aborted_by_way_of_the_other(deployment: Deployment):

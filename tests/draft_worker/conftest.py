@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.draft_worker.settling import settle
 from tests.draft_worker.table_model import VOCAB
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -28,7 +29,7 @@ def ngram() -> Iterator[NgramDrafter]:
     trie = SharedTrie(NgramTrie(capacity=5000, max_trie_depth=6), ProposalConfig(), patience_s=60)
     trie.start()
     trie.add(SONG)
-    assert trie.settle()
+    assert settle(trie)
     yield NgramDrafter(trie, NgramDrafterConfig(vocab_size=VOCAB, max_model_len=200, max_sessions=8))
     trie.stop()
     assert trie.join(30)

@@ -3,18 +3,20 @@
 The table's logits are a function of the tokens that a row attends to, so wrong KV gives wrong logits.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from tests.draft_worker.session_growth import SessionGrowth, sessions_of
 
 from outrider.draft_distribution import WEIGHT_SUM, DraftDistribution
 from outrider.draft_worker.drafters.model.config import GrowthConfig
 from outrider.draft_worker.drafters.model.drafter import ModelDrafter
-from outrider.draft_worker.rounds.growth import Growth, SessionGrowth
+from outrider.draft_worker.rounds.drafters import Drafters
+from outrider.draft_worker.rounds.growth import Growth
 from outrider.draft_worker.rounds.session import GrowthLimits, GrowthMode, SessionStart
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.kernels.noise import STREAM_DRAFT, gumbel_noise, philox_uint32
@@ -75,18 +77,24 @@ class TableModel:
         return tuple(token for token, _ in seen)
 
 
-def law_after(context: Sequence[int], prompt_len: int, spec: SamplingSpec) -> torch.Tensor:
-    """Return [V] log probabilities of the next token, after every processor, in float64."""
-    values, output = table_logits(context).astype(np.float64), [*context[prompt_len:]]
+def processed(logits: np.ndarray, context: Sequence[int], prompt_len: int, spec: SamplingSpec) -> np.ndarray:
+    """Return [V] logits of the next token after penalties, bias, allowed tokens and the ban of stops, in float64."""
+    values, output = logits.astype(np.float64), [*context[prompt_len:]]
     for token in set(context) if spec.has_penalties else ():
         values[token] *= spec.repetition_penalty ** (-1 if values[token] > 0 else 1)
         values[token] -= spec.frequency_penalty * output.count(token) + spec.presence_penalty * (token in output)
     for token, bias in spec.logit_bias.items():
         values[token] += bias
     if spec.allowed_token_ids:
-        values[[token for token in range(VOCAB) if token not in spec.allowed_token_ids]] = -np.inf
+        values[[token for token in range(len(values)) if token not in spec.allowed_token_ids]] = -np.inf
     if len(output) < spec.min_new_tokens:
-        values[list(spec.stop_token_ids)] = -np.inf
+        values[[token for token in spec.stop_token_ids if token < len(values)]] = -np.inf
+    return values
+
+
+def law_after(context: Sequence[int], prompt_len: int, spec: SamplingSpec) -> torch.Tensor:
+    """Return [V] log probabilities of the next token, after every processor and top-k, in float64."""
+    values = processed(table_logits(context), context, prompt_len, spec)
     if spec.top_k:
         values[values < np.sort(values)[-spec.top_k]] = -np.inf
     return torch.log_softmax(torch.from_numpy(values) / (spec.temperature or 1), dim=0)
@@ -224,11 +232,21 @@ def sync_start(number: int = 1, **changes: Any) -> SessionStart:
     return session_start(number, **fields | changes)
 
 
+def next_growth(drafter: ModelDrafter, ready: deque[Growth]) -> Growth | None:
+    """Run until growth is `ready`, and take it; None if there is nothing to do until the next command."""
+    while not ready:
+        ready.extend(drafter.advance())
+        if not ready and not drafter.is_busy:
+            return None
+    return ready.popleft()
+
+
 class Bench:
     """A drafter on a table, and the mirrors of its sessions.
 
     Attributes:
         model, drafter: see there.
+        drafters: the same behind its front.
         mirrors: of the open sessions, by number.
     """
 
@@ -241,7 +259,9 @@ class Bench:
             self.model, GrowthConfig(**settings), max_sessions=max_sessions, num_slots=num_slots, vocab_size=VOCAB,
             grammars=grammars,
         )  # fmt: skip
+        self.drafters = Drafters(self.drafter, None)
         self.mirrors: dict[int, Mirror] = {}
+        self._ready: deque[Growth] = deque()
 
     def open(self, number: int = 1, **fields: Any) -> Mirror:
         """Open a session; fields as of `session_start`."""
@@ -249,25 +269,25 @@ class Bench:
 
     def open_start(self, start: SessionStart) -> Mirror:
         """Open a session."""
-        self.drafter.open(start)
+        self.drafters.open(start)
         mirror = self.mirrors[start.key[1]] = Mirror(start)
         return mirror
 
     def commit(self, number: int, tokens: Sequence[int]) -> None:
         """Commit tokens behind all that were committed."""
         mirror = self.mirrors[number]
-        self.drafter.commit(mirror.start.key, mirror.start.epoch, len(mirror.tokens), tokens)
+        self.drafters.commit(mirror.start.key, mirror.start.epoch, len(mirror.tokens), tokens)
         mirror.commit(tokens)
 
     def close(self, number: int) -> None:
         """Close a session."""
         start = self.mirrors.pop(number).start
-        self.drafter.close(start.key, start.epoch)
+        self.drafters.close(start.key, start.epoch)
 
     def step(self) -> Growth | None:
         """Run a step, and graft what came."""
-        growth = self.drafter.step()
-        for own in growth or ():
+        growth = next_growth(self.drafter, self._ready)
+        for own in sessions_of(growth):
             mirror = self.mirrors.get(own.session_id)
             if mirror is not None and mirror.start.epoch == own.epoch:
                 mirror.receive(own)
@@ -287,4 +307,4 @@ class Bench:
             self.close(number)
         self.finish()
         assert (self.drafter.num_sessions, self.drafter.slots_used) == (0, 0)
-        assert self.drafter.step() is None
+        assert self.step() is None

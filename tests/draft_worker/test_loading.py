@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.draft_worker.settling import settle
 
 from outrider.draft_worker.config import DraftWorkerConfig
 from outrider.draft_worker.loading import load_drafters
@@ -32,14 +33,14 @@ def test_ngrams_alone_take_the_folders_tokenizer_and_sizes(folder: Path):
         )
     )
     try:
-        assert loaded.drafters.sources == {GrowthSource.NGRAM}
+        assert loaded.drafters.calibrations.keys() == {GrowthSource.NGRAM}
         assert (loaded.model.max_model_len, loaded.model.dtype) == (99, "none")
         assert loaded.model.vocab_size == json.loads((folder / "config.json").read_text())["vocab_size"]
         assert len(loaded.model.tokenizer_hash) == 64
         assert loaded.corpus is not None
         assert loaded.corpus.finished.wait(200)
         assert loaded.drafters.ngram is not None
-        assert loaded.drafters.ngram.trie.settle()
+        assert settle(loaded.drafters.ngram.trie)
         assert loaded.drafters.ngram.trie.counts.corpus_tokens == 4
     finally:
         loaded.close()
@@ -50,7 +51,7 @@ def test_both_share_the_models_vocabulary(checkpoint: Path):
         DraftWorkerConfig(source="model+ngram", model_path=checkpoint, num_slots=64, max_num_seqs=2, max_live_nodes=30)
     )
     try:
-        assert loaded.drafters.sources == {GrowthSource.MODEL, GrowthSource.NGRAM}
+        assert loaded.drafters.calibrations.keys() == {GrowthSource.MODEL, GrowthSource.NGRAM}
         assert (loaded.model.vocab_size, loaded.drafters.slots) == (96, (0, 64))
     finally:
         loaded.close()
@@ -70,7 +71,7 @@ def test_what_is_missing_is_named(folder: Path):
 
 
 CODE = """
-import sys
+import sys, time
 sys.modules["numba"] = None
 from outrider.draft_worker import server
 from outrider.draft_worker.config import DraftWorkerConfig
@@ -80,7 +81,8 @@ from outrider.sampling import SamplingSpec
 loaded = load_drafters(DraftWorkerConfig(source="ngram", model_path=sys.argv[1], ngram_capacity=2000))
 drafters = loaded.drafters
 drafters.ngram.trie.add([5, 6, 7, 8, 9, 10])
-assert drafters.ngram.trie.settle()
+while drafters.ngram.trie.waiting_tokens:
+    time.sleep(0.005)
 drafters.open(SessionStart(key=(1, 1), owner=1, epoch=1, prompt=[1, 5, 6, 7], output=[],
                            sampling=SamplingSpec(max_new_tokens=9), limits=GrowthLimits()))
 while not (growths := list(drafters.advance())):

@@ -12,12 +12,13 @@ import pytest
 from tests.draft_worker.table_model import Bench
 
 from outrider.draft_distribution import unpack_distributions
-from outrider.draft_worker.front import Front
-from outrider.draft_worker.inbox import SocketInbox
+from outrider.draft_worker.front.handle import Front
+from outrider.draft_worker.front.inbox import SocketInbox
 from outrider.draft_worker.rounds.commands import Load
 from outrider.draft_worker.rounds.drafters import Drafters
 from outrider.draft_worker.rounds.growth import Growth
 from outrider.draft_worker.rounds.loop import GrowthLoop
+from outrider.draft_worker.rounds.session import SessionStart
 from outrider.draft_worker.service import DraftStreams, growth_message
 from outrider.growth_source import GrowthSource
 from outrider.rpc import open_channel
@@ -270,29 +271,35 @@ async def test_unset_limits_are_the_workers_own(worker: Worker):
         await stream.take_until(lambda: len(stream.nodes.get(1, {})) > 50)
 
 
-async def test_a_session_rests_while_its_growth_is_not_read(worker: Worker):
-    model = worker.drafters.model
-    assert model is not None
+class Opened(Drafters):
+    """Knows which epochs were opened."""
 
-    def is_open(epoch: int) -> bool:
-        session = model.session((2**63 + 1, 1))
-        return session is not None and session.start.epoch == epoch
+    def __init__(self) -> None:
+        super().__init__(Bench().drafter, None)
+        self.epochs: list[int] = []
 
-    async with worker.stream(unread_bytes=1) as stream:
+    def open(self, start: SessionStart) -> None:
+        super().open(start)
+        self.epochs.append(start.epoch)
+
+
+async def test_a_session_rests_while_its_growth_is_not_read():
+    drafters = Opened()
+    async with serving(drafters) as worker, worker.stream(unread_bytes=1) as stream:
         epochs = itertools.count(1)
 
         async def open_anew() -> int:
             await stream.send(opens=[opening(epoch=(epoch := next(epochs)))])
-            await worker.until(lambda: is_open(epoch))
+            await worker.until(lambda: epoch in drafters.epochs)
             return epoch
 
         # Whoever opens a session anew has its tree grown anew, and would so every time.
         while not worker.loop.holds:
             await open_anew()
         await open_anew()
-        steps = model.steps
+        steps = drafters.steps
         last = [await open_anew() for _ in range(20)][-1]
-        assert model.steps == steps
+        assert drafters.steps == steps
         await stream.commit(1, last, 3, [9])
         async with asyncio.timeout(30):
             while (message := await stream.call.read()).epochs != [last] or message.as_of != [4]:

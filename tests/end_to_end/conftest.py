@@ -198,10 +198,8 @@ def differs() -> Callable[[Sequence[int], ReferenceOutput], int | None]:
 
 
 # What a loaded machine takes for a second is no fault of anybody here: faults have tests of their own.
-PATIENT = (
-    *("--lease-ms", "30000", "--step-timeout-s", "60"),
-    *("--sync-wait-cap-ms", "60000", "--target-wait-s", "60"),
-)
+PATIENT_WITH_WORKERS = ("--lease-ms", "30000", "--step-timeout-s", "60")
+PATIENT = (*PATIENT_WITH_WORKERS, "--sync-wait-cap-ms", "60000", "--target-wait-s", "60")
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,7 @@
 """What speculation is worth on held-out prompts, and that drafting overlaps verification."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from outrider.client import Client
@@ -31,9 +33,14 @@ def test_sync_acceptance_length(client, prompts, temperature, wanted, record_pro
 
 def test_growth_arrives_while_the_target_verifies(client, prompts):
     """How often depends on the machine; tests/coordinator/test_scheduler.py asks for more in virtual time."""
-    output = client.generate(prompts[0], max_new_tokens=256, trace=True, ignore_eos=True)
-    # The first round has no verification before it.
-    assert any(arrival.during_verify for record in output.rounds[1:] for arrival in record.growth)
+
+    def is_seen(prompt: Sequence[int]) -> bool:
+        output = client.generate(prompt, max_new_tokens=256, trace=True, ignore_eos=True)
+        # The first round has no verification before it.
+        return any(arrival.during_verify for record in output.rounds[1:] for arrival in record.growth)
+
+    # On a busy machine it may take more than one.
+    assert any(is_seen(prompt) for prompt in prompts[:10])
 
 
 def test_a_sync_round_never_overlaps(client, prompts):

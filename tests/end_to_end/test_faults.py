@@ -15,6 +15,8 @@ from outrider.local import LocalService
 from outrider.rpc import CHANNEL_OPTIONS
 from outrider.v1 import generation_pb2
 
+from .conftest import PATIENT_WITH_WORKERS
+
 Rule = Literal["coupled", "target_only", "rejection"]
 
 
@@ -36,7 +38,8 @@ def is_quiet(client: Client) -> bool:
 def test_a_draft_killed_in_the_middle_changes_nothing(prompts):
     """Under the rules with coins other tokens may come, but none is lost or comes twice."""
     rules: tuple[Rule, ...] = ("coupled", "target_only", "rejection")
-    with LocalService(drafts=1) as service, Client(service.endpoint) as client:
+    service = LocalService(drafts=1, coordinator_args=PATIENT_WITH_WORKERS)
+    with service, Client(service.endpoint) as client:
         settings = {"max_new_tokens": 160, "temperature": 1.0, "seed": 9, "ignore_eos": True}
         wanted = client.generate(prompts[0], speculation="off", **settings)
         # Not async: on a busy machine a rule may find that trees do not pay.
@@ -89,7 +92,8 @@ def test_a_frozen_draft_costs_speed_only(prompts):
 
 def test_targets_that_stop_hand_over_and_the_last_one_killed_ends_the_stream(prompts):
     """Told to stop, a worker drains and exits 0; the tokens delivered stay valid when nobody is left."""
-    with LocalService(drafts=1, targets=2) as service, Client(service.endpoint, max_resumes=0) as client:
+    service = LocalService(drafts=1, targets=2, coordinator_args=PATIENT_WITH_WORKERS)
+    with service, Client(service.endpoint, max_resumes=0) as client:
         wanted = client.generate(prompts[2], max_new_tokens=200, speculation="off", ignore_eos=True)
         tokens: list[int] = []
         going = ("target-0", "draft-0")

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from tests.draft_worker.session_growth import sessions_of
 
 from outrider.coordinator import tree_choice
 from outrider.coordinator.candidates import Candidates, candidates
@@ -43,6 +44,7 @@ from outrider.draft_distribution import WEIGHT_SUM, DraftDistribution
 from outrider.draft_worker.drafters.model.choices import Children, HostChoices
 from outrider.draft_worker.drafters.model.config import GrowthConfig
 from outrider.draft_worker.drafters.model.drafter import ModelDrafter
+from outrider.draft_worker.rounds.drafters import Drafters
 from outrider.draft_worker.rounds.session import GrowthLimits, SessionStart
 from outrider.engine.batch import ForwardBatch
 from outrider.engine.kv_slots import SlotTable
@@ -118,8 +120,11 @@ class Bench:
             branching=2, max_step_nodes=BATCH, max_model_len=16, max_step_tokens=4096, rejection_top_k=2
         )
         self.drafts = {
-            f"draft-{number}": ModelDrafter(
-                TableDraft(7 + number, 0.9), config, max_sessions=BATCH, num_slots=BATCH * 40, vocab_size=VOCABULARY
+            f"draft-{number}": Drafters(
+                ModelDrafter(
+                    TableDraft(7 + number, 0.9), config, max_sessions=BATCH, num_slots=BATCH * 40, vocab_size=VOCABULARY
+                ),
+                None,
             )
             for number in range(2)
         }
@@ -189,8 +194,7 @@ class Bench:
 
     def _grow(self) -> None:
         for worker_id, draft in self.drafts.items():
-            step = draft.step()
-            for made in step or ():
+            for made in (own for step in draft.advance() for own in sessions_of(step)):
                 fields = {name: getattr(made, name) for name in Growth.__dataclass_fields__ if hasattr(made, name)}
                 session = self.sessions[made.session_id]
                 # What grew before the session moved is dropped, as by a link.

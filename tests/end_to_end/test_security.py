@@ -20,6 +20,8 @@ from outrider.security.tls import TlsConfig
 from outrider.security.tokens import TokenEntry, add_token, hash_of, new_token
 from outrider.v1 import draft_pb2_grpc, generation_pb2, registry_pb2, registry_pb2_grpc, target_pb2_grpc
 
+from .conftest import PATIENT
+
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalService]:
@@ -27,7 +29,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalService]:
     write_development_set(folder, days=1)
     token = new_token()
     add_token(folder / "tokens.json", TokenEntry(name="test", sha256=hash_of(token)))
-    with LocalService(drafts=1, certificates=folder, token_file=folder / "tokens.json", token=token) as service:
+    secured: dict[str, Any] = {"certificates": folder, "token_file": folder / "tokens.json", "token": token}
+    with LocalService(drafts=1, coordinator_args=PATIENT, **secured) as service:
         yield service
 
 

@@ -12,6 +12,8 @@ from outrider.client import AsyncClient
 from outrider.local import LocalService
 from outrider.sampling import SamplingSpec
 
+from .conftest import PATIENT
+
 NEW_TOKENS, REQUESTS = 20, 6
 SAMPLED = {"temperature": 1.0, "seed": 2**63 + 11}
 MIXTURES = ("ngram", "eagle", "model+ngram", "ngram+eagle", "model+ngram+eagle")
@@ -19,13 +21,11 @@ MIXTURES = ("ngram", "eagle", "model+ngram", "ngram+eagle", "model+ngram+eagle")
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[LocalService]:
-    # What a loaded machine takes for a second is no fault of anybody here.
-    patient = ("--lease-ms", "30000", "--step-timeout-s", "60", "--sync-wait-cap-ms", "60000")
     with LocalService(
         drafts=1,
         draft_args=("--source", "model+ngram"),
         target_args=("--resident-draft", "embedded"),
-        coordinator_args=patient,
+        coordinator_args=PATIENT,
     ) as service:
         yield service
 

@@ -19,6 +19,8 @@ from outrider.errors import InvalidRequest
 from outrider.local import LocalService
 from outrider.models import embedded_target_path, held_out_prompts
 
+from .conftest import PATIENT
+
 pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
 
 HAS_VLLM_DOOR = importlib.util.find_spec("smg_grpc_proto") is not None
@@ -29,7 +31,7 @@ SCHEMA: dict[str, Any] = {"json_schema": SCHEMAS["nested"], "disable_any_whitesp
 @pytest.fixture(scope="module")
 def service() -> Iterator[LocalService]:
     door = ["--vllm-grpc"] if HAS_VLLM_DOOR else []
-    with LocalService(drafts=2, target_args=["--deterministic"], coordinator_args=door) as running:
+    with LocalService(drafts=2, target_args=["--deterministic"], coordinator_args=[*door, *PATIENT]) as running:
         yield running
 
 

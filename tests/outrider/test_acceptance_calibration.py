@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from outrider.acceptance_calibration import RELIABILITY_EDGES, AcceptanceCalibration
-from outrider.draft_worker.calibration_report import pack_calibrations
+from outrider.draft_worker.service import pack_calibrations
 from outrider.growth_source import GrowthSource
 from outrider.wire import floats_from_bytes
 

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
@@ -51,10 +50,9 @@ def test_a_pipe_that_nobody_reads_holds_nobody_up_and_says_later_what_is_missing
             os.write(writing, b"\n")
     os.set_blocking(writing, True)
     handler = QueuedHandler(writing, waiting_lines=10)
-    began_s = time.thread_time()
+    # It would stand still here, with the pipe full.
     for number in range(LINES_THAT_FIT_NOWHERE):
         handler.emit(record(f"line {number}"))
-    assert time.thread_time() - began_s < 10
 
     def emit_until_told() -> None:
         while not told.wait(0.05):

@@ -23,19 +23,17 @@ from outrider.acceptance_calibration import AcceptanceCalibration
 from outrider.draft_distribution import DraftDistribution
 from outrider.draft_worker.drafters.model.config import GrowthConfig
 from outrider.draft_worker.drafters.model.session import ModelSession
-from outrider.engine.path_processors import processors_of
 from outrider.kernels.coupled_sampling import coupled_topk_scored
-from outrider.kernels.drafting.children import SampledRows
 from outrider.kernels.filtered_probs import filtered_probs
 from outrider.kernels.grammar_mask import apply_grammar_masks
 from outrider.kernels.noise import STREAM_DRAFT, philox_uint32
-from outrider.kernels.processors import apply_processors
-from outrider.sampling import SamplingSpec, VerificationRule
+from outrider.kernels.sampling.rows import SampledRows
+from outrider.sampling import VerificationRule
 
 
 @dataclass(frozen=True, slots=True)
 class SessionNodes:
-    """Nodes of one session; a `PathRows`.
+    """Nodes of one session.
 
     Attributes:
         session: whose nodes they are.
@@ -48,29 +46,9 @@ class SessionNodes:
     node_paths: list[list[int]]
 
     @property
-    def sampling(self) -> SamplingSpec:
-        """See `PathRows`; so are the others."""
-        return self.session.sampling
-
-    @property
-    def stop_token_ids(self) -> frozenset[int]:  # noqa: D102
-        return frozenset(self.sampling.stop_token_ids)
-
-    @property
-    def count(self) -> int:  # noqa: D102
+    def count(self) -> int:
+        """Nodes."""
         return len(self.node_paths)
-
-    def counts(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:  # noqa: D102
-        committed = np.array(self.session.tokens[: self.length], dtype=np.int64)
-        tokens, inverse = np.unique(committed, return_inverse=True)
-        return tokens, np.bincount(inverse[self.session.prompt_len :], minlength=len(tokens)).astype(np.int64)
-
-    def paths(self) -> list[list[int]]:  # noqa: D102
-        return self.node_paths
-
-    def bans_stop(self) -> np.ndarray:  # noqa: D102
-        out_before = self.length - self.session.prompt_len + np.array([len(path) for path in self.node_paths])
-        return out_before < self.sampling.min_new_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +89,17 @@ class HostChoices:
         Args:
             parts: the nodes, session after session.
             rows: their sampling parameters.
-            logits: [L, V].
+            logits: [L, V] float32 after the device's processors; changed.
         """
-        logits = processed_logits(parts, logits)
+        ban_stops_in_chains(parts, logits)
+        masked, masks = grammar_masks(parts)
+        if masks is not None:
+            apply_grammar_masks(logits, *(torch.from_numpy(each).to(logits.device) for each in (masked, masks)))
         shape = len(logits), self._branching
         children = Children(
             np.full(shape, -1, np.int32), np.full(shape, -1, np.int32), np.zeros(shape, np.float32), [None] * shape[0]
         )
-        rules = [part.sampling.rule for part in parts for _ in range(part.count)]
+        rules = [part.session.sampling.rule for part in parts for _ in range(part.count)]
         choosers = {
             VerificationRule.COUPLED: self._choose_ranked,
             VerificationRule.TARGET_ONLY: self._choose_likeliest,
@@ -167,14 +148,16 @@ class HostChoices:
                 children.acceptances[place, 0] = self._config.rejection_acceptance
 
 
-def processed_logits(parts: Sequence[SessionNodes], logits: torch.Tensor) -> torch.Tensor:
-    """Return logits [L, V] after every processor of the nodes' sessions, each with its own path counted."""
-    masked, masks = grammar_masks(parts)
-    logits = logits.to(torch.float32, copy=True)
-    apply_processors(logits, processors_of(parts, logits.device))
-    if masks is not None:
-        apply_grammar_masks(logits, *(torch.from_numpy(each).to(logits.device) for each in (masked, masks)))
-    return logits
+def ban_stops_in_chains(parts: Sequence[SessionNodes], logits: torch.Tensor) -> None:
+    """Ban early stop tokens under rejection: the device knows none there, where they must not end a chain."""
+    first = 0
+    for part in parts:
+        sampling, last = part.session.sampling, part.session.prompt_len + part.session.sampling.min_new_tokens
+        if sampling.rule is VerificationRule.REJECTION and sampling.bans_stops:
+            early = [place for place, path in enumerate(part.node_paths, first) if part.length + len(path) < last]
+            for token in sampling.stop_token_ids:
+                logits[early, token : token + 1] = -torch.inf
+        first += part.count
 
 
 def grammar_masks(parts: Sequence[SessionNodes]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32] | None]:

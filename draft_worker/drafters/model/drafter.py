@@ -19,18 +19,21 @@ from outrider.draft_worker.drafters.model import expansions
 from outrider.draft_worker.drafters.model.choices import HostChoices, SessionNodes
 from outrider.draft_worker.drafters.model.config import GrowthConfig
 from outrider.draft_worker.drafters.model.expansions import Expansions
-from outrider.draft_worker.drafters.model.program import MAX_STEP_COMMITS, GrowthProgram, Model
+from outrider.draft_worker.drafters.model.program import MAX_STEP_COMMITS, GrowthProgram
 from outrider.draft_worker.drafters.model.session import ModelSession
 from outrider.draft_worker.drafters.model.sync_tree import SyncTree
 from outrider.draft_worker.rounds.growth import Growth
-from outrider.draft_worker.rounds.session import CommitMismatch, Key, SessionStart, check_start, new_tokens
+from outrider.draft_worker.rounds.session import Key, SessionStart
+from outrider.engine.packed_forward import ForwardPass
 from outrider.engine.round_rings import Early, Inbox, Report, Rounds
-from outrider.errors import InvalidRequest, OutOfSlots, Superseded
+from outrider.errors import OutOfSlots
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.matcher import SessionGrammar
-from outrider.kernels.drafting.children import REPORT_COUNTS, SampledRows
+from outrider.growth_source import GrowthSource
+from outrider.kernels.drafting.children import REPORT_COUNTS
 from outrider.kernels.pool.pack import Packed
 from outrider.kernels.pool.records import Records
+from outrider.kernels.sampling.rows import SampledRows
 from outrider.log_output import about
 
 logger = logging.getLogger(__name__)
@@ -59,15 +62,19 @@ class ModelDrafter:
     Attributes:
         config: as given.
         calibration: of all sessions.
-        steps: forward passes so far.
+        launches: steps launched so far.
+        steps: forward passes so far; a launched step with nothing to expand is none.
         wake: called, on any thread, when there may be something to do that no command tells of.
         num_slots: as given.
         slots_used: slots in use after the last step that was read.
+        vocab_size: as given.
     """
+
+    source = GrowthSource.MODEL
 
     def __init__(
         self,
-        model: Model,
+        model: ForwardPass,
         config: GrowthConfig,
         *,
         max_sessions: int,
@@ -83,7 +90,7 @@ class ModelDrafter:
             prior_strength=config.prior_strength,
             decay=config.calibration_decay,
         )
-        self.steps = self.slots_used = 0
+        self.launches = self.steps = self.slots_used = 0
         self.wake: Callable[[], None] = lambda: None
         self._program = GrowthProgram(
             model,
@@ -104,22 +111,22 @@ class ModelDrafter:
         self._by_row: list[ModelSession | None] = [None] * max_sessions
         # Rows whose growth is sent as it comes: open, and in async mode.
         self._is_async = np.zeros(max_sessions, np.bool_)
+        # Committed lengths up to which the calibration has learned.
         self._observed = np.zeros(max_sessions, np.int32)
         # Of each row's session, ids that nodes of its earlier rows had.
         self._ids_used = np.zeros(max_sessions, np.int32)
         # Rows whose prompt has been computed.
         self._has_root = np.zeros(max_sessions, np.bool_)
         self._expansions = Expansions(max_sessions, self._program.lines, self._program.branching)
-        # Number of sessions whose children the host chooses; keys whose grammar is being compiled.
-        self._hosted, self._has_chosen = 0, False
+        # Sessions whose children the host chooses, sessions with processors; keys whose grammar is being compiled.
+        self._hosted, self._with_processors, self._has_chosen = 0, 0, False
         self._unready: set[Key] = set()
-        self._starved: list[ModelSession] = []
-        # Preempted rows whose slots are still on their way back.
-        self._preempting = 0
-        self._ready: deque[Growth] = deque()
+        # Whether sessions wait for slots; preempted rows whose slots are still on their way back.
+        self._has_starved, self._preempting = False, 0
+        self._ready: list[Growth] = []
         # Commits that are put together, before the next look at the device.
         self._edits = Records()
-        self._can_run, self._bucket, self._launches, self._ended = False, len(self._program.buckets) - 1, 0, 0
+        self._can_run, self._bucket, self._ended = False, len(self._program.buckets) - 1, 0
         # By launched steps, oldest first: bucket, and the q that each line's child was drawn from.
         self._under_way: deque[tuple[int, list[DraftDistribution | None]]] = deque()
 
@@ -127,11 +134,6 @@ class ModelDrafter:
     def num_sessions(self) -> int:
         """Open sessions."""
         return len(self._sessions)
-
-    @property
-    def launches(self) -> int:
-        """Steps launched so far."""
-        return self._launches
 
     @property
     def is_preparing(self) -> bool:
@@ -149,24 +151,13 @@ class ModelDrafter:
         acceptance_calibration.warm_up()
         self._program.warm_up()
 
-    def session(self, key: Key) -> ModelSession | None:
-        """Return the open session of this key."""
-        return self._sessions.get(key)
-
     def open(self, start: SessionStart) -> None:
-        """Open a session; one of the same key and an older epoch is replaced.
+        """Open a session, of a key that none is open under; `Drafters` has checked what it begins with.
 
         Raises:
-            Superseded: the session is open under this epoch or a newer one.
-            InvalidRequest: token ids or lengths that the model does not take.
             OutOfSlots: there is no room for it, now or ever.
         """
-        held = self._sessions.get(start.key)
-        if held is not None:
-            if start.epoch <= held.start.epoch:
-                raise Superseded(f"epoch {start.epoch} given, epoch {held.start.epoch} is open")
-            self._close(held)
-        check_start(start, vocab_size=self.vocab_size, max_model_len=self.config.max_model_len)
+        assert start.key not in self._sessions
         length = len(start.prompt) + len(start.output)
         if length > self.num_slots:
             raise self._too_long(length)
@@ -180,34 +171,23 @@ class ModelDrafter:
                 session.holds.add("grammar")
                 self._unready.add(start.key)
         self._hosted += session.needs_host
+        self._with_processors += session.has_processors
         while session.needs_host and self.is_busy:
             # A step that was launched without the host must not find it.
             self._read_and_launch()
         self._sessions[start.key] = session
         self._open_row(session)
 
-    def commit(self, key: Key, epoch: int, position: int, token_ids: Sequence[int]) -> None:
-        """Commit tokens that stand behind the first `position`.
+    def commit(self, key: Key, tokens: Sequence[int]) -> None:
+        """Commit tokens that continue an open session, one at least.
 
         Raises:
-            Superseded: no session of this key is open under this epoch.
-            CommitMismatch: the tokens do not continue the session; it is closed.
-            InvalidRequest: a token that this model does not have; the session is closed.
             OutOfSlots: it has become longer than can ever have KV here; it is closed, for it would stay silent.
         """
-        session = self._sessions.get(key)
-        if session is None or session.start.epoch != epoch:
-            raise Superseded(f"no session is open under epoch {epoch}")
-        try:
-            tokens = new_tokens(session.tokens, position, token_ids, vocab_size=self.vocab_size)
-        except (InvalidRequest, CommitMismatch):
-            self._close(session)
-            raise
-        if not tokens:
-            return
+        session = self._sessions[key]
         session.tokens += tokens
         if len(session.tokens) > self.num_slots:
-            self._close(session)
+            self.close(key)
             raise self._too_long(len(session.tokens))
         if self._count_committed(session, len(tokens)) > MAX_STEP_COMMITS:
             # More than a step takes at once: its tree is dead in any case.
@@ -224,11 +204,13 @@ class ModelDrafter:
             self.hold(key, "tree", is_held=False)
             self._begin_tree(session)
 
-    def close(self, key: Key, epoch: int) -> None:
-        """Close the session if it is open under this epoch or an older one."""
-        session = self._sessions.get(key)
-        if session is not None and session.start.epoch <= epoch:
-            self._close(session)
+    def close(self, key: Key) -> None:
+        """Close the session if it is open."""
+        session = self._sessions.pop(key, None)
+        if session is not None:
+            self._hosted -= session.needs_host
+            self._with_processors -= session.has_processors
+            self._close_row(session)
 
     def hold(self, key: Key, reason: str, *, is_held: bool) -> None:
         """Let a session rest, or grow again once no reason is left."""
@@ -248,14 +230,6 @@ class ModelDrafter:
         session = self._sessions.get(key)
         return session is not None and bool(self._has_root[session.row])
 
-    def step(self) -> Growth | None:
-        """Run until a step's growth is there; None if there is nothing to do until the next command."""
-        while not self._ready:
-            self._read_and_launch()
-            if not self._ready and not self.is_busy and not self._may_launch():
-                return None
-        return self._ready.popleft()
-
     def advance(self) -> list[Growth]:
         """Read what steps have reported, and launch the next one as soon as that is possible.
 
@@ -266,8 +240,7 @@ class ModelDrafter:
         # On a CPU a step is over when it is launched, and may have left records for the next one.
         while not self._ready and not self.is_busy and self._may_launch():
             self._read_and_launch()
-        growths = list(self._ready)
-        self._ready.clear()
+        growths, self._ready = self._ready, []
         return growths
 
     def _read_and_launch(self) -> None:
@@ -296,10 +269,10 @@ class ModelDrafter:
                 drawn, self._has_chosen = children.distributions, True
             self._program.end(bucket, packed, padded)
         else:
-            self._program.launch(bucket)
+            self._program.launch(bucket, processes=self._with_processors > 0)
         self._under_way.append((bucket, drawn))
         self._rounds.launched()
-        self._launches += 1
+        self.launches += 1
 
     def _nodes_of(self, packed: Packed, rows: SampledRows) -> list[SessionNodes]:
         """The nodes whose children the host chooses, each with its path."""
@@ -339,7 +312,7 @@ class ModelDrafter:
         # Each row of the step took a slot; `needed` was counted before.
         if needed > free + rows:
             self._preempt_youngest()
-        elif self._starved:
+        elif self._has_starved:
             self._restart(free)
         if not rows:
             if not needed and not self.is_busy and not self._inbox.has_records:
@@ -392,15 +365,14 @@ class ModelDrafter:
         """Tell the calibration what has been committed between the steps."""
         for row, length in dict(zip(rows.tolist(), lengths.tolist(), strict=True)).items():
             session = self._by_row[row]
-            if session is not None and session.observed < length:
-                tokens = np.array(session.tokens[session.observed : length], np.int64)
+            if session is not None and self._observed[row] < length:
+                tokens = np.array(session.tokens[self._observed[row] : length], np.int64)
                 seen = self._expansions.commit(row, tokens)
                 if len(seen):
                     self.calibration.observe_parents(seen)
-                session.observed = length
+                self._observed[row] = length
                 if session.start.is_sync:
                     self._expansions.drop_tree(row)
-            self._observed[row] = length
 
     def _grow_sync_trees(self, words: npt.NDArray[np.int32], count: int, drawn: list[DraftDistribution | None]) -> None:
         rows, lengths, parents, tokens, made, bits = self._columns(words, count)
@@ -426,12 +398,11 @@ class ModelDrafter:
 
     def _begin_tree(self, session: ModelSession) -> None:
         """Sync mode: a round begins with the root."""
-        limits, length, end = session.start.limits, len(session.tokens), self._end(session)
+        length, end = len(session.tokens), self._end(session)
         session.sync_tree = SyncTree(
+            session.start,
             length,
-            most=limits.sync_nodes,
-            max_depth=min(limits.max_depth, end - length),
-            stops=session.start.stop_ids,
+            end,
             min_value=self.config.min_path_value,
             capacity=self.config.capacity - self._program.branching,
         )
@@ -481,22 +452,18 @@ class ModelDrafter:
 
     def _open_row(self, session: ModelSession) -> None:
         start, row, length = session.start, session.row, len(session.tokens)
-        parameters = np.frombuffer(session.sampling.record, np.int32).copy()
-        parameters[-1] = start.is_sync
         # A node's children come together, so credit is for those of one node at least.
         max_nodes = max(min(start.limits.max_live_nodes, self.config.max_live_nodes), self._program.branching)
         self._program.describe_row(
             row,
-            session.tokens[: self.config.max_model_len],
-            parameters,
-            sorted(token for token in start.stop_ids if token < self.vocab_size),
-            min(session.prompt_len + session.sampling.min_new_tokens, self.config.max_model_len),
-            self.config.capacity if start.is_sync else max_nodes,
-            min(start.limits.max_depth, self.config.capacity),
+            start,
+            session.tokens,
+            max_nodes=self.config.capacity if start.is_sync else max_nodes,
+            max_depth=min(start.limits.max_depth, self.config.capacity),
         )
         self._by_row[row] = session
         self._is_async[row], self._has_root[row] = not start.is_sync, False
-        self._observed[row] = session.observed = length
+        self._observed[row] = length
         self._ids_used[row] = session.ids_used
         self._expansions.clear(row)
         records = Records()
@@ -515,10 +482,10 @@ class ModelDrafter:
 
         A step takes what was committed since the launch of the step before it, at most.
         """
-        if session.counted_at != self._launches:
-            is_next = session.counted_at == self._launches - 1
+        if session.counted_at != self.launches:
+            is_next = session.counted_at == self.launches - 1
             session.committed_before = session.committed_now if is_next else 0
-            session.committed_now, session.counted_at = 0, self._launches
+            session.committed_now, session.counted_at = 0, self.launches
         session.committed_now += tokens
         return session.committed_now + session.committed_before
 
@@ -541,17 +508,17 @@ class ModelDrafter:
         self._put(records)
         self._preempting += 1
         victim.holds.add("slots")
-        self._starved.append(victim)
+        self._has_starved = True
         if victim.sync_tree is not None:
             self._send_tree(victim)
 
     def _restart(self, free: int) -> None:
         """Let sessions that lost their slots grow again once there is room: with a margin, or all slots."""
-        self._starved = [session for session in self._sessions.values() if "slots" in session.holds]
-        for session in list(self._starved):
+        starved = [session for session in self._sessions.values() if "slots" in session.holds]
+        self._has_starved = bool(starved)
+        for session in starved:
             length = len(session.tokens)
             if not self._preempting and free >= min(length + _RESTART_MARGIN, self.num_slots):
-                self._starved.remove(session)
                 self.hold(session.start.key, "slots", is_held=False)
                 if not session.holds:
                     return
@@ -562,11 +529,6 @@ class ModelDrafter:
             if session is None or session.grammar is None or session.grammar.is_ready:
                 self._unready.discard(key)
                 self.hold(key, "grammar", is_held=False)
-
-    def _close(self, session: ModelSession) -> None:
-        del self._sessions[session.start.key]
-        self._hosted -= session.needs_host
-        self._close_row(session)
 
     def _close_row(self, session: ModelSession) -> None:
         self._by_row[session.row] = None

@@ -1,16 +1,17 @@
 """A growth step as the device runs it: every stage an operator, nothing waits for the host.
 
     take_records, graft     what coordinators have asked for since the last step
-    re_root                 committed tokens leave the trees
+    re_root, count_tokens   committed tokens leave the trees
     select, pack            what to expand: the best entries over all sessions
     forward                 one pass of the draft model
+    process_logits          in steps of sessions that change logits
     rank                    children of every expanded node, and how likely each is accepted
     append                  they join the trees
     report                  the host turns them into growth
 
-On a GPU a bucket's stages are one CUDA graph, launched one ahead. Sessions whose children depend on more than ranked
-logits (a grammar, penalties, another rule) have the host choose children between forward and append: `begin` and `end`
-are launched apart then.
+On a GPU a bucket's stages are one CUDA graph, launched one ahead; in a second one penalties, bias and bans change the
+logits before children are ranked. Sessions whose children depend on more than ranked logits (a grammar, another rule)
+have the host choose children between forward and append: `begin` and `end` are launched apart then.
 
 Shapes: S sessions, R rows and L rows with children of a bucket, K children of a node, V vocabulary.
 """
@@ -20,7 +21,7 @@ import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,16 +29,12 @@ import torch
 
 from outrider.acceptance_calibration import AcceptanceCalibration
 from outrider.draft_worker.drafters.model.config import GrowthConfig
+from outrider.draft_worker.rounds.session import SessionStart
+from outrider.engine.node_processors import describe_processors
+from outrider.engine.packed_forward import ForwardPass
 from outrider.engine.round_rings import RingMemory
 from outrider.kernels.coupled_sampling import coupled_topk_scored
-from outrider.kernels.drafting.children import (
-    PARAMETERS,
-    SampledRows,
-    estimate_children,
-    report_children,
-    report_words,
-    sample_rows,
-)
+from outrider.kernels.drafting.children import estimate_children, report_children, report_words
 from outrider.kernels.pool.append import append
 from outrider.kernels.pool.columns import MAX_STOPS, Pool
 from outrider.kernels.pool.graft import graft
@@ -46,6 +43,8 @@ from outrider.kernels.pool.re_root import re_root
 from outrider.kernels.pool.records import WORDS
 from outrider.kernels.pool.rings import publish_early, publish_report, take_records
 from outrider.kernels.pool.select import GAIN_SCALE, SHORT_GAP, Selection, select
+from outrider.kernels.sampling.processors import NodeProcessors, count_tokens, process_logits
+from outrider.kernels.sampling.rows import PARAMETERS, SampledRows, sample_rows
 
 logger = logging.getLogger(__name__)
 
@@ -60,14 +59,6 @@ _RUNGS = (8, 32, 64, 128, 256)
 _COMPILING_THREADS = 8
 # Steps that time a bucket before it is used.
 _TIMED = 5
-
-
-class Model(Protocol):
-    """The draft model, as a step uses it; `outrider.engine.packed_forward.PackedForward` is one."""
-
-    def logits(self, packed: Packed, table: torch.Tensor, rows: torch.Tensor, *, most: int) -> torch.Tensor:
-        """See `PackedForward.logits`."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +125,7 @@ class GrowthProgram:
 
     def __init__(
         self,
-        model: Model,
+        model: ForwardPass,
         config: GrowthConfig,
         calibration: AcceptanceCalibration,
         *,
@@ -145,6 +136,7 @@ class GrowthProgram:
         captures: bool,
     ) -> None:
         self._model, self._config, self.device = model, config, device
+        self._vocab_size = vocab_size
         self.branching = min(config.branching, vocab_size)
         # The best child's estimate needs the second's score, whether or not that becomes a node.
         self._ranked = min(max(config.branching, 2), vocab_size)
@@ -180,6 +172,8 @@ class GrowthProgram:
         self._packed = [Packed.allocate(self.pool, shape, scrap_slot=num_slots) for shape in shapes]
         self._sampled = [SampledRows.allocate(bucket.lines, device) for bucket in self.buckets]
         self._parameters = self._column(sessions, PARAMETERS)
+        self._processors = NodeProcessors.allocate(sessions=sessions, vocab_size=vocab_size, device=device)
+        self._processed = self._column(self.lines, vocab_size, dtype=torch.float32)
         records = 1 << (max(_LEAST_RECORDS, _SESSION_RECORDS * sessions) - 1).bit_length()
         self._records = self._column(records, WORDS)
         self._verdicts, self._count = self._column(records), self._column(1)
@@ -206,27 +200,35 @@ class GrowthProgram:
         self._staging = torch.zeros(
             PARAMETERS + MAX_STOPS + 3 + config.max_model_len, dtype=torch.int32, pin_memory=on_gpu
         )
-        # By bucket: a step, and for some buckets a step's beginning and what it gives.
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        # By bucket: a step, without and with processors, and for some buckets a step's beginning and what it gives.
+        # Nothing of one graph's memory is read after it, so that all share theirs.
+        self._graph_pool = torch.cuda.graph_pool_handle() if on_gpu else None
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._hosted: dict[int, tuple[torch.cuda.CUDAGraph, tuple[Packed, SampledRows, torch.Tensor]]] = {}
         self._captures = captures and on_gpu
 
     def _column(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
-    def describe_row(  # noqa: PLR0917 - a row's columns
-        self,
-        row: int,
-        tokens: Sequence[int],
-        parameters: npt.NDArray[np.int32],
-        stops: Sequence[int],
-        min_end: int,
-        max_nodes: int,
-        max_depth: int,
+    def describe_row(
+        self, row: int, start: SessionStart, tokens: Sequence[int], *, max_nodes: int, max_depth: int
     ) -> None:
-        """Write the columns of a row that no launched step uses; they are in place on return."""
-        stops = [*stops[:MAX_STOPS], *([-1] * (MAX_STOPS - len(stops)))]
-        values = np.concatenate((parameters, np.array([*stops, min_end, max_nodes, max_depth, *tokens], np.int32)))
+        """Write the columns of a row that no launched step uses; they are in place on return.
+
+        Args:
+            row: of the pool.
+            start: what opened the session.
+            tokens: committed, prompt and output.
+            max_nodes, max_depth: bounds of its tree.
+        """
+        sampling, prompt_len, longest = start.sampling, len(start.prompt), self.pool.max_len
+        parameters = np.frombuffer(sampling.record, np.int32).copy()
+        parameters[-1] = start.is_sync
+        stops = sorted(token for token in start.stop_ids if token < self._vocab_size)[:MAX_STOPS]
+        stops += [-1] * (MAX_STOPS - len(stops))
+        min_end = min(prompt_len + sampling.min_new_tokens, longest)
+        numbers = np.array([*stops, min_end, max_nodes, max_depth, *tokens[:longest]], np.int32)
+        values = np.concatenate((parameters, numbers))
         self._staging[: len(values)] = torch.from_numpy(values)
         pool, begin = self.pool, 0
         columns = (self._parameters, pool.stops, pool.min_end, pool.max_nodes, pool.max_depth, pool.history)
@@ -236,6 +238,7 @@ class GrowthProgram:
                 size = min(place.shape[0], len(values) - begin)
                 place[:size].copy_(self._staging[begin : begin + size], non_blocking=True)
                 begin += size
+            describe_processors(self._processors, row, sampling, tokens[:prompt_len], tokens[prompt_len:])
         if self._side is not None:
             self._side.synchronize()
 
@@ -265,24 +268,24 @@ class GrowthProgram:
         )
         return next(fitting, None)
 
-    def launch(self, bucket: int) -> None:
-        """Run a step; on a GPU nothing is waited for."""
-        graph = self._graphs.get(bucket)
+    def launch(self, bucket: int, *, processes: bool) -> None:
+        """Run a step, perhaps with processors; on a GPU nothing is waited for."""
+        graph = self._graphs.get((bucket, processes))
         if graph is None:
-            self._step(bucket)
+            self._step(bucket, processes=processes)
         else:
             graph.replay()
 
     @torch.inference_mode()
-    def _step(self, bucket: int) -> None:
-        packed, rows, logits = self.begin(bucket)
+    def _step(self, bucket: int, *, processes: bool) -> None:
+        packed, rows, logits = self._begin(bucket, processes=processes)
         if len(logits):
             self._rank(logits, rows)
         self.end(bucket, packed, rows)
 
     @torch.inference_mode()
-    def begin(self, bucket: int) -> tuple[Packed, SampledRows, torch.Tensor]:
-        """Run a step's stages up to the forward pass.
+    def _begin(self, bucket: int, *, processes: bool) -> tuple[Packed, SampledRows, torch.Tensor]:
+        """Run a step's stages up to the forward pass, perhaps with processors.
 
         Returns:
             The step, the rows that bring children and their logits [L, V]; on a CPU without padding.
@@ -291,6 +294,7 @@ class GrowthProgram:
         take_records(memory.ring, memory.head, self._records, self._count, self._tail, self._began)
         graft(pool, self._records, self._count, self._verdicts, self._commits, self._num_commits)
         re_root(pool, self._commits, self._num_commits)
+        count_tokens(self._processors, self._commits, self._num_commits)
         config = self._config
         select(pool, self._selection, bucket, children=self.branching, chunk=config.max_step_tokens)
         publish_early(memory.early, self._early_words, self._rounds)
@@ -300,13 +304,23 @@ class GrowthProgram:
             rows = rows.first(int(rows.count[0]))
             if not self._selection.totals[0]:
                 return packed, rows, torch.empty((0, 0))
-        return packed, rows, self._model.logits(packed, pool.table, rows.rows, most=self.buckets[bucket].most)
+        logits = self._logits(bucket, rows)
+        return packed, rows, self._process(logits, rows, packed) if processes else logits
+
+    def _logits(self, bucket: int, rows: SampledRows) -> torch.Tensor:
+        packed, most = self._packed[bucket], self.buckets[bucket].most
+        return self._model.logits(packed, self.pool.table, rows.rows, most=most)
+
+    def _process(self, logits: torch.Tensor, rows: SampledRows, packed: Packed) -> torch.Tensor:
+        processed = self._processed[: len(logits)]
+        process_logits(logits, rows, packed, self.pool, self._processors, processed)
+        return processed
 
     def begin_hosted(self, bucket: int) -> tuple[int, Packed, SampledRows, torch.Tensor]:
-        """Run `begin` for a step in whose choices the host has a part, and wait for it.
+        """Run a step's stages up to the forward pass, for a step in whose choices the host has a part; wait for them.
 
         Returns:
-            The bucket that it ran in, the step, its rows with padding, and logits without.
+            The bucket that it ran in, the step, its rows with padding, and logits after the processors without.
         """
         wanted = self.buckets[bucket]
         fitting = self._holding(sorted(self._hosted), wanted.rows, wanted.sessions)
@@ -315,7 +329,7 @@ class GrowthProgram:
             graph, found = self._hosted[bucket]
             graph.replay()
         else:
-            found = self.begin(bucket)
+            found = self._begin(bucket, processes=True)
         if self._side is not None:
             torch.cuda.current_stream(self.device).synchronize()
         packed, rows, logits = found
@@ -366,7 +380,7 @@ class GrowthProgram:
     def warm_up(self) -> None:
         """Compile what steps run, capture their graphs and time them; called before any session is opened."""
         if not self._captures:
-            self._step(0)
+            self._step(0, processes=True)
             self._forget_rounds()
             return
         began = time.perf_counter()
@@ -378,7 +392,7 @@ class GrowthProgram:
         captured = time.perf_counter()
         logger.info(
             "%d CUDA graphs: compiled in %.1f s, captured in %.1f s",
-            len(self.buckets), compiled - began, captured - compiled,
+            len(self._graphs) + len(self._hosted), compiled - began, captured - compiled,
         )  # fmt: skip
 
     def _compile(self) -> None:
@@ -386,25 +400,31 @@ class GrowthProgram:
 
         def run(bucket: int) -> None:
             with torch.inference_mode(), torch.cuda.device(self.device):
-                packed, rows = self._packed[bucket], self._sampled[bucket]
-                logits = self._model.logits(packed, self.pool.table, rows.rows, most=self.buckets[bucket].most)
-                self._rank(logits, rows)
+                rows = self._sampled[bucket]
+                logits = self._logits(bucket, rows)
+                for found in (logits, self._process(logits, rows, self._packed[bucket])):
+                    self._rank(found, rows)
 
         with ThreadPoolExecutor(_COMPILING_THREADS) as threads:
             found = threads.map(run, range(len(self.buckets)))
             # What all buckets share, beside them.
-            self._step(0)
+            self._step(0, processes=True)
             list(found)
         torch.cuda.synchronize(self.device)
 
     def _capture(self, bucket: int) -> None:
         stream = torch.cuda.Stream(self.device)
+        options: dict[str, Any] = {
+            "pool": self._graph_pool, "stream": stream, "capture_error_mode": "thread_local",
+        }  # fmt: skip
         with torch.cuda.stream(stream):
-            self._step(bucket)
-            torch.cuda.synchronize(self.device)
-            self._graphs[bucket] = graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                self._step(bucket)
+            for processes in (True, False):
+                self._step(bucket, processes=processes)
+                torch.cuda.synchronize(self.device)
+                self._graphs[bucket, processes] = graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, **options):
+                    self._step(bucket, processes=processes)
+            # Of the step without processors.
             began = time.perf_counter_ns()
             for _ in range(_TIMED):
                 graph.replay()
@@ -412,8 +432,8 @@ class GrowthProgram:
             self.times_ns[bucket] = (time.perf_counter_ns() - began) / _TIMED
             if self._is_hosted(bucket):
                 beginning = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(beginning, stream=stream, capture_error_mode="thread_local"):
-                    found = self.begin(bucket)
+                with torch.cuda.graph(beginning, **options):
+                    found = self._begin(bucket, processes=True)
                 self._hosted[bucket] = beginning, found
 
     def _is_hosted(self, bucket: int) -> bool:

@@ -1,10 +1,9 @@
 """A draft model's session as the host sees it; the tree is on the device."""
 
-from dataclasses import replace
-
 from outrider.draft_worker.drafters.model.sync_tree import SyncTree
 from outrider.draft_worker.rounds.session import SessionStart
 from outrider.grammar.matcher import SessionGrammar
+from outrider.sampling import VerificationRule
 
 
 class ModelSession:
@@ -20,8 +19,8 @@ class ModelSession:
         sampling: parameters of the request.
         tokens: committed token ids, prompt and output.
         prompt_len: tokens of the prompt.
-        observed: committed length up to which the calibration has learned.
         needs_host: whether the host has a part in choosing its children.
+        has_processors: whether the device changes logits before children are chosen.
         grammar: what its output has to match; None where it may be anything.
         holds: reasons why it does not grow.
         sync_tree: the round's tree in sync mode; None in async mode, and once the tree is sent.
@@ -35,8 +34,8 @@ class ModelSession:
         self.sampling = start.sampling
         self.tokens = [*start.prompt, *start.output]
         self.prompt_len = len(start.prompt)
-        self.observed = len(self.tokens)
-        self.needs_host = replace(start.sampling, logprobs=None).reads_logits
+        self.needs_host = bool(self.sampling.grammar) or self.sampling.rule is not VerificationRule.COUPLED
+        self.has_processors = self.sampling.has_processors
         self.grammar: SessionGrammar | None = None
         self.holds: set[str] = set()
         self.sync_tree: SyncTree | None = None

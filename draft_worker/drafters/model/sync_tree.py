@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from outrider.draft_distribution import DraftDistribution
+from outrider.draft_worker.rounds.session import SessionStart
 
 
 @dataclass(slots=True)
@@ -29,22 +30,19 @@ class SyncTree:
     """One round's tree.
 
     Args:
+        start: what opened the session; it has N, the depth and the stop tokens.
         as_of: committed length of the round.
-        most: N.
-        max_depth: depth from which nodes are not expanded.
-        stops: tokens whose nodes are not expanded.
+        end: length at which the session ends.
         min_value: nodes below are not expanded.
         capacity: nodes that fit.
     """
 
-    def __init__(
-        self, as_of: int, *, most: int, max_depth: int, stops: frozenset[int], min_value: float, capacity: int
-    ) -> None:
+    def __init__(self, start: SessionStart, as_of: int, end: int, *, min_value: float, capacity: int) -> None:
         self.as_of = as_of
-        self._most, self._max_depth, self._stops = most, max_depth, stops
+        self._most, self._stops = start.limits.sync_nodes, start.stop_ids
+        self._max_depth = min(start.limits.max_depth, end - as_of)
         self._min_value, self._capacity = np.float32(min_value), capacity
         self._nodes: dict[int, _Node] = {}
-        self._is_begun = False
 
     def expand(
         self,
@@ -55,7 +53,6 @@ class SyncTree:
         distribution: DraftDistribution | None = None,
     ) -> None:
         """Add the children of a node, 0 for the root."""
-        self._is_begun = True
         above = self._nodes.get(parent)
         if above is not None:
             if not above.is_open:
@@ -72,9 +69,7 @@ class SyncTree:
 
     @property
     def is_complete(self) -> bool:
-        """True if no step can change the best nodes any more, or there is no room for more."""
-        if not self._is_begun:
-            return False
+        """True if no step after the root's can change the best nodes any more, or there is no room for more."""
         values = sorted((node.value for node in self._nodes.values()), reverse=True)
         least = values[self._most - 1] if len(values) >= self._most else np.float32(0)
         best = max((node.value for node in self._nodes.values() if node.is_open), default=np.float32(0))

@@ -25,10 +25,9 @@ from outrider.draft_worker.drafters.ngram.calibration import NgramCalibration, r
 from outrider.draft_worker.drafters.ngram.proposals import ProposalConfig, TextTails
 from outrider.draft_worker.drafters.ngram.shared_trie import SharedTrie
 from outrider.draft_worker.drafters.ngram.trie import NgramTrie
-from outrider.draft_worker.rounds import session as sessions
 from outrider.draft_worker.rounds.growth import Growth
-from outrider.draft_worker.rounds.session import CommitMismatch, GrowthLimits, Key, SessionStart
-from outrider.errors import InvalidRequest, OutOfSlots, Superseded
+from outrider.draft_worker.rounds.session import GrowthLimits, Key, SessionStart
+from outrider.errors import OutOfSlots
 from outrider.growth_source import GrowthSource
 from outrider.kernels.compiled import IS_COMPILED
 from outrider.kernels.pool.columns import MAX_STOPS, Pool, PoolArrays
@@ -48,7 +47,7 @@ class NgramDrafterConfig:
     """Settings of drafting by n-grams.
 
     Attributes:
-        vocab_size: tokens from here on are refused.
+        vocab_size: of the target.
         max_model_len: most tokens of a session.
         max_sessions: most sessions that have a tree.
         max_live_nodes: most nodes of a session, whatever its credit, up to 256.
@@ -67,7 +66,7 @@ class _Session:
     start: SessionStart
     tokens: list[int]  # committed
     row: int | None = None  # of the pool; None if the session only feeds the trie
-    speaks: bool  # whether a match without new nodes is reported
+    speaks: bool  # whether a match without new nodes is reported: nobody else answers the session's commits
     pending: list[int] = field(default_factory=list)  # committed tokens that the pool has not got yet
 
 
@@ -85,10 +84,13 @@ class NgramDrafter:
         steps: matches with growth so far.
         wake: called when a match was put off.
         leading: keys of sessions that need no other drafter now: most of a round's depth is expected to be accepted.
+        vocab_size: as in the config.
     """
 
+    source = GrowthSource.NGRAM
+
     def __init__(self, trie: SharedTrie, config: NgramDrafterConfig) -> None:
-        self.trie, self.config = trie, config
+        self.trie, self.config, self.vocab_size = trie, config, config.vocab_size
         self.calibration = NgramCalibration()
         self.steps = 0
         self.wake: Callable[[], None] = lambda: None
@@ -112,68 +114,53 @@ class NgramDrafter:
         """Open sessions."""
         return len(self._sessions)
 
-    def open(self, start: SessionStart, *, speaks: bool = True) -> None:
-        """Open a session; one of the same key and an older epoch is replaced.
+    def open(self, start: SessionStart) -> None:
+        """Open a session, of a key that none is open under; `Drafters` has checked what it begins with.
 
-        Args:
-            start: what opens it.
-            speaks: whether matches without new nodes are reported, because nobody else answers the session's commits. A
-                session that does not speak and finds no row free only feeds the trie.
+        A shared session that finds no row free only feeds the trie.
 
         Raises:
-            Superseded: the session is open under this epoch or a newer one.
-            InvalidRequest: token ids or lengths that are not taken.
-            OutOfSlots: the session speaks, and no row is free.
+            OutOfSlots: nobody else grows the session, and no row is free.
         """
-        held = self._sessions.get(start.key)
-        if held is not None:
-            if start.epoch <= held.start.epoch:
-                raise Superseded(f"epoch {start.epoch} given, epoch {held.start.epoch} is open")
-            self._remove(held)
-        sessions.check_start(start, vocab_size=self.config.vocab_size, max_model_len=self.config.max_model_len)
-        session = _Session(start=start, tokens=[*start.prompt, *start.output], speaks=speaks)
+        assert start.key not in self._sessions
+        session = _Session(start=start, tokens=[*start.prompt, *start.output], speaks=not start.is_shared)
         if start.sampling.rule is not VerificationRule.REJECTION:
             if self._free_rows:
                 session.row = self._open_row(start, session.tokens)
-            elif speaks:
+            elif session.speaks:
                 raise OutOfSlots(f"all {self.config.max_sessions} rows are taken: raise max_num_seqs")
         self._sessions[start.key] = self._due[start.key] = session
         self.trie.add(tuple(session.tokens))
 
-    def commit(self, key: Key, epoch: int, position: int, token_ids: Sequence[int]) -> None:
-        """Commit tokens that follow the first `position` of a session.
-
-        Raises:
-            Superseded: no session of this key is open under this epoch.
-            CommitMismatch: the tokens do not continue the session; it is closed.
-            InvalidRequest: a token outside the vocabulary; the session is closed.
-        """
-        session = self._sessions.get(key)
-        if session is None or session.start.epoch != epoch:
-            raise Superseded(f"no session is open under epoch {epoch}")
-        try:
-            new = sessions.new_tokens(session.tokens, position, token_ids, vocab_size=self.config.vocab_size)
-        except (InvalidRequest, CommitMismatch):
-            self._remove(session)
-            raise
-        if new:
-            session.tokens += new
-            if session.row is not None:
-                session.pending += new
-            context = min(self.trie.suffix_tokens, len(session.tokens) - len(new))
-            self.trie.add(session.tokens[-len(new) - context :], start=context)
-            self._due[key] = session
-            self.leading.discard(key)
+    def commit(self, key: Key, tokens: Sequence[int]) -> None:
+        """Commit tokens that continue an open session, one at least."""
+        session = self._sessions[key]
+        session.tokens += tokens
+        if session.row is not None:
+            session.pending += tokens
+        context = min(self.trie.suffix_tokens, len(session.tokens) - len(tokens))
+        self.trie.add(session.tokens[-len(tokens) - context :], start=context)
+        self._due[key] = session
+        self.leading.discard(key)
 
     def speak(self, key: Key) -> None:
         """Report matches without new nodes from now on: nobody else answers the session's commits any more."""
         self._sessions[key].speaks = True
 
-    def close(self, key: Key, epoch: int) -> None:
-        """Close the session if it is open under this epoch or an older one."""
-        session = self._sessions.get(key)
-        if session is not None and session.start.epoch <= epoch:
-            self._remove(session)
+    def close(self, key: Key) -> None:
+        """Close the session if it is open."""
+        session = self._sessions.pop(key, None)
+        if session is None:
+            return
+        self.leading.discard(key)
+        self._due.pop(key, None)
+        if session.row is not None:
+            # The calibration learns from the last commits too.
+            self._re_root([session])
+            records = Records()
+            records.close(session.row, self._generation(session.row))
+            self._graft(records.array())
+            self._free_rows.append(session.row)
 
     def match(self, left_out: Container[Key] = ()) -> Growth | None:
         """Return the new nodes of all sessions that were opened or committed to; None if there is nothing to report.
@@ -303,19 +290,6 @@ class NgramDrafter:
     def _generation(self, row: int) -> int:
         return int(self._columns.generation[row])
 
-    def _remove(self, session: _Session) -> None:
-        key, row = session.start.key, session.row
-        del self._sessions[key]
-        self.leading.discard(key)
-        self._due.pop(key, None)
-        if row is not None:
-            # The calibration learns from the last commits too.
-            self._re_root([session])
-            records = Records()
-            records.close(row, self._generation(row))
-            self._graft(records.array())
-            self._free_rows.append(row)
-
 
 @functools.cache
 def warm_up() -> None:
@@ -329,5 +303,5 @@ def warm_up() -> None:
     start = SessionStart(key=(0, 0), owner=None, epoch=1, prompt=[0], output=(), sampling=sampling, limits=limits)
     drafter.open(start)
     drafter.match()
-    drafter.commit(start.key, start.epoch, 1, [1])
+    drafter.commit(start.key, [1])
     drafter.match()

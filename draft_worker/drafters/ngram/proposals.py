@@ -38,9 +38,6 @@ class ProposalConfig:
         min_breadth: most children of a node below the longest suffix.
         max_breadth: most children of a node below the shortest suffix; 1 makes a single branch.
         match_type: which children come first: prob, the most frequent; bfs, the most recently used.
-
-    Raises:
-        ValueError: a value out of range.
     """
 
     draft_tokens: int = 12
@@ -50,14 +47,9 @@ class ProposalConfig:
     match_type: MatchType = "prob"
 
     def __post_init__(self) -> None:
-        for name in ("draft_tokens", "min_match", "min_breadth"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: {getattr(self, name)} given, at least 1 needed")
-        if not self.min_breadth <= self.max_breadth <= MAX_BREADTH:
-            needed = f"min_breadth ({self.min_breadth}) to {MAX_BREADTH} needed"
-            raise ValueError(f"max_breadth: {self.max_breadth} given, {needed}")
-        if self.match_type not in ("prob", "bfs"):
-            raise ValueError(f"match_type: {self.match_type!r} given, prob or bfs needed")
+        # Options have been checked under the names that users know.
+        assert min(self.draft_tokens, self.min_match, self.min_breadth) >= 1
+        assert self.min_breadth <= self.max_breadth <= MAX_BREADTH
 
 
 @dataclass(slots=True)

@@ -32,7 +32,7 @@ _READY_TOKENS = 2048
 _CORPUS_PIECE = 4096
 # Plain Python holds the interpreter, which growth and messages need too: it rests as long as it has worked.
 _REST = 0.0 if IS_COMPILED else 1.0
-# How often a thread that waits for the queue looks at it.
+# How often the thread that queues a corpus looks whether the queue has room.
 _POLL_S = 0.005
 
 # Tokens, and how many of the first are only context.
@@ -187,15 +187,6 @@ class SharedTrie:
         counts.matched_tokens += sum(matched)
         counts.match_ns += time.perf_counter_ns() - began
         return proposals
-
-    def settle(self, timeout_s: float = 60.0) -> bool:
-        """Wait until everything queued is inserted; return whether it is, in time."""
-        deadline = time.monotonic() + timeout_s
-        while self.waiting_tokens > 0 and not self.failed:
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_POLL_S)
-        return not self.failed
 
     def _take_lock(self) -> bool:
         # In turn with the inserting thread, which takes both locks for each of its pieces.

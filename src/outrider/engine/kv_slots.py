@@ -217,10 +217,10 @@ class SlotTable:
         self.lengths[row] = max(stop, end)
         self._changed_from[row] = min(self._changed_from[row], start)
 
-    def lend(self, row: int) -> Slots:
-        """Makes all of the row's own slots the lender's, from whom the row has them now; a copy of them."""
-        slots = self.table[row, self._borrowed[row] : self.lengths[row]].copy()
-        self._borrowed[row] = self.lengths[row]
+    def lend(self, row: int, length: int) -> Slots:
+        """Makes the row's own slots before `length` the lender's, from whom the row has them now; a copy of them."""
+        slots = self.table[row, self._borrowed[row] : length].copy()
+        self._borrowed[row] = length
         return slots
 
     def reclaim(self) -> None:
@@ -252,6 +252,24 @@ class SlotTable:
         self.table[row, start : start + len(chosen)] = tail[chosen]
         self.table[row, start + len(chosen) : end] = -1
         self.lengths[row] = start + len(chosen)
+
+    def reorder(self, row: int, start: int, count: int, kept: Sequence[int]) -> None:
+        """Moves some of the row's slots to the front of a part of it; the others follow in order.
+
+        Args:
+            row: the row.
+            start: index of the first slot of the part.
+            count: slots of the part.
+            kept: distinct offsets; the slot at `start + kept[i]` moves to `start + i`.
+        """
+        assert start >= self._borrowed[row], "borrowed slots are not the row's to move"
+        if all(place == offset for place, offset in enumerate(kept)):
+            return
+        part = self.table[row, start : start + count]
+        is_other = np.ones(count, dtype=np.bool_)
+        is_other[list(kept)] = False
+        part[:] = np.concatenate((part[list(kept)], part[is_other]))
+        self._changed_from[row] = min(self._changed_from[row], start)
 
     def retain_rows(
         self,

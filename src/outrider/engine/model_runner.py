@@ -23,7 +23,7 @@ from outrider.engine.decoder_weights import HEAD
 from outrider.engine.eagle_memory import HeadMemory, head_memory
 from outrider.engine.kv_memory import MOST_CAPTURED, KvShape, fitting_slots, step_bytes
 from outrider.engine.kv_slots import SlotTable
-from outrider.engine.packed_forward import PackedForward
+from outrider.engine.packed_forward import PackedForward, PackedShape
 from outrider.engine.packed_linear import can_pack, pack_linear_layers
 from outrider.engine.step_program import StepProgram
 from outrider.engine.step_runner import StepRunner
@@ -94,6 +94,7 @@ class ModelRunner:
         self._model = self._decoder = self._output = None
         self._tapped: TappedLayers | None = None
         self._is_tapped = False
+        self._packed: PackedForward | None = None
         if decoder:
             self._decoder, model_config, self.info = load_decoder(config, source, self.ranks)
         else:
@@ -136,7 +137,14 @@ class ModelRunner:
         """What rank 0 tells the other ranks to do."""
         assert self.steps is not None
         steps = self.steps
+
+        def follow(shape: PackedShape) -> None:
+            assert self._packed is not None
+            self._packed.follow(shape)
+
         return {
+            "packed_forward": lambda sessions: self.packed_forward(sessions=sessions),
+            "packed": follow,
             "launch": steps.launch,
             "compile": steps.compile,
             "rehearse": steps.rehearse,
@@ -278,9 +286,16 @@ class ModelRunner:
         """Return the forward pass over rows that a pool has packed, for steps of so many sessions at most."""
         model = self._model if self._decoder is None else self._decoder
         assert model is not None
-        return PackedForward(
-            model, self._caches, attend=self._attend, sessions=sessions, row_len=self.slots.max_row_len
+        self.ranks.lead("packed_forward", sessions)
+        self._packed = PackedForward(
+            model,
+            self._caches,
+            attend=self._attend,
+            sessions=sessions,
+            row_len=self.slots.max_row_len,
+            ranks=self.ranks,
         )
+        return self._packed
 
     def attention_step(self, batch: ForwardBatch) -> AttentionStep:
         """A batch as attention takes it, on the device; its rows' slots are reserved."""

@@ -1,18 +1,54 @@
 """A model's forward pass over the rows that a pool's `pack` laid out.
 
+Where several ranks share the model, rank 0 alone has the pool: the packed rows and their sessions' slots are broadcast
+as part of the pass. `lead` tells the others what to run, a captured graph by its number.
+
 Shapes: R rows, N sessions, W mask words as in `outrider.kernels.pool.pack`; L rows with logits, V vocabulary.
 """
 
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from outrider.engine.attention import AttentionStep, TreeAttention
 from outrider.engine.decoder import Decoder, DecoderInputs
 from outrider.engine.step_program import KvCaches
+from outrider.engine.tensor_parallel_ranks import Ranks
 from outrider.kernels.pool.pack import Packed
 from outrider.kernels.slot_updates import gather_slot_rows, store_positions
 from outrider.kernels.tree_attention import TreeAttentionBatch
+
+
+class ForwardPass(Protocol):
+    """A model, as a step uses it; `PackedForward` is one."""
+
+    def logits(self, packed: Packed, table: torch.Tensor, rows: torch.Tensor, *, most: int) -> torch.Tensor:
+        """See `PackedForward.logits`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedShape:
+    """What another rank has to know of a pass.
+
+    Attributes:
+        rows: R.
+        sessions: N.
+        mask_words: W.
+        lines: L, the first rows.
+        most: bound of the rows of one session.
+        graph: number of the graph that is captured, or run if it has been; None for a pass without one.
+    """
+
+    rows: int
+    sessions: int
+    mask_words: int
+    lines: int
+    most: int
+    graph: int | None = None
 
 
 class PackedForward:
@@ -24,12 +60,24 @@ class PackedForward:
         attend: the attention operator, for transformers' model.
         sessions: N of the largest step.
         row_len: columns of the pool's table.
+        ranks: the processes that share the model; one that follows runs what `follow` is given.
+
+    Attributes:
+        ranks: as given.
     """
 
     def __init__(
-        self, model: Decoder | torch.nn.Module, caches: KvCaches, *, attend: TreeAttention, sessions: int, row_len: int
+        self,
+        model: Decoder | torch.nn.Module,
+        caches: KvCaches,
+        *,
+        attend: TreeAttention,
+        sessions: int,
+        row_len: int,
+        ranks: Ranks,
     ) -> None:
-        self._model, self._caches, self._attend = model, caches, attend
+        self._model, self._caches, self._attend, self.ranks = model, caches, attend, ranks
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         # Attention reads it within the step, so all buckets share it.
         self._slots = torch.full((sessions, row_len), -1, dtype=torch.int32, device=caches.positions.device)
         self._windowed = isinstance(model, Decoder) and any(layer.window for layer in model.spec.layers)
@@ -41,21 +89,69 @@ class PackedForward:
         Args:
             packed: the step; with the decoder padding takes part, so that launches depend on the bucket alone.
             table: [S, row_len] int32, the pool's KV slots.
-            rows: [L] int64, rows of the step.
+            rows: [L] int64, rows of the step; with several ranks the first ones, in order.
             most: bound of the rows of one session.
 
         Returns:
             [L, V] in the model's dtype for the decoder, else float32.
         """
-        if isinstance(self._model, Decoder):
-            return self._decode(self._model, packed, table, rows, most)
-        return self._run_model(self._model, packed, table, rows)
-
-    def _decode(
-        self, decoder: Decoder, packed: Packed, table: torch.Tensor, rows: torch.Tensor, most: int
-    ) -> torch.Tensor:
+        if not isinstance(self._model, Decoder):
+            return self._run_model(self._model, packed, table, rows)
         slots = self._slots[: packed.pool_rows.shape[0]]
         gather_slot_rows(table, packed.pool_rows, packed.key_len, slots)
+        return self._decode(self._model, packed, slots, rows, most)
+
+    def lead(self, packed: Packed, *, lines: int, most: int, graph: int | None = None) -> AbstractContextManager[None]:
+        """Have the other ranks run the next pass, which is run within what is returned.
+
+        Args:
+            packed: as `logits` takes it.
+            lines: L.
+            most: as `logits` takes it.
+            graph: see `PackedShape`.
+
+        Raises:
+            WorkerUnavailable: another rank was lost; also as it is left.
+        """
+        if self.ranks.world_size > 1:
+            rows, mask_words = packed.tree_mask.shape
+            sessions = packed.pool_rows.shape[0]
+            shape = PackedShape(
+                rows=rows, sessions=sessions, mask_words=mask_words, lines=lines, most=most, graph=graph
+            )
+            self.ranks.lead("packed", shape)
+        return self.ranks.guard()
+
+    @torch.inference_mode()
+    def follow(self, shape: PackedShape) -> None:
+        """Run what rank 0 runs."""
+        if shape.graph in self._graphs:
+            self._graphs[shape.graph].replay()
+            return
+        assert isinstance(self._model, Decoder)
+        decoder, device = self._model, self._caches.positions.device
+        packed = Packed.of_shape(
+            rows=shape.rows,
+            sessions=shape.sessions,
+            mask_words=shape.mask_words,
+            scrap_slot=self._caches.positions.shape[0],
+            device=device,
+        )
+        slots, rows = self._slots[: shape.sessions], torch.arange(shape.lines, device=device)
+
+        def run() -> None:
+            self._decode(decoder, packed, slots, rows, shape.most)
+
+        if shape.graph is None:
+            run()
+        else:
+            self._graphs[shape.graph] = _captured(run, device)
+
+    def _decode(
+        self, decoder: Decoder, packed: Packed, slots: torch.Tensor, rows: torch.Tensor, most: int
+    ) -> torch.Tensor:
+        for words in (packed.words, slots):
+            self.ranks.broadcast(words)
         if self._windowed:
             store_positions(self._caches.positions, packed.slots, packed.positions)
         inputs = DecoderInputs(
@@ -77,7 +173,8 @@ class PackedForward:
             key_caches=self._caches.keys,
             value_caches=self._caches.values,
         )
-        return decoder.logits(decoder.forward(inputs), rows)
+        hidden = decoder.forward(inputs)
+        return decoder.logits(hidden, rows) if len(rows) else hidden.new_empty((0, decoder.spec.vocab_size))
 
     def _run_model(self, model: Any, packed: Packed, table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         count, sessions = int(packed.query_start[-1]), int((packed.pool_rows >= 0).sum())
@@ -114,3 +211,10 @@ class PackedForward:
             model.base_model(**inputs)
             return torch.empty((0, model.config.vocab_size), dtype=torch.float32, device=table.device)
         return model(**inputs, logits_to_keep=rows).logits[0].float()
+
+
+def _captured(run: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
+    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        run()
+    return graph

@@ -114,23 +114,36 @@ class PrefixCache:
             row: every slot of it has KV.
             tokens: [length of the row]
         """
-        length, position = self._slots.length(row), self._slots.borrowed(row)
-        assert len(tokens) == length, "a row has as many tokens as slots"
+        position = self._slots.borrowed(row)
+        assert len(tokens) == self._slots.length(row), "a row has as many tokens as slots"
         edge = self._held[row]
-        while position < length and (child := edge.children.get(int(tokens[position]))) is not None:
+        while position < len(tokens) and (child := edge.children.get(int(tokens[position]))) is not None:
             same = common_length(child.tokens, tokens[position:])
             edge = child if same == len(child.tokens) else self._split(child, same)
             self._enter(edge)
             self._slots.borrow(row, edge.slots)
             position += same
-        if position < length:
-            leaf = _Edge(edge, position, tokens[position:].copy(), self._slots.lend(row))
-            leaf.users = 1
-            edge.children[int(leaf.tokens[0])] = leaf
-            edge = leaf
-            self._edges += 1
-            self.version += 1
         self._held[row] = edge
+        self.share(row, tokens)
+
+    def share(self, row: int, tokens: TokenIds) -> None:
+        """Remembers what the row has computed of its first tokens, and leaves its slots where they are.
+
+        Where another has remembered the same tokens meanwhile, nothing changes.
+
+        Args:
+            row: its first slots have the KV of the tokens; there may be more.
+            tokens: [n]
+        """
+        position, edge = self._slots.borrowed(row), self._held[row]
+        if position >= len(tokens) or int(tokens[position]) in edge.children:
+            return
+        leaf = _Edge(edge, position, tokens[position:].copy(), self._slots.lend(row, len(tokens)))
+        leaf.users = 1
+        edge.children[int(leaf.tokens[0])] = leaf
+        self._held[row] = leaf
+        self._edges += 1
+        self.version += 1
 
     def take_return(self, row: int, length: int) -> None:
         """The row keeps only the first `length` of what it has borrowed; for the table alone."""

@@ -94,6 +94,10 @@ class Collectives(Protocol):
         """[R, v] of this rank to [R, W v] of all, in their order, at rank 0."""
         ...
 
+    def broadcast(self, words: torch.Tensor) -> None:
+        """Write rank 0's words into those of every other rank."""
+        ...
+
     def apart(self) -> AbstractContextManager[None]:
         """Within it sums and logits are zeros of the right shape and nobody is waited for: a run only compiles."""
         ...
@@ -291,6 +295,11 @@ class CudaCollectives:
             return gather_columns(logits.contiguous(), self.mailbox)
         return _gathered(logits)
 
+    def broadcast(self, words: torch.Tensor) -> None:
+        """Write rank 0's words into those of every other rank."""
+        if not self._is_apart:
+            dist.broadcast(words, 0)
+
     @contextmanager
     def apart(self) -> Iterator[None]:
         """Within it sums and logits are zeros of the right shape and nobody is waited for: a run only compiles."""
@@ -338,6 +347,10 @@ class GlooCollectives:
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """[R, v] of this rank to [R, W v] of all, in their order."""
         return _gathered(logits)
+
+    def broadcast(self, words: torch.Tensor) -> None:
+        """Write rank 0's words into those of every other rank."""
+        dist.broadcast(words, 0)
 
     def apart(self) -> AbstractContextManager[None]:
         """Nothing: on a CPU nothing is compiled."""

@@ -16,6 +16,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from outrider.engine.config import EngineConfig
 from outrider.engine.tensor_parallel_collectives import Collectives, Meeting, SumOptions, connect
 from outrider.engine.tensor_parallel_ranks import STEP_TIMEOUT_S, Setup, rank_device
@@ -108,6 +110,11 @@ class Leader:
         """
         self._raise_if_failed()
         self._send((name, payload))
+
+    def broadcast(self, words: torch.Tensor) -> None:
+        """See `Collectives.broadcast`."""
+        assert self._collectives is not None, "the ranks are not connected"
+        self._collectives.broadcast(words)
 
     def apart(self) -> contextlib.AbstractContextManager[None]:
         """Around what only compiles: see `Collectives.apart`."""

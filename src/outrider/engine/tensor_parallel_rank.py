@@ -63,6 +63,11 @@ class Follower:
     def lead(self, name: str, payload: object = None) -> None:
         """Nothing: it is the leader who leads."""
 
+    def broadcast(self, words: torch.Tensor) -> None:
+        """See `Collectives.broadcast`."""
+        assert self._collectives is not None, "the ranks are not connected"
+        self._collectives.broadcast(words)
+
     def apart(self) -> contextlib.AbstractContextManager[None]:
         """Around what only compiles: see `Collectives.apart`."""
         return contextlib.nullcontext() if self._collectives is None else self._collectives.apart()

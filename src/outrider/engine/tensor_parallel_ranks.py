@@ -42,6 +42,10 @@ class Ranks(Protocol):
         """Sends a command to all followers, which they run after the ones before; nothing on a follower."""
         ...
 
+    def broadcast(self, words: torch.Tensor) -> None:
+        """See `Collectives.broadcast`; all must call it, with words of equal size."""
+        ...
+
     def apart(self) -> contextlib.AbstractContextManager[None]:
         """Around what only compiles: see `Collectives.apart`."""
         ...
@@ -105,6 +109,9 @@ class Alone:
 
     def lead(self, name: str, payload: object = None) -> None:
         """Nobody follows."""
+
+    def broadcast(self, words: torch.Tensor) -> None:
+        """Nobody else has any."""
 
     def apart(self) -> contextlib.AbstractContextManager[None]:
         """There is nobody to wait for."""

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 from tests.coordinator.committing import Commitment, commit_together
+from tests.draft_worker.session_growth import SessionGrowth, sessions_of
+from tests.draft_worker.settling import settle
 from tests.draft_worker.table_model import VOCAB, Bench, session_start
 
 from outrider.coordinator.forest import Forest
@@ -14,10 +16,9 @@ from outrider.coordinator.mirror import TreeMirror, graft
 from outrider.draft_worker.drafters.ngram.drafter import NgramDrafter
 from outrider.draft_worker.rounds.commands import Load
 from outrider.draft_worker.rounds.drafters import Drafters, shared_limits
-from outrider.draft_worker.rounds.growth import SessionGrowth
-from outrider.draft_worker.rounds.session import CommitMismatch, GrowthMode, Key
+from outrider.draft_worker.rounds.session import GrowthMode, Key
 from outrider.draft_worker.service import growth_message
-from outrider.errors import InvalidRequest, OutOfSlots, Superseded
+from outrider.errors import CommitMismatch, InvalidRequest, OutOfSlots, Superseded
 from outrider.growth_source import GrowthSource
 from outrider.sampling import SamplingSpec, VerificationRule
 
@@ -42,7 +43,7 @@ def drive(drafters: Drafters, left_out: Container[Key] = ()) -> Records:
     records: Records = []
     for _ in range(300):
         growths = list(drafters.advance(left_out))
-        records += [(growth.source, own) for growth in growths for own in growth]
+        records += [(growth.source, own) for growth in growths for own in sessions_of(growth)]
         if not growths:
             return records
     raise AssertionError("does not come to rest")
@@ -66,7 +67,7 @@ def counts(drafters: Drafters) -> tuple[int, int, int]:
 
 def test_both_grow_one_session_without_sharing_an_id(make: Make):
     drafters = make()
-    assert drafters.sources == {MODEL, NGRAM}
+    assert drafters.calibrations.keys() == {MODEL, NGRAM}
     drafters.open(session_start(prompt=[7, 3, 1, 4]))
     records = drive(drafters)
     assert records[0][0] is NGRAM
@@ -247,14 +248,14 @@ def text(ngram: NgramDrafter) -> list[int]:
     """A text that the trie has seen, and has learned to trust."""
     text = [number * 5 % 23 for number in range(23)]
     ngram.trie.add(text)
-    assert ngram.trie.settle()
-    # A session that goes along the text, again and again.
-    for epoch in range(1, 40):
-        ngram.open(session_start(99, prompt=text[:4], epoch=epoch))
+    assert settle(ngram.trie)
+    # Sessions that go along the text.
+    for _ in range(39):
+        ngram.open(session_start(99, prompt=text[:4]))
         ngram.match()
-        ngram.commit((7, 99), epoch, 4, text[4:])
+        ngram.commit((7, 99), text[4:])
         ngram.match()
-    ngram.close((7, 99), 99)
+        ngram.close((7, 99))
     return text
 
 

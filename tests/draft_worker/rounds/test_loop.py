@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from tests.draft_worker.session_growth import SessionGrowth, sessions_of
 from tests.draft_worker.table_model import VOCAB, Bench, session_start, sync_start
 
 from outrider.draft_worker.drafters.ngram.drafter import NgramDrafter
@@ -16,14 +17,12 @@ from outrider.draft_worker.rounds.commands import (
     HoldCommand,
     LeaveCommand,
     Load,
-    OpenCommand,
-    SessionFailure,
 )
 from outrider.draft_worker.rounds.drafters import Drafters
-from outrider.draft_worker.rounds.growth import Growth, SessionGrowth
+from outrider.draft_worker.rounds.growth import Growth
 from outrider.draft_worker.rounds.loop import GrowthLoop
-from outrider.draft_worker.rounds.session import CommitMismatch
-from outrider.errors import InvalidRequest, Superseded
+from outrider.draft_worker.rounds.session import SessionStart
+from outrider.errors import CommitMismatch, InvalidRequest, OutriderError, Superseded
 from outrider.growth_source import GrowthSource
 
 _LONG_S = 60
@@ -36,19 +35,19 @@ class Owner:
         self.growths: list[Growth] = []
         self.sessions: list[SessionGrowth] = []
         self.loads: list[Load] = []
-        self.failures: list[SessionFailure] = []
+        self.failures: list[tuple[int, int, type[OutriderError]]] = []
         self._changed = threading.Condition()
 
     def deliver(self, growth: Growth, load: Load) -> None:
         with self._changed:
             self.growths.append(growth)
-            self.sessions += growth
+            self.sessions += sessions_of(growth)
             self.loads.append(load)
             self._changed.notify_all()
 
-    def fail(self, failure: SessionFailure) -> None:
+    def fail(self, session_id: int, epoch: int, error: OutriderError) -> None:
         with self._changed:
-            self.failures.append(failure)
+            self.failures.append((session_id, epoch, type(error)))
             self._changed.notify_all()
 
     def until(self, condition: Callable[[], bool]) -> None:
@@ -69,8 +68,8 @@ def running(drafters: Drafters) -> Iterator[GrowthLoop]:
     loop.stopped.result(_LONG_S)
 
 
-def opening(owner: Owner, number: int = 1, **fields: Any) -> OpenCommand:
-    return OpenCommand(owner, session_start(number, owner=owner, **fields))
+def opening(owner: Owner, number: int = 1, **fields: Any) -> SessionStart:
+    return session_start(number, owner=owner, **fields)
 
 
 def test_growth_goes_to_the_owner_of_its_session():
@@ -101,8 +100,7 @@ def test_failures_go_to_whoever_commanded_and_the_others_go_on():
         loop.submit([opening(faulty, epoch=1), CommitCommand(faulty, (7, 1), 1, 3, [9])])
         loop.submit([CommitCommand(faulty, (7, 1), 2, 9, [9]), CommitCommand(other, (7, 2), 1, 3, [9])])
         other.until_grown(4, 2)
-    found = [(failure.session_id, failure.epoch, type(failure.error)) for failure in faulty.failures]
-    assert found == [(3, 1, InvalidRequest), (1, 1, Superseded), (1, 1, Superseded), (1, 2, CommitMismatch)]
+    assert faulty.failures == [(3, 1, InvalidRequest), (1, 1, Superseded), (1, 1, Superseded), (1, 2, CommitMismatch)]
     assert not other.failures
 
 
@@ -154,7 +152,7 @@ def test_it_sleeps_when_there_is_nothing_to_do():
 
     owner, drafters = Owner(), Counting(Bench().drafter, None)
     with running(drafters) as loop:
-        loop.submit([OpenCommand(owner, sync_start(owner=owner))])
+        loop.submit([sync_start(owner=owner)])
         owner.until_grown(3)
         loop.submit([])
         before = -1

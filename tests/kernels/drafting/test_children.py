@@ -2,73 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.kernels.sampling.random_step import MOST_ROWS, RandomStep
 
 from outrider.acceptance_calibration import AcceptanceCalibration
 from outrider.kernels.drafting.children import (
-    PARAMETERS,
     REPORT_COUNTS,
-    SampledRows,
     estimate_children,
     estimate_children_reference,
     report_children,
     report_children_reference,
     report_words,
-    sample_rows,
-    sample_rows_reference,
 )
-from outrider.kernels.pool.columns import Pool
-from outrider.kernels.pool.pack import COMMITTED, PADDING, ROOT, Packed
 from outrider.kernels.pool.rings import REPORT_HEADER
-from outrider.sampling import SamplingSpec
+from outrider.kernels.sampling.rows import SampledRows, sample_rows, sample_rows_reference
 
 _CPU = torch.device("cpu")
-_SESSIONS, _MOST_ROWS = 9, 60
-
-
-class Step:
-    """A step of random rows: four sessions, each with committed tokens, its root or none, and entries; then padding."""
-
-    def __init__(self, seed: int, device: torch.device, *, rows: int = _MOST_ROWS) -> None:
-        chance = np.random.default_rng(seed)
-        self.pool = Pool.allocate(
-            sessions=_SESSIONS, max_len=90, capacity=16, places=1, trail=2, node_slots=64, device=device
-        )
-        self.pool.length.copy_(torch.from_numpy(chance.integers(1, 80, _SESSIONS)))
-        assert self.pool.nodes is not None
-        self.pool.nodes.free_head.fill_(17)
-        self.pool.nodes.free_tail.fill_(2**33)
-        self.packed = Packed.allocate(self.pool, (rows, 4, 30, 30), scrap_slot=63)
-        entries, sessions, starts = [], [], [0]
-        for session in range(4):
-            own = [*[COMMITTED] * chance.integers(3), *[ROOT] * chance.integers(2), *range(chance.integers(1, 6))]
-            entries, sessions = entries + own, sessions + [session] * len(own)
-            starts.append(len(entries))
-        self.used = len(entries)
-        entries += [PADDING] * (rows - self.used)
-        sessions += [-1] * (rows - self.used)
-        columns = {
-            "entries": entries, "sessions": sessions, "query_start": starts,
-            "positions": chance.integers(0, 80, rows), "pool_rows": chance.permutation(_SESSIONS)[:4],
-        }  # fmt: skip
-        for name, column in columns.items():
-            getattr(self.packed, name).copy_(torch.from_numpy(np.array(column)))
-        self.specs = [
-            SamplingSpec(
-                seed=int(chance.integers(2**63)) * 2 + 1, temperature=chance.choice([0, 0.5, 3e38]), top_k=number - 1,
-                top_p=0.1 * number, min_p=0.01 * number, choice_index=number,
-            )
-            for number in range(_SESSIONS)
-        ]  # fmt: skip
-        records = np.array([np.frombuffer(spec.record, np.int32) for spec in self.specs])
-        records[:, -1] = np.arange(_SESSIONS) % 2
-        assert records.shape == (_SESSIONS, PARAMETERS)
-        self.parameters = torch.from_numpy(records).to(device)
 
 
 def ranked_children(seed: int, lines: int, ranked: int, device: torch.device) -> list[torch.Tensor]:
@@ -101,26 +54,6 @@ def outputs_for(lines: int, rows: int, branching: int, device: torch.device) -> 
     return *ints, torch.full((rows, branching), -7.0, device=device)
 
 
-def test_rows_that_bring_children_are_found_with_their_parameters():
-    for lines in (40, 5):
-        step, out = Step(1, _CPU), SampledRows.allocate(lines, _CPU)
-        sample_rows_reference(step.packed, step.parameters, out)
-        expected = [row for row, entry in enumerate(step.packed.entries.tolist()) if entry >= ROOT][:lines]
-        found = out.first(int(out.count))
-        assert found.rows.tolist() == expected
-        for line, row in enumerate(expected):
-            pool_row = int(step.packed.pool_rows[step.packed.sessions[row]])
-            spec = step.specs[pool_row]
-            ints = {name: int(getattr(found, name)[line]) for name in ("pool_rows", "top_k", "choice_index", "fixed")}
-            assert ints == {
-                "pool_rows": pool_row, "top_k": spec.top_k, "choice_index": spec.choice_index, "fixed": pool_row % 2,
-            }  # fmt: skip
-            floats = [float(getattr(found, name)[line]) for name in ("temperature", "top_p", "min_p")]
-            assert floats == pytest.approx([spec.temperature, spec.top_p, spec.min_p])
-            assert int(found.seeds[line]) % 2**64 == spec.seed
-            assert int(found.positions[line]) == int(step.packed.positions[row]) + 1
-
-
 @pytest.mark.parametrize("branching", [1, 2, 4, 7])
 def test_children_are_filed_and_estimated_as_the_calibration_does(branching: int):
     lines, ranked, chance = 400, max(branching, 2), np.random.default_rng(branching)
@@ -145,7 +78,7 @@ def test_children_are_filed_and_estimated_as_the_calibration_does(branching: int
     assert (nodes[places] < 0).any() and (nodes[places] >= 0).any()
 
 
-def report_of(step: Step, rows: SampledRows, outputs: Any, *, reference: bool = False) -> Any:
+def report_of(step: RandomStep, rows: SampledRows, outputs: Any, *, reference: bool = False) -> Any:
     """Write a report of numbers that can be told apart; return its buffer."""
     tokens, buckets, _, acceptances = outputs
     device, (size, branching) = tokens.device, acceptances.shape
@@ -168,9 +101,9 @@ def report_of(step: Step, rows: SampledRows, outputs: Any, *, reference: bool = 
 
 def test_a_report_holds_the_steps_counts_and_columns():
     lines, branching = 40, 3
-    step, rows = Step(2, _CPU), SampledRows.allocate(lines, _CPU)
+    step, rows = RandomStep(2, _CPU), SampledRows.allocate(lines, _CPU)
     sample_rows_reference(step.packed, step.parameters, rows)
-    count, outputs = int(rows.count), outputs_for(lines, _MOST_ROWS, branching, _CPU)
+    count, outputs = int(rows.count), outputs_for(lines, MOST_ROWS, branching, _CPU)
     for number, column in enumerate(outputs):
         column.copy_(torch.arange(column.numel()).view(column.shape) + 10_000 * number)
     report = report_of(step, rows, outputs, reference=True)
@@ -191,22 +124,15 @@ def test_kernels_write_the_same_bits(triton_device: torch.device, branching: int
     ranked = max(branching, 2)
     calibration = experienced(ranked)
     for seed in range(3 if triton_device.type == "cpu" else 40):
-        steps = [Step(seed, device) for device in (_CPU, triton_device)]
+        steps = [RandomStep(seed, device) for device in (_CPU, triton_device)]
         mine, theirs = (SampledRows.allocate(lines, step.pool.device) for step in steps)
-        for field in fields(theirs):
-            # What is not written shows.
-            getattr(theirs, field.name).fill_(-7)
         sample_rows_reference(steps[0].packed, steps[0].parameters, mine)
         sample_rows(steps[1].pool, steps[1].packed, steps[1].parameters, theirs)
         count = int(mine.count)
-        for field in fields(mine):
-            ours, other = getattr(mine, field.name), getattr(theirs, field.name).cpu()
-            assert torch.equal(ours[:count], other[:count]), field.name
-        assert (theirs.pool_rows[count:] == -1).all() and (theirs.rows[count:] == 0).all()
         found = []
         for step, rows, is_reference in ((steps[0], mine, True), (steps[1], theirs, False)):
             device = step.pool.device
-            outputs = outputs_for(lines, _MOST_ROWS, branching, device)
+            outputs = outputs_for(lines, MOST_ROWS, branching, device)
             children = ranked_children(seed, lines, ranked, device)
             # The reference is given the rows in use alone.
             tokens, log_q, scores = [column[:count] for column in children] if is_reference else children

@@ -150,7 +150,7 @@ class NaiveSession:
         self._release_cached()
         self.generation = generation
         self.state = RowState.PREFILL
-        if self.owns_slots:
+        if self.owns_slots or length - cached == 1:
             self.state = RowState.RUNNING if allow > length else RowState.HELD
         self.commits = []
         self.path = []
@@ -169,16 +169,11 @@ class NaiveSession:
         self.state = RowState.EMPTY
 
     def preempt(self) -> None:
-        """Take the KV away."""
+        """Take the KV of a drafter's session away."""
         for entry in self.entries:
             self._release(entry)
-        if self.owns_slots:
-            self._release_cached()
-            self.state, self.allow = RowState.HELD, 0
-        elif self.state in {RowState.RUNNING, RowState.HELD}:
-            self.state = RowState.PREFILL
-        self.cached = 0
-        self.table_len = 0
+        self._release_cached()
+        self.state, self.allow = RowState.HELD, 0
 
     def limits(self, *, end: int, allow: int) -> None:
         """Change how long the session may become, and how far it may go now."""
@@ -533,7 +528,7 @@ class NaivePool:
         session = self.sessions[row]
         if number == RecordKind.OPEN:
             length, cached, end, allow, _ = words
-            most_cached = 0 if session.owns_slots else length
+            most_cached = 0 if session.owns_slots else length - 1
             if not (1 <= length <= len(session.history) and 0 <= cached <= most_cached):
                 return Verdict.INVALID
             session.open(generation, length=length, cached=cached, end=end, allow=allow)
@@ -544,6 +539,9 @@ class NaivePool:
         if number == RecordKind.NOTHING or number not in {*RecordKind}:
             return Verdict.INVALID
         kind = RecordKind(number)
+        # A drafter has no chunks; a target's session gives its KV away when it is closed.
+        if kind == (RecordKind.PREFILL if session.owns_slots else RecordKind.PREEMPT):
+            return Verdict.INVALID
         if kind in {RecordKind.GROWTH, RecordKind.FORGET, RecordKind.RESENT} and place >= session.places:
             return Verdict.INVALID
         if kind == RecordKind.GROWTH:
@@ -569,6 +567,9 @@ class NaivePool:
             session.forget(place)
         elif kind == RecordKind.RESENT:
             session.resent(place)
+        elif kind == RecordKind.PREFILL:
+            # Chunks are another operator's.
+            pass
         elif 1 <= place <= TOKENS_PER_RECORD and len(session.commits) + place <= self.most_commits:
             session.commits += words[:place]
         else:

@@ -90,11 +90,10 @@ class Pair:
         re_root(self.kernels, *theirs[1:])
         self.compare()
         if not self.drafts:
-            # A prefill that nobody runs here: rows run as soon as they are opened, preempted ones get slots again.
+            # A prefill that nobody runs here: rows run as soon as they are opened.
             for pool in (self.loops, self.kernels):
                 in_prefill = pool.state == RowState.PREFILL
                 pool.state.copy_(torch.where(in_prefill, RowState.RUNNING, pool.state))
-                pool.table_len.copy_(torch.where(in_prefill, _MAX_LEN, pool.table_len))
                 pool.cached.copy_(torch.where(in_prefill, pool.length - 1, pool.cached))
         return verdicts.tolist()
 
@@ -118,8 +117,12 @@ class Pair:
             self.generation[row] += 1
             length = self.random.choice([self.random.randint(1, 12), self.random.randint(13, 50)])
             end = min(length + self.random.randint(20, 80), _MAX_LEN)
-            cached = 0 if self.drafts else length - 1
+            cached = 0 if self.drafts else self.random.choice([0, length // 2, length - 1, length - 1])
             records.open(row, self.generation[row], length=length, cached=cached, end=end, allow=end)
+            if not self.drafts:
+                # A chunk that is another operator's, and slots for a row that runs at once.
+                records.prefill(row, self.generation[row], start=cached, size=1)
+                records.slots(row, self.generation[row], start=_MAX_LEN, slots=[])
         elif chance < 0.004:
             self.random.choice([records.close, records.preempt])(row, generation)
             records.commit(row, generation, [1] * self.random.randrange(7))
@@ -135,7 +138,9 @@ class Pair:
             records.growth(99, 1, place=0, node_id=1, parent_id=0, as_of=1, token=1, acceptance=0.5)
             records.forget(row, generation, place=self.loops.places)
             records.open(row, generation + 9, length=0, cached=0, end=1, allow=1)
+            records.open(row, generation + 9, length=3, cached=3, end=9, allow=9)
             if self.drafts:
+                records.prefill(row, generation, start=0, size=1)
                 records.open(row, generation + 9, length=1, cached=1, end=2, allow=2)
         else:
             count, ids = int(self.loops.count[row]), self.loops.ids[row, :, place]
@@ -176,10 +181,8 @@ class Pair:
             for pool in (self.loops, self.kernels)
         ]
         for packed in packs:
-            for column in fields(packed):
-                # What is not written shows.
-                if isinstance(tensor := getattr(packed, column.name, None), torch.Tensor):
-                    tensor.fill_(-7)
+            # What is not written shows.
+            packed.words.view(torch.int32).fill_(-7)
         pack_reference(self.loops, mine, packs[0])
         pack(self.kernels, theirs, packs[1])
         _assert_same(packs[0], packs[1])

@@ -264,14 +264,13 @@ def _packed_rows(pool: Pool, packed: Packed) -> list[Row]:
 
 
 def _open_row(both: Both, generations: list[int], row: int, tokens: list[int], min_end: int, **bounds: int) -> None:
-    """Open a row of a target's pool, and let it run."""
+    """Open a row of a target's pool, with slots; no token has KV."""
     generations[row] += 1
     both.copy(row, tokens, stops=[2], min_end=min_end, **bounds)
     records = Records()
     records.open(row, generations[row], length=len(tokens), cached=0, end=MAX_LEN, allow=MAX_LEN)
     records.slots(row, generations[row], start=min(len(tokens) + 20, MAX_LEN), slots=[])
     both.graft(records.array())
-    both.run(row)
 
 
 # Anything at all, in small numbers, so that they meet.
@@ -316,6 +315,8 @@ class Noise:
     def _open(self, row: int) -> None:
         tokens = self._rng.choices(range(VOCABULARY), k=self._rng.randint(1, 7))
         _open_row(self._both, self._generations, row, tokens, self._rng.randrange(10))
+        if self._rng.random() < 0.8:
+            self._both.run(row)
 
     def _committed(self, session: NaiveSession) -> list[int]:
         node: Node | None = session.path[-1]
@@ -342,7 +343,8 @@ class Noise:
 
     def _add_edit(self, records: Records, row: int) -> None:
         rng, generation = self._rng, self._generations[row]
-        match rng.choice(["forget", "forget", "resent", "resent", "limits", "slots", "preempt", "close", "commit"]):
+        kinds = ["forget", "forget", "resent", "resent", "limits", "slots", "preempt", "close", "commit", "prefill"]
+        match rng.choice(kinds):
             case "forget":
                 records.forget(row, generation, place=rng.randrange(2))
             case "resent":
@@ -354,6 +356,8 @@ class Noise:
                 records.slots(row, generation, start=rng.randrange(4), slots=slots)
             case "preempt":
                 records.preempt(row, generation)
+            case "prefill":
+                records.prefill(row, generation, start=rng.randrange(5), size=rng.randrange(5))
             case "close" if rng.random() < 0.2:
                 records.close(row, generation)
             case "commit":
@@ -627,6 +631,7 @@ class Service:
             min_end=self._rng.randrange(30),
             max_nodes=self._rng.choice([3, 99]),
         )
+        self._both.run(row)
         self._links[row] = [self._link(tuple(prompt)) for _ in range(self.habits.places)]
 
     def _reopen(self, row: int) -> None:
@@ -649,16 +654,14 @@ class Service:
 
     def _edit(self, row: int) -> None:
         records, generation, length = Records(), self._generations[row], self._both.lengths()[row]
-        match self._rng.randrange(4):
+        match self._rng.randrange(3):
             case 0:
-                records.preempt(row, generation)
-            case 1:
                 records.limits(row, generation, end=MAX_LEN, allow=self._rng.choice([0, length, length + 1, MAX_LEN]))
-            case 2:
+            case 1:
                 self._slots += 5
                 slots = [self._slots - number for number in range(self._rng.randint(1, 5))]
                 records.slots(row, generation, start=length + self._rng.randrange(9), slots=slots)
-            case 3:
+            case 2:
                 records.slots(row, generation, start=length + self._rng.randint(-1, 9), slots=[])
         self._both.graft(records.array())
         if self._both.naive.sessions[row].state != RowState.RUNNING:
@@ -751,6 +754,7 @@ class Draft:
             resumes = rng.random() < 0.7
         elif rng.random() < self._edits:
             records.forget(row, self._generations[row], place=0)
+            records.prefill(row, self._generations[row], start=session.cached, size=1)
         if resumes or rng.random() < 0.1:
             end, allow = session.length + rng.randint(0, 30), rng.choice([0, session.length, MAX_LEN, MAX_LEN])
             records.limits(row, self._generations[row], end=end, allow=allow)

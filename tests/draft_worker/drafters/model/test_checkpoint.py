@@ -1,16 +1,19 @@
 """Growth on real weights: random commits, children against a fresh forward over the same tokens, on CPU and GPU."""
 
+from collections import deque
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.draft_worker.table_model import Mirror, session_start
+from tests.draft_worker.session_growth import sessions_of
+from tests.draft_worker.table_model import Mirror, next_growth, processed, session_start
 from transformers import AutoModelForCausalLM
 
 from outrider.draft_worker.drafters.model.config import GrowthConfig
 from outrider.draft_worker.drafters.model.drafter import ModelDrafter
+from outrider.draft_worker.rounds.growth import Growth
 from outrider.engine.model_runner import EngineConfig, ModelRunner
 from outrider.kernels.coupled_sampling import coupled_topk_scored
 from outrider.sampling import SamplingSpec, VerificationRule
@@ -20,6 +23,11 @@ SPECS = (
     SamplingSpec(temperature=0.9, seed=2**63 + 5, max_new_tokens=150),
     SamplingSpec(temperature=1.0, seed=7, choice_index=2, top_p=0.9, top_k=40, min_p=0.01, max_new_tokens=150),
 )
+PROCESSED = SamplingSpec(
+    temperature=0.8, seed=11, repetition_penalty=1.4, presence_penalty=0.3, frequency_penalty=0.6, top_p=0.95,
+    logit_bias={3: 1.5, 40: -1.0}, allowed_token_ids=(*range(0, 96, 2), 3), stop_token_ids=(2, 4),
+    min_new_tokens=15, max_new_tokens=150,
+)  # fmt: skip
 HOSTED = SamplingSpec(temperature=1.0, seed=9, verification=VerificationRule.TARGET_ONLY, max_new_tokens=150)
 
 
@@ -38,7 +46,8 @@ class Reference:
             if context in checked:
                 continue
             checked.add(context)
-            logits = self._model(torch.tensor([context])).logits[0, -1:].float()
+            logits = self._model(torch.tensor([context])).logits[0, -1].numpy()
+            logits = torch.from_numpy(processed(logits, context, len(mirror.start.prompt), spec)).float()[None]
             ids, _, scores = coupled_topk_scored(
                 logits, torch.tensor([int(words[0])]), torch.tensor([len(context)]),
                 *(torch.tensor([number]) for number in (spec.temperature, spec.top_k, spec.top_p, spec.min_p)),
@@ -64,7 +73,7 @@ def grow_and_check(folder: Path, specs: tuple[SamplingSpec, ...], *, decoder: bo
     )  # fmt: skip
     drafter.warm_up()
     reference, rng, checked = Reference(folder), np.random.default_rng(len(specs)), set[tuple[int, ...]]()
-    mirrors = {}
+    mirrors, ready = {}, deque[Growth]()
     for number, spec in enumerate(specs):
         start = session_start(
             number,
@@ -76,7 +85,7 @@ def grow_and_check(folder: Path, specs: tuple[SamplingSpec, ...], *, decoder: bo
         mirrors[number] = Mirror(start)
     for _ in range(8):
         for _ in range(5):
-            for own in drafter.step() or ():
+            for own in sessions_of(next_growth(drafter, ready)):
                 mirrors[own.session_id].receive(own)
         for number, mirror in mirrors.items():
             if mirror.start.sampling.rule is VerificationRule.COUPLED:
@@ -86,18 +95,18 @@ def grow_and_check(folder: Path, specs: tuple[SamplingSpec, ...], *, decoder: bo
                 tokens.append(children[min(int(rng.exponential(0.7)), len(children) - 1)].context[-1])
             if not tokens or rng.random() < 0.3:
                 tokens.append(int(rng.integers(runner.vocab_size)))
-            drafter.commit((7, number), 1, len(mirror.tokens), tokens)
+            drafter.commit((7, number), tokens)
             mirror.commit(tokens)
     for number in mirrors:
-        drafter.close((7, number), 1)
-    while drafter.step() is not None:
+        drafter.close((7, number))
+    while next_growth(drafter, ready) is not None:
         pass
     assert drafter.slots_used == 0
     return len(checked)
 
 
 @pytest.mark.parametrize("decoder", [False, True])
-@pytest.mark.parametrize("specs", [SPECS, (*SPECS, HOSTED)])
+@pytest.mark.parametrize("specs", [SPECS, (*SPECS, PROCESSED), (*SPECS[1:], PROCESSED, HOSTED)])
 def test_after_any_commits_children_are_those_of_a_fresh_forward(
     checkpoint: Path, specs: tuple[SamplingSpec, ...], *, decoder: bool
 ):
@@ -105,7 +114,7 @@ def test_after_any_commits_children_are_those_of_a_fresh_forward(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("specs", [SPECS, (*SPECS, HOSTED)])
+@pytest.mark.parametrize("specs", [SPECS, (*SPECS, PROCESSED), (*SPECS[1:], PROCESSED, HOSTED)])
 def test_graphs_grow_what_a_fresh_forward_says(checkpoint: Path, specs: tuple[SamplingSpec, ...]):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")

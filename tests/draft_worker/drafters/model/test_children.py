@@ -23,6 +23,12 @@ SPECS: dict[str, dict[str, Any]] = {
     "ban": {"stop_token_ids": STOPS, "min_new_tokens": 5},
     "target_only": {"temperature": 0.8, "verification": TARGET_ONLY, "top_k": 3, "logit_bias": {5: 4.0}},
     "rejection": {"temperature": 0.8, "verification": REJECTION, "seed": 2**63 + 9, "presence_penalty": 0.4},
+    "chain_ban": {
+        "temperature": 0.8,
+        "verification": REJECTION,
+        "stop_token_ids": (*STOPS, VOCAB + 9),
+        "min_new_tokens": 7,
+    },
 }
 
 
@@ -54,6 +60,23 @@ def test_children_are_those_of_the_rule_for_exactly_the_nodes_own_path(name: str
         mirror.check_children(least=5)
         plain.check_children(least=10)
     bench.check_all_given_back()
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_the_host_has_a_part_under_rules_of_coins_alone(name: str):
+    bench = Bench()
+    bench.open(sampling=spec_of(name))
+    assert bench.drafter.is_preparing == (spec_of(name).rule is not VerificationRule.COUPLED)
+
+
+def test_a_session_that_begins_anew_has_all_its_tokens_counted():
+    bench = Bench(max_model_len=400, num_slots=500)
+    mirror = bench.open(sampling=spec_of("penalties", max_new_tokens=390), output=[9, 2, 9])
+    bench.finish()
+    for tokens in ([5, 7, 7] * 90, [7, 8]):
+        bench.commit(1, tokens)
+        bench.finish()
+        mirror.check_children(least=5)
 
 
 def test_under_target_only_estimates_are_the_drafts_own_probabilities():
@@ -123,7 +146,7 @@ def test_draws_over_seeds_follow_q():
 
 
 def test_sessions_of_all_rules_in_one_step_are_as_if_alone():
-    together = Bench(max_step_nodes=64, max_live_nodes=256)
+    together = Bench(max_step_nodes=64, max_live_nodes=256, max_sessions=len(SPECS))
     fields = {"mode": GrowthMode.SYNC, "max_depth": 3, "sync_nodes": 12}
     for number, name in enumerate(SPECS):
         together.open(number, sampling=spec_of(name), prompt=[number, 4], **fields)

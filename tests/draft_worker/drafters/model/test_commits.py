@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from tests.draft_worker.table_model import VOCAB, Bench, Mirror
 
-from outrider.draft_worker.rounds.session import CommitMismatch
-from outrider.errors import InvalidRequest, OutOfSlots
+from outrider.errors import CommitMismatch, InvalidRequest, OutOfSlots
 from outrider.sampling import SamplingSpec
 
 KEY = (7, 1)
@@ -120,17 +119,17 @@ def test_commits_that_overlap_or_leave_a_hole():
     bench = Bench()
     mirror = bench.open(prompt=[1, 2, 3])
     for position, tokens in ((3, [4, 5]), (4, [5, 6]), (3, [4]), (5, [6, 7])):
-        bench.drafter.commit(KEY, 1, position, tokens)
+        bench.drafters.commit(KEY, 1, position, tokens)
     mirror.commit([4, 5, 6, 7])
     bench.finish()
     assert {own.as_of for own in mirror.growths} == {7}
     mirror.check_children(least=10)
     with pytest.raises(CommitMismatch, match="only 7"):
-        bench.drafter.commit(KEY, 1, 8, [1])
+        bench.drafters.commit(KEY, 1, 8, [1])
     assert bench.drafter.num_sessions == 0
     bench.open(prompt=[1, 2, 3])
     with pytest.raises(CommitMismatch, match="differs"):
-        bench.drafter.commit(KEY, 1, 2, [9])
+        bench.drafters.commit(KEY, 1, 2, [9])
     bench.mirrors.clear()
     bench.check_all_given_back()
 

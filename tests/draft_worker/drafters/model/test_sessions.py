@@ -52,8 +52,8 @@ def test_older_epochs_are_refused_and_newer_ones_replace():
         with pytest.raises(Superseded):
             bench.open(epoch=epoch)
     with pytest.raises(Superseded):
-        bench.drafter.commit(KEY, 1, 3, [4])
-    bench.drafter.close(KEY, 1)
+        bench.drafters.commit(KEY, 1, 3, [4])
+    bench.drafters.close(KEY, 1)
     mirror = bench.open(epoch=3, prompt=[4, 5], owner="other")
     bench.finish()
     first = mirror.growths[0]
@@ -199,4 +199,4 @@ def test_growth_that_was_not_asked_for_comes_by_advance_as_well():
     while came := bench.drafter.advance():
         growths += came
     assert not bench.drafter.is_busy
-    assert {own.session_id for growth in growths for own in growth} == {2}
+    assert {session_id for growth in growths for session_id in growth.session_ids} == {2}

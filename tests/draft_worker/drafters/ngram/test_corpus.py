@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 
 import pytest
+from tests.draft_worker.settling import settle
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -81,7 +82,7 @@ def test_files_are_read_beside_the_work_and_bad_lines_further_down_are_named(
         assert loader.finished.wait(250)
     finally:
         loader.stop()
-    assert trie.settle()
+    assert settle(trie)
     found = trie.propose(TextTails.of([[1, 2], [4, 4]], trie.suffix_tokens))
     assert found is not None
     assert found.tokens[0, :3].tolist() == [3, 0, 4]

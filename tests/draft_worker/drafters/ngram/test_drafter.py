@@ -4,14 +4,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.draft_worker.session_growth import SessionGrowth, sessions_of
+from tests.draft_worker.settling import settle
 
 from outrider.draft_worker.drafters.ngram.drafter import NgramDrafter, NgramDrafterConfig
 from outrider.draft_worker.drafters.ngram.proposals import ProposalConfig, Proposals, TextTails
 from outrider.draft_worker.drafters.ngram.shared_trie import SharedTrie
 from outrider.draft_worker.drafters.ngram.trie import NgramTrie
-from outrider.draft_worker.rounds.growth import SessionGrowth
-from outrider.draft_worker.rounds.session import CommitMismatch, GrowthLimits, GrowthMode
-from outrider.errors import InvalidRequest, OutOfSlots, Superseded
+from outrider.draft_worker.rounds.drafters import Drafters
+from outrider.draft_worker.rounds.session import GrowthLimits, GrowthMode
+from outrider.errors import CommitMismatch, InvalidRequest, OutOfSlots, Superseded
 from outrider.growth_source import GrowthSource
 from outrider.sampling import SamplingSpec, VerificationRule
 
@@ -29,7 +31,7 @@ def drafter(make_drafter: Make) -> NgramDrafter:
 def learn(drafter: NgramDrafter, *texts: list[int]) -> None:
     for text in texts:
         drafter.trie.add(text)
-    assert drafter.trie.settle()
+    assert settle(drafter.trie)
 
 
 def matched(drafter: NgramDrafter, left_out: Any = ()) -> dict[int, SessionGrowth]:
@@ -38,7 +40,7 @@ def matched(drafter: NgramDrafter, left_out: Any = ()) -> dict[int, SessionGrowt
         return {}
     assert growth.source is GrowthSource.NGRAM
     assert growth.step_ns > 0
-    return {own.session_id: own for own in growth}
+    return {own.session_id: own for own in sessions_of(growth)}
 
 
 def depths(own: SessionGrowth) -> dict[int, int]:
@@ -60,7 +62,7 @@ def test_an_open_and_every_commit_are_answered_with_what_is_new(drafter: NgramDr
     assert first.parents[:5] == [0, 1, 3, 5, 7]
     assert all(0 < acceptance <= 1 for acceptance in first.acceptance)
     assert not matched(drafter)
-    drafter.commit(KEY, 1, 4, [1, 5])
+    drafter.commit(KEY, [1, 5])
     second = matched(drafter)[1]
     assert second.as_of == 6
     # No id and no node twice: a node is the path to it.
@@ -71,7 +73,7 @@ def test_an_open_and_every_commit_are_answered_with_what_is_new(drafter: NgramDr
             assert node not in paths
             paths[node] = (*(paths[parent] if parent else root), token)
     assert len(set(paths.values())) == len(paths) > len(first.node_ids)
-    drafter.commit(KEY, 1, 6, [29])
+    drafter.commit(KEY, [29])
     third = matched(drafter)[1]
     # Nothing is known of 29, and whoever waits is told.
     assert (third.as_of, third.node_ids) == (7, [])
@@ -80,8 +82,8 @@ def test_an_open_and_every_commit_are_answered_with_what_is_new(drafter: NgramDr
 def test_a_match_counts_its_nodes_and_sessions(drafter: NgramDrafter, make_start: Make):
     learn(drafter, SONG)
     drafter.open(make_start(1, prompt=[7, 3, 1, 4]))
-    drafter.open(make_start(2, prompt=[7, 3, 1, 4]), speaks=False)
-    drafter.open(make_start(3, prompt=[7, 28]), speaks=False)
+    drafter.open(make_start(2, prompt=[7, 3, 1, 4], is_shared=True))
+    drafter.open(make_start(3, prompt=[7, 28], is_shared=True))
     growth = drafter.match()
     assert growth is not None
     # The third has nothing to say, and somebody else answers for it.
@@ -100,21 +102,21 @@ def test_what_follows_the_likeliest_leaf_is_proposed_as_well(make_drafter: Make,
     assert found[1].tokens == song[4:9]
     assert found[1].parents == [0, *found[1].node_ids[:-1]]
     assert found[2].tokens == song[4:6]
-    drafter.commit(KEY, 1, 4, song[4:8])
+    drafter.commit(KEY, song[4:8])
     second = matched(drafter)[1]
     assert (second.tokens, second.parents[0]) == (song[9:13], found[1].node_ids[-1])
 
 
 def test_prompts_and_outputs_of_all_sessions_are_learned(drafter: NgramDrafter, make_start: Make):
     drafter.open(make_start(1, prompt=SONG[:5]))
-    drafter.commit(KEY, 1, 5, SONG[5:9])
-    drafter.commit(KEY, 1, 9, SONG[9:])
-    assert drafter.trie.settle()
+    drafter.commit(KEY, SONG[5:9])
+    drafter.commit(KEY, SONG[9:])
+    assert settle(drafter.trie)
     matched(drafter)
     drafter.open(make_start(2, prompt=[20, *SONG[2:5]], output=SONG[5:6]))
     assert matched(drafter)[2].tokens[:5] == SONG[6:11]
-    drafter.close(KEY, 1)
-    drafter.close((7, 2), 1)
+    drafter.close(KEY)
+    drafter.close((7, 2))
     assert drafter.num_sessions == 0
 
 
@@ -128,47 +130,50 @@ def test_all_sessions_that_are_due_are_one_step_but_those_left_out(drafter: Ngra
 
 
 def test_commits_of_what_is_known_and_of_what_is_missing(drafter: NgramDrafter, make_start: Make):
-    drafter.open(make_start(prompt=SONG[:4]))
-    drafter.commit(KEY, 1, 4, [5, 6])
-    drafter.commit(KEY, 1, 4, [5, 6])
-    drafter.commit(KEY, 1, 5, [6, 7])
+    drafters = Drafters(None, drafter)
+    drafters.open(make_start(prompt=SONG[:4]))
+    drafters.commit(KEY, 1, 4, [5, 6])
+    drafters.commit(KEY, 1, 4, [5, 6])
+    drafters.commit(KEY, 1, 5, [6, 7])
     assert matched(drafter)[1].as_of == 7
-    assert drafter.trie.settle()
+    assert settle(drafter.trie)
     assert drafter.trie.counts.inserted_tokens == 7
     with pytest.raises(CommitMismatch, match="differs"):
-        drafter.commit(KEY, 1, 5, [9])
+        drafters.commit(KEY, 1, 5, [9])
     with pytest.raises(Superseded):
-        drafter.commit(KEY, 1, 7, [9])
-    drafter.open(make_start(prompt=SONG[:4], epoch=2))
+        drafters.commit(KEY, 1, 7, [9])
+    drafters.open(make_start(prompt=SONG[:4], epoch=2))
     with pytest.raises(CommitMismatch, match="only 4"):
-        drafter.commit(KEY, 2, 5, [9])
-    assert drafter.num_sessions == 0
+        drafters.commit(KEY, 2, 5, [9])
+    assert drafters.num_sessions == 0
     assert not matched(drafter)
 
 
 def test_epochs(drafter: NgramDrafter, make_start: Make):
-    drafter.open(make_start(epoch=2))
+    drafters = Drafters(None, drafter)
+    drafters.open(make_start(epoch=2))
     for epoch in (1, 2):
         with pytest.raises(Superseded):
-            drafter.open(make_start(epoch=epoch))
-    drafter.open(make_start(epoch=3, owner="other"))
-    drafter.close(KEY, 2)
-    assert drafter.num_sessions == 1
+            drafters.open(make_start(epoch=epoch))
+    drafters.open(make_start(epoch=3, owner="other"))
+    drafters.close(KEY, 2)
+    assert drafters.num_sessions == 1
     growth = matched(drafter)[1]
     assert (growth.epoch, growth.owner) == (3, "other")
-    drafter.close(KEY, 3)
-    assert drafter.num_sessions == 0
+    drafters.close(KEY, 3)
+    assert drafters.num_sessions == 0
 
 
 def test_tokens_that_are_none(drafter: NgramDrafter, make_start: Make):
+    drafters = Drafters(None, drafter)
     with pytest.raises(InvalidRequest, match="below 30"):
-        drafter.open(make_start(prompt=[30]))
+        drafters.open(make_start(prompt=[30]))
     with pytest.raises(InvalidRequest, match="201 tokens"):
-        drafter.open(make_start(prompt=[1] * 201))
-    drafter.open(make_start())
+        drafters.open(make_start(prompt=[1] * 201))
+    drafters.open(make_start())
     with pytest.raises(InvalidRequest, match="below 30"):
-        drafter.commit(KEY, 1, 3, [30])
-    assert drafter.num_sessions == 0
+        drafters.commit(KEY, 1, 3, [30])
+    assert drafters.num_sessions == 0
 
 
 def test_sync_rounds_are_whole_trees_made_afresh(drafter: NgramDrafter, make_start: Make):
@@ -178,12 +183,12 @@ def test_sync_rounds_are_whole_trees_made_afresh(drafter: NgramDrafter, make_sta
     first = matched(drafter)[1]
     assert first.complete
     assert first.tokens[:3] == [1, 5, 9]
-    drafter.commit(KEY, 1, 4, [1])
+    drafter.commit(KEY, [1])
     second = matched(drafter)[1]
     assert (second.complete, second.as_of) == (True, 5)
     assert second.tokens[:3] == [5, 9, 2]
     assert not set(first.node_ids) & set(second.node_ids)
-    drafter.commit(KEY, 1, 5, [29])
+    drafter.commit(KEY, [29])
     assert (matched(drafter)[1].complete, drafter.match()) == (True, None)
 
 
@@ -191,9 +196,9 @@ def test_a_rejection_session_gets_nothing_but_teaches(drafter: NgramDrafter, mak
     learn(drafter, SONG)
     drafter.open(make_start(prompt=[7, 3, 1, 4], sampling=REJECTION))
     assert matched(drafter)[1].node_ids == []
-    drafter.commit(KEY, 1, 4, [1, 5])
+    drafter.commit(KEY, [1, 5])
     assert matched(drafter)[1].node_ids == []
-    assert drafter.trie.settle()
+    assert settle(drafter.trie)
     assert drafter.trie.counts.inserted_tokens == len(SONG) + 6
     # Without a temperature every rule is the greedy one.
     sampling = SamplingSpec(temperature=0.0, verification=VerificationRule.REJECTION, max_new_tokens=50)
@@ -219,11 +224,11 @@ def test_a_tree_holds_its_sessions_credit_which_commits_give_back(drafter: Ngram
     drafter.open(make_start(prompt=[7, 3, 1, 4], limits=GrowthLimits(max_live_nodes=3)))
     first = matched(drafter)[1]
     assert first.tokens == [1, 5, 9]
-    drafter.commit(KEY, 1, 4, [1])
+    drafter.commit(KEY, [1])
     second = matched(drafter)[1]
     assert (second.tokens, second.parents) == ([2], [first.node_ids[-1]])
     # A token that was not proposed takes everything with it.
-    drafter.commit(KEY, 1, 5, [4])
+    drafter.commit(KEY, [4])
     assert len(matched(drafter)[1].tokens) == 3
 
 
@@ -249,7 +254,7 @@ def test_a_session_longer_than_the_drafters_limit_stays_open_and_silent(make_dra
     assert matched(drafter)[1].tokens
     length = 4
     for new in ([1, 5, 9, 2, 6, 5, 3], [5], [8, 3]):
-        drafter.commit(KEY, 1, length, new)
+        drafter.commit(KEY, new)
         length += len(new)
         own = matched(drafter)[1]
         assert (own.as_of, own.tokens) == (length, [])
@@ -263,15 +268,15 @@ def test_rows_are_a_limit_for_sessions_that_nobody_else_answers(make_drafter: Ma
     with pytest.raises(OutOfSlots, match="all 2 rows are taken: raise max_num_seqs"):
         drafter.open(make_start(3, prompt=[7, 3, 1, 4]))
     # Those that need none are no matter.
-    drafter.open(make_start(4, prompt=[7, 3, 1, 4]), speaks=False)
+    drafter.open(make_start(4, prompt=[7, 3, 1, 4], is_shared=True))
     drafter.open(make_start(5, prompt=[7, 3, 1, 4], sampling=REJECTION))
     assert set(matched(drafter)) == {1, 2, 5}
     for length in (4, 5):
-        drafter.commit((7, 4), 1, length, SONG[length - 1 : length])
+        drafter.commit((7, 4), SONG[length - 1 : length])
     drafter.speak((7, 4))
     assert matched(drafter)[4].node_ids == []
     # A row begins anew.
-    drafter.close((7, 2), 1)
+    drafter.close((7, 2))
     drafter.open(make_start(3, prompt=[7, 3, 1, 4]))
     own = matched(drafter)[3]
     assert (own.tokens[:2], own.node_ids[:2], own.parents[:2]) == ([1, 5], [1, 3], [0, 1])
@@ -296,7 +301,7 @@ def test_what_was_put_off_is_due_again_and_says_so(make_start: Make):
     trie.is_busy = True
     drafter.open(make_start(1, prompt=[7, 3, 1, 4]))
     assert drafter.match() is None
-    drafter.commit(KEY, 1, 4, [1])
+    drafter.commit(KEY, [1])
     # A session that has nothing to propose is answered all the same.
     drafter.open(make_start(2, prompt=[7], sampling=REJECTION))
     assert set(matched(drafter)) == {2}
@@ -309,12 +314,13 @@ def test_what_was_put_off_is_due_again_and_says_so(make_start: Make):
 def test_repeated_texts_teach_that_proposals_come_true(drafter: NgramDrafter, make_start: Make):
     learn(drafter, SONG)
     sent = []
-    for epoch in range(1, 40):
-        drafter.open(make_start(prompt=[7, *SONG[:3]], epoch=epoch))
+    for _ in range(39):
+        drafter.open(make_start(prompt=[7, *SONG[:3]]))
         sent.append(matched(drafter)[1].acceptance[0])
-        drafter.commit(KEY, epoch, 4, SONG[3:])
-        assert drafter.trie.settle()
+        drafter.commit(KEY, SONG[3:])
+        assert settle(drafter.trie)
         matched(drafter)
+        drafter.close(KEY)
     assert sent[-1] > 0.85
     assert sent[-1] > sent[0]
 
@@ -322,20 +328,20 @@ def test_repeated_texts_teach_that_proposals_come_true(drafter: NgramDrafter, ma
 def test_what_is_expected_to_be_right_for_most_of_a_round_leads(drafter: NgramDrafter, make_start: Make):
     song = list(range(25))
     learn(drafter, song)
-    for epoch in range(1, 30):
-        drafter.open(make_start(3, prompt=song[:8], epoch=epoch))
+    for _ in range(29):
+        drafter.open(make_start(3, prompt=song[:8]))
         matched(drafter)
-        drafter.commit((7, 3), epoch, 8, song[8:])
-        assert drafter.trie.settle()
-    drafter.close((7, 3), 29)
+        drafter.commit((7, 3), song[8:])
+        assert settle(drafter.trie)
+        drafter.close((7, 3))
     # What nobody waits for is reported if it leads, and then no other drafter is needed this round.
-    drafter.open(make_start(1, prompt=song[:8], limits=GrowthLimits(max_depth=8)), speaks=False)
-    drafter.open(make_start(2, prompt=[29], limits=GrowthLimits(max_depth=8)), speaks=False)
+    drafter.open(make_start(1, prompt=song[:8], limits=GrowthLimits(max_depth=8), is_shared=True))
+    drafter.open(make_start(2, prompt=[29], limits=GrowthLimits(max_depth=8), is_shared=True))
     found = matched(drafter)
     assert drafter.leading == {KEY}
     assert found[1].complete
     assert set(found) == {1}
-    drafter.commit(KEY, 1, 8, [0])
+    drafter.commit(KEY, [0])
     assert drafter.leading == set()
 
 
@@ -350,7 +356,7 @@ def test_each_session_is_estimated_by_its_own_rule(drafter: NgramDrafter, make_s
     for place in (0, 4):
         coupled, greedy = found[1].acceptance[place], found[2].acceptance[place]
         assert coupled == found[3].acceptance[place] < greedy
-    drafter.commit((7, 2), 1, 4, SONG[3:5])
+    drafter.commit((7, 2), SONG[3:5])
     # Observed with the next match, and a session that is closed before that counts too.
-    drafter.close((7, 2), 1)
+    drafter.close((7, 2))
     assert [own.rule for own in drafter.calibration.reliability()] == ["greedy"]

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.draft_worker.settling import settle
 
 from outrider.draft_worker.drafters.ngram import shared_trie
 from outrider.draft_worker.drafters.ngram.proposals import ProposalConfig, TextTails
@@ -84,7 +85,7 @@ def test_what_is_added_is_found_soon_and_counted_once_however_it_is_cut():
         context = min(start, shared.suffix_tokens)
         assert shared.add(text[start - context : start + new], start=context)
         start += new
-    assert shared.settle()
+    assert settle(shared)
     for length in range(1, DEPTH + 1):
         for place in range(0, len(text) - length, 97):
             run = text[place : place + length]
@@ -105,12 +106,12 @@ def test_a_full_queue_drops_and_counts():
     assert shared.add([6, 7, 8], start=1)
     assert (shared.waiting_tokens, shared.counts.dropped_tokens) == (8, 5)
     shared.start()
-    assert shared.settle()
+    assert settle(shared)
     # What was dropped was never seen; there is room again.
     assert proposed(shared, [9, 6]) == [7, 8]
     assert proposed(shared, [1, 2, 3]) == [4, 5, 6]
     assert shared.add([1, 2, 3, 4, 5])
-    assert shared.settle()
+    assert settle(shared)
     end(shared)
 
 
@@ -121,7 +122,7 @@ def test_nothing_grows_beyond_the_capacity():
     for seed in range(10):
         drawn = random.Random(seed)
         shared.add([drawn.randrange(1000) for _ in range(200)])
-    assert shared.settle()
+    assert settle(shared)
     assert len(trie) == 200
     assert trie.evicted > 5000
     assert trie.reserved_bytes == before
@@ -132,14 +133,14 @@ def test_a_proposal_is_put_off_while_an_insertion_hangs_and_comes_after_it():
     shared, trie = make_shared(patience_s=0.001)
     shared.start()
     shared.add([1, 2, 3])
-    assert shared.settle()
+    assert settle(shared)
     trie.halts = True
     shared.add([1, 2, 9])
     assert trie.entered.wait(30)
     assert shared.propose(TextTails.of([[1, 2]], shared.suffix_tokens)) is None
     assert shared.counts.put_off == 1
     trie.go_on.set()
-    assert shared.settle()
+    assert settle(shared)
     shared.patience_s = 60
     assert set(proposed(shared, [1, 2])) == {3, 9}
     end(shared)
@@ -149,7 +150,7 @@ def test_the_inserting_thread_may_fail(caplog: pytest.LogCaptureFixture):
     shared, trie = make_shared()
     shared.start()
     shared.add([1, 2, 3])
-    assert shared.settle()
+    assert settle(shared)
     trie.fails = True
     shared.add([1, 2, 9])
     assert shared.join(30)
@@ -161,14 +162,14 @@ def test_the_inserting_thread_may_fail(caplog: pytest.LogCaptureFixture):
     assert not shared.add([4, 5])
     shared.add_corpus([4, 5], threading.Event())
     assert shared.counts.corpus_tokens == 0
-    assert not shared.settle()
+    assert not settle(shared)
 
 
 def test_a_proposal_that_waits_for_an_insertion_that_fails_follows_no_half_made_link():
     shared, trie = make_shared()
     shared.start()
     shared.add([1, 2, 3])
-    assert shared.settle()
+    assert settle(shared)
     trie.halts = trie.fails = True
     shared.add([1, 2, 9])
     assert trie.entered.wait(30)
@@ -212,7 +213,7 @@ def test_corpora_are_queued_piece_by_piece_and_counted_as_one_text():
     shared.start()
     text = np.array([token % 7 for token in range(10_000)], np.int32)
     shared.add_corpus(text, threading.Event())  # pyright: ignore[reportArgumentType]
-    assert shared.settle()
+    assert settle(shared)
     assert count_of(trie, [0, 1, 2, 3, 4]) == len([at for at in range(0, 10_000, 7) if at + 5 <= 10_000])
     assert shared.counts.corpus_tokens == 10_000
     end(shared)

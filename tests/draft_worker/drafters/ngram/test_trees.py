@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.draft_worker.session_growth import sessions_of
 
 from outrider.acceptance_calibration import RELIABILITY_EDGES, RULES
 from outrider.draft_worker.drafters.ngram.calibration import NgramCalibration
@@ -231,7 +232,7 @@ class Twins:
             tokens.append(token)
             session.head = session.head.children.get(token, PlainNode(0))
         if tokens:
-            self.drafter.commit(session.start.key, 1, len(session.tokens), tokens)
+            self.drafter.commit(session.start.key, tokens)
             self.due[session.start.key] = session
             session.tokens += tokens
             session.pending += tokens
@@ -240,13 +241,13 @@ class Twins:
         key = self.random.choice(list(self.sessions))
         self.sessions.pop(key).settle(self.calibration)
         self.due.pop(key, None)
-        self.drafter.close(key, 1)
+        self.drafter.close(key)
 
     def match(self) -> int:
         """Compare the new nodes of all sessions that are due; return how many there are."""
         left_out = {key for key in self.due if self.random.random() < 0.2}
         growth = self.drafter.match(left_out)
-        found = {own.session_id: own for own in growth} if growth is not None else {}
+        found = {own.session_id: own for own in sessions_of(growth)}
         due = [self.due.pop(key) for key in list(self.due) if key not in left_out]
         for session in due:
             session.settle(self.calibration)

@@ -187,19 +187,6 @@ def test_a_trie_that_cannot_be_is_refused(values: dict, message: str):
         NgramTrie(**values)
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"draft_tokens": 0}, "draft_tokens: 0"),
-        ({"min_breadth": 5, "max_breadth": 4}, "max_breadth: 4 given, min_breadth"),
-        ({"match_type": "often"}, "match_type: 'often'"),
-    ],
-)
-def test_a_tree_that_cannot_be_is_refused(values: dict, message: str):
-    with pytest.raises(ValueError, match=message):
-        ProposalConfig(**values)
-
-
 def test_without_numba_it_is_the_same():
     """In a process that has no numba; where the tests have none either, they have shown it already."""
     code = (

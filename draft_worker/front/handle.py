@@ -1,7 +1,12 @@
-"""The front process as the worker's own process sees it: started, told what to do, and missed when it ends.
+"""A process of its own that speaks gRPC for a draft worker, so that messages never take the interpreter from growth.
 
-Neither outlives the other: the front process ends when its control socket closes, and the worker ends when the front
-process does.
+    handle   the process as the worker sees it: started, told what to do, and missed when it ends
+    process  what it runs: gRPC streams on one side, frames on the other
+    frames   what passes between the two
+    inbox    where the growth thread finds commands
+
+Neither process outlives the other: the front process ends when its control socket closes, and the worker ends when the
+front process does.
 """
 
 import asyncio
@@ -40,7 +45,7 @@ class Front:
 
     Attributes:
         address: with the port that was bound, once it listens.
-        data: the socket that frames pass through (`front_wire`).
+        data: the socket that frames pass through (`frames`).
         failed: done when the process has ended unasked.
     """
 
@@ -70,13 +75,14 @@ class Front:
             CertificateError: a file of `tls` cannot be used.
             WorkerUnavailable: the process has ended, or does not answer.
         """
+        logs_json = any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
         reader, self._control = await asyncio.open_connection(sock=self._launch())
         self._reader = asyncio.create_task(self._read(reader))
         found = await self._ask({
             "address": self.address,
             "tls": None if self._tls is None else {name: str(path) for name, path in asdict(self._tls).items()},
             "log_level": logging.getLevelName(logger.getEffectiveLevel()).lower(),
-            "log_format": "json" if _logs_json() else "text",
+            "log_format": "json" if logs_json else "text",
         })  # fmt: skip
         if "error" in found:
             raise (CertificateError if found["is_certificate"] else OSError)(found["error"])
@@ -129,7 +135,7 @@ class Front:
         with theirs, self._their_data:
             descriptors = (theirs.fileno(), self._their_data.fileno())
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "outrider.draft_worker.front_process", *map(str, descriptors)],
+                [sys.executable, "-m", "outrider.draft_worker.front.process", *map(str, descriptors)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=descriptors,
                 env=_environment(),
@@ -169,11 +175,7 @@ class Front:
         return f"the process that speaks to coordinators {how}"
 
 
-def _logs_json() -> bool:
-    return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
-
-
 def _environment() -> dict[str, str]:
     # It uses this interpreter's packages even where outrider is found through sys.path alone.
-    paths = [str(Path(__file__).absolute().parents[2]), os.environ.get("PYTHONPATH", "")]
+    paths = [str(Path(__file__).absolute().parents[3]), os.environ.get("PYTHONPATH", "")]
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}

@@ -1,7 +1,7 @@
 """What passes between a draft worker's two processes: frames over a socket pair, one a message of a stream.
 
-The front process (`front_process`) speaks gRPC, the growth thread speaks frames. A frame is a header, that is length of
-the payload, kind and number of the stream, and the payload, which the front process does not look into.
+The front process speaks gRPC, the growth thread speaks frames. A frame is a header, that is length of the payload, kind
+and number of the stream, and the payload, which the front process does not look into.
 """
 
 import struct

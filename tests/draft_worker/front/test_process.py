@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from outrider.draft_worker.front_process import Relay
-from outrider.draft_worker.front_wire import FrameReader, Kind, pack_frame
+from outrider.draft_worker.front.frames import FrameReader, Kind, pack_frame
+from outrider.draft_worker.front.process import Relay
 
 FEW = 17
 

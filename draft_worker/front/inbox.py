@@ -3,16 +3,15 @@
 import select
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import Empty
-from typing import Generic, TypeVar
 
-Commands = TypeVar("Commands")
+from outrider.draft_worker.rounds.commands import Command
 
 _READ_BYTES = 1 << 20
 
 
-class SocketInbox(Generic[Commands]):
+class SocketInbox:
     """A queue as the growth thread uses one: filled from a socket, and by other threads of this process.
 
     Read by one thread. What the socket brings is looked at when that thread asks, so that nobody else takes the
@@ -23,15 +22,15 @@ class SocketInbox(Generic[Commands]):
         commands: makes commands of what has been read, perhaps none.
     """
 
-    def __init__(self, data: socket.socket, commands: Callable[[bytes], Commands]) -> None:
+    def __init__(self, data: socket.socket, commands: Callable[[bytes], Sequence[Command]]) -> None:
         self._data, self._commands = data, commands
-        self._waiting: deque[Commands | None] = deque()
+        self._waiting: deque[Sequence[Command] | None] = deque()
         self._alarm, self._wake = socket.socketpair()
         for end in (self._alarm, self._wake):
             end.setblocking(False)
         self._watched = [data, self._alarm]
 
-    def put(self, commands: Commands | None) -> None:
+    def put(self, commands: Sequence[Command] | None) -> None:
         """Adds to the queue; any thread may call this."""
         self._waiting.append(commands)
         try:
@@ -40,23 +39,20 @@ class SocketInbox(Generic[Commands]):
             # Nobody has looked for long, and will at the first of those that are there.
             return
 
-    def get(self, timeout: float | None = None) -> Commands | None:
+    def get(self) -> Sequence[Command] | None:
         """The next entry, waited for.
 
-        Args:
-            timeout: seconds; None waits for ever.
-
         Raises:
-            Empty: there is none.
+            Empty: what has come is no whole entry.
         """
         if self._waiting:
             return self._waiting.popleft()
-        ready, _, _ = select.select(self._watched, (), (), timeout)
+        ready, _, _ = select.select(self._watched, (), ())
         if self._alarm in ready:
             self._alarm.recv(_READ_BYTES)
         return self.get_nowait()
 
-    def get_nowait(self) -> Commands | None:
+    def get_nowait(self) -> Sequence[Command] | None:
         """The next entry.
 
         Raises:

@@ -1,4 +1,4 @@
-"""The front process: frames, the growth thread's inbox, and that neither process outlives the other."""
+"""The front process as its worker sees it: told what to do, and neither process outlives the other."""
 
 import asyncio
 import contextlib
@@ -7,19 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
-from queue import Empty
-from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from outrider.draft_worker.front import Front
-from outrider.draft_worker.front_wire import FrameReader, Kind, pack_frame
-from outrider.draft_worker.inbox import SocketInbox
+from outrider.draft_worker.front.handle import Front
 from outrider.draft_worker.server import DraftWorkerConfig, serve
 from outrider.errors import CertificateError, WorkerUnavailable
 from outrider.health_command import check_health
@@ -39,7 +34,7 @@ def _children(process: int) -> list[int]:
 
 
 def _is_front(process: int) -> bool:
-    return b"front_process" in Path(f"/proc/{process}/cmdline").read_bytes()
+    return b"front.process" in Path(f"/proc/{process}/cmdline").read_bytes()
 
 
 def _until_gone(process: int) -> None:
@@ -47,51 +42,6 @@ def _until_gone(process: int) -> None:
     while Path(f"/proc/{process}").exists() and "State:\tZ" not in Path(f"/proc/{process}/status").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def test_frames_are_put_together_of_pieces_of_any_size():
-    sent = [(Kind.OPENED, 1, b""), (Kind.COMMANDS, 2**32 - 1, b"abc" * 100), (Kind.LEFT, 1, b"")]
-    data = b"".join(pack_frame(*frame) for frame in sent)
-    for size in (1, 7, 100, len(data)):
-        reader, found = FrameReader(), []
-        for begin in range(0, len(data), size):
-            found += reader.feed(data[begin : begin + size])
-        assert found == sent
-
-
-@pytest.fixture
-def inbox() -> Iterator[tuple[SocketInbox[Any], socket.socket]]:
-    ours, theirs = socket.socketpair()
-    found = SocketInbox[Any](ours, lambda data: [*data])
-    with ours, theirs, contextlib.closing(found):
-        yield found, theirs
-
-
-def test_the_inbox_is_filled_by_the_socket_and_by_threads(inbox: tuple[SocketInbox[Any], socket.socket]):
-    found, theirs = inbox
-    with pytest.raises(Empty):
-        found.get_nowait()
-    with pytest.raises(Empty):
-        found.get(0.01)
-    theirs.send(b"\1\2")
-    assert found.get() == [1, 2]
-    waker = threading.Timer(0.05, found.put, [None])
-    waker.start()
-    assert found.get() is None
-    waker.join()
-    # The byte that woke it is not there any more.
-    with pytest.raises(Empty):
-        found.get(0.01)
-
-
-def test_the_inbox_goes_on_without_its_socket(inbox: tuple[SocketInbox[Any], socket.socket]):
-    found, theirs = inbox
-    theirs.close()
-    for _ in range(2):
-        with pytest.raises(Empty):
-            found.get(0.01)
-    found.put([3])
-    assert found.get() == [3]
 
 
 async def test_a_taken_address_is_told_before_the_model_is_loaded(checkpoint: Path):
@@ -124,7 +74,7 @@ async def _nothing_to_drain() -> None:
 async def test_a_front_process_that_hangs_holds_up_no_stop(
     serving_front: tuple[Front, int], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("outrider.draft_worker.front._STOP_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("outrider.draft_worker.front.handle._STOP_TIMEOUT_S", 0.05)
     front, process = serving_front
     os.kill(process, signal.SIGSTOP)
     async with asyncio.timeout(60):

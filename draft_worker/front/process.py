@@ -1,4 +1,4 @@
-"""The process that speaks gRPC for a draft worker: `python -m outrider.draft_worker.front_process CONTROL DATA`.
+"""The process that speaks gRPC for a draft worker: `python -m outrider.draft_worker.front.process CONTROL DATA`.
 
 CONTROL and DATA are its ends of two socket pairs to the process whose thread grows trees. Serialised messages pass
 through it as they are, so that all the work that gRPC takes is done by an interpreter of its own, and a growth step
@@ -24,7 +24,7 @@ from google.rpc import status_pb2
 from grpc_status import rpc_status
 
 from outrider import tracing
-from outrider.draft_worker.front_wire import Frame, FrameReader, Kind, pack_frame
+from outrider.draft_worker.front.frames import Frame, FrameReader, Kind, pack_frame
 from outrider.errors import CertificateError
 from outrider.log_output import log_to_stderr
 from outrider.rpc import RoleServer
@@ -136,11 +136,6 @@ class _Control:
             os._exit(1)
         return json.loads(line)
 
-    async def until(self, *words: str) -> None:
-        """Waits until it is told one of these."""
-        while await self.next() not in words:
-            pass
-
     def answer(self, **fields: Any) -> None:
         """One line."""
         self._writer.write(json.dumps(fields).encode() + b"\n")
@@ -164,11 +159,13 @@ async def _serve(control_socket: socket.socket, data: socket.socket) -> None:
     if await control.next() == "serve":
         await server.start()
         control.answer()
-        await control.until("leave")
+        # Until it is told to leave.
+        await control.next()
 
     async def drain() -> None:
         control.answer()
-        await control.until("end streams")
+        # Until streams may end.
+        await control.next()
         relay.end_streams()
 
     await server.stop(drain=drain)

@@ -1,0 +1,31 @@
+"""A session's logits processors as columns of the device; see `outrider.kernels.sampling.processors`."""
+
+from collections.abc import Sequence
+
+from outrider.kernels.sampling.processors import NodeProcessors
+from outrider.sampling import SamplingSpec
+
+
+def describe_processors(
+    processors: NodeProcessors, row: int, spec: SamplingSpec, prompt: Sequence[int], output: Sequence[int]
+) -> None:
+    """Write the columns of a row that no launched step uses, on the current stream; the host may wait for that.
+
+    Args:
+        processors: of the rows.
+        row: the session's.
+        spec: parameters of the request.
+        prompt: token ids.
+        output: tokens committed so far.
+    """
+    processors.describe(
+        row,
+        repetition=spec.repetition_penalty,
+        presence=spec.presence_penalty,
+        frequency=spec.frequency_penalty,
+        bias=spec.logit_bias,
+        allowed=spec.allowed_token_ids,
+        bans_stops=spec.bans_stops,
+        prompt=prompt,
+        output=output,
+    )

@@ -1,0 +1,42 @@
+"""Sizes of rounds."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundConfig:
+    """Sizes of a target's rounds.
+
+    Attributes:
+        max_sessions: S, sessions at a time.
+        max_model_len: most tokens of a session.
+        max_step_rows: most verified rows of a round: roots and nodes.
+        max_session_rows: M, most of one session: its root and its nodes.
+        max_prefill_tokens: most rows of prompts beside them.
+        prefill_slowdown: how much longer than its verification alone a round may take for the sake of prefill.
+        capacity: C, candidates of a session; a power of two.
+        places: D, draft workers of a session; a power of two.
+        logprobs: K, most alternatives with log probabilities.
+        least_value: nodes that the target accepts with a lower estimated chance are left out.
+
+    Raises:
+        ValueError: a size below 1, or rows that not every session has one of.
+    """
+
+    max_sessions: int
+    max_model_len: int
+    max_step_rows: int = 512
+    max_session_rows: int = 64
+    max_prefill_tokens: int = 2048
+    prefill_slowdown: float = 0.3
+    capacity: int = 256
+    places: int = 4
+    logprobs: int = 20
+    least_value: float = 0.01
+
+    def __post_init__(self) -> None:
+        for name in ("max_sessions", "max_model_len", "max_step_rows", "max_session_rows", "max_prefill_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: {getattr(self, name)} given, at least 1 needed")
+        if not self.prefill_slowdown >= 0:
+            raise ValueError(f"prefill_slowdown: {self.prefill_slowdown} given, at least 0 needed")

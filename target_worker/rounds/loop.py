@@ -1,0 +1,565 @@
+"""The rounds of a target worker, back to back, one launched ahead of the report that is read.
+
+    read        results of the last round that has ended, bucket and time for the next
+    plan        slots, and the prompts whose next part is computed
+    launch      the next round
+
+Commands (`open`, `grow`, `limit`, `close`) become records of the device's inbox, and take part in the next round that
+begins. Nothing waits for a coordinator. One thread calls everything here.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from outrider.draft_distribution import DraftDistribution
+from outrider.engine.model_runner import ModelRunner
+from outrider.engine.prefix_cache import common_length
+from outrider.engine.round_rings import Early, Inbox, Report, Rounds
+from outrider.grammar.compiler import GrammarCompiler
+from outrider.grammar.matcher import SessionGrammar
+from outrider.kernels.pool.columns import MAX_STOPS
+from outrider.kernels.pool.records import WORDS, RecordKind, Records
+from outrider.kernels.pool.select import GAIN_SCALE
+from outrider.kernels.verification.report import ReportColumn, RoundTime
+from outrider.kernels.verification.walk import Finish
+from outrider.log_output import about
+from outrider.sampling import SamplingSpec
+from outrider.target_worker.open_checks import check_open
+from outrider.target_worker.rounds import plan
+from outrider.target_worker.rounds.buckets import MAX_CHUNKS, RoundTimes
+from outrider.target_worker.rounds.config import RoundConfig
+from outrider.target_worker.rounds.kv import RowKv
+from outrider.target_worker.rounds.observer import RoundObserver
+from outrider.target_worker.rounds.program import RoundProgram
+from outrider.target_worker.rounds.report import RoundReport
+from outrider.target_worker.rounds.session import Level, Session, SessionResult
+from outrider.target_worker.sessions import Code, OpenRequest, SessionFault, SessionKey
+from outrider.target_worker.step_cost import StepCost, StepShape, prefill_pairs
+
+logger = logging.getLogger(__name__)
+
+WITHOUT_LIMIT = (1 << 31) - 1
+"""`allow` of a session that may run as far as it can."""
+
+# Prefill rows that are taken to cost as much as a verification before anything was measured, and those by which
+# prefill always moves.
+_CPU_PREFILL, _GPU_PREFILL = (32, 16), (256, 32)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Chunk:
+    """A part of a session's prompt, from index `start` on, and the opening of the row that it is for."""
+
+    session: Session
+    generation: int
+    start: int
+    size: int
+
+
+@dataclass(kw_only=True, eq=False)
+class _Launched:
+    """A round under way: its bucket, its chunks, and the sum of the values that it verifies."""
+
+    bucket: int
+    chunks: list[_Chunk]
+    expected: float = 0.0
+
+
+class RoundLoop:
+    """All sessions of a target, and its rounds.
+
+    Args:
+        runner: the target.
+        config: sizes.
+        times: what rounds take; by default learned from them.
+
+    Attributes:
+        rounds_read: rounds whose results have been read.
+        preemptions: how often a session lost its KV to an older one.
+        wake: called, on any thread, when a session may go on that no command tells of.
+        observer: of whoever measures.
+    """
+
+    def __init__(self, runner: ModelRunner, config: RoundConfig, *, times: RoundTimes | None = None) -> None:
+        self._runner, self._config = runner, config
+        self._program = RoundProgram.of_runner(runner, config)
+        self._program.warm_up()
+        self._inbox = Inbox(self._program.memory, rows=config.max_sessions)
+        self._rounds = Rounds(self._program.memory, self._inbox)
+        self._kv = RowKv(runner.slots, remembers=runner.config.enable_prefix_caching)
+        self._grammars = GrammarCompiler.of_checkpoint(runner.config.model_path)
+        self._on_gpu = runner.device.type == "cuda"
+        prior_rows, least_rows = _GPU_PREFILL if self._on_gpu else _CPU_PREFILL
+        cost = StepCost(slowdown=config.prefill_slowdown, prior_rows=prior_rows, least_rows=least_rows)
+        self._times = times or RoundTimes(self._program.buckets, cost, self._program.captured_ns)
+        # Most rows of a session that rounds under way and the next one fill.
+        self._rows_ahead = config.max_session_rows * (2 if self._on_gpu else 1)
+        self._row_len = runner.slots.max_row_len
+        # A row that no session has yet.
+        self._spare_row: tuple[int, int] | None = None
+        # By key, in the order of their first opening; by row, those that the device knows.
+        self._sessions: dict[SessionKey, Session] = {}
+        self._by_row: list[Session | None] = [None] * config.max_sessions
+        # Rows that the device still has to close: the tokens whose KV is remembered.
+        self._closing: dict[int, npt.NDArray[np.int32]] = {}
+        self._results: list[SessionResult] = []
+        self._launched: deque[_Launched] = deque()
+        self._gains = np.zeros(len(self._program.buckets), np.int64)
+        self._can_run, self._has_changed, self._level, self._ahead = False, False, Level.PLAIN, 1
+        self._opened = self._ended_ns = self._verified_rows = 0
+        self.rounds_read = self.preemptions = 0
+        self.wake: Callable[[], None] = lambda: None
+        self.observer = RoundObserver()
+
+    @property
+    def session_count(self) -> int:
+        """Open sessions."""
+        return len(self._sessions)
+
+    @property
+    def keys(self) -> Collection[SessionKey]:
+        """Of the open sessions."""
+        return self._sessions.keys()
+
+    def epoch_of(self, key: SessionKey) -> int:
+        """Return the epoch under which a session is open."""
+        return self._sessions[key].epoch
+
+    @property
+    def kv(self) -> RowKv:
+        """Who holds which slots."""
+        return self._kv
+
+    @property
+    def is_busy(self) -> bool:
+        """True while rounds are under way."""
+        return self._rounds.under_way > 0
+
+    @property
+    def has_work(self) -> bool:
+        """True if another `turn` would do something without another command."""
+        return self.is_busy or self._inbox.has_records or self._can_run or self._has_chunks
+
+    def open(self, request: OpenRequest) -> None:
+        """Open a session, or replace it if it is open under an older epoch.
+
+        Raises:
+            SessionFault: an older epoch, tokens or parameters out of range, no room.
+        """
+        held = self._sessions.get(request.key)
+        if held is not None and request.epoch < held.epoch:
+            raise SessionFault(Code.FAILED_PRECONDITION, f"epoch {request.epoch} is over: {held.epoch} is open")
+        ids = np.array([*request.prompt, *request.output], dtype=np.int64)
+        check_open(request, ids, model=self._runner.info, num_slots=self._kv.num_slots)
+        if held is None and len(self._sessions) >= self._config.max_sessions:
+            message = f"all {self._config.max_sessions} rows are taken: raise max_num_seqs"
+            raise SessionFault(Code.RESOURCE_EXHAUSTED, message)
+        if held is not None:
+            self._end(held)
+        self._opened += 1
+        sampling = request.sampling
+        limit = min(len(request.prompt) + sampling.max_new_tokens, self._config.max_model_len)
+        history = np.zeros(max(limit, len(ids)), np.int32)
+        history[: len(ids)] = ids
+        session = Session(
+            key=request.key,
+            epoch=request.epoch,
+            order=self._opened if held is None else held.order,
+            history=history,
+            length=len(ids),
+            prompt_len=len(request.prompt),
+            sampling=sampling,
+            limit=limit,
+            allow=WITHOUT_LIMIT,
+            grammar=self._grammar_of(sampling),
+            cached_tokens=0 if held is None else held.cached_tokens,
+            reached=0 if held is None else min(held.reached, common_length(held.history[: held.length], ids)),
+        )
+        if session.length >= session.limit:
+            self._results.append(SessionResult(key=session.key, epoch=session.epoch, finish=Finish.LENGTH))
+        else:
+            self._sessions[request.key] = session
+            self._plan()
+
+    def grow(  # noqa: PLR0917 - columns of a message
+        self,
+        key: SessionKey,
+        epoch: int,
+        place: int,
+        as_of: int,
+        node_ids: Sequence[int],
+        parents: Sequence[int],
+        tokens: Sequence[int],
+        acceptances: Sequence[float],
+        *,
+        drafter: int = 0,
+        distributions: Sequence[DraftDistribution | None] = (),
+    ) -> None:
+        """Add nodes that a drafter has made; those of a session that is not open under this epoch are dropped.
+
+        Args:
+            key: whose.
+            epoch: of its opening.
+            place: of the worker that drafts.
+            as_of: committed tokens that the drafter had when it made the nodes.
+            node_ids: [n] what it calls them, rising.
+            parents: [n] ids of their parents; 0 is the token at index as_of - 1.
+            tokens: [n]
+            acceptances: [n] estimated chance that the target accepts each, given its parent.
+            drafter: number of its kind, 0 to 7.
+            distributions: [n] the q that each token was drawn from, under `rejection`.
+        """
+        session = self._sessions.get(key)
+        if session is None or session.epoch != epoch:
+            return
+        if not session.is_open:
+            # Its row comes later: the tree is to be sent again.
+            session.lost |= 1 << place
+            return
+        if distributions:
+            session.add_distributions(node_ids, distributions)
+        records = np.empty((len(node_ids), WORDS), np.int32)
+        records[:, 0] = RecordKind.GROWTH | place << 8 | 1 << drafter + 16
+        records[:, 1], records[:, 2] = session.row, np.uint32(session.generation).view(np.int32)
+        records[:, 3], records[:, 4], records[:, 5], records[:, 6] = node_ids, parents, as_of, tokens
+        # The bits of -0.0 are not those of 0.0.
+        records[:, 7] = (np.array(acceptances, np.float32) + np.float32(0)).view(np.int32)
+        self._inbox.put(records)
+
+    def forget(self, key: SessionKey, epoch: int, place: int) -> None:
+        """Drop what the worker at a place has grown: another takes the place, or it has forgotten its tree."""
+        session = self._sessions.get(key)
+        if session is not None and session.epoch == epoch and session.is_open:
+            records = Records()
+            records.forget(session.row, session.generation, place=place)
+            self._inbox.put(records.array())
+
+    def limit(self, key: SessionKey, epoch: int, allow: int) -> None:
+        """Set the length up to which a session may run ahead of its client; 0 holds it."""
+        session = self._sessions.get(key)
+        if session is None or session.epoch != epoch or session.allow == allow:
+            return
+        session.allow = allow
+        if session.is_open:
+            records = Records()
+            records.limits(session.row, session.generation, end=session.limit, allow=allow)
+            self._inbox.put(records.array())
+
+    def close(self, key: SessionKey, epoch: int) -> None:
+        """Close a session that is open under this epoch or an older one; rounds under way no longer count for it."""
+        session = self._sessions.get(key)
+        if session is not None and session.epoch <= epoch:
+            self._end(session)
+
+    def turn(self) -> list[SessionResult]:
+        """Read what rounds have reported, and launch the next one as soon as that is possible."""
+        self._read()
+        if self._has_changed:
+            self.observer.planning()
+            self._plan()
+        if self._may_launch():
+            self.observer.launching()
+            self._launch()
+            self.observer.launched()
+            if not self._on_gpu:
+                self._read()
+        results, self._results = self._results, []
+        return results
+
+    def drain(self) -> list[SessionResult]:
+        """Wait for the rounds under way."""
+        while self.is_busy:
+            self._read()
+        results, self._results = self._results, []
+        return results
+
+    def reload(self, folder: Path) -> None:
+        """Put other weights in the place of those that the model runs with: closes all sessions, forgets all KV.
+
+        Args:
+            folder: as `check_weights` has found it to fit.
+
+        Raises:
+            CheckpointError: a file cannot be read; nothing may be run any more.
+        """
+        for session in list(self._sessions.values()):
+            self._end(session)
+        while self._closing:
+            self._launch()
+            self.drain()
+        self._kv.forget()
+        self._runner.refill(folder)
+
+    def _read(self) -> None:
+        """Read what rounds have written: what the next one may gain, and results."""
+        while (event := self._rounds.poll()) is not None:
+            if isinstance(event, Early):
+                self._gains, rows = self._program.read_early(event.words)
+                self._can_run = rows > 0
+                launched = self._launched[0]
+                launched.expected = max(int(self._gains[launched.bucket]), 0) / GAIN_SCALE
+            else:
+                self._note_report(event)
+
+    def _note_report(self, report: Report) -> None:
+        launched, read = self._launched.popleft(), RoundReport(report.words, self._program.shape)
+        self._has_changed = True
+        self.rounds_read += 1
+        self._can_run = read.runnable > 0
+        self._learn(launched, read)
+        for chunk in launched.chunks:
+            self._note_chunk(chunk, read)
+        logprobs, earlier = self._program.logprobs(report.round), len(self._results)
+        rows, generations = read.columns[ReportColumn.POOL_ROW], read.columns[ReportColumn.GENERATION]
+        for number in range(read.sessions):
+            session = self._by_row[rows[number]]
+            # Of a row that has been closed and opened again: nothing.
+            if session is not None and np.uint32(session.generation) == generations[number].view(np.uint32):
+                self._commit(session, number, read, logprobs)
+        prefill_rows = sum(chunk.size for chunk in launched.chunks)
+        self.observer.reported(read, self._results[earlier:], prefill_rows=prefill_rows)
+        for released in report.released:
+            if released.closed:
+                self._kv.end(released.row, self._closing.pop(released.row))
+
+    def _learn(self, launched: _Launched, read: RoundReport) -> None:
+        """Learn what the round took, from the end of the one before if this one had begun by then."""
+        columns = read.columns[:, : read.sessions]
+        shape = StepShape(
+            verify_rows=read.verified_rows,
+            keys=int(columns[ReportColumn.LENGTH].sum()),
+            prefill_rows=sum(chunk.size for chunk in launched.chunks),
+            pairs=sum(prefill_pairs(chunk.size, chunk.start) for chunk in launched.chunks),
+        )
+        began, ended = read.times_ns[RoundTime.BEGAN], read.times_ns[RoundTime.ENDED]
+        tokens = int(columns[ReportColumn.TOKENS].sum())
+        self._times.note(launched.bucket, shape, ended - max(began, self._ended_ns), tokens=tokens)
+        self._times.note_accepted(int(columns[ReportColumn.ACCEPTED].sum()), launched.expected)
+        self._ended_ns, self._verified_rows = ended, read.verified_rows
+
+    def _note_chunk(self, chunk: _Chunk, read: RoundReport) -> None:
+        """Take note of a chunk that a round was asked to compute; if it had no room it is planned again."""
+        session = chunk.session
+        if not session.is_open or session.generation != chunk.generation or session.cached != chunk.start:
+            return
+        if read.cached_of(session.row, session.generation) is None:
+            session.planned = chunk.start
+            return
+        session.cached = chunk.start + chunk.size
+        session.reached = max(session.reached, session.cached)
+        if session.cached == session.length - 1:
+            self._kv.share(session.row, session.history[: session.cached])
+
+    def _commit(self, session: Session, number: int, read: RoundReport, logprobs: npt.NDArray[np.int32]) -> None:
+        """Take what a round has committed of one session."""
+        tokens, accepted, drafters = read.walk(number)
+        finish, rows = read.finish(number), int(read.columns[ReportColumn.ROWS, number])
+        fault = _fault_of(session) if finish is Finish.FAULT else None
+        if tokens:
+            kept = accepted[: min(len(accepted), len(tokens) - 1)]
+            self._kv.reorder(session.row, session.length - 1, rows, [0, *kept])
+            if len(session.stop_token_ids) > MAX_STOPS:
+                finish = _end_at_stop(session, tokens, finish)
+            session.commit(tokens)
+        if fault is None and finish is Finish.NONE and session.length > self._kv.num_slots:
+            fault = SessionFault(Code.INVALID_ARGUMENT, too_long(session.length, self._kv.num_slots))
+        lost, session.lost = session.lost | int(read.columns[ReportColumn.LOST, number]), 0
+        if tokens or lost or fault is not None:
+            result = SessionResult(
+                key=session.key,
+                epoch=session.epoch,
+                tokens=tokens,
+                accepted=len(accepted),
+                selected=rows - 1,
+                drafters=drafters,
+                finish=finish,
+                logprobs=read.logprobs(number, len(tokens), session.sampling.logprobs, logprobs),
+                cached_tokens=session.cached_tokens,
+                lost=lost,
+                fault=fault,
+            )
+            self._results.append(result)
+        if finish is not Finish.NONE or fault is not None:
+            self._end(session, remembers=finish is not Finish.FAULT)
+
+    def _plan(self) -> None:
+        """Give running sessions the slots that they need next, and let those that wait begin; the oldest first."""
+        self._has_changed = False
+        sessions = sorted(self._sessions.values(), key=lambda session: session.order)
+        running = [session for session in sessions if session.is_open]
+        self._ahead = plan.length_ahead(self._kv, running, rows=self._rows_ahead)
+        for session in running:
+            if session.is_open and session.cached >= session.length - 1:
+                self._extend(session)
+        for session in sessions:
+            if not session.is_open and session.key in self._sessions and not self._begin(session):
+                return
+
+    def _extend(self, session: Session) -> None:
+        """Let a running session have slots for the rounds to come, of the youngest where none is free."""
+        row, had = session.row, self._kv.length(session.row)
+        needed = min(session.length + self._on_gpu, session.limit - 1)
+        if had < needed and not self._make_room(session, needed - had):
+            if not self._kv.freed_by(self._closing):
+                self._preempt(session)
+            return
+        wanted = min(session.length + self._ahead, had + self._kv.free, self._row_len)
+        if wanted > had and self._kv.extend(row, wanted):
+            records = Records()
+            records.slots(row, session.generation, start=had, slots=self._kv.slots(row, had, wanted).tolist())
+            self._inbox.put(records.array())
+
+    def _begin(self, session: Session) -> bool:
+        """Make a session known to the device; False if those that are younger have to wait as well."""
+        if session.grammar is not None and not session.grammar.is_ready:
+            return True
+        if self._spare_row is None:
+            self._spare_row = self._inbox.take_row()
+        if self._spare_row is None:
+            return False
+        (row, generation), length = self._spare_row, session.length
+        tokens = session.history[: length - 1]
+        known = self._kv.begin(row, tokens)
+        if self._kv.remembers and self._is_being_computed(tokens, known):
+            self._kv.end(row, tokens[:known])
+            return True
+        needed = min(length + 1, session.limit) - known
+        if needed > self._kv.free and not self._make_room(session, needed):
+            self._kv.end(row, tokens[:known])
+            return False
+        self._kv.extend(row, min(length + self._ahead, known + self._kv.free, self._row_len))
+        self._spare_row = None
+        session.row, session.generation, session.is_open = row, generation, True
+        session.cached_tokens += max(0, min(known, session.prompt_len) - session.reached)
+        session.cached = session.planned = known
+        session.reached = max(session.reached, known)
+        self._by_row[row] = session
+        slots = self._kv.slots(row, 0, self._kv.length(row))
+        self._program.describe_row(session, slots)
+        records = Records()
+        records.open(row, generation, length=length, cached=known, end=session.limit, allow=session.allow)
+        records.slots(row, generation, start=len(slots), slots=[])
+        self._inbox.put(records.array())
+        return True
+
+    def _is_being_computed(self, tokens: npt.NDArray[np.int32], known: int) -> bool:
+        for leader in self._sessions.values():
+            is_computing = leader.is_open and leader.cached < leader.length - 1
+            if is_computing and plan.saves(leader.history[known : leader.length - 1], tokens[known:]):
+                return True
+        return False
+
+    def _make_room(self, session: Session, count: int) -> bool:
+        """Preempt sessions that are younger, the youngest first, until so many slots are free; False if they are not.
+
+        Slots of preempted sessions are free once no round uses them.
+        """
+        younger = [other for other in self._sessions.values() if other.is_open and other.order > session.order]
+        younger.sort(key=lambda other: other.order)
+        victims, coming = list[Session](), list(self._closing)
+        while count > self._kv.free + self._kv.freed_by(coming):
+            if not younger:
+                return False
+            victims.append(younger.pop())
+            coming.append(victims[-1].row)
+        for victim in victims:
+            self._preempt(victim)
+        return count <= self._kv.free
+
+    def _preempt(self, session: Session) -> None:
+        """Take a session's slots; it begins again when there are enough, and its trees are to be sent again."""
+        logger.info("session %d is preempted: out of KV slots", session.key[1], extra=about(session_id=session.key[1]))
+        self.preemptions += 1
+        self._close_row(session, remembers=True)
+        session.lost = (1 << self._config.places) - 1
+
+    def _end(self, session: Session, *, remembers: bool = True) -> None:
+        del self._sessions[session.key]
+        self._has_changed = True
+        if session.is_open:
+            self._close_row(session, remembers=remembers)
+
+    def _close_row(self, session: Session, *, remembers: bool) -> None:
+        self._closing[session.row] = session.history[: session.cached if remembers else 0].copy()
+        self._by_row[session.row] = None
+        records = Records()
+        records.close(session.row, session.generation)
+        self._inbox.put(records.array())
+        session.is_open, session.row = False, -1
+        session.cached = session.planned = 0
+        session.distributions.clear()
+
+    def _may_launch(self) -> bool:
+        self._level = max((session.level for session in self._by_row if session is not None), default=Level.PLAIN)
+        if self._level is Level.HOSTED and self._rounds.under_way:
+            return False
+        return self._rounds.may_launch(self._can_run or self._has_chunks)
+
+    @property
+    def _has_chunks(self) -> bool:
+        return any(session.is_prefilling for session in self._sessions.values())
+
+    def _launch(self) -> None:
+        running = [session for session in self._by_row if session is not None and session.is_running]
+        keys = sum(session.length for session in running)
+        allowance = self._times.prefill_allowance(
+            sessions=len(running),
+            keys=keys,
+            rows=max(len(running), self._verified_rows),
+            most=self._config.max_prefill_tokens,
+        )
+        chunks = list[_Chunk]()
+        for session, size in plan.chunks(
+            self._sessions.values(), allowance, most_rows=self._config.max_prefill_tokens, most_chunks=MAX_CHUNKS
+        ):
+            records = Records()
+            records.prefill(session.row, session.generation, start=session.planned, size=size)
+            self._inbox.put(records.array())
+            chunks.append(_Chunk(session=session, generation=session.generation, start=session.planned, size=size))
+            session.planned += size
+        bucket = self._times.choose(self._gains, sessions=len(running), prefill=sum(chunk.size for chunk in chunks))
+        least_value = max(self._times.least_value, self._config.least_value)
+        bucket = self._program.launch(bucket, self._level, self._by_row, least_value=least_value)
+        self._launched.append(_Launched(bucket=bucket, chunks=chunks))
+        self._rounds.launched()
+
+    def _grammar_of(self, sampling: SamplingSpec) -> SessionGrammar | None:
+        if not sampling.grammar:
+            return None
+
+        def is_compiled() -> None:
+            self._has_changed = True
+            self.wake()
+
+        compiled = self._grammars.start(sampling.grammar, sampling.grammar_end_ids, is_compiled)
+        return SessionGrammar(compiled, sampling.grammar_end_ids)
+
+
+def too_long(length: int, num_slots: int) -> str:
+    """Return what is wrong with a session that the KV cache cannot hold."""
+    return (
+        f"{length} tokens given, the KV cache holds {num_slots}: "
+        "raise num_slots, kv_bytes or kv_cache_memory_fraction of the target worker"
+    )
+
+
+def _fault_of(session: Session) -> SessionFault:
+    if session.grammar is not None and session.grammar.fault is not None:
+        return SessionFault(Code.INVALID_ARGUMENT, f"structured_outputs: {session.grammar.fault}")
+    return SessionFault(Code.INTERNAL, "the model's scores are not finite: no token can be chosen")
+
+
+def _end_at_stop(session: Session, tokens: list[int], finish: Finish) -> Finish:
+    """Cut tokens behind the first stop token: of more stop tokens than the device knows."""
+    first = session.prompt_len + session.sampling.min_new_tokens - session.length
+    for place, token in enumerate(tokens):
+        if token in session.stop_token_ids and place >= first:
+            del tokens[place + 1 :]
+            return Finish.STOP
+    return finish

@@ -1,0 +1,462 @@
+"""A round as the device runs it: every stage an operator, nothing waits for the host.
+
+    take_records, graft     growth joins the pools, sessions open and close
+    take_chunks             prompts whose next part is computed beside the verification
+    select, pack            the best nodes over all sessions, as rows of the forward pass
+    forward                 one pass of the target, tree attention over these rows
+    choose                  the target's own choice at every verified row
+    walk                    down each tree as far as the choices agree
+    re_root                 committed tokens leave the trees, what hangs below them stays
+    report                  committed tokens to the host
+
+On a GPU a bucket's stages are two CUDA graphs: up to the forward pass, and from the choices on. They are launched
+together, one round ahead. Rounds with processors run in wide buckets alone, in three graphs; where the host has a part
+in the choices, it works while the forward pass runs and launches what follows.
+
+Shapes: S rows of the pool, R verified rows of a bucket, N sessions, M rows of a session at most, V vocabulary.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from outrider.engine.model_runner import ModelRunner
+from outrider.engine.node_processors import describe_processors
+from outrider.engine.packed_forward import PackedForward
+from outrider.engine.round_rings import RingMemory
+from outrider.kernels.coupled_sampling import coupled_choice
+from outrider.kernels.pool.columns import MAX_STOPS, Pool
+from outrider.kernels.pool.graft import graft
+from outrider.kernels.pool.pack import Packed, pack
+from outrider.kernels.pool.prefill import Chunks, pack_chunks, take_chunks
+from outrider.kernels.pool.re_root import re_root
+from outrider.kernels.pool.records import WORDS
+from outrider.kernels.pool.rings import publish_early, publish_report, take_records
+from outrider.kernels.pool.select import Selection, select
+from outrider.kernels.sampling.processors import NodeProcessors, count_tokens, process_logits
+from outrider.kernels.sampling.rows import PARAMETERS, SampledRows, sample_rows
+from outrider.kernels.verification.report import RoundTime, mark_time, report_round, round_words
+from outrider.kernels.verification.token_logprobs import Logprobs, rank_logits, report_logprobs
+from outrider.kernels.verification.walk import WalkRules, Walks, coin_rates, walk
+from outrider.target_worker.rounds import host_part
+from outrider.target_worker.rounds.buckets import MAX_CHUNKS, round_buckets
+from outrider.target_worker.rounds.config import RoundConfig
+from outrider.target_worker.rounds.host_part import HostRows, Masks
+from outrider.target_worker.rounds.report import ReportShape
+from outrider.target_worker.rounds.session import Level, Session
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Records of the ring, at least, and for each session.
+_LEAST_RECORDS, _SESSION_RECORDS = 4096, 16
+_CPU = torch.device("cpu")
+_COMPILING_THREADS = 8
+# Rounds that time a bucket before it is used.
+_TIMED = 3
+
+
+class _WideGraphs(NamedTuple):
+    """Of a round with processors: what comes before the forward pass, this, its logits, and what follows."""
+
+    pack: torch.cuda.CUDAGraph
+    forward: torch.cuda.CUDAGraph
+    logits: torch.Tensor
+    end: torch.cuda.CUDAGraph
+
+
+class RoundProgram:
+    """The pool of a target's sessions, and the rounds that verify it.
+
+    Args:
+        model: the forward pass.
+        config: sizes.
+        num_slots: KV slots of the model.
+        row_len: most slots of a session.
+        vocab_size: V.
+        device: of the model.
+        captures: whether rounds are captured in CUDA graphs.
+
+    Attributes:
+        pool: the trees.
+        buckets: shapes of rounds, by number.
+        captured_ns: what an empty round of each bucket took when it was captured; none without graphs.
+        memory: shared with the host.
+        shape: sizes of a report.
+    """
+
+    def __init__(
+        self,
+        model: PackedForward,
+        config: RoundConfig,
+        *,
+        num_slots: int,
+        row_len: int,
+        vocab_size: int,
+        device: torch.device,
+        captures: bool,
+    ) -> None:
+        self._model, self.device = model, device
+        on_gpu, sessions = device.type == "cuda", config.max_sessions
+        self.pool = Pool.allocate(
+            sessions=sessions,
+            max_len=row_len,
+            capacity=config.capacity,
+            places=config.places,
+            device=device,
+        )
+        self.buckets = round_buckets(config, on_gpu=on_gpu)
+        self.captured_ns: list[float] = []
+        # What the host needs early is one piece of memory: gains, then rows, sessions and needed rows.
+        count = len(self.buckets)
+        self._early_words = self._column(count + 2, dtype=torch.int64)
+        totals = self._early_words[count:].view(torch.int32)
+        self._selection = replace(
+            Selection.allocate(self.pool, [bucket.selected for bucket in self.buckets]),
+            gains=self._early_words[:count],
+            totals=totals[:2],
+            needed=totals[2:3],
+            least_value=torch.full((1,), config.least_value, dtype=torch.float32, device=device),
+        )
+        self._packed = [
+            Packed.allocate(self.pool, bucket.selected, scrap_slot=num_slots, extra_rows=bucket.prefill)
+            for bucket in self.buckets
+        ]
+        self._chunks = [
+            Chunks.allocate(self.pool, chunks=MAX_CHUNKS, rows=bucket.prefill) if bucket.prefill else None
+            for bucket in self.buckets
+        ]
+        self._no_chunks = self._column(1)
+        self._sampled = [SampledRows.allocate(bucket.rows, device) for bucket in self.buckets]
+        self._parameters = self._column(sessions, PARAMETERS)
+        self._rules = WalkRules.allocate(sessions, device)
+        self._processors = NodeProcessors.allocate(sessions=sessions, vocab_size=vocab_size, device=device)
+        self._asked = torch.full((sessions,), -1, dtype=torch.int32, device=device)
+        largest, lines = max(bucket.sessions for bucket in self.buckets), max(bucket.rows for bucket in self.buckets)
+        most = max(bucket.most for bucket in self.buckets)
+        self.shape = ReportShape(sessions=largest, most=most, logprobs=min(config.logprobs, vocab_size))
+        self._walks = Walks.allocate(self.pool, sessions=largest, most=most)
+        self._ranked = Logprobs.allocate(lines, self.shape.logprobs, device)
+        self._logits = self._column(lines, vocab_size, dtype=torch.float32)
+        self._decided = self._column(lines)
+        # Verified rows are the first ones of a step.
+        self._lines = torch.arange(lines, device=device)
+        records = 1 << (max(_LEAST_RECORDS, _SESSION_RECORDS * sessions) - 1).bit_length()
+        self._records = self._column(records, WORDS)
+        self._verdicts, self._count = self._column(records), self._column(1)
+        # A target's tokens are its own: no records commit any.
+        self._commits, self._num_commits = self._column(sessions, 1), self._column(sessions)
+        self._tail, self._rounds = (self._column(1, dtype=torch.int64) for _ in range(2))
+        self._times = self._column(len(RoundTime), dtype=torch.int64)
+        self._nothing = self._column(0, dtype=torch.int64)
+        self.memory = RingMemory.allocate(
+            records=records, early_words=count + 2, report_words=round_words(largest, most), pinned=on_gpu
+        )
+        self._reported_logprobs = torch.zeros(
+            (2, largest, most, 1 + 2 * self.shape.logprobs), dtype=torch.int32, pin_memory=on_gpu
+        )
+        self._side = torch.cuda.Stream(device) if on_gpu else None
+        # By bucket: of a plain round what comes up to the forward pass, and what follows. No graph's memory is read
+        # once the next round has begun, so all share it.
+        self._plain: dict[int, tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]] = {}
+        self._wide: dict[int, _WideGraphs] = {}
+        self._graph_pool = torch.cuda.graph_pool_handle() if on_gpu else None
+        self._captures, self._is_capturing = captures and on_gpu, False
+
+    @classmethod
+    def of_runner(cls, runner: ModelRunner, config: RoundConfig) -> "RoundProgram":
+        """Return the program of a loaded target."""
+        return cls(
+            runner.packed_forward(sessions=config.max_sessions + MAX_CHUNKS),
+            config,
+            num_slots=runner.slots.num_slots,
+            row_len=runner.slots.max_row_len,
+            vocab_size=runner.vocab_size,
+            device=runner.device,
+            captures=runner.steps is not None and not runner.config.enforce_eager,
+        )
+
+    def _column(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.device)
+
+    @torch.inference_mode()
+    def describe_row(self, session: Session, slots: npt.NDArray[np.int32]) -> None:
+        """Write the columns of a session's row, which no launched round uses; they are in place on return.
+
+        Args:
+            session: whose row.
+            slots: of its KV, as many as there are.
+        """
+        sampling, row, pool, rules = session.sampling, session.row, self.pool, self._rules
+        stops = sorted(session.stop_token_ids)[:MAX_STOPS]
+        rates = coin_rates(sampling.synthetic_rates) if sampling.is_synthetic else []
+        columns: list[tuple[torch.Tensor, npt.NDArray[np.generic]]] = [
+            (pool.history[row], session.history[: session.length]),
+            (pool.table[row], slots),
+            (pool.stops[row], np.array(stops + [-1] * (MAX_STOPS - len(stops)), np.int32)),
+            (pool.min_end[row : row + 1], np.array([session.prompt_len + sampling.min_new_tokens], np.int32)),
+            (self._parameters[row], np.frombuffer(sampling.record, np.int32)),
+            (rules.level[row : row + 1], np.array([session.level], np.int32)),
+            (rules.num_rates[row : row + 1], np.array([len(rates)], np.int32)),
+            (rules.rates[row], np.array(rates, np.float32)),
+            (self._asked[row : row + 1], np.array([-1 if sampling.logprobs is None else sampling.logprobs], np.int32)),
+        ]
+        with torch.cuda.stream(self._side):
+            for column, values in columns:
+                column[: len(values)].copy_(torch.from_numpy(values.copy()))
+            prompt, output = session.history[: session.prompt_len], session.history[session.prompt_len : session.length]
+            describe_processors(self._processors, row, sampling, prompt, output)
+        if self._side is not None:
+            self._side.synchronize()
+
+    def read_early(self, words: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], int]:
+        """Return what each bucket would have gained, and the verified rows of the round."""
+        return words[:-2], int(words[-2:].view(np.int32)[0])
+
+    def logprobs(self, round_: int) -> npt.NDArray[np.int32]:
+        """Return the log probabilities of a round whose report has just been read: [N, M, 1 + 2 K]."""
+        return self._reported_logprobs.numpy()[round_ % 2]
+
+    def launch(self, bucket: int, level: Level, by_row: Sequence[Session | None], *, least_value: float = 0.0) -> int:
+        """Run a round; on a GPU nothing is waited for, unless the host has a part in it.
+
+        Args:
+            bucket: its number.
+            level: of the sessions that take part.
+            by_row: sessions by row of the pool.
+            least_value: nodes of a lower value are left out, on a CPU.
+
+        Returns:
+            The bucket that it runs in: a wide one for processors.
+        """
+        if self.device == _CPU:
+            self._selection.least_value[0] = least_value
+        if level is Level.PLAIN:
+            self._launch_plain(bucket)
+            return bucket
+        bucket = self._wide_bucket(bucket)
+        graphs = self._wide.get(bucket)
+        if graphs is None:
+            self._pack(bucket)
+        else:
+            graphs.pack.replay()
+        if self._side is not None:
+            self._side.wait_stream(torch.cuda.current_stream(self.device))
+        if graphs is None:
+            logits = self._forward(bucket)
+        else:
+            logits = graphs.logits
+            with self._lead(bucket, graph=2 * bucket + 1):
+                graphs.forward.replay()
+        if level is Level.HOSTED:
+            with torch.cuda.stream(self._side):
+                rows = host_part.host_rows(self._packed[bucket], self.pool, by_row)
+            self._end(bucket, level, logits, rows, host_part.grammar_masks(rows))
+        elif graphs is None:
+            self._end(bucket, level, logits)
+        else:
+            graphs.end.replay()
+        return bucket
+
+    def _launch_plain(self, bucket: int) -> None:
+        graphs = self._plain.get(bucket)
+        if graphs is None:
+            self._pack(bucket)
+            self._end(bucket, Level.PLAIN, self._forward(bucket))
+            return
+        with self._lead(bucket, graph=2 * bucket):
+            graphs[0].replay()
+        graphs[1].replay()
+
+    @torch.inference_mode()
+    def _pack(self, bucket: int) -> None:
+        """Run a round's stages before the forward pass."""
+        pool, memory, selection = self.pool, self.memory, self._selection
+        packed, rows, chunks = self._packed[bucket], self._sampled[bucket], self._chunks[bucket]
+        began = self._times[: RoundTime.BEGAN + 1]
+        take_records(memory.ring, memory.head, self._records, self._count, self._tail, began)
+        graft(pool, self._records, self._count, self._verdicts, self._commits, self._num_commits)
+        if chunks is not None:
+            take_chunks(pool, self._records, self._count, chunks, selection.reserved_sessions)
+        select(pool, selection, bucket)
+        publish_early(memory.early, self._early_words, self._rounds)
+        pack(pool, selection, packed)
+        if chunks is not None:
+            pack_chunks(pool, selection, chunks, packed)
+        sample_rows(pool, packed, self._parameters, rows)
+        mark_time(self._times, RoundTime.PACKED)
+
+    @torch.inference_mode()
+    def _forward(self, bucket: int) -> torch.Tensor:
+        """Logits [R, V]; on a CPU without padding."""
+        packed, lines = self._packed[bucket], self._lines[: self.buckets[bucket].rows]
+        if self.device == _CPU:
+            if not packed.query_start[-1]:
+                return torch.empty((0, self._logits.shape[1]))
+            lines = lines[: int(self._sampled[bucket].count[0])]
+        with nullcontext() if self._is_capturing else self._lead(bucket, lines=len(lines)):
+            logits = self._model.logits(packed, self.pool.table, lines, most=self._most(bucket))
+        mark_time(self._times, RoundTime.FORWARDED)
+        return logits
+
+    def _most(self, bucket: int) -> int:
+        return max(self.buckets[bucket].most, self.buckets[bucket].prefill)
+
+    def _lead(self, bucket: int, *, lines: int | None = None, graph: int | None = None) -> AbstractContextManager[None]:
+        lines = self.buckets[bucket].rows if lines is None else lines
+        return self._model.lead(self._packed[bucket], lines=lines, most=self._most(bucket), graph=graph)
+
+    @torch.inference_mode()
+    def _end(
+        self,
+        bucket: int,
+        level: Level,
+        logits: torch.Tensor,
+        hosted: Sequence[HostRows] = (),
+        masks: Masks | None = None,
+    ) -> None:
+        """Run a round's stages behind the forward pass."""
+        pool, packed, chunks = self.pool, self._packed[bucket], self._chunks[bucket]
+        choices, decided = self._choose(bucket, level, logits, hosted, masks)
+        walk(pool, packed, choices, decided, self._rules, self._parameters, self._walks, level=level)
+        mark_time(self._times, RoundTime.WALKED)
+        re_root(pool, self._walks.tokens, self._walks.num_tokens)
+        reports, rounds = self.memory.reports, self._rounds
+        if level >= Level.PROCESSED:
+            count_tokens(self._processors, self._walks.tokens, self._walks.num_tokens)
+            report_logprobs(logits, self._ranked, packed, self._walks, self._asked, self._reported_logprobs, rounds)
+        num_chunks = self._no_chunks if chunks is None else chunks.count
+        report_round(pool, self._selection, packed, self._walks, num_chunks, self._times, reports, rounds)
+        publish_report(reports, self._nothing, self._tail, rounds)
+
+    def _choose(
+        self, bucket: int, level: Level, logits: torch.Tensor, hosted: Sequence[HostRows], masks: Masks | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The choice at every verified row, and where the host has decided a path, its children."""
+        if not len(logits):
+            return self._column(0, dtype=torch.int64), None
+        packed, rows = self._packed[bucket], self._sampled[bucket].first(len(logits))
+        if level >= Level.PROCESSED:
+            rank_logits(logits, rows.pool_rows, self._asked, self._ranked)
+            processed = self._logits[: len(logits)]
+            process_logits(logits, rows, packed, self.pool, self._processors, processed)
+            logits = processed
+        if masks is not None:
+            host_part.apply_masks(masks, logits, packed)
+        host_part.ban_stops(hosted, logits)
+        choices = coupled_choice(
+            logits,
+            rows.seeds,
+            rows.positions,
+            rows.temperature,
+            rows.top_k,
+            rows.top_p,
+            rows.min_p,
+            choice_index=rows.choice_index,
+        )
+        best = logits.gather(1, choices.clamp(min=0)[:, None])[:, 0]
+        choices = torch.where(best.isfinite(), choices, -1)
+        if level is not Level.HOSTED:
+            return choices, None
+        decided = self._decided[: len(logits)]
+        host_part.judge(hosted, packed, rows, logits, choices, decided)
+        return choices, decided
+
+    def warm_up(self) -> None:
+        """Compile what rounds run, capture their graphs and time them; called before any session is opened."""
+        if not self._captures:
+            self.launch(0, Level.PLAIN, ())
+            self._forget_rounds()
+            return
+        began = time.perf_counter()
+        self._compile()
+        compiled = time.perf_counter()
+        self.captured_ns += [0.0] * len(self.buckets)
+        for bucket in reversed(range(len(self.buckets))):
+            self._capture(bucket)
+        self._forget_rounds()
+        captured = time.perf_counter()
+        logger.info(
+            "%d CUDA graphs: compiled in %.1f s, captured in %.1f s",
+            2 * len(self._plain) + 3 * len(self._wide), compiled - began, captured - compiled,
+        )  # fmt: skip
+
+    def _compile(self) -> None:
+        """Compile what rounds need, several kernels at a time."""
+
+        def run(bucket: int) -> None:
+            with torch.inference_mode(), torch.cuda.device(self.device):
+                packed, lines = self._packed[bucket], self._lines[: self.buckets[bucket].rows]
+                logits = self._model.logits(packed, self.pool.table, lines, most=self._most(bucket))
+                self._choose(bucket, Level.PLAIN, logits, (), None)
+
+        if self._model.ranks.world_size == 1:
+            with ThreadPoolExecutor(_COMPILING_THREADS) as threads:
+                list(threads.map(run, range(len(self.buckets))))
+        # What all buckets share.
+        self.launch(0, Level.PROCESSED, ())
+        torch.cuda.synchronize(self.device)
+
+    def _capture(self, bucket: int) -> None:
+        stream = torch.cuda.Stream(self.device)
+
+        def capture(run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._graph_pool, stream=stream, capture_error_mode="thread_local"):
+                found = run()
+            return graph, found
+
+        def begin() -> torch.Tensor:
+            self._pack(bucket)
+            return self._forward(bucket)
+
+        with torch.cuda.stream(stream):
+            self._launch_plain(bucket)
+            torch.cuda.synchronize(self.device)
+            self._is_capturing = True
+            with self._lead(bucket, graph=2 * bucket):
+                first, logits = capture(begin)
+            second, _ = capture(lambda: self._end(bucket, Level.PLAIN, logits))
+            self._plain[bucket] = first, second
+            if self._wide_bucket(bucket) == bucket:
+                packing, _ = capture(lambda: self._pack(bucket))
+                with self._lead(bucket, graph=2 * bucket + 1):
+                    forward, logits = capture(lambda: self._forward(bucket))
+                end, _ = capture(lambda: self._end(bucket, Level.PROCESSED, logits))
+                self._wide[bucket] = _WideGraphs(packing, forward, logits, end)
+            self._is_capturing = False
+            began = time.perf_counter_ns()
+            for _ in range(_TIMED):
+                self._launch_plain(bucket)
+            torch.cuda.synchronize(self.device)
+            self.captured_ns[bucket] = (time.perf_counter_ns() - began) / _TIMED
+
+    def _wide_bucket(self, bucket: int) -> int:
+        """The bucket with most rows for as few sessions as the given one has, with most prefill if that has any."""
+        own = self.buckets[bucket]
+
+        def width(number: int) -> tuple[int, int, int]:
+            other = self.buckets[number]
+            return other.prefill, -other.sessions, other.rows
+
+        fitting = [
+            number
+            for number, other in enumerate(self.buckets)
+            if other.sessions >= own.sessions and bool(other.prefill) == bool(own.prefill)
+        ]
+        return max(fitting, key=width)
+
+    def _forget_rounds(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        for words in (self._rounds, self._tail, self.memory.early, self.memory.reports):
+            words.zero_()

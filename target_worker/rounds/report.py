@@ -1,0 +1,97 @@
+"""A round's report, as the host reads it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from outrider.kernels.verification.report import ReportColumn, RoundCounts, RoundTime
+from outrider.kernels.verification.walk import Finish
+from outrider.target_worker.sessions import TokenLogprobs
+
+# The offset of an accepted row, below the kinds of drafter that have proposed the node.
+_OFFSET_BITS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportShape:
+    """Sizes of a report.
+
+    Attributes:
+        sessions: N of the largest step, chunks included.
+        most: M, most rows of a session.
+        logprobs: K, most alternatives with log probabilities.
+    """
+
+    sessions: int
+    most: int
+    logprobs: int
+
+
+class RoundReport:
+    """A round's report.
+
+    Args:
+        words: as `report_round` wrote them.
+        shape: its sizes.
+
+    Attributes:
+        sessions: with verified rows.
+        verified_rows: rows of these.
+        runnable: sessions that the next round can verify.
+        times_ns: moments of the round by `RoundTime`, on the device's clock.
+        columns: [columns, N] int32 by `ReportColumn`.
+    """
+
+    def __init__(self, words: npt.NDArray[np.int64], shape: ReportShape) -> None:
+        self._shape = shape
+        self.times_ns: list[int] = words[: len(RoundTime)].tolist()
+        self.sessions, self._chunks = int(words[RoundCounts.SESSIONS]), int(words[RoundCounts.CHUNKS])
+        self.verified_rows, self.runnable = int(words[RoundCounts.ROWS]), int(words[RoundCounts.RUNNABLE])
+        columns, sessions, most = words[max(RoundCounts) + 1 :].view(np.int32), shape.sessions, shape.most
+        narrow = len(ReportColumn) * sessions
+        self.columns: Any = columns[:narrow].reshape(len(ReportColumn), sessions)
+        self._tokens = columns[narrow : narrow + sessions * most].reshape(sessions, most)
+        self._accepted = columns[narrow + sessions * most : narrow + 2 * sessions * most].reshape(sessions, most)
+
+    def cached_of(self, row: int, generation: int) -> int | None:
+        """Return the tokens with KV of a row that had a chunk in the round; None if it had none."""
+        columns = self.columns[:, self.sessions : self.sessions + self._chunks]
+        found = (columns[ReportColumn.POOL_ROW] == row) & (columns[ReportColumn.GENERATION] == generation)
+        return int(columns[ReportColumn.CACHED][found][0]) if found.any() else None
+
+    def walk(self, number: int) -> tuple[list[int], list[int], list[int]]:
+        """Return a session's committed tokens, its accepted rows (1 is the first behind the root), and for each of
+        these the bit set of the kinds of drafter that had proposed it.
+        """
+        tokens = self._tokens[number, : self.columns[ReportColumn.TOKENS, number]]
+        accepted = self._accepted[number, : self.columns[ReportColumn.ACCEPTED, number]]
+        offsets, drafters = accepted & (1 << _OFFSET_BITS) - 1, accepted >> _OFFSET_BITS & 0xFF
+        return tokens.tolist(), offsets.tolist(), drafters.tolist()
+
+    def finish(self, number: int) -> Finish:
+        """Return why a session has ended."""
+        return Finish(int(self.columns[ReportColumn.FINISH, number]))
+
+    def logprobs(
+        self, number: int, tokens: int, wanted: int | None, words: npt.NDArray[np.int32]
+    ) -> TokenLogprobs | None:
+        """Return log probabilities of a session's tokens.
+
+        Args:
+            number: of the session in the round.
+            tokens: how many.
+            wanted: alternatives of each; None if the session does not ask.
+            words: [N, M, 1 + 2 K] int32 as `report_logprobs` wrote them.
+        """
+        if wanted is None:
+            return None
+        # A copy: the next round but one writes there again.
+        own, most = words[number, :tokens].copy(), self._shape.logprobs
+        count = min(wanted, most)
+        return TokenLogprobs(
+            token_logprobs=own[:, 0].view(np.float32),
+            top_token_ids=own[:, 1 : 1 + count].astype(np.int64),
+            top_logprobs=own[:, 1 + most : 1 + most + count].view(np.float32),
+        )

@@ -1,0 +1,150 @@
+"""A session of a target worker, as the host knows it: what the last report that was read has left."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from outrider.draft_distribution import DraftDistribution
+from outrider.grammar.matcher import SessionGrammar
+from outrider.kernels.verification.walk import Finish
+from outrider.sampling import SamplingSpec, VerificationRule
+from outrider.target_worker.rounds.host_part import bans_many_stops
+from outrider.target_worker.sessions import SessionFault, SessionKey, TokenLogprobs
+
+# Distributions of nodes that a session under `rejection` keeps: those of a chain, and of what is on its way.
+_MOST_DISTRIBUTIONS = 512
+
+
+class Level(enum.IntEnum):
+    """What a session's choices need. A round serves the sessions of its own level and of lower ones."""
+
+    PLAIN = 0
+    """The logits alone."""
+    PROCESSED = 1
+    """Processors, or log probabilities."""
+    HOSTED = 2
+    """A part of the host between forward pass and choices."""
+
+
+def level_of(sampling: SamplingSpec) -> Level:
+    """Return the level of sessions with these parameters."""
+    if sampling.grammar or sampling.rule is not VerificationRule.COUPLED or bans_many_stops(sampling):
+        return Level.HOSTED
+    return Level.PROCESSED if sampling.reads_logits else Level.PLAIN
+
+
+@dataclass(kw_only=True, eq=False)
+class Session:
+    """A session.
+
+    Attributes:
+        key: (incarnation, session id).
+        epoch: of its opening.
+        order: its age; the highest is the youngest.
+        history: [limit or more] int32, prompt and committed output up to `length`.
+        length: committed tokens.
+        prompt_len: tokens of the prompt.
+        sampling: how tokens are chosen.
+        limit: most tokens (prompt and output) it may reach.
+        allow: the length up to which it may run ahead of its client; 0 holds it.
+        grammar: that its output has to match; None where it may be anything.
+        row: of the pool, and of the slot table; -1 until it is known to no round.
+        generation: of the row.
+        is_open: whether the device knows the session.
+        cached: tokens with KV.
+        planned: tokens with KV once the chunks under way have been computed.
+        cached_tokens: tokens of the prompt whose KV was found in the prefix cache.
+        reached: most tokens that ever had KV.
+        distributions: q of the nodes that have come, by node id, under `rejection`.
+        lost: bit set over places whose growth has been lost; told with the next result.
+    """
+
+    key: SessionKey
+    epoch: int
+    order: int
+    history: npt.NDArray[np.int32]
+    length: int
+    prompt_len: int
+    sampling: SamplingSpec
+    limit: int
+    allow: int
+    grammar: SessionGrammar | None = None
+    row: int = -1
+    generation: int = 0
+    is_open: bool = False
+    cached: int = 0
+    planned: int = 0
+    cached_tokens: int = 0
+    reached: int = 0
+    distributions: dict[int, DraftDistribution] = field(default_factory=dict)
+    lost: int = 0
+    level: Level = field(init=False)
+    stop_token_ids: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.level = level_of(self.sampling)
+        self.stop_token_ids = frozenset(self.sampling.stop_token_ids)
+
+    @property
+    def output(self) -> list[int]:
+        """Committed tokens behind the prompt."""
+        return self.history[self.prompt_len : self.length].tolist()
+
+    @property
+    def is_prefilling(self) -> bool:
+        """True if a part of its prompt has still to be computed, beyond what rounds under way do."""
+        return self.is_open and self.planned < self.length - 1
+
+    @property
+    def is_running(self) -> bool:
+        """True if the next round may verify it."""
+        return self.is_open and self.cached >= self.length - 1 and self.length < min(self.limit, self.allow)
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Add tokens, all but the last of which have KV now."""
+        length = self.length + len(tokens)
+        self.history[self.length : length] = tokens
+        self.length, self.cached, self.planned = length, length - 1, length - 1
+        self.reached = max(self.reached, self.cached)
+
+    def add_distributions(self, node_ids: Sequence[int], distributions: Sequence[DraftDistribution | None]) -> None:
+        """Keep the q that nodes were drawn from; the oldest ones are forgotten."""
+        known = self.distributions
+        known |= {node: q for node, q in zip(node_ids, distributions, strict=True) if q is not None}
+        for node in list(known)[: max(len(known) - _MOST_DISTRIBUTIONS, 0)]:
+            del known[node]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SessionResult:
+    """What a round has made of a session.
+
+    Attributes:
+        key, epoch: whose.
+        tokens: committed, in order.
+        accepted: nodes among them.
+        selected: nodes that were verified.
+        drafters: for each accepted node the bit set of the kinds of drafter that had proposed it.
+        finish: why the session has ended; NONE if it goes on.
+        logprobs: of the tokens, where the session asked for them.
+        cached_tokens: of the session's prompt, tokens whose KV it found in the prefix cache.
+        lost: bit set over places whose growth has been lost: they are to send their trees again.
+        fault: what is wrong; the session is closed.
+    """
+
+    key: SessionKey
+    epoch: int
+    tokens: Sequence[int] = ()
+    accepted: int = 0
+    selected: int = 0
+    drafters: Sequence[int] = ()
+    finish: Finish = Finish.NONE
+    logprobs: TokenLogprobs | None = None
+    cached_tokens: int = 0
+    lost: int = 0
+    fault: SessionFault | None = None

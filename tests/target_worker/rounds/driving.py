@@ -1,0 +1,160 @@
+"""Rounds of a tiny model, and a drafter that grows whatever tree a test wants: what the tests of rounds share."""
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.target_worker.verifying import PROMPT, Tree
+
+from outrider.draft_distribution import DraftDistribution
+from outrider.engine.model_runner import EngineConfig, ModelRunner
+from outrider.kernels.verification.walk import Finish
+from outrider.sampling import SamplingSpec
+from outrider.target_worker.rounds.buckets import RoundTimes, round_buckets
+from outrider.target_worker.rounds.config import RoundConfig
+from outrider.target_worker.rounds.loop import RoundLoop
+from outrider.target_worker.rounds.session import SessionResult
+from outrider.target_worker.sessions import OpenRequest
+from outrider.target_worker.step_cost import PrefillAllowance, StepCost
+
+
+class FixedTimes(RoundTimes):
+    """Every node is worth its row, and prompts are computed in chunks of a given size, however busy the machine is."""
+
+    def __init__(self, config: RoundConfig, chunk: int) -> None:
+        super().__init__(round_buckets(config, on_gpu=False), StepCost(slowdown=0.3, prior_rows=32))
+        self._chunk = chunk
+
+    @property
+    def least_value(self) -> float:
+        return 0.0
+
+    def prefill_allowance(self, *, sessions: int, keys: int, rows: int, most: int) -> PrefillAllowance:
+        return PrefillAllowance(most=min(most, self._chunk))
+
+
+_ROUNDS: dict[str, Any] = {"max_step_rows": 64, "max_session_rows": 16, "max_prefill_tokens": 64, "capacity": 64}
+
+TreeMaker = Callable[[random.Random, Sequence[int]], Tree]
+
+
+def make_loop(checkpoint: Path, **overrides: Any) -> RoundLoop:
+    """Rounds of a model; engine and round sizes by their names, and `chunk`, the size of prefill chunks."""
+    return loop_of(make_runner(checkpoint, **overrides), **overrides)
+
+
+def make_runner(checkpoint: Path, *, decoder: bool | None = None, **overrides: Any) -> ModelRunner:
+    """The model that `make_loop` runs."""
+    engine: dict[str, Any] = {"num_slots": 512, "max_num_seqs": 8, "torch_threads": 1}
+    engine |= {name: value for name, value in overrides.items() if name not in {*_ROUNDS, "chunk"}}
+    most = overrides.get("max_session_rows", _ROUNDS["max_session_rows"])
+    return ModelRunner(EngineConfig(model_path=checkpoint, max_tree_nodes=most, **engine), decoder=decoder)
+
+
+def loop_of(runner: ModelRunner, *, chunk: int = 64, **overrides: Any) -> RoundLoop:
+    """Rounds of a loaded model."""
+    config = RoundConfig(
+        max_sessions=runner.config.max_num_seqs,
+        max_model_len=runner.info.max_model_len,
+        **_ROUNDS | {name: value for name, value in overrides.items() if name in _ROUNDS},
+    )
+    return RoundLoop(runner, config, times=FixedTimes(config, chunk))
+
+
+def open_request(
+    number: int, spec: SamplingSpec, *, epoch: int = 1, prompt: Sequence[int] = PROMPT, output: Sequence[int] = ()
+) -> OpenRequest:
+    return OpenRequest(key=(7, number), epoch=epoch, prompt=prompt, output=output, sampling=spec)
+
+
+@dataclass
+class Decoded:
+    """What a session has been given."""
+
+    tokens: list[int] = field(default_factory=list)
+    results: list[SessionResult] = field(default_factory=list)
+
+    @property
+    def finish(self) -> Finish:
+        return self.results[-1].finish if self.results else Finish.NONE
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.results) and (self.finish is not Finish.NONE or self.results[-1].fault is not None)
+
+
+class Driver:
+    """Grows a tree for each session whenever it has committed something, and turns the rounds.
+
+    Args:
+        loop: the rounds.
+        seed: of the trees.
+    """
+
+    def __init__(self, loop: RoundLoop, *, seed: int = 0) -> None:
+        self.loop = loop
+        self.decoded: dict[int, Decoded] = {}
+        self._rng = random.Random(seed)
+        self._node_ids = itertools.count(1)
+        self._makers: dict[int, tuple[TreeMaker, Sequence[int], int]] = {}
+
+    def open(
+        self,
+        number: int,
+        spec: SamplingSpec,
+        expected: Sequence[int],
+        make_tree: TreeMaker,
+        *,
+        epoch: int = 1,
+        prompt: Sequence[int] = PROMPT,
+        output: Sequence[int] = (),
+    ) -> Decoded:
+        """Open a session whose trees are made of what it is expected to put out."""
+        self.loop.open(open_request(number, spec, epoch=epoch, prompt=prompt, output=output))
+        self._makers[number] = make_tree, expected, len(prompt) + len(output)
+        decoded = self.decoded[number] = Decoded()
+        return decoded
+
+    def grow(
+        self,
+        number: int,
+        tree: Tree,
+        *,
+        as_of: int,
+        epoch: int = 1,
+        place: int = 0,
+        q: Sequence[DraftDistribution] = (),
+    ) -> None:
+        """Grow a tree below the token at index as_of - 1; node 1 is its first, 0 the root."""
+        tokens, parents = tree
+        ids = [0, *(next(self._node_ids) for _ in tokens)]
+        if tokens:
+            self.loop.grow(
+                (7, number), epoch, place, as_of, ids[1:], [ids[parent] for parent in parents], tokens,
+                [0.9] * len(tokens), distributions=q,
+            )  # fmt: skip
+
+    def turn(self) -> list[SessionResult]:
+        """Let one turn pass, and hand out its results."""
+        for number, decoded in self.decoded.items():
+            if not decoded.is_over and (7, number) in self.loop.keys:
+                make_tree, expected, start = self._makers[number]
+                tree = make_tree(self._rng, expected[len(decoded.tokens) :])
+                self.grow(number, tree, as_of=start + len(decoded.tokens), epoch=self.loop.epoch_of((7, number)))
+        results = self.loop.turn()
+        for result in results:
+            decoded = self.decoded[result.key[1]]
+            decoded.tokens += result.tokens
+            decoded.results.append(result)
+        return results
+
+    def run(self, *, most_turns: int = 2000) -> None:
+        """Turn until nothing is left to do."""
+        for _ in range(most_turns):
+            self.turn()
+            if not self.loop.session_count and not self.loop.has_work:
+                return
+        raise AssertionError(f"{self.loop.session_count} sessions are open after {most_turns} turns")

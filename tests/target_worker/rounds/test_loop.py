@@ -1,0 +1,102 @@
+"""Rounds against a plain loop over transformers' own forward with the same choice rule."""
+
+import numpy as np
+import pytest
+import torch
+from tests.target_worker.plain_decoding import Plain, plain_decode
+from tests.target_worker.rounds.driving import Decoded, Driver, make_loop
+from tests.target_worker.test_verifier import SPECS
+from tests.target_worker.verifying import PROMPT, adversarial_tree, no_tree, oracle_tree, random_tree
+from transformers import MistralConfig, MistralForCausalLM
+
+from outrider.kernels.verification.walk import Finish
+from outrider.sampling import SamplingSpec
+from outrider.target_worker.rounds.loop import RoundLoop
+
+TREES = [random_tree, oracle_tree, adversarial_tree, no_tree]
+
+
+@pytest.fixture(scope="module")
+def loop(checkpoint) -> RoundLoop:
+    return make_loop(checkpoint)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_any_tree_gives_plain_decoding(name, loop, reference_model):
+    spec = SPECS[name]
+    plain = plain_decode(reference_model, PROMPT, spec)
+    rounds = {}
+    for make_tree in TREES:
+        driver = Driver(loop, seed=1)
+        decoded = driver.open(1, spec, plain.tokens, make_tree)
+        driver.run()
+        assert decoded.tokens == plain.tokens, make_tree.__name__
+        stopped = plain.tokens[-1] in spec.stop_token_ids
+        assert decoded.finish is (Finish.STOP if stopped else Finish.LENGTH)
+        rounds[make_tree] = len(decoded.results)
+        if spec.logprobs is not None:
+            check_logprobs(decoded, plain, spec.logprobs)
+    assert rounds[no_tree] == len(plain.tokens)
+    assert rounds[oracle_tree] <= -(-len(plain.tokens) // 5), "the oracle's nodes were not accepted"
+    assert (loop.session_count, loop.kv.used) == (0, 0)
+
+
+@pytest.mark.parametrize("decoder", [False, True])
+def test_a_sliding_window_sees_as_far_as_it_does_in_plain_decoding(decoder, tmp_path):
+    torch.manual_seed(5)
+    config = MistralConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=96,
+        initializer_range=0.4,
+        sliding_window=6,
+        attn_implementation="eager",
+    )
+    model = MistralForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    spec = SamplingSpec(temperature=1.0, seed=2, max_new_tokens=24)
+    plain = plain_decode(model, PROMPT, spec).tokens
+    driver = Driver(make_loop(tmp_path, decoder=decoder, chunk=3))
+    outputs = [driver.open(number, spec, plain, maker) for number, maker in enumerate((random_tree, oracle_tree))]
+    driver.run()
+    assert [decoded.tokens for decoded in outputs] == [plain] * 2
+
+
+def check_logprobs(decoded: Decoded, plain: Plain, count: int) -> None:
+    got = [result.logprobs for result in decoded.results]
+    expected = torch.stack(plain.logprobs)
+    best = expected.topk(count)
+    for name, values in (
+        ("token_logprobs", expected.gather(1, torch.tensor(plain.tokens)[:, None]).squeeze(1)),
+        ("top_logprobs", best.values),
+    ):
+        actual = np.concatenate([getattr(part, name) for part in got])
+        np.testing.assert_allclose(actual, values.numpy(), rtol=1e-4, atol=1e-4)
+    assert np.concatenate([part.top_token_ids for part in got if part is not None]).tolist() == best.indices.tolist()
+
+
+def test_sessions_of_one_round_are_independent(loop, reference_model):
+    specs = list(SPECS.values())[:8]
+    plain = [plain_decode(reference_model, PROMPT, spec).tokens for spec in specs]
+    driver = Driver(loop)
+    outputs = [driver.open(number, spec, plain[number], random_tree) for number, spec in enumerate(specs)]
+    driver.run()
+    assert [decoded.tokens for decoded in outputs] == plain
+    assert loop.kv.used == 0
+
+
+def test_out_of_slots_preempts_the_youngest_and_loses_nothing(checkpoint, reference_model):
+    loop = make_loop(checkpoint, num_slots=60)
+    spec = SamplingSpec(temperature=1.0, seed=6, max_new_tokens=30)
+    plain = plain_decode(reference_model, PROMPT, spec).tokens
+    driver = Driver(loop)
+    outputs = [driver.open(number, spec, plain, random_tree) for number in range(4)]
+    driver.run()
+    assert [decoded.tokens for decoded in outputs] == [plain] * 4
+    assert loop.preemptions > 0
+    assert loop.kv.used == 0

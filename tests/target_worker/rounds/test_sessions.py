@@ -1,0 +1,225 @@
+"""Sessions in rounds: prefilled in chunks, preempted, held, opened again, refused and at fault."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.target_worker.plain_decoding import plain_decode
+from tests.target_worker.rounds.driving import Driver, make_loop, open_request
+from tests.target_worker.verifying import PROMPT, TARGET_ONLY, no_tree, oracle_tree, random_tree
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from outrider.kernels.pool.columns import MAX_STOPS
+from outrider.kernels.verification.walk import Finish
+from outrider.sampling import SamplingSpec
+from outrider.target_worker.rounds.loop import WITHOUT_LIMIT, RoundLoop
+from outrider.target_worker.sessions import Code, SessionFault
+
+
+@pytest.fixture(scope="module")
+def loop(checkpoint) -> RoundLoop:
+    return make_loop(checkpoint)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 16, 64])
+@pytest.mark.parametrize("caching", [True, False])
+def test_the_same_tokens_whatever_the_chunks_the_cache_and_preemption(chunk, caching, checkpoint, reference_model):
+    """Sessions that begin alike, end and come again, in a KV cache that is too small for them all."""
+    rng = random.Random(1)
+    shared = [rng.randrange(61) for _ in range(20)]
+    prompts = [[*shared[: rng.choice([8, 14, 20])], *(rng.randrange(61) for _ in range(4))] for _ in range(3)]
+    prompts += [prompts[0], prompts[1]]
+    specs = [SamplingSpec(temperature=1.0, seed=number, max_new_tokens=24) for number in range(5)]
+    plain = [plain_decode(reference_model, prompt, spec).tokens for prompt, spec in zip(prompts, specs, strict=True)]
+    loop = make_loop(checkpoint, num_slots=56, chunk=chunk, enable_prefix_caching=caching)
+    driver, waiting = Driver(loop), list(range(5))
+    while waiting or loop.session_count:
+        if waiting and rng.random() < 0.3:
+            number = waiting.pop(0)
+            driver.open(number, specs[number], plain[number], random_tree, prompt=prompts[number])
+        driver.turn()
+    driver.run()
+    assert [driver.decoded[number].tokens for number in range(5)] == plain
+    cached = sum(driver.decoded[number].results[-1].cached_tokens for number in range(5))
+    assert (cached > 0) == caching
+    assert loop.kv.used == 0
+    assert (loop.kv.remembered > 0) == caching
+    assert loop.preemptions > 0
+
+
+def test_kv_outlives_its_session(loop, reference_model):
+    prompt = [*range(40, 60), 3]
+    spec = SamplingSpec(max_new_tokens=6)
+    plain = plain_decode(reference_model, prompt, spec).tokens
+    driver = Driver(loop)
+    driver.open(1, spec, plain, no_tree, prompt=prompt)
+    driver.run()
+    # All of the prompt but its last token, and for a conversation that goes on the output as well.
+    driver.open(2, spec, plain, no_tree, prompt=prompt)
+    longer = driver.open(3, replace(spec, max_new_tokens=1), [], no_tree, prompt=[*prompt, *plain[:3], 9])
+    driver.run()
+    assert driver.decoded[2].tokens == plain
+    assert driver.decoded[2].results[-1].cached_tokens == 20
+    assert longer.results[-1].cached_tokens == 24
+    assert driver.decoded[1].results[-1].cached_tokens == 0
+
+
+def test_a_prompt_that_another_computes_is_computed_once(checkpoint):
+    loop = make_loop(checkpoint, chunk=8)
+    prompt = [number % 61 for number in range(40)]
+    driver = Driver(loop)
+    for number in range(4):
+        driver.open(number, SamplingSpec(max_new_tokens=2, seed=number, temperature=1.0), [], no_tree, prompt=prompt)
+    driver.run()
+    assert sorted(driver.decoded[number].results[-1].cached_tokens for number in range(4)) == [0, 39, 39, 39]
+
+
+def test_a_held_session_goes_on_where_it_stopped(loop, reference_model):
+    spec = SamplingSpec(temperature=1.0, seed=3, max_new_tokens=20)
+    plain = plain_decode(reference_model, PROMPT, spec).tokens
+    driver = Driver(loop)
+    decoded = driver.open(1, spec, plain, oracle_tree)
+    loop.limit((7, 1), 1, len(PROMPT) + 4)
+    for _ in range(8):
+        driver.turn()
+    assert decoded.tokens == plain[:4]
+    assert not loop.has_work, "a held session keeps the rounds turning"
+    loop.limit((7, 1), 1, 0)
+    driver.turn()
+    loop.limit((7, 1), 1, WITHOUT_LIMIT)
+    driver.run()
+    assert decoded.tokens == plain
+
+
+def test_growth_that_is_late_doubled_or_wrong_changes_nothing(loop, reference_model):
+    spec = SamplingSpec(temperature=1.0, seed=12, max_new_tokens=24)
+    plain = plain_decode(reference_model, PROMPT, spec).tokens
+    driver = Driver(loop)
+    decoded = driver.open(1, spec, plain, no_tree)
+    rng = random.Random(0)
+    while loop.session_count:
+        for _ in range(rng.randrange(3)):
+            behind = rng.randrange(4)
+            done = max(len(decoded.tokens) - behind, 0)
+            driver.grow(1, random_tree(rng, plain[done:]), as_of=len(PROMPT) + done, place=rng.randrange(4))
+        driver.turn()
+    assert decoded.tokens == plain
+
+
+def test_a_session_opened_again_keeps_its_kv_and_drops_old_growth(loop, reference_model):
+    spec = SamplingSpec(max_new_tokens=20)
+    plain = plain_decode(reference_model, PROMPT, spec).tokens
+    driver = Driver(loop)
+    driver.open(1, spec, plain, oracle_tree, epoch=2)
+    while len(driver.decoded[1].tokens) < 6:
+        driver.turn()
+    driver.open(1, spec, plain[4:], oracle_tree, epoch=3, output=plain[:4])
+    driver.grow(1, ([60, 60], [0, 1]), as_of=len(PROMPT) + 4, epoch=2)
+    with pytest.raises(SessionFault, match="epoch 2 is over"):
+        loop.open(open_request(1, spec, epoch=2))
+    loop.close((7, 1), 2)
+    assert loop.session_count == 1, "a ghost closed a session that was reopened"
+    driver.run()
+    assert driver.decoded[1].tokens == plain[4:]
+    assert loop.kv.used == 0
+
+
+def test_opening_again_with_other_tokens_continues_these(loop, reference_model):
+    spec = SamplingSpec(max_new_tokens=20)
+    plain = plain_decode(reference_model, PROMPT, spec).tokens
+    other = [(token + 1) % 61 for token in plain[:3]]
+    driver = Driver(loop)
+    driver.open(1, spec, plain, no_tree)
+    for _ in range(4):
+        driver.turn()
+    expected = plain_decode(reference_model, [*PROMPT, *other], replace(spec, max_new_tokens=17)).tokens
+    driver.open(1, spec, expected, oracle_tree, epoch=2, output=other)
+    driver.run()
+    assert driver.decoded[1].tokens == expected
+
+
+def test_a_closed_session_gets_nothing_more_and_leaves_nothing(loop):
+    driver = Driver(loop)
+    decoded = driver.open(1, SamplingSpec(max_new_tokens=50), [], no_tree)
+    for _ in range(5):
+        driver.turn()
+    loop.close((7, 1), 1)
+    before = len(decoded.tokens)
+    driver.run()
+    assert len(decoded.tokens) == before > 0
+    assert (loop.session_count, loop.kv.used) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (open_request(1, SamplingSpec(), prompt=[]), "prompt: empty"),
+        (open_request(1, SamplingSpec(), prompt=[61]), "token ids from 0 to 60"),
+        (open_request(1, SamplingSpec(), output=[99]), "token ids from 0 to 60"),
+        (open_request(1, SamplingSpec(), prompt=[1] * 97), "the model takes 96"),
+        (open_request(1, SamplingSpec(logit_bias={61: 1.0})), "sampling: token ids"),
+        (open_request(1, replace(TARGET_ONLY, threshold_single=0.0)), "thresholds: .0.0, 1.0. given"),
+        (open_request(1, SamplingSpec(choice_index=2**31)), "choice_index: 2147483648 given"),
+    ],
+)
+def test_opens_that_cannot_be_served(request_, message, loop):
+    with pytest.raises(SessionFault, match=message):
+        loop.open(request_)
+    assert loop.session_count == 0
+
+
+def test_more_sessions_than_rows_are_refused(checkpoint):
+    loop = make_loop(checkpoint, max_num_seqs=1)
+    loop.open(open_request(1, SamplingSpec()))
+    with pytest.raises(SessionFault, match="max_num_seqs"):
+        loop.open(open_request(2, SamplingSpec()))
+
+
+def test_output_ends_where_the_model_does(checkpoint, reference_model):
+    loop = make_loop(checkpoint, max_model_len=12)
+    spec = SamplingSpec(max_new_tokens=50)
+    plain = plain_decode(reference_model, PROMPT, replace(spec, max_new_tokens=5)).tokens
+    driver = Driver(loop)
+    decoded = driver.open(1, spec, [*plain, 1, 2, 3], oracle_tree)
+    driver.run()
+    assert decoded.tokens == plain
+    assert decoded.finish is Finish.LENGTH
+
+
+def test_an_output_that_is_complete_ends_at_once(loop):
+    spec = SamplingSpec(max_new_tokens=2)
+    driver = Driver(loop)
+    decoded = driver.open(1, spec, [], no_tree, output=[1, 2])
+    driver.run()
+    assert (decoded.tokens, decoded.finish) == ([], Finish.LENGTH)
+
+
+def test_a_session_that_outgrows_the_cache_says_what_to_raise(checkpoint):
+    loop = make_loop(checkpoint, num_slots=10)
+    with pytest.raises(SessionFault, match=r"11 tokens given, the KV cache holds 10: raise num_slots, kv_bytes or"):
+        loop.open(open_request(1, SamplingSpec(), prompt=[1] * 11))
+    driver = Driver(loop)
+    decoded = driver.open(1, SamplingSpec(max_new_tokens=50), [], no_tree, prompt=[1] * 8)
+    driver.run()
+    fault = decoded.results[-1].fault
+    assert len(decoded.tokens) == 3
+    assert fault is not None
+    assert (fault.code, "the KV cache holds 10" in fault.message) == (Code.INVALID_ARGUMENT, True)
+
+
+@pytest.mark.parametrize("min_new_tokens", [0, 6])
+def test_more_stop_tokens_than_the_device_knows_end_the_output_and_are_banned_before(min_new_tokens, tmp_path):
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=200, initializer_range=0.4, max_position_embeddings=96, **sizes))
+    model.save_pretrained(tmp_path)
+    stops = tuple(range(0, 200, 2))
+    spec = SamplingSpec(temperature=1.0, seed=4, stop_token_ids=stops, min_new_tokens=min_new_tokens, max_new_tokens=40)
+    plain = plain_decode(model.eval(), PROMPT, spec).tokens
+    assert len(stops) > MAX_STOPS
+    assert min_new_tokens < len(plain) < 40
+    driver = Driver(make_loop(tmp_path))
+    decoded = driver.open(1, spec, plain, random_tree)
+    driver.run()
+    assert (decoded.tokens, decoded.finish) == (plain, Finish.STOP)
