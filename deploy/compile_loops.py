@@ -40,15 +40,17 @@ def _target() -> None:
 
 
 def _pool() -> None:
-    """The trees of a draft worker."""
+    """The trees of both kinds of worker."""
     import torch
 
     from outrider.kernels.pool.append import append_reference
     from outrider.kernels.pool.columns import Pool
     from outrider.kernels.pool.graft import graft_reference
     from outrider.kernels.pool.pack import Packed, pack_reference
+    from outrider.kernels.pool.prefill import Chunks, pack_chunks_reference, take_chunks_reference
     from outrider.kernels.pool.re_root import re_root_reference
     from outrider.kernels.pool.select import Selection, select_reference
+    from outrider.kernels.verification.walk import WalkRules, Walks, walk_reference
 
     nothing = torch.zeros(1, 8, dtype=torch.int32)
     pool = Pool.allocate(sessions=1, max_len=1, capacity=1, node_slots=1)
@@ -59,6 +61,13 @@ def _pool() -> None:
     pack_reference(pool, selection, packed)
     append_reference(pool, packed, nothing[:, :1], torch.zeros(1, 1), nothing[:, :1], nothing[0, :1], 0, 1)
     re_root_reference(pool, nothing[:, :1], nothing[0, :1])
+    # A target's pool has columns of the same types.
+    target = Pool.allocate(sessions=1, max_len=1, capacity=1)
+    chunks, walks = Chunks.allocate(target, chunks=1, rows=1), Walks.allocate(target, sessions=1, most=1)
+    take_chunks_reference(target, nothing, nothing[0, :1], chunks, selection.reserved_sessions)
+    pack_chunks_reference(target, selection, chunks, packed)
+    choices, rules = torch.zeros(1, dtype=torch.int64), WalkRules.allocate(1)
+    walk_reference(target, packed, choices, None, rules, nothing, walks, level=0)
 
 
 _ROLES: tuple[Callable[[], None], ...] = (_coordinator, _draft, _target, _pool)

@@ -74,8 +74,8 @@ class Verdict(enum.IntEnum):
     """Outcome of a record."""
 
     INVALID = 0
-    """Dropped: its kind is none of the pool's, its row or its place is not there, it opens a row with lengths that cannot be, or it commits
-    no tokens or more than there is room for.
+    """Dropped: its row or its place is not there, its kind is none of this pool's, it opens a row with lengths that
+    cannot be, or it commits no tokens or more than there is room for.
     """
     OLD_GENERATION = 1
     """It is for an opening of the row that is not in force."""

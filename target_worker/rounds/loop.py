@@ -179,7 +179,9 @@ class RoundLoop:
             allow=WITHOUT_LIMIT,
             grammar=self._grammar_of(sampling),
             cached_tokens=0 if held is None else held.cached_tokens,
-            reached=0 if held is None else min(held.reached, common_length(held.history[: held.length], ids)),
+            reached=0
+            if held is None
+            else min(held.reached, common_length(held.history[: held.length], history[: len(ids)])),
         )
         if session.length >= session.limit:
             self._results.append(SessionResult(key=session.key, epoch=session.epoch, finish=Finish.LENGTH))
@@ -234,11 +236,23 @@ class RoundLoop:
 
     def forget(self, key: SessionKey, epoch: int, place: int) -> None:
         """Drop what the worker at a place has grown: another takes the place, or it has forgotten its tree."""
-        session = self._sessions.get(key)
-        if session is not None and session.epoch == epoch and session.is_open:
+        session = self._open_session(key, epoch)
+        if session is not None:
             records = Records()
             records.forget(session.row, session.generation, place=place)
             self._inbox.put(records.array())
+
+    def resend(self, key: SessionKey, epoch: int, place: int) -> None:
+        """Note that the worker at a place sends its tree again from here on: nothing of it is lost any more."""
+        session = self._open_session(key, epoch)
+        if session is not None:
+            records = Records()
+            records.resent(session.row, session.generation, place=place)
+            self._inbox.put(records.array())
+
+    def _open_session(self, key: SessionKey, epoch: int) -> Session | None:
+        session = self._sessions.get(key)
+        return session if session is not None and session.epoch == epoch and session.is_open else None
 
     def limit(self, key: SessionKey, epoch: int, allow: int) -> None:
         """Set the length up to which a session may run ahead of its client; 0 holds it."""

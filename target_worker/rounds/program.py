@@ -213,8 +213,8 @@ class RoundProgram:
         with torch.cuda.stream(self._side):
             for column, values in columns:
                 column[: len(values)].copy_(torch.from_numpy(values.copy()))
-            prompt, output = session.history[: session.prompt_len], session.history[session.prompt_len : session.length]
-            describe_processors(self._processors, row, sampling, prompt, output)
+            prompt = session.history[: session.prompt_len].tolist()
+            describe_processors(self._processors, row, sampling, prompt, session.output)
         if self._side is not None:
             self._side.synchronize()
 

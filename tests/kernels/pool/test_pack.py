@@ -25,7 +25,7 @@ def test_columns_share_one_buffer() -> None:
     pool = Pool.allocate(sessions=8, max_len=99)
     packed = Packed.allocate(pool, BUCKET, scrap_slot=9, extra_rows=7)
     rows, sessions = (40,), (5,)
-    shapes = {name: rows for name in PackedArrays._fields} | {
+    shapes = dict.fromkeys(PackedArrays._fields, rows) | {
         "tree_mask": (40, 2), "pool_rows": sessions, "query_start": (6,), "tree_start": sessions, "key_len": sessions,
     }  # fmt: skip
     assert {name: tuple(column.shape) for name, column in _columns(packed).items()} == shapes

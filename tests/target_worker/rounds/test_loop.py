@@ -55,9 +55,8 @@ def test_a_sliding_window_sees_as_far_as_it_does_in_plain_decoding(decoder, tmp_
         max_position_embeddings=96,
         initializer_range=0.4,
         sliding_window=6,
-        attn_implementation="eager",
     )
-    model = MistralForCausalLM(config).eval()
+    model = MistralForCausalLM._from_config(config, attn_implementation="eager").eval()
     model.save_pretrained(tmp_path)
     spec = SamplingSpec(temperature=1.0, seed=2, max_new_tokens=24)
     plain = plain_decode(model, PROMPT, spec).tokens

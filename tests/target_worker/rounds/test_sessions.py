@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -105,6 +106,26 @@ def test_growth_that_is_late_doubled_or_wrong_changes_nothing(loop, reference_mo
             driver.grow(1, random_tree(rng, plain[done:]), as_of=len(PROMPT) + done, place=rng.randrange(4))
         driver.turn()
     assert decoded.tokens == plain
+
+
+def test_growth_that_was_lost_is_asked_for_until_it_is_sent_again(loop):
+    """A row full of candidates loses what comes; the worker is told, and told no more once it has begun again."""
+    driver = Driver(loop)
+    decoded = driver.open(1, SamplingSpec(max_new_tokens=30), [], no_tree)
+    driver.turn()
+    for number in range(70):
+        driver.grow(1, ([number % 61], [0]), as_of=len(PROMPT) + len(decoded.tokens), place=1)
+        driver.grow(1, (list(range(60)), list(range(60))), as_of=len(PROMPT) + len(decoded.tokens), place=2)
+    while not decoded.results[-1].lost:
+        driver.turn()
+    assert decoded.results[-1].lost & 0b110
+    assert not decoded.results[-1].lost & 0b1001
+    for place in (1, 2):
+        loop.resend((7, 1), 1, place)
+    driver.turn()
+    assert decoded.results[-1].lost == 0
+    loop.close((7, 1), 1)
+    driver.run()
 
 
 def test_a_session_opened_again_keeps_its_kv_and_drops_old_growth(loop, reference_model):
@@ -211,7 +232,12 @@ def test_a_session_that_outgrows_the_cache_says_what_to_raise(checkpoint):
 @pytest.mark.parametrize("min_new_tokens", [0, 6])
 def test_more_stop_tokens_than_the_device_knows_end_the_output_and_are_banned_before(min_new_tokens, tmp_path):
     torch.manual_seed(3)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     model = LlamaForCausalLM(LlamaConfig(vocab_size=200, initializer_range=0.4, max_position_embeddings=96, **sizes))
     model.save_pretrained(tmp_path)
     stops = tuple(range(0, 200, 2))
