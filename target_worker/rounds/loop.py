@@ -27,7 +27,7 @@ from outrider.kernels.pool.columns import MAX_STOPS
 from outrider.kernels.pool.records import WORDS, RecordKind, Records
 from outrider.kernels.pool.select import GAIN_SCALE
 from outrider.kernels.verification.report import ReportColumn, RoundTime
-from outrider.kernels.verification.walk import Finish
+from outrider.kernels.verification.walk import MAX_RATES, Finish
 from outrider.log_output import about
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.open_checks import check_open
@@ -157,6 +157,7 @@ class RoundLoop:
             raise SessionFault(Code.FAILED_PRECONDITION, f"epoch {request.epoch} is over: {held.epoch} is open")
         ids = np.array([*request.prompt, *request.output], dtype=np.int64)
         check_open(request, ids, model=self._runner.info, num_slots=self._kv.num_slots)
+        check_bounds(request.sampling, logprobs=self._config.logprobs)
         if held is None and len(self._sessions) >= self._config.max_sessions:
             message = f"all {self._config.max_sessions} rows are taken: raise max_num_seqs"
             raise SessionFault(Code.RESOURCE_EXHAUSTED, message)
@@ -553,6 +554,21 @@ class RoundLoop:
 
         compiled = self._grammars.start(sampling.grammar, sampling.grammar_end_ids, is_compiled)
         return SessionGrammar(compiled, sampling.grammar_end_ids)
+
+
+def check_bounds(sampling: SamplingSpec, *, logprobs: int) -> None:
+    """Refuse what the device has no room for.
+
+    Raises:
+        SessionFault: more log probabilities than `logprobs` alternatives, or more synthetic rates than `MAX_RATES`.
+    """
+    given = {
+        "logprobs": (sampling.logprobs or 0, logprobs),
+        "synthetic_rates": (len(sampling.synthetic_rates) * sampling.is_synthetic, MAX_RATES),
+    }
+    for name, (count, most) in given.items():
+        if count > most:
+            raise SessionFault(Code.INVALID_ARGUMENT, f"sampling: {name}: {count} given, at most {most} needed")
 
 
 def too_long(length: int, num_slots: int) -> str:

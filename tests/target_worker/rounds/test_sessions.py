@@ -13,9 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.kernels.pool.columns import MAX_STOPS
 from outrider.kernels.verification.walk import Finish
-from outrider.sampling import SamplingSpec
+from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.target_worker.rounds.loop import WITHOUT_LIMIT, RoundLoop
 from outrider.target_worker.sessions import Code, SessionFault
+
+SYNTHETIC = SamplingSpec(verification=VerificationRule.SYNTHETIC)
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +184,8 @@ def test_a_closed_session_gets_nothing_more_and_leaves_nothing(loop):
         (open_request(1, SamplingSpec(logit_bias={61: 1.0})), "sampling: token ids"),
         (open_request(1, replace(TARGET_ONLY, threshold_single=0.0)), "thresholds: .0.0, 1.0. given"),
         (open_request(1, SamplingSpec(choice_index=2**31)), "choice_index: 2147483648 given"),
+        (open_request(1, SamplingSpec(logprobs=21)), "logprobs: 21 given, at most 20"),
+        (open_request(1, replace(SYNTHETIC, synthetic_rates=(0.5,) * 33)), "synthetic_rates: 33 given, at most 32"),
     ],
 )
 def test_opens_that_cannot_be_served(request_, message, loop):
