@@ -3,7 +3,7 @@
     python benchmarks/pool_tokens.py [--rounds 100000] [--device cpu|cuda] [--seed 1]
 
 Eight sessions at a time, up to four drafters each, whose growth comes late, twice or again after a loss; rows open, are
-preempted, held and closed, workers replaced. Prints what happened as JSON; the exit code is 1 if a token differs from
+held and closed, workers replaced. Prints what happened as JSON; the exit code is 1 if a token differs from
 plain decoding.
 """
 

@@ -5,7 +5,7 @@ choice at a packed row is a hash of the sum over the slots that the row attends 
 token, position, slot, mask bit or re-pointed table entry changes the tokens that come out. It walks down the packed
 rows as far as choices agree. The pool may be on a GPU; the target computes on the host, from copies.
 
-Rows open, are preempted, held, and close; workers are replaced; slots come short; not every bucket holds all sessions.
+Rows open, are held, and close; workers are replaced; slots come short; not every bucket holds all sessions.
 """
 
 # compiled loops take positional arrays
@@ -227,19 +227,14 @@ class ToyService:
                     if target.allow[row] > length:
                         self._states[row] = RowState.RUNNING
             case RowState.RUNNING if rng.random() < 0.02:
-                match rng.randrange(3):
-                    case 0:
-                        records.preempt(row, generation)
-                        self._give_new_slots(row)
-                        self._states[row] = RowState.PREFILL
-                    case 1:
-                        # Held, for no more may be sent to the client; or at most as much as this.
-                        target.allow[row] = rng.choice([0, length + 5])
-                        records.limits(row, generation, end=int(target.end[row]), allow=int(target.allow[row]))
-                        if target.allow[row] == 0:
-                            self._states[row] = RowState.HELD
-                    case 2:
-                        self._replace_worker(row, rng.randrange(PLACES), records)
+                if rng.random() < 0.5:
+                    # Held, for no more may be sent to the client; or at most as much as this.
+                    target.allow[row] = rng.choice([0, length + 5])
+                    records.limits(row, generation, end=int(target.end[row]), allow=int(target.allow[row]))
+                    if target.allow[row] == 0:
+                        self._states[row] = RowState.HELD
+                else:
+                    self._replace_worker(row, rng.randrange(PLACES), records)
         self._extend_table(row, records)
 
     def _open(self, row: int, records: Records) -> None:
