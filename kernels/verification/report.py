@@ -71,7 +71,7 @@ class ReportColumn(enum.IntEnum):
     ACCEPTED = 3
     """Nodes among them."""
     ROWS = 4
-    """Rows of it in the step."""
+    """Rows in the step; of a chunk, those of the prompt."""
     FINISH = 5
     """A `Finish`."""
     STATE = 6

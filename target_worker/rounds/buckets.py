@@ -108,15 +108,23 @@ class RoundTimes:
             return 0.0
         return row_ns * self._tokens / self._round_ns / max(self._ratio, _LEAST_RATIO)
 
-    def note(self, bucket: int, shape: StepShape, round_ns: int, *, tokens: int) -> None:
-        """Learn from a round that committed so many tokens."""
+    def note(self, bucket: int | None, shape: StepShape, round_ns: int, *, tokens: int) -> None:
+        """Learn from a round.
+
+        Args:
+            bucket: its number; None for a round with processors, which takes longer than its bucket.
+            shape: of its rows.
+            round_ns: what it took.
+            tokens: that it committed.
+        """
         self._cost.observe(shape, round_ns)
         if shape.prefill_rows or not shape.verify_rows:
             return
         self._tokens += _RATE_SHARE * (tokens - self._tokens)
         self._round_ns += _RATE_SHARE * (round_ns - self._round_ns)
-        if self._captured_ns:
-            self._beyond_ns += _BEYOND_SHARE * (round_ns - self._captured_ns[bucket] - self._beyond_ns)
+        if self._captured_ns and bucket is not None:
+            beyond_ns = max(round_ns - self._captured_ns[bucket], 0.0)
+            self._beyond_ns += _BEYOND_SHARE * (beyond_ns - self._beyond_ns)
 
     def note_accepted(self, accepted: int, expected: float) -> None:
         """Learn how many nodes were accepted of what their values let expect."""

@@ -1,11 +1,12 @@
 """The rounds of a target worker, back to back, one launched ahead of the report that is read.
 
     read        results of the last round that has ended, bucket and time for the next
-    plan        slots, and the prompts whose next part is computed
-    launch      the next round
+    plan        slots for sessions that run, and for those that wait to begin
+    launch      the next round, with the next parts of prompts
 
 Commands (`open`, `grow`, `limit`, `close`) become records of the device's inbox, and take part in the next round that
-begins. Nothing waits for a coordinator. One thread calls everything here.
+begins. Nothing waits for a coordinator. One thread calls everything here; a grammar that has been compiled is noted by
+the thread that compiles it.
 """
 
 import logging
@@ -67,6 +68,7 @@ class _Launched:
     """A round under way: its bucket, its chunks, and the sum of the values that it verifies."""
 
     bucket: int
+    level: Level
     chunks: list[_Chunk]
     expected: float = 0.0
 
@@ -78,28 +80,35 @@ class RoundLoop:
         runner: the target.
         config: sizes.
         times: what rounds take; by default learned from them.
+        program: runs rounds; by default one of the target.
 
     Attributes:
         rounds_read: rounds whose results have been read.
         preemptions: how often a session lost its KV to an older one.
-        wake: called, on any thread, when a session may go on that no command tells of.
-        observer: of whoever measures.
+        wake: called, on any thread, when a session that waited may go on, though no command has come.
+        observer: hooks for programs that measure.
     """
 
-    def __init__(self, runner: ModelRunner, config: RoundConfig, *, times: RoundTimes | None = None) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        config: RoundConfig,
+        *,
+        times: RoundTimes | None = None,
+        program: RoundProgram | None = None,
+    ) -> None:
         self._runner, self._config = runner, config
-        self._program = RoundProgram.of_runner(runner, config)
+        self._program = program or RoundProgram.of_runner(runner, config)
         self._program.warm_up()
         self._inbox = Inbox(self._program.memory, rows=config.max_sessions)
         self._rounds = Rounds(self._program.memory, self._inbox)
         self._kv = RowKv(runner.slots, remembers=runner.config.enable_prefix_caching)
         self._grammars = GrammarCompiler.of_checkpoint(runner.config.model_path)
-        self._on_gpu = runner.device.type == "cuda"
-        prior_rows, least_rows = _GPU_PREFILL if self._on_gpu else _CPU_PREFILL
+        prior_rows, least_rows = _GPU_PREFILL if runner.device.type == "cuda" else _CPU_PREFILL
         cost = StepCost(slowdown=config.prefill_slowdown, prior_rows=prior_rows, least_rows=least_rows)
         self._times = times or RoundTimes(self._program.buckets, cost, self._program.captured_ns)
         # Most rows of a session that rounds under way and the next one fill.
-        self._rows_ahead = config.max_session_rows * (2 if self._on_gpu else 1)
+        self._rows_ahead = config.max_session_rows * (1 + self._program.runs_ahead)
         self._row_len = runner.slots.max_row_len
         # A row that no session has yet.
         self._spare_row: tuple[int, int] | None = None
@@ -124,7 +133,7 @@ class RoundLoop:
 
     @property
     def keys(self) -> Collection[SessionKey]:
-        """Of the open sessions."""
+        """Keys of the open sessions."""
         return self._sessions.keys()
 
     def epoch_of(self, key: SessionKey) -> int:
@@ -144,7 +153,9 @@ class RoundLoop:
     @property
     def has_work(self) -> bool:
         """True if another `turn` would do something without another command."""
-        return self.is_busy or self._inbox.has_records or self._can_run or self._has_chunks
+        if self.is_busy or self._inbox.has_records or self._has_changed or self._results:
+            return True
+        return self._can_run or self._has_chunks
 
     def open(self, request: OpenRequest) -> None:
         """Open a session, or replace it if it is open under an older epoch.
@@ -242,6 +253,8 @@ class RoundLoop:
             records = Records()
             records.forget(session.row, session.generation, place=place)
             self._inbox.put(records.array())
+            # Another worker may call its nodes the same.
+            session.distributions.clear()
 
     def resend(self, key: SessionKey, epoch: int, place: int) -> None:
         """Note that the worker at a place sends its tree again from here on: nothing of it is lost any more."""
@@ -261,6 +274,7 @@ class RoundLoop:
         if session is None or session.epoch != epoch or session.allow == allow:
             return
         session.allow = allow
+        self._has_changed = True
         if session.is_open:
             records = Records()
             records.limits(session.row, session.generation, end=session.limit, allow=allow)
@@ -282,17 +296,21 @@ class RoundLoop:
             self.observer.launching()
             self._launch()
             self.observer.launched()
-            if not self._on_gpu:
+            if not self._program.runs_ahead:
                 self._read()
         results, self._results = self._results, []
         return results
 
     def drain(self) -> list[SessionResult]:
         """Wait for the rounds under way."""
-        while self.is_busy:
-            self._read()
+        self._wait()
         results, self._results = self._results, []
         return results
+
+    def _wait(self) -> None:
+        while self.is_busy:
+            self._program.wait()
+            self._read()
 
     def reload(self, folder: Path) -> None:
         """Put other weights in the place of those that the model runs with: closes all sessions, forgets all KV.
@@ -305,9 +323,11 @@ class RoundLoop:
         """
         for session in list(self._sessions.values()):
             self._end(session)
+        self._wait()
+        self._level = Level.PLAIN
         while self._closing:
             self._launch()
-            self.drain()
+            self._wait()
         self._kv.forget()
         self._runner.refill(folder)
 
@@ -328,14 +348,10 @@ class RoundLoop:
         self.rounds_read += 1
         self._can_run = read.runnable > 0
         self._learn(launched, read)
-        for chunk in launched.chunks:
-            self._note_chunk(chunk, read)
         logprobs, earlier = self._program.logprobs(report.round), len(self._results)
-        rows, generations = read.columns[ReportColumn.POOL_ROW], read.columns[ReportColumn.GENERATION]
+        self._note_chunks(launched, read)
         for number in range(read.sessions):
-            session = self._by_row[rows[number]]
-            # Of a row that has been closed and opened again: nothing.
-            if session is not None and np.uint32(session.generation) == generations[number].view(np.uint32):
+            if (session := self._session_of(read, number)) is not None:
                 self._commit(session, number, read, logprobs)
         prefill_rows = sum(chunk.size for chunk in launched.chunks)
         self.observer.reported(read, self._results[earlier:], prefill_rows=prefill_rows)
@@ -354,22 +370,32 @@ class RoundLoop:
         )
         began, ended = read.times_ns[RoundTime.BEGAN], read.times_ns[RoundTime.ENDED]
         tokens = int(columns[ReportColumn.TOKENS].sum())
-        self._times.note(launched.bucket, shape, ended - max(began, self._ended_ns), tokens=tokens)
+        bucket = launched.bucket if launched.level is Level.PLAIN else None
+        self._times.note(bucket, shape, ended - max(began, self._ended_ns), tokens=tokens)
         self._times.note_accepted(int(columns[ReportColumn.ACCEPTED].sum()), launched.expected)
         self._ended_ns, self._verified_rows = ended, read.verified_rows
 
-    def _note_chunk(self, chunk: _Chunk, read: RoundReport) -> None:
-        """Take note of a chunk that a round was asked to compute; if it had no room it is planned again."""
-        session = chunk.session
-        if not session.is_open or session.generation != chunk.generation or session.cached != chunk.start:
-            return
-        if read.cached_of(session.row, session.generation) is None:
-            session.planned = chunk.start
-            return
-        session.cached = chunk.start + chunk.size
-        session.reached = max(session.reached, session.cached)
-        if session.cached == session.length - 1:
-            self._kv.share(session.row, session.history[: session.cached])
+    def _session_of(self, read: RoundReport, number: int) -> Session | None:
+        """The session of a report's column; None if its row has been closed since."""
+        row, generation = read.opening(number)
+        session = self._by_row[row]
+        return session if session is not None and session.generation == generation else None
+
+    def _note_chunks(self, launched: _Launched, read: RoundReport) -> None:
+        """Take note of the chunks that a round has computed; those that it had no room for are planned again.
+
+        What a round computes may have been meant for the one before: records that the ring has no room for come late.
+        """
+        for number in range(read.sessions, read.sessions + read.chunks):
+            if (session := self._session_of(read, number)) is not None:
+                # The root's own KV, and that of nodes, are taken note of as they are committed.
+                session.cached = min(int(read.columns[ReportColumn.CACHED, number]), session.length - 1)
+                session.reached = max(session.reached, session.cached)
+        for chunk in launched.chunks:
+            session = chunk.session
+            is_same = session.is_open and session.generation == chunk.generation
+            if is_same and session.cached < chunk.start + chunk.size:
+                session.planned = session.cached
 
     def _commit(self, session: Session, number: int, read: RoundReport, logprobs: npt.NDArray[np.int32]) -> None:
         """Take what a round has committed of one session."""
@@ -377,13 +403,18 @@ class RoundLoop:
         finish, rows = read.finish(number), int(read.columns[ReportColumn.ROWS, number])
         fault = _fault_of(session) if finish is Finish.FAULT else None
         if tokens:
+            if not session.is_shared:
+                # Not before: what a fault has left in the cache is nobody's.
+                self._kv.share(session.row, session.history[: session.length - 1])
+                session.is_shared = True
             kept = accepted[: min(len(accepted), len(tokens) - 1)]
             self._kv.reorder(session.row, session.length - 1, rows, [0, *kept])
             if len(session.stop_token_ids) > MAX_STOPS:
                 finish = _end_at_stop(session, tokens, finish)
+                del accepted[len(tokens) :], drafters[len(tokens) :]
             session.commit(tokens)
         if fault is None and finish is Finish.NONE and session.length > self._kv.num_slots:
-            fault = SessionFault(Code.INVALID_ARGUMENT, too_long(session.length, self._kv.num_slots))
+            fault = SessionFault(Code.INVALID_ARGUMENT, _too_long(session.length, self._kv.num_slots))
         lost, session.lost = session.lost | int(read.columns[ReportColumn.LOST, number]), 0
         if tokens or lost or fault is not None:
             result = SessionResult(
@@ -407,19 +438,20 @@ class RoundLoop:
         """Give running sessions the slots that they need next, and let those that wait begin; the oldest first."""
         self._has_changed = False
         sessions = sorted(self._sessions.values(), key=lambda session: session.order)
-        running = [session for session in sessions if session.is_open]
+        running = [session for session in sessions if session.is_running]
         self._ahead = plan.length_ahead(self._kv, running, rows=self._rows_ahead)
         for session in running:
-            if session.is_open and session.cached >= session.length - 1:
+            # One that is older may have taken its slots.
+            if session.is_running:
                 self._extend(session)
         for session in sessions:
-            if not session.is_open and session.key in self._sessions and not self._begin(session):
+            if not session.is_open and not session.is_held and not self._begin(session):
                 return
 
     def _extend(self, session: Session) -> None:
         """Let a running session have slots for the rounds to come, of the youngest where none is free."""
         row, had = session.row, self._kv.length(session.row)
-        needed = min(session.length + self._on_gpu, session.limit - 1)
+        needed = min(session.length + self._program.runs_ahead, session.limit - 1, self._kv.num_slots)
         if had < needed and not self._make_room(session, needed - had):
             if not self._kv.freed_by(self._closing):
                 self._preempt(session)
@@ -441,16 +473,17 @@ class RoundLoop:
         (row, generation), length = self._spare_row, session.length
         tokens = session.history[: length - 1]
         known = self._kv.begin(row, tokens)
-        if self._kv.remembers and self._is_being_computed(tokens, known):
+        if self._is_being_computed(tokens, known):
             self._kv.end(row, tokens[:known])
             return True
-        needed = min(length + 1, session.limit) - known
+        needed = min(length + 1, session.limit, self._kv.num_slots) - known
         if needed > self._kv.free and not self._make_room(session, needed):
             self._kv.end(row, tokens[:known])
             return False
         self._kv.extend(row, min(length + self._ahead, known + self._kv.free, self._row_len))
         self._spare_row = None
-        session.row, session.generation, session.is_open = row, generation, True
+        session.row, session.generation = row, generation
+        session.is_open, session.is_shared = True, False
         session.cached_tokens += max(0, min(known, session.prompt_len) - session.reached)
         session.cached = session.planned = known
         session.reached = max(session.reached, known)
@@ -464,24 +497,28 @@ class RoundLoop:
         return True
 
     def _is_being_computed(self, tokens: npt.NDArray[np.int32], known: int) -> bool:
-        for leader in self._sessions.values():
-            is_computing = leader.is_open and leader.cached < leader.length - 1
-            if is_computing and plan.saves(leader.history[known : leader.length - 1], tokens[known:]):
-                return True
-        return False
+        """True if another session is about to share so much of what the tokens need that waiting for it pays."""
+        return self._kv.remembers and any(
+            leader.is_open and not leader.is_shared and plan.saves(leader.history[: leader.length - 1], tokens, known)
+            for leader in self._sessions.values()
+        )
 
     def _make_room(self, session: Session, count: int) -> bool:
-        """Preempt sessions that are younger, the youngest first, until so many slots are free; False if they are not.
+        """Preempt others until so many slots are free: those that are held first, then the youngest; not older ones.
 
         Slots of preempted sessions are free once no round uses them.
+
+        Returns:
+            Whether they are free now.
         """
-        younger = [other for other in self._sessions.values() if other.is_open and other.order > session.order]
-        younger.sort(key=lambda other: other.order)
+        others = (other for other in self._sessions.values() if other.is_open and other is not session)
+        weaker = [other for other in others if other.is_held or other.order > session.order]
+        weaker.sort(key=lambda other: (other.is_held, other.order))
         victims, coming = list[Session](), list(self._closing)
         while count > self._kv.free + self._kv.freed_by(coming):
-            if not younger:
+            if not weaker:
                 return False
-            victims.append(younger.pop())
+            victims.append(weaker.pop())
             coming.append(victims[-1].row)
         for victim in victims:
             self._preempt(victim)
@@ -511,7 +548,10 @@ class RoundLoop:
         session.distributions.clear()
 
     def _may_launch(self) -> bool:
-        self._level = max((session.level for session in self._by_row if session is not None), default=Level.PLAIN)
+        if not self._rounds.may_launch(can_run=True):
+            return False
+        active = [session for session in self._by_row if session is not None and not session.is_held]
+        self._level = max((session.level for session in active), default=Level.PLAIN)
         if self._level is Level.HOSTED and self._rounds.under_way:
             return False
         return self._rounds.may_launch(self._can_run or self._has_chunks)
@@ -541,7 +581,7 @@ class RoundLoop:
         bucket = self._times.choose(self._gains, sessions=len(running), prefill=sum(chunk.size for chunk in chunks))
         least_value = max(self._times.least_value, self._config.least_value)
         bucket = self._program.launch(bucket, self._level, self._by_row, least_value=least_value)
-        self._launched.append(_Launched(bucket=bucket, chunks=chunks))
+        self._launched.append(_Launched(bucket=bucket, level=self._level, chunks=chunks))
         self._rounds.launched()
 
     def _grammar_of(self, sampling: SamplingSpec) -> SessionGrammar | None:
@@ -571,8 +611,7 @@ def check_bounds(sampling: SamplingSpec, *, logprobs: int) -> None:
             raise SessionFault(Code.INVALID_ARGUMENT, f"sampling: {name}: {count} given, at most {most} needed")
 
 
-def too_long(length: int, num_slots: int) -> str:
-    """Return what is wrong with a session that the KV cache cannot hold."""
+def _too_long(length: int, num_slots: int) -> str:
     return (
         f"{length} tokens given, the KV cache holds {num_slots}: "
         "raise num_slots, kv_bytes or kv_cache_memory_fraction of the target worker"

@@ -1,4 +1,4 @@
-"""What measures rounds is told."""
+"""Hooks for programs that measure rounds."""
 
 from collections.abc import Sequence
 
@@ -7,10 +7,10 @@ from outrider.target_worker.rounds.session import SessionResult
 
 
 class RoundObserver:
-    """Told what a `RoundLoop` does, when it does it; does nothing itself."""
+    """Hooks that a `RoundLoop` calls as it works; these do nothing."""
 
     def reported(self, report: RoundReport, results: Sequence[SessionResult], *, prefill_rows: int) -> None:
-        """A round's report has been read.
+        """Take a round's report that has been read.
 
         Args:
             report: the round.
@@ -19,10 +19,10 @@ class RoundObserver:
         """
 
     def planning(self) -> None:
-        """The loop begins to hand out slots and rows."""
+        """Note that the loop begins to hand out slots and rows."""
 
     def launching(self) -> None:
-        """The loop begins to launch a round; on a CPU, to run it."""
+        """Note that the loop begins to launch a round; on a CPU, to run it."""
 
     def launched(self) -> None:
-        """The loop has launched a round; on a CPU it has ended."""
+        """Note that the loop has launched a round; on a CPU it has ended."""

@@ -65,7 +65,14 @@ def chunks(
         yield session, size
 
 
-def saves(leader: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32]) -> bool:
-    """Return True if `leader` is computing so much of what `tokens` need that waiting for it pays."""
-    enough = max(_SHARED_TOKENS, -(-len(tokens) // _SHARED_PART))
-    return len(tokens) >= enough and common_length(leader, tokens) >= enough
+def saves(leader: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32], known: int) -> bool:
+    """Return True if waiting for a session that computes the tokens of `leader` pays.
+
+    Args:
+        leader: [m] tokens whose KV is being computed.
+        tokens: [n] tokens whose KV is needed.
+        known: how many of them have it.
+    """
+    missing = len(tokens) - known
+    enough = max(_SHARED_TOKENS, -(-missing // _SHARED_PART))
+    return missing >= enough and common_length(leader, tokens) - known >= enough

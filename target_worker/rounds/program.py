@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -66,7 +66,7 @@ _TIMED = 3
 
 
 class _WideGraphs(NamedTuple):
-    """Of a round with processors: what comes before the forward pass, this, its logits, and what follows."""
+    """Graphs of a round with processors: the stages before the forward pass, the pass, and the stages behind it."""
 
     pack: torch.cuda.CUDAGraph
     forward: torch.cuda.CUDAGraph
@@ -92,6 +92,7 @@ class RoundProgram:
         captured_ns: what an empty round of each bucket took when it was captured; none without graphs.
         memory: shared with the host.
         shape: sizes of a report.
+        runs_ahead: whether a round may be launched before the one before has ended.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class RoundProgram:
         device: torch.device,
         captures: bool,
     ) -> None:
-        self._model, self.device = model, device
+        self._model, self.device, self.runs_ahead = model, device, device.type == "cuda"
         on_gpu, sessions = device.type == "cuda", config.max_sessions
         self.pool = Pool.allocate(
             sessions=sessions,
@@ -173,7 +174,7 @@ class RoundProgram:
         self._captures, self._is_capturing = captures and on_gpu, False
 
     @classmethod
-    def of_runner(cls, runner: ModelRunner, config: RoundConfig) -> "RoundProgram":
+    def of_runner(cls, runner: ModelRunner, config: RoundConfig) -> Self:
         """Return the program of a loaded target."""
         return cls(
             runner.packed_forward(sessions=config.max_sessions + MAX_CHUNKS),
@@ -266,6 +267,18 @@ class RoundProgram:
         else:
             graphs.end.replay()
         return bucket
+
+    def wait(self) -> None:
+        """Let the device get on with a round that the host waits for.
+
+        Raises:
+            RuntimeError: something has gone wrong on the device.
+            WorkerUnavailable: another rank was lost.
+        """
+        if self._side is not None:
+            torch.cuda.current_stream(self.device).query()
+        with self._model.ranks.guard():
+            time.sleep(0)
 
     def _launch_plain(self, bucket: int) -> None:
         graphs = self._plain.get(bucket)
@@ -441,7 +454,7 @@ class RoundProgram:
             self.captured_ns[bucket] = (time.perf_counter_ns() - began) / _TIMED
 
     def _wide_bucket(self, bucket: int) -> int:
-        """The bucket with most rows for as few sessions as the given one has, with most prefill if that has any."""
+        """The bucket for rounds with processors: most rows for as few sessions as fit, and most prefill if there is any."""
         own = self.buckets[bucket]
 
         def width(number: int) -> tuple[int, int, int]:

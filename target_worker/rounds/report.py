@@ -7,11 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.kernels.verification.report import ReportColumn, RoundCounts, RoundTime
-from outrider.kernels.verification.walk import Finish
+from outrider.kernels.verification.walk import DRAFTERS_SHIFT, Finish
 from outrider.target_worker.sessions import TokenLogprobs
-
-# The offset of an accepted row, below the kinds of drafter that have proposed the node.
-_OFFSET_BITS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +35,7 @@ class RoundReport:
 
     Attributes:
         sessions: with verified rows.
+        chunks: of prompts; their columns stand behind those of the sessions.
         verified_rows: rows of these.
         runnable: sessions that the next round can verify.
         times_ns: moments of the round by `RoundTime`, on the device's clock.
@@ -47,7 +45,7 @@ class RoundReport:
     def __init__(self, words: npt.NDArray[np.int64], shape: ReportShape) -> None:
         self._shape = shape
         self.times_ns: list[int] = words[: len(RoundTime)].tolist()
-        self.sessions, self._chunks = int(words[RoundCounts.SESSIONS]), int(words[RoundCounts.CHUNKS])
+        self.sessions, self.chunks = int(words[RoundCounts.SESSIONS]), int(words[RoundCounts.CHUNKS])
         self.verified_rows, self.runnable = int(words[RoundCounts.ROWS]), int(words[RoundCounts.RUNNABLE])
         columns, sessions, most = words[max(RoundCounts) + 1 :].view(np.int32), shape.sessions, shape.most
         narrow = len(ReportColumn) * sessions
@@ -55,11 +53,10 @@ class RoundReport:
         self._tokens = columns[narrow : narrow + sessions * most].reshape(sessions, most)
         self._accepted = columns[narrow + sessions * most : narrow + 2 * sessions * most].reshape(sessions, most)
 
-    def cached_of(self, row: int, generation: int) -> int | None:
-        """Return the tokens with KV of a row that had a chunk in the round; None if it had none."""
-        columns = self.columns[:, self.sessions : self.sessions + self._chunks]
-        found = (columns[ReportColumn.POOL_ROW] == row) & (columns[ReportColumn.GENERATION] == generation)
-        return int(columns[ReportColumn.CACHED][found][0]) if found.any() else None
+    def opening(self, number: int) -> tuple[int, int]:
+        """Return the row of a column, and which opening of it."""
+        row, generation = self.columns[ReportColumn.POOL_ROW, number], self.columns[ReportColumn.GENERATION, number]
+        return int(row), int(generation) % 2**32
 
     def walk(self, number: int) -> tuple[list[int], list[int], list[int]]:
         """Return a session's committed tokens, its accepted rows (1 is the first behind the root), and for each of
@@ -67,7 +64,7 @@ class RoundReport:
         """
         tokens = self._tokens[number, : self.columns[ReportColumn.TOKENS, number]]
         accepted = self._accepted[number, : self.columns[ReportColumn.ACCEPTED, number]]
-        offsets, drafters = accepted & (1 << _OFFSET_BITS) - 1, accepted >> _OFFSET_BITS & 0xFF
+        offsets, drafters = accepted & (1 << DRAFTERS_SHIFT) - 1, accepted >> DRAFTERS_SHIFT & 0xFF
         return tokens.tolist(), offsets.tolist(), drafters.tolist()
 
     def finish(self, number: int) -> Finish:

@@ -56,6 +56,7 @@ class Session:
         row: of the pool, and of the slot table; -1 until it is known to no round.
         generation: of the row.
         is_open: whether the device knows the session.
+        is_shared: whether others may find the KV of its prompt.
         cached: tokens with KV.
         planned: tokens with KV once the chunks under way have been computed.
         cached_tokens: tokens of the prompt whose KV was found in the prefix cache.
@@ -77,6 +78,7 @@ class Session:
     row: int = -1
     generation: int = 0
     is_open: bool = False
+    is_shared: bool = False
     cached: int = 0
     planned: int = 0
     cached_tokens: int = 0
@@ -94,6 +96,11 @@ class Session:
     def output(self) -> list[int]:
         """Committed tokens behind the prompt."""
         return self.history[self.prompt_len : self.length].tolist()
+
+    @property
+    def is_held(self) -> bool:
+        """True if it is as far ahead of its client as it may be."""
+        return self.length >= self.allow
 
     @property
     def is_prefilling(self) -> bool:
@@ -122,11 +129,11 @@ class Session:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SessionResult:
-    """What a round has made of a session.
+    """Outcome of a round for one session.
 
     Attributes:
-        key, epoch: whose.
-        tokens: committed, in order.
+        key, epoch: of the session.
+        tokens: committed by the round, in order.
         accepted: nodes among them.
         selected: nodes that were verified.
         drafters: for each accepted node the bit set of the kinds of drafter that had proposed it.

@@ -6,7 +6,6 @@ as part of the pass. `lead` tells the others what to run, a captured graph by it
 Shapes: R rows, N sessions, W mask words as in `outrider.kernels.pool.pack`; L rows with logits, V vocabulary.
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -77,7 +76,9 @@ class PackedForward:
         ranks: Ranks,
     ) -> None:
         self._model, self._caches, self._attend, self.ranks = model, caches, attend, ranks
+        # Of a rank that follows: no graph's memory is read once the next one runs, so all share it.
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graph_pool: Any = None
         # Attention reads it within the step, so all buckets share it.
         self._slots = torch.full((sessions, row_len), -1, dtype=torch.int32, device=caches.positions.device)
         self._windowed = isinstance(model, Decoder) and any(layer.window for layer in model.spec.layers)
@@ -145,7 +146,12 @@ class PackedForward:
         if shape.graph is None:
             run()
         else:
-            self._graphs[shape.graph] = _captured(run, device)
+            stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+            self._graph_pool = self._graph_pool or torch.cuda.graph_pool_handle()
+            options: dict[str, Any] = {"stream": stream, "capture_error_mode": "thread_local"}
+            with torch.cuda.stream(stream), torch.cuda.graph(graph, pool=self._graph_pool, **options):
+                run()
+            self._graphs[shape.graph] = graph
 
     def _decode(
         self, decoder: Decoder, packed: Packed, slots: torch.Tensor, rows: torch.Tensor, most: int
@@ -211,10 +217,3 @@ class PackedForward:
             model.base_model(**inputs)
             return torch.empty((0, model.config.vocab_size), dtype=torch.float32, device=table.device)
         return model(**inputs, logits_to_keep=rows).logits[0].float()
-
-
-def _captured(run: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph:
-    stream, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
-    with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        run()
-    return graph

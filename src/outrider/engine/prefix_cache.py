@@ -129,7 +129,7 @@ class PrefixCache:
     def share(self, row: int, tokens: TokenIds) -> None:
         """Remembers what the row has computed of its first tokens, and leaves its slots where they are.
 
-        Where another has remembered the same tokens meanwhile, nothing changes.
+        Where another has remembered some of them meanwhile, nothing changes.
 
         Args:
             row: its first slots have the KV of the tokens; there may be more.

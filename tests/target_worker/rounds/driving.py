@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,12 +57,17 @@ def make_runner(checkpoint: Path, *, decoder: bool | None = None, **overrides: A
 
 def loop_of(runner: ModelRunner, *, chunk: int = 64, **overrides: Any) -> RoundLoop:
     """Rounds of a loaded model."""
-    config = RoundConfig(
+    config = config_of(runner, **overrides)
+    return RoundLoop(runner, config, times=FixedTimes(config, chunk))
+
+
+def config_of(runner: ModelRunner, **overrides: Any) -> RoundConfig:
+    """Sizes of a loaded model's rounds."""
+    return RoundConfig(
         max_sessions=runner.config.max_num_seqs,
         max_model_len=runner.info.max_model_len,
         **_ROUNDS | {name: value for name, value in overrides.items() if name in _ROUNDS},
     )
-    return RoundLoop(runner, config, times=FixedTimes(config, chunk))
 
 
 def open_request(
@@ -98,6 +104,8 @@ class Driver:
         self.loop = loop
         self.decoded: dict[int, Decoded] = {}
         self._rng = random.Random(seed)
+        self._woken = threading.Event()
+        loop.wake = self._woken.set
         self._node_ids = itertools.count(1)
         self._makers: dict[int, tuple[TreeMaker, Sequence[int], int]] = {}
 
@@ -155,6 +163,11 @@ class Driver:
         """Turn until nothing is left to do."""
         for _ in range(most_turns):
             self.turn()
-            if not self.loop.session_count and not self.loop.has_work:
+            if self.loop.has_work:
+                continue
+            if not self.loop.session_count:
                 return
+            # A grammar is being compiled, in a thread of its own.
+            assert self._woken.wait(60), "sessions are open, and nothing is to be done"
+            self._woken.clear()
         raise AssertionError(f"{self.loop.session_count} sessions are open after {most_turns} turns")

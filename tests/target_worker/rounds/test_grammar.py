@@ -133,7 +133,13 @@ def test_an_output_that_does_not_match_ends_its_session_alone(loop, reference_mo
 def test_nobody_waits_for_a_grammar_that_is_compiled(folder, reference_model, monkeypatch):
     compiled: Future[Any] = Future()
     matcher = GrammarCompiler.of_checkpoint(folder).compile(GRAMMAR["grammar"], (END,))
-    monkeypatch.setattr(GrammarCompiler, "start", lambda *_arguments: compiled)
+    callbacks = []
+
+    def start(_compiler, _grammar, _end_ids, callback):
+        callbacks.append(callback)
+        return compiled
+
+    monkeypatch.setattr(GrammarCompiler, "start", start)
     driver = Driver(make_loop(folder))
     waiting = driver.open(1, SPECS["greedy"], [], no_tree)
     other = driver.open(2, SamplingSpec(max_new_tokens=24), [], no_tree)
@@ -141,6 +147,7 @@ def test_nobody_waits_for_a_grammar_that_is_compiled(folder, reference_model, mo
         driver.turn()
     assert not waiting.results
     compiled.set_result(matcher)
+    callbacks[0]()
     driver.run()
     assert waiting.tokens == plain_decode(reference_model, SPECS["greedy"])
 

@@ -1,11 +1,13 @@
 """Sessions in rounds: prefilled in chunks, preempted, held, opened again, refused and at fault."""
 
 import random
+import shutil
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.target_worker.plain_decoding import plain_decode
 from tests.target_worker.rounds.driving import Driver, make_loop, open_request
 from tests.target_worker.verifying import PROMPT, TARGET_ONLY, no_tree, oracle_tree, random_tree
@@ -14,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from outrider.kernels.pool.columns import MAX_STOPS
 from outrider.kernels.verification.walk import Finish
 from outrider.sampling import SamplingSpec, VerificationRule
+from outrider.target_worker.rounds.config import RoundConfig
 from outrider.target_worker.rounds.loop import WITHOUT_LIMIT, RoundLoop
 from outrider.target_worker.sessions import Code, SessionFault
 
@@ -87,6 +90,7 @@ def test_a_held_session_goes_on_where_it_stopped(loop, reference_model):
     for _ in range(8):
         driver.turn()
     assert decoded.tokens == plain[:4]
+    loop.turn()
     assert not loop.has_work, "a held session keeps the rounds turning"
     loop.limit((7, 1), 1, 0)
     driver.turn()
@@ -218,6 +222,112 @@ def test_an_output_that_is_complete_ends_at_once(loop):
     decoded = driver.open(1, spec, [], no_tree, output=[1, 2])
     driver.run()
     assert (decoded.tokens, decoded.finish) == ([], Finish.LENGTH)
+
+
+def test_a_prompt_as_long_as_the_cache_gets_a_token_and_holds_nobody_up(checkpoint):
+    loop = make_loop(checkpoint, num_slots=10)
+    driver = Driver(loop)
+    decoded = driver.open(1, SamplingSpec(max_new_tokens=50), [], no_tree, prompt=[1] * 10)
+    other = driver.open(2, SamplingSpec(max_new_tokens=2), [], no_tree, prompt=[2])
+    driver.run()
+    assert (len(decoded.tokens), len(other.tokens)) == (1, 2)
+    assert decoded.results[-1].fault is not None
+
+
+def test_a_session_that_waits_for_a_row_is_work(checkpoint):
+    loop = make_loop(checkpoint, max_num_seqs=1)
+    driver = Driver(loop)
+    driver.open(1, SamplingSpec(max_new_tokens=50), [], no_tree)
+    for _ in range(3):
+        driver.turn()
+    loop.close((7, 1), 1)
+    decoded = driver.open(2, SamplingSpec(max_new_tokens=4), [], no_tree)
+    driver.run()
+    assert len(decoded.tokens) == 4
+
+
+def test_a_held_session_does_not_keep_slots_from_one_that_runs(checkpoint, reference_model):
+    loop = make_loop(checkpoint, num_slots=24)
+    driver = Driver(loop)
+    spec = SamplingSpec(max_new_tokens=14)
+    held = driver.open(1, spec, [], no_tree)
+    for _ in range(2):
+        driver.turn()
+    loop.limit((7, 1), 1, 0)
+    running = driver.open(2, SamplingSpec(max_new_tokens=20), [], no_tree, prompt=[9])
+    while not running.is_over:
+        driver.turn()
+    assert len(running.tokens) == 20
+    loop.limit((7, 1), 1, WITHOUT_LIMIT)
+    driver.run()
+    assert held.tokens == plain_decode(reference_model, PROMPT, spec).tokens
+
+
+def test_a_session_does_not_wait_for_one_with_another_beginning(checkpoint):
+    loop = make_loop(checkpoint, chunk=2)
+    driver = Driver(loop)
+    first, second, rest = list(range(20)), list(range(20, 40)), list(range(20))
+    spec = SamplingSpec(max_new_tokens=1)
+    driver.open(0, spec, [], no_tree, prompt=[*second, 50])
+    driver.run()
+    driver.open(1, spec, [], no_tree, prompt=[*first, *rest, 50])
+    driver.open(2, spec, [], no_tree, prompt=[*second, *rest, 51])
+    rounds = loop.rounds_read
+    driver.run()
+    # Both prompts side by side, at two rows a round.
+    assert loop.rounds_read - rounds <= 32
+
+
+@pytest.mark.parametrize("delayed", [3, 8])
+def test_a_chunk_that_comes_late_is_computed_once(delayed, loop, reference_model):
+    """More records than the ring takes at once stand before it."""
+    spec = SamplingSpec(max_new_tokens=6)
+    prompt = [(7 * number + delayed) % 61 for number in range(40)]
+    plain = plain_decode(reference_model, prompt, spec).tokens
+    driver = Driver(loop)
+    driver.open(2, SamplingSpec(max_new_tokens=60), [], no_tree)
+    for _ in range(delayed):
+        driver.turn()
+    decoded = driver.open(1, spec, plain, no_tree, prompt=prompt)
+    # Growth from long ago, which the pool drops.
+    count = 4200
+    ids = list(range(10**6, 10**6 + count))
+    loop.grow((7, 2), 1, 0, 1, ids, [999_999] * count, [1] * count, [0.5] * count)
+    driver.run()
+    assert decoded.tokens == plain
+
+
+def test_scores_that_are_not_finite_end_their_session_and_leave_no_kv(checkpoint, tmp_path):
+    folder = tmp_path / "broken"
+    shutil.copytree(checkpoint, folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][5] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    loop = make_loop(folder)
+    driver = Driver(loop)
+    broken = driver.open(1, SamplingSpec(max_new_tokens=4), [], no_tree, prompt=[1, 2, 5, 3, 4])
+    other = driver.open(2, SamplingSpec(max_new_tokens=4, allowed_token_ids=(3, 4)), [], no_tree, prompt=[1, 2, 3, 4])
+    driver.run()
+    fault = broken.results[-1].fault
+    assert fault is not None
+    assert (fault.code, broken.tokens, len(other.tokens)) == (Code.INTERNAL, [], 4)
+    again = driver.open(3, SamplingSpec(max_new_tokens=1), [], no_tree, prompt=[1, 2, 5, 3, 4])
+    driver.run()
+    assert again.results[-1].fault is not None
+    assert again.results[-1].cached_tokens <= 2, "KV of the broken token was remembered"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"max_step_rows": 32, "max_sessions": 64}, "max_step_rows: 32 given, at least max_sessions"),
+        ({"capacity": 100}, "capacity: 100 given, a power of two"),
+        ({"max_prefill_tokens": 0}, "max_prefill_tokens: 0 given, at least 1"),
+    ],
+)
+def test_sizes_that_cannot_be(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        RoundConfig(**{"max_sessions": 8, "max_model_len": 100} | sizes)
 
 
 def test_a_session_that_outgrows_the_cache_says_what_to_raise(checkpoint):

@@ -1,0 +1,106 @@
+"""Rounds that are launched ahead of the reports that are read: same tokens, and nothing is left behind."""
+
+import random
+
+import pytest
+from tests.target_worker.plain_decoding import plain_decode
+from tests.target_worker.rounds.ahead import AheadProgram
+from tests.target_worker.rounds.driving import Driver, FixedTimes, config_of, make_runner
+from tests.target_worker.verifying import PROMPT, no_tree, oracle_tree, random_tree
+
+from outrider.sampling import SamplingSpec
+from outrider.target_worker.rounds.loop import WITHOUT_LIMIT, RoundLoop
+from outrider.target_worker.sessions import Code
+
+
+class AheadDriver(Driver):
+    """A driver whose device goes on between two turns."""
+
+    def __init__(self, checkpoint, *, seed: int = 0, chunk: int = 5, **overrides) -> None:
+        runner = make_runner(checkpoint, **overrides)
+        config = config_of(runner, **overrides)
+        self.program = AheadProgram.of_runner(runner, config)
+        self.program.chance = random.Random(seed)
+        super().__init__(RoundLoop(runner, config, times=FixedTimes(config, chunk), program=self.program), seed=seed)
+
+    def turn(self):
+        self.program.go_on()
+        return super().turn()
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("caching", [True, False])
+def test_sessions_that_come_go_wait_and_are_preempted(seed, caching, checkpoint, reference_model):
+    chance = random.Random(seed)
+    shared = [chance.randrange(61) for _ in range(20)]
+    prompts = [[*shared[: chance.choice([8, 14, 20])], *(chance.randrange(61) for _ in range(4))] for _ in range(4)]
+    prompts += prompts[:2]
+    specs = [
+        SamplingSpec(temperature=1.0, seed=number, max_new_tokens=24, frequency_penalty=0.4 * (number > 3))
+        for number in range(6)
+    ]
+    plain = [plain_decode(reference_model, prompt, spec).tokens for prompt, spec in zip(prompts, specs, strict=True)]
+    chunk = chance.choice([2, 5, 16])
+    driver = AheadDriver(checkpoint, seed=seed, num_slots=90, chunk=chunk, enable_prefix_caching=caching)
+    loop, waiting = driver.loop, list(range(6))
+    while waiting or loop.session_count:
+        if waiting and chance.random() < 0.3:
+            number = waiting.pop(0)
+            driver.open(number, specs[number], plain[number], random_tree, prompt=prompts[number])
+        if loop.session_count and chance.random() < 0.1:
+            key = chance.choice(sorted(loop.keys))
+            done = len(prompts[key[1]]) + len(driver.decoded[key[1]].tokens)
+            loop.limit(key, 1, chance.choice([0, done + 2, WITHOUT_LIMIT]))
+        if chance.random() < 0.2:
+            for key in list(loop.keys):
+                loop.limit(key, 1, WITHOUT_LIMIT)
+        driver.turn()
+    driver.run()
+    assert [driver.decoded[number].tokens for number in range(6)] == plain
+    assert loop.kv.used == 0
+    assert driver.program.most_queued == 2
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_chunks_that_come_late_are_computed_once(seed, checkpoint, reference_model):
+    spec = SamplingSpec(max_new_tokens=6)
+    prompt = [number % 61 for number in range(40)]
+    plain = plain_decode(reference_model, prompt, spec).tokens
+    driver, chance = AheadDriver(checkpoint, seed=seed, chunk=4), random.Random(seed)
+    driver.open(2, SamplingSpec(max_new_tokens=60), [], no_tree)
+    for _ in range(6):
+        driver.turn()
+    decoded = driver.open(1, spec, plain, no_tree, prompt=prompt)
+    count = 4200
+    for _ in range(3):
+        for _ in range(chance.randint(1, 5)):
+            driver.turn()
+        # More records than the ring takes at once: growth from long ago, which the pool drops.
+        ids = list(range(10**6, 10**6 + count))
+        driver.loop.grow((7, 2), 1, 0, 1, ids, [999_999] * count, [1] * count, [0.5] * count)
+    driver.run()
+    assert decoded.tokens == plain
+
+
+def test_a_session_that_outgrows_the_cache_is_told(checkpoint):
+    driver = AheadDriver(checkpoint, num_slots=10)
+    decoded = driver.open(1, SamplingSpec(max_new_tokens=50), [], no_tree, prompt=[1] * 8)
+    driver.run()
+    fault = decoded.results[-1].fault
+    assert fault is not None
+    assert (fault.code, len(decoded.tokens)) == (Code.INVALID_ARGUMENT, 3)
+
+
+def test_weights_are_reloaded_with_rounds_under_way(checkpoint, reference_model):
+    driver = AheadDriver(checkpoint, seed=3)
+    spec = SamplingSpec(max_new_tokens=60)
+    plain = plain_decode(reference_model, PROMPT, spec).tokens
+    first = driver.open(1, spec, plain, oracle_tree)
+    while driver.program.most_queued < 2 or not driver.loop.is_busy:
+        driver.turn()
+    driver.loop.reload(checkpoint)
+    assert (driver.loop.session_count, driver.loop.kv.used) == (0, 0)
+    again = driver.open(2, spec, plain, oracle_tree)
+    driver.run()
+    assert again.tokens == plain
+    assert first.tokens == plain[: len(first.tokens)]
