@@ -454,7 +454,7 @@ class RoundProgram:
             self.captured_ns[bucket] = (time.perf_counter_ns() - began) / _TIMED
 
     def _wide_bucket(self, bucket: int) -> int:
-        """The bucket for rounds with processors: most rows for as few sessions as fit, and most prefill if there is any."""
+        """The bucket for processors: most rows for as few sessions as fit, and most prefill if there is any."""
         own = self.buckets[bucket]
 
         def width(number: int) -> tuple[int, int, int]:
