@@ -125,7 +125,7 @@ class _Stream:
 
 
 def pack_calibrations(calibrations: Mapping[GrowthSource, LearnedBuckets]) -> common_pb2.CalibrationReport:
-    """What each source's estimates were worth since start; any thread may ask."""
+    """Return how well each source's estimates have held since start; thread-safe."""
     rules = [
         common_pb2.RuleReliability(
             rule=found.rule,

@@ -1,4 +1,4 @@
-"""Whether a session can be opened: everything of it that is wrong whatever the model will say."""
+"""Checks of a session that is to be opened: everything that is wrong whatever the model will say."""
 
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +26,39 @@ def check_open(request: OpenRequest, ids: npt.NDArray[np.int64], *, model: Model
         raise _invalid(f"prompt, output: token ids from 0 to {model.vocab_size - 1} needed")
     if len(ids) > model.max_model_len:
         raise _invalid(f"{len(ids)} tokens given, the model takes {model.max_model_len} (max_model_len)")
-    if len(ids) > num_slots:
-        raise _invalid(
-            f"{len(ids)} tokens given, the KV cache holds {num_slots}: "
-            "raise num_slots, kv_bytes or kv_cache_memory_fraction of the target worker"
-        )
+    if (fault := fit_fault(len(ids), num_slots)) is not None:
+        raise fault
     _check_sampling(request.sampling, model.vocab_size)
+
+
+def fit_fault(length: int, num_slots: int) -> SessionFault | None:
+    """Return the fault of a session of more tokens than there is KV for; None if it fits."""
+    if length <= num_slots:
+        return None
+    return _invalid(
+        f"{length} tokens given, the KV cache holds {num_slots}: "
+        "raise num_slots, kv_bytes or kv_cache_memory_fraction of the target worker"
+    )
+
+
+def check_bounds(sampling: SamplingSpec, *, logprobs: int, rates: int) -> None:
+    """Check that a device has room for a session's parameters.
+
+    Args:
+        sampling: the parameters.
+        logprobs: most alternatives with log probabilities.
+        rates: most rates of the synthetic rule.
+
+    Raises:
+        SessionFault: INVALID_ARGUMENT, with what is given and what fits.
+    """
+    given = {
+        "logprobs": (sampling.logprobs or 0, logprobs),
+        "synthetic_rates": (len(sampling.synthetic_rates) * sampling.is_synthetic, rates),
+    }
+    for name, (count, most) in given.items():
+        if count > most:
+            raise _invalid(f"sampling: {name}: {count} given, at most {most} needed")
 
 
 def _check_sampling(sampling: SamplingSpec, vocab_size: int) -> None:

@@ -153,7 +153,7 @@ class StepCost:
 
     @property
     def row_ns(self) -> float | None:
-        """What one more verified row takes; None where that is not known yet."""
+        """Nanoseconds that one more verified row takes; None while that is not known."""
         return self._alone.weights[1] / _ROWS if self._alone.observed >= _BELIEVED else None
 
     def beside(self, verify_rows: int, keys: int, *, most: int) -> PrefillAllowance:

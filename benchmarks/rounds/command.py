@@ -133,7 +133,7 @@ def prompt_at(text: Sequence[int], number: int, length: int) -> list[int]:
 
 @dataclass(kw_only=True)
 class _Cell:
-    """What was recorded of one cell, and the sessions of its last generation."""
+    """Records of one cell, and the sessions of its last generation."""
 
     recorder: Recorder
     lost: int
@@ -292,7 +292,7 @@ def _draft_device(options: argparse.Namespace) -> str:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """What is recorded stays, and going through it would hold rounds up."""
+    """Keep the collector from going through the records, which stay: that would hold rounds up."""
     gc.collect()
     gc.freeze()
     gc.disable()

@@ -1,4 +1,4 @@
-"""What grows the trees of measured rounds: recorded outputs, or a draft model on a thread of its own."""
+"""Drafters of measured rounds: recorded outputs, or a draft model on a thread of its own."""
 
 from __future__ import annotations
 

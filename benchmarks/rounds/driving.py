@@ -48,7 +48,7 @@ class BenchSession:
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """What a round has committed of a session.
+    """Tokens that a round has committed of a session.
 
     Attributes:
         number: of the session.
@@ -242,7 +242,7 @@ class Driver:
             loop.turn()
 
     def _measures(self, sessions: Sequence[BenchSession]) -> bool:
-        """Whether rounds count: all sessions run and, as far as that comes early, have grown."""
+        """True once rounds count: all sessions run and, as far as that comes early, have grown."""
         if len(self._open) < len(sessions) or not all(session.output for session in sessions):
             return False
         is_late = any(2 * len(session.output) > session.sampling.max_new_tokens for session in sessions)

@@ -27,7 +27,7 @@ _GREY, _BLACK, _RED = "#9aa5b1", "#222222", "#e45756"
 
 
 class Selected(NamedTuple):
-    """What became of a message of growth.
+    """Outcome of a message of growth.
 
     Attributes:
         written: the message.

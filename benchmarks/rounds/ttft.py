@@ -32,7 +32,7 @@ _ARRIVED_TOKENS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class TtftOptions:
-    """What arrives, and beside what.
+    """Prompts that arrive, and the sessions that run beside them.
 
     Attributes:
         folder: checkpoint of the target; None: the embedded one.
@@ -69,7 +69,7 @@ class Opening:
 
 @dataclass(kw_only=True)
 class Step:
-    """What a step has brought.
+    """Outcome of a step.
 
     Attributes:
         ended_s: when its results came, by `time.perf_counter`.

@@ -42,7 +42,7 @@ class RowState(enum.IntEnum):
 
     EMPTY = 0
     PREFILL = 1
-    """Of a target's pool: committed tokens before the root have no KV (cached < length - 1)."""
+    """In a target's pool: committed tokens before the root have no KV (cached < length - 1)."""
     RUNNING = 2
     HELD = 3
     """As far ahead of its client as it may be (`Pool.allow`)."""

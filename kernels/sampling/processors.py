@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from outrider.kernels.argument_checks import check_dtype, check_place
@@ -51,7 +52,7 @@ __all__ = [
 
 
 class ProcessorKind(enum.IntFlag):
-    """What changes the logits of a session."""
+    """Kinds of processors of a session, as bits."""
 
     PENALTIES = 1
     ADDITIVE = 2
@@ -73,7 +74,7 @@ _BLOCK, _WARPS = 2048, 4
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NodeProcessors:
-    """What changes the logits of each row's session. Build one with `allocate`.
+    """Processors of each row's session. Build one with `allocate`.
 
     Attributes:
         kinds: [S] int32, the bits of `ProcessorKind`.
@@ -112,8 +113,8 @@ class NodeProcessors:
         bias: Mapping[int, float] | None = None,
         allowed: Sequence[int] = (),
         bans_stops: bool = False,
-        prompt: Sequence[int] = (),
-        output: Sequence[int] = (),
+        prompt: Sequence[int] | npt.NDArray[np.int32] = (),
+        output: Sequence[int] | npt.NDArray[np.int32] = (),
     ) -> None:
         """Write all columns of a row that no launched step uses, on the current stream; the host may wait for that.
 
@@ -144,7 +145,7 @@ class NodeProcessors:
             values = torch.tensor(list(known.values()), dtype=torch.float32)
             additive.index_add_(0, self._ids(list(known)), values.to(additive.device))
 
-    def _ids(self, tokens: Sequence[int]) -> torch.Tensor:
+    def _ids(self, tokens: Sequence[int] | npt.NDArray[np.int32]) -> torch.Tensor:
         """The tokens of the vocabulary among these, on the device."""
         ids = np.asarray(tokens, np.int64)
         return torch.from_numpy(ids[(ids >= 0) & (ids < self.counts.shape[1])]).to(self.counts.device)

@@ -52,7 +52,7 @@ _REPORTED = 8
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Logprobs:
-    """What log probabilities of each line of logits need. Build one with `allocate`.
+    """Best logits and mass of each line, as log probabilities need them. Build one with `allocate`.
 
     Of lines that do not ask nothing is written.
 

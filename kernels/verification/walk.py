@@ -100,7 +100,7 @@ class RulesArrays(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WalkRules:
-    """What walks need to know of the sessions beyond the pool. Build one with `allocate`.
+    """Rules of the sessions that the pool does not hold. Build one with `allocate`.
 
     Attributes:
         level: [S] int32: the session takes part in rounds of this level and above.

@@ -105,12 +105,12 @@ class SamplingSpec:
 
     @property
     def bans_stops(self) -> bool:
-        """Whether stop tokens may not be chosen at first."""
+        """True if stop tokens may not be chosen at first."""
         return self.min_new_tokens > 0 and bool(self.stop_token_ids)
 
     @property
     def has_processors(self) -> bool:
-        """Whether logits are changed before the choice, by anything but a grammar."""
+        """True if anything but a grammar changes the logits before the choice."""
         return bool(self.has_penalties or self.logit_bias or self.allowed_token_ids or self.bans_stops)
 
     @functools.cached_property

@@ -39,7 +39,7 @@ class Bucket:
 
     @property
     def selected(self) -> tuple[int, int, int, int]:
-        """What `select` fills: rows, sessions, most rows of a session, most entries."""
+        """Bounds for `select`: rows, sessions, most rows of a session, most entries."""
         return self.rows, self.sessions, self.most, self.rows
 
 
@@ -64,7 +64,7 @@ def round_buckets(config: RoundConfig, *, on_gpu: bool) -> list[Bucket]:
 
 
 class RoundTimes:
-    """What rounds take, and what is worth verifying in that time.
+    """Learned times of rounds, and which bucket and nodes pay in that time.
 
     Args:
         buckets: the shapes.

@@ -80,7 +80,7 @@ class HostSession(Protocol):
 
     @property
     def grammar(self) -> SessionGrammar | None:
-        """What its output has to match; compiled by the time the session takes part in a round."""
+        """Grammar that its output has to match; compiled by the time the session takes part in a round."""
         ...
 
     @property
@@ -115,7 +115,7 @@ class HostRows:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Masks:
-    """What the grammars of a round allow.
+    """Tokens that the grammars of a round allow.
 
     Attributes:
         rows: [M] int32, the row of the step that each mask is of.

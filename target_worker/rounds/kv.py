@@ -15,7 +15,7 @@ from outrider.engine.prefix_cache import PrefixCache
 
 
 class RowKv:
-    """What rows hold of one slot table.
+    """Slots of the sessions' rows in one slot table.
 
     Args:
         slots: the table; its rows are those of the pool.
@@ -48,7 +48,7 @@ class RowKv:
 
     @property
     def remembers(self) -> bool:
-        """Whether what one session computes is found by others."""
+        """True if others find what one session computes."""
         return self._cache is not None
 
     def length(self, row: int) -> int:

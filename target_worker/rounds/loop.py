@@ -31,7 +31,7 @@ from outrider.kernels.verification.report import ReportColumn, RoundTime
 from outrider.kernels.verification.walk import MAX_RATES, Finish
 from outrider.log_output import about
 from outrider.sampling import SamplingSpec
-from outrider.target_worker.open_checks import check_open
+from outrider.target_worker.open_checks import check_bounds, check_open, fit_fault
 from outrider.target_worker.rounds import plan
 from outrider.target_worker.rounds.buckets import MAX_CHUNKS, RoundTimes
 from outrider.target_worker.rounds.config import RoundConfig
@@ -168,7 +168,7 @@ class RoundLoop:
             raise SessionFault(Code.FAILED_PRECONDITION, f"epoch {request.epoch} is over: {held.epoch} is open")
         ids = np.array([*request.prompt, *request.output], dtype=np.int64)
         check_open(request, ids, model=self._runner.info, num_slots=self._kv.num_slots)
-        check_bounds(request.sampling, logprobs=self._config.logprobs)
+        check_bounds(request.sampling, logprobs=self._config.logprobs, rates=MAX_RATES)
         if held is None and len(self._sessions) >= self._config.max_sessions:
             message = f"all {self._config.max_sessions} rows are taken: raise max_num_seqs"
             raise SessionFault(Code.RESOURCE_EXHAUSTED, message)
@@ -413,8 +413,8 @@ class RoundLoop:
                 finish = _end_at_stop(session, tokens, finish)
                 del accepted[len(tokens) :], drafters[len(tokens) :]
             session.commit(tokens)
-        if fault is None and finish is Finish.NONE and session.length > self._kv.num_slots:
-            fault = SessionFault(Code.INVALID_ARGUMENT, _too_long(session.length, self._kv.num_slots))
+        if finish is Finish.NONE:
+            fault = fit_fault(session.length, self._kv.num_slots)
         lost, session.lost = session.lost | int(read.columns[ReportColumn.LOST, number]), 0
         if tokens or lost or fault is not None:
             result = SessionResult(
@@ -594,28 +594,6 @@ class RoundLoop:
 
         compiled = self._grammars.start(sampling.grammar, sampling.grammar_end_ids, is_compiled)
         return SessionGrammar(compiled, sampling.grammar_end_ids)
-
-
-def check_bounds(sampling: SamplingSpec, *, logprobs: int) -> None:
-    """Refuse what the device has no room for.
-
-    Raises:
-        SessionFault: more log probabilities than `logprobs` alternatives, or more synthetic rates than `MAX_RATES`.
-    """
-    given = {
-        "logprobs": (sampling.logprobs or 0, logprobs),
-        "synthetic_rates": (len(sampling.synthetic_rates) * sampling.is_synthetic, MAX_RATES),
-    }
-    for name, (count, most) in given.items():
-        if count > most:
-            raise SessionFault(Code.INVALID_ARGUMENT, f"sampling: {name}: {count} given, at most {most} needed")
-
-
-def _too_long(length: int, num_slots: int) -> str:
-    return (
-        f"{length} tokens given, the KV cache holds {num_slots}: "
-        "raise num_slots, kv_bytes or kv_cache_memory_fraction of the target worker"
-    )
 
 
 def _fault_of(session: Session) -> SessionFault:

@@ -214,8 +214,8 @@ class RoundProgram:
         with torch.cuda.stream(self._side):
             for column, values in columns:
                 column[: len(values)].copy_(torch.from_numpy(values.copy()))
-            prompt = session.history[: session.prompt_len].tolist()
-            describe_processors(self._processors, row, sampling, prompt, session.output)
+            prompt, output = np.split(session.history[: session.length], [session.prompt_len])
+            describe_processors(self._processors, row, sampling, prompt, output)
         if self._side is not None:
             self._side.synchronize()
 

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from outrider.draft_distribution import DraftDistribution
 from outrider.grammar.matcher import SessionGrammar
 from outrider.kernels.verification.walk import Finish
-from outrider.sampling import SamplingSpec, VerificationRule
-from outrider.target_worker.rounds.host_part import bans_many_stops
+from outrider.sampling import SamplingSpec
+from outrider.target_worker.rounds.host_part import needs_host
 from outrider.target_worker.sessions import SessionFault, SessionKey, TokenLogprobs
 
 # Distributions of nodes that a session under `rejection` keeps: those of a chain, and of what is on its way.
@@ -21,7 +21,7 @@ _MOST_DISTRIBUTIONS = 512
 
 
 class Level(enum.IntEnum):
-    """What a session's choices need. A round serves the sessions of its own level and of lower ones."""
+    """Needs of a session's choices. A round serves the sessions of its own level and of lower ones."""
 
     PLAIN = 0
     """The logits alone."""
@@ -29,13 +29,6 @@ class Level(enum.IntEnum):
     """Processors, or log probabilities."""
     HOSTED = 2
     """A part of the host between forward pass and choices."""
-
-
-def level_of(sampling: SamplingSpec) -> Level:
-    """Return the level of sessions with these parameters."""
-    if sampling.grammar or sampling.rule is not VerificationRule.COUPLED or bans_many_stops(sampling):
-        return Level.HOSTED
-    return Level.PROCESSED if sampling.reads_logits else Level.PLAIN
 
 
 @dataclass(kw_only=True, eq=False)
@@ -89,7 +82,9 @@ class Session:
     stop_token_ids: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.level = level_of(self.sampling)
+        self.level = Level.PROCESSED if self.sampling.reads_logits else Level.PLAIN
+        if needs_host(self):
+            self.level = Level.HOSTED
         self.stop_token_ids = frozenset(self.sampling.stop_token_ids)
 
     @property

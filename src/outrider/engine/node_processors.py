@@ -2,12 +2,17 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from outrider.kernels.sampling.processors import NodeProcessors
 from outrider.sampling import SamplingSpec
 
+TokenIds = Sequence[int] | npt.NDArray[np.int32]
+
 
 def describe_processors(
-    processors: NodeProcessors, row: int, spec: SamplingSpec, prompt: Sequence[int], output: Sequence[int]
+    processors: NodeProcessors, row: int, spec: SamplingSpec, prompt: TokenIds, output: TokenIds
 ) -> None:
     """Write the columns of a row that no launched step uses, on the current stream; the host may wait for that.
 

@@ -31,7 +31,7 @@ class ForwardPass(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PackedShape:
-    """What another rank has to know of a pass.
+    """Shape of a pass, as another rank has to know it.
 
     Attributes:
         rows: R.
