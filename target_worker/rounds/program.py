@@ -394,8 +394,9 @@ class RoundProgram:
         self._compile()
         compiled = time.perf_counter()
         self.captured_ns += [0.0] * len(self.buckets)
+        stream = torch.cuda.Stream(self.device)
         for bucket in reversed(range(len(self.buckets))):
-            self._capture(bucket)
+            self._capture(bucket, stream)
         self._forget_rounds()
         captured = time.perf_counter()
         logger.info(
@@ -404,24 +405,24 @@ class RoundProgram:
         )  # fmt: skip
 
     def _compile(self) -> None:
-        """Compile what rounds need, several kernels at a time."""
+        """Compile what rounds need, several kernels at a time: rounds without sessions may run in any order."""
 
         def run(bucket: int) -> None:
-            with torch.inference_mode(), torch.cuda.device(self.device):
-                packed, lines = self._packed[bucket], self._lines[: self.buckets[bucket].rows]
-                logits = self._model.logits(packed, self.pool.table, lines, most=self._most(bucket))
-                self._choose(bucket, Level.PLAIN, logits, (), None)
+            with torch.cuda.device(self.device):
+                self.launch(bucket, Level.PLAIN, ())
+                if self._wide_bucket(bucket) == bucket:
+                    self.launch(bucket, Level.PROCESSED, ())
 
+        buckets = range(len(self.buckets))
         if self._model.ranks.world_size == 1:
             with ThreadPoolExecutor(_COMPILING_THREADS) as threads:
-                list(threads.map(run, range(len(self.buckets))))
-        # What all buckets share.
-        self.launch(0, Level.PROCESSED, ())
+                list(threads.map(run, buckets))
+        else:
+            for bucket in buckets:
+                run(bucket)
         torch.cuda.synchronize(self.device)
 
-    def _capture(self, bucket: int) -> None:
-        stream = torch.cuda.Stream(self.device)
-
+    def _capture(self, bucket: int, stream: torch.cuda.Stream) -> None:
         def capture(run: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._graph_pool, stream=stream, capture_error_mode="thread_local"):

@@ -21,12 +21,17 @@ from outrider.target_worker.rounds.session import SessionResult
 from outrider.target_worker.sessions import OpenRequest
 from outrider.target_worker.step_cost import PrefillAllowance, StepCost
 
+# Of the models: the fixture `device` sets it.
+DEVICE = "cpu"
+
 
 class FixedTimes(RoundTimes):
     """Every node is worth its row, and prompts are computed in chunks of a given size, however busy the machine is."""
 
     def __init__(self, config: RoundConfig, chunk: int) -> None:
-        super().__init__(round_buckets(config, on_gpu=False), StepCost(slowdown=0.3, prior_rows=32))
+        buckets = round_buckets(config, on_gpu=DEVICE == "cuda")
+        captured_ns = [1e6 + 1e3 * (bucket.rows + bucket.prefill) for bucket in buckets if len(buckets) > 1]
+        super().__init__(buckets, StepCost(slowdown=0.3, prior_rows=32), captured_ns)
         self._chunk = chunk
 
     @property
@@ -49,7 +54,9 @@ def make_loop(checkpoint: Path, **overrides: Any) -> RoundLoop:
 
 def make_runner(checkpoint: Path, *, decoder: bool | None = None, **overrides: Any) -> ModelRunner:
     """The model that `make_loop` runs."""
-    engine: dict[str, Any] = {"num_slots": 512, "max_num_seqs": 8, "torch_threads": 1}
+    engine: dict[str, Any] = {"num_slots": 512, "max_num_seqs": 8, "torch_threads": 1, "device": DEVICE}
+    if DEVICE == "cuda":
+        engine["dtype"] = "float32"
     engine |= {name: value for name, value in overrides.items() if name not in {*_ROUNDS, "chunk"}}
     most = overrides.get("max_session_rows", _ROUNDS["max_session_rows"])
     return ModelRunner(EngineConfig(model_path=checkpoint, max_tree_nodes=most, **engine), decoder=decoder)
@@ -108,6 +115,8 @@ class Driver:
         loop.wake = self._woken.set
         self._node_ids = itertools.count(1)
         self._makers: dict[int, tuple[TreeMaker, Sequence[int], int]] = {}
+        # By session, the epoch and the length that a tree was last grown for.
+        self._grown: dict[int, tuple[int, int]] = {}
 
     def open(
         self,
@@ -146,13 +155,19 @@ class Driver:
             )  # fmt: skip
 
     def turn(self) -> list[SessionResult]:
-        """Let one turn pass, and hand out its results."""
+        """Let one turn pass, and hand out its results; on a GPU, one more round has been read by then."""
         for number, decoded in self.decoded.items():
             if not decoded.is_over and (7, number) in self.loop.keys:
                 make_tree, expected, start = self._makers[number]
-                tree = make_tree(self._rng, expected[len(decoded.tokens) :])
-                self.grow(number, tree, as_of=start + len(decoded.tokens), epoch=self.loop.epoch_of((7, number)))
+                grown = self.loop.epoch_of((7, number)), start + len(decoded.tokens)
+                if self._grown.get(number) != grown:
+                    self._grown[number] = grown
+                    tree = make_tree(self._rng, expected[len(decoded.tokens) :])
+                    self.grow(number, tree, as_of=grown[1], epoch=grown[0])
+        read = self.loop.rounds_read
         results = self.loop.turn()
+        while DEVICE == "cuda" and self.loop.is_busy and self.loop.rounds_read == read:
+            results += self.loop.turn()
         for result in results:
             decoded = self.decoded[result.key[1]]
             decoded.tokens += result.tokens

@@ -35,11 +35,12 @@ from outrider.target_worker.sessions import Code
 
 pytest.importorskip("llguidance", reason="the extra `structured` is not installed")
 
+pytestmark = pytest.mark.usefixtures("device")
 __all__ = ["folder"]
 
 
 @pytest.fixture(scope="module")
-def loop(folder) -> RoundLoop:
+def loop(device, folder) -> RoundLoop:
     return make_loop(folder)
 
 

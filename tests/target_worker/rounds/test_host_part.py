@@ -549,6 +549,7 @@ def test_tokens_have_the_law_of_the_target(spec: SamplingSpec) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_on_a_gpu_the_same_comes_out_and_nothing_waits_for_it() -> None:
     chance = random.Random(8)
     outcomes = []

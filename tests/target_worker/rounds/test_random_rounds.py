@@ -4,6 +4,7 @@ import os
 import random
 from dataclasses import dataclass, replace
 
+import pytest
 from tests.target_worker.plain_decoding import plain_decode
 from tests.target_worker.rounds.driving import Driver, make_loop
 from tests.target_worker.verifying import adversarial_tree, no_tree, oracle_tree, random_tree
@@ -11,6 +12,7 @@ from tests.target_worker.verifying import adversarial_tree, no_tree, oracle_tree
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.rounds.loop import WITHOUT_LIMIT
 
+pytestmark = pytest.mark.usefixtures("device")
 # The whole test takes ten thousand of them.
 ROUNDS = int(os.environ.get("OUTRIDER_RANDOM_ROUNDS", "400"))
 SPECS = [

@@ -12,6 +12,8 @@ from transformers import LlamaForCausalLM
 
 from outrider.sampling import SamplingSpec
 
+pytestmark = pytest.mark.usefixtures("device")
+
 
 @pytest.fixture
 def other(checkpoint, tmp_path):

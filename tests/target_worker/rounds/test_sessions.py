@@ -20,11 +20,12 @@ from outrider.target_worker.rounds.config import RoundConfig
 from outrider.target_worker.rounds.loop import WITHOUT_LIMIT, RoundLoop
 from outrider.target_worker.sessions import Code, SessionFault
 
+pytestmark = pytest.mark.usefixtures("device")
 SYNTHETIC = SamplingSpec(verification=VerificationRule.SYNTHETIC)
 
 
 @pytest.fixture(scope="module")
-def loop(checkpoint) -> RoundLoop:
+def loop(device, checkpoint) -> RoundLoop:
     return make_loop(checkpoint)
 
 
@@ -122,7 +123,7 @@ def test_growth_that_was_lost_is_asked_for_until_it_is_sent_again(loop):
     for number in range(70):
         driver.grow(1, ([number % 61], [0]), as_of=len(PROMPT) + len(decoded.tokens), place=1)
         driver.grow(1, (list(range(60)), list(range(60))), as_of=len(PROMPT) + len(decoded.tokens), place=2)
-    while not decoded.results[-1].lost:
+    while not (decoded.results and decoded.results[-1].lost):
         driver.turn()
     assert decoded.results[-1].lost & 0b110
     assert not decoded.results[-1].lost & 0b1001

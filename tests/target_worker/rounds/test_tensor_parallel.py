@@ -1,4 +1,4 @@
-"""Rounds of a model that two processes share: gloo between them, a small model in float32."""
+"""Rounds of a model that two processes share: gloo or NCCL between them, a small model in float32."""
 
 import pytest
 import torch
@@ -28,7 +28,9 @@ def folder(tmp_path_factory):
     return made
 
 
-def test_two_ranks_give_the_tokens_of_one(folder):
+def test_two_ranks_give_the_tokens_of_one(device, folder):
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
     specs = [
         SamplingSpec(max_new_tokens=20),
         SamplingSpec(temperature=1.0, seed=5, max_new_tokens=20),
