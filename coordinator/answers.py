@@ -5,127 +5,40 @@ not trusted with the coordinator: ids that stand for nothing, numbers that no cl
 """
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from outrider.compiled import IS_COMPILED
-from outrider.coordinator.answer_kernels import is_usual
 from outrider.v1 import common_pb2, target_pb2
 from outrider.wire import floats_from_bytes
 
 # No step takes an hour, and no such number is to reach a mean or a counter.
 _LONGEST_STEP_NS = 3_600_000_000_000
 _MOST_ROWS = 1 << 24
-_ANY_TOKEN = 1 << 32
-_WITHOUT_TOKENS = {target_pb2.OUTCOME_DEFERRED, target_pb2.OUTCOME_ERROR, target_pb2.OUTCOME_ENDED}
 
 
-def check_verification(
-    response: target_pb2.VerifyResponse, node_counts: Mapping[int, int], *, vocab_size: int | None
-) -> None:
-    """A target's answer to a batch.
-
-    Args:
-        node_counts: nodes of the tree that each session of the batch sent.
-        vocab_size: of the model; None where it is not known.
+def check_results(response: target_pb2.RoundResults, *, vocab_size: int) -> None:
+    """Check what a target says of a round.
 
     Raises:
         ValueError: what is wrong.
     """
     check_report(response.report)
-    if IS_COMPILED and _is_usual(response, node_counts, vocab_size):
-        return
+    sessions = len(response.session_ids)
+    for name in ("epochs", "token_counts", "accepted_counts", "selected_counts", "finishes", "cached_tokens", "lost"):
+        if len(getattr(response, name)) != sessions:
+            raise ValueError(f"{name}: {len(getattr(response, name))} entries given of {sessions} sessions")
     _check_total("tokens", response.token_counts, len(response.tokens))
-    _check_total("accepted_nodes", response.accepted_counts, len(response.accepted_nodes))
-    if (
-        vocab_size is not None
-        and response.tokens
-        and (highest := int(np.array(response.tokens, dtype=np.int64).max())) >= vocab_size
-    ):
-        raise ValueError(f"token {highest} emitted, ids below {vocab_size} needed")
-    if len(set(response.session_ids)) < len(response.session_ids):
-        raise ValueError("a session is answered twice in one step")
-    if response.logprobs and max(entry.row for entry in response.logprobs) >= len(response.session_ids):
+    _check_total("accepted_sources", response.accepted_counts, len(response.accepted_sources))
+    if response.tokens and (highest := max(response.tokens)) >= vocab_size:
+        raise ValueError(f"token {highest} committed, ids below {vocab_size} needed")
+    if len(set(response.session_ids)) < sessions:
+        raise ValueError("a session is named twice in one round")
+    if any(map(operator.gt, response.accepted_counts, response.token_counts)):
+        raise ValueError("a session with more accepted nodes than tokens")
+    if response.logprobs and max(entry.row for entry in response.logprobs) >= sessions:
         raise ValueError("log probabilities of a row that there is not")
-    _check_outcomes(response)
-    if response.accepted_nodes:
-        _check_paths(response, node_counts)
-
-
-def _is_usual(response: target_pb2.VerifyResponse, node_counts: Mapping[int, int], vocab_size: int | None) -> bool:
-    """Whether all that were asked for, and nobody else, have got tokens, and nothing is wrong with these."""
-    if response.logprobs or list(response.session_ids) != list(node_counts):
-        return False
-    said = (response.outcomes, response.token_counts, response.accepted_counts)
-    if {len(column) for column in said} != {len(node_counts)}:
-        return False
-    outcomes, token_counts, accepted_counts, tokens, accepted = (
-        np.array(column, dtype=np.int64) for column in (*said, response.tokens, response.accepted_nodes)
-    )
-    nodes, most = np.array(list(node_counts.values()), dtype=np.int64), _ANY_TOKEN if vocab_size is None else vocab_size
-    outcome = target_pb2.OUTCOME_ACCEPTED
-    return is_usual(outcomes, token_counts, accepted_counts, tokens, accepted, nodes, outcome, most)
-
-
-def verified_counts(response: target_pb2.VerifyResponse, sent: Mapping[int, int]) -> dict[int, int]:
-    """Nodes of each session's tree in the answer to a batch that followed a step; `sent`: that it was chosen from.
-
-    Raises:
-        ValueError: not one of each session, or more than were sent.
-    """
-    if len(response.verified_counts) != len(response.session_ids):
-        raise ValueError(
-            f"verified_counts: {len(response.verified_counts)} entries given, {len(response.session_ids)} needed"
-        )
-    counts = dict(zip(response.session_ids, response.verified_counts, strict=True))
-    for session_id, count in counts.items():
-        if count > sent.get(session_id, count):
-            raise ValueError(f"{count} nodes of session {session_id} verified, {sent[session_id]} were sent")
-    return counts
-
-
-def check_additions(response: target_pb2.VerifyResponse, sent: int) -> None:
-    """Additions that the batch which follows this one is said to have got.
-
-    Raises:
-        ValueError: more than were sent.
-    """
-    if response.additions > sent:
-        raise ValueError(f"additions: {response.additions} given, {sent} were sent")
-
-
-def _check_outcomes(response: target_pb2.VerifyResponse) -> None:
-    """Accepted nodes have a token each, and there is mostly one behind them.
-
-    Where a root moves is found from both, here and for the batch that follows: they must not lead to two places.
-    """
-    columns = (response.outcomes, response.token_counts, response.accepted_counts)
-    if {len(column) for column in columns} != {len(response.session_ids)}:
-        raise ValueError(f"{len(response.session_ids)} sessions given, with {', '.join(map(str, map(len, columns)))}")
-    for outcome, emitted, accepted in zip(*columns, strict=True):
-        if outcome in _WITHOUT_TOKENS:
-            if emitted or accepted:
-                raise ValueError(
-                    f"{emitted} tokens and {accepted} nodes given of a session that is deferred or given up"
-                )
-        elif not emitted:
-            raise ValueError("a session that is neither deferred nor given up, and no token of it; one at least needed")
-        elif not accepted <= emitted <= accepted + 1:
-            raise ValueError(f"{emitted} tokens emitted for {accepted} accepted nodes; as many or one more needed")
-
-
-def _check_paths(response: target_pb2.VerifyResponse, node_counts: Mapping[int, int]) -> None:
-    nodes, before = list(response.accepted_nodes), 0
-    for session_id, count in zip(response.session_ids, response.accepted_counts, strict=True):
-        path, before = nodes[before : before + count], before + count
-        if not path:
-            continue
-        # Of the sessions that were not asked for nothing is taken.
-        most = node_counts.get(session_id, path[-1])
-        if path[0] < 1 or path[-1] > most or any(map(operator.ge, path, path[1:])):
-            raise ValueError(f"nodes {path[:8]} accepted of a tree of {most}; ascending ones from 1 needed")
 
 
 def _check_total(name: str, counts: Sequence[int], entries: int) -> None:

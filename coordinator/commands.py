@@ -21,7 +21,6 @@ from outrider.growth_source import WORDS, GrowthSource, sources_from_proto
 from outrider.security.commands import TlsCa, TokenPath, client_options
 from outrider.tracing import exporting
 from outrider.v1 import common_pb2, generation_pb2, registry_pb2
-from outrider.wire import floats_from_bytes
 
 DEFAULT_ENDPOINT = "127.0.0.1:50051"
 
@@ -250,16 +249,11 @@ def round_dict(record: generation_pb2.Round) -> dict[str, Any]:
         "index": record.index,
         "step": record.step,
         "length": record.length,
-        "submitted_ns": record.submitted_ns,
         "result_ns": record.result_ns,
-        "waited_ns": record.waited_ns,
         "step_ns": record.step_ns,
         "forward_ns": record.forward_ns,
-        "ahead_ns": record.ahead_ns if record.HasField("ahead_ns") else None,
-        "node_tokens": list(record.node_tokens),
-        "node_parents": list(record.node_parents),
-        "node_values": floats_from_bytes(record.node_values).tolist(),
-        "accepted_nodes": list(record.accepted_nodes),
+        "selected": record.selected,
+        "accepted": record.accepted,
         "emitted_token_ids": list(record.emitted_token_ids),
         "growth": [
             {
@@ -267,8 +261,6 @@ def round_dict(record: generation_pb2.Round) -> dict[str, Any]:
                 "arrived_ns": arrival.arrived_ns,
                 "as_of": arrival.as_of,
                 "nodes": arrival.nodes,
-                "grafted": arrival.grafted,
-                "during_verify": arrival.during_verify,
             }
             for arrival in record.growth
         ],

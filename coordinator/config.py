@@ -5,15 +5,12 @@ import math
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
 
 from outrider.addresses import check_address
 from outrider.metrics.options import check_metrics_options
 from outrider.models import embedded_target_path
 from outrider.security.binding import check_bind
 from outrider.security.tls import TlsConfig
-
-RoundTiming = Literal["learned", "wait", "never-wait", "two-groups", "ahead"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +38,7 @@ class CoordinatorConfig:
         max_live_nodes: most nodes that a draft may hold for a choice.
         drafts_per_session: draft workers of each source that grow one choice's tree in async mode, where there are as
             many.
-        verify_wait_cap_ms: longest that a free target waits for growth in async mode.
         sync_wait_cap_ms: longest that a round of sync mode waits for its tree; after that it goes with what is there.
-        fair_slowdown: how many times slower a choice may expect to go on than if nobody's trees were verified.
-        ahead: send a batch before the step before it has ended, where that is faster: the target goes on at once with
-            what of it hangs below that step's tokens. Tokens are the same.
-        rounds: how rounds are timed: learned tries all ways and keeps to the quickest, the others keep to one of them,
-            for measurements (docs/scheduling.md).
         heartbeat_interval_ms: how often a worker reports.
         lease_ms: silence after which a worker counts as lost.
         step_timeout_s: least time after which a target counts as lost whose step does not come back; otherwise 10 times
@@ -106,11 +97,7 @@ class CoordinatorConfig:
     sync_depth: int = 8
     max_live_nodes: int = 256
     drafts_per_session: int = 1
-    verify_wait_cap_ms: float = 3.0
     sync_wait_cap_ms: float = 1000.0
-    fair_slowdown: float = 1.5
-    ahead: bool = True
-    rounds: RoundTiming = "learned"
     heartbeat_interval_ms: int = 500
     lease_ms: int = 2000
     step_timeout_s: float = 5.0
@@ -148,7 +135,6 @@ class CoordinatorConfig:
         if self.worker_port is not None and not 0 <= self.worker_port <= 65535:
             raise ValueError(f"worker_port: {self.worker_port} given, 0 to 65535 needed")
         self._check_doors()
-        self._check_rounds()
         _check_vllm_extra(needed=self.vllm_grpc)
         for name in _AT_LEAST_ONE:
             value = getattr(self, name)
@@ -164,8 +150,6 @@ class CoordinatorConfig:
         ):  # fmt: skip
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}: {getattr(self, name)} given, more than 0 needed")
-        if not 1 <= self.fair_slowdown < math.inf:
-            raise ValueError(f"fair_slowdown: {self.fair_slowdown} given, 1 or more needed")
         if self.max_live_nodes < self.max_nodes:
             raise ValueError(
                 f"max_live_nodes: {self.max_live_nodes} given, at least max_nodes ({self.max_nodes}) needed"
@@ -175,12 +159,6 @@ class CoordinatorConfig:
                 f"lease_ms: {self.lease_ms} given, at least twice heartbeat_interval_ms "
                 f"({self.heartbeat_interval_ms}) needed"
             )
-
-    def _check_rounds(self) -> None:
-        if self.rounds not in get_args(RoundTiming):
-            raise ValueError(f"rounds: {self.rounds!r} given, one of {', '.join(get_args(RoundTiming))} needed")
-        if self.rounds == "ahead" and not self.ahead:
-            raise ValueError("rounds: ahead given, and no batch may be sent ahead (ahead is off)")
 
     def _check_doors(self) -> None:
         check_bind(self.host, insecure=self.insecure, tls_ca=self.tls, token_file=self.token_file)
@@ -259,7 +237,7 @@ _AT_LEAST_ONE = (
     "heartbeat_interval_ms",
     "quarantine_losses",
 )
-_NOT_NEGATIVE = ("max_queue", "max_queue_wait_s", "verify_wait_cap_ms", "target_wait_s", "room_wait_s", "drain_s")
+_NOT_NEGATIVE = ("max_queue", "max_queue_wait_s", "target_wait_s", "room_wait_s", "drain_s")
 
 
 def _check_vllm_extra(*, needed: bool) -> None:

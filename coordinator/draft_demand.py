@@ -12,6 +12,9 @@ differences over windows of their own. docs/autoscaling.md has the formula that 
 
 from dataclasses import dataclass, fields
 
+import numpy as np
+
+from outrider.coordinator.messages import GrowthBatch
 from outrider.v1 import generation_pb2
 
 
@@ -45,12 +48,16 @@ class DraftDemand:
     grown_sessions: int = 0
     expanded_nodes: int = 0
 
-    def note_growth(self, *, sessions: int, expanded: int, step_ns: float) -> None:
+    def note_growth(self, step_ns: float, growth: GrowthBatch) -> None:
         """One message of growth."""
+        if not growth.is_step or not len(growth.node_ids):
+            return
         self.draft_steps += 1
         self.draft_ns += step_ns
-        self.grown_sessions += sessions
-        self.expanded_nodes += expanded
+        self.grown_sessions += len(growth.session_ids)
+        # Nodes of one step that have the same parent were grown by expanding it.
+        sessions = np.repeat(np.arange(len(growth.session_ids)), growth.node_counts)
+        self.expanded_nodes += len(np.unique(sessions << 32 | growth.parents))
 
     def note_target_round(self, *, round_ns: float, plain_ns: float) -> None:
         """One round of a target: what it took, and what it would have taken without trees."""

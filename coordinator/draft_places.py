@@ -12,9 +12,9 @@ from dataclasses import replace
 
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.draft_peer import DraftPeer
-from outrider.coordinator.lane import TargetLane
-from outrider.coordinator.messages import SpeculationMode
-from outrider.coordinator.session import Session
+from outrider.coordinator.messages import PlaceChange, SpeculationMode
+from outrider.coordinator.session import PLACES, Session
+from outrider.coordinator.target_peer import TargetPeer
 from outrider.growth_source import ALL_SOURCES, GrowthSource
 
 _CHAIN_SOURCES = frozenset({GrowthSource.MODEL})
@@ -27,7 +27,7 @@ class DraftPlaces:
         config: see there.
         drafts: by worker id; a live view.
         sessions: by session id; a live view.
-        lanes: targets by worker id; a live view.
+        targets: by worker id; a live view.
     """
 
     def __init__(
@@ -35,9 +35,9 @@ class DraftPlaces:
         config: CoordinatorConfig,
         drafts: Mapping[str, DraftPeer],
         sessions: Mapping[int, Session],
-        lanes: Mapping[str, TargetLane],
+        targets: Mapping[str, TargetPeer],
     ) -> None:
-        self._config, self._drafts, self._sessions, self._lanes = config, drafts, sessions, lanes
+        self._config, self._drafts, self._sessions, self._targets = config, drafts, sessions, targets
 
     def assign(self, session: Session) -> None:
         """Gives a session the drafts that it lacks, as far as there is room."""
@@ -61,9 +61,11 @@ class DraftPlaces:
         wanted = self._wanted(session)
         if not wanted or (len(kinds) == 1 and len(session.draft_epochs) >= wanted):
             return
-        has_one = session.mode is SpeculationMode.SYNC or session.mirror.is_chain
+        has_one = session.mode is SpeculationMode.SYNC or session.is_chain
         for source in sorted(self._sources(session) & frozenset().union(*kinds)):
             while self._count(session, source) < wanted and not (has_one and session.draft_epochs):
+                if None not in session.places:
+                    return
                 peers = self._open_to(session, source)
                 if peers:
                     peer = min(peers, key=lambda peer: len(peer.sessions))
@@ -72,33 +74,38 @@ class DraftPlaces:
                 self._open(session, peer)
 
     def _open(self, session: Session, peer: DraftPeer) -> None:
-        opening = session.opening(max_live_nodes=self._config.max_live_nodes)
+        wanted = self._wanted(session) * len(self._sources(session))
+        # Together the places of a session hold no more than the target's pool.
+        live = max(self._config.max_live_nodes // min(max(wanted, 1), PLACES), 1)
+        opening = session.opening(max_live_nodes=live)
         if session.mode is SpeculationMode.ASYNC:
             # Growth goes on below a tree that is being verified, and below the target's own token after it: with a
             # tree's own depth a draft would stand still, once it is as deep as that, until the answer is there.
             opening = replace(opening, max_depth=2 * (opening.max_depth + 1))
-        session.join_draft(peer.worker_id, peer.number, opening.epoch)
+        place = session.join_draft(peer.worker_id, opening.epoch)
         peer.sessions.add(session.session_id)
+        if (target := self._targets.get(session.target_id or "")) is not None:
+            target.change_place(session, place, PlaceChange.TAKEN)
         peer.link.open_session(opening)
+
+    def leave(self, session: Session, worker_id: str) -> None:
+        """A draft grows a session's tree no more."""
+        place = session.leave_draft(worker_id)
+        if place is not None and (target := self._targets.get(session.target_id or "")) is not None:
+            target.change_place(session, place, PlaceChange.LEFT)
 
     def _wanted(self, session: Session) -> int:
         """Drafts for each source."""
-        if session.mode is SpeculationMode.OFF or self._is_resident(session):
+        if session.mode is SpeculationMode.OFF:
             return 0
-        if session.mode is SpeculationMode.SYNC or session.mirror.is_chain:
+        if session.mode is SpeculationMode.SYNC or session.is_chain:
             return 1
         return self._config.drafts_per_session
-
-    def _is_resident(self, session: Session) -> bool:
-        """Whether its target drafts for it in its own graph: what others grew would not be sent."""
-        return session.lets_target_draft and any(
-            lane.one_graph and session.session_id in lane.sessions for lane in self._lanes.values()
-        )
 
     @staticmethod
     def _sources(session: Session) -> frozenset[GrowthSource]:
         """Those that have something to say to it: a chain is drawn by a model."""
-        return session.request.sources & _CHAIN_SOURCES if session.mirror.is_chain else session.request.sources
+        return session.request.sources & _CHAIN_SOURCES if session.is_chain else session.request.sources
 
     def _count(self, session: Session, source: GrowthSource) -> int:
         """Drafts that grow a session's tree by this source."""
@@ -125,7 +132,7 @@ class DraftPlaces:
                 other = self._sessions[session_id]
                 if self._count(other, source) > 1:
                     peer.link.close_session(session_id, other.draft_epochs[worker_id])
-                    other.leave_draft(worker_id)
+                    self.leave(other, worker_id)
                     peer.sessions.discard(session_id)
                     return peer
         return None

@@ -5,22 +5,16 @@ Nobody waits for a draft: a slow, dead or absent one costs speed and nothing els
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
-from outrider.coordinator import growth_arrival
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.draft_peer import DraftPeer
 from outrider.coordinator.draft_places import DraftPlaces
-from outrider.coordinator.lane import TargetLane
 from outrider.coordinator.links import DraftLink
-from outrider.coordinator.messages import GrowthBatch
 from outrider.coordinator.session import Session
 from outrider.coordinator.shared_places import SharedPlaces
+from outrider.coordinator.target_peer import TargetPeer
 from outrider.growth_source import GrowthSource, sources_from_proto
 from outrider.v1 import common_pb2, registry_pb2
-
-if TYPE_CHECKING:
-    from outrider.coordinator.totals import Totals
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +25,7 @@ class Drafts:
     Args:
         config: see there.
         sessions: by session id; a live view.
-        lanes: targets by worker id; a live view.
-        totals: where growth is counted.
+        targets: by worker id; a live view.
 
     Attributes:
         peers: by worker id.
@@ -42,13 +35,12 @@ class Drafts:
         self,
         config: CoordinatorConfig,
         sessions: Mapping[int, Session],
-        lanes: Mapping[str, TargetLane],
-        totals: "Totals",
+        targets: Mapping[str, TargetPeer],
     ) -> None:
         self.peers: dict[str, DraftPeer] = {}
-        self._sessions, self._lanes, self._totals = sessions, lanes, totals
+        self._sessions, self._targets = sessions, targets
         self._shared: dict[str, SharedPlaces] = {}
-        self._places = DraftPlaces(config, self.peers, sessions, lanes)
+        self._places = DraftPlaces(config, self.peers, sessions, targets)
 
     def add(self, worker_id: str, link: DraftLink, limits: registry_pb2.WorkerLimits, sources: Iterable[int]) -> None:
         """A draft worker is ready; sessions without one are given to it. `sources` as its introduction has them."""
@@ -79,14 +71,9 @@ class Drafts:
 
     def _take_from(self, peer: DraftPeer, sessions: Sequence[Session]) -> None:
         for session in sessions:
-            session.leave_draft(peer.worker_id)
+            self._places.leave(session, peer.worker_id)
         peer.sessions.clear()
         self._places.assign_all(sessions)
-        self._notify_all()
-
-    def _notify_all(self) -> None:
-        for lane in self._lanes.values():
-            lane.notify()
 
     def hear(self, worker_id: str, load: common_pb2.WorkerLoad) -> None:
         """A worker's heartbeat; one that is no draft is not meant."""
@@ -102,7 +89,7 @@ class Drafts:
 
     def assign_all(self) -> None:
         """The same for all that are placed at a target."""
-        self._places.assign_all(session for lane in self._lanes.values() for session in lane.sessions.values())
+        self._places.assign_all(session for target in self._targets.values() for session in target.sessions.values())
 
     def let_go(self, session: Session) -> bool:
         """Takes a session's places away, and closes it at its drafts; whether it had one."""
@@ -112,35 +99,32 @@ class Drafts:
             peer.link.close_session(session.session_id, epoch)
         had_draft = bool(session.draft_epochs)
         for worker_id in list(session.draft_epochs):
-            session.leave_draft(worker_id)
+            self._places.leave(session, worker_id)
         return had_draft
 
     def speculating(self) -> tuple[int, int]:
         """Sessions at a target that some draft could grow, and those of them that nobody grows."""
         grown = frozenset({GrowthSource.MODEL}).union(*(peer.sources for peer in self.peers.values()))
         has_growth = [
-            bool(session.draft_epochs) or session.is_target_drafted
-            for lane in self._lanes.values()
-            for session in lane.sessions.values()
+            bool(session.draft_epochs)
+            for target in self._targets.values()
+            for session in target.sessions.values()
             if session.may_speculate and session.request.sources & grown
         ]
         return len(has_growth), has_growth.count(False)
 
-    # --------------------------------------------------------------------------------------------- what comes from them
+    def ask_again(self, session: Session, place: int) -> None:
+        """Have the draft at a place send its live tree again, unless that is under way."""
+        worker_id = session.places[place]
+        if worker_id is not None and place not in session.asked_again:
+            session.asked_again.add(place)
+            self.peers[worker_id].link.ask_again(session.session_id, session.draft_epochs[worker_id])
 
-    def take_growth(self, worker_id: str, growth: GrowthBatch) -> None:
-        """Growth has arrived; it may be late, for sessions that have ended, or of old epochs."""
-        peer = self.peers.get(worker_id)
-        nodes = len(growth.node_ids)
-        self._totals.serving.grown_nodes += nodes
-        if peer is None:
-            self._totals.dropped_nodes += nodes
-            return
-        sessions = growth_arrival.take_growth(peer, growth, self._sessions, drafts=self.peers, totals=self._totals)
-        for lane in self._lanes.values():
-            if any(session is not None and session.session_id in lane.sessions for session in sessions):
-                lane.extend_ahead()
-                lane.notify()
+    def ask_all_again(self, session: Session) -> None:
+        """Have all its drafts do so: another target serves it."""
+        session.asked_again.clear()
+        for place in range(len(session.places)):
+            self.ask_again(session, place)
 
     def take_error(self, worker_id: str, session_id: int, epoch: int, message: str) -> None:
         """A draft cannot serve a session: it goes on without this draft."""
@@ -148,8 +132,7 @@ class Drafts:
         if session is None or peer is None or session.draft_epochs.get(worker_id) != epoch:
             return
         logger.info("draft %s gave up session %d: %s", worker_id, session_id, message, extra=session.ids)
-        session.leave_draft(worker_id)
+        self._places.leave(session, worker_id)
         peer.sessions.discard(session_id)
         session.refused_by.add(worker_id)
         self._places.assign(session)
-        self._notify_all()

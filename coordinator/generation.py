@@ -15,8 +15,9 @@ from outrider.coordinator.messages import (
     TokenDelta,
 )
 from outrider.coordinator.request_times import RequestTimes
-from outrider.coordinator.source_mix import NO_COUNTS, by_source
+from outrider.coordinator.source_counts import source_counts
 from outrider.errors import OutriderError
+from outrider.growth_source import GrowthSource
 
 if TYPE_CHECKING:
     from outrider.coordinator.session import Session
@@ -109,13 +110,11 @@ class Generation:
         )
 
     def _source_counts(self) -> list[SourceCounts]:
-        grafted, drafted, accepted, mixed = 0, 0, 0, NO_COUNTS
-        for session in self.sessions:
-            grafted += session.grafted_nodes
-            drafted += session.drafted_tokens
-            accepted += session.accepted_tokens
-            mixed = mixed + session.mirror.source_counts
-        return by_source((grafted, drafted, accepted), mixed)
+        grown, accepted = (
+            {source: sum(getattr(session, name)[source] for session in self.sessions) for source in GrowthSource}
+            for name in ("grown", "accepted_of")
+        )
+        return source_counts(grown, sum(session.drafted_tokens for session in self.sessions), accepted)
 
     @property
     def error(self) -> OutriderError | None:

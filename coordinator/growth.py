@@ -1,4 +1,4 @@
-"""Growth as it comes from a worker, a draft or a target that drafts itself: from the message to columns."""
+"""Growth as it comes from a draft worker: from the message to columns."""
 
 from collections.abc import Sequence
 
@@ -34,12 +34,15 @@ def growth_batch(message: draft_pb2.DraftGrowth, vocab_size: int) -> GrowthBatch
     if len(tokens) and tokens.max() >= vocab_size:
         worst = int(tokens.argmax())
         raise ValueError(f"node {node_ids[worst]} has token {tokens[worst]}, ids below {vocab_size} needed")
+    none = [False] * len(message.session_ids)
     growth = GrowthBatch(
         session_ids=list(message.session_ids),
         epochs=list(message.epochs),
         as_of=list(message.as_of),
         node_counts=list(message.node_counts),
-        complete=list(message.complete) or [False] * len(message.session_ids),
+        complete=list(message.complete) or none,
+        forgot=list(message.forgot) or none,
+        again=list(message.again) or none,
         node_ids=node_ids,
         parents=parents,
         tokens=tokens,
@@ -51,7 +54,8 @@ def growth_batch(message: draft_pb2.DraftGrowth, vocab_size: int) -> GrowthBatch
     )
     sessions, nodes = len(growth.session_ids), sum(growth.node_counts)
     told = [] if growth.sources is None else [growth.sources]
-    lengths = {len(column) for column in (growth.epochs, growth.as_of, growth.node_counts, growth.complete)}
+    columns = (growth.epochs, growth.as_of, growth.node_counts, growth.complete, growth.forgot, growth.again)
+    lengths = {len(column) for column in columns}
     if lengths != {sessions} or {len(column) for column in (node_ids, parents, tokens, growth.acceptance, *told)} != {
         nodes
     }:

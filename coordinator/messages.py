@@ -1,14 +1,14 @@
-"""What travels between the coordinator's parts: plain data, no protocol buffers, no gRPC.
+"""What travels between the coordinator's parts: plain data, no gRPC.
 
-service ── GenerationRequest ──> scheduler ── TreeSubmission ──> target
-service <── TokenDelta, RoundRecord, GenerationResult ── scheduler <── SessionVerdict ── target
-                                                         scheduler <── Growth ── draft
+service ── GenerationRequest ──> scheduler ── SessionOpening, GrowthBatch ──> target
+service <── TokenDelta, RoundRecord, GenerationResult ── scheduler <── RoundResults ── target
+                                                         scheduler <── GrowthBatch ── draft
 """
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from outrider.draft_distribution import DraftDistribution
 from outrider.growth_source import ALL_SOURCES, GrowthSource
 from outrider.sampling import SamplingSpec
+from outrider.v1 import target_pb2
 
 if TYPE_CHECKING:
     from outrider.coordinator.request_trace import RequestTrace
@@ -113,39 +114,35 @@ class TokenDelta:
 
 @dataclass(frozen=True, kw_only=True)
 class GrowthArrival:
-    """One message of growth as it reached a session's mirror."""
+    """One message of growth as it reached the coordinator."""
 
     worker_id: str
     arrived_ns: int
     as_of: int
     nodes: int
-    grafted: int
-    during_verify: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundRecord:
-    """One verification of one choice, for traces; times are of the monotonic clock.
+    """One round of one choice, for traces; times are of the monotonic clock.
 
-    `waited_ns` as of `Flight`, and `held_ns` too. `ahead_ns` as of `VerifyResult`; None if it was not sent ahead.
+    Attributes:
+        length: committed tokens before.
+        selected: nodes that were verified.
+        accepted: of these.
+        growth: that has come since the round before.
     """
 
     index: int
     step: int
     length: int
-    submitted_ns: int
     result_ns: int
-    waited_ns: int
     step_ns: int
     forward_ns: int
-    node_tokens: Sequence[int]
-    node_parents: Sequence[int]
-    node_values: Sequence[float]
-    accepted_nodes: Sequence[int]
+    selected: int
+    accepted: int
     emitted_token_ids: Sequence[int]
-    growth: Sequence[GrowthArrival]
-    held_ns: int = 0
-    ahead_ns: int | None = None
+    growth: Sequence[GrowthArrival] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,27 +212,18 @@ class SessionOpening:
     max_live_nodes: int
     max_depth: int
     sync_nodes: int
+    sync_wait_ms: float = 0.0
     traceparent: str = ""
     weights: str = ""
     sources: frozenset[GrowthSource] = ALL_SOURCES
 
 
-class TreeSubmission(NamedTuple):
-    """One session's tree in a batch.
+class PlaceChange(IntEnum):
+    """What becomes of the place that a draft has in a session at its target; the numbers are those of target.proto."""
 
-    Attributes:
-        parents: [n] as numbered by `outrider.tree.parent_numbers`.
-        distributions: [n] the q each token was drawn from, None where the rule needs none.
-        resident: the tree is what the target has drafted itself; none is sent.
-    """
-
-    session_id: int
-    epoch: int
-    length: int
-    tokens: Sequence[int]
-    parents: Sequence[int]
-    distributions: Sequence[DraftDistribution | None] = ()
-    resident: bool = False
+    TAKEN = target_pb2.PLACE_CHANGE_TAKEN
+    LEFT = target_pb2.PLACE_CHANGE_LEFT
+    RESENT = target_pb2.PLACE_CHANGE_RESENT
 
 
 class FaultKind(StrEnum):
@@ -258,54 +246,50 @@ class SessionFault(NamedTuple):
     message: str
 
 
-class SessionVerdict(NamedTuple):
-    """What the target says of one session's tree.
+class Outcome(NamedTuple):
+    """What a round has given one session.
 
     Attributes:
-        deferred: nothing was emitted, submit again.
-        fault: None, or why the session is closed at the worker.
-        accepted_nodes: numbers (from 1) in the submitted tree, root to leaf.
-        token_ids: emitted tokens.
-        cached_tokens: of the prompt, tokens whose KV the target had, where tokens were emitted.
+        token_ids: [m] committed.
+        accepted: nodes among them.
+        selected: nodes that were verified.
+        sources: [accepted] bit set of the sources that had proposed the node, bit 2^source for each.
+        is_over: whether the target has ended the session.
+        cached_tokens: of the prompt, tokens whose KV the target had.
+        lost: bit set of the places whose growth was lost.
     """
 
     session_id: int
     epoch: int
-    deferred: bool = False
-    fault: SessionFault | None = None
-    accepted_nodes: Sequence[int] = ()
-    token_ids: Sequence[int] = ()
-    logprobs: TokenLogprobs | None = None
+    token_ids: Sequence[int]
+    accepted: int = 0
+    selected: int = 0
+    sources: Sequence[int] = ()
+    is_over: bool = False
     cached_tokens: int = 0
-
-
-class ResidentCount(NamedTuple):
-    """Nodes that a target drafted for a session, verified and accepted in one round."""
-
-    drafted: int
-    accepted: int
+    lost: int = 0
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifyResult:
-    """One step's verdicts, in the order of the batch, and what it cost; and what the target drafted behind them.
+class RoundResults:
+    """What one round of a target has given its sessions here.
 
-    Of sessions whose draft stays on the target, `resident` has the nodes by session id, where there are any: their
-    verdicts name none. Of a batch that followed a step, `verified` has the nodes of each session's tree by session id,
-    and `ahead_ns` says how long it lay at the target before that step ended (negative: it came later). `additions` is
-    of the batch that follows this one: what it had got by then.
+    Attributes:
+        outcomes: by session.
+        faults: (session id, epoch, why) of sessions that the target has closed or not opened.
+        step_ns: from the round's begin to its end.
+        forward_ns: of these, the model's forward and the choices.
+        rows: of the forward.
+        number: of the message on this stream, from 1.
     """
 
-    step: int
-    verdicts: Sequence[SessionVerdict]
-    step_ns: int
-    forward_ns: int
-    step_tokens: int
-    growth: "GrowthBatch | None" = None
-    resident: Mapping[int, ResidentCount] | None = None
-    verified: Mapping[int, int] | None = None
-    ahead_ns: int = 0
-    additions: int = 0
+    outcomes: Sequence[Outcome]
+    faults: Sequence[tuple[int, int, SessionFault]] = ()
+    step_ns: int = 0
+    forward_ns: int = 0
+    rows: int = 0
+    number: int = 0
 
 
 class Commit(NamedTuple):
@@ -375,6 +359,8 @@ class GrowthBatch:
         as_of: [S] as of `Growth`, like all that follows.
         node_counts: [S]
         complete: [S]
+        forgot: [S] earlier node ids mean nothing any more.
+        again: [S] the session's live tree is sent again from here on.
         node_ids: [N]
         parents: [N]
         tokens: [N]
@@ -396,6 +382,8 @@ class GrowthBatch:
     distributions: Sequence[DraftDistribution | None] = ()
     sources: npt.NDArray[np.int64] | None = None
     is_step: bool = True
+    forgot: Sequence[bool] = ()
+    again: Sequence[bool] = ()
 
     @classmethod
     def of(cls, growths: Sequence[Growth]) -> Self:
@@ -421,10 +409,20 @@ class GrowthBatch:
             sources=np.array(told) if any(growth.sources for growth in growths) else None,
         )
 
+    def sources_of(self, place: int) -> Mapping[GrowthSource, int]:
+        """Nodes of one session by the source that has grown them."""
+        if self.sources is None:
+            return {GrowthSource.MODEL: self.node_counts[place]}
+        told = self.sources[self._nodes_of(place)]
+        return {source: int((told == source).sum()) for source in GrowthSource}
+
+    def _nodes_of(self, place: int) -> slice:
+        start = sum(self.node_counts[:place])
+        return slice(start, start + self.node_counts[place])
+
     def of_session(self, place: int) -> Growth:
         """One session's part."""
-        start, count = sum(self.node_counts[:place]), self.node_counts[place]
-        nodes = slice(start, start + count)
+        nodes, count = self._nodes_of(place), self.node_counts[place]
         return Growth(
             session_id=self.session_ids[place],
             epoch=self.epochs[place],

@@ -8,14 +8,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import numpy as np
 from prometheus_client import CollectorRegistry
 
 from outrider import __version__
 from outrider.coordinator.access import Access
 from outrider.coordinator.messages import SourceCounts
 from outrider.coordinator.metrics_counts import ServingCounts
-from outrider.coordinator.mirror import TreeMirror
 from outrider.coordinator.registered_worker import RegisteredWorker
 from outrider.coordinator.scheduler import Scheduler
 from outrider.coordinator.totals import Totals
@@ -74,7 +72,6 @@ class CoordinatorMetrics:
         _describe_speculation(families, totals, positions=self._max_depth)
         _describe_sources(families, self._scheduler.source_counts())
         _describe_rounds(families, totals)
-        self._describe_mirrors(families)
         self._describe_workers(families, totals.serving)
 
     def _describe_load(self, families: Families) -> None:
@@ -83,19 +80,8 @@ class CoordinatorMetrics:
         families.gauge("num_requests_running", "Choices that are generated.", scheduler.running_sessions)
         families.gauge("num_requests_waiting", "Choices in the queue.", scheduler.waiting_requests)
         families.gauge("num_requests_stalled", "Choices that rest since nobody reads what they have.", stalled)
-
-    def _describe_mirrors(self, families: Families) -> None:
-        nodes, unanswered, undrafted = mirror_state(self._scheduler)
-        families.gauge("mirror_nodes", "Nodes of all sessions' trees in the coordinator.", nodes)
-        families.gauge("mirror_lag_commits", "Commits that no draft has spoken to yet, all sessions.", unanswered)
+        undrafted = scheduler.speculating_sessions()[1]
         families.gauge("undrafted_sessions", "Sessions that would speculate, and that nobody grows.", undrafted)
-        for worker_id, peer in self._scheduler.drafts.items():
-            families.gauge(
-                "draft_response_seconds",
-                "From a commit to the first growth that knows of it; an average that forgets.",
-                peer.response.mean_ns / _NS,
-                worker=worker_id,
-            )
 
     def _describe_workers(self, families: Families, counts: ServingCounts) -> None:
         workers = list(self._workers.values())
@@ -139,9 +125,7 @@ class CoordinatorMetrics:
             "accepted_tokens": totals.accepted_tokens,
             "accepted_per_position": accepted_per_position(depths, self._max_depth),
             "bare_rounds": counts.bare_drafted + counts.bare_undrafted,
-            "held_s": counts.held_ns / _NS,
             "step_s": counts.step.total / _NS,
-            "mirror_nodes": mirror_state(self._scheduler)[0],
             "refused": dict(counts.refused),
             "finished": dict(counts.finished),
             "workers": [
@@ -204,20 +188,6 @@ def accepted_per_position(depths: Mapping[int, int], positions: int) -> list[int
         positions: depths that are told; what is deeper counts at all of them.
     """
     return [sum(count for depth, count in depths.items() if depth > position) for position in range(positions)]
-
-
-def mirror_state(scheduler: Scheduler) -> tuple[int, int, int]:
-    """(nodes of all mirrors, commits that drafts have not spoken to, sessions without a draft that want one)."""
-    nodes, forest = 0, None
-    for session in scheduler.sessions:
-        if isinstance(session.mirror, TreeMirror):
-            forest = session.mirror.forest
-        else:
-            nodes += len(session.mirror.tokens)
-    if forest is not None:
-        nodes += int(np.count_nonzero(forest.depth))
-    unanswered = sum(session.unanswered_commits for session in scheduler.sessions if session.draft_epochs)
-    return nodes, unanswered, scheduler.speculating_sessions()[1]
 
 
 def _role(worker: RegisteredWorker) -> str:
@@ -300,19 +270,11 @@ def _describe_rounds(families: Families, totals: Totals) -> None:
     counts, demand = totals.serving, totals.demand
     families.counter("verify_steps", "Steps of targets.", totals.steps)
     families.counter("verify_rounds", "Rounds: a choice in a step.", totals.verify_steps)
-    families.counter("verify_deferred", "Rounds that a target put off, having no room.", counts.deferred)
-    families.counter("verify_ahead", "Steps whose batch was sent before the step before them had ended.", counts.ahead)
-    families.counter("verify_ahead_late", "Of these, those whose batch came after that.", counts.ahead_late)
-    families.counter("verify_additions", "Messages of growth behind such batches.", counts.ahead_additions)
-    families.counter("verify_additions_late", "Of these, those that came too late.", counts.ahead_additions_late)
-    families.counter("draft_exposed_seconds", "Time that free targets were held for drafts.", counts.held_ns / _NS)
     families.counter("target_seconds", "Time of all targets' rounds.", demand.target_ns / _NS)
     families.counter(
         "target_plain_seconds", "What they would have taken without speculation, as it seems.", demand.plain_ns / _NS
     )
-    parts = {"held": counts.held, "step": counts.step, "travel": counts.travel}
-    for part, values in parts.items():
-        families.histogram("round_part_seconds", "Where a round's time goes.", values, part=part)
+    families.histogram("target_round_seconds", "Rounds of targets.", counts.step)
     families.histogram("target_forward_seconds", "Of a step, the model's forward alone.", counts.forward)
     families.counter("failovers", "Choices whose target was lost, and that go on at another.", counts.failovers)
     families.counter("sessions_reopened", "Choices that a target lost, and that were opened anew.", counts.reopened)

@@ -8,8 +8,6 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from outrider.errors import (
     Forbidden,
     InternalError,
@@ -24,8 +22,9 @@ from outrider.errors import (
 from outrider.metrics.histogram import Histogram, request_seconds, step_seconds, token_seconds
 
 if TYPE_CHECKING:
-    from outrider.coordinator.commits import Committed
     from outrider.coordinator.generation import Generation
+    from outrider.coordinator.messages import RoundResults
+    from outrider.coordinator.totals import Taken
 
 # The first that fits counts: PoisonRequest may be one of the others, too.
 _REASONS: tuple[tuple[type[OutriderError], str], ...] = (
@@ -54,13 +53,7 @@ class ServingCounts:
             the sum of all that are above p.
         bare_undrafted: rounds of sessions that speculate, without a node since no draft grows for them.
         bare_drafted: the same, although a draft does: nothing had come, or none of it was worth its row.
-        deferred: trees that a target sent back, since it had no room.
-        ahead: batches that were sent before the step that they follow had ended, or so it was meant.
-        ahead_late: those of them that came later than that.
-        ahead_additions: messages with growth that were sent behind them,
-        ahead_additions_late: and those that came when the step had ended.
         grown_nodes: that drafts have sent.
-        held_ns: time that free targets were held for growth: what of drafting is not hidden behind verification.
         failovers: choices that went on at another target, or have to.
         reopened: choices that a worker lost, and that were opened anew.
         lost_workers: by role, whatever was no orderly end.
@@ -72,13 +65,7 @@ class ServingCounts:
     accepted_depths: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
     bare_undrafted: int = 0
     bare_drafted: int = 0
-    deferred: int = 0
-    ahead: int = 0
-    ahead_late: int = 0
-    ahead_additions: int = 0
-    ahead_additions_late: int = 0
     grown_nodes: int = 0
-    held_ns: int = 0
     failovers: int = 0
     reopened: int = 0
     lost_workers: dict[str, int] = field(default_factory=lambda: _zeros("draft", "target"))
@@ -94,36 +81,23 @@ class ServingCounts:
     whole: Histogram = field(default_factory=request_seconds)
     per_token: Histogram = field(default_factory=token_seconds)
     between_tokens: Histogram = field(default_factory=token_seconds)
-    held: Histogram = field(default_factory=step_seconds)
     step: Histogram = field(default_factory=step_seconds)
     forward: Histogram = field(default_factory=step_seconds)
-    travel: Histogram = field(default_factory=step_seconds)
 
-    def note_round(self, committed: "Committed") -> None:
+    def note_round(self, results: "RoundResults", taken: "Taken", now_ns: int) -> None:
         """One round of a target."""
-        flight, result, result_ns = committed.step
-        if flight.successor is not None:
-            self.ahead += 1
-            self.ahead_late += result.ahead_ns < 0
-            sent = len(flight.successor.additions)
-            self.ahead_additions += sent
-            self.ahead_additions_late += sent - flight.additions
-        self.held_ns += flight.waited_ns
-        self.held.observe(flight.waited_ns)
-        self.step.observe(result.step_ns)
-        self.forward.observe(result.forward_ns)
-        self.travel.observe(max(0, result_ns - flight.begun_ns - result.step_ns))
-        # Most sessions of a batch had their last tokens at one time.
-        for before_ns, sessions in Counter(committed.told_ns[committed.told_ns > 0].tolist()).items():
-            self.between_tokens.observe(result_ns - before_ns, sessions)
-        has_tree = committed.nodes > 0
-        for accepted, trees in Counter(committed.accepted[has_tree].tolist()).items():
-            self.accepted_depths[accepted] += trees
-        group = committed.group
-        is_bare = ~has_tree & (group.is_async | group.is_sync) & (group.ends - committed.lengths > 1)
-        drafted = int(np.count_nonzero(is_bare & committed.is_drafted))
-        self.bare_drafted += drafted
-        self.bare_undrafted += int(np.count_nonzero(is_bare)) - drafted
+        self.step.observe(results.step_ns)
+        self.forward.observe(results.forward_ns)
+        # Most sessions of a round had their last tokens at one time.
+        before = Counter(since_ns for session, _, since_ns in taken if session.verify_steps > 1)
+        for since_ns, sessions in before.items():
+            self.between_tokens.observe(now_ns - since_ns, sessions)
+        for session, outcome, _ in taken:
+            if outcome.selected:
+                self.accepted_depths[outcome.accepted] += 1
+            elif session.may_speculate:
+                self.bare_drafted += bool(session.draft_epochs)
+                self.bare_undrafted += not session.draft_epochs
 
     def note_refusal(self, error: OutriderError) -> None:
         """A request was refused before it began; for every door to call."""

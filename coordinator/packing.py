@@ -78,25 +78,15 @@ def _round(record: RoundRecord) -> generation_pb2.Round:
         index=record.index,
         step=record.step,
         length=record.length,
-        submitted_ns=record.submitted_ns,
         result_ns=record.result_ns,
-        waited_ns=record.waited_ns,
         step_ns=record.step_ns,
         forward_ns=record.forward_ns,
-        ahead_ns=record.ahead_ns,
-        node_tokens=record.node_tokens,
-        node_parents=record.node_parents,
-        node_values=floats_to_bytes(record.node_values),
-        accepted_nodes=record.accepted_nodes,
+        selected=record.selected,
+        accepted=record.accepted,
         emitted_token_ids=record.emitted_token_ids,
         growth=[
             generation_pb2.GrowthArrival(
-                worker_id=arrival.worker_id,
-                arrived_ns=arrival.arrived_ns,
-                as_of=arrival.as_of,
-                nodes=arrival.nodes,
-                grafted=arrival.grafted,
-                during_verify=arrival.during_verify,
+                worker_id=arrival.worker_id, arrived_ns=arrival.arrived_ns, as_of=arrival.as_of, nodes=arrival.nodes
             )
             for arrival in record.growth
         ],

@@ -246,6 +246,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
                 address,
                 incarnation=self._incarnation,
                 vocab_size=worker.introduction.model.vocab_size,
+                on_results=_bind_first(self._scheduler.take_results, worker.worker_id),
                 on_lost=worker.lose,
                 tls=self._config.tls,
             )
@@ -262,15 +263,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         worker.link = link
         await until_any(link.ready(timeout_s=self._config.connect_timeout_s), _lost(worker))
         if isinstance(link, TargetLink):
-            self._scheduler.add_target(
-                worker.worker_id,
-                link,
-                worker.introduction.limits,
-                on_failure=worker.lose,
-                on_hang=worker.hang,
-                one_graph=worker.introduction.one_graph,
-                ahead=worker.introduction.ahead,
-            )
+            self._scheduler.add_target(worker.worker_id, link, worker.introduction.limits)
         else:
             told = worker.introduction
             self._scheduler.add_draft(worker.worker_id, link, told.limits, sources=told.sources)

@@ -12,7 +12,7 @@ from outrider.tracing import Tracing, named
 
 if TYPE_CHECKING:
     from outrider.coordinator.generation import Generation
-    from outrider.coordinator.messages import VerifyResult
+    from outrider.coordinator.messages import RoundResults
 
 # The first rounds are told one by one, then every so many, up to the most that a span keeps.
 _FIRST_ROUNDS, _EVERY, _MOST_EVENTS = 32, 16, 120
@@ -40,25 +40,23 @@ class RequestTrace:
     def note_round(
         self,
         choice: int,
-        result: VerifyResult,
+        result: RoundResults,
         *,
         nodes: int,
         accepted: int,
         tokens: int,
-        held_ns: int,
-        submitted_ns: int,
+        since_ns: int,
         now_ns: int,
     ) -> None:
-        """A choice has got the tokens of a step.
+        """A choice has got the tokens of a round.
 
         Args:
             choice: of the request.
-            result: of the step.
+            result: of the round.
             nodes: that were verified of it.
             accepted: of these.
             tokens: that it got.
-            held_ns: how long the target was held for growth before.
-            submitted_ns: when the batch was sent, by the monotonic clock.
+            since_ns: when it had tokens before, by the monotonic clock.
             now_ns: now, by the same.
         """
         self._seen += 1
@@ -66,13 +64,12 @@ class RequestTrace:
             return
         told = {
             "choice": choice,
-            "step": result.step,
+            "step": result.number,
             "nodes": nodes,
             "accepted": accepted,
             "tokens": tokens,
-            "held_ms": held_ns / 1e6,
             "step_ms": result.step_ns / 1e6,
-            "round_ms": (now_ns - submitted_ns) / 1e6,
+            "round_ms": (now_ns - since_ns) / 1e6,
         }
         self._rounds.append((now_ns, told))
 

@@ -1,39 +1,35 @@
 """Which sessions run where: requests in and out, their places at targets and drafts, and what to do when one is lost.
 
-Every target has a loop of its own (`targets.py`, `verify_loop.py`) that keeps it busy with the sessions placed there.
-Drafts are in `drafts.py`; what becomes of a session that a target has lost or refused is in `session_faults.py`.
+What passes between the workers of a session is in `relay.py`. Drafts are in `drafts.py`; what becomes of a session that
+a target has lost or refused is in `session_faults.py`.
 """
 
 import asyncio
+import functools
 import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from outrider.coordinator import clock, draining
+from outrider.coordinator import clock
 from outrider.coordinator.admission import Admission, Occupancy
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.draft_peer import DraftPeer
 from outrider.coordinator.drafts import Drafts
-from outrider.coordinator.forest import Forest
 from outrider.coordinator.generation import Generation
-from outrider.coordinator.lane import TargetLane
 from outrider.coordinator.links import DraftLink, TargetLink
-from outrider.coordinator.messages import GenerationRequest, GrowthBatch, SessionFault, SourceCounts
+from outrider.coordinator.messages import GenerationRequest, GrowthBatch, RoundResults, SessionFault, SourceCounts
 from outrider.coordinator.poison import DOUBT_S, LossKind, Suspects
+from outrider.coordinator.relay import Relay
 from outrider.coordinator.routing import PrefixRouter
 from outrider.coordinator.session import Session
 from outrider.coordinator.session_faults import SessionFaults
 from outrider.coordinator.shared_places import SharedPlaces
-from outrider.coordinator.source_mix import by_source
-from outrider.coordinator.targets import Targets
+from outrider.coordinator.target_peer import TargetPeer
 from outrider.coordinator.text_stream import TextStream
 from outrider.coordinator.totals import Totals
-from outrider.coordinator.verify_loop import VerifyLoop
-from outrider.coordinator.warm_up import warm_up
 from outrider.coordinator.weights_gate import WeightsGate
 from outrider.errors import (
-    InternalError,
     OutriderError,
     PoisonRequest,
     WorkerUnavailable,
@@ -45,33 +41,29 @@ logger = logging.getLogger(__name__)
 
 
 class Scheduler:
-    """Admits requests, places sessions, and runs one verify loop per target.
+    """Admits requests, places sessions at targets and drafts, and moves those whose worker is gone.
 
-    It knows neither gRPC nor protocol buffers nor Ray: links are given to it.
-
-    Args:
-        loop_type: of the targets' loops; another one decides otherwise, to be compared.
+    It knows neither gRPC nor Ray: links are given to it.
     """
 
-    def __init__(self, config: CoordinatorConfig, *, loop_type: type[VerifyLoop] = VerifyLoop) -> None:
+    def __init__(self, config: CoordinatorConfig) -> None:
         self._config = config
         self._session_ids = itertools.count(1)
         self._sessions: dict[int, Session] = {}
         self._waiting: deque[Session] = deque()
-        self._lanes: dict[str, TargetLane] = {}
+        self._targets: dict[str, TargetPeer] = {}
         self.totals = Totals()
-        self._drafts = Drafts(config, self._sessions, self._lanes, self.totals)
-        self._targets = Targets(config, self._lanes, loop_type, self._drafts.peers, self)
-        self._faults = SessionFaults(config, self._lanes, self._targets.places, self.totals, self._move)
-        warm_up()
-        self._forest = Forest()
+        self._drafts = Drafts(config, self._sessions, self._targets)
+        self._relay = Relay(self._sessions, self._targets, self._drafts, self.totals, self)
+        self._faults = SessionFaults(config, self._targets, self.totals, move=self._move, reopen=self._open)
         self._router = PrefixRouter()
         self._admission = Admission(
             max_queue=config.max_queue, max_wait_s=config.max_queue_wait_s, retry_after_s=config.retry_after_s
         )
         self._suspects = Suspects()
         self.weights = WeightsGate()
-        self._drains: set[asyncio.Task[None]] = set()
+        # By worker id, what is called once a target that drains is empty.
+        self._drains: dict[str, Callable[[], None]] = {}
         self._is_draining = False
         self._places_nobody = False
         self._target_deadline: asyncio.TimerHandle | None = None
@@ -96,22 +88,13 @@ class Scheduler:
         self.weights.check(request.weights)
         self.check_room(request.n)
         generation = Generation(request, max_buffered_events=self._config.max_buffered_events, release=self._release)
-        try:
-            for index, text_stream in enumerate(text_streams):
-                session = Session(next(self._session_ids), generation, index, text_stream, self._forest)
-                generation.sessions.append(session)
-        except InternalError:
-            # What was received of a choice has no text: nobody would read the choices before it.
-            for session in generation.sessions:
-                session.close()
-            raise
+        for index, text_stream in enumerate(text_streams):
+            generation.sessions.append(Session(next(self._session_ids), generation, index, text_stream))
         for session in generation.sessions:
             self._suspects.recall(session)
             if session.result is None:
                 self._sessions[session.session_id] = session
                 self._waiting.append(session)
-            else:
-                session.close()
         self.totals.requests += 1
         self.admit()
         self._expect_target()
@@ -125,10 +108,10 @@ class Scheduler:
             Overloaded: the queue is full, or the wait too long.
         """
         most = self._config.max_running_sessions
-        at_targets = sum(lane.room + len(lane.sessions) for lane in self._lanes.values())
-        free = sum(lane.room for lane in self._lanes.values())
+        at_targets = sum(target.room + len(target.sessions) for target in self._targets.values())
+        free = sum(target.room for target in self._targets.values())
         occupancy = Occupancy(
-            places=min(at_targets, most) if self._lanes else most,
+            places=min(at_targets, most) if self._targets else most,
             free=min(free, most - self.running_sessions),
             waiting=len(self._waiting),
         )
@@ -138,29 +121,38 @@ class Scheduler:
         """Places waiting sessions at targets that know how they begin or have least to do, and at drafts."""
         replaced: list[Session] = []
         while self._waiting and self.running_sessions < self._config.max_running_sessions:
-            lanes = [lane for lane in self._lanes.values() if lane.has_room]
-            if not lanes or (session := self.weights.next_of(self._waiting)) is None:
+            targets = [target for target in self._targets.values() if target.has_room]
+            if not targets or (session := self.weights.next_of(self._waiting)) is None:
                 break
             if not self.weights.fits(session.generation.weights):
                 replaced.append(session)
                 continue
             session.generation.weights = self.weights.version or session.generation.weights
-            lane = self._router.choose(session.token_ids, lanes)
+            target = self._router.choose(session.token_ids, targets)
             session.generation.note_admitted()
             self._admission.note_start(session.session_id)
-            session.generation.on_resume = self._notify_all
+            session.generation.on_resume = functools.partial(self._resume, session.generation)
             session.committed_ns = clock.now_ns()
-            lane.place(session)
-            logger.debug("session %d goes to %s", session.session_id, lane.worker_id, extra=session.ids)
+            logger.debug("session %d goes to %s", session.session_id, target.worker_id, extra=session.ids)
+            target.sessions[session.session_id] = session
+            self._open(session)
             self._drafts.assign(session)
-            lane.notify()
         if replaced:
             self.end(replaced, self.weights.refusal(replaced[0].generation.weights))
             self.admit()
 
-    def _notify_all(self) -> None:
-        for lane in self._lanes.values():
-            lane.notify()
+    def _open(self, session: Session) -> None:
+        """Open a session at the target that has its place; its drafts send their trees there."""
+        target = next(target for target in self._targets.values() if session.session_id in target.sessions)
+        target.open(session, sync_wait_ms=self._config.sync_wait_cap_ms)
+        if session.generation.is_stalled:
+            target.hold(session, is_held=True)
+        self._drafts.ask_all_again(session)
+
+    def _resume(self, generation: Generation) -> None:
+        """A client reads on."""
+        for session in generation.sessions:
+            self._relay.hold(session, is_held=False)
 
     def finish_session(self, session: Session) -> None:
         """The session has emitted its last token."""
@@ -170,14 +162,11 @@ class Scheduler:
     def note_progress(self, sessions: Sequence[Session]) -> None:
         """These sessions have emitted tokens: what went wrong before is no reason to give them up."""
         self._faults.note_progress(sessions)
-        if not any(lane.suspects for lane in self._lanes.values()):
-            return
         for session in sessions:
             if session.probation:
                 self._suspects.note_result(session)
-                if not session.probation:
-                    for lane in self._lanes.values():
-                        lane.suspects.discard(session.session_id)
+                if not session.probation and (target := self._targets.get(session.target_id or "")) is not None:
+                    target.clear(session)
 
     def _release(self, generation: Generation) -> None:
         self.totals.serving.note_end(generation)
@@ -202,10 +191,9 @@ class Scheduler:
         if session in self._waiting:
             self._waiting.remove(session)
         had_draft = self._drafts.let_go(session)
-        session.close()
-        for lane in self._lanes.values():
-            if lane.let_go(session):
-                lane.notify()
+        for target in list(self._targets.values()):
+            if target.let_go(session):
+                self._note_left(target)
         if self._places_nobody:
             return
         if had_draft:
@@ -218,60 +206,24 @@ class Scheduler:
 
     # --------------------------------------------------------------------------------------------------------- workers
 
-    def add_target(
-        self,
-        worker_id: str,
-        link: TargetLink,
-        limits: registry_pb2.WorkerLimits,
-        *,
-        on_failure: Callable[[str], None] = lambda reason: None,
-        on_hang: Callable[[str], None] = lambda reason: None,
-        one_graph: bool = False,
-        ahead: bool = False,
-    ) -> None:
-        """A target worker is ready.
-
-        Args:
-            worker_id: of the worker.
-            link: to it.
-            limits: of it.
-            on_failure: called with the reason when its loop fails.
-            on_hang: called with the reason when a step of it does not come back.
-            one_graph: it drafts in the graph that verifies.
-            ahead: it takes a batch before the one before has ended.
-        """
+    def add_target(self, worker_id: str, link: TargetLink, limits: registry_pb2.WorkerLimits) -> None:
+        """A target worker is ready."""
         if self._target_deadline is not None:
             self._target_deadline.cancel()
             self._target_deadline = None
-        places = SharedPlaces(limits)
-        lane = TargetLane(
-            worker_id,
-            link,
-            places.limits,
-            fair_slowdown=self._config.fair_slowdown,
-            one_graph=one_graph,
-            ahead=ahead and self._config.ahead,
-            timing=self._config.rounds,
-        )
-
-        def fail(reason: str) -> None:
-            # The defect is ours.
-            self.remove_target(worker_id, reason, kind=LossKind.SILENT)
-            on_failure(reason)
-
-        self._targets.add(lane, places, on_failure=fail, on_hang=on_hang)
+        self._targets[worker_id] = TargetPeer(worker_id=worker_id, link=link, places=SharedPlaces(limits))
         self.admit()
 
     def remove_target(self, worker_id: str, reason: str, *, kind: LossKind = LossKind.BROKEN) -> None:
         """A target worker is gone: its sessions go on elsewhere, or end when there is no other."""
-        lane = self._targets.remove(worker_id)
-        if lane is None:
+        target = self._targets.pop(worker_id, None)
+        if target is None:
             return
-        sessions = list(lane.sessions.values())
-        for session in sessions:
-            lane.forget_drafted(session)
-        if not lane.is_draining:
-            self._suspects.note_loss(worker_id, [own for own in sessions if own.flight is not None], kind)
+        self._drains.pop(worker_id, None)
+        sessions = list(target.sessions.values())
+        if not target.is_draining:
+            suspects = [session for session in sessions if session.session_id in target.suspects]
+            self._suspects.note_loss(worker_id, suspects or sessions, kind)
         self.totals.serving.failovers += len(sessions)
         self._requeue([session for session in sessions if not self._suspects.condemns(session)])
         for session in sessions:
@@ -281,13 +233,16 @@ class Scheduler:
         self.admit()
         self._expect_target()
 
+    def take_results(self, worker_id: str, results: RoundResults) -> None:
+        """A round of a target has ended."""
+        self._relay.take_results(worker_id, results)
+
     def _requeue(self, sessions: Sequence[Session]) -> None:
         """Sessions whose target is gone, or not theirs any more, come first in the queue, as old as they are."""
         for session in reversed(sessions):
-            # Its loop tells clients no more.
             session.deliver()
             logger.debug("session %d has lost its target", session.session_id, extra=session.ids)
-            session.flight, session.target_id, session.rests_until_ns = None, None, 0
+            session.target_id = None
             self._faults.note_place_lost(session)
             if not session.is_finished:
                 self._waiting.appendleft(session)
@@ -314,40 +269,44 @@ class Scheduler:
         """A worker wants to go: it gets no new sessions, and `on_empty` is called once none of its own is left."""
         if self._drafts.drain(worker_id):
             on_empty()
-        elif (lane := self._lanes.get(worker_id)) is not None:
-            lane.is_draining = True
-            task = asyncio.create_task(draining.empty(lane, self._lanes, move=self._move), name=f"drain {worker_id}")
-            self._drains.add(task)
-            task.add_done_callback(self._drains.discard)
-            task.add_done_callback(lambda done: None if done.cancelled() else on_empty())
+        elif (target := self._targets.get(worker_id)) is not None:
+            target.is_draining = True
+            self._drains[worker_id] = on_empty
+            room = sum(other.room for other in self._targets.values())
+            self._move(target, list(target.sessions.values())[:room])
+            self._note_left(target)
         else:
             # It was told to go before it was connected.
             on_empty()
 
-    def _move(self, lane: TargetLane, sessions: Sequence[Session]) -> None:
+    def _note_left(self, target: TargetPeer) -> None:
+        """A session has left a target, which may be empty now."""
+        if not target.sessions and (on_empty := self._drains.pop(target.worker_id, None)) is not None:
+            on_empty()
+
+    def _move(self, target: TargetPeer, sessions: Sequence[Session]) -> None:
         for session in sessions:
-            lane.let_go(session)
+            target.let_go(session)
         self._requeue(sessions)
         self.admit()
 
     def note_load(self, worker_id: str, load: common_pb2.WorkerLoad) -> None:
         """A worker's heartbeat."""
-        if (lane := self._lanes.get(worker_id)) is not None:
-            lane.is_preparing = load.preparing
-            if self._targets.places[worker_id].hear(load, len(lane.sessions)):
+        if (target := self._targets.get(worker_id)) is not None:
+            if target.places.hear(load, len(target.sessions)):
                 self.admit()
         else:
             self._drafts.hear(worker_id, load)
 
     def _expect_target(self) -> None:
         """While there is no target: requests wait as long as is configured for a new one, then end."""
-        if not self._lanes and self._waiting and self._target_deadline is None:
+        if not self._targets and self._waiting and self._target_deadline is None:
             loop = asyncio.get_running_loop()
             self._target_deadline = loop.call_later(self._config.target_wait_s, self._give_up_on_targets)
 
     def _give_up_on_targets(self) -> None:
         self._target_deadline = None
-        if not self._lanes:
+        if not self._targets:
             self._end_all(WorkerUnavailable("the last target worker is gone; the tokens delivered stay valid"))
 
     def _end_all(self, error: OutriderError) -> None:
@@ -376,7 +335,7 @@ class Scheduler:
 
     def take_growth(self, worker_id: str, growth: GrowthBatch) -> None:
         """Growth has arrived; it may be late, for sessions that have ended, or of old epochs."""
-        self._drafts.take_growth(worker_id, growth)
+        self._relay.take_growth(worker_id, growth)
 
     def take_draft_error(self, worker_id: str, session_id: int, epoch: int, message: str) -> None:
         """A draft cannot serve a session: it goes on without this draft."""
@@ -392,7 +351,7 @@ class Scheduler:
     @property
     def running_sessions(self) -> int:
         """Sessions placed at a target."""
-        return sum(len(lane.sessions) for lane in self._lanes.values())
+        return sum(len(target.sessions) for target in self._targets.values())
 
     @property
     def drafts(self) -> Mapping[str, DraftPeer]:
@@ -401,9 +360,7 @@ class Scheduler:
 
     def source_counts(self) -> list[SourceCounts]:
         """What each source of growth has grown since the start, and what became of it."""
-        totals = self.totals
-        grafted = totals.serving.grown_nodes - totals.dropped_nodes
-        return by_source((grafted, totals.drafted_tokens, totals.accepted_tokens), self._forest.mix.totals)
+        return self.totals.source_counts()
 
     def speculating_sessions(self) -> tuple[int, int]:
         """Sessions at a target that some draft worker could grow, and those of them that nobody grows.
@@ -420,19 +377,15 @@ class Scheduler:
     @property
     def has_target(self) -> bool:
         """Whether a request can be served."""
-        return any(not lane.is_draining for lane in self._lanes.values())
+        return any(not target.is_draining for target in self._targets.values())
 
     def drain(self) -> None:
         """From now on new requests are refused; those that run go on."""
         self._is_draining = True
 
-    async def stop(self, error: OutriderError) -> None:
-        """Ends all requests with `error`, and the loops."""
+    def stop(self, error: OutriderError) -> None:
+        """Ends all requests with `error`."""
         self.drain()
         if self._target_deadline is not None:
             self._target_deadline.cancel()
         self._end_all(error)
-        tasks = [*self._targets.tasks, *self._drains]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

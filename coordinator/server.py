@@ -235,7 +235,7 @@ class CoordinatorServer:
         deadline = time.monotonic() + self._config.drain_s
         while self.scheduler.running_sessions and time.monotonic() < deadline:  # noqa: ASYNC110 - bounded, at shutdown
             await asyncio.sleep(0.02)
-        await self.scheduler.stop(WorkerUnavailable("the coordinator is shutting down; resume at another one"))
+        self.scheduler.stop(WorkerUnavailable("the coordinator is shutting down; resume at another one"))
 
 
 async def serve(

@@ -1,10 +1,17 @@
 """What a coordinator has counted since it started."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from outrider.coordinator.commits import Committed
 from outrider.coordinator.draft_demand import DraftDemand
+from outrider.coordinator.messages import Outcome, RoundResults, SourceCounts
 from outrider.coordinator.metrics_counts import ServingCounts
+from outrider.coordinator.session import Session
+from outrider.coordinator.source_counts import source_counts
+from outrider.growth_source import GrowthSource
+
+Taken = Sequence[tuple[Session, Outcome, int]]
+"""Sessions that a round has given tokens, what they got, and when they had their last tokens before."""
 
 
 @dataclass(kw_only=True)
@@ -18,19 +25,24 @@ class Totals:
     accepted_tokens: int = 0
     dropped_nodes: int = 0
     steps: int = 0
+    grown: dict[GrowthSource, int] = field(default_factory=lambda: dict.fromkeys(GrowthSource, 0))
+    accepted: dict[GrowthSource, int] = field(default_factory=lambda: dict.fromkeys(GrowthSource, 0))
     demand: DraftDemand = field(default_factory=DraftDemand)
     serving: ServingCounts = field(default_factory=ServingCounts)
 
-    def note_nodes(self, committed: Committed) -> None:
-        """Counts what was verified, with the commit: so are the sources, and a model's share is what they leave."""
-        self.drafted_tokens += int(committed.nodes.sum())
-        self.accepted_tokens += int(committed.accepted.sum())
-
-    def note_round(self, committed: Committed) -> int:
-        """Counts the rest of a step's result; returns the tokens that were emitted."""
-        emitted = int(committed.emitted.sum())
-        self.verify_steps += len(committed.sessions)
-        self.emitted_tokens += emitted
+    def note_round(self, results: RoundResults, taken: Taken, now_ns: int) -> None:
+        """Count a round."""
         self.steps += 1
-        self.serving.note_round(committed)
-        return emitted
+        self.verify_steps += len(taken)
+        for _, outcome, _ in taken:
+            self.emitted_tokens += len(outcome.token_ids)
+            self.drafted_tokens += outcome.selected
+            self.accepted_tokens += outcome.accepted
+            for sources in outcome.sources:
+                for source in GrowthSource:
+                    self.accepted[source] += sources >> source & 1
+        self.serving.note_round(results, taken, now_ns)
+
+    def source_counts(self) -> list[SourceCounts]:
+        """What each source of growth has grown, and what became of it."""
+        return source_counts(self.grown, self.drafted_tokens, self.accepted)

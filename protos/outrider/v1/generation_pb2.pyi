@@ -249,54 +249,40 @@ class Timings(_message.Message):
     def __init__(self, queue_ms: _Optional[float] = ..., ttft_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., total_ms: _Optional[float] = ...) -> None: ...
 
 class Round(_message.Message):
-    __slots__ = ("index", "step", "length", "submitted_ns", "result_ns", "waited_ns", "step_ns", "node_tokens", "node_parents", "node_values", "accepted_nodes", "emitted_token_ids", "growth", "forward_ns", "ahead_ns")
+    __slots__ = ("index", "step", "length", "result_ns", "step_ns", "forward_ns", "selected", "accepted", "emitted_token_ids", "growth")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     LENGTH_FIELD_NUMBER: _ClassVar[int]
-    SUBMITTED_NS_FIELD_NUMBER: _ClassVar[int]
     RESULT_NS_FIELD_NUMBER: _ClassVar[int]
-    WAITED_NS_FIELD_NUMBER: _ClassVar[int]
     STEP_NS_FIELD_NUMBER: _ClassVar[int]
-    NODE_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    NODE_PARENTS_FIELD_NUMBER: _ClassVar[int]
-    NODE_VALUES_FIELD_NUMBER: _ClassVar[int]
-    ACCEPTED_NODES_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_NS_FIELD_NUMBER: _ClassVar[int]
+    SELECTED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     EMITTED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     GROWTH_FIELD_NUMBER: _ClassVar[int]
-    FORWARD_NS_FIELD_NUMBER: _ClassVar[int]
-    AHEAD_NS_FIELD_NUMBER: _ClassVar[int]
     index: int
     step: int
     length: int
-    submitted_ns: int
     result_ns: int
-    waited_ns: int
     step_ns: int
-    node_tokens: _containers.RepeatedScalarFieldContainer[int]
-    node_parents: _containers.RepeatedScalarFieldContainer[int]
-    node_values: bytes
-    accepted_nodes: _containers.RepeatedScalarFieldContainer[int]
+    forward_ns: int
+    selected: int
+    accepted: int
     emitted_token_ids: _containers.RepeatedScalarFieldContainer[int]
     growth: _containers.RepeatedCompositeFieldContainer[GrowthArrival]
-    forward_ns: int
-    ahead_ns: int
-    def __init__(self, index: _Optional[int] = ..., step: _Optional[int] = ..., length: _Optional[int] = ..., submitted_ns: _Optional[int] = ..., result_ns: _Optional[int] = ..., waited_ns: _Optional[int] = ..., step_ns: _Optional[int] = ..., node_tokens: _Optional[_Iterable[int]] = ..., node_parents: _Optional[_Iterable[int]] = ..., node_values: _Optional[bytes] = ..., accepted_nodes: _Optional[_Iterable[int]] = ..., emitted_token_ids: _Optional[_Iterable[int]] = ..., growth: _Optional[_Iterable[_Union[GrowthArrival, _Mapping]]] = ..., forward_ns: _Optional[int] = ..., ahead_ns: _Optional[int] = ...) -> None: ...
+    def __init__(self, index: _Optional[int] = ..., step: _Optional[int] = ..., length: _Optional[int] = ..., result_ns: _Optional[int] = ..., step_ns: _Optional[int] = ..., forward_ns: _Optional[int] = ..., selected: _Optional[int] = ..., accepted: _Optional[int] = ..., emitted_token_ids: _Optional[_Iterable[int]] = ..., growth: _Optional[_Iterable[_Union[GrowthArrival, _Mapping]]] = ...) -> None: ...
 
 class GrowthArrival(_message.Message):
-    __slots__ = ("worker_id", "arrived_ns", "as_of", "nodes", "grafted", "during_verify")
+    __slots__ = ("worker_id", "arrived_ns", "as_of", "nodes")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ARRIVED_NS_FIELD_NUMBER: _ClassVar[int]
     AS_OF_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
-    GRAFTED_FIELD_NUMBER: _ClassVar[int]
-    DURING_VERIFY_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     arrived_ns: int
     as_of: int
     nodes: int
-    grafted: int
-    during_verify: bool
-    def __init__(self, worker_id: _Optional[str] = ..., arrived_ns: _Optional[int] = ..., as_of: _Optional[int] = ..., nodes: _Optional[int] = ..., grafted: _Optional[int] = ..., during_verify: bool = ...) -> None: ...
+    def __init__(self, worker_id: _Optional[str] = ..., arrived_ns: _Optional[int] = ..., as_of: _Optional[int] = ..., nodes: _Optional[int] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_ids",)

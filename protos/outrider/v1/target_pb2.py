@@ -23,46 +23,35 @@ _sym_db = _symbol_database.Default()
 
 
 from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
-from outrider.v1 import draft_pb2 as outrider_dot_v1_dot_draft__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/target.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\x1a\x17outrider/v1/draft.proto\"A\n\rReloadRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\"\n\x04swap\x18\x02 \x01(\x0b\x32\x14.outrider.v1.Weights\"m\n\x0eReloadResponse\x12#\n\x05\x66ound\x18\x01 \x01(\x0b\x32\x14.outrider.v1.Weights\x12%\n\x07running\x18\x02 \x01(\x0b\x32\x14.outrider.v1.Weights\x12\x0f\n\x07swap_ns\x18\x03 \x01(\x04\"\xe0\x01\n\rVerifyRequest\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\'\n\x05opens\x18\x03 \x03(\x0b\x32\x18.outrider.v1.SessionOpen\x12\x19\n\x11\x63lose_session_ids\x18\x04 \x03(\x04\x12\x14\n\x0c\x63lose_epochs\x18\x05 \x03(\r\x12%\n\x05trees\x18\x06 \x01(\x0b\x32\x16.outrider.v1.TreeBatch\x12+\n\x08\x61\x64\x64ition\x18\x07 \x01(\x0b\x32\x19.outrider.v1.TreeAddition\"b\n\x0cTreeAddition\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x13\n\x0bnode_counts\x18\x02 \x03(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x0f\n\x07parents\x18\x04 \x03(\r\x12\x0e\n\x06values\x18\x05 \x01(\x0c\"\xb7\x02\n\tTreeBatch\x12\x13\n\x0bsession_ids\x18\x01 \x03(\x04\x12\x0e\n\x06\x65pochs\x18\x02 \x03(\r\x12\x0f\n\x07lengths\x18\x03 \x03(\r\x12\x13\n\x0bnode_counts\x18\x04 \x03(\r\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12\x0f\n\x07parents\x18\x06 \x03(\r\x12\x36\n\rdistributions\x18\x07 \x01(\x0b\x32\x1f.outrider.v1.DraftDistributions\x12\x10\n\x08resident\x18\x08 \x03(\x08\x12\x0f\n\x07\x66ollows\x18\t \x01(\x04\x12\x0e\n\x06values\x18\n \x01(\x0c\x12\x13\n\x0bleast_value\x18\x0b \x01(\x02\x12\x11\n\tmax_nodes\x18\x0c \x03(\r\x12\x12\n\nmax_depths\x18\r \x03(\r\x12\x17\n\x0fmax_total_nodes\x18\x0e \x01(\r\"\xfd\x03\n\x0eVerifyResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x13\n\x0bsession_ids\x18\x02 \x03(\x04\x12\x0e\n\x06\x65pochs\x18\x03 \x03(\r\x12&\n\x08outcomes\x18\x04 \x03(\x0e\x32\x14.outrider.v1.Outcome\x12\x17\n\x0f\x61\x63\x63\x65pted_counts\x18\x05 \x03(\r\x12\x16\n\x0e\x61\x63\x63\x65pted_nodes\x18\x06 \x03(\r\x12\x14\n\x0ctoken_counts\x18\x07 \x03(\r\x12\x0e\n\x06tokens\x18\x08 \x03(\r\x12\'\n\x08logprobs\x18\t \x03(\x0b\x32\x15.outrider.v1.Logprobs\x12)\n\x06\x65rrors\x18\n \x03(\x0b\x32\x19.outrider.v1.SessionError\x12\'\n\x06report\x18\x0b \x01(\x0b\x32\x17.outrider.v1.StepReport\x12%\n\x04load\x18\x0c \x01(\x0b\x32\x17.outrider.v1.WorkerLoad\x12\x15\n\rcached_tokens\x18\r \x03(\r\x12(\n\x06growth\x18\x0e \x01(\x0b\x32\x18.outrider.v1.DraftGrowth\x12\x16\n\x0e\x64rafted_counts\x18\x0f \x03(\r\x12\x17\n\x0fverified_counts\x18\x10 \x03(\r\x12\x10\n\x08\x61head_ns\x18\x11 \x01(\x12\x12\x11\n\tadditions\x18\x12 \x01(\r\"o\n\x08Logprobs\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x16\n\x0etoken_logprobs\x18\x02 \x01(\x0c\x12\x11\n\ttop_count\x18\x03 \x01(\r\x12\x15\n\rtop_token_ids\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x01(\x0c\"\x81\x02\n\rRoundCommands\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\'\n\x05opens\x18\x02 \x03(\x0b\x32\x18.outrider.v1.SessionOpen\x12)\n\x06places\x18\x03 \x01(\x0b\x32\x19.outrider.v1.PlaceChanges\x12*\n\x06growth\x18\x04 \x01(\x0b\x32\x1a.outrider.v1.RelayedGrowth\x12*\n\x06\x62ounds\x18\x05 \x01(\x0b\x32\x1a.outrider.v1.SessionBounds\x12\x19\n\x11\x63lose_session_ids\x18\x06 \x03(\x04\x12\x14\n\x0c\x63lose_epochs\x18\x07 \x03(\r\"n\n\x0cPlaceChanges\x12\x13\n\x0bsession_ids\x18\x01 \x03(\x04\x12\x0e\n\x06\x65pochs\x18\x02 \x03(\r\x12\x0e\n\x06places\x18\x03 \x03(\r\x12)\n\x07\x63hanges\x18\x04 \x03(\x0e\x32\x18.outrider.v1.PlaceChange\"\xa5\x02\n\rRelayedGrowth\x12\x13\n\x0bsession_ids\x18\x01 \x03(\x04\x12\x0e\n\x06\x65pochs\x18\x02 \x03(\r\x12\x0e\n\x06places\x18\x03 \x03(\r\x12\r\n\x05\x61s_of\x18\x04 \x03(\r\x12\x13\n\x0bnode_counts\x18\x05 \x03(\r\x12\x10\n\x08node_ids\x18\x06 \x03(\r\x12\x0f\n\x07parents\x18\x07 \x03(\r\x12\x0e\n\x06tokens\x18\x08 \x03(\r\x12\x12\n\nacceptance\x18\t \x01(\x0c\x12*\n\x07sources\x18\n \x03(\x0e\x32\x19.outrider.v1.GrowthSource\x12\x36\n\rdistributions\x18\x0b \x01(\x0b\x32\x1f.outrider.v1.DraftDistributions\x12\x10\n\x08\x63omplete\x18\x0c \x03(\x08\"R\n\rSessionBounds\x12\x13\n\x0bsession_ids\x18\x01 \x03(\x04\x12\x0e\n\x06\x65pochs\x18\x02 \x03(\r\x12\r\n\x05\x61llow\x18\x03 \x03(\r\x12\r\n\x05\x61lone\x18\x04 \x03(\x08\"\x95\x03\n\x0cRoundResults\x12\x13\n\x0bsession_ids\x18\x01 \x03(\x04\x12\x0e\n\x06\x65pochs\x18\x02 \x03(\r\x12\x14\n\x0ctoken_counts\x18\x03 \x03(\r\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_counts\x18\x05 \x03(\r\x12\x17\n\x0fselected_counts\x18\x06 \x03(\r\x12\x18\n\x10\x61\x63\x63\x65pted_sources\x18\x07 \x03(\r\x12%\n\x08\x66inishes\x18\x08 \x03(\x0e\x32\x13.outrider.v1.Finish\x12\x15\n\rcached_tokens\x18\t \x03(\r\x12\x0c\n\x04lost\x18\n \x03(\r\x12\'\n\x08logprobs\x18\x0b \x03(\x0b\x32\x15.outrider.v1.Logprobs\x12)\n\x06\x65rrors\x18\x0c \x03(\x0b\x32\x19.outrider.v1.SessionError\x12\'\n\x06report\x18\r \x01(\x0b\x32\x17.outrider.v1.StepReport\x12%\n\x04load\x18\x0e \x01(\x0b\x32\x17.outrider.v1.WorkerLoad*t\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x14\n\x10OUTCOME_ACCEPTED\x10\x01\x12\x14\n\x10OUTCOME_DEFERRED\x10\x02\x12\x11\n\rOUTCOME_ERROR\x10\x03\x12\x11\n\rOUTCOME_ENDED\x10\x04*s\n\x0bPlaceChange\x12\x1c\n\x18PLACE_CHANGE_UNSPECIFIED\x10\x00\x12\x16\n\x12PLACE_CHANGE_TAKEN\x10\x01\x12\x15\n\x11PLACE_CHANGE_LEFT\x10\x02\x12\x17\n\x13PLACE_CHANGE_RESENT\x10\x03*D\n\x06\x46inish\x12\x16\n\x12\x46INISH_UNSPECIFIED\x10\x00\x12\x0f\n\x0b\x46INISH_STOP\x10\x01\x12\x11\n\rFINISH_LENGTH\x10\x02\x32\xde\x01\n\rTargetService\x12\x45\n\x06Verify\x12\x1a.outrider.v1.VerifyRequest\x1a\x1b.outrider.v1.VerifyResponse(\x01\x30\x01\x12\x43\n\x06Rounds\x12\x1a.outrider.v1.RoundCommands\x1a\x19.outrider.v1.RoundResults(\x01\x30\x01\x12\x41\n\x06Reload\x12\x1a.outrider.v1.ReloadRequest\x1a\x1b.outrider.v1.ReloadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18outrider/v1/target.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"A\n\rReloadRequest\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\"\n\x04swap\x18\x02 \x01(\x0b\x32\x14.outrider.v1.Weights\"m\n\x0eReloadResponse\x12#\n\x05\x66ound\x18\x01 \x01(\x0b\x32\x14.outrider.v1.Weights\x12%\n\x07running\x18\x02 \x01(\x0b\x32\x14.outrider.v1.Weights\x12\x0f\n\x07swap_ns\x18\x03 \x01(\x04\"o\n\x08Logprobs\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x16\n\x0etoken_logprobs\x18\x02 \x01(\x0c\x12\x11\n\ttop_count\x18\x03 \x01(\r\x12\x15\n\rtop_token_ids\x18\x04 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x05 \x01(\x0c\"\x81\x02\n\rRoundCommands\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\'\n\x05opens\x18\x02 \x03(\x0b\x32\x18.outrider.v1.SessionOpen\x12)\n\x06places\x18\x03 \x01(\x0b\x32\x19.outrider.v1.PlaceChanges\x12*\n\x06growth\x18\x04 \x01(\x0b\x32\x1a.outrider.v1.RelayedGrowth\x12*\n\x06\x62ounds\x18\x05 \x01(\x0b\x32\x1a.outrider.v1.SessionBounds\x12\x19\n\x11\x63lose_session_ids\x18\x06 \x03(\x04\x12\x14\n\x0c\x63lose_epochs\x18\x07 \x03(\r\"n\n\x0cPlaceChanges\x12\x13\n\x0bsession_ids\x18\x01 \x03(\x04\x12\x0e\n\x06\x65pochs\x18\x02 \x03(\r\x12\x0e\n\x06places\x18\x03 \x03(\r\x12)\n\x07\x63hanges\x18\x04 \x03(\x0e\x32\x18.outrider.v1.PlaceChange\"\xa5\x02\n\rRelayedGrowth\x12\x13\n\x0bsession_ids\x18\x01 \x03(\x04\x12\x0e\n\x06\x65pochs\x18\x02 \x03(\r\x12\x0e\n\x06places\x18\x03 \x03(\r\x12\r\n\x05\x61s_of\x18\x04 \x03(\r\x12\x13\n\x0bnode_counts\x18\x05 \x03(\r\x12\x10\n\x08node_ids\x18\x06 \x03(\r\x12\x0f\n\x07parents\x18\x07 \x03(\r\x12\x0e\n\x06tokens\x18\x08 \x03(\r\x12\x12\n\nacceptance\x18\t \x01(\x0c\x12*\n\x07sources\x18\n \x03(\x0e\x32\x19.outrider.v1.GrowthSource\x12\x36\n\rdistributions\x18\x0b \x01(\x0b\x32\x1f.outrider.v1.DraftDistributions\x12\x10\n\x08\x63omplete\x18\x0c \x03(\x08\"R\n\rSessionBounds\x12\x13\n\x0bsession_ids\x18\x01 \x03(\x04\x12\x0e\n\x06\x65pochs\x18\x02 \x03(\r\x12\r\n\x05\x61llow\x18\x03 \x03(\r\x12\r\n\x05\x61lone\x18\x04 \x03(\x08\"\x95\x03\n\x0cRoundResults\x12\x13\n\x0bsession_ids\x18\x01 \x03(\x04\x12\x0e\n\x06\x65pochs\x18\x02 \x03(\r\x12\x14\n\x0ctoken_counts\x18\x03 \x03(\r\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x17\n\x0f\x61\x63\x63\x65pted_counts\x18\x05 \x03(\r\x12\x17\n\x0fselected_counts\x18\x06 \x03(\r\x12\x18\n\x10\x61\x63\x63\x65pted_sources\x18\x07 \x03(\r\x12%\n\x08\x66inishes\x18\x08 \x03(\x0e\x32\x13.outrider.v1.Finish\x12\x15\n\rcached_tokens\x18\t \x03(\r\x12\x0c\n\x04lost\x18\n \x03(\r\x12\'\n\x08logprobs\x18\x0b \x03(\x0b\x32\x15.outrider.v1.Logprobs\x12)\n\x06\x65rrors\x18\x0c \x03(\x0b\x32\x19.outrider.v1.SessionError\x12\'\n\x06report\x18\r \x01(\x0b\x32\x17.outrider.v1.StepReport\x12%\n\x04load\x18\x0e \x01(\x0b\x32\x17.outrider.v1.WorkerLoad*s\n\x0bPlaceChange\x12\x1c\n\x18PLACE_CHANGE_UNSPECIFIED\x10\x00\x12\x16\n\x12PLACE_CHANGE_TAKEN\x10\x01\x12\x15\n\x11PLACE_CHANGE_LEFT\x10\x02\x12\x17\n\x13PLACE_CHANGE_RESENT\x10\x03*D\n\x06\x46inish\x12\x16\n\x12\x46INISH_UNSPECIFIED\x10\x00\x12\x0f\n\x0b\x46INISH_STOP\x10\x01\x12\x11\n\rFINISH_LENGTH\x10\x02\x32\x97\x01\n\rTargetService\x12\x43\n\x06Verify\x12\x1a.outrider.v1.RoundCommands\x1a\x19.outrider.v1.RoundResults(\x01\x30\x01\x12\x41\n\x06Reload\x12\x1a.outrider.v1.ReloadRequest\x1a\x1b.outrider.v1.ReloadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.target_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_OUTCOME']._serialized_start=2696
-  _globals['_OUTCOME']._serialized_end=2812
-  _globals['_PLACECHANGE']._serialized_start=2814
-  _globals['_PLACECHANGE']._serialized_end=2929
-  _globals['_FINISH']._serialized_start=2931
-  _globals['_FINISH']._serialized_end=2999
-  _globals['_RELOADREQUEST']._serialized_start=92
-  _globals['_RELOADREQUEST']._serialized_end=157
-  _globals['_RELOADRESPONSE']._serialized_start=159
-  _globals['_RELOADRESPONSE']._serialized_end=268
-  _globals['_VERIFYREQUEST']._serialized_start=271
-  _globals['_VERIFYREQUEST']._serialized_end=495
-  _globals['_TREEADDITION']._serialized_start=497
-  _globals['_TREEADDITION']._serialized_end=595
-  _globals['_TREEBATCH']._serialized_start=598
-  _globals['_TREEBATCH']._serialized_end=909
-  _globals['_VERIFYRESPONSE']._serialized_start=912
-  _globals['_VERIFYRESPONSE']._serialized_end=1421
-  _globals['_LOGPROBS']._serialized_start=1423
-  _globals['_LOGPROBS']._serialized_end=1534
-  _globals['_ROUNDCOMMANDS']._serialized_start=1537
-  _globals['_ROUNDCOMMANDS']._serialized_end=1794
-  _globals['_PLACECHANGES']._serialized_start=1796
-  _globals['_PLACECHANGES']._serialized_end=1906
-  _globals['_RELAYEDGROWTH']._serialized_start=1909
-  _globals['_RELAYEDGROWTH']._serialized_end=2202
-  _globals['_SESSIONBOUNDS']._serialized_start=2204
-  _globals['_SESSIONBOUNDS']._serialized_end=2286
-  _globals['_ROUNDRESULTS']._serialized_start=2289
-  _globals['_ROUNDRESULTS']._serialized_end=2694
-  _globals['_TARGETSERVICE']._serialized_start=3002
-  _globals['_TARGETSERVICE']._serialized_end=3224
+  _globals['_PLACECHANGE']._serialized_start=1518
+  _globals['_PLACECHANGE']._serialized_end=1633
+  _globals['_FINISH']._serialized_start=1635
+  _globals['_FINISH']._serialized_end=1703
+  _globals['_RELOADREQUEST']._serialized_start=67
+  _globals['_RELOADREQUEST']._serialized_end=132
+  _globals['_RELOADRESPONSE']._serialized_start=134
+  _globals['_RELOADRESPONSE']._serialized_end=243
+  _globals['_LOGPROBS']._serialized_start=245
+  _globals['_LOGPROBS']._serialized_end=356
+  _globals['_ROUNDCOMMANDS']._serialized_start=359
+  _globals['_ROUNDCOMMANDS']._serialized_end=616
+  _globals['_PLACECHANGES']._serialized_start=618
+  _globals['_PLACECHANGES']._serialized_end=728
+  _globals['_RELAYEDGROWTH']._serialized_start=731
+  _globals['_RELAYEDGROWTH']._serialized_end=1024
+  _globals['_SESSIONBOUNDS']._serialized_start=1026
+  _globals['_SESSIONBOUNDS']._serialized_end=1108
+  _globals['_ROUNDRESULTS']._serialized_start=1111
+  _globals['_ROUNDRESULTS']._serialized_end=1516
+  _globals['_TARGETSERVICE']._serialized_start=1706
+  _globals['_TARGETSERVICE']._serialized_end=1857
 # @@protoc_insertion_point(module_scope)

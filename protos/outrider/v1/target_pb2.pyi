@@ -1,5 +1,4 @@
 from outrider.v1 import common_pb2 as _common_pb2
-from outrider.v1 import draft_pb2 as _draft_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -8,14 +7,6 @@ from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
-
-class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    OUTCOME_UNSPECIFIED: _ClassVar[Outcome]
-    OUTCOME_ACCEPTED: _ClassVar[Outcome]
-    OUTCOME_DEFERRED: _ClassVar[Outcome]
-    OUTCOME_ERROR: _ClassVar[Outcome]
-    OUTCOME_ENDED: _ClassVar[Outcome]
 
 class PlaceChange(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -29,11 +20,6 @@ class Finish(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     FINISH_UNSPECIFIED: _ClassVar[Finish]
     FINISH_STOP: _ClassVar[Finish]
     FINISH_LENGTH: _ClassVar[Finish]
-OUTCOME_UNSPECIFIED: Outcome
-OUTCOME_ACCEPTED: Outcome
-OUTCOME_DEFERRED: Outcome
-OUTCOME_ERROR: Outcome
-OUTCOME_ENDED: Outcome
 PLACE_CHANGE_UNSPECIFIED: PlaceChange
 PLACE_CHANGE_TAKEN: PlaceChange
 PLACE_CHANGE_LEFT: PlaceChange
@@ -59,110 +45,6 @@ class ReloadResponse(_message.Message):
     running: _common_pb2.Weights
     swap_ns: int
     def __init__(self, found: _Optional[_Union[_common_pb2.Weights, _Mapping]] = ..., running: _Optional[_Union[_common_pb2.Weights, _Mapping]] = ..., swap_ns: _Optional[int] = ...) -> None: ...
-
-class VerifyRequest(_message.Message):
-    __slots__ = ("incarnation", "step", "opens", "close_session_ids", "close_epochs", "trees", "addition")
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    STEP_FIELD_NUMBER: _ClassVar[int]
-    OPENS_FIELD_NUMBER: _ClassVar[int]
-    CLOSE_SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
-    CLOSE_EPOCHS_FIELD_NUMBER: _ClassVar[int]
-    TREES_FIELD_NUMBER: _ClassVar[int]
-    ADDITION_FIELD_NUMBER: _ClassVar[int]
-    incarnation: int
-    step: int
-    opens: _containers.RepeatedCompositeFieldContainer[_common_pb2.SessionOpen]
-    close_session_ids: _containers.RepeatedScalarFieldContainer[int]
-    close_epochs: _containers.RepeatedScalarFieldContainer[int]
-    trees: TreeBatch
-    addition: TreeAddition
-    def __init__(self, incarnation: _Optional[int] = ..., step: _Optional[int] = ..., opens: _Optional[_Iterable[_Union[_common_pb2.SessionOpen, _Mapping]]] = ..., close_session_ids: _Optional[_Iterable[int]] = ..., close_epochs: _Optional[_Iterable[int]] = ..., trees: _Optional[_Union[TreeBatch, _Mapping]] = ..., addition: _Optional[_Union[TreeAddition, _Mapping]] = ...) -> None: ...
-
-class TreeAddition(_message.Message):
-    __slots__ = ("step", "node_counts", "tokens", "parents", "values")
-    STEP_FIELD_NUMBER: _ClassVar[int]
-    NODE_COUNTS_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PARENTS_FIELD_NUMBER: _ClassVar[int]
-    VALUES_FIELD_NUMBER: _ClassVar[int]
-    step: int
-    node_counts: _containers.RepeatedScalarFieldContainer[int]
-    tokens: _containers.RepeatedScalarFieldContainer[int]
-    parents: _containers.RepeatedScalarFieldContainer[int]
-    values: bytes
-    def __init__(self, step: _Optional[int] = ..., node_counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., values: _Optional[bytes] = ...) -> None: ...
-
-class TreeBatch(_message.Message):
-    __slots__ = ("session_ids", "epochs", "lengths", "node_counts", "tokens", "parents", "distributions", "resident", "follows", "values", "least_value", "max_nodes", "max_depths", "max_total_nodes")
-    SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
-    EPOCHS_FIELD_NUMBER: _ClassVar[int]
-    LENGTHS_FIELD_NUMBER: _ClassVar[int]
-    NODE_COUNTS_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PARENTS_FIELD_NUMBER: _ClassVar[int]
-    DISTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
-    RESIDENT_FIELD_NUMBER: _ClassVar[int]
-    FOLLOWS_FIELD_NUMBER: _ClassVar[int]
-    VALUES_FIELD_NUMBER: _ClassVar[int]
-    LEAST_VALUE_FIELD_NUMBER: _ClassVar[int]
-    MAX_NODES_FIELD_NUMBER: _ClassVar[int]
-    MAX_DEPTHS_FIELD_NUMBER: _ClassVar[int]
-    MAX_TOTAL_NODES_FIELD_NUMBER: _ClassVar[int]
-    session_ids: _containers.RepeatedScalarFieldContainer[int]
-    epochs: _containers.RepeatedScalarFieldContainer[int]
-    lengths: _containers.RepeatedScalarFieldContainer[int]
-    node_counts: _containers.RepeatedScalarFieldContainer[int]
-    tokens: _containers.RepeatedScalarFieldContainer[int]
-    parents: _containers.RepeatedScalarFieldContainer[int]
-    distributions: _common_pb2.DraftDistributions
-    resident: _containers.RepeatedScalarFieldContainer[bool]
-    follows: int
-    values: bytes
-    least_value: float
-    max_nodes: _containers.RepeatedScalarFieldContainer[int]
-    max_depths: _containers.RepeatedScalarFieldContainer[int]
-    max_total_nodes: int
-    def __init__(self, session_ids: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ..., node_counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., parents: _Optional[_Iterable[int]] = ..., distributions: _Optional[_Union[_common_pb2.DraftDistributions, _Mapping]] = ..., resident: _Optional[_Iterable[bool]] = ..., follows: _Optional[int] = ..., values: _Optional[bytes] = ..., least_value: _Optional[float] = ..., max_nodes: _Optional[_Iterable[int]] = ..., max_depths: _Optional[_Iterable[int]] = ..., max_total_nodes: _Optional[int] = ...) -> None: ...
-
-class VerifyResponse(_message.Message):
-    __slots__ = ("step", "session_ids", "epochs", "outcomes", "accepted_counts", "accepted_nodes", "token_counts", "tokens", "logprobs", "errors", "report", "load", "cached_tokens", "growth", "drafted_counts", "verified_counts", "ahead_ns", "additions")
-    STEP_FIELD_NUMBER: _ClassVar[int]
-    SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
-    EPOCHS_FIELD_NUMBER: _ClassVar[int]
-    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
-    ACCEPTED_COUNTS_FIELD_NUMBER: _ClassVar[int]
-    ACCEPTED_NODES_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_FIELD_NUMBER: _ClassVar[int]
-    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
-    ERRORS_FIELD_NUMBER: _ClassVar[int]
-    REPORT_FIELD_NUMBER: _ClassVar[int]
-    LOAD_FIELD_NUMBER: _ClassVar[int]
-    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    GROWTH_FIELD_NUMBER: _ClassVar[int]
-    DRAFTED_COUNTS_FIELD_NUMBER: _ClassVar[int]
-    VERIFIED_COUNTS_FIELD_NUMBER: _ClassVar[int]
-    AHEAD_NS_FIELD_NUMBER: _ClassVar[int]
-    ADDITIONS_FIELD_NUMBER: _ClassVar[int]
-    step: int
-    session_ids: _containers.RepeatedScalarFieldContainer[int]
-    epochs: _containers.RepeatedScalarFieldContainer[int]
-    outcomes: _containers.RepeatedScalarFieldContainer[Outcome]
-    accepted_counts: _containers.RepeatedScalarFieldContainer[int]
-    accepted_nodes: _containers.RepeatedScalarFieldContainer[int]
-    token_counts: _containers.RepeatedScalarFieldContainer[int]
-    tokens: _containers.RepeatedScalarFieldContainer[int]
-    logprobs: _containers.RepeatedCompositeFieldContainer[Logprobs]
-    errors: _containers.RepeatedCompositeFieldContainer[_common_pb2.SessionError]
-    report: _common_pb2.StepReport
-    load: _common_pb2.WorkerLoad
-    cached_tokens: _containers.RepeatedScalarFieldContainer[int]
-    growth: _draft_pb2.DraftGrowth
-    drafted_counts: _containers.RepeatedScalarFieldContainer[int]
-    verified_counts: _containers.RepeatedScalarFieldContainer[int]
-    ahead_ns: int
-    additions: int
-    def __init__(self, step: _Optional[int] = ..., session_ids: _Optional[_Iterable[int]] = ..., epochs: _Optional[_Iterable[int]] = ..., outcomes: _Optional[_Iterable[_Union[Outcome, str]]] = ..., accepted_counts: _Optional[_Iterable[int]] = ..., accepted_nodes: _Optional[_Iterable[int]] = ..., token_counts: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[Logprobs, _Mapping]]] = ..., errors: _Optional[_Iterable[_Union[_common_pb2.SessionError, _Mapping]]] = ..., report: _Optional[_Union[_common_pb2.StepReport, _Mapping]] = ..., load: _Optional[_Union[_common_pb2.WorkerLoad, _Mapping]] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., growth: _Optional[_Union[_draft_pb2.DraftGrowth, _Mapping]] = ..., drafted_counts: _Optional[_Iterable[int]] = ..., verified_counts: _Optional[_Iterable[int]] = ..., ahead_ns: _Optional[int] = ..., additions: _Optional[int] = ...) -> None: ...
 
 class Logprobs(_message.Message):
     __slots__ = ("row", "token_logprobs", "top_count", "top_token_ids", "top_logprobs")

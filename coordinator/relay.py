@@ -1,0 +1,233 @@
+"""What passes between a target and the drafts of its sessions: growth one way, commits the other, tokens to clients.
+
+    growth of a draft's step   ->  its sessions' targets, one message each
+    results of a target's round -> commits to the drafts, then tokens to the clients
+
+Neither waits for anything: what a target verifies is its own choice, from what has come by then.
+"""
+
+import asyncio
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from outrider.coordinator import clock
+from outrider.coordinator.draft_peer import DraftPeer
+from outrider.coordinator.drafts import Drafts
+from outrider.coordinator.messages import (
+    Commit,
+    Commits,
+    FaultKind,
+    GrowthBatch,
+    Outcome,
+    PlaceChange,
+    RoundResults,
+    SessionFault,
+)
+from outrider.coordinator.session import Session
+from outrider.coordinator.target_peer import TargetPeer
+from outrider.coordinator.totals import Totals
+from outrider.draft_distribution import pack_distributions
+from outrider.v1 import target_pb2
+from outrider.wire import floats_to_bytes
+
+# Sessions whose clients hear before the event loop looks for results and growth again: some 40 us each.
+_DELIVERED_AT_ONCE = 8
+_ENDED = SessionFault(kind=FaultKind.LOST, message="the target ended it before its time")
+
+
+class SessionOwner(Protocol):
+    """Who places sessions and ends them: the scheduler."""
+
+    def finish_session(self, session: Session) -> None:
+        """The session has emitted its last token."""
+        ...
+
+    def take_fault(self, session: Session, fault: SessionFault) -> None:
+        """The target has lost or refused the session."""
+        ...
+
+    def note_progress(self, sessions: Sequence[Session]) -> None:
+        """These sessions have emitted tokens, and go on."""
+        ...
+
+
+class Relay:
+    """Hands on growth, commits and tokens.
+
+    Args:
+        sessions: by session id; a live view.
+        targets: by worker id; a live view.
+        drafts: the draft workers.
+        totals: where all is counted.
+        owner: of the sessions.
+    """
+
+    def __init__(
+        self,
+        sessions: Mapping[int, Session],
+        targets: Mapping[str, TargetPeer],
+        drafts: Drafts,
+        totals: Totals,
+        owner: SessionOwner,
+    ) -> None:
+        self._sessions, self._targets, self._drafts = sessions, targets, drafts
+        self._totals, self._owner = totals, owner
+        self._undelivered: OrderedDict[int, Session] = OrderedDict()
+        self._delivery: asyncio.Handle | None = None
+
+    # ---------------------------------------------------------------------------------------------------------- growth
+
+    def take_growth(self, worker_id: str, growth: GrowthBatch) -> None:
+        """Hand on what a draft has grown; it may be late, for sessions that have ended, or of old epochs."""
+        peer, nodes = self._drafts.peers.get(worker_id), len(growth.node_ids)
+        self._totals.serving.grown_nodes += nodes
+        if peer is None:
+            self._totals.dropped_nodes += nodes
+            return
+        self._totals.demand.note_growth(peer.link.step_latency.mean_ns, growth)
+        parts: defaultdict[str, list[int]] = defaultdict(list)
+        owners = list(map(self._sessions.get, growth.session_ids))
+        for number, (session, epoch, count) in enumerate(zip(owners, growth.epochs, growth.node_counts, strict=True)):
+            target_id = None
+            if session is not None and session.draft_epochs.get(worker_id) == epoch:
+                target_id = self._note_growth(peer, session, growth, number)
+            if target_id is None:
+                self._totals.dropped_nodes += count
+            elif count or growth.complete[number]:
+                parts[target_id].append(number)
+        for target_id, numbers in parts.items():
+            sent = [owner for number in numbers if (owner := owners[number]) is not None]
+            self._targets[target_id].link.grow(_relayed(worker_id, growth, numbers, sent))
+
+    def _note_growth(self, peer: DraftPeer, session: Session, growth: GrowthBatch, number: int) -> str | None:
+        """Take note of one session's part; returns the id of the target that gets it."""
+        worker_id, target = peer.worker_id, self._targets.get(session.target_id or "")
+        session.note_growth(worker_id, as_of=growth.as_of[number], nodes=growth.node_counts[number])
+        sources = growth.sources_of(number)
+        for source, count in sources.items():
+            session.grown[source] += count
+            self._totals.grown[source] += count
+        if session.tap is not None:
+            session.tap.note_growth(worker_id, growth.of_session(number))
+        if target is None or session.is_finished:
+            return None
+        place = session.places.index(worker_id)
+        if growth.forgot[number]:
+            target.change_place(session, place, PlaceChange.TAKEN)
+        if growth.again[number]:
+            session.asked_again.discard(place)
+            target.change_place(session, place, PlaceChange.RESENT)
+        return target.worker_id
+
+    # --------------------------------------------------------------------------------------------------------- results
+
+    def take_results(self, worker_id: str, results: RoundResults) -> None:
+        """Take what a round has given its sessions: drafts hear at once, clients after that."""
+        target, now_ns = self._targets.get(worker_id), clock.now_ns()
+        if target is None:
+            return
+        taken = list[tuple[Session, Outcome, int]]()
+        commits: defaultdict[str, list[Commit]] = defaultdict(list)
+        for outcome in results.outcomes:
+            if (session := self._session_of(target, outcome.session_id, outcome.epoch)) is None:
+                continue
+            if outcome.token_ids:
+                position, since_ns = len(session.token_ids), session.committed_ns
+                kept = session.take(outcome, results, now_ns)
+                self._undelivered[session.session_id] = session
+                taken.append((session, outcome, since_ns))
+                for draft_id, epoch in () if session.is_finished else session.draft_epochs.items():
+                    commits[draft_id].append(Commit(session.session_id, epoch, position, kept))
+            for place in range(outcome.lost.bit_length()):
+                if outcome.lost >> place & 1:
+                    self._drafts.ask_again(session, place)
+        for draft_id, told in commits.items():
+            self._drafts.peers[draft_id].link.commit(Commits.of(told))
+        self._totals.note_round(results, taken, now_ns)
+        self._owner.note_progress([session for session, _, _ in taken])
+        self._end(target, results)
+        self._deliver_soon()
+
+    def _end(self, target: TargetPeer, results: RoundResults) -> None:
+        """See to the sessions that have ended with a round, as they should or not."""
+        for outcome in results.outcomes:
+            session = target.sessions.get(outcome.session_id)
+            if session is None or session.target_epoch != outcome.epoch:
+                continue
+            if session.result is not None:
+                # The end of a choice is told behind its tokens.
+                self._deliver(session)
+                self._owner.finish_session(session)
+            elif outcome.is_over and not session.is_finished:
+                self._owner.take_fault(session, _ENDED)
+        for session_id, epoch, fault in results.faults:
+            if (session := self._session_of(target, session_id, epoch)) is not None:
+                self._owner.take_fault(session, fault)
+
+    def _session_of(self, target: TargetPeer, session_id: int, epoch: int) -> Session | None:
+        """The session if it is this target's under this epoch, and goes on."""
+        session = target.sessions.get(session_id)
+        is_own = session is not None and (session.target_id, session.target_epoch) == (target.worker_id, epoch)
+        return session if is_own and session is not None and not session.is_finished else None
+
+    # --------------------------------------------------------------------------------------------------------- clients
+
+    def _deliver_soon(self) -> None:
+        if self._undelivered and self._delivery is None:
+            self._delivery = asyncio.get_running_loop().call_soon(self._deliver_some)
+
+    def _deliver_some(self) -> None:
+        self._delivery = None
+        for session_id in list(self._undelivered)[:_DELIVERED_AT_ONCE]:
+            self._deliver(self._undelivered[session_id])
+        self._deliver_soon()
+
+    def _deliver(self, session: Session) -> None:
+        """Tell a client, and have the target wait for one that does not read."""
+        self._undelivered.pop(session.session_id, None)
+        session.deliver()
+        if session.generation.is_stalled:
+            self.hold(session, is_held=True)
+
+    def hold(self, session: Session, *, is_held: bool) -> None:
+        """Let a session rest at its target, or go on."""
+        target = self._targets.get(session.target_id or "")
+        if target is not None and not session.is_finished:
+            target.hold(session, is_held=is_held)
+
+
+def _relayed(
+    worker_id: str, growth: GrowthBatch, numbers: Sequence[int], sessions: Sequence[Session]
+) -> target_pb2.RelayedGrowth:
+    """Some sessions' parts of growth, under the names that their target knows them by."""
+    if len(numbers) == len(growth.session_ids):
+        nodes: slice | np.ndarray = slice(None)
+        counts, as_of, complete = growth.node_counts, growth.as_of, growth.complete
+    else:
+        is_sent = np.zeros(len(growth.session_ids), np.bool_)
+        is_sent[list(numbers)] = True
+        nodes = np.flatnonzero(np.repeat(is_sent, growth.node_counts))
+        counts, as_of, complete = (
+            [column[number] for number in numbers] for column in (growth.node_counts, growth.as_of, growth.complete)
+        )
+    distributions = None
+    if growth.distributions:
+        places = range(len(growth.node_ids))[nodes] if isinstance(nodes, slice) else nodes.tolist()
+        distributions = pack_distributions([growth.distributions[place] for place in places])
+    return target_pb2.RelayedGrowth(
+        session_ids=[session.session_id for session in sessions],
+        epochs=[session.target_epoch for session in sessions],
+        places=[session.places.index(worker_id) for session in sessions],
+        as_of=as_of,
+        node_counts=counts,
+        node_ids=growth.node_ids[nodes].tolist(),
+        parents=growth.parents[nodes].tolist(),
+        tokens=growth.tokens[nodes].tolist(),
+        acceptance=floats_to_bytes(growth.acceptance[nodes]),
+        sources=() if growth.sources is None else growth.sources[nodes].tolist(),
+        distributions=distributions,
+        complete=complete if any(complete) else (),
+    )
