@@ -80,7 +80,7 @@ def check_load(load: common_pb2.WorkerLoad) -> None:
             raise ValueError("calibration: estimates that are no numbers")
 
 
-def usable_acceptance(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+def usable_acceptance(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """A draft's estimates, within 0 to 1.
 
     Raises:
@@ -88,4 +88,4 @@ def usable_acceptance(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float64
     """
     if not np.isfinite(values).all():
         raise ValueError("acceptance: estimates that are no numbers")
-    return np.clip(values.astype(np.float64), 0.0, 1.0)
+    return np.clip(values, np.float32(0), np.float32(1))

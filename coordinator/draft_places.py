@@ -12,10 +12,11 @@ from dataclasses import replace
 
 from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.draft_peer import DraftPeer
-from outrider.coordinator.messages import PlaceChange, SpeculationMode
+from outrider.coordinator.messages import SpeculationMode
 from outrider.coordinator.session import PLACES, Session
 from outrider.coordinator.target_peer import TargetPeer
 from outrider.growth_source import ALL_SOURCES, GrowthSource
+from outrider.v1 import target_pb2
 
 _CHAIN_SOURCES = frozenset({GrowthSource.MODEL})
 
@@ -85,14 +86,14 @@ class DraftPlaces:
         place = session.join_draft(peer.worker_id, opening.epoch)
         peer.sessions.add(session.session_id)
         if (target := self._targets.get(session.target_id or "")) is not None:
-            target.change_place(session, place, PlaceChange.TAKEN)
+            target.change_place(session, place, target_pb2.PLACE_CHANGE_TAKEN)
         peer.link.open_session(opening)
 
     def leave(self, session: Session, worker_id: str) -> None:
         """A draft grows a session's tree no more."""
         place = session.leave_draft(worker_id)
         if place is not None and (target := self._targets.get(session.target_id or "")) is not None:
-            target.change_place(session, place, PlaceChange.LEFT)
+            target.change_place(session, place, target_pb2.PLACE_CHANGE_LEFT)
 
     def _wanted(self, session: Session) -> int:
         """Drafts for each source."""

@@ -16,7 +16,6 @@ from outrider.coordinator.messages import (
     FaultKind,
     GrowthBatch,
     Outcome,
-    PlaceChange,
     RoundResults,
     SessionFault,
     SessionOpening,
@@ -100,13 +99,13 @@ class TargetLink(WorkerLink):
         """Have the worker verify this session from now on."""
         self._commands(_Part.OPENS).opens.append(opening_to_proto(opening))
 
-    def change_place(self, session_id: int, epoch: int, place: int, change: PlaceChange) -> None:
+    def change_place(self, session_id: int, epoch: int, place: int, change: target_pb2.PlaceChange) -> None:
         """Tell what has become of a draft's place."""
         changes = self._commands(_Part.PLACES).places
         changes.session_ids.append(session_id)
         changes.epochs.append(epoch)
         changes.places.append(place)
-        changes.changes.append(target_pb2.PlaceChange.ValueType(change))
+        changes.changes.append(change)
 
     def grow(self, growth: target_pb2.RelayedGrowth) -> None:
         """Hand on what a draft has grown, at once."""

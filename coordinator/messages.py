@@ -1,4 +1,4 @@
-"""What travels between the coordinator's parts: plain data, no gRPC.
+"""What travels between the coordinator's parts: plain data, no protocol buffers, no gRPC.
 
 service ── GenerationRequest ──> scheduler ── SessionOpening, GrowthBatch ──> target
 service <── TokenDelta, RoundRecord, GenerationResult ── scheduler <── RoundResults ── target
@@ -8,7 +8,7 @@ service <── TokenDelta, RoundRecord, GenerationResult ── scheduler <─�
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum, StrEnum
+from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
@@ -17,7 +17,6 @@ import numpy.typing as npt
 from outrider.draft_distribution import DraftDistribution
 from outrider.growth_source import ALL_SOURCES, GrowthSource
 from outrider.sampling import SamplingSpec
-from outrider.v1 import target_pb2
 
 if TYPE_CHECKING:
     from outrider.coordinator.request_trace import RequestTrace
@@ -218,14 +217,6 @@ class SessionOpening:
     sources: frozenset[GrowthSource] = ALL_SOURCES
 
 
-class PlaceChange(IntEnum):
-    """What becomes of the place that a draft has in a session at its target; the numbers are those of target.proto."""
-
-    TAKEN = target_pb2.PLACE_CHANGE_TAKEN
-    LEFT = target_pb2.PLACE_CHANGE_LEFT
-    RESENT = target_pb2.PLACE_CHANGE_RESENT
-
-
 class FaultKind(StrEnum):
     """What a session's fault at a worker calls for."""
 
@@ -378,7 +369,7 @@ class GrowthBatch:
     node_ids: npt.NDArray[np.int64]
     parents: npt.NDArray[np.int64]
     tokens: npt.NDArray[np.int64]
-    acceptance: npt.NDArray[np.float64]
+    acceptance: npt.NDArray[np.float32]
     distributions: Sequence[DraftDistribution | None] = ()
     sources: npt.NDArray[np.int64] | None = None
     is_step: bool = True
@@ -404,7 +395,7 @@ class GrowthBatch:
             node_ids=column("node_ids", np.int64),
             parents=column("parents", np.int64),
             tokens=column("tokens", np.int64),
-            acceptance=column("acceptance", np.float64),
+            acceptance=column("acceptance", np.float32),
             distributions=[q for growth in growths for q in growth.distributions or [None] * len(growth.node_ids)],
             sources=np.array(told) if any(growth.sources for growth in growths) else None,
         )

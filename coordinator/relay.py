@@ -22,7 +22,6 @@ from outrider.coordinator.messages import (
     FaultKind,
     GrowthBatch,
     Outcome,
-    PlaceChange,
     RoundResults,
     SessionFault,
 )
@@ -116,10 +115,10 @@ class Relay:
             return None
         place = session.places.index(worker_id)
         if growth.forgot[number]:
-            target.change_place(session, place, PlaceChange.TAKEN)
+            target.change_place(session, place, target_pb2.PLACE_CHANGE_TAKEN)
         if growth.again[number]:
             session.asked_again.discard(place)
-            target.change_place(session, place, PlaceChange.RESENT)
+            target.change_place(session, place, target_pb2.PLACE_CHANGE_RESENT)
         return target.worker_id
 
     # --------------------------------------------------------------------------------------------------------- results
@@ -229,5 +228,5 @@ def _relayed(
         acceptance=floats_to_bytes(growth.acceptance[nodes]),
         sources=() if growth.sources is None else growth.sources[nodes].tolist(),
         distributions=distributions,
-        complete=complete if any(complete) else (),
+        complete=[bool(own) for own in complete] if any(complete) else (),
     )

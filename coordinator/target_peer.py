@@ -3,10 +3,9 @@
 from dataclasses import dataclass, field
 
 from outrider.coordinator.links import TargetLink
-from outrider.coordinator.messages import PlaceChange
 from outrider.coordinator.session import Session
 from outrider.coordinator.shared_places import SharedPlaces
-from outrider.v1 import registry_pb2
+from outrider.v1 import registry_pb2, target_pb2
 
 WITHOUT_BOUND = (1 << 31) - 1
 """`allow` of a session that may go as far as it can."""
@@ -57,12 +56,12 @@ class TargetPeer:
         self.link.open_session(opening)
         for place, worker_id in enumerate(session.places):
             if worker_id is not None:
-                self.change_place(session, place, PlaceChange.TAKEN)
+                self.change_place(session, place, target_pb2.PLACE_CHANGE_TAKEN)
         if session.probation:
             self.suspects.add(session.session_id)
             self._bound(session)
 
-    def change_place(self, session: Session, place: int, change: PlaceChange) -> None:
+    def change_place(self, session: Session, place: int, change: target_pb2.PlaceChange) -> None:
         """Tell what has become of a draft's place in a session that is open here."""
         self.link.change_place(session.session_id, session.target_epoch, place, change)
 

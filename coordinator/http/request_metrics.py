@@ -31,9 +31,9 @@ class RequestMetrics:
 
     def note_round(self, record: RoundRecord) -> None:
         """A verification; one without draft tokens is none of speculative decoding."""
-        if record.node_tokens:
-            self._accepted.append(len(record.accepted_nodes))
-            self._drafted.append(len(record.node_tokens))
+        if record.selected:
+            self._accepted.append(record.accepted)
+            self._drafted.append(record.selected)
 
     def note_result(self, result: GenerationResult) -> None:
         """A prompt's generation has ended."""

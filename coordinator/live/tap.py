@@ -244,6 +244,7 @@ class SessionTap:
 
 def watch(session: "Session", piece: Callable[[int], bytes], *, max_lines: int = MAX_LINES) -> Watcher:
     """Begins to watch a session; `close` the watcher in the end."""
-    if session.tap is None:
-        session.tap = SessionTap(session, piece)
-    return session.tap.watch(max_lines=max_lines)
+    tap = session.tap
+    if tap is None:
+        tap = session.tap = SessionTap(session, piece)
+    return tap.watch(max_lines=max_lines)

@@ -138,19 +138,8 @@ def _finish(record: RequestRecord, finished: generation_pb2.Finished, rounds: Se
     record.verify_steps = speculation.verify_steps
     record.drafted_tokens = speculation.spec_draft_tokens
     record.accepted_tokens = speculation.spec_accepted_tokens
-    accepted = [len(each.accepted_nodes) for each in rounds]
+    accepted = [each.accepted for each in rounds]
     record.accepted_per_position, record.position_steps = positions(accepted), len(rounds)
     record.rounds = round_times(
-        [
-            (
-                each.submitted_ns,
-                each.result_ns,
-                each.waited_ns,
-                each.step_ns,
-                each.forward_ns,
-                len(each.node_tokens),
-                len(each.accepted_nodes),
-            )
-            for each in rounds
-        ]
+        [(each.result_ns, each.step_ns, each.forward_ns, each.selected, each.accepted) for each in rounds]
     )

@@ -128,7 +128,7 @@ def round_shares(complete: Sequence[RequestRecord]) -> dict[str, Any]:
     rounds = [each for record in complete for each in record.rounds]
     if not rounds:
         return {}
-    parts = ("forward", "host", "wire", "waited", "between")
+    parts = ("forward", "host", "between")
     return {"traced_rounds": len(rounds)} | {
         f"round_{part}_ms": statistics.fmean(getattr(each, f"{part}_ns") for each in rounds) / 1e6 for part in parts
     }

@@ -11,10 +11,8 @@ from outrider.errors import MissingPackage
 
 _ROUND_PARTS = (
     ("forward", "target's device"),
-    ("host", "target's host"),
-    ("wire", "wire and coordinator's reading"),
-    ("waited", "waited for growth"),
-    ("between", "coordinator, other groups"),
+    ("host", "rest of the round"),
+    ("between", "between two rounds"),
 )
 # A run of thousands of seconds needs no point for each.
 _MOST_POINTS = 600

@@ -23,10 +23,7 @@ class RoundTime:
     Attributes:
         forward_ns: the target's device.
         host_ns: the rest of the target's step.
-        wire_ns: from the coordinator's sending to its having the result, without the step.
-        waited_ns: that the coordinator held the round for the draft's growth.
-        between_ns: from the result before to the sending, without that: the coordinator's own work, and where two
-            groups of requests take turns the other group's step.
+        between_ns: from the result before to the round's begin, and from its end to the coordinator.
         nodes: that were verified.
         accepted: of them.
         result_ns: when the coordinator had the result, by its clock.
@@ -34,8 +31,6 @@ class RoundTime:
 
     forward_ns: int
     host_ns: int
-    wire_ns: int
-    waited_ns: int
     between_ns: int
     nodes: int
     accepted: int
@@ -144,28 +139,24 @@ class RequestRecord:
         return self.started_s - self.intended_s
 
 
-def round_times(rounds: list[tuple[int, int, int, int, int, int, int]]) -> list[RoundTime]:
+def round_times(rounds: list[tuple[int, int, int, int, int]]) -> list[RoundTime]:
     """From the rounds of one choice, in order.
 
     Args:
-        rounds: (submitted_ns, result_ns, waited_ns, step_ns, forward_ns, nodes, accepted) each.
+        rounds: (result_ns, step_ns, forward_ns, nodes, accepted) each.
     """
-    times = []
     # A request's first round is its prefill: it follows no result.
-    for (_, before, *_), (submitted, result, waited, step, forward, nodes, accepted) in pairwise(rounds):
-        times.append(
-            RoundTime(
-                forward_ns=forward,
-                host_ns=max(0, step - forward),
-                wire_ns=max(0, result - submitted - step),
-                waited_ns=waited,
-                between_ns=max(0, submitted - before - waited),
-                nodes=nodes,
-                accepted=accepted,
-                result_ns=result,
-            )
+    return [
+        RoundTime(
+            forward_ns=forward,
+            host_ns=max(0, step - forward),
+            between_ns=max(0, result - before - step),
+            nodes=nodes,
+            accepted=accepted,
+            result_ns=result,
         )
-    return times
+        for (before, *_), (result, step, forward, nodes, accepted) in pairwise(rounds)
+    ]
 
 
 def positions(accepted: list[int]) -> list[int]:

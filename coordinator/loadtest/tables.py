@@ -64,7 +64,6 @@ def round_text(figures: Figures) -> str:
     """Where a round's time goes, in words."""
     return (
         f"{figures['round_forward_ms']:.2f} ms forward, {figures['round_host_ms']:.2f} host, "
-        f"{figures['round_wire_ms']:.2f} wire, {figures['round_waited_ms']:.2f} waited for growth, "
         f"{figures['round_between_ms']:.2f} between"
     )
 
