@@ -6,12 +6,10 @@ from pathlib import Path
 
 from outrider.addresses import check_coordinators
 from outrider.engine.config import AttentionBackend, DtypeName, EngineConfig, KvCacheDtype, Quantization
-from outrider.engine.one_graph_shape import RoundShape
 from outrider.metrics.options import check_metrics_options
 from outrider.models import embedded_target_path
 from outrider.security.binding import check_bind
 from outrider.security.tls import TlsConfig
-from outrider.target_worker.resident_config import ResidentConfig, head_folder
 
 _CPU_PREFILL_PART, _GPU_PREFILL_TOKENS = 4, 4096
 
@@ -53,16 +51,6 @@ class TargetWorkerConfig:
         enforce_eager: one operator after the other, without CUDA graphs: slow, for finding errors.
         deterministic: on a GPU, the bits of a token's logits do not depend on what else is in its step.
         tensor_parallel_size: GPUs that share the model.
-        resident_draft: folder of an EAGLE or EAGLE-3 head with which the target drafts by itself; "embedded" is that of
-            the embedded target.
-        resident_depth: levels of the trees that it grows; each costs a step of the head.
-        resident_topk: children of a node, and nodes of a level that are expanded.
-        resident_nodes: most nodes of such a tree.
-        resident_max_sessions: with more sessions in a step it grows no trees.
-        one_graph: with resident_draft, for large batches: a round verifies what the head has drafted, extends the head
-            and drafts on in one CUDA graph; the nodes never leave the device.
-        one_graph_steps: tokens that such a draft reaches ahead.
-        one_graph_candidates: tokens that it offers for each of them.
         tls_ca: certificates (PEM) of the authorities whose certificates are believed; with the next two, everything is
             encrypted and proven on both sides.
         tls_certificate: own certificate (PEM), of the role target (`outrider certs` makes one).
@@ -101,14 +89,6 @@ class TargetWorkerConfig:
     enforce_eager: bool = False
     deterministic: bool = False
     tensor_parallel_size: int = 1
-    resident_draft: str | None = None
-    resident_depth: int = 5
-    resident_topk: int = 4
-    resident_nodes: int = 16
-    resident_max_sessions: int = 64
-    one_graph: bool = False
-    one_graph_steps: int = 1
-    one_graph_candidates: int = 1
     tls_ca: Path | None = None
     tls_certificate: Path | None = None
     tls_key: Path | None = None
@@ -132,67 +112,12 @@ class TargetWorkerConfig:
             raise ValueError(f"max_prefill_tokens: {self.max_prefill_tokens} given, at least 1 needed")
         if not 0 <= self.prefill_slowdown < math.inf:
             raise ValueError(f"prefill_slowdown: {self.prefill_slowdown} given, 0 or more needed")
-        self._check_resident()
-        self._check_one_graph()
         check_coordinators(self.coordinators)
         if not 0 <= self.drain_s < math.inf:
             raise ValueError(f"drain_s: {self.drain_s} given, 0 or more needed")
         check_bind(self.host, insecure=self.insecure, tls_ca=self.tls)
         check_metrics_options(self.metrics_port, self.metrics_host, insecure=self.insecure, tls=self.tls)
         self.engine()
-
-    def _check_resident(self) -> None:
-        for name in ("resident_depth", "resident_topk", "resident_nodes", "resident_max_sessions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: {getattr(self, name)} given, at least 1 needed")
-        if self.resident_draft is None:
-            return
-        if not self.resident_draft:
-            raise ValueError("resident_draft: empty, a folder or embedded needed")
-        if self.tensor_parallel_size > 1:
-            raise ValueError("resident_draft: not with tensor_parallel_size above 1: leave one of the two out")
-        if self.kv_cache_dtype != "auto":
-            raise ValueError(f"resident_draft: not with kv_cache_dtype {self.kv_cache_dtype}: leave one of the two out")
-
-    @property
-    def resident(self) -> ResidentConfig | None:
-        """The draft beside the target, if there is one."""
-        if self.resident_draft is None:
-            return None
-        return ResidentConfig(
-            head=head_folder(self.resident_draft),
-            depth=self.resident_depth,
-            top_k=self.resident_topk,
-            nodes=self.resident_nodes,
-            max_sessions=self.resident_max_sessions,
-        )
-
-    def _check_one_graph(self) -> None:
-        slots = self.round_shape.slots
-        if not self.one_graph:
-            return
-        if self.resident_draft is None:
-            raise ValueError("one_graph: needs resident_draft: give the folder of a head, or leave one_graph out")
-        if slots - 1 > self.max_tree_nodes:
-            raise ValueError(
-                f"max_tree_nodes: {self.max_tree_nodes} given, at least {slots - 1} needed for one_graph_steps "
-                f"{self.one_graph_steps} and one_graph_candidates {self.one_graph_candidates}"
-            )
-        if self.round_shape.rows > self.max_step_tokens:
-            raise ValueError(
-                f"max_step_tokens: {self.max_step_tokens} given, at least {self.round_shape.rows} needed for "
-                f"one_graph_steps {self.one_graph_steps} and one_graph_candidates {self.one_graph_candidates}"
-            )
-        refused = {"deterministic": self.deterministic, "tensor_parallel_size": self.tensor_parallel_size > 1}
-        for name in (name for name, given in refused.items() if given):
-            raise ValueError(f"one_graph: not with {name}: leave one of the two out")
-        if self.engine().attention_backend_name == "flashinfer":
-            raise ValueError("one_graph: not with attention_backend flashinfer: take triton, or leave one_graph out")
-
-    @property
-    def round_shape(self) -> RoundShape:
-        """Of the trees of one-graph rounds."""
-        return RoundShape(steps=self.one_graph_steps, candidates=self.one_graph_candidates)
 
     @property
     def address(self) -> str:

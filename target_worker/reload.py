@@ -1,9 +1,9 @@
-"""Other weights for a target that serves: read and checked beside the steps, put in place between two of them.
+"""Other weights for a target that serves: read and checked beside the rounds, put in place between two of them.
 
     check   a thread reads the checkpoint, the model goes on      -> its version, or why it cannot be run with
-    swap    on the step thread, with nothing in flight            -> sessions closed, KV forgotten, weights copied
+    swap    on the round thread, with nothing in flight            -> sessions closed, KV forgotten, weights copied
 
-A swap that fails once it has begun leaves a mixture: the step thread ends with it, and the process with that.
+A swap that fails once it has begun leaves a mixture: the round thread ends with it, and the process with that.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from outrider.engine.model_runner import ModelRunner
 from outrider.engine.weight_reload import CheckedWeights, check_weights
 from outrider.engine.weight_version import weights_version
 from outrider.errors import CheckpointError, FieldViolation, InvalidRequest, WorkerRefused, WorkerUnavailable
-from outrider.target_worker.step_thread import StepThread
-from outrider.target_worker.verifier import Verifier
+from outrider.target_worker.round_thread import RoundThread
+from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.v1 import common_pb2, target_pb2
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class Reloader:
         thread: that runs the model.
     """
 
-    def __init__(self, thread: StepThread) -> None:
+    def __init__(self, thread: RoundThread) -> None:
         self._thread = thread
         self._runner: ModelRunner | None = None
         self._one_at_a_time = asyncio.Lock()
@@ -40,7 +40,7 @@ class Reloader:
         """What the model runs with; its version is empty while nobody knows."""
 
     def load(self, folder: Path, make: Callable[[], ModelRunner]) -> ModelRunner:
-        """Loads the model and reads the version of its weights meanwhile; on the step thread.
+        """Loads the model and reads the version of its weights meanwhile; on the round thread.
 
         Args:
             folder: of its checkpoint.
@@ -58,7 +58,7 @@ class Reloader:
             except BaseException:
                 runner.close()
                 raise
-        self._thread.opens.weights = self.running.version
+        self._thread.weights = self.running.version
         return runner
 
     async def reload(self, request: target_pb2.ReloadRequest) -> target_pb2.ReloadResponse:
@@ -111,12 +111,10 @@ class Reloader:
         self._checked = await asyncio.to_thread(check_weights, self._runner.running(), folder)
         return self._checked
 
-    def _swap(self, verifier: Verifier, checked: CheckedWeights, found: common_pb2.Weights) -> int:
-        assert self._runner is not None
+    def _swap(self, rounds: RoundLoop, checked: CheckedWeights, found: common_pb2.Weights) -> int:
         begin_ns = time.perf_counter_ns()
-        verifier.forget()
-        self._runner.refill(checked.folder)
+        rounds.reload(checked.folder)
         # What was written while it was copied is a mixture of nobody's.
         checked.check_unchanged()
-        self.running, self._thread.opens.weights = found, found.version
+        self.running, self._thread.weights = found, found.version
         return time.perf_counter_ns() - begin_ns

@@ -7,18 +7,15 @@ from pathlib import Path
 from outrider import collector
 from outrider.addresses import Resolve
 from outrider.engine.model_runner import ModelRunner
-from outrider.growth_source import GrowthSource
 from outrider.rpc import RoleServer
 from outrider.security.roles import Role
-from outrider.target_worker import tree_step
 from outrider.target_worker.config import TargetWorkerConfig
 from outrider.target_worker.metrics import target_metrics
-from outrider.target_worker.one_graph_setup import make_rounds
 from outrider.target_worker.reload import Reloader
-from outrider.target_worker.resident import ResidentDraft
+from outrider.target_worker.round_thread import RoundThread
+from outrider.target_worker.rounds.config import RoundConfig
+from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.service import TargetServicer, pack_load
-from outrider.target_worker.step_thread import StepThread
-from outrider.target_worker.verifier import Verifier
 from outrider.v1 import common_pb2, registry_pb2, target_pb2
 from outrider.worker import model_info
 from outrider.worker_service import Loaded, Worker, WorkerConfig, role_server, serve_worker
@@ -26,7 +23,7 @@ from outrider.worker_service import Loaded, Worker, WorkerConfig, role_server, s
 __all__ = ["TargetWorkerConfig", "serve"]
 
 
-class TargetWorker(Worker[StepThread]):
+class TargetWorker(Worker[RoundThread]):
     """Verifies trees; see `Worker`."""
 
     role = Role.TARGET
@@ -34,7 +31,7 @@ class TargetWorker(Worker[StepThread]):
     def __init__(self, config: TargetWorkerConfig) -> None:
         self._config = config
         self._runner: ModelRunner | None = None
-        self.thread = StepThread(self._make_verifier)
+        self.thread = RoundThread(self._make_loop)
         self._reloader = Reloader(self.thread)
         self._servicer = TargetServicer(self.thread, self._reloader)
 
@@ -42,37 +39,26 @@ class TargetWorker(Worker[StepThread]):
         """See `Worker`."""
         return role_server(target_pb2.DESCRIPTOR.services_by_name["TargetService"], self._servicer, config)
 
-    def _make_verifier(self) -> Verifier:
-        config = self._config
-        engine, drafts = config.engine(), config.resident
-        runner = self._runner = self._reloader.load(
-            Path(engine.model_path),
-            lambda: ModelRunner(engine, decoder=True if config.one_graph else None, draft_head=drafts and drafts.head),
-        )
-        resident = None if drafts is None else ResidentDraft.load(drafts, runner)
-        rounds = None
-        if config.one_graph and resident is not None:
-            rounds = make_rounds(runner, resident, config.round_shape, max_step_tokens=config.max_step_tokens)
-        tree_step.warm_up()
-        runner.warm_up()
-        if resident is not None:
-            resident.warm_up()
-        if rounds is not None:
-            rounds.runner.warm_up()
-        collector.begin_serving()
-        return Verifier(
-            runner,
-            max_step_tokens=config.max_step_tokens,
+    def _make_loop(self) -> RoundLoop:
+        config, engine = self._config, self._config.engine()
+        runner = self._runner = self._reloader.load(Path(engine.model_path), lambda: ModelRunner(engine))
+        rounds = RoundConfig(
+            max_sessions=config.max_num_seqs,
+            max_model_len=runner.info.max_model_len,
+            max_step_rows=config.max_step_tokens,
+            max_session_rows=min(config.max_tree_nodes, config.max_step_tokens),
             max_prefill_tokens=config.prefill_tokens,
             prefill_slowdown=config.prefill_slowdown,
-            resident=resident,
-            rounds=rounds,
         )
+        loop = RoundLoop(runner, rounds)
+        collector.begin_serving()
+        return loop
 
     def loaded(self) -> Loaded:
         """See `Worker`."""
-        card, config = self.thread.ready.result().model, self._config
         assert self._runner is not None
+        self.thread.ready.result()
+        card, config = self._runner.info, self._config
         model = model_info(card)
         model.weights.CopyFrom(self._reloader.running)
         return Loaded(
@@ -84,8 +70,6 @@ class TargetWorker(Worker[StepThread]):
             ),
             metrics=target_metrics(self.thread, model_name=card.name),
             failures=[self._runner.ranks.failed],
-            sources=() if config.resident_draft is None else (GrowthSource.EAGLE,),
-            one_graph=config.one_graph,
         )
 
     def load(self) -> common_pb2.WorkerLoad:

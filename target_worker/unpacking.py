@@ -1,148 +1,94 @@
-"""A coordinator's messages as the step thread takes them."""
+"""A coordinator's messages as the round thread takes them."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+import numpy as np
 
 from outrider.draft_distribution import DraftDistribution, unpack_distributions
 from outrider.errors import FieldViolation, InvalidRequest
-from outrider.growth_source import ALL_SOURCES, GrowthSource, sources_from_proto
+from outrider.growth_source import GrowthSource
 from outrider.log_output import about
 from outrider.sampling import SamplingSpec
-from outrider.succession import Addition, addition_from_proto, succession_from_proto
-from outrider.target_worker.resident_growth import DraftLimits
-from outrider.target_worker.sessions import Code, OpenRequest, SessionFault, TreeRequest
-from outrider.target_worker.step_jobs import Batch
-from outrider.target_worker.succession import StreamSteps, Successor
+from outrider.target_worker.commands import (
+    BoundCommand,
+    CloseCommand,
+    Command,
+    GrowthCommand,
+    OpenCommand,
+    PlaceCommand,
+    ResultOwner,
+)
+from outrider.target_worker.sessions import Code, OpenRequest, SessionFault
 from outrider.v1 import common_pb2, target_pb2
 from outrider.wire import floats_from_bytes, split_by_counts, tokens_from_bytes
 
 logger = logging.getLogger(__name__)
 
+_MOST_ID = (1 << 31) - 1
 
-def unpack(
-    request: target_pb2.VerifyRequest, *, last_step: int = 0, stream: StreamSteps | None = None
-) -> tuple[Batch, list[common_pb2.SessionError]]:
-    """A message as a batch, and the opens whose bytes could not be read.
+
+def unpack(message: target_pb2.RoundCommands, owner: ResultOwner, *, places: int, vocab_size: int) -> list[Command]:
+    """Return a message's commands, in the order in which they take effect.
+
+    Opens whose bytes cannot be read are told to the owner.
 
     Args:
-        request: the message.
-        last_step: before it on its stream.
-        stream: what that step leaves, if the message may follow it.
+        message: to read.
+        owner: of the sessions.
+        places: for draft workers of a session.
+        vocab_size: tokens of the model.
 
     Raises:
-        InvalidRequest: columns of different lengths, which leave open what belongs to whom; a step that cannot be
-            followed.
+        InvalidRequest: columns that do not fit together, or nodes that stand for nothing.
     """
-    violations = [_miscounted(*column) for column in _column_lengths(request) if column[1] != column[2]]
-    violations += _successor_violations(request, last_step)
-    if request.HasField("addition"):
-        violations.append(FieldViolation("addition", "given with a step, opens or closes: it comes by itself"))
+    violations = [
+        FieldViolation(name, f"{count} entries given, {needed} needed")
+        for name, count, needed in _column_lengths(message)
+        if count != needed
+    ]
     if violations:
         raise InvalidRequest(violations)
-    opens: list[OpenRequest] = []
-    unreadable: list[common_pb2.SessionError] = []
-    for opening in request.opens:
+    commands = list[Command]()
+    for opening in message.opens:
         ids = about(session_id=opening.session_id, epoch=opening.epoch)
         logger.debug("session %d, epoch %d is opened", opening.session_id, opening.epoch, extra=ids)
         try:
-            opens.append(_open_request(request.incarnation, opening))
+            commands.append(OpenCommand(owner, _open_request(message.incarnation, opening)))
         except ValueError as error:
             fault = SessionFault(Code.INVALID_ARGUMENT, f"prompt, output or sampling: {error}")
-            unreadable.append(session_error(opening.session_id, opening.epoch, fault))
-    closes = [
-        ((request.incarnation, session_id), epoch)
-        for session_id, epoch in zip(request.close_session_ids, request.close_epochs, strict=True)
+            owner.fail(opening.session_id, opening.epoch, fault)
+    commands += _place_commands(message, places)
+    commands += _growth_commands(message, places, vocab_size)
+    bounds = message.bounds
+    for session_id, epoch, allow in zip(bounds.session_ids, bounds.epochs, bounds.allow, strict=True):
+        commands.append(BoundCommand((message.incarnation, session_id), epoch, min(allow, _MOST_ID)))
+    for session_id, epoch in zip(message.close_session_ids, message.close_epochs, strict=True):
+        commands.append(CloseCommand((message.incarnation, session_id), epoch))
+    return commands
+
+
+def _column_lengths(message: target_pb2.RoundCommands) -> Iterator[tuple[str, int, int]]:
+    """(name, entries, those that are needed) of all columns."""
+    growth = message.growth
+    nodes = sum(growth.node_counts)
+    told = [
+        ("places", message.places, len(message.places.session_ids), ("epochs", "places", "changes")),
+        ("growth", growth, len(growth.session_ids), ("epochs", "places", "as_of", "node_counts")),
+        ("growth", growth, nodes, ("node_ids", "parents", "tokens")),
+        ("bounds", message.bounds, len(message.bounds.session_ids), ("epochs", "allow")),
     ]
-    batch = Batch(
-        opens=opens,
-        closes=closes,
-        trees=() if request.trees.follows else _tree_requests(request),
-        successor=_successor(request) if request.trees.follows else None,
-        step=request.step,
-        stream=stream,
-    )
-    return batch, unreadable
-
-
-def _column_lengths(request: target_pb2.VerifyRequest) -> list[tuple[str, int, int]]:
-    trees = request.trees
-    sessions, nodes = len(trees.session_ids), sum(trees.node_counts)
-    return [
-        ("close_epochs", len(request.close_epochs), len(request.close_session_ids)),
-        ("trees.epochs", len(trees.epochs), sessions),
-        ("trees.lengths", len(trees.lengths), sessions),
-        ("trees.node_counts", len(trees.node_counts), sessions),
-        ("trees.tokens", len(trees.tokens), nodes),
-        ("trees.parents", len(trees.parents), nodes),
-        ("trees.resident", len(trees.resident), sessions if trees.resident else 0),
-        ("trees.max_nodes", len(trees.max_nodes), sessions if trees.follows else 0),
-        ("trees.max_depths", len(trees.max_depths), sessions if trees.follows else 0),
-    ]
-
-
-def _successor_violations(request: target_pb2.VerifyRequest, last_step: int) -> list[FieldViolation]:
-    trees = request.trees
-    if not trees.follows:
-        return []
-    violations: list[FieldViolation] = []
-    if trees.follows != last_step or not request.step:
-        message = f"{trees.follows} given: a batch with a step can follow the one before it on its stream, {last_step}"
-        violations.append(FieldViolation("trees.follows", message))
-    if any(trees.resident):
-        violations.append(FieldViolation("trees.resident", "given: what the target drafts itself follows no step"))
-    if trees.HasField("distributions"):
-        violations.append(FieldViolation("trees.distributions", "given: chains of rejection follow no step"))
-    return violations + _value_violations("trees.values", trees.values, len(trees.tokens))
-
-
-def _miscounted(name: str, count: int, needed: int) -> FieldViolation:
-    return FieldViolation(name, f"{count} entries given, {needed} needed")
-
-
-def _value_violations(name: str, data: bytes, nodes: int) -> list[FieldViolation]:
-    if len(data) != 4 * nodes:
-        return [FieldViolation(name, f"{len(data)} bytes given, {4 * nodes} needed")]
-    values = floats_from_bytes(data)
-    # Whatever is no number is not in between either.
-    return [] if ((values >= 0) & (values <= 1)).all() else [FieldViolation(name, "numbers from 0 to 1 needed")]
-
-
-def _successor(request: target_pb2.VerifyRequest) -> Successor:
-    trees = request.trees
-    return Successor(
-        follows=trees.follows,
-        keys=[(request.incarnation, session_id) for session_id in trees.session_ids],
-        epochs=list(trees.epochs),
-        lengths=list(trees.lengths),
-        trees=succession_from_proto(trees),
-    )
-
-
-def unpack_addition(addition: target_pb2.TreeAddition, successor: Successor | None, last_step: int) -> Addition:
-    """Nodes for a successor.
-
-    Args:
-        addition: the message.
-        successor: the last batch on its stream; None where that follows nothing.
-        last_step: number of that batch.
-
-    Raises:
-        InvalidRequest: the successor is another one; columns of different lengths; values that are none.
-    """
-    nodes = len(addition.tokens)
-    counted = [
-        ("addition.node_counts", len(addition.node_counts), 0 if successor is None else len(successor.keys)),
-        ("addition.tokens", nodes, sum(addition.node_counts)),
-        ("addition.parents", len(addition.parents), nodes),
-    ]
-    violations = [_miscounted(name, count, needed) for name, count, needed in counted if count != needed]
-    if successor is None or addition.step != last_step:
-        message = f"{addition.step} given: only the last batch of a stream can be added to, if it follows a step"
-        violations.append(FieldViolation("addition.step", message))
-    violations += _value_violations("addition.values", addition.values, nodes)
-    if violations:
-        raise InvalidRequest(violations)
-    return addition_from_proto(addition)
+    for part, columns, needed, names in told:
+        for name in names:
+            yield f"{part}.{name}", len(getattr(columns, name)), needed
+    yield "growth.acceptance", len(growth.acceptance), 4 * nodes
+    for name, needed in (("sources", nodes), ("complete", len(growth.session_ids))):
+        if count := len(getattr(growth, name)):
+            yield f"growth.{name}", count, needed
+    if count := len(message.bounds.alone):
+        yield "bounds.alone", count, len(message.bounds.session_ids)
+    yield "close_epochs", len(message.close_epochs), len(message.close_session_ids)
 
 
 def _open_request(incarnation: int, opening: common_pb2.SessionOpen) -> OpenRequest:
@@ -153,54 +99,84 @@ def _open_request(incarnation: int, opening: common_pb2.SessionOpen) -> OpenRequ
         output=tokens_from_bytes(opening.output),
         sampling=SamplingSpec.from_proto(opening.sampling),
         weights=opening.weights,
-        draft=_draft_limits(opening),
     )
 
 
-def _draft_limits(opening: common_pb2.SessionOpen) -> DraftLimits | None:
-    """What a resident draft may grow; None: nothing."""
-    mode, limits = opening.limits.mode, opening.limits
-    wanted = sources_from_proto(opening.sources, default=ALL_SOURCES)
-    if mode == common_pb2.SPECULATION_MODE_OFF or GrowthSource.EAGLE not in wanted:
-        return None
-    is_sync = mode == common_pb2.SPECULATION_MODE_SYNC
-    return DraftLimits(
-        max_nodes=(limits.sync_nodes or None) if is_sync else None,
-        max_depth=limits.max_depth or None,
-        is_fixed=is_sync,
-    )
+def _place_commands(message: target_pb2.RoundCommands, places: int) -> Iterator[Command]:
+    told = message.places
+    _check_places("places.places", told.places, places)
+    for session_id, epoch, place, change in zip(told.session_ids, told.epochs, told.places, told.changes, strict=True):
+        # What a worker has grown stays when it leaves.
+        if change in {target_pb2.PLACE_CHANGE_TAKEN, target_pb2.PLACE_CHANGE_RESENT}:
+            is_resent = change == target_pb2.PLACE_CHANGE_RESENT
+            yield PlaceCommand((message.incarnation, session_id), epoch, place, is_resent)
 
 
-def _tree_requests(request: target_pb2.VerifyRequest) -> list[TreeRequest]:
-    trees = request.trees
-    tokens, parents = list(trees.tokens), list(trees.parents)
+def _growth_commands(message: target_pb2.RoundCommands, places: int, vocab_size: int) -> Iterator[Command]:
+    growth = message.growth
+    if not growth.session_ids:
+        return
+    _check_places("growth.places", growth.places, places)
+    _check_nodes(growth, vocab_size)
+    node_ids, parents, tokens = list(growth.node_ids), list(growth.parents), list(growth.tokens)
+    acceptances = floats_from_bytes(growth.acceptance).tolist()
     distributions: Sequence[DraftDistribution | None] = ()
-    if trees.HasField("distributions"):
+    if growth.HasField("distributions"):
         try:
-            distributions = unpack_distributions(trees.distributions, len(tokens))
+            distributions = unpack_distributions(growth.distributions, len(tokens))
         except ValueError as error:
-            raise InvalidRequest([FieldViolation("trees", str(error))]) from error
-    return [
-        TreeRequest(
-            key=(request.incarnation, session_id),
-            epoch=epoch,
-            length=length,
-            tokens=tokens[nodes],
-            parents=parents[nodes],
-            distributions=distributions[nodes],
-            resident=resident,
-        )
-        for session_id, epoch, length, nodes, resident in zip(
-            trees.session_ids,
-            trees.epochs,
-            trees.lengths,
-            split_by_counts(trees.node_counts),
-            trees.resident or [False] * len(trees.session_ids),
-            strict=True,
-        )
-    ]
+            raise InvalidRequest([FieldViolation("growth.distributions", str(error))]) from error
+    columns = zip(
+        growth.session_ids, growth.epochs, growth.places, growth.as_of, split_by_counts(growth.node_counts), strict=True
+    )
+    for session_id, epoch, place, as_of, nodes in columns:
+        for drafter, part in _by_source(growth.sources, nodes):
+            yield GrowthCommand(
+                key=(message.incarnation, session_id),
+                epoch=epoch,
+                place=place,
+                as_of=as_of,
+                node_ids=node_ids[part],
+                parents=parents[part],
+                tokens=tokens[part],
+                acceptances=acceptances[part],
+                drafter=drafter,
+                distributions=distributions[part],
+            )
 
 
-def session_error(session_id: int, epoch: int, fault: SessionFault) -> common_pb2.SessionError:
-    """A fault as it travels."""
-    return common_pb2.SessionError(session_id=session_id, epoch=epoch, code=int(fault.code), message=fault.message)
+def _by_source(sources: Sequence[int], nodes: slice) -> Iterator[tuple[int, slice]]:
+    """Runs of a session's nodes that are of one source."""
+    if not sources:
+        yield GrowthSource.MODEL, nodes
+        return
+    begin = nodes.start
+    for source, run in groupby(sources[nodes]):
+        end = begin + sum(1 for _ in run)
+        yield source, slice(begin, end)
+        begin = end
+
+
+def _check_places(name: str, given: Sequence[int], places: int) -> None:
+    if given and (highest := max(given)) >= places:
+        raise InvalidRequest([FieldViolation(name, f"{highest} given, below {places} needed")])
+
+
+def _check_nodes(growth: target_pb2.RelayedGrowth, vocab_size: int) -> None:
+    violations = list[FieldViolation]()
+    node_ids, acceptance = growth.node_ids, floats_from_bytes(growth.acceptance)
+    if node_ids and not 1 <= min(node_ids) <= max(node_ids) <= _MOST_ID:
+        violations.append(FieldViolation("growth.node_ids", f"1 to {_MOST_ID} needed"))
+    if growth.parents and max(growth.parents) > _MOST_ID:
+        violations.append(FieldViolation("growth.parents", f"0 to {_MOST_ID} needed"))
+    if growth.as_of and max(growth.as_of) > _MOST_ID:
+        violations.append(FieldViolation("growth.as_of", f"0 to {_MOST_ID} needed"))
+    if growth.tokens and (highest := max(growth.tokens)) >= vocab_size:
+        violations.append(FieldViolation("growth.tokens", f"{highest} given, ids below {vocab_size} needed"))
+    # Whatever is no number is not in between either.
+    if not bool(np.all((acceptance >= 0) & (acceptance <= 1))):
+        violations.append(FieldViolation("growth.acceptance", "numbers from 0 to 1 needed"))
+    if growth.sources and not set(growth.sources) <= set(GrowthSource):
+        violations.append(FieldViolation("growth.sources", "one of those in common.proto needed"))
+    if violations:
+        raise InvalidRequest(violations)
