@@ -1,13 +1,14 @@
-"""How often a token depends on what else its step computes: the target's verifier against its own plain run.
+"""How often a token depends on what else its round computes: sessions alone, and the same sessions beside others.
 
     python benchmarks/same_tokens.py --device cuda [--deterministic] [--shape 8b | --model FOLDER] [--temperatures 0 1]
 
-Texts are decoded one token at a time; then the same tokens are forced through random trees, mixed batches and chunked
-prefill, and every choice is compared. Rows of a bfloat16 product differ in their last bits with the number of rows, and
-so do sums over keys, so a choice between two scores that are nearly equal may fall either way.
+Texts are decoded one after the other, then all at once: without growth, with trees, and with sessions that are opened
+anew so that chunks of their prompts stand beside the others' trees. Every choice is compared. Rows of a bfloat16
+product differ in their last bits with the number of rows, and so do sums over keys, so a choice between two scores
+that are nearly equal may fall either way.
 
-The exit code is 1 where tokens must not differ and do: with --deterministic any, in float32 those whose two best scores
-lie more than 1e-4 apart. Without a GPU it runs in float32, with less to do.
+The exit code is 1 where tokens must not differ and do: with --deterministic any, in float32 those whose two scores lie
+more than 1e-4 apart. Without a GPU it runs in float32, with less to do.
 """
 
 import sys

@@ -11,11 +11,15 @@ differences over windows of their own. docs/autoscaling.md has the formula that 
 """
 
 from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from outrider.coordinator.messages import GrowthBatch
+from outrider.coordinator.messages import GrowthBatch, SpeculationMode
 from outrider.v1 import generation_pb2
+
+if TYPE_CHECKING:
+    from outrider.coordinator.totals import Taken
 
 
 @dataclass(kw_only=True)
@@ -27,8 +31,8 @@ class DraftDemand:
         tokens: that these emitted.
         missed_rounds: of rounds.
         starved_rounds: of rounds.
-        bare_rounds: of rounds, those that were sent without a single node.
-        target_ns: of all targets' rounds, from result to result, waits included.
+        bare_rounds: of rounds, those that verified no node.
+        target_ns: of all targets' rounds.
         plain_ns: what they would have taken without nodes and without waiting for any, by the targets' cost models.
         draft_steps: growth messages; a step that serves sessions of two coordinators counts at both.
         draft_ns: what these steps took.
@@ -59,10 +63,14 @@ class DraftDemand:
         sessions = np.repeat(np.arange(len(growth.session_ids)), growth.node_counts)
         self.expanded_nodes += len(np.unique(sessions << 32 | growth.parents))
 
-    def note_target_round(self, *, round_ns: float, plain_ns: float) -> None:
-        """One round of a target: what it took, and what it would have taken without trees."""
+    def note_round(self, round_ns: int, taken: "Taken") -> None:
+        """One round of a target."""
         self.target_ns += round_ns
-        self.plain_ns += plain_ns
+        for session, outcome, _ in taken:
+            if session.mode is SpeculationMode.ASYNC and session.draft_epochs:
+                self.rounds += 1
+                self.tokens += len(outcome.token_ids)
+                self.bare_rounds += not outcome.selected
 
     def message(self, *, sessions: int, undrafted_sessions: int) -> generation_pb2.DraftDemand:
         """The counters now.

@@ -120,6 +120,12 @@ class Drafts:
             session.asked_again.add(place)
             self.peers[worker_id].link.ask_again(session.session_id, session.draft_epochs[worker_id])
 
+    def ask_for_lost(self, session: Session, lost: int) -> None:
+        """Have the drafts do so whose growth a target has lost: a bit set of places."""
+        for place in range(len(session.places)):
+            if lost >> place & 1:
+                self.ask_again(session, place)
+
     def ask_all_again(self, session: Session) -> None:
         """Have all its drafts do so: another target serves it."""
         session.asked_again.clear()

@@ -110,11 +110,11 @@ class Generation:
         )
 
     def _source_counts(self) -> list[SourceCounts]:
-        grown, accepted = (
+        grown, submitted, accepted = (
             {source: sum(getattr(session, name)[source] for session in self.sessions) for source in GrowthSource}
-            for name in ("grown", "accepted_of")
+            for name in ("grown", "submitted_of", "accepted_of")
         )
-        return source_counts(grown, sum(session.drafted_tokens for session in self.sessions), accepted)
+        return source_counts(grown, submitted, accepted)
 
     @property
     def error(self) -> OutriderError | None:

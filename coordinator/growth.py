@@ -13,6 +13,10 @@ from outrider.v1 import draft_pb2
 from outrider.wire import floats_from_bytes
 
 
+# Ids, parents and lengths have 31 bits at a target.
+_MOST = (1 << 31) - 1
+
+
 def growth_batch(message: draft_pb2.DraftGrowth, vocab_size: int) -> GrowthBatch:
     """A message's columns, checked.
 
@@ -31,6 +35,10 @@ def growth_batch(message: draft_pb2.DraftGrowth, vocab_size: int) -> GrowthBatch
         for node_id, token, distribution in zip(message.node_ids, message.tokens, distributions, strict=True):
             if distribution is not None and (fault := distribution.fault(token, vocab_size)) is not None:
                 raise ValueError(f"the distribution of node {node_id}: {fault}")
+    if len(node_ids) and not 1 <= node_ids.min() <= node_ids.max() <= _MOST:
+        raise ValueError(f"node ids from {node_ids.min()} to {node_ids.max()} given, 1 to {_MOST} needed")
+    if max((parents.max(initial=0), *message.as_of)) > _MOST:
+        raise ValueError(f"a parent or a committed length beyond {_MOST}")
     if len(tokens) and tokens.max() >= vocab_size:
         worst = int(tokens.argmax())
         raise ValueError(f"node {node_ids[worst]} has token {tokens[worst]}, ids below {vocab_size} needed")

@@ -92,6 +92,8 @@ class TargetLink(WorkerLink):
         self._outgoing: list[target_pb2.RoundCommands] = []
         self._received = 0
         self.load = common_pb2.WorkerLoad()
+        self.step_latency = Latency()
+        """The worker's time of a round."""
         metadata = tracing.stream_metadata("target", address)
         self._start(target_pb2_grpc.TargetServiceStub(self._channel).Verify(metadata=metadata))
 
@@ -154,6 +156,8 @@ class TargetLink(WorkerLink):
             _check_readable(response)
             check_results(response, vocab_size=self._vocab_size)
             self.load = response.load
+            if response.report.step_ns:
+                self.step_latency.observe(response.report.step_ns)
             self._received += 1
             self._on_results(_round_results(response, self._received))
 

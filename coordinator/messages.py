@@ -326,6 +326,8 @@ class Growth:
         distributions: [n] the q each token was drawn from, under rejection; empty, or None each, otherwise.
         complete: the round's tree is whole (sync mode).
         sources: [n] of GrowthSource; empty: all MODEL.
+        forgot: earlier node ids mean nothing any more.
+        again: the live tree is sent again from here on.
     """
 
     session_id: int
@@ -338,6 +340,8 @@ class Growth:
     distributions: Sequence[DraftDistribution | None] = ()
     complete: bool = False
     sources: Sequence[int] = ()
+    forgot: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,8 +354,8 @@ class GrowthBatch:
         as_of: [S] as of `Growth`, like all that follows.
         node_counts: [S]
         complete: [S]
-        forgot: [S] earlier node ids mean nothing any more.
-        again: [S] the session's live tree is sent again from here on.
+        forgot: [S]
+        again: [S]
         node_ids: [N]
         parents: [N]
         tokens: [N]
@@ -366,6 +370,8 @@ class GrowthBatch:
     as_of: Sequence[int]
     node_counts: Sequence[int]
     complete: Sequence[bool]
+    forgot: Sequence[bool]
+    again: Sequence[bool]
     node_ids: npt.NDArray[np.int64]
     parents: npt.NDArray[np.int64]
     tokens: npt.NDArray[np.int64]
@@ -373,8 +379,6 @@ class GrowthBatch:
     distributions: Sequence[DraftDistribution | None] = ()
     sources: npt.NDArray[np.int64] | None = None
     is_step: bool = True
-    forgot: Sequence[bool] = ()
-    again: Sequence[bool] = ()
 
     @classmethod
     def of(cls, growths: Sequence[Growth]) -> Self:
@@ -392,6 +396,8 @@ class GrowthBatch:
             as_of=[growth.as_of for growth in growths],
             node_counts=[len(growth.node_ids) for growth in growths],
             complete=[growth.complete for growth in growths],
+            forgot=[growth.forgot for growth in growths],
+            again=[growth.again for growth in growths],
             node_ids=column("node_ids", np.int64),
             parents=column("parents", np.int64),
             tokens=column("tokens", np.int64),
@@ -400,20 +406,19 @@ class GrowthBatch:
             sources=np.array(told) if any(growth.sources for growth in growths) else None,
         )
 
-    def sources_of(self, place: int) -> Mapping[GrowthSource, int]:
-        """Nodes of one session by the source that has grown them."""
+    def nodes_by_source(self) -> Sequence[Mapping[GrowthSource, int]]:
+        """[S] Nodes of each session by the source that has grown them."""
         if self.sources is None:
-            return {GrowthSource.MODEL: self.node_counts[place]}
-        told = self.sources[self._nodes_of(place)]
-        return {source: int((told == source).sum()) for source in GrowthSource}
-
-    def _nodes_of(self, place: int) -> slice:
-        start = sum(self.node_counts[:place])
-        return slice(start, start + self.node_counts[place])
+            return [{GrowthSource.MODEL: count} for count in self.node_counts]
+        sessions, width = len(self.node_counts), max(GrowthSource) + 1
+        cells = np.repeat(np.arange(sessions), self.node_counts) * width + self.sources
+        table = np.bincount(cells, minlength=sessions * width).reshape(sessions, width).tolist()
+        return [{source: row[source] for source in GrowthSource if row[source]} for row in table]
 
     def of_session(self, place: int) -> Growth:
         """One session's part."""
-        nodes, count = self._nodes_of(place), self.node_counts[place]
+        start, count = sum(self.node_counts[:place]), self.node_counts[place]
+        nodes = slice(start, start + count)
         return Growth(
             session_id=self.session_ids[place],
             epoch=self.epochs[place],
@@ -424,5 +429,7 @@ class GrowthBatch:
             acceptance=self.acceptance[nodes].tolist(),
             distributions=self.distributions[nodes] or [None] * count,
             complete=self.complete[place],
+            forgot=self.forgot[place],
+            again=self.again[place],
             sources=() if self.sources is None else self.sources[nodes].tolist(),
         )

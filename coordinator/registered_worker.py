@@ -9,10 +9,8 @@ from outrider.coordinator.answers import check_load
 from outrider.coordinator.links import DraftLink, TargetLink
 from outrider.coordinator.poison import LossKind
 from outrider.log_output import about
+from outrider.step_watch import patience_s
 from outrider.v1 import common_pb2, registry_pb2
-
-# Of a step that is overdue, the worker has to have said so much.
-_HUNG_MS = 2000
 
 
 @dataclass(kw_only=True, eq=False)
@@ -24,6 +22,7 @@ class RegisteredWorker:
         is_draining: it has said so.
         drain_asked: it is to be told to drain.
         has_left: it drained, and nothing of this coordinator's is left there: its end is no loss.
+        is_overdue: its last heartbeat told of a step that takes too long.
         loss: what its loss says of what it was verifying.
         has_weights: a target has been found to run with the service's weights.
         weights_problem: why it has not; empty while nobody has looked.
@@ -39,6 +38,7 @@ class RegisteredWorker:
     drain_asked: bool = False
     has_left: bool = False
     is_lost: bool = False
+    is_overdue: bool = False
     loss: LossKind = LossKind.BROKEN
     has_weights: bool = False
     weights_problem: str = ""
@@ -94,14 +94,25 @@ class RegisteredWorker:
             self.is_lost, self.lost_reason, self.loss = True, reason, kind
             self.news.set()
 
-    def hang(self, reason: str) -> None:
-        """A step of it does not come back; it hangs only where it says so too, otherwise its stream does."""
-        hangs = self.load.step_age_ms >= _HUNG_MS
-        self.lose(reason, LossKind.HUNG if hangs else LossKind.SILENT)
+    def look_at_step(self, *, least_s: float) -> None:
+        """After a heartbeat: a target whose step does not come back is lost, unless it may be compiling.
+
+        Two heartbeats in a row have to say so: one alone may be of a process that was stopped meanwhile.
+
+        Args:
+            least_s: no step is overdue before.
+        """
+        if not isinstance(self.link, TargetLink):
+            return
+        limit_s = patience_s(self.link.step_latency.mean_ns / 1e9, least_s=least_s)
+        age_s, was_overdue = self.load.step_age_ms / 1e3, self.is_overdue
+        self.is_overdue = age_s > limit_s and not self.load.preparing
+        if self.is_overdue and was_overdue:
+            self.lose(f"its step has not come back for {age_s:.1f} s", LossKind.HUNG)
 
     def leave(self) -> None:
-        """It has drained."""
-        self.has_left = True
+        """It has drained; where it is lost already, it has not."""
+        self.has_left = self.has_left or not self.is_lost
         self.lose("it has drained", LossKind.SILENT)
 
     def hear(self, report: registry_pb2.WorkerReport) -> None:

@@ -220,6 +220,7 @@ class RegistryServicer(registry_pb2_grpc.RegistryServiceServicer):
         try:
             async for report in reports:
                 worker.hear(report)
+                worker.look_at_step(least_s=self._config.step_timeout_s)
                 self._scheduler.note_load(worker.worker_id, worker.load)
             worker.lose("it took its leave")
         except (InvalidRequest, ValueError) as error:

@@ -7,6 +7,7 @@ Neither waits for anything: what a target verifies is its own choice, from what 
 """
 
 import asyncio
+import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -14,7 +15,6 @@ from typing import Protocol
 import numpy as np
 
 from outrider.coordinator import clock
-from outrider.coordinator.draft_peer import DraftPeer
 from outrider.coordinator.drafts import Drafts
 from outrider.coordinator.messages import (
     Commit,
@@ -29,6 +29,7 @@ from outrider.coordinator.session import Session
 from outrider.coordinator.target_peer import TargetPeer
 from outrider.coordinator.totals import Totals
 from outrider.draft_distribution import pack_distributions
+from outrider.growth_source import GrowthSource
 from outrider.v1 import target_pb2
 from outrider.wire import floats_to_bytes
 
@@ -88,38 +89,45 @@ class Relay:
             return
         self._totals.demand.note_growth(peer.link.step_latency.mean_ns, growth)
         parts: defaultdict[str, list[int]] = defaultdict(list)
-        owners = list(map(self._sessions.get, growth.session_ids))
+        owners, sources = list(map(self._sessions.get, growth.session_ids)), growth.nodes_by_source()
         for number, (session, epoch, count) in enumerate(zip(owners, growth.epochs, growth.node_counts, strict=True)):
-            target_id = None
+            target = None
             if session is not None and session.draft_epochs.get(worker_id) == epoch:
-                target_id = self._note_growth(peer, session, growth, number)
-            if target_id is None:
+                self._note_growth(worker_id, session, growth, number, sources[number])
+                target = self._open_target(session)
+            if session is None or target is None:
                 self._totals.dropped_nodes += count
-            elif count or growth.complete[number]:
-                parts[target_id].append(number)
+                continue
+            self._note_changes(target, session, session.places.index(worker_id), growth, number)
+            if count or growth.complete[number]:
+                parts[target.worker_id].append(number)
         for target_id, numbers in parts.items():
             sent = [owner for number in numbers if (owner := owners[number]) is not None]
             self._targets[target_id].link.grow(_relayed(worker_id, growth, numbers, sent))
 
-    def _note_growth(self, peer: DraftPeer, session: Session, growth: GrowthBatch, number: int) -> str | None:
-        """Take note of one session's part; returns the id of the target that gets it."""
-        worker_id, target = peer.worker_id, self._targets.get(session.target_id or "")
+    def _note_growth(
+        self, worker_id: str, session: Session, growth: GrowthBatch, number: int, sources: Mapping[GrowthSource, int]
+    ) -> None:
+        """Take note of one session's part, for whoever counts and watches."""
         session.note_growth(worker_id, as_of=growth.as_of[number], nodes=growth.node_counts[number])
-        sources = growth.sources_of(number)
         for source, count in sources.items():
             session.grown[source] += count
             self._totals.grown[source] += count
         if session.tap is not None:
             session.tap.note_growth(worker_id, growth.of_session(number))
-        if target is None or session.is_finished:
-            return None
-        place = session.places.index(worker_id)
+
+    def _open_target(self, session: Session) -> TargetPeer | None:
+        """The target where a session is open; None while it is nowhere, or needs none any more."""
+        return None if session.is_finished else self._targets.get(session.target_id or "")
+
+    @staticmethod
+    def _note_changes(target: TargetPeer, session: Session, place: int, growth: GrowthBatch, number: int) -> None:
+        """Tell a target what a draft says of the tree that it has sent so far."""
         if growth.forgot[number]:
             target.change_place(session, place, target_pb2.PLACE_CHANGE_TAKEN)
         if growth.again[number]:
             session.asked_again.discard(place)
             target.change_place(session, place, target_pb2.PLACE_CHANGE_RESENT)
-        return target.worker_id
 
     # --------------------------------------------------------------------------------------------------------- results
 
@@ -128,7 +136,7 @@ class Relay:
         target, now_ns = self._targets.get(worker_id), clock.now_ns()
         if target is None:
             return
-        taken = list[tuple[Session, Outcome, int]]()
+        taken, ended = list[tuple[Session, Outcome, int]](), list[Session]()
         commits: defaultdict[str, list[Commit]] = defaultdict(list)
         for outcome in results.outcomes:
             if (session := self._session_of(target, outcome.session_id, outcome.epoch)) is None:
@@ -136,35 +144,36 @@ class Relay:
             if outcome.token_ids:
                 position, since_ns = len(session.token_ids), session.committed_ns
                 kept = session.take(outcome, results, now_ns)
+                taken.append((session, kept, since_ns))
+            if session.result is not None or outcome.is_over:
+                ended.append(session)
+            if session.is_finished:
+                continue
+            if outcome.token_ids:
                 self._undelivered[session.session_id] = session
-                taken.append((session, outcome, since_ns))
-                for draft_id, epoch in () if session.is_finished else session.draft_epochs.items():
-                    commits[draft_id].append(Commit(session.session_id, epoch, position, kept))
-            for place in range(outcome.lost.bit_length()):
-                if outcome.lost >> place & 1:
-                    self._drafts.ask_again(session, place)
+                for draft_id, epoch in session.draft_epochs.items():
+                    commits[draft_id].append(Commit(session.session_id, epoch, position, kept.token_ids))
+            if outcome.lost:
+                self._drafts.ask_for_lost(session, outcome.lost)
         for draft_id, told in commits.items():
             self._drafts.peers[draft_id].link.commit(Commits.of(told))
         self._totals.note_round(results, taken, now_ns)
         self._owner.note_progress([session for session, _, _ in taken])
-        self._end(target, results)
-        self._deliver_soon()
-
-    def _end(self, target: TargetPeer, results: RoundResults) -> None:
-        """See to the sessions that have ended with a round, as they should or not."""
-        for outcome in results.outcomes:
-            session = target.sessions.get(outcome.session_id)
-            if session is None or session.target_epoch != outcome.epoch:
-                continue
-            if session.result is not None:
-                # The end of a choice is told behind its tokens.
-                self._deliver(session)
-                self._owner.finish_session(session)
-            elif outcome.is_over and not session.is_finished:
-                self._owner.take_fault(session, _ENDED)
+        for session in ended:
+            self._end(session)
         for session_id, epoch, fault in results.faults:
             if (session := self._session_of(target, session_id, epoch)) is not None:
                 self._owner.take_fault(session, fault)
+        self._deliver_soon()
+
+    def _end(self, session: Session) -> None:
+        """See to a session that has ended, as it should or not."""
+        if session.result is not None:
+            # The end of a choice is told behind its tokens.
+            self._deliver(session)
+            self._owner.finish_session(session)
+        elif not session.is_finished:
+            self._owner.take_fault(session, _ENDED)
 
     def _session_of(self, target: TargetPeer, session_id: int, epoch: int) -> Session | None:
         """The session if it is this target's under this epoch, and goes on."""
@@ -180,8 +189,8 @@ class Relay:
 
     def _deliver_some(self) -> None:
         self._delivery = None
-        for session_id in list(self._undelivered)[:_DELIVERED_AT_ONCE]:
-            self._deliver(self._undelivered[session_id])
+        for session in list(itertools.islice(self._undelivered.values(), _DELIVERED_AT_ONCE)):
+            self._deliver(session)
         self._deliver_soon()
 
     def _deliver(self, session: Session) -> None:
@@ -193,8 +202,7 @@ class Relay:
 
     def hold(self, session: Session, *, is_held: bool) -> None:
         """Let a session rest at its target, or go on."""
-        target = self._targets.get(session.target_id or "")
-        if target is not None and not session.is_finished:
+        if (target := self._open_target(session)) is not None:
             target.hold(session, is_held=is_held)
 
 

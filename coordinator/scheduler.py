@@ -140,6 +140,15 @@ class Scheduler:
         if replaced:
             self.end(replaced, self.weights.refusal(replaced[0].generation.weights))
             self.admit()
+        self._empty_draining()
+
+    def _empty_draining(self) -> None:
+        """Give sessions of targets that are to go the room that is left elsewhere."""
+        room = sum(target.room for target in self._targets.values()) if self._drains else 0
+        leaving = [target for worker_id in self._drains if (target := self._targets[worker_id]).sessions]
+        if room and leaving:
+            self._move(leaving[0], list(leaving[0].sessions.values())[:room])
+            self._note_left(leaving[0])
 
     def _open(self, session: Session) -> None:
         """Open a session at the target that has its place; its drafts send their trees there."""
@@ -190,10 +199,11 @@ class Scheduler:
         self._faults.forget(session)
         if session in self._waiting:
             self._waiting.remove(session)
-        had_draft = self._drafts.let_go(session)
         for target in list(self._targets.values()):
             if target.let_go(session):
                 self._note_left(target)
+        # Behind the targets: where nobody verifies it, nobody needs to hear that its drafts leave.
+        had_draft = self._drafts.let_go(session)
         if self._places_nobody:
             return
         if had_draft:
@@ -202,6 +212,8 @@ class Scheduler:
 
     def take_fault(self, session: Session, fault: SessionFault) -> None:
         """The target has lost or refused a session."""
+        if (target := self._targets.get(session.target_id or "")) is not None:
+            target.lose(session)
         self._faults.take(session, fault)
 
     # --------------------------------------------------------------------------------------------------------- workers
@@ -219,11 +231,11 @@ class Scheduler:
         target = self._targets.pop(worker_id, None)
         if target is None:
             return
-        self._drains.pop(worker_id, None)
+        if (on_empty := self._drains.pop(worker_id, None)) is not None:
+            on_empty()
         sessions = list(target.sessions.values())
         if not target.is_draining:
-            suspects = [session for session in sessions if session.session_id in target.suspects]
-            self._suspects.note_loss(worker_id, suspects or sessions, kind)
+            self._suspects.note_loss(worker_id, target.blamed, kind)
         self.totals.serving.failovers += len(sessions)
         self._requeue([session for session in sessions if not self._suspects.condemns(session)])
         for session in sessions:
@@ -244,7 +256,9 @@ class Scheduler:
             logger.debug("session %d has lost its target", session.session_id, extra=session.ids)
             session.target_id = None
             self._faults.note_place_lost(session)
-            if not session.is_finished:
+            if session.result is not None:
+                self.finish_session(session)
+            elif not session.is_finished:
                 self._waiting.appendleft(session)
 
     def _doubt(self, session: Session) -> None:
@@ -259,6 +273,7 @@ class Scheduler:
                 self._expect_target()
 
         session.deliver()
+        session.target_id = None
         asyncio.get_running_loop().call_later(DOUBT_S, decide)
 
     def note_return(self, worker_id: str) -> None:
@@ -272,8 +287,7 @@ class Scheduler:
         elif (target := self._targets.get(worker_id)) is not None:
             target.is_draining = True
             self._drains[worker_id] = on_empty
-            room = sum(other.room for other in self._targets.values())
-            self._move(target, list(target.sessions.values())[:room])
+            self.admit()
             self._note_left(target)
         else:
             # It was told to go before it was connected.

@@ -68,6 +68,7 @@ class Session:
         self.result: ChoiceResult | None = None
         self.verify_steps = self.drafted_tokens = self.accepted_tokens = 0
         self.grown = dict.fromkeys(GrowthSource, 0)
+        self.submitted_of = dict.fromkeys(GrowthSource, 0)
         self.accepted_of = dict.fromkeys(GrowthSource, 0)
         self.cached_tokens: int | None = None
         """Of the prompt, what the first target had; None before it answered."""
@@ -159,15 +160,21 @@ class Session:
             )
 
     @property
+    def only_source(self) -> GrowthSource | None:
+        """The source that all growth has been of; None where none has come, or several have sent some."""
+        grown = [source for source, count in self.grown.items() if count]
+        return grown[0] if len(grown) == 1 else None
+
+    @property
     def may_speculate(self) -> bool:
         """Whether a tree could save this session a step."""
         return self.mode is not SpeculationMode.OFF and self.end - len(self.token_ids) > 1
 
-    def take(self, outcome: Outcome, results: RoundResults, result_ns: int) -> Sequence[int]:
+    def take(self, outcome: Outcome, results: RoundResults, result_ns: int) -> Outcome:
         """Append what the target has committed; `deliver` tells the client.
 
         Returns:
-            The tokens that are kept: a stop string may end the choice before the last.
+            The part of it that counts: a stop string may end the choice before the last token.
         """
         if self.undelivered is not None:
             self.deliver()
@@ -178,24 +185,29 @@ class Session:
         except InternalError as error:
             text = ""
             self.generation.abort(error)
-        token_ids = token_ids[: len(self.token_ids) - before]
-        accepted = min(outcome.accepted, len(token_ids))
+        if (kept := len(self.token_ids) - before) < len(token_ids):
+            accepted = min(outcome.accepted, kept)
+            outcome = outcome._replace(
+                token_ids=token_ids[:kept], accepted=accepted, sources=outcome.sources[:accepted]
+            )
         self.verify_steps += 1
         self.drafted_tokens += outcome.selected
-        self.accepted_tokens += accepted
-        for sources in outcome.sources[:accepted]:
+        self.accepted_tokens += outcome.accepted
+        if (only := self.only_source) is not None:
+            self.submitted_of[only] += outcome.selected
+        for sources in outcome.sources:
             for source in GrowthSource:
                 self.accepted_of[source] += sources >> source & 1
         if self.cached_tokens is None:
             self.cached_tokens = outcome.cached_tokens
         if self.tap is not None:
-            self.tap.note_verdict(outcome, results, token_ids)
+            self.tap.note_verdict(outcome, results)
         if (spans := self.request.spans) is not None:
-            counts = {"nodes": outcome.selected, "accepted": accepted, "tokens": len(token_ids)}
+            counts = {"nodes": outcome.selected, "accepted": outcome.accepted, "tokens": len(outcome.token_ids)}
             spans.note_round(self.index, results, **counts, since_ns=since_ns, now_ns=result_ns)
-        record = self._round_record(outcome, results, before, token_ids) if self.request.trace else None
-        self.undelivered = Undelivered(token_ids, text, outcome.logprobs, record)
-        return token_ids
+        record = self._round_record(outcome, results, before) if self.request.trace else None
+        self.undelivered = Undelivered(outcome.token_ids, text, outcome.logprobs, record)
+        return outcome
 
     def deliver(self) -> None:
         """Tells the client of what was committed, if anything was since the last time."""
@@ -287,9 +299,7 @@ class Session:
             f"the tokens of request {request_id} cannot be turned into text: {type(error).__name__}: {error}"
         )
 
-    def _round_record(
-        self, outcome: Outcome, results: RoundResults, before: int, token_ids: Sequence[int]
-    ) -> RoundRecord:
+    def _round_record(self, outcome: Outcome, results: RoundResults, before: int) -> RoundRecord:
         growth, self.arrivals = self.arrivals, []
         return RoundRecord(
             index=self.index,
@@ -299,7 +309,7 @@ class Session:
             step_ns=results.step_ns,
             forward_ns=results.forward_ns,
             selected=outcome.selected,
-            accepted=min(outcome.accepted, len(token_ids)),
-            emitted_token_ids=token_ids,
+            accepted=outcome.accepted,
+            emitted_token_ids=outcome.token_ids,
             growth=growth,
         )

@@ -49,7 +49,6 @@ class SessionFaults:
 
     def take(self, session: Session, fault: SessionFault) -> None:
         """The target has lost or refused a session."""
-        session.target_id = None
         if fault.kind is FaultKind.REFUSED:
             session.generation.abort(InvalidRequest([FieldViolation("request", fault.message)]))
         elif fault.kind is FaultKind.REPLACED:

@@ -11,7 +11,7 @@ from outrider.coordinator.source_counts import source_counts
 from outrider.growth_source import GrowthSource
 
 Taken = Sequence[tuple[Session, Outcome, int]]
-"""Sessions that a round has given tokens, what they got, and when they had their last tokens before."""
+"""Sessions that a round has given tokens, what of these counts, and when they had their last tokens before."""
 
 
 @dataclass(kw_only=True)
@@ -26,6 +26,7 @@ class Totals:
     dropped_nodes: int = 0
     steps: int = 0
     grown: dict[GrowthSource, int] = field(default_factory=lambda: dict.fromkeys(GrowthSource, 0))
+    submitted: dict[GrowthSource, int] = field(default_factory=lambda: dict.fromkeys(GrowthSource, 0))
     accepted: dict[GrowthSource, int] = field(default_factory=lambda: dict.fromkeys(GrowthSource, 0))
     demand: DraftDemand = field(default_factory=DraftDemand)
     serving: ServingCounts = field(default_factory=ServingCounts)
@@ -34,15 +35,18 @@ class Totals:
         """Count a round."""
         self.steps += 1
         self.verify_steps += len(taken)
-        for _, outcome, _ in taken:
+        for session, outcome, _ in taken:
             self.emitted_tokens += len(outcome.token_ids)
             self.drafted_tokens += outcome.selected
             self.accepted_tokens += outcome.accepted
+            if (only := session.only_source) is not None:
+                self.submitted[only] += outcome.selected
             for sources in outcome.sources:
                 for source in GrowthSource:
                     self.accepted[source] += sources >> source & 1
+        self.demand.note_round(results.step_ns, taken)
         self.serving.note_round(results, taken, now_ns)
 
     def source_counts(self) -> list[SourceCounts]:
         """What each source of growth has grown, and what became of it."""
-        return source_counts(self.grown, self.drafted_tokens, self.accepted)
+        return source_counts(self.grown, self.submitted, self.accepted)

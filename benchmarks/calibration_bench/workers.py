@@ -10,20 +10,23 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from benchmarks.target_bench.models import folder_model
-from benchmarks.target_bench.worker import Worker, worker_config
-
 from outrider.draft_worker.config import DraftWorkerConfig
 from outrider.draft_worker.loading import load_drafters
 from outrider.draft_worker.rounds.growth import Growth
 from outrider.draft_worker.rounds.session import GrowthLimits, GrowthMode, SessionStart
+from outrider.engine.model_runner import EngineConfig, ModelRunner
 from outrider.models import embedded_draft_path, embedded_target_path
 from outrider.sampling import SamplingSpec
-from outrider.target_worker.sessions import OpenRequest, Outcome, SessionKey, TreeRequest
+from outrider.target_worker.rounds.buckets import RoundTimes, round_buckets
+from outrider.target_worker.rounds.config import RoundConfig
+from outrider.target_worker.rounds.loop import WITHOUT_LIMIT, RoundLoop
+from outrider.target_worker.sessions import OpenRequest, SessionKey
+from outrider.target_worker.step_cost import StepCost
 
 _MAX_LEN = 512
 _SESSIONS = 64
 _KV_BYTES = 1 << 29
+_STEP_ROWS = 2048
 _NODES = 24
 _DEPTH = 8
 
@@ -45,6 +48,15 @@ class Run:
     rounds: list[int] = field(default_factory=list)
 
 
+class _EveryNode(RoundTimes):
+    """Rounds in which every node is worth its row, whatever it takes."""
+
+    @property
+    def least_value(self) -> float:
+        """See `RoundTimes`."""
+        return 0.0
+
+
 class Pair:
     """The embedded pair as two workers.
 
@@ -53,17 +65,15 @@ class Pair:
     """
 
     def __init__(self, *, max_len: int = _MAX_LEN) -> None:
-        model = folder_model(embedded_target_path())
         self._max_len = max_len
-        limits = {"max_model_len": max_len, "max_num_seqs": _SESSIONS, "kv_bytes": _KV_BYTES, "max_step_tokens": 2048}
-        self._verifier = Worker(model, worker_config(model, "cpu", **limits)).verifier()
-        config = DraftWorkerConfig(
-            model_path=embedded_draft_path(),
-            max_model_len=max_len,
-            max_num_seqs=_SESSIONS,
-            kv_bytes=_KV_BYTES,
-            max_step_tokens=2048,
+        limits = {"max_model_len": max_len, "max_num_seqs": _SESSIONS, "kv_bytes": _KV_BYTES}
+        target = EngineConfig(model_path=embedded_target_path(), enable_prefix_caching=False, **limits)
+        rounds = RoundConfig(
+            max_sessions=_SESSIONS, max_model_len=max_len, max_step_rows=_STEP_ROWS, least_value=0.0, places=1
         )
+        times = _EveryNode(round_buckets(rounds, on_gpu=False), StepCost(slowdown=0.3, prior_rows=32))
+        self._loop = RoundLoop(ModelRunner(target), rounds, times=times)
+        config = DraftWorkerConfig(model_path=embedded_draft_path(), max_step_tokens=_STEP_ROWS, **limits)
         self._drafters = load_drafters(config).drafters
         self._numbers = itertools.count(1)
 
@@ -80,21 +90,19 @@ class Pair:
             held = {(1, next(self._numbers)): run for run in runs[first : first + _SESSIONS]}
             for key, run in held.items():
                 self._open(key, run, drafted=drafted)
-            # Beside much prefill the verifier would cut trees.
-            while self._verifier.has_pending_prefill:
-                self._verifier.prefill()
             for _ in range(most_rounds):
                 running = {key: run for key, run in held.items() if len(run.output) < run.sampling.max_new_tokens}
                 if not running:
                     break
                 self._round(running, drafted=drafted)
             for key in held:
-                self._verifier.close(key, 1)
+                self._loop.close(key, 1)
                 self._drafters.close(key, 1)
 
     def _open(self, key: SessionKey, run: Run, *, drafted: bool) -> None:
         request = OpenRequest(key=key, epoch=1, prompt=run.prompt, output=run.output, sampling=run.sampling)
-        self._verifier.open(request)
+        self._loop.open(request)
+        self._loop.limit(key, 1, 0)
         if drafted:
             limits = GrowthLimits(mode=GrowthMode.SYNC, max_live_nodes=256, max_depth=_DEPTH, sync_nodes=_NODES)
             self._drafters.open(
@@ -111,20 +119,34 @@ class Pair:
             )
 
     def _round(self, running: dict[SessionKey, Run], *, drafted: bool) -> None:
-        grown = self._grow(len(running)) if drafted else {}
-        waiting = dict(running)
-        while waiting:
-            trees = [_request(key, run, grown.get(key)) for key, run in waiting.items()]
-            for tree, result in zip(trees, self._verifier.step(trees).results, strict=True):
-                if result.outcome is Outcome.ERROR:
-                    raise RuntimeError(f"a session failed: {result.fault}")
-                if result.outcome is Outcome.DEFERRED:
-                    continue
-                run = waiting.pop(tree.key)
-                if drafted:
-                    self._drafters.commit(tree.key, 1, tree.length, result.token_ids)
-                run.output.extend(result.token_ids)
-                run.rounds.append(len(result.token_ids))
+        """Verify what the draft has grown, in one round of all sessions; before and behind it they are held."""
+        self._settle()
+        for key, growth in self._grow(len(running)).items() if drafted else ():
+            self._loop.grow(
+                key, 1, 0, growth.as_of[0], growth.node_ids, growth.parents, growth.tokens, growth.acceptance,
+                distributions=growth.distributions,
+            )  # fmt: skip
+        self._settle()
+        for key in running:
+            self._loop.limit(key, 1, WITHOUT_LIMIT)
+        results = self._loop.turn()
+        for key in running:
+            self._loop.limit(key, 1, 0)
+        for result in results:
+            if result.fault is not None:
+                raise RuntimeError(f"a session failed: {result.fault}")
+            run = running.pop(result.key)
+            if drafted:
+                self._drafters.commit(result.key, 1, len(run.prompt) + len(run.output), result.tokens)
+            run.output.extend(result.tokens)
+            run.rounds.append(len(result.tokens))
+        if running:
+            raise RuntimeError(f"{len(running)} sessions took no part in a round")
+
+    def _settle(self) -> None:
+        """Have the target compute prompts and take what has grown."""
+        while self._loop.has_work:
+            self._loop.turn()
 
     def _grow(self, sessions: int) -> dict[SessionKey, Growth]:
         """The whole tree of every session that has one to grow, by key."""
@@ -142,21 +164,3 @@ def runs_of(prompts: Sequence[Sequence[int]], numbers: Sequence[int], sampling: 
         for prompt, number in zip(prompts, numbers, strict=True)
     ]
 
-
-def _request(key: SessionKey, run: Run, growth: Growth | None) -> TreeRequest:
-    length = len(run.prompt) + len(run.output)
-    if growth is None or growth.as_of != [length]:
-        return TreeRequest(key=key, epoch=1, length=length, tokens=[], parents=[])
-    # No node past the last token of the output, as the coordinator cuts it.
-    room = run.sampling.max_new_tokens - len(run.output) - 1
-    numbers, depths = {0: 0}, {0: 0}
-    tokens, parents, distributions = [], [], []
-    drawn = growth.distributions or [None] * len(growth.node_ids)
-    columns = zip(growth.node_ids, growth.parents, growth.tokens, drawn, strict=True)
-    for node_id, parent_id, token, distribution in columns:
-        if parent_id in numbers and depths[parent_id] < room:
-            tokens.append(token)
-            parents.append(numbers[parent_id])
-            distributions.append(distribution)
-            numbers[node_id], depths[node_id] = len(tokens), depths[parent_id] + 1
-    return TreeRequest(key=key, epoch=1, length=length, tokens=tokens, parents=parents, distributions=distributions)

@@ -94,7 +94,7 @@ def _model(device: str, shape: str) -> Iterator[BenchModel]:
     if device == "cpu":
         yield folder_model(embedded_draft_path())
     else:
-        with shape_model(shape, torch.device(device), widened=True) as model:
+        with shape_model(shape, torch.device(device)) as model:
             yield model
 
 
@@ -108,7 +108,7 @@ def _loader(model: BenchModel) -> server.Loader:
             num_slots=runner.slots.num_slots,
             vocab_size=runner.vocab_size,
             device=runner.device,
-            captures=runner.steps is not None,
+            captures=runner.device.type == "cuda",
         )
         drafter.warm_up()
         threading.Thread(target=_obey, args=(drafter,), daemon=True).start()
@@ -153,7 +153,7 @@ def main() -> None:
         def ready(address: str) -> None:
             # Not before, for it compiles on all cores.
             settle()
-            _say({"address": address, "vocab_size": model.sizes.vocab, "max_len": max_len, "device": device})
+            _say({"address": address, "vocab_size": model.vocab_size, "max_len": max_len, "device": device})
 
         uvloop.run(server.serve(config, loader=_loader(model), ready=ready))
 

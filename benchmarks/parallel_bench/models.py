@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from benchmarks.target_bench.models import random_weight
 
 from outrider.engine.decoder_spec import DecoderSpec
 from outrider.engine.decoder_weights import tensor_shapes, weight_bytes
@@ -16,6 +16,7 @@ from outrider.models.widen import SHAPES
 
 _VOCAB = 128_256
 _POSITIONS = 8192
+_STD = 0.02
 
 
 @dataclass(frozen=True)
@@ -82,3 +83,11 @@ class BenchModel:
         """Bytes of weights that a step reads on each of so many ranks: all but the embedding."""
         embedding = self.spec.vocab_size * self.spec.hidden_size * dtype.itemsize
         return weight_bytes(self.spec, dtype, world_size=ranks) - embedding
+
+
+def random_weight(name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """The same bfloat16 numbers for the same name on the same kind of device; norms are ones."""
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=torch.bfloat16, device=device)
+    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+    return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(std=_STD, generator=generator)

@@ -5,8 +5,8 @@
     python benchmarks/rounds --ttft [--running 32] [--arriving 128 4096]
 
 `off` runs without growth. `replay` grows trees from what `off` put out: as right, deep, wide and late as asked for.
-`model` grows them with a draft model on a thread of this process. The second form draws twenty rounds, the third has
-prompts arrive beside running sessions, at rounds and at the worker that serves at present.
+`model` grows them with a draft model on a thread of this process. The second form draws twenty rounds; the third has
+prompts arrive beside running sessions, and tells how long each waits for its first token and the others for their next.
 """
 
 import sys

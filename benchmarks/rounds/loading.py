@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from outrider.engine.model_runner import ModelRunner
+from outrider.engine.weight_source import WeightSource
 from outrider.kernels.verification.report import RoundTime, mark_time
 from outrider.target_worker.config import TargetWorkerConfig
 from outrider.target_worker.rounds.buckets import round_buckets
@@ -51,20 +52,22 @@ def target_config(
     )
 
 
-def load_target(config: TargetWorkerConfig) -> Target:
-    """Load a target.
+def load_target(config: TargetWorkerConfig, *, source: WeightSource | None = None) -> Target:
+    """Load a target as its worker does; with a source, its weights come from there.
 
     `start_up` has the seconds of loading the model, those of compiling and capturing rounds, how many buckets and
     graphs there are, and on a GPU the memory that rounds take beside weights and KV: what torch has reserved for them,
     and what the device has less.
     """
     began = time.perf_counter()
-    runner = ModelRunner(config.engine())
+    runner = ModelRunner(config.engine(), decoder=None if source is None else True, source=source)
     loaded = time.perf_counter()
     rounds = RoundConfig(
         max_sessions=config.max_num_seqs,
         max_model_len=runner.info.max_model_len,
         max_step_rows=config.max_step_tokens,
+        max_session_rows=min(config.max_tree_nodes, config.max_step_tokens),
+        max_prefill_tokens=config.prefill_tokens,
         prefill_slowdown=config.prefill_slowdown,
     )
     on_gpu = runner.device.type == "cuda"

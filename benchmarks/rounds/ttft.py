@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 import statistics
 import time
@@ -10,9 +9,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from benchmarks.rounds.driving import INCARNATION
 from benchmarks.rounds.loading import load_target, target_config
 from rich.console import Console
@@ -82,33 +80,8 @@ class Step:
     opened_s: float = 0.0
 
 
-class Server(Protocol):
-    """A target with sessions."""
-
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens of a session."""
-        ...
-
-    def open(self, requests: Sequence[OpenRequest]) -> None:
-        """Open sessions."""
-        ...
-
-    def step(self, opening: Opening | None = None) -> Step:
-        """Go on until sessions have got tokens; those of the opening may still have none."""
-        ...
-
-    def close(self, numbers: Sequence[int]) -> None:
-        """Close sessions."""
-        ...
-
-    def stop(self) -> None:
-        """End, and give all memory back."""
-        ...
-
-
-class RoundServer:
-    """Rounds, driven by this thread.
+class Server:
+    """A target with sessions, whose rounds this thread drives.
 
     Args:
         config: of the worker.
@@ -120,16 +93,16 @@ class RoundServer:
 
     @property
     def max_model_len(self) -> int:
-        """See `Server`."""
+        """Most tokens of a session."""
         return self._runner.info.max_model_len
 
     def open(self, requests: Sequence[OpenRequest]) -> None:
-        """See `Server`."""
+        """Open sessions."""
         for request in requests:
             self._loop.open(request)
 
     def step(self, opening: Opening | None = None) -> Step:
-        """See `Server`.
+        """Go on until sessions have got tokens; those of the opening may still have none.
 
         Raises:
             RuntimeError: a session has failed.
@@ -153,41 +126,26 @@ class RoundServer:
                 time.sleep(0)
 
     def close(self, numbers: Sequence[int]) -> None:
-        """See `Server`."""
+        """Close sessions."""
         for number in numbers:
             self._loop.close((INCARNATION, number), 1)
 
     def stop(self) -> None:
-        """See `Server`."""
+        """End what is under way, and the processes that share the model."""
         while self._loop.has_work:
             self._loop.turn()
         self._runner.close()
-        del self._loop, self._runner
-        release_memory()
-
-
-def release_memory() -> None:
-    """Give back what nothing refers to any more."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def measure(options: TtftOptions, console: Console, settle: Callable[[], None]) -> dict[str, Any]:
-    """Return figures of rounds and of the present worker, one after the other."""
-    # Deleted with the present worker.
-    from benchmarks.rounds.present_worker import PresentServer
-
-    found = dict[str, Any]()
-    for name, make in (("rounds", RoundServer), ("present", PresentServer)):
-        server = make(_config(options))
-        if not found:
-            # Threads that begin later are on the same cores.
-            settle()
-        try:
-            found[name] = measure_server(server, options)
-        finally:
-            server.stop()
+    """Return settings and figures; see `measure_server`."""
+    server = Server(_config(options))
+    # Threads that begin later are on the same cores.
+    settle()
+    try:
+        found = measure_server(server, options)
+    finally:
+        server.stop()
     console.print(_table(found, options))
     settings = {name: value for name, value in asdict(options).items() if name not in {"folder", "text"}}
     return {"settings": settings, **found}
@@ -267,7 +225,7 @@ class _Arrivals:
 
 
 def measure_server(server: Server, options: TtftOptions) -> dict[str, Any]:
-    """Return the figures of one server.
+    """Return the figures.
 
     Returns:
         round_ms: median time from tokens to tokens of running sessions, with nothing beside them.
@@ -299,10 +257,9 @@ def _median_and_largest(values: Sequence[float]) -> list[float]:
 
 def _table(found: dict[str, Any], options: TtftOptions) -> Table:
     table = Table(title=f"prompts that arrive beside {options.running} sessions: medians and largest")
-    for name in ("prompt", "worker", "round, ms", "TTFT, ms", "longest wait of the others, rounds"):
+    for name in ("prompt", "round, ms", "TTFT, ms", "longest wait of the others, rounds"):
         table.add_column(name, justify="right")
-    for name, own in found.items():
-        for length, row in own["lengths"].items():
-            times = (f"{row[column][0]:.2f} {row[column][1]:.2f}" for column in ("ttft_ms", "gap_rounds"))
-            table.add_row(length, name, f"{own['round_ms']:.2f}", *times)
+    for length, row in found["lengths"].items():
+        times = (f"{row[column][0]:.2f} {row[column][1]:.2f}" for column in ("ttft_ms", "gap_rounds"))
+        table.add_row(length, f"{found['round_ms']:.2f}", *times)
     return table

@@ -1,1 +1,1 @@
-"""What the benchmarks of the target worker share; `benchmarks/target_step.py` is their command line."""
+"""What is measured of the target: whether its tokens depend on the round, and its speed beside transformers."""

@@ -1,4 +1,4 @@
-"""The command line that counts choices which differ from a plain run's."""
+"""The command line that counts choices which differ from those of sessions alone."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.target_bench.forced import MIXES, Difference, Pass, Teacher, Text
+from benchmarks.rounds.loading import load_target
+from benchmarks.target_bench.forced import MIXES, Difference, Pass, Runs, Text
 from benchmarks.target_bench.models import BenchModel, folder_model, shape_model
-from benchmarks.target_bench.worker import Worker, worker_config
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
@@ -25,6 +25,7 @@ from tokenizers import Tokenizer
 from outrider.models import embedded_target_path, held_out_prompts
 from outrider.models.widen import SHAPES
 from outrider.sampling import SamplingSpec
+from outrider.target_worker.config import TargetWorkerConfig
 
 _FAILED = 1
 # In float32 two scores so near each other may change places; what is further apart must not.
@@ -41,16 +42,17 @@ class Line:
         mix: name of the pass.
         temperature: of its texts.
         compared: positions.
-        steps: of the pass, all temperatures together.
+        rounds, accepted: rounds of the pass, and nodes accepted in them, all temperatures together.
         differences: choices that differ.
         counted: of these, the ones that fail the run.
-        gaps: between the two best scores, of the differences that were looked at.
+        gaps: between the scores of both tokens, of the differences that were looked at.
     """
 
     mix: str
     temperature: float
     compared: int
-    steps: int
+    rounds: int
+    accepted: int
     differences: int
     counted: int
     gaps: list[float]
@@ -69,7 +71,7 @@ def run(arguments: Sequence[str]) -> int:
     with ExitStack() as stack:
         stack.enter_context(torch.inference_mode())
         if options.shape is not None:
-            model = stack.enter_context(shape_model(options.shape, device, widened=True))
+            model = stack.enter_context(shape_model(options.shape, device))
         else:
             model = folder_model(options.model or embedded_target_path())
         lines = _measure(model, options, console)
@@ -90,7 +92,7 @@ def run(arguments: Sequence[str]) -> int:
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(
-        prog="benchmarks/same_tokens.py", description="How often a token depends on what else its step computes."
+        prog="benchmarks/same_tokens.py", description="How often a token depends on what else its round computes."
     )
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", type=Path, metavar="FOLDER", help="default: the embedded target")
@@ -98,10 +100,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default the device's own")
     parser.add_argument("--deterministic", action="store_true", help="serve with fixed sums; nothing may differ then")
-    parser.add_argument("--sessions", type=int, default=64 if on_gpu else 4, help="texts side by side")
-    parser.add_argument(
-        "--tokens", type=int, default=34_000 if on_gpu else 400, help="compared in each of three passes, about"
-    )
+    parser.add_argument("--sessions", type=int, default=32 if on_gpu else 4, help="texts side by side")
+    parser.add_argument("--tokens", type=int, default=256 if on_gpu else 64, help="of each text")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0], help="texts take turns")
     parser.add_argument("--looked-at", type=int, default=128, help="most differences whose scores are looked at")
     parser.add_argument("--seed", type=int, default=0)
@@ -110,39 +110,40 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _measure(model: BenchModel, options: argparse.Namespace, console: Console) -> list[Line]:
-    count = max(1, options.tokens // options.sessions)
     texts = _texts(model, options)
-    longest = _LONGEST_PROMPT + count + 128
-    worker = Worker(
-        model,
-        worker_config(
-            model,
-            options.device,
-            # A session that is opened anew may stand beside the one that it follows.
-            max_num_seqs=options.sessions + 32,
-            max_model_len=longest,
-            max_tree_nodes=64,
-            max_step_tokens=max(_STEP_ROWS, options.sessions + 32),
-            num_slots=(options.sessions + 32) * longest,
-            deterministic=options.deterministic,
-            dtype=options.dtype,
-        ),
+    # A session that is opened anew stands beside the one that it follows until rounds under way have ended.
+    sessions, longest = 2 * options.sessions, _LONGEST_PROMPT + options.tokens
+    config = TargetWorkerConfig(
+        model_path=model.folder,
+        device=options.device,
+        dtype=options.dtype,
+        deterministic=options.deterministic,
+        max_num_seqs=sessions,
+        max_model_len=longest,
+        max_step_tokens=max(_STEP_ROWS, sessions),
+        num_slots=sessions * (longest + 64),
+        enable_prefix_caching=False,
     )
-    teacher = Teacher(worker.verifier(), worker.capture_missing, seed=options.seed)
+    target = load_target(config, source=model.source)
+    runs = Runs(target.loop, seed=options.seed)
     began = time.perf_counter()
-    steps = teacher.plain(texts, count)
-    console.print(f"plain: {len(texts)} texts of {count} tokens in {steps} steps, {time.perf_counter() - began:.1f} s")
+    rounds = runs.alone(texts)
+    console.print(f"alone: {len(texts)} texts of {options.tokens} tokens in {rounds} rounds, {_seconds(began)}")
     lines = []
     for mix in MIXES:
         began = time.perf_counter()
-        found = teacher.follow(texts, mix)
-        looked_at = _look(teacher, texts, found, options.looked_at)
-        lines += _lines(found, looked_at, texts, options)
-        console.print(f"{mix.name}: {found.compared.total()} positions, {time.perf_counter() - began:.1f} s")
+        found = runs.beside(texts, mix)
+        lines += _lines(found, _look(runs, texts, found, options.looked_at), texts, options)
+        console.print(f"{mix.name}: {found.compared.total()} positions, {_seconds(began)}")
         if found.interrupted:
             console.print("interrupted: the rest is left out")
             break
+    target.runner.close()
     return lines
+
+
+def _seconds(began: float) -> str:
+    return f"{time.perf_counter() - began:.1f} s"
 
 
 def _texts(model: BenchModel, options: argparse.Namespace) -> list[Text]:
@@ -155,17 +156,17 @@ def _texts(model: BenchModel, options: argparse.Namespace) -> list[Text]:
         sampling = SamplingSpec(
             temperature=options.temperatures[number % len(options.temperatures)],
             seed=options.seed + number,
-            max_new_tokens=1 << 20,
+            max_new_tokens=options.tokens,
         )
         texts.append(Text(prompt=prompt, sampling=sampling, output=[]))
     return texts
 
 
-def _look(teacher: Teacher, texts: Sequence[Text], found: Pass, most: int) -> list[Difference]:
-    """The differences, the first of them with their gaps."""
+def _look(runs: Runs, texts: Sequence[Text], found: Pass, most: int) -> list[Difference]:
+    """Return the differences, the first of them with their gaps."""
     some = found.differences[:most]
-    gaps = teacher.gaps(texts, some)
-    return [replace(one, gap=gap) for one, gap in zip(some, gaps, strict=True)] + found.differences[most:]
+    gaps = runs.gaps(texts, some)
+    return [replace(own, gap=gap) for own, gap in zip(some, gaps, strict=True)] + found.differences[most:]
 
 
 def _lines(
@@ -179,7 +180,8 @@ def _lines(
                 mix=found.name,
                 temperature=temperature,
                 compared=found.compared[temperature],
-                steps=found.steps,
+                rounds=found.rounds,
+                accepted=found.accepted,
                 differences=len(here),
                 counted=sum(_counts(one, options) for one in here),
                 gaps=[one.gap for one in here if not math.isnan(one.gap)],
@@ -197,12 +199,13 @@ def _counts(difference: Difference, options: argparse.Namespace) -> bool:
 
 def _table(lines: Sequence[Line], model: BenchModel, options: argparse.Namespace) -> Table:
     mode = " --deterministic" if options.deterministic else ""
-    table = Table(title=f"Choices that differ from a plain run's: {model.name}, {options.device}{mode}")
+    table = Table(title=f"Choices that differ from those of a session alone: {model.name}, {options.device}{mode}")
     for name in (
         "pass",
         "temperature",
         "positions",
-        "steps",
+        "rounds",
+        "accepted",
         "differ",
         "share",
         "gap p50",
@@ -217,7 +220,8 @@ def _table(lines: Sequence[Line], model: BenchModel, options: argparse.Namespace
             line.mix,
             f"{line.temperature:g}",
             str(line.compared),
-            str(line.steps),
+            str(line.rounds),
+            str(line.accepted),
             str(line.differences),
             f"{line.share:.5%}",
             *gaps,

@@ -146,9 +146,9 @@ class SessionTap:
         event = {"e": "grow", "worker": worker_id, "as_of": growth.as_of, "nodes": list(map(self._entry, new))}
         self._tell({**event, "t": self._now_us()})
 
-    def note_verdict(self, outcome: Outcome, results: RoundResults, token_ids: Sequence[int]) -> None:
-        """The target has chosen: `token_ids` have been appended."""
-        path, at = list[int](), self._root
+    def note_verdict(self, outcome: Outcome, results: RoundResults) -> None:
+        """The target has chosen: the outcome's tokens have been appended."""
+        path, at, token_ids = list[int](), self._root, outcome.token_ids
         length = len(self._session.token_ids) - len(token_ids)
         for token in token_ids:
             node_id = self._child(at, token)
@@ -156,7 +156,7 @@ class SessionTap:
             path.append(at)
             length += 1
             self._roots[length] = at
-        accepted = path[: min(outcome.accepted, len(path))]
+        accepted = path[: outcome.accepted]
         below = self._below(path[-1]) if path else set(self._nodes)
         gone = [node_id for node_id in self._nodes if node_id not in below and node_id not in path]
         counts = self._counts

@@ -1,0 +1,428 @@
+"""A fake model, and workers of it: a target that runs rounds by itself, and a draft that guesses."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from outrider.coordinator.latency import Latency
+from outrider.coordinator.messages import (
+    Commits,
+    FaultKind,
+    Growth,
+    GrowthBatch,
+    Outcome,
+    RoundResults,
+    SessionFault,
+    SessionOpening,
+    SpeculationMode,
+)
+from outrider.growth_source import GrowthSource
+from outrider.sampling import SamplingSpec
+from outrider.v1 import target_pb2
+from outrider.wire import floats_from_bytes
+
+VOCABULARY = 50
+PLACES = 4
+
+
+def next_token(token_ids: Sequence[int]) -> int:
+    """The fake target's choice: any fixed function of the prefix will do."""
+    return (token_ids[-1] * 7 + len(token_ids) * 3 + token_ids[0]) % VOCABULARY
+
+
+def expected_output(prompt: Sequence[int], sampling: SamplingSpec) -> list[int]:
+    token_ids = list(prompt)
+    while len(token_ids) - len(prompt) < sampling.max_new_tokens:
+        token_ids.append(next_token(token_ids))
+        if token_ids[-1] in sampling.stop_token_ids:
+            break
+    return token_ids[len(prompt) :]
+
+
+class Everything(set[int]):
+    """All sessions."""
+
+    def __contains__(self, item: object) -> bool:
+        return True
+
+
+class Node(NamedTuple):
+    """A candidate: the tokens from index `as_of` on."""
+
+    as_of: int
+    path: tuple[int, ...]
+    acceptance: float
+    source: int
+
+    def below(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """What of the path is not committed; empty where it is dead."""
+        committed = len(tokens) - self.as_of
+        return self.path[committed:] if self.path[:committed] == tuple(tokens[self.as_of :]) else ()
+
+
+@dataclass
+class Place:
+    """A draft's place in a session.
+
+    Attributes:
+        nodes: by the draft's ids.
+        is_taken: a draft has it.
+        is_lost: growth is missing, and what comes is dropped until the tree is sent again.
+    """
+
+    nodes: dict[int, Node] = field(default_factory=dict)
+    is_taken: bool = False
+    is_lost: bool = False
+
+
+@dataclass
+class TargetSession:
+    """A session as the fake target has it."""
+
+    opening: SessionOpening
+    tokens: list[int]
+    allow: int = 1 << 31
+    is_alone: bool = False
+    complete_at: int = 0
+    waits_since: float | None = None
+    places: list[Place] = field(default_factory=lambda: [Place() for _ in range(PLACES)])
+
+    def tree(self) -> dict[tuple[int, ...], int]:
+        """Paths below the root, and which sources have proposed them (bit sets)."""
+        found: dict[tuple[int, ...], int] = {}
+        for place in self.places:
+            for node in place.nodes.values():
+                if path := node.below(self.tokens):
+                    found[path] = found.get(path, 0) | 1 << node.source
+        return dict(list(found.items())[: self.opening.sync_nodes])
+
+    @property
+    def lost(self) -> int:
+        return sum(place.is_lost << number for number, place in enumerate(self.places))
+
+
+class FakeTarget:
+    """Runs rounds by itself, verifies with `next_token` along the trees that have come, and tells what it has found.
+
+    Attributes:
+        sessions: that are open, by id.
+        rounds: by round, for each session what it committed there.
+        changes: (session id, place, what has become of it), all that were told.
+        grown: what was relayed.
+        closed: (session id, epoch).
+        runs: cleared, it begins no round.
+        fail_sessions: ids of sessions that are closed with the next round, with a fault of `fault_kind`.
+        loses_growth: growth is lost from now on, until it is sent again.
+        is_lost: it is gone when its round ends.
+        on_results: gets what a round has given.
+        on_lost: called once, with the reason.
+    """
+
+    def __init__(self, *, step_s: float = 0.0001) -> None:
+        self.step_s = step_s
+        self.sessions: dict[int, TargetSession] = {}
+        self.rounds: list[dict[int, list[int]]] = []
+        self.changes: list[tuple[int, int, int]] = []
+        self.grown: list[target_pb2.RelayedGrowth] = []
+        self.bounds: list[tuple[int, int, bool]] = []
+        self.closed: list[tuple[int, int]] = []
+        self.runs = asyncio.Event()
+        self.runs.set()
+        self.fail_sessions: set[int] = set()
+        self.fault_kind = FaultKind.LOST
+        self.loses_growth = False
+        self.is_lost = False
+        self.errors: list[BaseException] = []
+        self.on_results: Callable[[RoundResults], None] = lambda results: None
+        self.on_lost: Callable[[str], None] = lambda reason: None
+        self._epochs: dict[int, int] = {}
+        self._turns_alone = False
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    # ------------------------------------------------------------------------------------------------------- commands
+
+    def open_session(self, opening: SessionOpening) -> None:
+        assert opening.epoch > self._epochs.get(opening.session_id, 0)
+        self._epochs[opening.session_id] = opening.epoch
+        self.sessions[opening.session_id] = TargetSession(opening, [*opening.prompt, *opening.output])
+        self.wake()
+        if self._task is None:
+            self._task = asyncio.ensure_future(self._run())
+
+    def change_place(self, session_id: int, epoch: int, place: int, change: int) -> None:
+        assert place < PLACES
+        self.changes.append((session_id, place, change))
+        if (session := self._session(session_id, epoch)) is None:
+            return
+        own = session.places[place]
+        if change == target_pb2.PLACE_CHANGE_TAKEN:
+            session.places[place] = Place(is_taken=True)
+        elif change == target_pb2.PLACE_CHANGE_LEFT:
+            assert own.is_taken
+            own.is_taken = False
+        else:
+            assert change == target_pb2.PLACE_CHANGE_RESENT
+            assert own.is_taken
+            own.is_lost = False
+
+    def grow(self, growth: target_pb2.RelayedGrowth) -> None:
+        self.grown.append(growth)
+        begin, acceptance = 0, floats_from_bytes(growth.acceptance)
+        columns = (growth.session_ids, growth.epochs, growth.places, growth.as_of, growth.node_counts)
+        for number, (session_id, epoch, place, as_of, count) in enumerate(zip(*columns, strict=True)):
+            nodes, begin = range(begin, begin + count), begin + count
+            if (session := self._session(session_id, epoch)) is None:
+                continue
+            own = session.places[place]
+            assert own.is_taken
+            own.is_lost = own.is_lost or self.loses_growth
+            if not own.is_lost:
+                for node in nodes:
+                    above, parent = growth.parents[node], own.nodes.get(growth.parents[node])
+                    if above and parent is None:
+                        continue
+                    base = (as_of, ()) if parent is None else (parent.as_of, parent.path)
+                    source = growth.sources[node] if growth.sources else GrowthSource.MODEL
+                    path = (*base[1], growth.tokens[node])
+                    own.nodes[growth.node_ids[node]] = Node(base[0], path, acceptance[node], source)
+            if growth.complete and growth.complete[number]:
+                session.complete_at = as_of
+        self.wake()
+
+    def bound(self, session_id: int, epoch: int, allow: int, *, alone: bool) -> None:
+        self.bounds.append((session_id, allow, alone))
+        if (session := self._session(session_id, epoch)) is not None:
+            session.allow, session.is_alone = allow, alone
+        self.wake()
+
+    def close_session(self, session_id: int, epoch: int) -> None:
+        self.closed.append((session_id, epoch))
+        if self._session(session_id, epoch) is not None:
+            del self.sessions[session_id]
+
+    def _session(self, session_id: int, epoch: int) -> TargetSession | None:
+        """What is known under this epoch; what ended here meanwhile is dropped."""
+        assert 0 < epoch <= self._epochs[session_id]
+        session = self.sessions.get(session_id)
+        return session if session is not None and session.opening.epoch == epoch else None
+
+    # --------------------------------------------------------------------------------------------------------- rounds
+
+    def wake(self) -> None:
+        """Something has come."""
+        self._wake.set()
+
+    async def _run(self) -> None:
+        while not self.is_lost:
+            await self.runs.wait()
+            taking_part = self._taking_part()
+            failing = [session_id for session_id in self.sessions if session_id in self.fail_sessions]
+            if not taking_part and not failing:
+                self._wake.clear()
+                await self._wake.wait()
+                continue
+            trees = {session_id: (session, session.tree()) for session_id, session in taking_part.items()}
+            await asyncio.sleep(self.step_s)
+            if not self.is_lost:
+                self._tell(self._results(trees, failing))
+        self.on_lost("the fake target was lost")
+
+    def _tell(self, results: RoundResults) -> None:
+        try:
+            self.on_results(results)
+        except Exception as error:  # noqa: BLE001 - as a link does: what cannot be taken loses the worker
+            if isinstance(error, AssertionError):
+                self.errors.append(error)
+            self.is_lost = True
+
+    def _taking_part(self) -> dict[int, TargetSession]:
+        ready = {
+            session_id: session
+            for session_id, session in self.sessions.items()
+            if session.allow > len(session.tokens) and self._has_tree(session)
+        }
+        alone = {session_id: session for session_id, session in ready.items() if session.is_alone}
+        assert len(alone) <= 1
+        others = {session_id: session for session_id, session in ready.items() if not session.is_alone}
+        self._turns_alone = bool(alone) and not (self._turns_alone and others)
+        return alone if self._turns_alone else others
+
+    def _has_tree(self, session: TargetSession) -> bool:
+        """Whether a sync session has the whole tree of its round, or has waited long enough for it."""
+        is_grown = any(place.is_taken for place in session.places)
+        if session.opening.mode is not SpeculationMode.SYNC or not is_grown:
+            return True
+        if session.complete_at == len(session.tokens):
+            session.waits_since = None
+            return True
+        loop, wait_s = asyncio.get_running_loop(), session.opening.sync_wait_ms / 1e3
+        if session.waits_since is None:
+            session.waits_since = loop.time()
+            loop.call_later(wait_s, self.wake)
+        if loop.time() - session.waits_since < wait_s:
+            return False
+        session.waits_since = None
+        return True
+
+    def _results(
+        self, trees: dict[int, tuple[TargetSession, dict[tuple[int, ...], int]]], failing: Sequence[int]
+    ) -> RoundResults:
+        outcomes, faults = list[Outcome](), list[tuple[int, int, SessionFault]]()
+        for session_id in failing:
+            if (session := self.sessions.pop(session_id, None)) is not None:
+                fault = SessionFault(kind=self.fault_kind, message="the fake target says no")
+                faults.append((session_id, session.opening.epoch, fault))
+                self.fail_sessions.discard(session_id)
+        done: dict[int, list[int]] = {}
+        for session_id, (session, tree) in trees.items():
+            if self.sessions.get(session_id) is session:
+                outcomes.append(self._outcome(session, tree))
+                done[session_id] = list(outcomes[-1].token_ids)
+        self.rounds.append(done)
+        rows = sum(1 + outcome.selected for outcome in outcomes)
+        return RoundResults(
+            outcomes=outcomes, faults=faults, step_ns=1000, forward_ns=900, rows=rows, number=len(self.rounds)
+        )
+
+    def _outcome(self, session: TargetSession, tree: dict[tuple[int, ...], int]) -> Outcome:
+        sampling, path, sources = session.opening.sampling, tuple[int, ...](), list[int]()
+        is_over = False
+        while not is_over:
+            token = next_token(session.tokens)
+            session.tokens.append(token)
+            path = (*path, token)
+            output = len(session.tokens) - len(session.opening.prompt)
+            is_over = token in sampling.stop_token_ids or output >= sampling.max_new_tokens
+            if path not in tree:
+                break
+            sources.append(tree[path])
+        if is_over:
+            del self.sessions[session.opening.session_id]
+        return Outcome(
+            session_id=session.opening.session_id,
+            epoch=session.opening.epoch,
+            token_ids=path,
+            accepted=len(sources),
+            selected=len(tree),
+            sources=sources,
+            is_over=is_over,
+            lost=session.lost,
+        )
+
+
+@dataclass
+class DraftSession:
+    """A session as the fake draft has it; nodes by id, with their parents."""
+
+    epoch: int
+    tokens: list[int]
+    nodes: dict[int, tuple[int, Node]] = field(default_factory=dict)
+
+
+class FakeDraft:
+    """Grows guesses of which a given share is right; growth reaches the scheduler after a random delay."""
+
+    def __init__(self, *, accuracy: float, delay_s: float, seed: int = 0, source: int | None = None) -> None:
+        self.source = source
+        self.step_latency = Latency()
+        self.step_latency.observe(1e6)
+        self.accuracy = accuracy
+        self.delay_s = delay_s
+        self.random = random.Random(seed)
+        self.sessions: dict[int, DraftSession] = {}
+        self.closed: list[tuple[int, int]] = []
+        self.asked_again: list[tuple[int, int]] = []
+        self.commits = 0
+        self.deliver: Callable[[GrowthBatch], None] = lambda growth: None
+        self._epochs: dict[int, int] = {}
+        self._ids = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def open_session(self, opening: SessionOpening) -> None:
+        assert opening.epoch > self._epochs.get(opening.session_id, 0)
+        self._epochs[opening.session_id] = opening.epoch
+        self.sessions[opening.session_id] = DraftSession(opening.epoch, [*opening.prompt, *opening.output])
+        self._later(self._grow(opening.session_id))
+
+    def commit(self, commits: Commits) -> None:
+        self.commits += 1
+        for commit in commits:
+            # One that was closed with this round hears of it once more.
+            if (session := self.sessions.get(commit.session_id)) is not None:
+                assert (session.epoch, len(session.tokens)) == (commit.epoch, commit.position)
+                session.tokens.extend(commit.token_ids)
+                self._later(self._grow(commit.session_id))
+
+    def ask_again(self, session_id: int, epoch: int) -> None:
+        assert self.sessions[session_id].epoch == epoch
+        self.asked_again.append((session_id, epoch))
+        self._later(self._send_again(session_id))
+
+    def close_session(self, session_id: int, epoch: int) -> None:
+        self.closed.append((session_id, epoch))
+        self.sessions.pop(session_id, None)
+
+    def _later(self, work: Iterator[Growth]) -> None:
+        """Both what is grown now and what is sent again leave after a moment."""
+
+        async def send() -> None:
+            growth = next(work)
+            await asyncio.sleep(self.random.random() * self.delay_s)
+            with contextlib.suppress(StopIteration):
+                growth = next(work)
+            self.deliver(GrowthBatch.of([growth]))
+
+        task = asyncio.ensure_future(send())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _grow(self, session_id: int) -> Iterator[Growth]:
+        session = self.sessions[session_id]
+        tokens, as_of = list(session.tokens), len(session.tokens)
+        parent, path, nodes = 0, tuple[int, ...](), dict[int, tuple[int, Node]]()
+        for _ in range(6):
+            right = next_token(tokens)
+            guess = right if self.random.random() < self.accuracy else (right + 1) % VOCABULARY
+            above = parent
+            for token in (guess, (guess + 5) % VOCABULARY):
+                self._ids += 1
+                node = Node(as_of, (*path, token), 0.7 if token == guess else 0.1, self.source or GrowthSource.MODEL)
+                nodes[self._ids] = (above, node)
+                parent = self._ids if token == guess else parent
+            path = (*path, guess)
+            tokens.append(guess)
+        growth = self._growth(session_id, session.epoch, as_of, [(own, *rest) for own, rest in nodes.items()])
+        yield growth
+        session.nodes |= nodes
+
+    def _send_again(self, session_id: int) -> Iterator[Growth]:
+        """The live tree, as it is when it leaves."""
+        session = self.sessions[session_id]
+        yield self._growth(session_id, session.epoch, len(session.tokens), [], again=True)
+        live = {
+            own: (above, node._replace(as_of=len(session.tokens), path=below))
+            for own, (above, node) in session.nodes.items()
+            if (below := node.below(session.tokens))
+        }
+        rows = [(own, above if above in live else 0, node) for own, (above, node) in live.items()]
+        yield self._growth(session_id, session.epoch, len(session.tokens), rows, again=True)
+
+    def _growth(
+        self, session_id: int, epoch: int, as_of: int, nodes: Sequence[tuple[int, int, Node]], *, again: bool = False
+    ) -> Growth:
+        return Growth(
+            session_id=session_id,
+            epoch=epoch,
+            as_of=as_of,
+            node_ids=[own for own, _, _ in nodes],
+            parents=[above for _, above, _ in nodes],
+            tokens=[node.path[-1] for _, _, node in nodes],
+            acceptance=[node.acceptance for _, _, node in nodes],
+            complete=not again,
+            again=again,
+            sources=() if self.source is None else [self.source] * len(nodes),
+        )
