@@ -1,10 +1,10 @@
-"""What several GPUs of one host make of a step: the time against one GPU and against the floor of reading the weights.
+"""What several GPUs of one host make of a round: the time against one GPU and against the floor of reading the weights.
 
     python benchmarks/tensor_parallel.py 8b@1 8b@2 70b@2 --exchange [--output-json FILE]
 
-Verify steps of one session behind 1,024 tokens, through the runner that serves; random weights, made in the memory of
-the GPU that needs them. "alone" is the device's time of a step that was waited for, "running" that of each of many in
-a row. `--exchange` times the sums over ranks by size: our mailboxes, NCCL and torch's own symmetric-memory operators.
+Plain rounds of 1, 8 and 64 sessions behind 1,024 tokens each, in process; random weights, made in the memory of the GPU
+that needs them. `--exchange` times the sums over ranks by size: our mailboxes, NCCL and torch's own symmetric-memory
+operators.
 """
 
 import os

@@ -1,1 +1,1 @@
-"""The tensor-parallel benchmark: steps of a model that several GPUs share, and what their sums over ranks take."""
+"""The tensor-parallel benchmark: rounds of a model that several GPUs share, and what their sums over ranks take."""

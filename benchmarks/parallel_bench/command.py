@@ -17,16 +17,16 @@ import torch
 from benchmarks.kernel_bench.timing import GraphTimer, measure_machine
 from benchmarks.parallel_bench.exchange import measure_exchange, sizes
 from benchmarks.parallel_bench.models import BenchModel
-from benchmarks.parallel_bench.steps import compile_steps, make_runner, measure_steps
+from benchmarks.parallel_bench.steps import load, measure_rounds
 from rich.console import Console
 from rich.table import Table
 
 from outrider.errors import OutriderError
 
-_TOKENS = (1, 8, 64)
+_SESSIONS = (1, 8, 64)
 _CONTEXT = 1024
-# For one size of steps; ranks that wait for one another wait no longer.
-_PATIENCE_S = 20.0
+# For the rounds of one number of sessions; ranks that wait for one another wait no longer.
+_PATIENCE_S = 60.0
 _NEEDS_CUDA, _FAILED = 2, 1
 
 
@@ -46,7 +46,7 @@ def run(arguments: Sequence[str]) -> int:
     if options.exchange:
         found["exchange"] = measure_exchange(options.ranks, sizes(options.hidden))
         console.print(_exchange_table(found["exchange"]))
-    found["steps"], code = [], 0
+    found["rounds"], code = [], 0
     for shape, ranks in options.models:
         began = time.perf_counter()
         try:
@@ -57,8 +57,8 @@ def run(arguments: Sequence[str]) -> int:
             console.print(f"{shape} on {ranks}: {error}", markup=False)
             code = _FAILED
             continue
-        found["steps"] += rows
-        console.print(_steps_table(rows, f"{shape} on {ranks}, {time.perf_counter() - began:.0f} s in all"))
+        found["rounds"] += rows
+        console.print(_rounds_table(rows, f"{shape} on {ranks}, {time.perf_counter() - began:.0f} s in all"))
     text = json.dumps(found, indent=1)
     if options.output_json is None:
         sys.stdout.write(text + "\n")
@@ -69,7 +69,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="benchmarks/tensor_parallel.py", description="Times a model's steps on several GPUs of one host."
+        prog="benchmarks/tensor_parallel.py", description="Times a model's rounds on several GPUs of one host."
     )
     parser.add_argument(
         "models", nargs="*", type=_model, default=[], metavar="SHAPE@GPUS", help="such as 8b@1 8b@2 70b@2"
@@ -78,8 +78,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2, help="for --exchange")
     parser.add_argument("--hidden", type=int, nargs="+", default=[4096, 8192], help="for --exchange")
     parser.add_argument("--layers", type=int, help="of the shapes, fewer than theirs: to try it out")
-    parser.add_argument("--tokens", type=int, nargs="+", default=list(_TOKENS), help="rows of a step")
-    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--sessions", type=int, nargs="+", default=list(_SESSIONS), help="rows of a round")
+    parser.add_argument("--rounds", type=int, default=50, help="that count")
     parser.add_argument("--output-json", type=Path, metavar="FILE", help="default: standard output")
     return parser.parse_args(arguments)
 
@@ -90,29 +90,28 @@ def _model(text: str) -> tuple[str, int]:
 
 
 def _measure_model(model: BenchModel, ranks: int, machine: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
-    runner = make_runner(model, ranks, most_tokens=max(options.tokens), context=_CONTEXT)
+    target = load(model, ranks, sessions=max(options.sessions), context=_CONTEXT, rounds=options.rounds)
     floor_ms = 1e3 * model.read_bytes(torch.bfloat16, ranks) / machine.copy_bytes_per_s
     rows = []
     try:
-        compile_steps(runner, options.tokens, context=_CONTEXT)
-        for tokens in options.tokens:
-            with runner.ranks.guard(_PATIENCE_S):
-                times = measure_steps(runner, tokens, context=_CONTEXT, repeats=options.repeats)
+        for sessions in options.sessions:
+            with target.runner.ranks.guard(_PATIENCE_S):
+                times = measure_rounds(target, sessions, context=_CONTEXT, rounds=options.rounds)
             rows.append({"shape": model.name, "ranks": ranks, "floor_ms": floor_ms, **asdict(times)})
     finally:
-        runner.close()
-        del runner
+        target.runner.close()
+        del target
         gc.collect()
         torch.cuda.empty_cache()
     return rows
 
 
-def _steps_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
-    table = Table("rows", "floor ms", "alone ms", "x floor", "running ms", "x floor", "host ms", title=title)
+def _rounds_table(rows: Sequence[dict[str, Any]], title: str) -> Table:
+    table = Table("sessions", "floor ms", "forward ms", "x floor", "round ms", "x floor", title=title)
     for row in rows:
-        figures = (row["floor_ms"], row["alone_ms"], row["alone_ms"] / row["floor_ms"],
-                   row["running_ms"], row["running_ms"] / row["floor_ms"], row["wall_ms"])  # fmt: skip
-        table.add_row(str(row["tokens"]), *(f"{figure:.3f}" for figure in figures))
+        floor_ms, forward_ms, round_ms = row["floor_ms"], row["forward_ms"], row["round_ms"]
+        cells = (floor_ms, forward_ms, forward_ms / floor_ms, round_ms, round_ms / floor_ms)
+        table.add_row(str(row["sessions"]), *(f"{cell:.3f}" for cell in cells))
     return table
 
 

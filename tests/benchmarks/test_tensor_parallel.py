@@ -3,32 +3,23 @@
 import pickle
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from benchmarks.parallel_bench.command import run
 from benchmarks.parallel_bench.models import BenchModel, RandomWeights
-from benchmarks.parallel_bench.steps import tree_step
+from benchmarks.parallel_bench.steps import measure_rounds
+from benchmarks.rounds.loading import load_target
+
+from outrider.models import embedded_draft_path
+from outrider.target_worker.config import TargetWorkerConfig
 
 
-def test_a_step_is_a_tree_whose_lists_and_masks_agree() -> None:
-    batch, choices = tree_step(3, 100, context=1024, vocab_size=5000)
-    assert (batch.num_rows, batch.key_len[0], batch.tree_mask.shape) == (100, 1124, (100, 2))
-    bits = np.unpackbits(batch.tree_mask.view(np.uint8), axis=1, bitorder="little")[:, :100]
-    reached, waiting = [0], [0]
-    while waiting:
-        parent = waiting.pop()
-        child = choices.first_child[0, parent]
-        while child >= 0:
-            # A node sees what its parent sees, and itself; it stands one place further.
-            assert (bits[child] == (bits[parent] | (np.arange(100) == child))).all()
-            assert batch.positions[child] == batch.positions[parent] + 1
-            reached.append(child)
-            waiting.append(child)
-            child = choices.next_sibling[0, child]
-    assert sorted(reached) == list(range(100))
-    assert choices.candidates[0, 0] == -1
-    assert (choices.candidates[0, 1:] == batch.token_ids[1:]).all()
+def test_rounds_of_a_model_are_timed() -> None:
+    target = load_target(TargetWorkerConfig(model_path=embedded_draft_path(), max_num_seqs=2, num_slots=1000))
+    times = measure_rounds(target, 2, context=8, rounds=3)
+    assert times.sessions == 2
+    assert 0 < times.forward_ms < times.round_ms
+    assert target.loop.session_count == 0
 
 
 def test_ranks_read_their_part_of_the_weights(tmp_path: Path) -> None:
