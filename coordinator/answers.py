@@ -35,8 +35,11 @@ def check_results(response: target_pb2.RoundResults, *, vocab_size: int) -> None
         raise ValueError(f"token {highest} committed, ids below {vocab_size} needed")
     if len(set(response.session_ids)) < sessions:
         raise ValueError("a session is named twice in one round")
-    if any(map(operator.gt, response.accepted_counts, response.token_counts)):
-        raise ValueError("a session with more accepted nodes than tokens")
+    if any(map(operator.gt, response.accepted_counts, response.selected_counts)):
+        raise ValueError("a session with more accepted nodes than verified ones are reported")
+    # Behind the last accepted node there is one token at most, and none where that node has ended the session.
+    if not set(map(operator.sub, response.token_counts, response.accepted_counts)) <= {0, 1}:
+        raise ValueError("a session with as many tokens as its accepted nodes and one more at most is needed")
     if response.logprobs and max(entry.row for entry in response.logprobs) >= sessions:
         raise ValueError("log probabilities of a row that there is not")
 

@@ -41,8 +41,8 @@ class CoordinatorConfig:
         sync_wait_cap_ms: longest that a round of sync mode waits for its tree; after that it goes with what is there.
         heartbeat_interval_ms: how often a worker reports.
         lease_ms: silence after which a worker counts as lost.
-        step_timeout_s: least time after which a target counts as lost whose step does not come back; otherwise 10 times
-            what the step is expected to take.
+        step_timeout_s: least time after which a target counts as lost whose step does not come back, as two of its
+            heartbeats tell; otherwise 10 times what its steps take.
         quarantine_losses: a worker that is lost so often within quarantine_window_s is left alone for a while.
         quarantine_window_s: see there.
         quarantine_s: for how long at first; every further loss doubles it, to a minute at most.

@@ -10,14 +10,12 @@ from outrider.coordinator.messages import (
     GenerationEvent,
     GenerationRequest,
     GenerationResult,
-    SourceCounts,
     SpeculationCounts,
     TokenDelta,
 )
 from outrider.coordinator.request_times import RequestTimes
-from outrider.coordinator.source_counts import source_counts
+from outrider.coordinator.source_counts import SourceTally
 from outrider.errors import OutriderError
-from outrider.growth_source import GrowthSource
 
 if TYPE_CHECKING:
     from outrider.coordinator.session import Session
@@ -86,11 +84,10 @@ class Generation:
         self._wake.set()
 
     def finish_if_done(self) -> None:
-        """Emits the result once every choice has ended."""
-        results = [session.result for session in self.sessions]
-        if self.is_closed or any(result is None for result in results):
+        """Emits the result, once, when every choice has ended."""
+        results, times = [session.result for session in self.sessions], self.times
+        if self.is_closed or times.finished_ns or any(result is None for result in results):
             return
-        times = self.times
         now = times.finished_ns = clock.now_ns()
         first = times.first_token_ns or now
         self.emit(
@@ -100,7 +97,7 @@ class Generation:
                     verify_steps=sum(session.verify_steps for session in self.sessions),
                     drafted_tokens=sum(session.drafted_tokens for session in self.sessions),
                     accepted_tokens=sum(session.accepted_tokens for session in self.sessions),
-                    sources=self._source_counts(),
+                    sources=sum((session.sources for session in self.sessions), SourceTally()).counts(),
                 ),
                 queue_s=((times.admitted_ns or now) - times.arrived_ns) / 1e9,
                 ttft_s=(first - times.arrived_ns) / 1e9,
@@ -108,13 +105,6 @@ class Generation:
                 cached_tokens=min((session.cached_tokens or 0 for session in self.sessions), default=0),
             )
         )
-
-    def _source_counts(self) -> list[SourceCounts]:
-        grown, submitted, accepted = (
-            {source: sum(getattr(session, name)[source] for session in self.sessions) for source in GrowthSource}
-            for name in ("grown", "submitted_of", "accepted_of")
-        )
-        return source_counts(grown, submitted, accepted)
 
     @property
     def error(self) -> OutriderError | None:

@@ -12,7 +12,6 @@ from outrider.growth_source import GrowthSource
 from outrider.v1 import draft_pb2
 from outrider.wire import floats_from_bytes
 
-
 # Ids, parents and lengths have 31 bits at a target.
 _MOST = (1 << 31) - 1
 

@@ -409,11 +409,12 @@ class GrowthBatch:
     def nodes_by_source(self) -> Sequence[Mapping[GrowthSource, int]]:
         """[S] Nodes of each session by the source that has grown them."""
         if self.sources is None:
-            return [{GrowthSource.MODEL: count} for count in self.node_counts]
+            return [{GrowthSource.MODEL: count} if count else {} for count in self.node_counts]
         sessions, width = len(self.node_counts), max(GrowthSource) + 1
         cells = np.repeat(np.arange(sessions), self.node_counts) * width + self.sources
         table = np.bincount(cells, minlength=sessions * width).reshape(sessions, width).tolist()
-        return [{source: row[source] for source in GrowthSource if row[source]} for row in table]
+        known = tuple(GrowthSource)
+        return [{source: row[source] for source in known if row[source]} for row in table]
 
     def of_session(self, place: int) -> Growth:
         """One session's part."""

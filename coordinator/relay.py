@@ -110,9 +110,8 @@ class Relay:
     ) -> None:
         """Take note of one session's part, for whoever counts and watches."""
         session.note_growth(worker_id, as_of=growth.as_of[number], nodes=growth.node_counts[number])
-        for source, count in sources.items():
-            session.grown[source] += count
-            self._totals.grown[source] += count
+        session.sources.note_growth(sources)
+        self._totals.sources.note_growth(sources)
         if session.tap is not None:
             session.tap.note_growth(worker_id, growth.of_session(number))
 
@@ -142,23 +141,19 @@ class Relay:
             if (session := self._session_of(target, outcome.session_id, outcome.epoch)) is None:
                 continue
             if outcome.token_ids:
-                position, since_ns = len(session.token_ids), session.committed_ns
-                kept = session.take(outcome, results, now_ns)
+                since_ns, kept = session.committed_ns, self._take(session, outcome, results, now_ns, commits)
                 taken.append((session, kept, since_ns))
             if session.result is not None or outcome.is_over:
                 ended.append(session)
-            if session.is_finished:
-                continue
-            if outcome.token_ids:
-                self._undelivered[session.session_id] = session
-                for draft_id, epoch in session.draft_epochs.items():
-                    commits[draft_id].append(Commit(session.session_id, epoch, position, kept.token_ids))
-            if outcome.lost:
+            elif outcome.lost and not session.is_finished:
                 self._drafts.ask_for_lost(session, outcome.lost)
         for draft_id, told in commits.items():
             self._drafts.peers[draft_id].link.commit(Commits.of(told))
         self._totals.note_round(results, taken, now_ns)
         self._owner.note_progress([session for session, _, _ in taken])
+        for session in ended:
+            # The end of a request is told behind the tokens of all its choices.
+            self._deliver(session)
         for session in ended:
             self._end(session)
         for session_id, epoch, fault in results.faults:
@@ -166,11 +161,26 @@ class Relay:
                 self._owner.take_fault(session, fault)
         self._deliver_soon()
 
+    def _take(
+        self,
+        session: Session,
+        outcome: Outcome,
+        results: RoundResults,
+        now_ns: int,
+        commits: Mapping[str, list[Commit]],
+    ) -> Outcome:
+        """Append a session's new tokens, which its drafts and its client are to hear of; returns what counts."""
+        position = len(session.token_ids)
+        kept = session.take(outcome, results, now_ns)
+        if not session.is_finished:
+            self._undelivered[session.session_id] = session
+            for draft_id, epoch in session.draft_epochs.items():
+                commits[draft_id].append(Commit(session.session_id, epoch, position, kept.token_ids))
+        return kept
+
     def _end(self, session: Session) -> None:
         """See to a session that has ended, as it should or not."""
         if session.result is not None:
-            # The end of a choice is told behind its tokens.
-            self._deliver(session)
             self._owner.finish_session(session)
         elif not session.is_finished:
             self._owner.take_fault(session, _ENDED)

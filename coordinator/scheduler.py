@@ -132,7 +132,7 @@ class Scheduler:
             session.generation.note_admitted()
             self._admission.note_start(session.session_id)
             session.generation.on_resume = functools.partial(self._resume, session.generation)
-            session.committed_ns = clock.now_ns()
+            session.committed_ns = session.committed_ns or clock.now_ns()
             logger.debug("session %d goes to %s", session.session_id, target.worker_id, extra=session.ids)
             target.sessions[session.session_id] = session
             self._open(session)
@@ -374,7 +374,7 @@ class Scheduler:
 
     def source_counts(self) -> list[SourceCounts]:
         """What each source of growth has grown since the start, and what became of it."""
-        return self.totals.source_counts()
+        return self.totals.sources.counts()
 
     def speculating_sessions(self) -> tuple[int, int]:
         """Sessions at a target that some draft worker could grow, and those of them that nobody grows.

@@ -20,9 +20,9 @@ from outrider.coordinator.messages import (
     TokenDelta,
     TokenLogprobs,
 )
+from outrider.coordinator.source_counts import SourceTally
 from outrider.coordinator.text_stream import StreamedText, TextStream
 from outrider.errors import InternalError
-from outrider.growth_source import GrowthSource
 from outrider.log_output import about
 from outrider.sampling import VerificationRule
 
@@ -67,9 +67,7 @@ class Session:
         self.text_bytes = 0
         self.result: ChoiceResult | None = None
         self.verify_steps = self.drafted_tokens = self.accepted_tokens = 0
-        self.grown = dict.fromkeys(GrowthSource, 0)
-        self.submitted_of = dict.fromkeys(GrowthSource, 0)
-        self.accepted_of = dict.fromkeys(GrowthSource, 0)
+        self.sources = SourceTally()
         self.cached_tokens: int | None = None
         """Of the prompt, what the first target had; None before it answered."""
         self.epoch = 0
@@ -82,7 +80,7 @@ class Session:
         """Draft workers that gave this session up."""
         self.arrivals: list[GrowthArrival] = []
         self.committed_ns = 0
-        """When tokens were last committed, or the session was placed."""
+        """When tokens were last committed; before there are any, when the session was placed."""
         self.is_held = False
         """Its target waits for its client."""
         self.probation = 0
@@ -160,12 +158,6 @@ class Session:
             )
 
     @property
-    def only_source(self) -> GrowthSource | None:
-        """The source that all growth has been of; None where none has come, or several have sent some."""
-        grown = [source for source, count in self.grown.items() if count]
-        return grown[0] if len(grown) == 1 else None
-
-    @property
     def may_speculate(self) -> bool:
         """Whether a tree could save this session a step."""
         return self.mode is not SpeculationMode.OFF and self.end - len(self.token_ids) > 1
@@ -193,11 +185,7 @@ class Session:
         self.verify_steps += 1
         self.drafted_tokens += outcome.selected
         self.accepted_tokens += outcome.accepted
-        if (only := self.only_source) is not None:
-            self.submitted_of[only] += outcome.selected
-        for sources in outcome.sources:
-            for source in GrowthSource:
-                self.accepted_of[source] += sources >> source & 1
+        self.sources.note_round(outcome, self.sources.only)
         if self.cached_tokens is None:
             self.cached_tokens = outcome.cached_tokens
         if self.tap is not None:

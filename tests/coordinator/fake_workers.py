@@ -78,6 +78,10 @@ class Place:
     is_lost: bool = False
 
 
+class Tree(dict[tuple[int, ...], int]):
+    """Paths below the root, and which sources have proposed them (bit sets)."""
+
+
 @dataclass
 class TargetSession:
     """A session as the fake target has it."""
@@ -90,18 +94,22 @@ class TargetSession:
     waits_since: float | None = None
     places: list[Place] = field(default_factory=lambda: [Place() for _ in range(PLACES)])
 
-    def tree(self) -> dict[tuple[int, ...], int]:
-        """Paths below the root, and which sources have proposed them (bit sets)."""
-        found: dict[tuple[int, ...], int] = {}
+    def tree(self) -> Tree:
+        """The nodes to verify."""
+        found = Tree()
         for place in self.places:
             for node in place.nodes.values():
                 if path := node.below(self.tokens):
                     found[path] = found.get(path, 0) | 1 << node.source
-        return dict(list(found.items())[: self.opening.sync_nodes])
+        return Tree(list(found.items())[: self.opening.sync_nodes])
 
     @property
     def lost(self) -> int:
         return sum(place.is_lost << number for number, place in enumerate(self.places))
+
+
+Trees = dict[int, tuple[TargetSession, Tree]]
+"""By session id, who takes part in a round, and with what tree."""
 
 
 class FakeTarget:
@@ -112,6 +120,8 @@ class FakeTarget:
         rounds: by round, for each session what it committed there.
         changes: (session id, place, what has become of it), all that were told.
         grown: what was relayed.
+        told: both, and opens, as they came: "open 1", "TAKEN 1.0", "grow 1.0 2" (session, place, nodes).
+        bounds: (session id, allow, alone).
         closed: (session id, epoch).
         runs: cleared, it begins no round.
         fail_sessions: ids of sessions that are closed with the next round, with a fault of `fault_kind`.
@@ -127,6 +137,7 @@ class FakeTarget:
         self.rounds: list[dict[int, list[int]]] = []
         self.changes: list[tuple[int, int, int]] = []
         self.grown: list[target_pb2.RelayedGrowth] = []
+        self.told: list[str] = []
         self.bounds: list[tuple[int, int, bool]] = []
         self.closed: list[tuple[int, int]] = []
         self.runs = asyncio.Event()
@@ -140,7 +151,6 @@ class FakeTarget:
         self.on_lost: Callable[[str], None] = lambda reason: None
         self._epochs: dict[int, int] = {}
         self._turns_alone = False
-        self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     # ------------------------------------------------------------------------------------------------------- commands
@@ -149,13 +159,14 @@ class FakeTarget:
         assert opening.epoch > self._epochs.get(opening.session_id, 0)
         self._epochs[opening.session_id] = opening.epoch
         self.sessions[opening.session_id] = TargetSession(opening, [*opening.prompt, *opening.output])
+        self.told.append(f"open {opening.session_id}")
         self.wake()
-        if self._task is None:
-            self._task = asyncio.ensure_future(self._run())
 
     def change_place(self, session_id: int, epoch: int, place: int, change: int) -> None:
         assert place < PLACES
         self.changes.append((session_id, place, change))
+        name = target_pb2.PlaceChange.Name(target_pb2.PlaceChange.ValueType(change)).removeprefix("PLACE_CHANGE_")
+        self.told.append(f"{name} {session_id}.{place}")
         if (session := self._session(session_id, epoch)) is None:
             return
         own = session.places[place]
@@ -175,6 +186,7 @@ class FakeTarget:
         columns = (growth.session_ids, growth.epochs, growth.places, growth.as_of, growth.node_counts)
         for number, (session_id, epoch, place, as_of, count) in enumerate(zip(*columns, strict=True)):
             nodes, begin = range(begin, begin + count), begin + count
+            self.told.append(f"grow {session_id}.{place} {count}")
             if (session := self._session(session_id, epoch)) is None:
                 continue
             own = session.places[place]
@@ -213,27 +225,34 @@ class FakeTarget:
     # --------------------------------------------------------------------------------------------------------- rounds
 
     def wake(self) -> None:
-        """Something has come."""
-        self._wake.set()
+        """Something has come: unless rounds are run, they begin."""
+        if self._task is None:
+            self._task = asyncio.ensure_future(self._run())
+
+    def fail(self, session_id: int, kind: FaultKind, message: str) -> None:
+        """Close a session between two rounds, and say why."""
+        session = self.sessions.pop(session_id)
+        fault = SessionFault(kind=kind, message=message)
+        self.on_results(RoundResults(outcomes=[], faults=[(session_id, session.opening.epoch, fault)]))
 
     async def _run(self) -> None:
+        """Until there is nothing to do."""
         while not self.is_lost:
             await self.runs.wait()
             taking_part = self._taking_part()
             failing = [session_id for session_id in self.sessions if session_id in self.fail_sessions]
             if not taking_part and not failing:
-                self._wake.clear()
-                await self._wake.wait()
-                continue
+                self._task = None
+                return
             trees = {session_id: (session, session.tree()) for session_id, session in taking_part.items()}
             await asyncio.sleep(self.step_s)
             if not self.is_lost:
-                self._tell(self._results(trees, failing))
+                self._tell(trees, failing)
         self.on_lost("the fake target was lost")
 
-    def _tell(self, results: RoundResults) -> None:
+    def _tell(self, trees: Trees, failing: Sequence[int]) -> None:
         try:
-            self.on_results(results)
+            self.on_results(self.verify(trees, failing))
         except Exception as error:  # noqa: BLE001 - as a link does: what cannot be taken loses the worker
             if isinstance(error, AssertionError):
                 self.errors.append(error)
@@ -268,9 +287,8 @@ class FakeTarget:
         session.waits_since = None
         return True
 
-    def _results(
-        self, trees: dict[int, tuple[TargetSession, dict[tuple[int, ...], int]]], failing: Sequence[int]
-    ) -> RoundResults:
+    def verify(self, trees: Trees, failing: Sequence[int]) -> RoundResults:
+        """What a round gives sessions with their trees, and what is said of those that fail."""
         outcomes, faults = list[Outcome](), list[tuple[int, int, SessionFault]]()
         for session_id in failing:
             if (session := self.sessions.pop(session_id, None)) is not None:
@@ -288,11 +306,15 @@ class FakeTarget:
             outcomes=outcomes, faults=faults, step_ns=1000, forward_ns=900, rows=rows, number=len(self.rounds)
         )
 
-    def _outcome(self, session: TargetSession, tree: dict[tuple[int, ...], int]) -> Outcome:
+    def choose(self, session: TargetSession) -> int:
+        """The next token."""
+        return next_token(session.tokens)
+
+    def _outcome(self, session: TargetSession, tree: Tree) -> Outcome:
         sampling, path, sources = session.opening.sampling, tuple[int, ...](), list[int]()
         is_over = False
         while not is_over:
-            token = next_token(session.tokens)
+            token = self.choose(session)
             session.tokens.append(token)
             path = (*path, token)
             output = len(session.tokens) - len(session.opening.prompt)
@@ -368,15 +390,15 @@ class FakeDraft:
 
     def _later(self, work: Iterator[Growth]) -> None:
         """Both what is grown now and what is sent again leave after a moment."""
+        growth = next(work)
 
-        async def send() -> None:
-            growth = next(work)
+        async def send(growth: Growth) -> None:
             await asyncio.sleep(self.random.random() * self.delay_s)
             with contextlib.suppress(StopIteration):
                 growth = next(work)
             self.deliver(GrowthBatch.of([growth]))
 
-        task = asyncio.ensure_future(send())
+        task = asyncio.ensure_future(send(growth))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -1,10 +1,14 @@
 """A fake target whose weights can be changed."""
 
 import asyncio
+from collections.abc import Sequence
 from typing import Self
 
 import grpc
+from tests.coordinator.fake_workers import FakeTarget, TargetSession, Trees
+from tests.coordinator.round_servicer import RoundServicer
 
+from outrider.coordinator.messages import FaultKind, RoundResults, SessionOpening
 from outrider.coordinator.server import CoordinatorServer
 from outrider.registration import Registration
 from outrider.rpc import RoleServer
@@ -21,18 +25,41 @@ def said(version: str) -> list[int]:
     return [ord(version[place % len(version)]) for place in range(LENGTH)]
 
 
-class FakeTarget(target_pb2_grpc.TargetServiceServicer):
+class Speaker(FakeTarget):
+    """What a target process does for one coordinator."""
+
+    def __init__(self, process: "ReloadingTarget") -> None:
+        super().__init__(step_s=0.001)
+        self.process, self.runs = process, process.runs
+
+    def open_session(self, opening: SessionOpening) -> None:
+        super().open_session(opening)
+        if opening.weights not in ("", self.process.weights.version):
+            self.fail(opening.session_id, FaultKind.REPLACED, "weights were replaced")
+
+    def verify(self, trees: Trees, failing: Sequence[int]) -> RoundResults:
+        self.process.pauses_in -= 1
+        if self.process.pauses_in == 0:
+            self.runs.clear()
+        return super().verify(trees, failing)
+
+    def choose(self, session: TargetSession) -> int:
+        return said(self.process.weights.version)[(len(session.tokens) - len(session.opening.prompt)) % LENGTH]
+
+
+class ReloadingTarget(RoundServicer):
     """A target process: loads whatever folder it knows, and speaks by its weights. Use as a context.
 
     Attributes:
         folders: that it can run with, and their versions.
-        runs: cleared, it answers no batch.
-        pauses_in: after so many batches it clears that itself.
+        runs: cleared, it begins no round.
+        pauses_in: after so many rounds it clears that itself.
         breaks: a swap fails with this.
         copies: cleared, a swap takes its time.
     """
 
     def __init__(self, name: str, folder, coordinators: list[CoordinatorServer], weights=OLD) -> None:
+        super().__init__(lambda: Speaker(self))
         self.name, self._folder, self._coordinators = name, folder, coordinators
         self.weights = common_pb2.Weights()
         self.weights.CopyFrom(weights)
@@ -43,8 +70,12 @@ class FakeTarget(target_pb2_grpc.TargetServiceServicer):
         self.copies.set()
         self.swaps_begun = 0
         self.breaks = ""
-        self.sessions: dict[tuple[int, int], int] = {}
         self.pauses_in = 0
+
+    @property
+    def session_count(self) -> int:
+        """Of all coordinators."""
+        return sum(len(target.sessions) for target in self.targets.values())
 
     async def __aenter__(self) -> Self:
         add = target_pb2_grpc.add_TargetServiceServicer_to_server
@@ -77,39 +108,6 @@ class FakeTarget(target_pb2_grpc.TargetServiceServicer):
     def _load(self) -> common_pb2.WorkerLoad:
         return common_pb2.WorkerLoad(weights=self.weights)
 
-    async def Verify(self, request_iterator, context):  # noqa: N802
-        async for request in request_iterator:
-            response = target_pb2.VerifyResponse(step=request.step, report=common_pb2.StepReport(step_ns=10, tokens=1))
-            for opening in request.opens:
-                if opening.weights in ("", self.weights.version):
-                    self.sessions[request.incarnation, opening.session_id] = len(opening.prompt) // 4
-                else:
-                    self._fault(response, opening.session_id, opening.epoch, grpc.StatusCode.ABORTED)
-            if not request.step:
-                continue
-            await asyncio.sleep(0.001)
-            await self.runs.wait()
-            self.pauses_in -= 1
-            if self.pauses_in == 0:
-                self.runs.clear()
-            trees = request.trees
-            for session, epoch, length in zip(trees.session_ids, trees.epochs, trees.lengths, strict=True):
-                response.session_ids.append(session)
-                response.epochs.append(epoch)
-                prompt = self.sessions.get((request.incarnation, session))
-                response.outcomes.append(target_pb2.OUTCOME_ERROR if prompt is None else target_pb2.OUTCOME_ACCEPTED)
-                response.accepted_counts.append(0)
-                response.token_counts.append(0 if prompt is None else 1)
-                if prompt is None:
-                    if not any(error.session_id == session for error in response.errors):
-                        self._fault(response, session, epoch, grpc.StatusCode.NOT_FOUND)
-                else:
-                    response.tokens.append(said(self.weights.version)[(length - prompt) % LENGTH])
-            yield response
-
-    def _fault(self, response, session_id: int, epoch: int, code: grpc.StatusCode) -> None:
-        response.errors.add(session_id=session_id, epoch=epoch, code=code.value[0], message="weights were replaced")
-
     async def Reload(self, request, context):  # noqa: N802
         version = self.folders.get(request.path)
         if version is None or (request.HasField("swap") and version != self.weights.version and self.breaks):
@@ -125,5 +123,8 @@ class FakeTarget(target_pb2_grpc.TargetServiceServicer):
         return target_pb2.ReloadResponse(found=found, running=self.weights)
 
     def swap(self, weights: common_pb2.Weights) -> None:
-        self.sessions.clear()
+        """Other weights from now on: all sessions are closed, and whoever had them is told."""
         self.weights.CopyFrom(weights)
+        for target in list(self.targets.values()):
+            for session_id in list(target.sessions):
+                target.fail(session_id, FaultKind.LOST, "weights were replaced")

@@ -21,20 +21,13 @@ from outrider.wire import floats_to_bytes
 ROUND = generation_pb2.Round(
     step=4,
     length=9,
-    submitted_ns=100,
     result_ns=200,
-    waited_ns=7,
     step_ns=60,
     forward_ns=50,
-    ahead_ns=-20,
-    node_tokens=[5, 6],
-    node_parents=[0, 1],
-    node_values=floats_to_bytes([0.5, 0.25]),
-    accepted_nodes=[1],
+    selected=2,
+    accepted=1,
     emitted_token_ids=[5, 8],
-    growth=[
-        generation_pb2.GrowthArrival(worker_id="d", arrived_ns=150, as_of=9, nodes=2, grafted=1, during_verify=True)
-    ],
+    growth=[generation_pb2.GrowthArrival(worker_id="d", arrived_ns=150, as_of=9, nodes=2)],
 )
 WEIGHTS = common_pb2.Weights(version="abc", path="/new", reloads=2)
 INFO = generation_pb2.ServerInfo(
@@ -247,27 +240,13 @@ def test_trace_file_has_one_line_a_round(server: ScriptedServicer, tmp_path: Pat
             "index": 0,
             "step": 4,
             "length": 9,
-            "submitted_ns": 100,
             "result_ns": 200,
-            "waited_ns": 7,
             "step_ns": 60,
             "forward_ns": 50,
-            "ahead_ns": -20,
-            "node_tokens": [5, 6],
-            "node_parents": [0, 1],
-            "node_values": [0.5, 0.25],
-            "accepted_nodes": [1],
+            "selected": 2,
+            "accepted": 1,
             "emitted_token_ids": [5, 8],
-            "growth": [
-                {
-                    "worker_id": "d",
-                    "arrived_ns": 150,
-                    "as_of": 9,
-                    "nodes": 2,
-                    "grafted": 1,
-                    "during_verify": True,
-                }
-            ],
+            "growth": [{"worker_id": "d", "arrived_ns": 150, "as_of": 9, "nodes": 2}],
         }
     ]
 

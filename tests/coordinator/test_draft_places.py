@@ -8,8 +8,9 @@ from outrider.coordinator.messages import GenerationRequest, Growth, GrowthBatch
 from outrider.coordinator.text_stream import TextStream
 from outrider.growth_source import GrowthSource
 from outrider.sampling import SamplingSpec, VerificationRule
-from outrider.v1 import registry_pb2
+from outrider.v1 import registry_pb2, target_pb2
 
+MODEL, NGRAM, EAGLE = GrowthSource
 LONG = SamplingSpec(max_new_tokens=100_000)
 
 
@@ -24,38 +25,6 @@ def room_for(count: int) -> registry_pb2.WorkerLimits:
 
 def held(*drafts) -> list[int]:
     return [len(draft.sessions) for draft in drafts]
-
-
-async def test_the_growth_of_two_drafts_is_one_tree(make_bench, expect_output):
-    bench = make_bench(drafts_per_session=2)
-    target = bench.add_target(step_s=0.02)
-    workers = {name: bench.add_draft(name, delay_s=1000.0) for name in ("first", "second")}
-    request = make_request(sampling=SamplingSpec(max_new_tokens=12))
-    task = asyncio.create_task(bench.generate(request))
-    while not target.batches:
-        await asyncio.sleep(0.001)
-    right = expect_output(request.prompt_token_ids, request.sampling)
-    wrong = (right[2] + 1) % 50
-    # Each under ids of its own; both know the first two tokens, only the second draft knows the third.
-    for name, tokens in {"first": [*right[:2], wrong], "second": right[:3]}.items():
-        ((session_id, (epoch, _)),) = workers[name].sessions.items()
-        growth = Growth(
-            session_id=session_id,
-            epoch=epoch,
-            as_of=3,
-            node_ids=(7, 8, 9) if name == "first" else (1, 2, 3),
-            parents=(0, 7, 8) if name == "first" else (0, 1, 2),
-            tokens=tokens,
-            acceptance=(0.9, 0.9, 0.5),
-        )
-        bench.scheduler.take_growth(name, GrowthBatch.of([growth]))
-    outputs, result = await task
-    assert outputs == [right]
-    (tree,) = target.batches[1]
-    assert sorted(tree.tokens) == sorted([right[1], right[2], wrong])
-    assert sorted(tree.parents) == [0, 1, 1]
-    assert result.speculation.accepted_tokens == 2
-    assert all(draft.closed and not draft.sessions for draft in workers.values())
 
 
 @pytest.mark.parametrize(
@@ -135,40 +104,6 @@ async def test_who_wants_no_draft_or_was_refused_keeps_nobody_from_one(make_benc
         generation.cancel()
 
 
-async def test_a_draft_that_comes_back_to_a_session_begins_anew(make_bench):
-    bench = make_bench(drafts_per_session=2)
-    bench.add_target(step_s=0.01)
-    bench.limits = room_for(1)
-    for name in ("first", "second"):
-        bench.add_draft(name, delay_s=1000.0)
-    generation = bench.scheduler.submit(make_request(), [TextStream(None)])
-    session = generation.sessions[0]
-
-    def grow(name: str, node_id: int, parent: int) -> int:
-        """The nodes that were dropped."""
-        before = bench.scheduler.totals.dropped_nodes
-        growth = Growth(
-            session_id=session.session_id,
-            epoch=session.draft_epochs[name],
-            as_of=3,
-            node_ids=(node_id,),
-            parents=(parent,),
-            tokens=(node_id,),
-            acceptance=(0.5,),
-        )
-        bench.scheduler.take_growth(name, GrowthBatch.of([growth]))
-        return bench.scheduler.totals.dropped_nodes - before
-
-    assert all(grow(name, 7, 0) == 0 for name in ("first", "second"))
-    other = bench.scheduler.submit(make_request(2), [TextStream(None)])
-    ((lost, _),) = other.sessions[0].draft_epochs.items()
-    other.cancel()
-    assert set(session.draft_epochs) == {"first", "second"}
-    # Its old ids mean nothing any more.
-    assert (grow(lost, 8, 7), grow(lost, 7, 0), grow(lost, 8, 7)) == (1, 0, 0)
-    generation.cancel()
-
-
 async def test_who_loses_one_of_two_drafts_keeps_the_other(make_bench):
     bench = make_bench(drafts_per_session=2)
     bench.add_target(step_s=0.01)
@@ -202,22 +137,6 @@ async def test_one_of_two_drafts_may_go_or_fall_silent(make_bench, expect_output
     assert outputs == [expect_output(request.prompt_token_ids, request.sampling)]
     # The one that speaks is heard, whoever else was asked.
     assert result.speculation.acceptance_length > 1.5
-
-
-async def test_commits_are_counted_once_however_many_drafts_hear_of_them(make_bench):
-    bench = make_bench(drafts_per_session=2)
-    target = bench.add_target(step_s=0.001)
-    for name in ("first", "second"):
-        bench.add_draft(name, delay_s=1000.0)
-    generation = bench.scheduler.submit(make_request(), [TextStream(None)])
-    session = generation.sessions[0]
-    while len(target.batches) < 4:
-        await asyncio.sleep(0.001)
-    assert session.unanswered_commits == session.verify_steps > 0
-    generation.cancel()
-
-
-MODEL, NGRAM, EAGLE = GrowthSource
 
 
 async def test_a_session_has_a_draft_of_each_source_that_it_asks_for(make_bench):
@@ -332,7 +251,8 @@ async def test_sources_are_counted_for_the_request_and_for_the_server(make_bench
     counted = {own.source: own for own in result.speculation.sources}
     assert set(counted) == {MODEL, NGRAM}
     for own in counted.values():
-        assert own.drafted >= own.submitted >= own.accepted > 0
+        assert own.drafted >= own.accepted > 0
+        assert own.drafted >= own.submitted
         assert own.accepted <= result.speculation.accepted_tokens
     assert sum(own.accepted for own in counted.values()) >= result.speculation.accepted_tokens
     assert bench.scheduler.source_counts() == list(result.speculation.sources)
@@ -354,3 +274,84 @@ async def test_what_a_source_is_credited_with_never_goes_down(make_bench):
         await asyncio.sleep(0.0001)
     assert set(last) == {MODEL, NGRAM}
     assert task.result()
+
+
+async def test_the_growth_of_two_drafts_is_one_tree(make_bench, expect_output):
+    bench = make_bench(drafts_per_session=2)
+    target = bench.add_target(step_s=0.02)
+    workers = {name: bench.add_draft(name, delay_s=1000.0) for name in ("first", "second")}
+    request = make_request(sampling=SamplingSpec(max_new_tokens=12))
+    task = asyncio.create_task(bench.generate(request))
+    await asyncio.sleep(0.001)
+    right = expect_output(request.prompt_token_ids, request.sampling)
+    wrong = (right[2] + 1) % 50
+    # Each under ids of its own; both know the first two tokens, only the second draft knows the third.
+    for name, tokens in {"first": [*right[:2], wrong], "second": right[:3]}.items():
+        ((session_id, session),) = workers[name].sessions.items()
+        growth = Growth(
+            session_id=session_id,
+            epoch=session.epoch,
+            as_of=3,
+            node_ids=(7, 8, 9) if name == "first" else (1, 2, 3),
+            parents=(0, 7, 8) if name == "first" else (0, 1, 2),
+            tokens=tokens,
+            acceptance=(0.9, 0.9, 0.5),
+        )
+        bench.scheduler.take_growth(name, GrowthBatch.of([growth]))
+    outputs, result = await task
+    assert outputs == [right]
+    assert [list(growth.places) for growth in target.grown] == [[0], [1]]
+    # The first round had begun; below its token, three nodes of the two trees are left, and two of them are right.
+    assert [len(done[1]) for done in target.rounds[:3]] == [1, 3, 1]
+    assert result.speculation.drafted_tokens == 3
+    assert result.speculation.accepted_tokens == 2
+    assert all(draft.closed and not draft.sessions for draft in workers.values())
+
+
+async def test_a_draft_that_comes_back_to_a_session_begins_anew(make_bench):
+    bench = make_bench(drafts_per_session=2)
+    target = bench.add_target()
+    target.runs.clear()
+    bench.limits = room_for(1)
+    for name in ("first", "second"):
+        bench.add_draft(name, delay_s=1000.0)
+    generation = bench.scheduler.submit(make_request(), [TextStream(None)])
+    (session,) = generation.sessions
+    other = bench.scheduler.submit(make_request(2), [TextStream(None)])
+    ((lost, _),) = other.sessions[0].draft_epochs.items()
+    (kept,) = session.draft_epochs
+    other.cancel()
+    assert set(session.draft_epochs) == {"first", "second"}
+    taken, left = target_pb2.PLACE_CHANGE_TAKEN, target_pb2.PLACE_CHANGE_LEFT
+    place = session.places.index(lost)
+    assert session.places.index(kept) == 1 - place
+    told = [(at, change) for session_id, at, change in target.changes if session_id == session.session_id]
+    assert told == [(0, taken), (1, taken), (place, left), (place, taken)]
+    generation.cancel()
+
+
+async def test_every_draft_hears_of_every_commit_under_its_own_epoch(make_bench):
+    bench = make_bench(drafts_per_session=2)
+    bench.add_target(step_s=0.001)
+    drafts = {name: bench.add_draft(name, delay_s=1000.0) for name in ("first", "second")}
+    generation = bench.scheduler.submit(make_request(), [TextStream(None)])
+    session = generation.sessions[0]
+    await asyncio.sleep(0.01)
+    assert len(session.token_ids) > 8
+    for name, draft in drafts.items():
+        heard = draft.sessions[session.session_id]
+        assert (heard.epoch, heard.tokens) == (session.draft_epochs[name], session.token_ids)
+        assert draft.commits == session.verify_steps
+    assert len(set(session.draft_epochs.values())) == 2
+    generation.cancel()
+
+
+async def test_what_was_verified_is_counted_for_the_source_that_alone_has_grown(make_bench):
+    bench = make_bench()
+    bench.add_target(step_s=0.001)
+    bench.add_draft("trie", accuracy=0.9, delay_s=0.0005, sources=[NGRAM])
+    _, result = await bench.generate(make_request(sampling=SamplingSpec(max_new_tokens=60)))
+    (own,) = result.speculation.sources
+    assert own.source is NGRAM
+    assert own.drafted > own.submitted > own.accepted > 0
+    assert (own.submitted, own.accepted) == (result.speculation.drafted_tokens, result.speculation.accepted_tokens)

@@ -45,10 +45,10 @@ async def test_a_targets_sessions_move_to_another_one(bench, expect_output):
         await empty.wait()
     assert not first.sessions
     assert len(second.sessions) == 6
-    batches = len(first.batches)
+    rounds = len(first.rounds)
     assert not any(task.done() for task in tasks)
     await assert_outputs(tasks, expect_output)
-    assert len(first.batches) == batches
+    assert not any(first.rounds[rounds:])
     assert bench.scheduler.running_sessions == bench.scheduler.waiting_requests == 0
 
 
@@ -64,7 +64,24 @@ async def test_as_many_move_as_there_is_room_for_and_the_others_end_where_they_a
     await assert_outputs(tasks, expect_output)
     await empty.wait()
     # Everything is done by one that drained with sessions of its own and one that had room for two.
-    assert max(len(batch) for batch in second.batches) == 2
+    assert max(len(done) for done in second.rounds) == 2
+
+
+async def test_sessions_move_as_room_appears_elsewhere(bench, expect_output):
+    first = bench.add_target("first", step_s=0.002)
+    tasks = await generate_many(bench, 6)
+    bench.limits.max_sessions = 2
+    bench.add_target("second", step_s=0.002)
+    empty = asyncio.Event()
+    bench.scheduler.drain_worker("first", on_empty=empty.set)
+    assert len(first.sessions) == 4
+    third = bench.add_target("third", step_s=0.002)
+    assert (len(first.sessions), len(third.sessions)) == (2, 2)
+    bench.add_target("fourth", step_s=0.002)
+    assert not first.sessions
+    assert empty.is_set()
+    await assert_outputs(tasks, expect_output)
+    assert bench.scheduler.running_sessions == bench.scheduler.waiting_requests == 0
 
 
 async def test_the_last_target_ends_its_sessions_and_gets_no_new_ones(bench, expect_output):

@@ -147,9 +147,8 @@ async def test_log_probabilities_in_both_shapes() -> None:
 
 def verification(nodes: int, accepted: int) -> RoundRecord:
     return RoundRecord(
-        index=0, step=1, length=2, submitted_ns=0, result_ns=1, waited_ns=0, step_ns=1, forward_ns=1,
-        node_tokens=[A] * nodes, node_parents=[0] * nodes, node_values=[0.5] * nodes,
-        accepted_nodes=list(range(1, accepted + 1)), emitted_token_ids=[A], growth=[],
+        index=0, step=1, length=2, result_ns=1, step_ns=1, forward_ns=1, selected=nodes, accepted=accepted,
+        emitted_token_ids=[A], growth=[],
     )  # fmt: skip
 
 

@@ -1,18 +1,16 @@
 """What watchers are told is what the session really did."""
 
+import asyncio
+import itertools
 import json
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from outrider.coordinator.chain_mirror import ChainMirror
-from outrider.coordinator.live.mirror_nodes import mirror_nodes
 from outrider.coordinator.live.tap import FORMAT, VERSION, watch
-from outrider.coordinator.messages import GenerationResult, Growth, RoundRecord, SpeculationMode, TokenDelta
+from outrider.coordinator.messages import GenerationResult, RoundRecord, SpeculationMode, TokenDelta
 from outrider.coordinator.text_stream import TextStream
-from outrider.draft_distribution import DraftDistribution
 
 
 def as_bytes(token: int) -> bytes:
@@ -46,7 +44,7 @@ def of_kind(lines, kind: str) -> list[dict[str, Any]]:
 
 
 class Follower:
-    """A reader that takes every line at its word, and complains of nodes that are unknown or judged twice."""
+    """A reader that takes every line at its word, and complains of nodes that are unknown or end twice."""
 
     def __init__(self, lines) -> None:
         self.live: dict[int, int] = {}
@@ -69,24 +67,25 @@ class Follower:
             self.live[node_id] = parent
         self.counts["grown"] += len(line["nodes"])
 
-    def send(self, line) -> None:
-        assert set(line["nodes"]) <= self.live.keys()
-
     def drop(self, line) -> None:
         self.end_of("abandoned", line["nodes"])
 
     def verdict(self, line) -> None:
+        emitted = [node_id for node_id, *_ in line["emitted"]]
+        assert line["accepted"] == emitted[: len(line["accepted"])]
+        assert len(line["accepted"]) <= line["selected"]
         above = self.root
         for node_id in line["accepted"]:
             assert self.live[node_id] == above
             above = node_id
-        for kind in ("accepted", "rejected", "abandoned"):
-            self.end_of(kind, line[kind])
-        self.root = line["emitted"][-1][0]
-        # A guess that was never sent may turn out to be the target's own token.
+        self.end_of("accepted", line["accepted"])
+        self.end_of("abandoned", line["abandoned"])
+        self.root = emitted[-1]
+        # A guess that was not verified may turn out to be the target's own token.
         self.live.pop(self.root, None)
         self.counts["rounds"] += 1
-        self.counts["emitted"] += len(line["emitted"])
+        self.counts["selected"] += line["selected"]
+        self.counts["emitted"] += len(emitted)
         # Nothing hangs from what is gone.
         assert all(parent in self.live or parent == self.root for parent in self.live.values())
 
@@ -98,16 +97,13 @@ class Follower:
     def deliver(self, line) -> None:
         pass
 
-    def lost(self, line) -> None:
-        pass
-
     def end(self, line) -> None:
         assert not self.live
 
 
 @pytest.mark.parametrize("mode", list(SpeculationMode))
 @pytest.mark.parametrize("accuracy", [0.3, 1.0])
-async def test_colours_add_up_to_the_rounds_figures(bench, make_request, *, mode, accuracy):
+async def test_lines_add_up_to_the_rounds_figures(bench, make_request, *, mode, accuracy):
     bench.add_target(step_s=0.001)
     bench.add_draft(accuracy=accuracy)
     bench.add_draft("second", accuracy=0.5)
@@ -118,11 +114,10 @@ async def test_colours_add_up_to_the_rounds_figures(bench, make_request, *, mode
     counts = result.speculation
     assert follower.counts["rounds"] == counts.verify_steps
     assert follower.counts["accepted"] == counts.accepted_tokens
-    assert follower.counts["accepted"] + follower.counts["rejected"] == counts.drafted_tokens
+    assert follower.counts["selected"] == counts.drafted_tokens
     assert follower.counts["emitted"] == result.choices[0].completion_tokens
-    told = lines[-1]["counts"]
-    assert {name: told[name] for name in ("rounds", "accepted", "rejected", "abandoned", "grown")} == {
-        name: follower.counts[name] for name in ("rounds", "accepted", "rejected", "abandoned", "grown")
+    assert lines[-1]["counts"] == {
+        name: follower.counts[name] for name in ("rounds", "grown", "selected", "accepted", "abandoned", "emitted")
     }
     assert lines[-1]["reason"] == "length"
 
@@ -132,14 +127,17 @@ async def test_every_round_is_told_as_it_was(bench, make_request):
     bench.add_draft(accuracy=0.7)
     lines, events = await run_from_start(bench, make_request(trace=True))
     rounds = [event for event in events if isinstance(event, RoundRecord)]
-    tokens = {node[0]: node[2] for line in of_kind(lines, "grow") for node in line["nodes"]}
-    assert len(rounds) == len(of_kind(lines, "verdict")) == len(of_kind(lines, "send"))
-    for record, sent, verdict in zip(rounds, of_kind(lines, "send"), of_kind(lines, "verdict"), strict=True):
-        assert [tokens[node_id] for node_id in sent["nodes"]] == list(record.node_tokens)
-        assert verdict["accepted"] == [sent["nodes"][number - 1] for number in record.accepted_nodes]
+    assert len(rounds) == len(of_kind(lines, "verdict"))
+    for record, verdict in zip(rounds, of_kind(lines, "verdict"), strict=True):
+        assert (verdict["selected"], len(verdict["accepted"])) == (record.selected, record.accepted)
         assert [token for _, token, _ in verdict["emitted"]] == list(record.emitted_token_ids)
-        assert verdict["step"] == record.step_ns // 1000
-        assert verdict["t"] - verdict["sent"] == pytest.approx((record.result_ns - record.submitted_ns) / 1000, abs=1)
+        assert (verdict["step"], verdict["forward"]) == (record.step_ns // 1000, record.forward_ns // 1000)
+    assert sum(record.accepted for record in rounds) > 0
+    times = [verdict["t"] for verdict in of_kind(lines, "verdict")]
+    between = [after.result_ns - before.result_ns for before, after in itertools.pairwise(rounds)]
+    assert [after - before for before, after in itertools.pairwise(times)] == pytest.approx(
+        [each / 1000 for each in between], abs=1
+    )
     deltas = [event for event in events if isinstance(event, TokenDelta)]
     assert len(of_kind(lines, "deliver")) == len(deltas)
 
@@ -148,13 +146,26 @@ async def test_watching_may_begin_and_end_in_the_middle(bench, make_request):
     bench.add_target(step_s=0.001)
     bench.add_draft(accuracy=0.7)
     lines, events = await watched_run(bench, make_request(trace=True), after=3)
-    follower = Follower(lines)
-    rounds = [event for event in events if isinstance(event, RoundRecord)]
-    verdicts = of_kind(lines, "verdict")
-    assert 0 < follower.counts["rounds"] == len(verdicts) < len(rounds)
+    verdicts, rounds = of_kind(lines, "verdict"), [event for event in events if isinstance(event, RoundRecord)]
+    assert 0 < len(verdicts) < len(rounds)
     for record, verdict in zip(rounds[-len(verdicts) :], verdicts, strict=True):
-        assert len(verdict["accepted"]) == len(record.accepted_nodes)
-        assert len(verdict["rejected"]) == len(record.node_tokens) - len(record.accepted_nodes)
+        assert [token for _, token, _ in verdict["emitted"]] == list(record.emitted_token_ids)
+        assert verdict["selected"] == record.selected
+
+
+async def test_growth_that_is_sent_again_is_shown_once(bench, make_request):
+    """The target is lost, and the next one is sent the whole tree: watchers have seen all of it."""
+    first = bench.add_target("first", step_s=0.005)
+    bench.add_draft(accuracy=0.9, delay_s=0.001)
+    generation = bench.scheduler.submit(make_request(), [TextStream(None)])
+    watcher = watch(generation.sessions[0], as_bytes, max_lines=100_000)
+    await asyncio.sleep(0.022)
+    bench.add_target("second", step_s=0.005)
+    first.is_lost = True
+    events = [event async for event in generation]
+    generation.cancel()
+    follower = Follower([json.loads(line) for line in watcher.take()])
+    assert follower.counts["accepted"] == events[-1].speculation.accepted_tokens
 
 
 async def test_the_tap_goes_with_its_last_watcher(bench, make_request):
@@ -209,35 +220,6 @@ async def test_what_a_slow_watcher_misses_is_counted_and_made_up_for(bench, make
     # Every line was got or counted, none of them twice.
     assert len(lines) - 2 * len(gaps) + sum(lines[place]["lost"] for place in gaps) == len(all_lines)
     assert lines[-1] == all_lines[-1]
-
-
-def test_a_chains_nodes_keep_their_keys():
-    def drawn(token: int) -> DraftDistribution:
-        return DraftDistribution.__new__(DraftDistribution)
-
-    mirror = ChainMirror([1, 2, 3])
-
-    def grow(as_of: int, first: int, parent: int, tokens: list[int]) -> None:
-        ids = list(range(first, first + len(tokens)))
-        mirror.graft(
-            "draft",
-            Growth(
-                session_id=1, epoch=1, as_of=as_of, node_ids=ids, parents=[parent, *ids[:-1]], tokens=tokens,
-                acceptance=[0.5] * len(tokens), distributions=[drawn(token) for token in tokens],
-            ),
-        )  # fmt: skip
-
-    nodes = mirror_nodes(mirror)
-    grow(3, 1, 0, [5, 6, 7])
-    first = list(nodes.read())
-    assert [node.parent for node in first] == [0, first[0].key, first[1].key]
-    # The same tokens drawn anew below the first one are other nodes.
-    grow(3, 10, 1, [6, 7])
-    second = list(nodes.read())
-    assert second[0].key == first[0].key
-    assert {node.key for node in second[1:]}.isdisjoint({node.key for node in first})
-    tree = SimpleNamespace(distributions=list(mirror.distributions))
-    assert nodes.keys_of(tree) == [node.key for node in second]  # type: ignore[arg-type]
 
 
 async def test_texts_are_whole_characters_and_tokens_without_one_show_their_id(bench, make_request):

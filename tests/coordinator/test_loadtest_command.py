@@ -52,7 +52,7 @@ async def serve(make_bench: Callable[..., Any], ready: Future[Doors], stop: asyn
     finally:
         await http.stop()
         await server.stop(grace_s=0)
-        await bench.scheduler.stop(InternalError("the test is over"))
+        bench.scheduler.stop(InternalError("the test is over"))
 
 
 @pytest.fixture

@@ -18,8 +18,6 @@ from outrider.errors import InvalidRequest, MissingPackage
 ROUND = RoundTime(
     forward_ns=5_000_000,
     host_ns=1_000_000,
-    wire_ns=500_000,
-    waited_ns=0,
     between_ns=0,
     nodes=3,
     accepted=1,

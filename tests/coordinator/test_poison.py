@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.coordinator.fake_workers import FakeTarget
 
 from outrider.coordinator import scheduler as scheduler_module
 from outrider.coordinator.messages import GenerationRequest
@@ -27,6 +28,26 @@ def soon_decided(monkeypatch):
     monkeypatch.setattr(scheduler_module, "DOUBT_S", 0.05)
 
 
+class CrashingTarget(FakeTarget):
+    """A target that crashes in the round that takes the poisonous request beyond some of its tokens.
+
+    Attributes:
+        crashes: the prompts' first tokens of whoever was in such a round.
+    """
+
+    def __init__(self, crash_after: int, crashes: list[list[int]]) -> None:
+        super().__init__(step_s=0.001)
+        self.crash_after, self.crashes = crash_after, crashes
+
+    def verify(self, trees, failing):
+        taking_part = [session for session, _ in trees.values()]
+        for session in taking_part:
+            if session.tokens[0] == POISON and len(session.tokens) - 3 >= self.crash_after:
+                self.crashes.append([session.tokens[0] for session in taking_part])
+                raise WorkerUnavailable("Socket closed")
+        return super().verify(trees, failing)
+
+
 class Cluster:
     """Targets that crash at the poisonous request's tenth token, and are replaced by others."""
 
@@ -39,21 +60,7 @@ class Cluster:
 
     def start(self) -> None:
         self.started += 1
-        name = f"target-{self.started}"
-        target = self.bench.add_target(name, step_s=0.001)
-        step = target._step
-
-        async def crash_or_step(trees):
-            if any(
-                target.sessions[tree.session_id][1][0] == POISON and tree.length - 3 >= self.crash_after
-                for tree in trees
-                if tree.session_id in target.sessions
-            ):
-                self.crashes.append([target.sessions[tree.session_id][1][0] for tree in trees])
-                raise WorkerUnavailable("Socket closed")
-            return await step(trees)
-
-        target._step = crash_or_step
+        self.bench.add_target(f"target-{self.started}", CrashingTarget(self.crash_after, self.crashes))
 
 
 async def test_the_second_crash_says_who_it_is_and_neighbours_go_on(bench, expect_output):
@@ -79,32 +86,6 @@ async def test_the_second_crash_says_who_it_is_and_neighbours_go_on(bench, expec
     assert len(cluster.crashes) == 2
 
 
-async def test_suspects_are_verified_alone_until_they_are_cleared(bench, expect_output):
-    first = bench.add_target("first", step_s=0.002)
-    tasks = [asyncio.create_task(bench.generate(make_request(number))) for number in range(1, 5)]
-    while not any(len(batch) == 4 for batch in first.batches):
-        await asyncio.sleep(0.001)
-    second = bench.add_target("second", step_s=0.002)
-    late = asyncio.create_task(bench.generate(make_request(5)))
-    await asyncio.sleep(0.01)
-    first.is_lost = True
-    async with asyncio.timeout(10):
-        results = await asyncio.gather(*tasks, late)
-    for number, (outputs, _) in enumerate(results, start=1):
-        assert outputs == [expect_output(make_request(number).prompt_token_ids, make_request(number).sampling)]
-    suspects = {tree.session_id for tree in first.batches[-1]}
-    mixed = [batch for batch in second.batches if len(batch) > 1]
-    alone = dict.fromkeys(suspects, 0)
-    for batch in second.batches:
-        for tree in batch:
-            if tree.session_id in suspects and len(batch) == 1 and alone[tree.session_id] < 3:
-                alone[tree.session_id] += 1
-            elif tree.session_id in suspects:
-                assert alone[tree.session_id] == 3, "verified with others before it was cleared"
-    assert set(alone.values()) == {3}
-    assert max(len(batch) for batch in mixed) >= 4
-
-
 async def test_a_worker_that_comes_back_has_not_crashed(bench, expect_output):
     """Two links break one after the other below one request, but both processes live on."""
     first = bench.add_target("first", step_s=0.005)
@@ -114,33 +95,14 @@ async def test_a_worker_that_comes_back_has_not_crashed(bench, expect_output):
     second = bench.add_target("second", step_s=0.005)
     bench.scheduler.remove_target("first", "Socket closed")
     bench.scheduler.note_return("first")
-    while not second.batches:
+    while not second.rounds:
         await asyncio.sleep(0.001)
     third = bench.add_target("third", step_s=0.005)
     bench.scheduler.remove_target("second", "Socket closed")
     async with asyncio.timeout(10):
         outputs, _ = await generating
     assert outputs == [expect_output(make_request(1).prompt_token_ids, make_request(1).sampling)]
-    assert third.batches
-
-
-async def test_silence_makes_no_suspects_and_a_return_within_the_wait_frees(bench, expect_output):
-    targets = [bench.add_target(f"target-{number}", step_s=0.005) for number in range(4)]
-    generating = asyncio.create_task(bench.generate(make_request(1)))
-    holders: list[str] = []
-    for kind in (LossKind.SILENT, LossKind.BROKEN, LossKind.BROKEN):
-        while not (held := [name for name, lane in bench.scheduler._lanes.items() if lane.flights]):
-            await asyncio.sleep(0.001)
-        holders += held
-        bench.scheduler.remove_target(held[0], "gone", kind=kind)
-    # Two strikes alone: it waits, and one of the two turns out to live.
-    assert not any(lane.sessions for lane in bench.scheduler._lanes.values())
-    bench.scheduler.note_return(holders[1])
-    async with asyncio.timeout(10):
-        outputs, _ = await generating
-    assert outputs == [expect_output(make_request(1).prompt_token_ids, make_request(1).sampling)]
-    assert len(set(holders)) == 3
-    assert sum(bool(target.batches) for target in targets) == 4
+    assert third.rounds
 
 
 async def test_strikes_are_counted_since_the_last_clearing_and_the_last_has_to_be_alone(bench):
@@ -178,21 +140,91 @@ async def test_strikes_outlive_a_request_that_ends_for_want_of_a_target(make_ben
     assert cluster.crashes == [[POISON], [POISON]]
 
 
+async def test_suspects_are_verified_alone_one_after_the_other_until_they_are_cleared(bench, expect_output):
+    first = bench.add_target("first", step_s=0.002)
+    tasks = [asyncio.create_task(bench.generate(make_request(number))) for number in range(1, 5)]
+    while not any(len(done) == 4 for done in first.rounds):
+        await asyncio.sleep(0.001)
+    second = bench.add_target("second", step_s=0.002)
+    late = asyncio.create_task(bench.generate(make_request(5)))
+    await asyncio.sleep(0.01)
+    suspects = set(first.sessions)
+    first.is_lost = True
+    async with asyncio.timeout(10):
+        results = await asyncio.gather(*tasks, late)
+    for number, (outputs, _) in enumerate(results, start=1):
+        assert outputs == [expect_output(make_request(number).prompt_token_ids, make_request(number).sampling)]
+    turns = [next(iter(done)) for done in second.rounds if len(done) == 1 and suspects & done.keys()]
+    turns = turns[: 3 * len(suspects)]
+    # Three rounds each, one suspect after the other.
+    assert turns == [suspect for suspect in dict.fromkeys(turns) for _ in range(3)]
+    assert set(turns) == suspects
+    cleared = dict.fromkeys(suspects, 0)
+    for done in second.rounds:
+        for session_id in suspects & done.keys():
+            assert len(done) == 1 or cleared[session_id] >= 3, "verified with others before it was cleared"
+            cleared[session_id] += 1
+    # Who is under no suspicion goes on all the while.
+    (other,) = {session_id for done in second.rounds for session_id in done} - suspects
+    tried = [number for number, done in enumerate(second.rounds) if suspects & done.keys() and len(done) == 1]
+    assert any(other in done for done in second.rounds[tried[0] : tried[0] + 4])
+    assert max(len(done) for done in second.rounds) >= 4
+
+
+async def test_a_suspect_whose_client_does_not_read_keeps_nobody_from_a_turn(make_bench, expect_output):
+    bench = make_bench(max_buffered_events=2)
+    first = bench.add_target("first", step_s=0.002)
+    stalled = bench.scheduler.submit(make_request(9), [TextStream(None)])
+    reading = asyncio.create_task(bench.generate(make_request(1)))
+    while not first.rounds:
+        await asyncio.sleep(0.001)
+    second = bench.add_target("second", step_s=0.002)
+    # Both are suspects; the first one rests before it is cleared.
+    first.is_lost = True
+    async with asyncio.timeout(10):
+        outputs, _ = await reading
+    (session,) = stalled.sessions
+    assert session.probation > 0
+    assert outputs == [expect_output((1, 2, 3), make_request(1).sampling)]
+    assert len(second.sessions) == 1
+    events = [event async for event in stalled]
+    tokens = [token for event in events[:-1] for token in event.token_ids]
+    assert tokens == expect_output((9, 2, 3), make_request(9).sampling)
+
+
+async def test_silence_makes_no_suspects_and_a_return_within_the_wait_frees(bench, expect_output):
+    targets = {f"target-{number}": bench.add_target(f"target-{number}", step_s=0.005) for number in range(4)}
+    generating = asyncio.create_task(bench.generate(make_request(1)))
+    holders: list[str] = []
+    for kind in (LossKind.SILENT, LossKind.BROKEN, LossKind.BROKEN):
+        while not (held := [name for name, own in targets.items() if name not in holders and own.sessions]):
+            await asyncio.sleep(0.001)
+        holders += held
+        bench.scheduler.remove_target(held[0], "gone", kind=kind)
+    # Two strikes alone: it waits, and one of the two turns out to live.
+    assert bench.scheduler.running_sessions == 0
+    bench.scheduler.note_return(holders[1])
+    async with asyncio.timeout(10):
+        outputs, _ = await generating
+    assert outputs == [expect_output(make_request(1).prompt_token_ids, make_request(1).sampling)]
+    assert len(set(holders)) == 3
+    (last,) = targets.keys() - set(holders)
+    assert any(targets[last].rounds)
+
+
 async def test_of_a_request_that_is_refused_nothing_is_kept(make_bench):
     """One of its choices has crashed two targets: the others of them must not run for nobody."""
     bench = make_bench(target_wait_s=0)
     bench.add_target("first", step_s=0.001)
-    request = replace(make_request(POISON), n=2)
-    generation = bench.scheduler.submit(request, [TextStream(None), TextStream(None)])
-    for worker_id in ("first", "second"):
-        bench.scheduler._suspects.note_loss(worker_id, generation.sessions[1:], LossKind.BROKEN)
+    request = replace(make_request(POISON), n=2, received={0: tuple(range(7))})
+    cluster = Cluster(bench, targets=2, crash_after=0)
     bench.scheduler.remove_target("first", "gone", kind=LossKind.SILENT)
-    with pytest.raises(WorkerUnavailable):
-        await anext(generation._read())
-    bench.add_target("third", step_s=0.001)
-    free_rows = len(bench.scheduler._forest.rows.free)
+    with pytest.raises((WorkerUnavailable, PoisonRequest)):
+        await bench.generate(request)
+    assert len(cluster.crashes) == 2
+    third = bench.add_target("third", step_s=0.001)
     with pytest.raises(PoisonRequest):
         bench.scheduler.submit(request, [TextStream(None), TextStream(None)])
     assert bench.scheduler.running_sessions == bench.scheduler.waiting_requests == 0
-    assert not bench.scheduler._sessions
-    assert len(bench.scheduler._forest.rows.free) == free_rows
+    assert not bench.scheduler.sessions
+    assert not third.sessions

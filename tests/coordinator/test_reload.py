@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import grpc
 import grpc.aio
 import pytest
-from tests.coordinator.reloading_target import LENGTH, NEW, OLD, VOCABULARY, FakeTarget, said
+from tests.coordinator.reloading_target import LENGTH, NEW, OLD, VOCABULARY, ReloadingTarget, said
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from outrider import cli
@@ -61,9 +61,12 @@ async def coordinator(model_folder) -> AsyncIterator[CoordinatorServer]:
 
 
 @pytest.fixture
-async def pair(coordinator, model_folder) -> AsyncIterator[list[FakeTarget]]:
+async def pair(coordinator, model_folder) -> AsyncIterator[list[ReloadingTarget]]:
     """Two targets that serve."""
-    async with FakeTarget("a", model_folder, [coordinator]) as one, FakeTarget("b", model_folder, [coordinator]) as two:
+    async with (
+        ReloadingTarget("a", model_folder, [coordinator]) as one,
+        ReloadingTarget("b", model_folder, [coordinator]) as two,
+    ):
         await until(lambda: states(coordinator) == ["serving", "serving"])
         yield [one, two]
 
@@ -108,7 +111,9 @@ async def reloaded(*coordinators: CoordinatorServer, path: str = "/new", **optio
     return await reload_weights([each.address for each in coordinators], path, timeout_s=300, **options)
 
 
-async def running_request(coordinator: CoordinatorServer, targets: list[FakeTarget]) -> "asyncio.Task[list[Response]]":
+async def running_request(
+    coordinator: CoordinatorServer, targets: list[ReloadingTarget]
+) -> "asyncio.Task[list[Response]]":
     """A request that has begun, and goes on once its target runs again."""
     for target in targets:
         target.pauses_in = 3
@@ -147,12 +152,12 @@ async def test_what_runs_finishes_on_the_old_weights_and_what_waits_begins_on_th
 
 async def test_what_runs_finishes_on_a_target_that_comes_back_meanwhile(model_folder):
     async with coordinator_of(model_folder, target_wait_s=300) as coordinator:
-        async with FakeTarget("a", model_folder, [coordinator]) as target:
+        async with ReloadingTarget("a", model_folder, [coordinator]) as target:
             await until(lambda: states(coordinator) == ["serving"])
             before = await running_request(coordinator, [target])
             reloading = asyncio.create_task(reloaded(coordinator))
             await until(lambda: coordinator.scheduler.weights.is_held)
-        async with FakeTarget("b", model_folder, [coordinator]), asyncio.timeout(60):
+        async with ReloadingTarget("b", model_folder, [coordinator]), asyncio.timeout(60):
             outcome, old = await asyncio.gather(reloading, before)
             assert (tokens_of(old), weights_of(old)) == (said("old"), ["old", "old"])
             assert (outcome.failed, versions(coordinator)) == ([], ["new", "new"])
@@ -294,19 +299,19 @@ async def test_after_a_swap_that_failed_on_one_target_the_old_weights_can_be_had
 
 async def test_one_that_comes_back_with_old_weights_is_told_to_load(coordinator, pair, model_folder):
     await reloaded(coordinator)
-    async with FakeTarget("c", model_folder, [coordinator]) as back:
+    async with ReloadingTarget("c", model_folder, [coordinator]) as back:
         await until(lambda: states(coordinator) == 3 * ["serving"])
         assert back.weights == NEW
 
 
 async def test_a_coordinator_that_has_forgotten_takes_the_newest(model_folder):
     newest = common_pb2.Weights(version="new", path="/new", reloads=4)
-    async with coordinator_of(model_folder) as coordinator, FakeTarget("a", model_folder, [coordinator]) as old:
+    async with coordinator_of(model_folder) as coordinator, ReloadingTarget("a", model_folder, [coordinator]) as old:
         await until(lambda: states(coordinator) == ["serving"])
         old.runs.clear()
         begun = asyncio.create_task(generate(coordinator))
-        await until(lambda: old.sessions)
-        async with FakeTarget("b", model_folder, [coordinator], weights=newest):
+        await until(lambda: old.session_count)
+        async with ReloadingTarget("b", model_folder, [coordinator], weights=newest):
             # It began on the old weights, and there is nobody left to go on with them.
             with pytest.raises(grpc.aio.AioRpcError, match="weights were replaced") as ended:
                 await begun
@@ -321,9 +326,9 @@ async def test_targets_that_were_started_with_different_weights_do_not_mix(model
     monkeypatch.setattr(reload, "_RETRY_S", 0.05)
     other = common_pb2.Weights(version="new", path="/elsewhere")
     async with coordinator_of(model_folder) as coordinator:
-        async with FakeTarget("a", model_folder, [coordinator]):
+        async with ReloadingTarget("a", model_folder, [coordinator]):
             await until(lambda: states(coordinator) == ["serving"])
-            stranger = FakeTarget("b", model_folder, [coordinator], weights=other)
+            stranger = ReloadingTarget("b", model_folder, [coordinator], weights=other)
             await stranger.__aenter__()
             await until(lambda: states(coordinator) == ["serving", "other weights"])
             assert tokens_of(await generate(coordinator)) == said("old")
@@ -367,8 +372,8 @@ async def test_several_coordinators_hold_before_any_target_swaps(model_folder):
     async with (
         coordinator_of(model_folder) as one,
         coordinator_of(model_folder) as two,
-        FakeTarget("a", model_folder, [one, two]) as a,
-        FakeTarget("b", model_folder, [one, two]) as b,
+        ReloadingTarget("a", model_folder, [one, two]) as a,
+        ReloadingTarget("b", model_folder, [one, two]) as b,
     ):
         await until(lambda: states(one) == states(two) == ["serving", "serving"])
         before = await running_request(two, [a, b])
@@ -387,7 +392,7 @@ async def test_a_coordinator_that_was_not_asked_never_mixes(model_folder):
     async with (
         coordinator_of(model_folder) as asked,
         coordinator_of(model_folder) as other,
-        FakeTarget("a", model_folder, [asked, other]) as target,
+        ReloadingTarget("a", model_folder, [asked, other]) as target,
     ):
         await until(lambda: states(asked) == states(other) == ["serving"])
         before = await running_request(other, [target])

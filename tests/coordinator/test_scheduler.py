@@ -2,15 +2,19 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
+from tests.coordinator.byte_tokenizer import ALPHABET, tokenizer_of_bytes
 
 from outrider.coordinator.messages import (
     FinishReason,
     GenerationResult,
     Growth,
     GrowthBatch,
+    RoundRecord,
     SpeculationMode,
+    TokenDelta,
 )
 from outrider.coordinator.text_stream import TextStream
 from outrider.errors import Overloaded, Superseded, WorkerUnavailable
@@ -39,7 +43,7 @@ async def test_output_is_the_targets_whatever_the_draft_does(
     assert not draft.sessions
 
 
-async def test_sessions_share_batches_and_keep_apart(bench, expect_output, make_request, assert_idle):
+async def test_sessions_share_rounds_and_keep_apart(bench, expect_output, make_request, assert_idle):
     target = bench.add_target(step_s=0.002)
     bench.add_draft()
     bench.add_draft("second")
@@ -47,8 +51,8 @@ async def test_sessions_share_batches_and_keep_apart(bench, expect_output, make_
     results = await asyncio.gather(*(bench.generate(request) for request in requests))
     for request, (outputs, _) in zip(requests, results, strict=True):
         assert outputs == [expect_output(request.prompt_token_ids, request.sampling)]
-    # Twelve sessions, eight places: batches of several, never more than the target takes.
-    assert max(len(batch) for batch in target.batches) == 8
+    # Twelve sessions, eight places: rounds of several, never more than the target takes.
+    assert max(len(done) for done in target.rounds) == 8
     assert_idle(bench)
 
 
@@ -112,23 +116,6 @@ def make_growth(*, session_id: int) -> Growth:
     )
 
 
-async def test_growth_for_a_dead_branch_is_counted(bench, make_request):
-    target = bench.add_target(step_s=0.001)
-    draft = bench.add_draft(accuracy=0.0, delay_s=0.0)
-    await bench.generate(make_request())
-    # Nothing that it guesses is right: the first level of every tree dies with the next commit, and what hangs below
-    # nodes that are gone by then has no place.
-    held: list[GrowthBatch] = []
-    draft.deliver = held.append
-    task = asyncio.create_task(bench.generate(make_request(2, sampling=SamplingSpec(max_new_tokens=30))))
-    while len(target.batches) < 60:
-        await asyncio.sleep(0.001)
-    before = bench.scheduler.totals.dropped_nodes
-    bench.scheduler.take_growth("draft", held[0])
-    assert bench.scheduler.totals.dropped_nodes - before == len(held[0].node_ids)
-    await task
-
-
 async def test_a_sync_session_is_not_starved_by_others(make_bench, expect_output, make_request):
     bench = make_bench(sync_wait_cap_ms=30.0)
     bench.add_target(step_s=0.001)
@@ -143,41 +130,13 @@ async def test_a_sync_session_is_not_starved_by_others(make_bench, expect_output
     endless.cancel()
 
 
-async def test_sync_rounds_wait_once_for_a_draft_that_says_nothing_and_again_once_it_speaks(
-    make_bench, expect_output, until, make_request
-):
-    bench = make_bench(sync_wait_cap_ms=1000.0)
-    target = bench.add_target(step_s=0.001)
-    draft = bench.add_draft(accuracy=1.0, delay_s=0.001)
-    clock, deliver, held = asyncio.get_running_loop(), draft.deliver, []
-    draft.deliver = held.append
-    sampling = SamplingSpec(max_new_tokens=400)
-    requests = [make_request(number, mode=SpeculationMode.SYNC, sampling=sampling) for number in range(1, 5)]
-    tasks = [asyncio.create_task(bench.generate(request)) for request in requests]
-    began_s = clock.time()
-    # Everybody waits together at first, and nobody thereafter: 60 plain steps take their own time.
-    await until(lambda: len(target.batches) > 60)
-    assert 1.0 <= clock.time() - began_s < 1.5
-    assert not any(tree.tokens for batch in target.batches for tree in batch)
-    draft.deliver = deliver
-    for growth in held:
-        deliver(growth)
-    began, began_s = len(target.batches), clock.time()
-    results = await asyncio.gather(*tasks)
-    for (outputs, _), request in zip(results, requests, strict=True):
-        assert outputs == [expect_output(request.prompt_token_ids, sampling)]
-    # From the next retry on, trees are waited for again, and six tokens of a tree are right.
-    assert clock.time() - began_s < 1.0
-    assert len(target.batches) - began < 4 * 340 / 4
-
-
 async def test_choices_on_two_targets_all_wake_when_the_reader_reads_on(make_bench, until, make_request):
     bench = make_bench(max_buffered_events=4)
     bench.limits.max_sessions = 1
     targets = [bench.add_target(name) for name in ("first", "second")]
     request = make_request(n=2)
     generation = bench.scheduler.submit(request, [TextStream(None), TextStream(None)])
-    await until(lambda: all(len(target.batches) >= 2 for target in targets))
+    await until(lambda: all(len(target.rounds) >= 2 for target in targets))
     # Until both have stopped; where they have not yet, the test asks less.
     await asyncio.sleep(0.05)
     async with asyncio.timeout(30):
@@ -250,9 +209,9 @@ async def test_a_stalled_reader_rests_and_goes_on(make_bench, expect_output, unt
     target = bench.add_target()
     sampling = SamplingSpec(max_new_tokens=40)
     generation = bench.scheduler.submit(make_request(sampling=sampling), [TextStream(None)])
-    await until(lambda: len(target.batches) >= 4)
+    await until(lambda: len(target.rounds) >= 4)
     await asyncio.sleep(0.05)
-    assert len(target.batches) <= 6
+    assert len(target.rounds) <= 6
     output = [token for event in [e async for e in generation][:-1] for token in event.token_ids]
     assert output == expect_output((1, 2, 3), sampling)
 
@@ -276,37 +235,85 @@ async def test_a_resumed_request_goes_on_after_what_was_received(bench, expect_o
 
 
 async def test_trace_counts_growth_behind_a_result_to_the_next_round(bench, make_request):
-    """It comes when the next batch has left, and before the client hears of the last one."""
+    """It comes when a result has been taken, and before the client hears of it."""
     target = bench.add_target()
     bench.add_draft(delay_s=1000.0)
     request = make_request(trace=True, sampling=SamplingSpec(max_new_tokens=3))
     generation = bench.scheduler.submit(request, [TextStream(None)])
-    (epoch,), submit = generation.sessions[0].draft_epochs.values(), target.submit
-    length = len(request.prompt_token_ids)
-    growth = Growth(
-        session_id=1, epoch=epoch, as_of=length, node_ids=[1], parents=[0], tokens=[5], acceptance=[0.5], complete=True
-    )
+    (epoch,), take = generation.sessions[0].draft_epochs.values(), target.on_results
+    growth = Growth(session_id=1, epoch=epoch, as_of=3, node_ids=[1], parents=[0], tokens=[5], acceptance=[0.5])
 
-    def submit_and_grow(trees, **options):
-        if len(target.batches) == 1:
-            asyncio.get_running_loop().call_soon(bench.scheduler.take_growth, "draft", GrowthBatch.of([growth]))
-        return submit(trees, **options)
+    def take_and_grow(results):
+        take(results)
+        if len(target.rounds) == 1:
+            bench.scheduler.take_growth("draft", GrowthBatch.of([growth]))
 
-    target.submit = submit_and_grow
-    rounds = [event async for event in generation if hasattr(event, "submitted_ns")]
+    target.on_results = take_and_grow
+    rounds = [event async for event in generation if isinstance(event, RoundRecord)]
     assert [len(record.growth) for record in rounds] == [0, 1, 0]
 
 
-async def test_trace_shows_growth_arriving_while_the_target_verifies(bench, make_request):
-    bench.add_target(step_s=0.005)
+async def test_trace_tells_of_every_round_as_it_was(bench, make_request):
+    target = bench.add_target(step_s=0.005)
     bench.add_draft(accuracy=0.5, delay_s=0.004)
-    request = make_request(trace=True)
-    generation = bench.scheduler.submit(request, [TextStream(None)])
-    rounds = [event async for event in generation if hasattr(event, "submitted_ns")]
-    assert sum(len(record.emitted_token_ids) for record in rounds) == 40
-    # Others are held for growth, and have it when they leave.
-    during = [any(arrival.during_verify for arrival in record.growth) for record in rounds[1:]]
-    assert sum(during) >= 0.4 * len(during)
+    generation = bench.scheduler.submit(make_request(trace=True), [TextStream(None)])
+    events = [event async for event in generation]
+    rounds, result = [event for event in events if isinstance(event, RoundRecord)], events[-1]
+    assert [list(record.emitted_token_ids) for record in rounds] == [done[1] for done in target.rounds]
+    assert sum(record.accepted for record in rounds) == result.speculation.accepted_tokens > 0
+    assert sum(record.selected for record in rounds) == result.speculation.drafted_tokens
+    length = 3
     for record in rounds:
-        assert record.submitted_ns <= record.result_ns
-        assert all(parent < number for number, parent in enumerate(record.node_parents, start=1))
+        assert record.length == length
+        assert record.accepted <= len(record.emitted_token_ids)
+        length += len(record.emitted_token_ids)
+    assert length == 43
+    assert [record.result_ns for record in rounds] == sorted({record.result_ns for record in rounds})
+    arrived = [arrival for record in rounds for arrival in record.growth]
+    assert {(arrival.worker_id, arrival.nodes) for arrival in arrived} == {("draft", 12)}
+    assert all(3 <= arrival.as_of <= 43 for arrival in arrived)
+
+
+async def test_a_choice_that_a_stop_string_ends_is_closed_at_its_workers_and_counts_no_further(
+    bench, expect_output, make_request
+):
+    target = bench.add_target(step_s=0.002)
+    draft = bench.add_draft(accuracy=1.0, delay_s=0.001)
+    sampling = SamplingSpec(max_new_tokens=40)
+    whole = expect_output((1, 2, 3), sampling)
+    stop = next(char for char, token in ALPHABET.items() if token == whole[9])
+    end = whole.index(whole[9]) + 1
+    request = make_request(sampling=sampling, stop=(stop,), trace=True)
+    generation = bench.scheduler.submit(request, [TextStream(tokenizer_of_bytes(), stop=(stop,))])
+    (session,) = generation.sessions
+    events = [event async for event in generation]
+    assert [token for event in events if isinstance(event, TokenDelta) for token in event.token_ids] == whole[:end]
+    result, rounds = events[-1], [event for event in events if isinstance(event, RoundRecord)]
+    assert (result.choices[0].stop_string, result.choices[0].completion_tokens) == (stop, end)
+    # The target had gone further in its last round: what lies behind the stop string is nobody's.
+    assert sum(len(done[session.session_id]) for done in target.rounds) > end
+    totals = bench.scheduler.totals
+    assert totals.emitted_tokens == sum(len(record.emitted_token_ids) for record in rounds) == end
+    assert totals.accepted_tokens == result.speculation.accepted_tokens == sum(record.accepted for record in rounds)
+    assert [own for own, _ in target.closed] == [own for own, _ in draft.closed] == [session.session_id]
+    assert not target.sessions
+
+
+async def test_results_of_sessions_that_have_ended_are_nobodys(bench, make_request, assert_idle):
+    """What a target had under way when a session was closed, and what it says of epochs that have passed."""
+    target = bench.add_target(step_s=0.002)
+    told = []
+    take, target.on_results = target.on_results, told.append
+    generation = bench.scheduler.submit(make_request(), [TextStream(None)])
+    (session,) = generation.sessions
+    await asyncio.sleep(0.003)
+    (results,) = told
+    (outcome,) = results.outcomes
+    for stranger in ({"epoch": outcome.epoch + 1}, {"session_id": outcome.session_id + 1}):
+        take(replace(results, outcomes=[outcome._replace(**stranger)]))
+    assert session.output_length == bench.scheduler.totals.emitted_tokens == 0
+    generation.cancel()
+    take(results)
+    bench.scheduler.take_results("nobody", results)
+    assert session.output_length == bench.scheduler.totals.emitted_tokens == 0
+    assert_idle(bench)

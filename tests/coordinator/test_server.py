@@ -3,15 +3,20 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from tests.coordinator.fake_workers import FakeTarget, TargetSession
+from tests.coordinator.round_servicer import RoundServicer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from outrider.coordinator.config import CoordinatorConfig
+from outrider.coordinator.links import TargetLink
 from outrider.coordinator.server import CoordinatorServer
 from outrider.draft_distribution import WEIGHT_SUM
+from outrider.errors import WorkerUnavailable
 from outrider.rpc import RoleServer, open_channel
 from outrider.tokenizer_hash import tokenizer_hash
 from outrider.v1 import (
@@ -22,7 +27,6 @@ from outrider.v1 import (
     generation_pb2_grpc,
     registry_pb2,
     registry_pb2_grpc,
-    target_pb2,
     target_pb2_grpc,
 )
 from outrider.wire import floats_to_bytes, tokens_from_bytes, tokens_to_bytes
@@ -47,48 +51,15 @@ def model_folder(tmp_path):
     return tmp_path
 
 
-class CountingTarget(target_pb2_grpc.TargetServiceServicer):
-    """Chooses `next_token` of the length; never looks at trees' shapes beyond the first child."""
+class CountingTarget(FakeTarget):
+    """Chooses `next_token` of the length."""
 
-    def __init__(self) -> None:
-        self.requests: list[target_pb2.VerifyRequest] = []
-        self.open_streams = 0
+    def choose(self, session: TargetSession) -> int:
+        return next_token(len(session.tokens))
 
-    async def Verify(self, request_iterator, context):  # noqa: N802
-        self.open_streams += 1
-        try:
-            async for request in request_iterator:
-                self.requests.append(request)
-                if request.step:
-                    await asyncio.sleep(0.002)
-                    yield self._answer(request)
-        finally:
-            self.open_streams -= 1
 
-    def _answer(self, request: target_pb2.VerifyRequest) -> target_pb2.VerifyResponse:
-        trees = request.trees
-        response = target_pb2.VerifyResponse(step=request.step, report=common_pb2.StepReport(step_ns=10, tokens=1))
-        for row, (session_id, epoch, length) in enumerate(
-            zip(trees.session_ids, trees.epochs, trees.lengths, strict=True)
-        ):
-            response.session_ids.append(session_id)
-            response.epochs.append(epoch)
-            response.outcomes.append(target_pb2.OUTCOME_ACCEPTED)
-            accepted = 1 if trees.node_counts[row] and trees.tokens[0] == next_token(length) else 0
-            response.accepted_counts.append(accepted)
-            response.accepted_nodes.extend([1] * accepted)
-            response.token_counts.append(1 + accepted)
-            response.tokens.extend(next_token(length + offset) for offset in range(1 + accepted))
-            response.logprobs.append(
-                target_pb2.Logprobs(
-                    row=row,
-                    token_logprobs=floats_to_bytes([-0.5] * (1 + accepted)),
-                    top_count=2,
-                    top_token_ids=[1, 2] * (1 + accepted),
-                    top_logprobs=floats_to_bytes([-0.5, -1.5] * (1 + accepted)),
-                )
-            )
-        return response
+def counting_target() -> CountingTarget:
+    return CountingTarget(step_s=0.002)
 
 
 class GuessingDraft(draft_pb2_grpc.DraftServiceServicer):
@@ -149,6 +120,7 @@ class Worker:
     """
 
     def __init__(self, servicer, role, coordinator: str, folder, **changes) -> None:
+        self.loads: asyncio.Queue[common_pb2.WorkerLoad] = asyncio.Queue()
         self.servicer = servicer
         self.role = role
         self.coordinator = coordinator
@@ -207,13 +179,27 @@ class Worker:
         await self.registered.wait()
         if self.tells_load:
             yield registry_pb2.WorkerReport(load=LOAD)
-        await self.asked_to_drain.wait()
+        async for load in self._further_loads():
+            yield registry_pb2.WorkerReport(load=load)
         yield registry_pb2.WorkerReport(load=LOAD, draining=True)
         await asyncio.Event().wait()
 
+    async def _further_loads(self) -> AsyncIterator[common_pb2.WorkerLoad]:
+        """What a test has it say before it is asked to drain."""
+        asked = asyncio.create_task(self.asked_to_drain.wait())
+        while not asked.done():
+            load = asyncio.create_task(self.loads.get())
+            await asyncio.wait([asked, load], return_when=asyncio.FIRST_COMPLETED)
+            if load.done():
+                yield load.result()
+            else:
+                load.cancel()
+
 
 def target_worker(coordinator: CoordinatorServer, folder, **changes) -> Worker:
-    return Worker(CountingTarget(), registry_pb2.WORKER_ROLE_TARGET, coordinator.address, folder, **changes)
+    return Worker(
+        RoundServicer(counting_target), registry_pb2.WORKER_ROLE_TARGET, coordinator.address, folder, **changes
+    )
 
 
 def draft_worker(coordinator: CoordinatorServer, folder, **changes) -> Worker:
@@ -278,8 +264,8 @@ async def test_tokens_travel_from_the_target_to_the_client(coordinator, model_fo
         assert list(first.logprobs.top_token_ids)[:2] == [1, 2]
         assert coordinator.info().emitted_tokens_total == 20
         assert all_serve(coordinator, 2)
-        await until(lambda: any(request.close_session_ids for request in target.servicer.requests))
-    closes = [request for request in target.servicer.requests if request.close_session_ids]
+        await until(lambda: any(message.close_session_ids for message in target.servicer.commands))
+    closes = [message for message in target.servicer.commands if message.close_session_ids]
     assert len(closes) == 1
 
 
@@ -465,11 +451,10 @@ async def test_stopping_ends_streams_with_a_reason(model_folder):
     server = CoordinatorServer(config)
     await server.start()
 
-    class Silent(CountingTarget):
-        def _answer(self, request):
-            return target_pb2.VerifyResponse(step=request.step + 1000)
+    def silent_target() -> FakeTarget:
+        return FakeTarget(step_s=1e6)
 
-    worker = Worker(Silent(), registry_pb2.WORKER_ROLE_TARGET, server.address, model_folder)
+    worker = Worker(RoundServicer(silent_target), registry_pb2.WORKER_ROLE_TARGET, server.address, model_folder)
     async with worker:
         await until(lambda: server.scheduler.has_target)
         task = asyncio.create_task(generate(server))
@@ -478,3 +463,70 @@ async def test_stopping_ends_streams_with_a_reason(model_folder):
         with pytest.raises(grpc.aio.AioRpcError, match="shutting down") as caught:
             await task
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_two_coordinators_sessions_at_one_target_do_not_meet(model_folder):
+    """Both call their sessions the same, under the same epochs."""
+    servers = [CoordinatorServer(CoordinatorConfig(port=0, model_path=model_folder, drain_s=0.0)) for _ in range(2)]
+    servicer, role = RoundServicer(counting_target), registry_pb2.WORKER_ROLE_TARGET
+    async with AsyncExitStack() as stack:
+        for server in servers:
+            await server.start()
+            stack.push_async_callback(server.stop)
+            await stack.enter_async_context(Worker(servicer, role, server.address, model_folder))
+        await until(lambda: all(server.scheduler.has_target for server in servers))
+        answers = await asyncio.gather(*(generate(server) for server in servers))
+        assert [tokens_of(answer) for answer in answers] == 2 * [[next_token(length) for length in range(3, 23)]]
+        opened = {
+            (message.incarnation, own.session_id, own.epoch) for message in servicer.commands for own in message.opens
+        }
+        assert len({incarnation for incarnation, *_ in opened}) == 2
+        assert {tuple(name) for _, *name in opened} == {(1, 1)}
+        # What becomes of one's sessions is none of the other's.
+        tasks = [asyncio.create_task(generate(server)) for server in servers]
+        await until(lambda: all(server.scheduler.running_sessions for server in servers))
+        servers[0].scheduler.stop(WorkerUnavailable("stopping"))
+        with pytest.raises(grpc.aio.AioRpcError, match="stopping"):
+            await tasks[0]
+        assert tokens_of(await tasks[1]) == [next_token(length) for length in range(3, 23)]
+
+
+async def test_a_target_whose_step_does_not_come_back_is_lost_and_its_sessions_go_on_elsewhere(
+    coordinator, model_folder
+):
+    hung = Worker(RoundServicer(lambda: FakeTarget(step_s=1e6)), registry_pb2.WORKER_ROLE_TARGET, coordinator.address,
+                  model_folder, worker_id="hung")  # fmt: skip
+    async with hung:
+        await until(lambda: all_serve(coordinator, 1))
+        task = asyncio.create_task(generate(coordinator))
+        await until(lambda: coordinator.scheduler.running_sessions == 1)
+        async with target_worker(coordinator, model_folder):
+            await until(lambda: all_serve(coordinator, 2))
+            told = coordinator.registry.workers["hung"]
+            # It may be compiling, or its process was stopped for a moment: neither is its end.
+            hung.loads.put_nowait(common_pb2.WorkerLoad(step_age_ms=60_000, preparing=True))
+            for age_ms in (6_000, 4_000):
+                hung.loads.put_nowait(common_pb2.WorkerLoad(step_age_ms=age_ms))
+            hung.loads.put_nowait(common_pb2.WorkerLoad(step_age_ms=6_000, sessions=7))
+            await until(lambda: told.load.sessions == 7)
+            assert not told.is_lost
+            hung.loads.put_nowait(common_pb2.WorkerLoad(step_age_ms=6_500))
+            await until(lambda: hung.code is grpc.StatusCode.UNAVAILABLE)
+            assert "its step has not come back for 6.5 s" in hung.details
+            assert tokens_of(await task) == [next_token(length) for length in range(3, 23)]
+
+
+async def test_a_target_of_long_steps_is_given_its_time(coordinator, model_folder):
+    """Ten times what its steps take, where that is more than what is configured."""
+    async with target_worker(coordinator, model_folder) as worker:
+        await until(lambda: all_serve(coordinator, 1))
+        told = coordinator.registry.workers[f"worker-{registry_pb2.WORKER_ROLE_TARGET}"]
+        assert isinstance(told.link, TargetLink)
+        told.link.step_latency.observe(2e9)
+        for sessions in (1, 2):
+            worker.loads.put_nowait(common_pb2.WorkerLoad(step_age_ms=19_000, sessions=sessions))
+            await until(lambda sessions=sessions: told.load.sessions == sessions)
+        assert not told.is_lost
+        for _ in range(2):
+            worker.loads.put_nowait(common_pb2.WorkerLoad(step_age_ms=21_000))
+        await until(lambda: told.is_lost)

@@ -3,15 +3,14 @@
 import asyncio
 
 import pytest
+from tests.coordinator.fake_workers import FakeTarget
 
-from outrider.coordinator.messages import FaultKind, SessionFault, SessionVerdict
+from outrider.coordinator.messages import FaultKind, SessionOpening
 from outrider.coordinator.scheduler import Scheduler
 from outrider.coordinator.shared_places import SharedPlaces, places
 from outrider.coordinator.text_stream import TextStream
 from outrider.sampling import SamplingSpec
 from outrider.v1 import common_pb2, registry_pb2
-
-from .conftest import FakeTarget
 
 PLACES = 8
 
@@ -66,21 +65,17 @@ class SharedTarget(FakeTarget):
     def __init__(self, name: str, room: Room) -> None:
         super().__init__(step_s=0.02)
         self.name, self.room = name, room
+        self.fault_kind = FaultKind.NO_ROOM
         self.refused = 0
 
-    def submit(self, trees, *, openings=()):
-        for opening in openings:
-            if len(self.room.held) < PLACES:
-                self.room.held.add((self.name, opening.session_id))
-                self.room.most = max(self.room.most, len(self.room.held))
-        return super().submit(trees, openings=openings)
-
-    def _verdict(self, tree, *, deferred: bool) -> SessionVerdict:
-        if tree.session_id in self.sessions and (self.name, tree.session_id) not in self.room.held:
+    def open_session(self, opening: SessionOpening) -> None:
+        super().open_session(opening)
+        if len(self.room.held) < PLACES:
+            self.room.held.add((self.name, opening.session_id))
+            self.room.most = max(self.room.most, len(self.room.held))
+        else:
             self.refused += 1
-            fault = SessionFault(kind=FaultKind.NO_ROOM, message="all places are taken")
-            return SessionVerdict(session_id=tree.session_id, epoch=tree.epoch, fault=fault)
-        return super()._verdict(tree, deferred=deferred)
+            self.fail_sessions.add(opening.session_id)
 
     def close_session(self, session_id: int, epoch: int) -> None:
         self.room.held.discard((self.name, session_id))
@@ -94,8 +89,9 @@ async def pair(make_bench):
     schedulers: dict[str, Scheduler] = {}
     targets: dict[str, SharedTarget] = {}
     for name in ("a", "b"):
-        schedulers[name], targets[name] = make_bench().scheduler, SharedTarget(name, room)
-        schedulers[name].add_target("target", targets[name], limits)  # type: ignore[arg-type]
+        bench = make_bench()
+        bench.limits = limits
+        schedulers[name], targets[name] = bench.scheduler, bench.add_target(target=SharedTarget(name, room))
 
     async def beat() -> None:
         while True:

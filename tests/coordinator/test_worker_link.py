@@ -2,243 +2,277 @@
 
 import asyncio
 import gc
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Sequence
 
 import grpc.aio
-import numpy as np
 import pytest
+from tests.coordinator.streams import LinkToStream, Stream, settle
 
-from outrider.coordinator.links import DraftLink, TargetLink
-from outrider.coordinator.trees import Submissions, Trees
-from outrider.errors import WorkerUnavailable
-from outrider.succession import Addition, Succession
-from outrider.v1 import draft_pb2, draft_pb2_grpc, target_pb2
+from outrider.coordinator.links import DraftLink
+from outrider.coordinator.messages import FaultKind, Outcome, RoundResults, SessionOpening, SpeculationMode
+from outrider.coordinator.target_peer import WITHOUT_BOUND
+from outrider.growth_source import GrowthSource
+from outrider.sampling import SamplingSpec
+from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2
 from outrider.wire import floats_to_bytes
 
+TAKEN, RESENT = target_pb2.PLACE_CHANGE_TAKEN, target_pb2.PLACE_CHANGE_RESENT
+PLACES = {TAKEN: "place", RESENT: "resent"}
 
-class Gate:
+
+class Gate(Stream):
     """A stream whose writes wait until it is open, or fail."""
 
     def __init__(self, error: BaseException | None = None) -> None:
-        self.written: list[int] = []
+        super().__init__()
         self.opened = asyncio.Event()
         self.begun = 0
         self._error = error
 
-    async def __aiter__(self):
-        await asyncio.Event().wait()
-        yield
-
-    async def write(self, request) -> None:
+    async def write(self, commands: target_pb2.RoundCommands) -> None:
         self.begun += 1
         if self._error is not None:
             raise self._error
         await self.opened.wait()
-        self.written.append(request.step or -request.close_session_ids[0])
-
-    def cancel(self) -> None:
-        pass
+        await super().write(commands)
 
 
-class GatedLink(TargetLink):
-    def __init__(self, gate: Any) -> None:
-        self.lost: list[str] = []
-        self._gate = gate
-        super().__init__("127.0.0.1:1", incarnation=1, on_lost=self.lost.append)
+def opening(session_id: int, epoch: int = 1) -> SessionOpening:
+    return SessionOpening(
+        session_id=session_id,
+        epoch=epoch,
+        prompt=[1, 2],
+        output=[],
+        sampling=SamplingSpec(),
+        mode=SpeculationMode.ASYNC,
+        max_live_nodes=0,
+        max_depth=8,
+        sync_nodes=8,
+    )
 
-    def _start(self, call) -> None:
-        call.cancel()
-        super()._start(self._gate)
+
+def growth(session_id: int, as_of: int = 2) -> target_pb2.RelayedGrowth:
+    return target_pb2.RelayedGrowth(
+        session_ids=[session_id], epochs=[1], places=[0], as_of=[as_of], node_counts=[1], node_ids=[1], parents=[0],
+        tokens=[5], acceptance=floats_to_bytes([0.5]),
+    )  # fmt: skip
 
 
-def one_tree() -> Submissions:
-    return Submissions(session_ids=[1], epochs=[1], lengths=[2], trees=Trees.empty(1), resident=())
+def parts(message: target_pb2.RoundCommands) -> list[str]:
+    """In words, in the order in which they take effect."""
+    changes, bounds = message.places, message.bounds
+    return [
+        *(f"open {opening.session_id}.{opening.epoch}" for opening in message.opens),
+        *(f"{PLACES[change]} {own}" for own, change in zip(changes.session_ids, changes.changes, strict=True)),
+        *(f"grow {own}" for own in message.growth.session_ids),
+        *(f"bound {own}" for own in bounds.session_ids),
+        *(f"close {own}.{epoch}" for own, epoch in zip(message.close_session_ids, message.close_epochs, strict=True)),
+    ]
 
 
-async def settle() -> None:
-    for _ in range(10):
-        await asyncio.sleep(0)
+def effects(messages: Sequence[target_pb2.RoundCommands]) -> list[str]:
+    """What all messages have a target do, in order."""
+    return [part for message in messages for part in parts(message)]
 
 
 async def test_messages_keep_their_order_whoever_writes_them():
     gate = Gate()
-    link = GatedLink(gate)
+    link = LinkToStream(gate)
     await settle()
-    link.submit(one_tree())
+    link.grow(growth(1))
     # In this very turn.
     assert gate.begun == 1
     link.close_session(7, 1)
-    link.submit(one_tree())
+    link.grow(growth(2))
     await settle()
     link.close_session(8, 1)
-    link.submit(one_tree())
+    link.grow(growth(3))
     await settle()
     assert gate.begun == 1
     gate.opened.set()
     await settle()
-    link.submit(one_tree())
+    link.grow(growth(4))
     await settle()
-    assert gate.written == [1, -7, 2, -8, 3, 4]
+    assert effects(gate.written) == ["grow 1", "close 7.1", "grow 2", "close 8.1", "grow 3", "grow 4"]
+    assert {message.incarnation for message in gate.written} == {1}
     await link.close()
 
 
 @pytest.mark.parametrize("error", [asyncio.InvalidStateError("it is over"), ValueError("not a message")], ids=type)
 async def test_an_error_that_comes_at_once_loses_the_link(error):
-    link = GatedLink(Gate(error))
+    link = LinkToStream(Gate(error))
     await settle()
-    answer = link.submit(one_tree())
-    with pytest.raises(WorkerUnavailable, match=str(error)):
-        await answer
-    assert len(link.lost) == 1
+    link.grow(growth(1))
+    await settle()
+    (reason,) = link.lost
+    assert str(error) in reason
     await link.close()
 
 
 async def test_a_link_is_closed_while_it_writes(caplog):
-    link = GatedLink(Gate())
+    link = LinkToStream(Gate())
     await settle()
-    answer = link.submit(one_tree())
+    link.grow(growth(1))
     await link.close()
-    with pytest.raises(WorkerUnavailable, match="closed"):
-        await answer
+    assert not link.lost
     del link
     gc.collect()
     assert not caplog.records
 
 
-class Recorded:
-    """A stream that keeps what is written, and reads what the test has it read."""
+# -------------------------------------------------------------------------------------------- order within a message
 
-    def __init__(self) -> None:
-        self.written: list[target_pb2.VerifyRequest] = []
-        self.answers: asyncio.Queue[target_pb2.VerifyResponse] = asyncio.Queue()
+ORDERS = {
+    "what the order of fields allows is one message": (
+        ["open 1.1", "place 1", "grow 1", "bound 1", "close 1.1"],
+        [["open 1.1", "place 1", "grow 1", "bound 1", "close 1.1"]],
+    ),
+    "many of a kind are one message": (
+        ["open 1.1", "open 2.1", "place 1", "place 2", "place 1", "close 8.1", "close 9.1"],
+        [["open 1.1", "open 2.1", "place 1", "place 2", "place 1", "close 8.1", "close 9.1"]],
+    ),
+    "a place that is taken does not overtake growth of who had it": (
+        ["grow 1", "place 1"],
+        [["grow 1"], ["place 1"]],
+    ),
+    "nor does growth overtake the place that it is of": (["place 1", "grow 1"], [["place 1", "grow 1"]]),
+    "one message has the growth of one": (["grow 1", "grow 2"], [["grow 1"], ["grow 2"]]),
+    "a tree that comes again is announced before it": (
+        ["grow 1", "resent 1", "grow 1"],
+        [["grow 1"], ["resent 1", "grow 1"]],
+    ),
+    "a session is opened anew behind its close": (
+        ["close 1.1", "open 1.2"],
+        [["close 1.1"], ["open 1.2"]],
+    ),
+    "and it is not closed by growth's sake before that": (["grow 1", "close 1.1"], [["grow 1", "close 1.1"]]),
+    "a bound is of the session that is open": (
+        ["bound 1", "open 1.2", "bound 1"],
+        [["bound 1"], ["open 1.2", "bound 1"]],
+    ),
+    "growth is not held back by bounds, nor put before them": (
+        ["bound 1", "grow 1"],
+        [["bound 1"], ["grow 1"]],
+    ),
+    "a place is not changed in a session that was closed first": (
+        ["close 1.1", "place 2"],
+        [["close 1.1"], ["place 2"]],
+    ),
+}
 
-    async def __aiter__(self):
-        while True:
-            yield await self.answers.get()
 
-    async def write(self, request: target_pb2.VerifyRequest) -> None:
-        self.written.append(request)
-
-    def cancel(self) -> None:
-        pass
-
-
-@pytest.fixture
-async def recorded():
-    link = GatedLink(Recorded())
+@pytest.mark.parametrize(("told", "expected"), ORDERS.values(), ids=ORDERS)
+async def test_parts_of_a_message_take_effect_in_the_order_in_which_they_were_told(told, expected):
+    gate = Gate()
+    link = LinkToStream(gate)
     await settle()
-    yield link
+    # Something is being written: what comes is gathered.
+    link.grow(growth(99))
+    for part in told:
+        what, _, name = part.partition(" ")
+        session_id, _, epoch = name.partition(".")
+        match what:
+            case "open":
+                link.open_session(opening(int(session_id), int(epoch)))
+            case "place" | "resent":
+                link.change_place(int(session_id), 1, 0, TAKEN if what == "place" else RESENT)
+            case "grow":
+                link.grow(growth(int(session_id)))
+            case "bound":
+                link.bound(int(session_id), 1, WITHOUT_BOUND, alone=False)
+            case "close":
+                link.close_session(int(session_id), int(epoch))
+    gate.opened.set()
+    await settle()
+    assert list(map(parts, gate.written[1:])) == expected
     await link.close()
 
 
-def one_successor(nodes: int) -> Any:
-    """Of sessions 1 and 2, of which the first has so many nodes."""
-    numbers, twice = np.arange(nodes), np.array([8, 8])
-    sent = Succession(
-        is_in_step=np.array([True, True]),
-        verified=np.zeros(2, dtype=np.int64),
-        counts=np.array([nodes, 0]),
-        tokens=numbers + 5,
-        parents=numbers,
-        values=np.ones(nodes, dtype=np.float32),
-        least_value=0.0,
-        max_nodes=twice,
-        max_depths=twice,
-        max_total_nodes=16,
-    )
-    return SimpleNamespace(group=SimpleNamespace(ids=[1, 2]), epochs=[1, 1], lengths=[2, 2], succession=sent)
+# ------------------------------------------------------------------------------------------------------ what is read
 
 
-def one_addition(*counts: int) -> Addition:
-    nodes = sum(counts)
-    values = np.full(nodes, 0.5, dtype=np.float32)
-    return Addition(np.array(counts), np.arange(nodes) + 7, np.arange(nodes) + 1, values)
-
-
-def answer(step: int, *, verified: tuple[int, ...] = (), additions: int = 0) -> target_pb2.VerifyResponse:
-    """A token for each of two sessions."""
-    return target_pb2.VerifyResponse(
-        step=step,
-        session_ids=[1, 2],
-        epochs=[1, 1],
-        outcomes=[target_pb2.OUTCOME_ACCEPTED] * 2,
-        accepted_counts=[0, 0],
-        token_counts=[1, 1],
-        tokens=[5, 5],
-        cached_tokens=[0, 0],
-        verified_counts=verified,
-        additions=additions,
-    )
-
-
-def two_trees() -> Submissions:
-    return Submissions(session_ids=[1, 2], epochs=[1, 1], lengths=[2, 2], trees=Trees.empty(2), resident=())
-
-
-async def test_what_is_added_is_said_of_the_batch_before_it(recorded):
-    recorded.submit(two_trees())
-    recorded.follow(one_successor(2))
-    recorded.extend(one_addition(1, 2))
-    recorded.extend(one_addition(0, 1))
+async def results_of(message: target_pb2.RoundResults) -> tuple[list[RoundResults], list[str]]:
+    """What a link makes of a message, and why it is lost of it."""
+    got: list[RoundResults] = []
+    link = LinkToStream(Stream(), on_results=got.append)
+    link.stream.results.put_nowait(message)
     await settle()
-    first, second, *more = recorded._gate.written
-    assert [first.step, second.step, second.trees.follows] == [1, 2, 1]
-    assert more == [
-        target_pb2.VerifyRequest(
-            incarnation=1,
-            addition=target_pb2.TreeAddition(
-                step=2, node_counts=[1, 2], tokens=[7, 8, 9], parents=[1, 2, 3], values=floats_to_bytes([0.5] * 3)
-            ),
-        ),
-        target_pb2.VerifyRequest(
-            incarnation=1,
-            addition=target_pb2.TreeAddition(
-                step=2, node_counts=[0, 1], tokens=[7], parents=[1], values=floats_to_bytes([0.5])
-            ),
-        ),
-    ]
+    await link.close()
+    return got, link.lost
 
 
-@pytest.mark.parametrize(("additions", "verified"), [(0, (2, 0)), (1, (3, 2)), (2, (3, 3))])
-async def test_answers_may_tell_of_as_many_additions_and_nodes_as_were_sent(recorded, additions, verified):
-    one, two = recorded.submit(two_trees()), recorded.follow(one_successor(2))
-    recorded.extend(one_addition(1, 2))
-    recorded.extend(one_addition(0, 1))
-    recorded._gate.answers.put_nowait(answer(1, additions=additions))
-    recorded._gate.answers.put_nowait(answer(2, verified=verified))
-    async with asyncio.timeout(10):
-        assert (await one).additions == additions
-        assert (await two).verified == dict(zip((1, 2), verified, strict=True))
-    assert not recorded.lost
+async def test_a_rounds_results_are_told_by_session():
+    message = target_pb2.RoundResults(
+        session_ids=[7, 9, 11],
+        epochs=[1, 2, 1],
+        token_counts=[3, 0, 1],
+        tokens=[5, 6, 7, 8],
+        accepted_counts=[2, 0, 0],
+        selected_counts=[3, 0, 4],
+        accepted_sources=[2, 6],
+        finishes=[target_pb2.FINISH_UNSPECIFIED] * 2 + [target_pb2.FINISH_STOP],
+        cached_tokens=[1, 0, 0],
+        lost=[0, 5, 0],
+        logprobs=[
+            target_pb2.Logprobs(
+                row=2, token_logprobs=floats_to_bytes([-0.5]), top_count=2, top_token_ids=[8, 3],
+                top_logprobs=floats_to_bytes([-0.5, -1.5]),
+            )
+        ],
+        errors=[common_pb2.SessionError(session_id=12, epoch=3, code=8, message="full")],
+        report=common_pb2.StepReport(step_ns=50, forward_ns=40, tokens=10, sessions=2),
+        load=common_pb2.WorkerLoad(sessions=3),
+    )  # fmt: skip
+    ((results,), lost) = await results_of(message)
+    assert not lost
+    first, second, third = results.outcomes
+    assert first == Outcome(7, 1, [5, 6, 7], accepted=2, selected=3, sources=[2, 6], cached_tokens=1)
+    assert second == Outcome(9, 2, [], sources=[], lost=5)
+    assert third.logprobs is not None
+    assert (third.token_ids, third.is_over, third.logprobs.top_token_ids) == ([8], True, [[8, 3]])
+    ((session_id, epoch, fault),) = results.faults
+    assert (session_id, epoch, fault.kind, fault.message) == (12, 3, FaultKind.NO_ROOM, "full")
+    assert (results.step_ns, results.forward_ns, results.rows, results.number) == (50, 40, 10, 1)
 
 
-@pytest.mark.parametrize("follower", ["none", "without any", "with one"])
-async def test_a_target_that_tells_of_more_additions_than_were_sent_is_lost(recorded, follower):
-    one, sent = recorded.submit(two_trees()), 0
-    if follower != "none":
-        recorded.follow(one_successor(2))
-    if follower == "with one":
-        recorded.extend(one_addition(1, 0))
-        sent = 1
-    recorded._gate.answers.put_nowait(answer(1, additions=sent + 1))
-    async with asyncio.timeout(10):
-        with pytest.raises(WorkerUnavailable, match=f"additions: {sent + 1} given, {sent} were sent"):
-            await one
-    assert len(recorded.lost) == 1
-    # Growth may come before anybody has heard of it.
-    recorded.extend(one_addition(1, 0))
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, FaultKind.NO_ROOM),
+        (grpc.StatusCode.INVALID_ARGUMENT, FaultKind.REFUSED),
+        (grpc.StatusCode.OUT_OF_RANGE, FaultKind.REFUSED),
+        (grpc.StatusCode.ABORTED, FaultKind.REPLACED),
+        (grpc.StatusCode.NOT_FOUND, FaultKind.LOST),
+        (grpc.StatusCode.INTERNAL, FaultKind.LOST),
+    ],
+)
+async def test_a_sessions_error_says_what_it_calls_for(code, kind):
+    error = common_pb2.SessionError(session_id=1, epoch=1, code=code.value[0], message="why")
+    ((results,), _) = await results_of(target_pb2.RoundResults(errors=[error]))
+    assert [fault for _, _, fault in results.faults] == [(kind, "why")]
 
 
-async def test_a_target_that_verifies_more_nodes_than_were_sent_is_lost(recorded):
-    recorded.submit(two_trees())
-    two = recorded.follow(one_successor(2))
-    recorded.extend(one_addition(1, 0))
-    recorded._gate.answers.put_nowait(answer(1, additions=1))
-    recorded._gate.answers.put_nowait(answer(2, verified=(4, 0)))
-    async with asyncio.timeout(10):
-        with pytest.raises(WorkerUnavailable, match="verified"):
-            await two
+async def test_a_target_that_says_what_no_target_does_is_lost():
+    got, (reason,) = await results_of(target_pb2.RoundResults(session_ids=[1], epochs=[1]))
+    assert not got
+    assert "cannot be used: token_counts" in reason
+
+
+async def test_what_an_opening_asks_for_is_what_a_target_is_told():
+    gate = Gate()
+    gate.opened.set()
+    link = LinkToStream(gate)
+    changed = opening(3)
+    link.open_session(changed)
+    await settle()
+    (message,) = gate.written
+    (told,) = message.opens
+    assert (told.session_id, told.epoch, told.limits.sync_nodes, list(told.sources)) == (3, 1, 8, [])
+    assert changed.sources == frozenset(GrowthSource)
+    await link.close()
+
+
+# -------------------------------------------------------------------------------------------------------------- drafts
 
 
 class EagerDraft(draft_pb2_grpc.DraftServiceServicer):

@@ -1,0 +1,350 @@
+"""What passes between drafts and targets: growth one way, what has become of it the other."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.coordinator.fake_workers import next_token
+
+from outrider.coordinator.messages import FaultKind, Growth, GrowthBatch, Outcome, RoundResults, SpeculationMode
+from outrider.coordinator.poison import LossKind
+from outrider.coordinator.session import Session
+from outrider.coordinator.text_stream import TextStream
+from outrider.draft_distribution import WEIGHT_SUM, DraftDistribution, unpack_distributions
+from outrider.growth_source import GrowthSource
+from outrider.sampling import SamplingSpec, VerificationRule
+from outrider.wire import floats_from_bytes
+
+LONG = SamplingSpec(max_new_tokens=1000)
+
+
+def begin(bench: Any, make_request: Any, count: int = 1, **changes: Any) -> list[Session]:
+    """Sessions that run."""
+    requests = [make_request(number, **{"sampling": LONG} | changes) for number in range(1, count + 1)]
+    return [bench.scheduler.submit(request, [TextStream(None)]).sessions[0] for request in requests]
+
+
+def growth_of(session: Session, tokens: Sequence[int], *, draft: str = "draft", first: int = 1, **more: Any) -> Growth:
+    """A chain from the session's root."""
+    ids = list(range(first, first + len(tokens)))
+    columns = {
+        "session_id": session.session_id,
+        "epoch": session.draft_epochs[draft],
+        "as_of": len(session.token_ids),
+        "node_ids": ids,
+        "parents": [0, *ids][: len(ids)],
+        "tokens": tokens,
+        "acceptance": [0.5] * len(ids),
+    }
+    return Growth(**columns | more)
+
+
+def right(session: Session, count: int) -> list[int]:
+    """What the target will choose next."""
+    tokens = list(session.token_ids)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(session.token_ids) :]
+
+
+def nodes_of(growth: Any) -> list[tuple[int, int, int]]:
+    return list(zip(growth.node_ids, growth.parents, growth.tokens, strict=True))
+
+
+async def test_one_message_of_growth_is_one_for_each_target(make_bench, make_request):
+    bench = make_bench()
+    bench.limits.max_sessions = 2
+    targets = [bench.add_target(name) for name in ("first", "second")]
+    for target in targets:
+        target.runs.clear()
+    bench.limits.max_sessions = 8
+    bench.add_draft(delay_s=1000.0)
+    sessions = begin(bench, make_request, 4)
+    trees = [[5, 6], [7], [8, 9, 10], [11]]
+    batch = [growth_of(session, tree) for session, tree in zip(sessions, trees, strict=True)]
+    bench.scheduler.take_growth("draft", GrowthBatch.of(batch))
+    for name, target in zip(("first", "second"), targets, strict=True):
+        (growth,) = target.grown
+        own = [number for number, session in enumerate(sessions) if session.target_id == name]
+        assert len(own) == 2
+        assert list(growth.session_ids) == [sessions[number].session_id for number in own]
+        assert list(growth.epochs) == [sessions[number].target_epoch for number in own]
+        assert list(growth.places) == [0, 0]
+        assert list(growth.as_of) == [3, 3]
+        assert list(growth.node_counts) == [len(trees[number]) for number in own]
+        assert list(growth.tokens) == [token for number in own for token in trees[number]]
+        assert list(growth.node_ids) == [node for number in own for node in batch[number].node_ids]
+        assert list(growth.parents) == [node for number in own for node in batch[number].parents]
+        assert floats_from_bytes(growth.acceptance).tolist() == [0.5] * len(growth.tokens)
+        assert (list(growth.sources), list(growth.complete)) == ([], [])
+        assert not growth.HasField("distributions")
+    assert bench.scheduler.totals.dropped_nodes == 0
+
+
+async def test_what_comes_with_nodes_is_relayed_with_them(make_bench, make_request):
+    """Sources, distributions and whether a tree is whole; of sessions that go on elsewhere, or no more, nothing."""
+    bench = make_bench()
+    target = bench.add_target()
+    target.runs.clear()
+    bench.add_draft(delay_s=1000.0, sources=[1, 2])
+    rejection = SamplingSpec(max_new_tokens=1000, temperature=1.0, verification=VerificationRule.REJECTION)
+    ended, chain, sync = (
+        *begin(bench, make_request),
+        *begin(bench, make_request, sampling=rejection),
+        *begin(bench, make_request, mode=SpeculationMode.SYNC),
+    )
+    drawn = [
+        DraftDistribution(np.array([token], dtype=np.uint32), np.array([WEIGHT_SUM], dtype=np.uint32))
+        for token in (8, 9)
+    ]
+    batch = GrowthBatch.of(
+        [
+            growth_of(ended, [5, 6], sources=[2, 2]),
+            growth_of(chain, [8, 9], distributions=drawn),
+            growth_of(sync, [10, 11], complete=True, sources=[1, 2]),
+        ]
+    )
+    ended.generation.cancel()
+    bench.scheduler.take_growth("draft", batch)
+    (growth,) = target.grown
+    assert list(growth.session_ids) == [chain.session_id, sync.session_id]
+    assert list(growth.tokens) == [8, 9, 10, 11]
+    assert list(growth.sources) == [1, 1, 1, 2]
+    assert list(growth.complete) == [False, True]
+    told = unpack_distributions(growth.distributions, 4)
+    assert [None if q is None else q.token_ids.tolist() for q in told] == [[8], [9], None, None]
+    assert bench.scheduler.totals.dropped_nodes == 2
+
+
+async def test_that_a_draft_has_nothing_to_say_is_told_where_it_ends_a_round(bench, make_request):
+    target = bench.add_target()
+    target.runs.clear()
+    bench.add_draft(delay_s=1000.0)
+    (session,) = begin(bench, make_request, mode=SpeculationMode.SYNC)
+    bench.scheduler.take_growth("draft", GrowthBatch.of([growth_of(session, [])]))
+    assert not target.grown
+    bench.scheduler.take_growth("draft", GrowthBatch.of([growth_of(session, [], complete=True)]))
+    (growth,) = target.grown
+    assert (list(growth.node_counts), list(growth.complete)) == ([0], [True])
+
+
+async def test_growth_that_is_nobodys_is_dropped_and_counted(bench, make_request):
+    target = bench.add_target()
+    target.runs.clear()
+    bench.add_draft(delay_s=1000.0)
+    (session,) = begin(bench, make_request)
+    epoch, totals = session.draft_epochs["draft"], bench.scheduler.totals
+    late: list[dict[str, Any]] = [{"epoch": epoch - 1}, {"epoch": epoch + 1}, {"session_id": 77}]
+    for number, stranger in enumerate(late, start=1):
+        bench.scheduler.take_growth("draft", GrowthBatch.of([growth_of(session, [5, 6], **stranger)]))
+        assert totals.dropped_nodes == 2 * number
+    bench.scheduler.take_growth("nobody", GrowthBatch.of([growth_of(session, [5, 6])]))
+    assert totals.dropped_nodes == 8
+    # Of an epoch that has passed, since the draft had given the session up and was asked again.
+    before = growth_of(session, [5, 6])
+    bench.scheduler.remove_draft("draft")
+    bench.add_draft(delay_s=1000.0)
+    assert session.draft_epochs["draft"] > epoch
+    bench.scheduler.take_growth("draft", GrowthBatch.of([before]))
+    assert totals.dropped_nodes == 10
+    assert not target.grown
+    bench.scheduler.take_growth("draft", GrowthBatch.of([growth_of(session, [5, 6])]))
+    assert (totals.dropped_nodes, len(target.grown)) == (10, 1)
+    # What a draft has grown for a session that has ended.
+    after = GrowthBatch.of([growth_of(session, [5, 6])])
+    session.generation.cancel()
+    bench.scheduler.take_growth("draft", after)
+    assert (totals.dropped_nodes, len(target.grown)) == (12, 1)
+    assert totals.serving.grown_nodes == 14
+
+
+async def test_a_draft_that_has_forgotten_its_tree_takes_its_place_anew_before_what_it_grows(bench, make_request):
+    target = bench.add_target()
+    target.runs.clear()
+    bench.add_draft(delay_s=1000.0)
+    session, other = begin(bench, make_request, 2)
+    bench.scheduler.take_growth("draft", GrowthBatch.of([growth_of(session, [5, 6])]))
+    del target.told[:]
+    batch = [growth_of(session, [7], first=3, forgot=True), growth_of(other, [8])]
+    bench.scheduler.take_growth("draft", GrowthBatch.of(batch))
+    assert target.told == ["TAKEN 1.0", "grow 1.0 1", "grow 2.0 1"]
+    # It has nothing yet in the place of what it has forgotten.
+    bench.scheduler.take_growth("draft", GrowthBatch.of([growth_of(session, [], forgot=True)]))
+    assert target.told[3:] == ["TAKEN 1.0"]
+
+
+async def test_lost_growth_is_asked_for_once_until_it_comes(bench, make_request):
+    target = bench.add_target(step_s=0.001)
+    draft = bench.add_draft(delay_s=1000.0)
+    session, other = begin(bench, make_request, 2)
+    target.loses_growth = True
+    bench.scheduler.take_growth("draft", GrowthBatch.of([growth_of(session, [5, 6])]))
+    # Every round says so, until the tree comes again.
+    await asyncio.sleep(0.01)
+    assert len(target.rounds) >= 8
+    asked = [(session.session_id, session.draft_epochs["draft"])]
+    assert draft.asked_again == asked
+    target.loses_growth = False
+    del target.told[:]
+    # Growth that had left before is of no use, and does not count for the answer.
+    bench.scheduler.take_growth("draft", GrowthBatch.of([growth_of(session, [9], first=8), growth_of(other, [9])]))
+    await asyncio.sleep(0.01)
+    assert draft.asked_again == asked
+    guesses = right(session, 6)
+    bench.scheduler.take_growth("draft", GrowthBatch.of([growth_of(session, guesses, first=20, again=True)]))
+    assert target.told == ["grow 1.0 1", "grow 2.0 1", "RESENT 1.0", "grow 1.0 6"]
+    await asyncio.sleep(0.01)
+    assert draft.asked_again == asked
+    assert session.accepted_tokens > 0
+    # It may be lost once more.
+    target.loses_growth = True
+    bench.scheduler.take_growth("draft", GrowthBatch.of([growth_of(session, [5], first=40)]))
+    await asyncio.sleep(0.01)
+    assert draft.asked_again == 2 * asked
+
+
+async def test_only_drafts_that_are_there_are_asked_for_what_was_lost(make_bench, make_request):
+    bench = make_bench(drafts_per_session=2)
+    target = bench.add_target()
+    target.runs.clear()
+    drafts = [bench.add_draft(name, delay_s=1000.0) for name in ("first", "second")]
+    (session,) = begin(bench, make_request)
+    lost = Outcome(session_id=session.session_id, epoch=session.target_epoch, token_ids=(), lost=(1 << 32) - 1)
+    bench.scheduler.remove_draft("first")
+    bench.scheduler.take_results("target", RoundResults(outcomes=[lost]))
+    assert [len(draft.asked_again) for draft in drafts] == [0, 1]
+    # Nothing is committed by it, and no round of the session has ended.
+    assert (session.output_length, bench.scheduler.totals.verify_steps) == (0, 0)
+
+
+async def test_a_session_whose_target_is_lost_is_opened_elsewhere_with_its_tokens_and_its_drafts_trees(
+    make_bench, make_request, expect_output
+):
+    bench = make_bench(drafts_per_session=2)
+    bench.add_target("first", step_s=0.005)
+    drafts = {name: bench.add_draft(name, accuracy=0.9, delay_s=0.001) for name in ("one", "two")}
+    request = make_request(sampling=SamplingSpec(max_new_tokens=60))
+    generation = bench.scheduler.submit(request, [TextStream(None)])
+    (session,) = generation.sessions
+    reading = asyncio.create_task(_tokens(generation))
+    await asyncio.sleep(0.022)
+    committed, epoch = list(session.token_ids), session.target_epoch
+    assert len(committed) > 7
+    second = bench.add_target("second", step_s=0.005)
+    late = growth_of(session, right(session, 3), draft="one", first=900)
+    # Somebody has been asked for what the first target had lost, and it will not hear of that any more.
+    bench.scheduler.take_results(
+        "first", RoundResults(outcomes=[Outcome(session_id=1, epoch=epoch, token_ids=(), lost=1)])
+    )
+    bench.scheduler.remove_target("first", "gone", kind=LossKind.SILENT)
+    assert session.target_epoch > epoch
+    assert second.sessions[1].tokens == committed
+    assert second.told == ["open 1", "TAKEN 1.0", "TAKEN 1.1"]
+    assert {name: len(draft.asked_again) for name, draft in drafts.items()} == {"one": 2, "two": 1}
+    assert drafts["one"].sessions[1].epoch == session.draft_epochs["one"]
+    # Growth that was on its way goes to the new target.
+    bench.scheduler.take_growth("one", GrowthBatch.of([late]))
+    assert second.told[3:] == ["grow 1.0 3"]
+    assert list(second.grown[0].epochs) == [session.target_epoch]
+    await asyncio.sleep(0.004)
+    assert {told for told in second.told if told.startswith("RESENT")} == {"RESENT 1.0", "RESENT 1.1"}
+    # What the first one still says is nobody's.
+    bench.scheduler.take_results(
+        "first", RoundResults(outcomes=[Outcome(session_id=1, epoch=epoch, token_ids=[5, 6, 7])])
+    )
+    assert session.token_ids[: len(committed)] == committed
+    tokens = await reading
+    assert tokens == expect_output(request.prompt_token_ids, request.sampling)
+    # The very first of its rounds had the tree.
+    assert len(second.rounds[0][1]) > 1
+
+
+async def _tokens(generation: Any) -> list[int]:
+    return [token async for event in generation for token in getattr(event, "token_ids", ())]
+
+
+@pytest.mark.parametrize("kind", [FaultKind.LOST, FaultKind.NO_ROOM])
+async def test_a_session_that_is_opened_anew_where_it_is_has_its_drafts_trees_too(bench, make_request, kind):
+    target = bench.add_target(step_s=0.001)
+    target.fault_kind = kind
+    draft = bench.add_draft(accuracy=0.9, delay_s=0.001)
+    (session,) = begin(bench, make_request)
+    await asyncio.sleep(0.01)
+    target.fail_sessions.add(session.session_id)
+    epoch = session.target_epoch
+    while session.target_epoch == epoch:
+        await asyncio.sleep(0.001)
+    opened = target.told.index("open 1", 1)
+    assert target.told[opened : opened + 2] == ["open 1", "TAKEN 1.0"]
+    assert draft.asked_again[-1] == (1, session.draft_epochs["draft"])
+    await asyncio.sleep(0.002)
+    assert "RESENT 1.0" in target.told[opened:]
+    # While it was nowhere, it was told nothing.
+    assert not draft.closed
+
+
+async def test_growth_while_a_session_has_no_target_is_dropped(make_bench, make_request):
+    bench = make_bench(target_wait_s=10.0)
+    bench.add_target("first").runs.clear()
+    draft = bench.add_draft(delay_s=1000.0)
+    (session,) = begin(bench, make_request)
+    bench.scheduler.remove_target("first", "gone", kind=LossKind.SILENT)
+    bench.scheduler.take_growth("draft", GrowthBatch.of([growth_of(session, [5, 6], again=True)]))
+    assert bench.scheduler.totals.dropped_nodes == 2
+    second = bench.add_target("second")
+    assert second.told == ["open 1", "TAKEN 1.0"]
+    assert draft.asked_again == [(1, session.draft_epochs["draft"])]
+
+
+async def test_a_client_that_does_not_read_holds_its_session_and_no_other(make_bench, make_request, expect_output):
+    bench = make_bench(max_buffered_events=4)
+    target = bench.add_target(step_s=0.001)
+    request = make_request(2)
+    held, reading = (bench.scheduler.submit(own, [TextStream(None)]) for own in (make_request(1), request))
+    tokens = await _tokens(reading)
+    assert tokens == expect_output(request.prompt_token_ids, request.sampling)
+    assert target.bounds == [(1, 0, False)]
+    rounds = sum(1 in done for done in target.rounds)
+    assert 4 <= rounds <= 6
+    # It goes on as soon as there is room for its events again, and is held as often as it has to.
+    request = make_request(1)
+    assert await _tokens(held) == expect_output(request.prompt_token_ids, request.sampling)
+    assert (1, (1 << 31) - 1, False) in target.bounds
+
+
+async def test_a_session_that_is_held_rests_at_the_next_target_too(make_bench, make_request):
+    bench = make_bench(max_buffered_events=2)
+    bench.add_target("first", step_s=0.001)
+    generation = bench.scheduler.submit(make_request(), [TextStream(None)])
+    await asyncio.sleep(0.01)
+    second = bench.add_target("second", step_s=0.001)
+    bench.scheduler.remove_target("first", "gone", kind=LossKind.SILENT)
+    await asyncio.sleep(0.01)
+    assert second.bounds == [(1, 0, False)]
+    assert not second.rounds
+    assert len(await _tokens(generation)) == 40
+
+
+def test_nodes_are_counted_by_the_session_and_the_source():
+    def own(session_id: int, sources: list[int]) -> Growth:
+        ids = list(range(1, len(sources) + 1))
+        return Growth(
+            session_id=session_id, epoch=1, as_of=1, node_ids=ids, parents=[0] * len(ids), tokens=ids,
+            acceptance=[0.5] * len(ids), sources=sources,
+        )  # fmt: skip
+
+    model, ngram, eagle = GrowthSource
+    assert GrowthBatch.of([own(1, [1, 2, 2]), own(2, []), own(3, [3])]).nodes_by_source() == [
+        {model: 1, ngram: 2}, {}, {eagle: 1},
+    ]  # fmt: skip
+    (alone,) = GrowthBatch.of([growth_without_sources(2)]).nodes_by_source()
+    assert alone == {model: 2}
+
+
+def growth_without_sources(count: int) -> Growth:
+    ids = list(range(1, count + 1))
+    return Growth(
+        session_id=1, epoch=1, as_of=1, node_ids=ids, parents=[0] * count, tokens=ids, acceptance=[0.5] * count
+    )
