@@ -83,6 +83,11 @@ def open_request(
     return OpenRequest(key=(7, number), epoch=epoch, prompt=prompt, output=output, sampling=spec)
 
 
+def most_rounds(tokens: int, *, each: int) -> int:
+    """Return the most rounds that tokens take, so many a round; on a GPU half the rounds run ahead, without a tree."""
+    return -(-tokens // each) * (2 if DEVICE == "cuda" else 1)
+
+
 @dataclass
 class Decoded:
     """What a session has been given."""

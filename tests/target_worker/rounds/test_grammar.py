@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.target_worker.rounds.driving import Decoded, Driver, make_loop
+from tests.target_worker.rounds.driving import Decoded, Driver, make_loop, most_rounds
 from tests.target_worker.test_grammar import (
     BLIND,
     END,
@@ -63,7 +63,7 @@ def test_any_tree_gives_plain_decoding(name, loop, reference_model):
             assert decoded.finish is (Finish.STOP if plain[-1] == END else Finish.LENGTH)
             rounds[make_tree] = len(decoded.results)
         assert rounds[no_tree] == len(plain)
-        assert rounds[chain] <= -(-len(plain) // 6), "the right nodes were not accepted"
+        assert rounds[chain] <= most_rounds(len(plain), each=6), "the right nodes were not accepted"
     assert loop.kv.used == 0
 
 
@@ -83,7 +83,7 @@ def test_a_tree_that_is_not_followed_to_its_end_gives_plain_decoding(loop, refer
         for make_tree in (random_tree, chain):
             decoded = decode(loop, spec, plain, make_tree)
             assert decoded.tokens == plain
-            assert make_tree is not chain or len(decoded.results) <= -(-len(plain) // 3)
+            assert make_tree is not chain or len(decoded.results) <= most_rounds(len(plain), each=3)
 
 
 @pytest.mark.parametrize("rule", [VerificationRule.TARGET_ONLY, VerificationRule.REJECTION])
