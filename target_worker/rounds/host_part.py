@@ -56,8 +56,9 @@ __all__ = [
     "Masks",
     "apply_masks",
     "ban_stops",
-    "bans_many_stops",
+    "device_stops",
     "grammar_masks",
+    "has_host_stops",
     "host_rows",
     "judge",
     "needs_host",
@@ -132,12 +133,28 @@ class Masks:
 def needs_host(session: HostSession) -> bool:
     """Return whether rounds with this session have a host's part."""
     sampling = session.sampling
-    return session.grammar is not None or sampling.rule is not VerificationRule.COUPLED or bans_many_stops(sampling)
+    return session.grammar is not None or sampling.rule is not VerificationRule.COUPLED or _bans_stops(sampling)
 
 
-def bans_many_stops(sampling: SamplingSpec) -> bool:
-    """Return whether more stop tokens are banned at first than the device knows of a session."""
-    return sampling.bans_stops and len(set(sampling.stop_token_ids)) > MAX_STOPS
+def device_stops(sampling: SamplingSpec) -> list[int]:
+    """Return the stop tokens that the device knows of a session, in rising order: at most so many.
+
+    Under `rejection` none: nodes with a stop token of the device are never verified, and what is verified must not
+    depend on a token that was drawn.
+    """
+    if sampling.rule is VerificationRule.REJECTION:
+        return []
+    return sorted(set(sampling.stop_token_ids))[:MAX_STOPS]
+
+
+def has_host_stops(sampling: SamplingSpec) -> bool:
+    """Return whether a session has stop tokens that the device does not know."""
+    return len(device_stops(sampling)) < len(set(sampling.stop_token_ids))
+
+
+def _bans_stops(sampling: SamplingSpec) -> bool:
+    """Return whether stop tokens that the device does not know are banned at first."""
+    return sampling.bans_stops and has_host_stops(sampling)
 
 
 def host_rows(packed: Packed, pool: Pool, sessions_by_row: Sequence[HostSession | None]) -> list[HostRows]:
@@ -230,7 +247,7 @@ def apply_masks(masks: Masks, logits: torch.Tensor, packed: Packed) -> None:
 
 @torch.inference_mode()
 def ban_stops(rows: Sequence[HostRows], logits: torch.Tensor) -> None:
-    """Ban the stop tokens of sessions that have more of them than the device knows, before min_new_tokens are out.
+    """Ban stop tokens before min_new_tokens are out, where the device does not know all of them.
 
     Args:
         rows: of the sessions that need the host, others among them.
@@ -238,7 +255,7 @@ def ban_stops(rows: Sequence[HostRows], logits: torch.Tensor) -> None:
     """
     for part in rows:
         sampling = part.session.sampling
-        if not bans_many_stops(sampling):
+        if not _bans_stops(sampling):
             continue
         left = sampling.min_new_tokens - len(part.session.output)
         depths = [0]

@@ -24,7 +24,6 @@ from outrider.engine.prefix_cache import common_length
 from outrider.engine.round_rings import Early, Inbox, Report, Rounds
 from outrider.grammar.compiler import GrammarCompiler
 from outrider.grammar.matcher import SessionGrammar
-from outrider.kernels.pool.columns import MAX_STOPS
 from outrider.kernels.pool.records import WORDS, RecordKind, Records
 from outrider.kernels.pool.select import GAIN_SCALE
 from outrider.kernels.verification.report import ReportColumn, RoundTime
@@ -35,6 +34,7 @@ from outrider.target_worker.open_checks import check_bounds, check_open, fit_fau
 from outrider.target_worker.rounds import plan
 from outrider.target_worker.rounds.buckets import MAX_CHUNKS, RoundTimes
 from outrider.target_worker.rounds.config import RoundConfig
+from outrider.target_worker.rounds.host_part import has_host_stops
 from outrider.target_worker.rounds.kv import RowKv
 from outrider.target_worker.rounds.observer import RoundObserver
 from outrider.target_worker.rounds.program import RoundProgram
@@ -409,7 +409,7 @@ class RoundLoop:
                 session.is_shared = True
             kept = accepted[: min(len(accepted), len(tokens) - 1)]
             self._kv.reorder(session.row, session.length - 1, rows, [0, *kept])
-            if len(session.stop_token_ids) > MAX_STOPS:
+            if has_host_stops(session.sampling):
                 finish = _end_at_stop(session, tokens, finish)
                 del accepted[len(tokens) :], drafters[len(tokens) :]
             session.commit(tokens)
@@ -603,7 +603,7 @@ def _fault_of(session: Session) -> SessionFault:
 
 
 def _end_at_stop(session: Session, tokens: list[int], finish: Finish) -> Finish:
-    """Cut tokens behind the first stop token: of more stop tokens than the device knows."""
+    """Cut tokens behind the first stop token, where the device does not know all of them."""
     first = session.prompt_len + session.sampling.min_new_tokens - session.length
     for place, token in enumerate(tokens):
         if token in session.stop_token_ids and place >= first:

@@ -198,7 +198,7 @@ class RoundProgram:
             slots: of its KV, as many as there are.
         """
         sampling, row, pool, rules = session.sampling, session.row, self.pool, self._rules
-        stops = sorted(session.stop_token_ids)[:MAX_STOPS]
+        stops = host_part.device_stops(sampling)
         rates = coin_rates(sampling.synthetic_rates) if sampling.is_synthetic else []
         columns: list[tuple[torch.Tensor, npt.NDArray[np.generic]]] = [
             (pool.history[row], session.history[: session.length]),

@@ -8,6 +8,7 @@ from tests.target_worker.rounds.driving import Driver, make_loop
 from tests.target_worker.verifying import PROMPT, TARGET_ONLY, make_verifier, no_tree, open_request
 
 from outrider.draft_distribution import DraftDistribution
+from outrider.kernels.verification.walk import Finish
 from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.sessions import TreeRequest
@@ -80,4 +81,28 @@ def test_rounds_decide_as_the_present_verifier_does(name, loop, verifier):
         loop.close((7, 1), 1)
     assert accepted > 10
     driver.run()
+    assert loop.kv.used == 0
+
+
+def test_under_rejection_a_drafted_stop_token_is_verified_like_any_other(loop):
+    """What is verified must not depend on a token that was drawn: without stop tokens the output would be biased."""
+    ends = 0
+    for seed in range(30):
+        spec = replace(
+            REJECTION, seed=seed, max_new_tokens=TOKENS, allowed_token_ids=ALLOWED, stop_token_ids=(8, 23),
+            min_new_tokens=2,
+        )  # fmt: skip
+        driver, q = Driver(loop), DraftDistribution.quantised(ALLOWED, [1.0] * len(ALLOWED))
+        decoded = driver.open(1, spec, [], no_tree)
+        while not decoded.is_over:
+            driver.grow(1, ([8, 23, 4], [0, 1, 2]), as_of=len(PROMPT) + len(decoded.tokens), q=[q] * 3)
+            driver.turn()
+            loop.forget((7, 1), 1, 0)
+        assert all(result.selected == 3 for result in decoded.results if result.finish is not Finish.LENGTH)
+        stops = [place for place, token in enumerate(decoded.tokens) if token in {8, 23}]
+        assert stops in ([], [len(decoded.tokens) - 1])
+        assert not stops or stops[0] >= 2
+        ends += decoded.finish is Finish.STOP
+        driver.run()
+    assert ends > 20
     assert loop.kv.used == 0
