@@ -3,12 +3,13 @@
     update_slot_table    table[update_rows[u], update_columns[u]] = update_slots[u]
     gather_slot_rows     out[s, :key_len[s]] = table[rows[s], :key_len[s]]
     store_positions      slot_positions[write_slots[t]] = positions[t]
+    gather_paths         paths[t] = the slots of the keys that the bits of tree_mask[t] name, in their order
 
 An entry that points outside its tensor is left out: padding of a static number of entries uses -1, or a scratch row.
 These launches do not let the next one begin early: attention may read what they write before it waits
 (`outrider.kernels.early_launch`).
 
-Shapes: U updates, S sessions of the step, T rows.
+Shapes: U updates, S sessions of the step, T rows, W mask words.
 """
 
 # compile-time parameters of kernels are upper case
@@ -22,6 +23,8 @@ from outrider.kernels.argument_checks import check_dtype, check_place
 from outrider.kernels.backend import check_shape, jit, tl, triton, uses_triton
 
 __all__ = [
+    "gather_paths",
+    "gather_paths_reference",
     "gather_slot_rows",
     "gather_slot_rows_reference",
     "store_positions",
@@ -30,7 +33,7 @@ __all__ = [
     "update_slot_table_reference",
 ]
 
-_INT32 = (torch.int32,)
+_INT32, _INT64 = (torch.int32,), (torch.int64,)
 # Entries that a program copies at a time.
 _BLOCK = 1024
 # Entries that a program writes one by one.
@@ -237,3 +240,106 @@ def _store_positions_kernel(
     slot = tl.load(write_slots_ptr + row, mask=row < rows, other=-1).to(tl.int64)
     position = tl.load(positions_ptr + row, mask=row < rows, other=0).to(tl.int32)
     tl.store(slot_positions_ptr + slot * stride, position, mask=(slot >= 0) & (slot < num_slots))
+
+
+def gather_paths(
+    slot_table: torch.Tensor,
+    sessions: torch.Tensor,
+    tree_start: torch.Tensor,
+    key_len: torch.Tensor,
+    tree_mask: torch.Tensor,
+    paths: torch.Tensor,
+) -> None:
+    """Write the slots of each row's keys in its tree one after the other, root first: `TreeAttentionBatch.paths`.
+
+    Args:
+        slot_table: [S, max_len] int32, the slots of each session's keys.
+        sessions: [T] int32, each row's session; a row out of range has no path.
+        tree_start: [S] int32, the key that bit 0 stands for.
+        key_len: [S] int32, keys of each session: bits beyond them count for nothing.
+        tree_mask: [T, W] int64, in whose bits ancestors come before their descendants.
+        paths: [T, 64 W] int32, written; -1 behind a path's end.
+
+    Raises:
+        ValueError: a shape, dtype, device or layout that does not fit, naming the argument.
+    """
+    check_shape("slot_table", slot_table, ("S", "max_len"))
+    check_shape("tree_mask", tree_mask, ("T", "W"))
+    (rows, words), count = tree_mask.shape, slot_table.shape[0]
+    shapes = {"sessions": (rows,), "tree_start": (count,), "key_len": (count,), "paths": (rows, 64 * words)}
+    tensors = {"sessions": sessions, "tree_start": tree_start, "key_len": key_len, "paths": paths}
+    for name, shape in shapes.items():
+        check_shape(name, tensors[name], shape)
+    for name, tensor in {"slot_table": slot_table, "tree_mask": tree_mask, **tensors}.items():
+        check_dtype(name, tensor, _INT64 if name == "tree_mask" else _INT32)
+        check_place(name, tensor, slot_table.device, "slot_table")
+        if name != "slot_table" and not tensor.is_contiguous():
+            raise ValueError(f"{name}: strides {tensor.stride()} given, a contiguous tensor needed")
+    if not uses_triton(slot_table):
+        gather_paths_reference(slot_table, sessions, tree_start, key_len, tree_mask, paths)
+    elif paths.numel():
+        _gather_paths_kernel[(rows,)](
+            paths,
+            slot_table,
+            sessions,
+            tree_start,
+            key_len,
+            tree_mask,
+            *slot_table.stride(),
+            *slot_table.shape,
+            WORDS=words,
+            BLOCK=triton.next_power_of_2(64 * words),
+            num_warps=1 if words == 1 else 4,
+        )
+
+
+def gather_paths_reference(
+    slot_table: torch.Tensor,
+    sessions: torch.Tensor,
+    tree_start: torch.Tensor,
+    key_len: torch.Tensor,
+    tree_mask: torch.Tensor,
+    paths: torch.Tensor,
+) -> None:
+    """`gather_paths` in plain torch, row by row."""
+    paths.fill_(-1)
+    count, most = slot_table.shape
+    for row, session in enumerate(sessions.tolist()):
+        if 0 <= session < count:
+            bits = (tree_mask[row][:, None] >> torch.arange(64, device=tree_mask.device) & 1).flatten()
+            keys = bits.nonzero().squeeze(1) + tree_start[session]
+            keys = keys[keys < min(int(key_len[session]), most)]
+            paths[row, : len(keys)] = slot_table[session, keys]
+
+
+@jit(do_not_specialize=["sessions", "max_len"])
+def _gather_paths_kernel(
+    paths_ptr,  # [T, 64 WORDS] int32
+    table_ptr,  # [S, max_len] int32
+    sessions_ptr,  # [T] int32
+    tree_start_ptr,  # [S] int32
+    key_len_ptr,  # [S] int32
+    tree_mask_ptr,  # [T, WORDS] int64
+    table_row_stride,
+    table_stride,
+    sessions,
+    max_len,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    session = tl.load(sessions_ptr + row)
+    is_row = (session >= 0) & (session < sessions)
+    start = tl.load(tree_start_ptr + session, mask=is_row, other=0)
+    keys = tl.minimum(tl.load(key_len_ptr + session, mask=is_row, other=0), max_len)
+    bit = tl.arange(0, BLOCK)
+    word = tl.load(tree_mask_ptr + row * WORDS + (bit >> 6), mask=bit < 64 * WORDS, other=0)
+    key = start + bit
+    is_on_path = (((word >> (bit & 63).to(tl.int64)) & 1) != 0) & (key >= 0) & (key < keys)
+    slot = tl.load(
+        table_ptr + session.to(tl.int64) * table_row_stride + key.to(tl.int64) * table_stride, mask=is_on_path, other=-1
+    )
+    place, count = tl.cumsum(is_on_path.to(tl.int32), 0) - 1, tl.sum(is_on_path.to(tl.int32))
+    paths_ptr += row * (64 * WORDS)
+    tl.store(paths_ptr + place, slot, mask=is_on_path)
+    tl.store(paths_ptr + bit, tl.full((BLOCK,), -1, tl.int32), mask=(bit >= count) & (bit < 64 * WORDS))

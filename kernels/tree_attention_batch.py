@@ -39,6 +39,8 @@ class TreeAttentionBatch:
         slot_positions: [num_slots] int32, the position of the token in each slot; needed by sliding windows only.
         split_keys: CUDA: keys per split, fixed for results that do not depend on the batch's shape; None lets the
             kernel choose by the size of the batch.
+        paths: [T, 64 W] int32, CUDA: the slots of each row's keys in the tree, as `gather_paths` writes them. With them
+            a row reads its keys as if these alone stood behind its prefix: sums do not depend on the other branches.
 
     Raises:
         ValueError: a shape or dtype that does not fit, naming the argument.
@@ -55,6 +57,7 @@ class TreeAttentionBatch:
     positions: torch.Tensor | None = None
     slot_positions: torch.Tensor | None = None
     split_keys: int | None = None
+    paths: torch.Tensor | None = None
     _cpu_plans: dict[tuple[int, int], tuple[SessionPlan, ...]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -75,6 +78,9 @@ class TreeAttentionBatch:
         if self.slot_positions is not None:
             check_shape("slot_positions", self.slot_positions, ("num_slots",))
             _check_int32("slot_positions", self.slot_positions, self.tree_mask.device)
+        if self.paths is not None:
+            check_shape("paths", self.paths, (rows, 64 * self.tree_mask.shape[1]))
+            _check_int32("paths", self.paths, self.tree_mask.device)
         if self.max_key_len > self.slot_table.shape[1]:
             raise ValueError(f"max_key_len: {self.max_key_len} given, at most {self.slot_table.shape[1]} needed")
         if self.split_keys is not None and self.split_keys < 1:

@@ -6,6 +6,8 @@ all rows of a tile read the same keys. A unit is a tile and a split of its keys;
     attend_kernel    one program a unit and key head: an online softmax over the unit's keys. Keys that every row of the
                      tile sees by its prefix need no mask and no bounds; the tail does. With one split the result goes
                      to `out`, otherwise to a buffer of partial results, normalised, with log2 of its mass beside it.
+                     With PATHS, what follows the prefix is gone through once for every row of the tile, in the order of
+                     its own path: blocks that a row does not see leave its sums as they are, bit by bit.
     merge_kernel     tiles of several splits: the mean of the partial results, weighted by their masses, in fixed order.
 
 How many splits a session gets is decided on the device (`_plan`), from the lengths of all sessions: every session gets
@@ -159,6 +161,7 @@ def attend_kernel(
     tree_mask_ptr,  # [T, W] int64
     positions_ptr,  # [T] int32
     slot_positions_ptr,  # [num_slots] int32
+    paths_ptr,  # [T, 64 W] int32
     query_row_stride,
     query_head_stride,
     query_stride,
@@ -188,6 +191,7 @@ def attend_kernel(
     HEAD_DIM: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    PATHS: tl.constexpr,
     HAS_PARTIAL: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -272,11 +276,18 @@ def attend_kernel(
     # Blocks of keys before this are in the prefix of every row.
     shared = tl.minimum(tl.maximum(tl.min(tl.where(row_ok, prefix_len, key_len)), 0), last)
     shared = first + tl.maximum(shared - first, 0) // BLOCK_N * BLOCK_N
+    # From here on a tile with trees reads each row's keys by themselves.
+    common = last
+    if PATHS:
+        common = tl.where(tl.max((bits != 0).to(tl.int32)) > 0, shared, last)
     position = prefix_len
     if HAS_WINDOW:
         position = tl.load(positions_ptr + row, mask=row_ok, other=2**31 - 1)
         first = _first_in_window(table_ptr, table_stride, slot_positions_ptr, first, last, num_slots,
                                  tl.min(position) - window)  # fmt: skip
+        if PATHS:
+            # In the table a path's keys stand behind those of other branches, perhaps so far that none was seen here.
+            first = tl.minimum(first, common)
         slot = tl.load(
             table_ptr + tl.minimum(first + lane, last - 1) * table_stride, mask=first + 0 * lane < last, other=0
         )
@@ -322,7 +333,7 @@ def attend_kernel(
         best = tl.full([BLOCK_M], float("-inf"), tl.float32)
         mass = tl.zeros([BLOCK_M], tl.float32)
         mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for begin in tl.range(shared, last, BLOCK_N, num_stages=TAIL_STAGES):
+    for begin in tl.range(shared, common, BLOCK_N, num_stages=TAIL_STAGES):
         slot = tl.load(table_ptr + (begin + lane) * table_stride, mask=begin + lane < last, other=-1)
         slot_ok = (slot >= 0) & (slot < num_slots)
         place = slot.to(tl.int64) if WIDE else slot
@@ -342,6 +353,38 @@ def attend_kernel(
             scores = tl.where(position[:, None] - key_position[None, :] < window, scores, float("-inf"))
         best, mass, mixed, weights = _soften(scores, score_scale, best, mass, mixed)
         mixed = tl.dot(weights.to(query.dtype), value.to(query.dtype), mixed, input_precision="ieee")
+    if PATHS:
+        first_row = row_begin + tile * BLOCK_M // GROUP
+        end_row = tl.minimum(row_begin + ((tile + 1) * BLOCK_M + GROUP - 1) // GROUP, row_end)
+        if common >= last:
+            end_row = first_row
+        for number in range(first_row, end_row):
+            own_prefix = tl.load(prefix_len_ptr + number)
+            path_ptr = paths_ptr + number * (64 * words)
+            for begin in tl.range(common, last, BLOCK_N, num_stages=1):
+                index = begin + lane
+                node = index - own_prefix
+                slot = tl.load(table_ptr + index * table_stride, mask=(index < last) & (node < 0), other=-1)
+                on_path = (index < last) & (node >= 0) & (node < 64 * words)
+                slot = tl.where(node < 0, slot, tl.load(path_ptr + node, mask=on_path, other=-1))
+                slot_ok = (slot >= 0) & (slot < num_slots)
+                place = slot.to(tl.int64) if WIDE else slot
+                kept = slot_ok[:, None] & dim_ok[None, :]
+                key = tl.load(
+                    key_ptr + (place[:, None] * key_slot_stride + dim[None, :] * key_stride), mask=kept, other=0.0
+                )
+                value = tl.load(
+                    value_ptr + (place[:, None] * value_slot_stride + dim[None, :] * value_stride), mask=kept, other=0.0
+                )
+                scores = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee")
+                scores = _capped(scores, cap_scale, HAS_SOFTCAP)
+                scores = tl.where((row == number)[:, None], scores, float("-inf"))
+                scores += tl.where(slot_ok, 0.0, float("-inf"))[None, :]
+                if HAS_WINDOW:
+                    key_position = tl.load(slot_positions_ptr + slot, mask=slot_ok, other=0)
+                    scores = tl.where(position[:, None] - key_position[None, :] < window, scores, float("-inf"))
+                best, mass, mixed, weights = _soften(scores, score_scale, best, mass, mixed)
+                mixed = tl.dot(weights.to(query.dtype), value.to(query.dtype), mixed, input_precision="ieee")
     mixed = mixed * (value_scale / tl.where(mass > 0, mass, 1.0))[:, None]
     if HAS_PARTIAL and splits > 1:
         target = (unit.to(tl.int64) * HEADS_KV + head_kv) * BLOCK_M + tl.arange(0, BLOCK_M)

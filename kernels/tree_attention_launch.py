@@ -172,8 +172,10 @@ def choose_tiles(call: AttentionCall) -> Tiles:
 
 def _can_specialise(call: AttentionCall) -> bool:
     """Whether the kernel for Hopper takes these arguments; the plain one takes all."""
-    plain = call.numbers.softcap > 0 or call.numbers.sliding_window > 0 or call.batch.split_keys is not None
-    if plain or not runs_specialised(call.query.device):
+    plain = call.numbers.softcap > 0 or call.numbers.sliding_window > 0
+    # Of results that do not depend on the batch.
+    fixed = call.batch.split_keys is not None or call.batch.paths is not None
+    if plain or fixed or not runs_specialised(call.query.device):
         return False
     # Sixteen bytes are copied at a time.
     aligned = all(
@@ -292,6 +294,7 @@ def _attend(call: AttentionCall, outputs: tuple[torch.Tensor, ...], tiles: Tiles
         *call.lists(),
         batch.positions.contiguous() if windowed and batch.positions is not None else batch.prefix_len,
         batch.slot_positions.contiguous() if windowed and batch.slot_positions is not None else batch.prefix_len,
+        batch.prefix_len if batch.paths is None else batch.paths.contiguous(),
         *call.strides,
         *batch.slot_table.stride(),
         *call.sizes(grid),
@@ -301,6 +304,7 @@ def _attend(call: AttentionCall, outputs: tuple[torch.Tensor, ...], tiles: Tiles
         **_pass(call, tiles, grid),
         HAS_SOFTCAP=numbers.softcap > 0,
         HAS_WINDOW=windowed,
+        PATHS=batch.paths is not None,
         # With a window every block is looked at key by key; without one, the last few.
         TAIL_STAGES=tiles.stages if windowed and call.query.element_size() == 2 else 1,
         BLOCK_M=tiles.rows,

@@ -44,10 +44,15 @@ class Bucket:
 
 
 def round_buckets(config: RoundConfig, *, on_gpu: bool) -> list[Bucket]:
-    """Return the buckets, those without prefill first, smallest first."""
+    """Return the buckets, those without prefill first, smallest first.
+
+    Args:
+        config: sizes.
+        on_gpu: whether rounds are captured in CUDA graphs.
+    """
     sessions, most, widest = config.max_sessions, config.max_session_rows, config.max_step_rows
     if not on_gpu:
-        # A CPU computes no padding: one bucket is the bound of all rounds.
+        # Without graphs no padding is computed: one bucket is the bound of all rounds.
         return [Bucket(rows=widest, sessions=sessions + MAX_CHUNKS, most=most, prefill=config.max_prefill_tokens)]
     rungs = [*(rung for rung in _RUNGS if rung < widest), widest]
     found: dict[Bucket, None] = {}

@@ -13,6 +13,10 @@ On a GPU a bucket's stages are two CUDA graphs: up to the forward pass, and from
 together, one round ahead. Rounds with processors run in wide buckets alone, in three graphs; where the host has a part
 in the choices, it works while the forward pass runs and launches what follows.
 
+Rounds that are not captured (on a CPU, with `enforce_eager`, with attention that waits for the host as FlashInfer's
+does) run one operator after the other, in one bucket: the host reads how many rows were packed, and the forward pass
+computes no padding. None is launched ahead, and each has ended when its launch returns.
+
 Shapes: S rows of the pool, R verified rows of a bucket, N sessions, M rows of a session at most, V vocabulary.
 """
 
@@ -59,7 +63,6 @@ T = TypeVar("T")
 
 # Records of the ring, at least, and for each session.
 _LEAST_RECORDS, _SESSION_RECORDS = 4096, 16
-_CPU = torch.device("cpu")
 _COMPILING_THREADS = 8
 # Rounds that time a bucket before it is used.
 _TIMED = 3
@@ -106,8 +109,9 @@ class RoundProgram:
         device: torch.device,
         captures: bool,
     ) -> None:
-        self._model, self.device, self.runs_ahead = model, device, device.type == "cuda"
         on_gpu, sessions = device.type == "cuda", config.max_sessions
+        self._captures, self._is_capturing = captures and on_gpu, False
+        self._model, self.device, self.runs_ahead = model, device, self._captures
         self.pool = Pool.allocate(
             sessions=sessions,
             max_len=row_len,
@@ -115,7 +119,7 @@ class RoundProgram:
             places=config.places,
             device=device,
         )
-        self.buckets = round_buckets(config, on_gpu=on_gpu)
+        self.buckets = round_buckets(config, on_gpu=self._captures)
         self.captured_ns: list[float] = []
         # What the host needs early is one piece of memory: gains, then rows, sessions and needed rows.
         count = len(self.buckets)
@@ -171,11 +175,11 @@ class RoundProgram:
         self._plain: dict[int, tuple[torch.cuda.CUDAGraph, torch.cuda.CUDAGraph]] = {}
         self._wide: dict[int, _WideGraphs] = {}
         self._graph_pool = torch.cuda.graph_pool_handle() if on_gpu else None
-        self._captures, self._is_capturing = captures and on_gpu, False
 
     @classmethod
     def of_runner(cls, runner: ModelRunner, config: RoundConfig) -> Self:
         """Return the program of a loaded target."""
+        engine = runner.config
         return cls(
             runner.packed_forward(sessions=config.max_sessions + MAX_CHUNKS),
             config,
@@ -183,7 +187,10 @@ class RoundProgram:
             row_len=runner.slots.max_row_len,
             vocab_size=runner.vocab_size,
             device=runner.device,
-            captures=runner.steps is not None and not runner.config.enforce_eager,
+            # Other attention waits for the host.
+            captures=runner.steps is not None
+            and engine.attention_backend_name == "triton"
+            and not engine.enforce_eager,
         )
 
     def _column(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -228,18 +235,18 @@ class RoundProgram:
         return self._reported_logprobs.numpy()[round_ % 2]
 
     def launch(self, bucket: int, level: Level, by_row: Sequence[Session | None], *, least_value: float = 0.0) -> int:
-        """Run a round; on a GPU nothing is waited for, unless the host has a part in it.
+        """Run a round; with graphs nothing is waited for, unless the host has a part in it.
 
         Args:
             bucket: its number.
             level: of the sessions that take part.
             by_row: sessions by row of the pool.
-            least_value: nodes of a lower value are left out, on a CPU.
+            least_value: nodes of a lower value are left out, of a round without graphs.
 
         Returns:
             The bucket that it runs in: a wide one for processors.
         """
-        if self.device == _CPU:
+        if not self._captures:
             self._selection.least_value[0] = least_value
         if level is Level.PLAIN:
             self._launch_plain(bucket)
@@ -310,23 +317,26 @@ class RoundProgram:
 
     @torch.inference_mode()
     def _forward(self, bucket: int) -> torch.Tensor:
-        """Logits [R, V]; on a CPU without padding."""
-        packed, lines = self._packed[bucket], self._lines[: self.buckets[bucket].rows]
-        if self.device == _CPU:
-            if not packed.query_start[-1]:
-                return torch.empty((0, self._logits.shape[1]))
+        """Logits [R, V]; without graphs those of the rows that there are."""
+        packed, lines, count = self._packed[bucket], self._lines[: self.buckets[bucket].rows], None
+        if not self._captures:
+            count = int(packed.query_start[-1])
+            if not count:
+                return self._logits[:0]
             lines = lines[: int(self._sampled[bucket].count[0])]
-        with nullcontext() if self._is_capturing else self._lead(bucket, lines=len(lines)):
-            logits = self._model.logits(packed, self.pool.table, lines, most=self._most(bucket))
+        with nullcontext() if self._is_capturing else self._lead(bucket, lines=len(lines), count=count):
+            logits = self._model.logits(packed, self.pool.table, lines, most=self._most(bucket), count=count)
         mark_time(self._times, RoundTime.FORWARDED)
         return logits
 
     def _most(self, bucket: int) -> int:
         return max(self.buckets[bucket].most, self.buckets[bucket].prefill)
 
-    def _lead(self, bucket: int, *, lines: int | None = None, graph: int | None = None) -> AbstractContextManager[None]:
+    def _lead(
+        self, bucket: int, *, lines: int | None = None, graph: int | None = None, count: int | None = None
+    ) -> AbstractContextManager[None]:
         lines = self.buckets[bucket].rows if lines is None else lines
-        return self._model.lead(self._packed[bucket], lines=lines, most=self._most(bucket), graph=graph)
+        return self._model.lead(self._packed[bucket], lines=lines, most=self._most(bucket), graph=graph, count=count)
 
     @torch.inference_mode()
     def _end(
@@ -350,6 +360,8 @@ class RoundProgram:
         num_chunks = self._no_chunks if chunks is None else chunks.count
         report_round(pool, self._selection, packed, self._walks, num_chunks, self._times, reports, rounds)
         publish_report(reports, self._nothing, self._tail, rounds)
+        if self.device.type == "cuda" and not self._captures:
+            torch.cuda.current_stream(self.device).synchronize()
 
     def _choose(
         self, bucket: int, level: Level, logits: torch.Tensor, hosted: Sequence[HostRows], masks: Masks | None

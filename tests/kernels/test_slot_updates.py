@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outrider.kernels import backend
-from outrider.kernels.slot_updates import gather_slot_rows, store_positions, update_slot_table
+from outrider.kernels.slot_updates import gather_paths, gather_slot_rows, store_positions, update_slot_table
 
 _NEEDS_CUDA = pytest.mark.skipif(backend.INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -48,13 +48,25 @@ def _check_positions(device: torch.device) -> None:
     assert surrounding.tolist() == [-9] * 4 + [10, -9, -9, 7, -9, 12] + [-9] * 4
 
 
+def _check_paths(device: torch.device) -> None:
+    table = torch.arange(300, dtype=torch.int32, device=device).view(3, 100)
+    masks = [[0b1, 0], [0b1011, 0], [-(2**63) + 1, 0b101], [0b1111, 0], [0, 0], [-1, -1], [0b11, 0]]
+    # The third row's path goes beyond the first word, the fourth's beyond its session's keys, the sixth has no session.
+    mask, sessions = torch.tensor(masks, device=device), _ints([0, 0, 1, 2, 0, -1, 3], device)
+    out = torch.full((7, 128), 7, dtype=torch.int32, device=device)
+    gather_paths(table, sessions, _ints([4, 20, 97], device), _ints([9, 90, 99], device), mask, out)
+    found = [[slot for slot in row if slot >= 0] for row in out.tolist()]
+    assert found == [[4], [4, 5, 7], [120, 183, 184, 186], [297, 298], [], [], []]
+    assert all(row[: len(slots)] == slots for row, slots in zip(out.tolist(), found, strict=True))
+
+
 def test_references() -> None:
-    for check in (_check_updates, _check_gather, _check_positions):
+    for check in (_check_updates, _check_gather, _check_positions, _check_paths):
         check(torch.device("cpu"))
 
 
 def test_triton(triton_device: torch.device) -> None:
-    for check in (_check_updates, _check_gather, _check_positions):
+    for check in (_check_updates, _check_gather, _check_positions, _check_paths):
         check(triton_device)
 
 
@@ -113,3 +125,7 @@ def test_bad_arguments_are_named() -> None:
     _bad(gather_slot_rows, "out: dtype torch.float32", table, two, two, table.float())
     _bad(store_positions, r"positions: shape \[3\] given, \[2\]", three, two, three)
     _bad(store_positions, "slot_positions: dtype torch.int64", three.long(), two, two)
+    mask, paths = torch.zeros(3, 1, dtype=torch.int64), torch.zeros(3, 64, dtype=torch.int32)
+    _bad(gather_paths, r"sessions: shape \[2\] given, \[3\]", table, two, two, two, mask, paths)
+    _bad(gather_paths, r"paths: shape \[3, 63\] given, \[3, 64\]", table, three, two, two, mask, paths[:, 1:])
+    _bad(gather_paths, "tree_mask: dtype torch.int32", table, three, two, two, mask.int(), paths)

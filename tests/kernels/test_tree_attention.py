@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from outrider.kernels import tree_attention_launch
+from outrider.kernels.slot_updates import gather_paths
 from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention, tree_attention_reference
 
 _SLOTS = 200
@@ -464,6 +465,88 @@ def test_sessions_that_overlap_are_merged_from_what_was_computed(
     moved = _moved(batch, triton_device)
     monkeypatch.setattr(torch, "empty", poisoned)
     assert tree_attention(query, key, value, moved, scale=0.3).isfinite().all()
+
+
+def _with_paths(batch: TreeAttentionBatch) -> TreeAttentionBatch:
+    rows, words = batch.tree_mask.shape
+    row = torch.arange(rows, device=batch.tree_mask.device)
+    sessions = torch.searchsorted(batch.query_start, row, right=True).int() - 1
+    paths = torch.empty((rows, 64 * words), dtype=torch.int32, device=row.device)
+    gather_paths(batch.slot_table, sessions, batch.tree_start, batch.key_len, batch.tree_mask, paths)
+    return replace(batch, paths=paths)
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (25, 3.0)])
+def test_paths_change_no_result(triton_device: torch.device, window: int, softcap: float) -> None:
+    batch = _batch(split_keys=50)
+    batch.slot_table[0, 3] = -4
+    tensors = _tensors(batch, 3, 1, 16)
+    expected = tree_attention_reference(*tensors, batch, scale=0.3, sliding_window=window, softcap=softcap)
+    query, key, value = (tensor.to(triton_device) for tensor in tensors)
+    moved = _with_paths(_moved(batch, triton_device))
+    out = tree_attention(query, key, value, moved, scale=0.3, sliding_window=window, softcap=softcap)
+    torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-5)
+
+
+# Paths that lie across a split's end.
+@pytest.mark.parametrize(("prefix", "window"), [(62, 0), (126, 40)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_path_gives_the_bits_of_its_tokens_alone(
+    triton_device: torch.device, prefix: int, window: int, dtype: torch.dtype
+) -> None:
+    if triton_device.type == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter multiplies no 16-bit numbers")
+    # The path 0, 2, 5, 6, 8 among nodes of other branches.
+    parents, path = [-1, 0, 0, 1, 1, 2, 5, 0, 6, 2], [0, 2, 5, 6, 8]
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    options: dict[str, Any] = {"split_keys": 64, "max_query_len": 64, "max_key_len": 140}
+    slot_positions = torch.zeros(_SLOTS, dtype=torch.int32)
+    batch = _tree_batch([parents], [prefix], _SLOTS, **{**options, "max_key_len": prefix + 10})
+    table = torch.nn.functional.pad(batch.slot_table, (0, 140 - prefix - 10), value=-1)
+    positions = torch.tensor(depths, dtype=torch.int32) + prefix
+    slot_positions[table[0, :prefix].long()] = torch.arange(prefix, dtype=torch.int32)
+    slot_positions[table[0, prefix : prefix + 10].long()] = positions
+    batch = replace(batch, slot_table=table, positions=positions, slot_positions=slot_positions, max_key_len=140)
+    query, key, value = (tensor.to(triton_device, dtype) for tensor in _tensors(batch, 2, 1, 16))
+
+    def attend(query: torch.Tensor, batch: TreeAttentionBatch) -> torch.Tensor:
+        moved = _with_paths(_moved(batch, triton_device))
+        return tree_attention(query, key, value, moved, scale=0.7, sliding_window=window)[: len(query)]
+
+    together = attend(query, batch)
+    alone_table = table.clone()
+    alone_table[0, prefix : prefix + len(path)] = table[0, prefix + torch.tensor(path)]
+    # numpy's products, which the interpreter runs, give a row other bits in another place: blank rows stand before it.
+    blank = torch.zeros(10, dtype=torch.int32)
+    for depth, node in enumerate(path):
+        before, at = (blank[:node], node) if triton_device.type == "cpu" else (blank[:0], 0)
+        step = replace(
+            batch,
+            slot_table=alone_table,
+            query_start=_int32([0, at + 1]),
+            tree_start=_int32([prefix + depth]),
+            prefix_len=torch.cat([before, _int32([prefix + depth])]),
+            key_len=_int32([prefix + depth + 1]),
+            tree_mask=torch.cat([before, _int32([1])])[:, None].long(),
+            positions=torch.cat([before, _int32([prefix + depth])]),
+        )
+        alone = attend(query[node - at : node + 1], step)[at]
+        assert torch.equal(alone, together[node]), node
+    # And as a chunk of a prompt, which has such rows in between.
+    length = torch.zeros(10, dtype=torch.int32)
+    length[path] = torch.arange(1, 6, dtype=torch.int32) + prefix
+    chunk = replace(
+        batch,
+        slot_table=alone_table,
+        tree_start=_int32([prefix + 5]),
+        prefix_len=length,
+        key_len=_int32([prefix + 5]),
+        tree_mask=torch.zeros(10, 1, dtype=torch.int64),
+        positions=(length - 1).clamp(min=0),
+    )
+    assert torch.equal(attend(query, chunk)[path], together[path])
 
 
 @pytest.mark.parametrize("split_keys", [None, 192])

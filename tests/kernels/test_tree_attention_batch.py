@@ -37,6 +37,7 @@ def _columns() -> dict[str, Any]:
         ({"positions": torch.zeros(4, dtype=torch.int32)}, "positions: shape"),
         ({"max_key_len": 9}, "max_key_len: 9 given, at most 8 needed"),
         ({"split_keys": 0}, "split_keys: 0 given"),
+        ({"paths": torch.zeros(3, 63, dtype=torch.int32)}, r"paths: shape \[3, 63\] given, \[3, 64\] needed"),
     ],
 )
 def test_bad_columns_are_named(changes: dict[str, Any], message: str) -> None:

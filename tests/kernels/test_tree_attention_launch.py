@@ -151,9 +151,9 @@ def test_fixed_splits_are_whole_blocks() -> None:
 def _choose(monkeypatch: pytest.MonkeyPatch, *, nodes: int = 16, keys: int = 1000,
             numbers: dict[str, Any] | None = None, head_dim: int = 128, dtype: torch.dtype = torch.bfloat16,
             cache_dtype: torch.dtype | None = None, stride: int | None = None,
-            split_keys: int | None = None) -> Tiles:  # fmt: skip
+            split_keys: int | None = None, paths: torch.Tensor | None = None) -> Tiles:  # fmt: skip
     monkeypatch.setattr(module, "runs_specialised", lambda device: True)
-    batch = _batch([nodes], [keys], split_keys=split_keys)
+    batch = _batch([nodes], [keys], split_keys=split_keys, paths=paths)
     cache = torch.zeros(10, 8, stride or head_dim, dtype=cache_dtype or dtype)[..., :head_dim]
     query = torch.zeros(nodes, 32, head_dim, dtype=dtype)
     given = AttentionNumbers(scale=1.0, **(numbers or {}))
@@ -168,6 +168,7 @@ def test_the_specialised_kernel_gets_what_it_takes(monkeypatch: pytest.MonkeyPat
     others: list[dict[str, Any]] = [
         {"numbers": {"softcap": 3.0}}, {"numbers": {"sliding_window": 3}}, {"head_dim": 96}, {"head_dim": 256},
         {"dtype": torch.float32}, {"cache_dtype": torch.float8_e4m3fn}, {"stride": 136}, {"split_keys": 512},
+        {"paths": torch.zeros(16, 64, dtype=torch.int32)},
     ]  # fmt: skip
     for other in others:
         assert _choose(monkeypatch, **other).groups == 0, other

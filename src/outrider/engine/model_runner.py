@@ -294,6 +294,7 @@ class ModelRunner:
             sessions=sessions,
             row_len=self.slots.max_row_len,
             ranks=self.ranks,
+            fixed=self.config.deterministic,
         )
         return self._packed
 

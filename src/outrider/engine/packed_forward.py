@@ -3,6 +3,10 @@
 Where several ranks share the model, rank 0 alone has the pool: the packed rows and their sessions' slots are broadcast
 as part of the pass. `lead` tells the others what to run, a captured graph by its number.
 
+In deterministic mode the bits of a row's logits depend on its session's tokens up to it alone. The decoder's products
+have one order of sums for any number of rows, attention splits the keys of every session at the same places, and a row
+of a tree reads its own path behind its prefix, as if the path had been decoded one token at a time.
+
 Shapes: R rows, N sessions, W mask words as in `outrider.kernels.pool.pack`; L rows with logits, V vocabulary.
 """
 
@@ -17,8 +21,12 @@ from outrider.engine.decoder import Decoder, DecoderInputs
 from outrider.engine.step_program import KvCaches
 from outrider.engine.tensor_parallel_ranks import Ranks
 from outrider.kernels.pool.pack import Packed
-from outrider.kernels.slot_updates import gather_slot_rows, store_positions
+from outrider.kernels.slot_updates import gather_paths, gather_slot_rows, store_positions
 from outrider.kernels.tree_attention import TreeAttentionBatch
+
+# In deterministic mode: keys of a split, most splits of a session, and rows of a session at least, from which on the
+# shape of attention's tiles depends on them no more.
+_FIXED_SPLIT_KEYS, _MOST_FIXED_SPLITS, _FIXED_QUERY_LEN = 1024, 16, 64
 
 
 class ForwardPass(Protocol):
@@ -40,6 +48,7 @@ class PackedShape:
         lines: L, the first rows.
         most: bound of the rows of one session.
         graph: number of the graph that is captured, or run if it has been; None for a pass without one.
+        count: rows without padding, of a pass that computes none.
     """
 
     rows: int
@@ -48,6 +57,7 @@ class PackedShape:
     lines: int
     most: int
     graph: int | None = None
+    count: int | None = None
 
 
 class PackedForward:
@@ -60,6 +70,7 @@ class PackedForward:
         sessions: N of the largest step.
         row_len: columns of the pool's table.
         ranks: the processes that share the model; one that follows runs what `follow` is given.
+        fixed: deterministic mode.
 
     Attributes:
         ranks: as given.
@@ -74,8 +85,11 @@ class PackedForward:
         sessions: int,
         row_len: int,
         ranks: Ranks,
+        fixed: bool = False,
     ) -> None:
         self._model, self._caches, self._attend, self.ranks = model, caches, attend, ranks
+        split_keys = max(_FIXED_SPLIT_KEYS, -(-row_len // _MOST_FIXED_SPLITS))
+        self._split_keys = split_keys if fixed else None
         # Of a rank that follows: no graph's memory is read once the next one runs, so all share it.
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._graph_pool: Any = None
@@ -84,25 +98,31 @@ class PackedForward:
         self._windowed = isinstance(model, Decoder) and any(layer.window for layer in model.spec.layers)
 
     @torch.inference_mode()
-    def logits(self, packed: Packed, table: torch.Tensor, rows: torch.Tensor, *, most: int) -> torch.Tensor:
+    def logits(
+        self, packed: Packed, table: torch.Tensor, rows: torch.Tensor, *, most: int, count: int | None = None
+    ) -> torch.Tensor:
         """Store the rows' keys and values, and return the wanted logits.
 
         Args:
-            packed: the step; with the decoder padding takes part, so that launches depend on the bucket alone.
+            packed: the step.
             table: [S, row_len] int32, the pool's KV slots.
             rows: [L] int64, rows of the step; with several ranks the first ones, in order.
             most: bound of the rows of one session.
+            count: rows of the step without padding. Where it is not known, padding takes part with the decoder, so that
+                launches depend on the bucket alone, and transformers' model waits for the device to tell.
 
         Returns:
             [L, V] in the model's dtype for the decoder, else float32.
         """
         if not isinstance(self._model, Decoder):
-            return self._run_model(self._model, packed, table, rows)
+            return self._run_model(self._model, packed, table, rows, count)
         slots = self._slots[: packed.pool_rows.shape[0]]
         gather_slot_rows(table, packed.pool_rows, packed.key_len, slots)
-        return self._decode(self._model, packed, slots, rows, most)
+        return self._decode(self._model, packed, slots, rows, most=most, count=count)
 
-    def lead(self, packed: Packed, *, lines: int, most: int, graph: int | None = None) -> AbstractContextManager[None]:
+    def lead(
+        self, packed: Packed, *, lines: int, most: int, graph: int | None = None, count: int | None = None
+    ) -> AbstractContextManager[None]:
         """Have the other ranks run the next pass, which is run within what is returned.
 
         Args:
@@ -110,6 +130,7 @@ class PackedForward:
             lines: L.
             most: as `logits` takes it.
             graph: see `PackedShape`.
+            count: as `logits` takes it.
 
         Raises:
             WorkerUnavailable: another rank was lost; also as it is left.
@@ -118,7 +139,13 @@ class PackedForward:
             rows, mask_words = packed.tree_mask.shape
             sessions = packed.pool_rows.shape[0]
             shape = PackedShape(
-                rows=rows, sessions=sessions, mask_words=mask_words, lines=lines, most=most, graph=graph
+                rows=rows,
+                sessions=sessions,
+                mask_words=mask_words,
+                lines=lines,
+                most=most,
+                graph=graph,
+                count=count,
             )
             self.ranks.lead("packed", shape)
         return self.ranks.guard()
@@ -141,7 +168,7 @@ class PackedForward:
         slots, rows = self._slots[: shape.sessions], torch.arange(shape.lines, device=device)
 
         def run() -> None:
-            self._decode(decoder, packed, slots, rows, shape.most)
+            self._decode(decoder, packed, slots, rows, most=shape.most, count=shape.count)
 
         if shape.graph is None:
             run()
@@ -154,27 +181,42 @@ class PackedForward:
             self._graphs[shape.graph] = graph
 
     def _decode(
-        self, decoder: Decoder, packed: Packed, slots: torch.Tensor, rows: torch.Tensor, most: int
+        self,
+        decoder: Decoder,
+        packed: Packed,
+        slots: torch.Tensor,
+        rows: torch.Tensor,
+        *,
+        most: int,
+        count: int | None,
     ) -> torch.Tensor:
         for words in (packed.words, slots):
             self.ranks.broadcast(words)
+        # `None` is all of them.
+        positions, write_slots, tree_mask = packed.positions[:count], packed.slots[:count], packed.tree_mask[:count]
         if self._windowed:
-            store_positions(self._caches.positions, packed.slots, packed.positions)
+            store_positions(self._caches.positions, write_slots, positions)
+        is_fixed, paths = self._split_keys is not None, None
+        if is_fixed:
+            paths = torch.empty((tree_mask.shape[0], 64 * tree_mask.shape[1]), dtype=torch.int32, device=slots.device)
+            gather_paths(slots, packed.sessions[:count], packed.tree_start, packed.key_len, tree_mask, paths)
         inputs = DecoderInputs(
-            token_ids=packed.tokens,
-            positions=packed.positions,
-            write_slots=packed.slots,
+            token_ids=packed.tokens[:count],
+            positions=positions,
+            write_slots=write_slots,
             batch=TreeAttentionBatch(
                 slot_table=slots,
                 query_start=packed.query_start,
                 tree_start=packed.tree_start,
-                prefix_len=packed.prefix_len,
+                prefix_len=packed.prefix_len[:count],
                 key_len=packed.key_len,
-                tree_mask=packed.tree_mask,
-                max_query_len=most,
+                tree_mask=tree_mask,
+                max_query_len=max(most, _FIXED_QUERY_LEN) if is_fixed else most,
                 max_key_len=slots.shape[1],
-                positions=packed.positions,
+                positions=positions,
                 slot_positions=self._caches.positions,
+                split_keys=self._split_keys,
+                paths=paths,
             ),
             key_caches=self._caches.keys,
             value_caches=self._caches.values,
@@ -182,8 +224,11 @@ class PackedForward:
         hidden = decoder.forward(inputs)
         return decoder.logits(hidden, rows) if len(rows) else hidden.new_empty((0, decoder.spec.vocab_size))
 
-    def _run_model(self, model: Any, packed: Packed, table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        count, sessions = int(packed.query_start[-1]), int((packed.pool_rows >= 0).sum())
+    def _run_model(
+        self, model: Any, packed: Packed, table: torch.Tensor, rows: torch.Tensor, count: int | None
+    ) -> torch.Tensor:
+        count = int(packed.query_start[-1]) if count is None else count
+        sessions = int((packed.pool_rows >= 0).sum())
         key_len = packed.key_len[:sessions]
         positions, slots = packed.positions[:count], packed.slots[:count].long()
         self._caches.positions.index_copy_(0, slots, positions)

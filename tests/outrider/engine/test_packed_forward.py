@@ -8,7 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig
 
+from outrider.engine.decoder import Decoder
+from outrider.engine.decoder_loading import load_decoder
 from outrider.engine.model_runner import EngineConfig, ModelRunner
+from outrider.engine.packed_forward import PackedForward
+from outrider.engine.step_program import KvCaches
+from outrider.engine.tensor_parallel import Alone
 from outrider.kernels.pool.append import append
 from outrider.kernels.pool.columns import Pool
 from outrider.kernels.pool.graft import graft
@@ -16,6 +21,7 @@ from outrider.kernels.pool.pack import ROOT, Packed, pack
 from outrider.kernels.pool.re_root import re_root
 from outrider.kernels.pool.records import Records
 from outrider.kernels.pool.select import Selection, select
+from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention
 
 VOCAB, SLOTS, CHILDREN, MAX_LEN, NODES = 97, 256, 3, 96, 32
 BUCKET = (40, 3, 24, 8)
@@ -120,6 +126,10 @@ def test_both_ways_give_the_logits_of_a_fresh_forward(tmp_path: Path, config: Pr
                 torch.testing.assert_close(logits[line], expected, atol=2e-4, rtol=1e-3)
             checked += 1
         assert [logits.shape for logits in found] == [(len(rows), VOCAB)] * 2
+        count = int(drafting.packed.query_start[-1])
+        for forward, logits in zip(forwards, found, strict=True):
+            again = forward.logits(drafting.packed, drafting.pool.table, places, most=BUCKET[2], count=count).float()
+            torch.testing.assert_close(again, logits, atol=1e-5, rtol=1e-5)
         # A chunk of a prompt has no row whose logits are wanted.
         for forward in forwards:
             assert forward.logits(drafting.packed, drafting.pool.table, places[:0], most=BUCKET[2]).shape == (0, VOCAB)
@@ -127,3 +137,40 @@ def test_both_ways_give_the_logits_of_a_fresh_forward(tmp_path: Path, config: Pr
         if step % 3 == 2:
             drafting.commit()
     assert checked > 60
+
+
+def test_deterministic_passes_name_paths_and_splits(tmp_path: Path):
+    AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
+    batches = list[TreeAttentionBatch]()
+
+    def attend(*tensors: Any, **numbers: Any) -> torch.Tensor:
+        batches.append(tensors[3])
+        return tree_attention(*tensors, **numbers)
+
+    loaded, _, _ = load_decoder(EngineConfig(model_path=tmp_path), None, Alone(torch.device("cpu")))
+    keys, values = ([torch.zeros(SLOTS, 2, 16) for _ in range(2)] for _ in range(2))
+    forward = PackedForward(
+        Decoder(loaded.spec, loaded.weights, attend=attend, fixed=True),
+        KvCaches(keys=keys, values=values, positions=torch.zeros(SLOTS, dtype=torch.int32)),
+        attend=attend, sessions=3, row_len=20_000, ranks=Alone(torch.device("cpu")), fixed=True,
+    )  # fmt: skip
+    drafting, nodes = Drafting(), 0
+    assert drafting.pool.nodes is not None
+    for step in range(14):
+        drafting.select()
+        forward.logits(drafting.packed, drafting.pool.table, torch.tensor([0]), most=1)
+        batch, pool, packed = batches[-1], drafting.pool, drafting.packed
+        # So many keys that no session has more than sixteen splits; rows enough for the largest tiles.
+        assert (batch.split_keys, batch.max_query_len) == (1250, 64)
+        assert batch.paths is not None
+        for row in range(int(packed.query_start[-1])):
+            session, entry, slots = int(packed.pool_rows[packed.sessions[row]]), int(packed.entries[row]), list[int]()
+            while entry >= 0:
+                slots.insert(0, int(drafting.pool.nodes.slot[session, entry]))
+                entry = int(pool.parent[session, entry])
+            nodes += len(slots) > 1
+            assert batch.paths[row].tolist() == slots + [-1] * (batch.paths.shape[1] - len(slots))
+        drafting.grow()
+        if step % 3 == 2:
+            drafting.commit()
+    assert nodes > 10

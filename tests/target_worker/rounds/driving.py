@@ -14,9 +14,10 @@ from outrider.draft_distribution import DraftDistribution
 from outrider.engine.model_runner import EngineConfig, ModelRunner
 from outrider.kernels.verification.walk import Finish
 from outrider.sampling import SamplingSpec
-from outrider.target_worker.rounds.buckets import RoundTimes, round_buckets
+from outrider.target_worker.rounds.buckets import Bucket, RoundTimes
 from outrider.target_worker.rounds.config import RoundConfig
 from outrider.target_worker.rounds.loop import RoundLoop
+from outrider.target_worker.rounds.program import RoundProgram
 from outrider.target_worker.rounds.session import SessionResult
 from outrider.target_worker.sessions import OpenRequest
 from outrider.target_worker.step_cost import PrefillAllowance, StepCost
@@ -28,8 +29,7 @@ DEVICE = "cpu"
 class FixedTimes(RoundTimes):
     """Every node is worth its row, and prompts are computed in chunks of a given size, however busy the machine is."""
 
-    def __init__(self, config: RoundConfig, chunk: int) -> None:
-        buckets = round_buckets(config, on_gpu=DEVICE == "cuda")
+    def __init__(self, buckets: Sequence[Bucket], chunk: int) -> None:
         captured_ns = [1e6 + 1e3 * (bucket.rows + bucket.prefill) for bucket in buckets if len(buckets) > 1]
         super().__init__(buckets, StepCost(slowdown=0.3, prior_rows=32), captured_ns)
         self._chunk = chunk
@@ -65,7 +65,8 @@ def make_runner(checkpoint: Path, *, decoder: bool | None = None, **overrides: A
 def loop_of(runner: ModelRunner, *, chunk: int = 64, **overrides: Any) -> RoundLoop:
     """Rounds of a loaded model."""
     config = config_of(runner, **overrides)
-    return RoundLoop(runner, config, times=FixedTimes(config, chunk))
+    program = RoundProgram.of_runner(runner, config)
+    return RoundLoop(runner, config, times=FixedTimes(program.buckets, chunk), program=program)
 
 
 def config_of(runner: ModelRunner, **overrides: Any) -> RoundConfig:

@@ -21,7 +21,8 @@ class AheadDriver(Driver):
         config = config_of(runner, **overrides)
         self.program = AheadProgram.of_runner(runner, config)
         self.program.chance = random.Random(seed)
-        super().__init__(RoundLoop(runner, config, times=FixedTimes(config, chunk), program=self.program), seed=seed)
+        times = FixedTimes(self.program.buckets, chunk)
+        super().__init__(RoundLoop(runner, config, times=times, program=self.program), seed=seed)
 
     def turn(self):
         self.program.go_on()
