@@ -19,7 +19,6 @@ from outrider.worker_service import Loaded, Worker, WorkerConfig, serve_worker
 
 __all__ = ["DraftWorkerConfig", "serve"]
 
-
 Loader = Callable[[DraftWorkerConfig], LoadedDrafters]
 
 
@@ -58,8 +57,7 @@ class DraftWorker(Worker[GrowthLoop]):
 
     def loaded(self) -> Loaded:
         """See `Worker`."""
-        parts, config = self._loaded, self._config
-        model = parts.drafters.model
+        parts, config, model = self._loaded, self._config, self._loaded.drafters.model
         return Loaded(
             model=parts.model,
             limits=registry_pb2.WorkerLimits(

@@ -15,6 +15,7 @@ from outrider.draft_worker.rounds.commands import (
     HoldCommand,
     LeaveCommand,
     Load,
+    ResendCommand,
 )
 from outrider.draft_worker.rounds.growth import Growth
 from outrider.draft_worker.rounds.session import GrowthLimits, GrowthMode, SessionStart
@@ -143,7 +144,7 @@ def pack_calibrations(calibrations: Mapping[GrowthSource, LearnedBuckets]) -> co
 
 
 def _commands(message: draft_pb2.DraftCommands, stream: _Stream) -> list[Command]:
-    """The commands of a message, in the order opens, commits, closes.
+    """The commands of a message, in the order opens, commits, resends, closes.
 
     Raises:
         InvalidRequest: columns of different lengths, which leave open what belongs to whom.
@@ -162,6 +163,8 @@ def _commands(message: draft_pb2.DraftCommands, stream: _Stream) -> list[Command
     columns = zip(batch.session_ids, batch.epochs, batch.positions, split_by_counts(batch.token_counts), strict=True)
     for session_id, epoch, position, span in columns:
         commands.append(CommitCommand(stream, (message.incarnation, session_id), epoch, position, tokens[span]))
+    for session_id, epoch in zip(message.resend_session_ids, message.resend_epochs, strict=True):
+        commands.append(ResendCommand(stream, (message.incarnation, session_id), epoch))
     for session_id, epoch in zip(message.close_session_ids, message.close_epochs, strict=True):
         commands.append(CloseCommand(stream, (message.incarnation, session_id), epoch))
     return commands
@@ -175,6 +178,7 @@ def _check_columns(message: draft_pb2.DraftCommands) -> None:
         ("commits.positions", len(batch.positions), sessions),
         ("commits.token_counts", len(batch.token_counts), sessions),
         ("commits.tokens", len(batch.tokens), sum(batch.token_counts)),
+        ("resend_epochs", len(message.resend_epochs), len(message.resend_session_ids)),
         ("close_epochs", len(message.close_epochs), len(message.close_session_ids)),
     )
     violations = [
@@ -241,4 +245,6 @@ def growth_message(growth: Growth, load: Load) -> draft_pb2.DraftGrowth:
         load=common_pb2.WorkerLoad(**load._asdict()),
         sources=sources,
         distributions=pack_distributions(growth.distributions),
+        forgot=growth.forgot if any(growth.forgot) else (),
+        again=growth.again if any(growth.again) else (),
     )

@@ -46,6 +46,15 @@ class CommitCommand:
 
 
 @dataclass(frozen=True, slots=True)
+class ResendCommand:
+    """Has a session's live tree sent again."""
+
+    owner: GrowthOwner
+    key: Key
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class CloseCommand:
     """Closes a session."""
 
@@ -69,4 +78,4 @@ class HoldCommand:
     is_held: bool
 
 
-Command = SessionStart | CommitCommand | CloseCommand | LeaveCommand | HoldCommand
+Command = SessionStart | CommitCommand | ResendCommand | CloseCommand | LeaveCommand | HoldCommand

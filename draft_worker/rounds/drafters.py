@@ -8,6 +8,7 @@ expected to be right for most of a tree's depth, the model rests: its steps woul
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from outrider.draft_worker.rounds.growth import Growth
@@ -50,6 +51,10 @@ class Drafters:
         self._sessions: dict[Key, _Session] = {}
         # Keys that the model rests for.
         self._resting: set[Key] = set()
+        # By owner and session id, the length at which the tree was dropped, until growth has told.
+        self._forgot: dict[tuple[Any, int], int] = {}
+        # To be sent before anything that grows from now on.
+        self._ready: list[Growth] = []
 
     @property
     def num_sessions(self) -> int:
@@ -129,17 +134,33 @@ class Drafters:
         try:
             tokens = new_tokens(session.tokens, position, token_ids, vocab_size=self._drafters[0].vocab_size)
             session.tokens += tokens
-            for drafter in session.drafters if tokens else ():
-                drafter.commit(key, tokens)
+            has_dropped = [drafter.commit(key, tokens) for drafter in session.drafters] if tokens else []
         except OutOfSlots:
             if self.ngram is None or self.ngram not in session.drafters:
                 self.close(key, epoch)
                 raise
             self.ngram.speak(key)
-            session.drafters = [self.ngram]
+            session.drafters.pop()
+            has_dropped = [True]
         except OutriderError:
             self.close(key, epoch)
             raise
+        if any(has_dropped):
+            self._forgot[session.start.owner, key[1]] = len(session.tokens)
+            if not session.start.is_sync:
+                # Ids of a tree that lives on are void like all others.
+                self._ready += chain.from_iterable(drafter.live_tree(key) for drafter in reversed(session.drafters))
+
+    def resend(self, key: Key, epoch: int) -> None:
+        """Send the live tree of a session again, if it is open under this epoch: parents first, with the same ids."""
+        session = self._sessions.get(key)
+        if session is None or session.start.epoch != epoch:
+            return
+        # The model first: growth of it that has come has to leave before.
+        for drafter in reversed(session.drafters):
+            *earlier, tree = drafter.live_tree(key)
+            tree.again = [drafter is session.drafters[-1]]
+            self._ready += [*earlier, tree]
 
     def close(self, key: Key, epoch: int) -> None:
         """Close the session if it is open under this epoch or an older one."""
@@ -148,6 +169,7 @@ class Drafters:
             return
         del self._sessions[key]
         self._resting.discard(key)
+        self._forgot.pop((session.start.owner, key[1]), None)
         for drafter in session.drafters:
             drafter.close(key)
 
@@ -171,6 +193,15 @@ class Drafters:
         Args:
             left_out: keys of sessions that n-grams are not matched for.
         """
+        ready, self._ready = self._ready, []
+        for growth in chain(ready, self._grow(left_out)):
+            for place, name in enumerate(zip(growth.owners, growth.session_ids, strict=True)) if self._forgot else ():
+                if growth.as_of[place] >= self._forgot.get(name, float("inf")):
+                    del self._forgot[name]
+                    growth.forgot[place] = True
+            yield growth
+
+    def _grow(self, left_out: Container[Key]) -> Iterator[Growth]:
         if self.ngram is not None:
             matched = self.ngram.match(left_out)
             if matched is not None:

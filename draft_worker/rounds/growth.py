@@ -19,6 +19,8 @@ class Growth:
         session_ids, epochs: [P] the owners' names for the sessions.
         as_of: [P] committed lengths that the growth continues.
         complete: [P] sync mode: the round's tree is whole. Async: no other drafter is needed this round.
+        forgot: [P] the session's tree was dropped before: earlier node ids mean nothing any more.
+        again: [P] from here on the session's live tree is sent again.
         counts: [P] nodes of each session.
         node_ids: [n].
         parents: [n] node ids, or 0 for the root at length `as_of`; a parent stands before its children.
@@ -37,6 +39,8 @@ class Growth:
     epochs: list[int] = field(default_factory=list)
     as_of: list[int] = field(default_factory=list)
     complete: list[bool] = field(default_factory=list)
+    forgot: list[bool] = field(default_factory=list)
+    again: list[bool] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     node_ids: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
@@ -66,6 +70,8 @@ class Growth:
         self.epochs.append(start.epoch)
         self.as_of.append(as_of)
         self.complete.append(complete)
+        self.forgot.append(False)
+        self.again.append(False)
         self.counts.append(len(node_ids))
         if distributions:
             self.distributions += [None] * (len(self.node_ids) - len(self.distributions))
@@ -83,7 +89,7 @@ class Growth:
         if len(owners) < 2:
             yield from ((owner, self) for owner in owners.values())
             return
-        columns = ("owners", "session_ids", "epochs", "as_of", "complete", "counts")
+        columns = ("owners", "session_ids", "epochs", "as_of", "complete", "forgot", "again", "counts")
         node_columns = ("node_ids", "parents", "tokens", "acceptance", "distributions")
         costs = {name: getattr(self, name) for name in ("step_ns", "forward_ns", "rows", "num_sessions")}
         parts = {key: Growth(self.source, **costs) for key in owners}

@@ -18,6 +18,7 @@ from outrider.draft_worker.rounds.commands import (
     HoldCommand,
     LeaveCommand,
     Load,
+    ResendCommand,
 )
 from outrider.draft_worker.rounds.drafters import Drafters
 from outrider.draft_worker.rounds.growth import Growth
@@ -201,16 +202,18 @@ def spare_collector() -> None:
     gc.set_threshold(_COLLECT_AFTER)
 
 
-def _apply_to_session(drafters: Drafters, command: SessionStart | CommitCommand | CloseCommand) -> None:
+def _apply_to_session(drafters: Drafters, command: SessionStart | CommitCommand | ResendCommand | CloseCommand) -> None:
     try:
         if isinstance(command, CommitCommand):
             drafters.commit(command.key, command.epoch, command.position, command.token_ids)
         elif isinstance(command, SessionStart):
             drafters.open(command)
+        elif isinstance(command, ResendCommand):
+            drafters.resend(command.key, command.epoch)
         else:
             drafters.close(command.key, command.epoch)
     except OutriderError as error:
-        session_id, epoch = command.key[1], command.epoch
+        (_, session_id), epoch = command.key, command.epoch
         ids = about(session_id=session_id, epoch=epoch)
         logger.info("session %d, epoch %d: %s", session_id, epoch, error, extra=ids)
         command.owner.fail(session_id, epoch, error)

@@ -21,6 +21,8 @@ class SessionGrowth:
     acceptance: list[float]
     distributions: list[DraftDistribution | None]
     complete: bool
+    forgot: bool
+    again: bool
 
 
 def sessions_of(growth: Growth | None) -> list[SessionGrowth]:
@@ -41,6 +43,8 @@ def sessions_of(growth: Growth | None) -> list[SessionGrowth]:
                 acceptance=growth.acceptance[span],
                 distributions=growth.distributions[span] or [None] * count,
                 complete=growth.complete[place],
+                forgot=growth.forgot[place],
+                again=growth.again[place],
             )
         )
     return found

@@ -175,9 +175,13 @@ class Mirror:
         return value
 
     def receive(self, own: SessionGrowth) -> None:
-        """Graft growth; whatever it may not be fails."""
+        """Graft growth, or compare what is sent again; whatever it may not be fails."""
         assert own.owner is self.start.owner
         assert own.as_of <= len(self.tokens)
+        if own.again:
+            self._compare(own)
+            self.growths.append(own)
+            return
         contexts = {node.context for node in self.nodes.values()}
         for node_id, parent, token, acceptance, q in zip(
             own.node_ids, own.parents, own.tokens, own.acceptance, own.distributions, strict=True
@@ -193,6 +197,26 @@ class Mirror:
             self._ids.add(node_id)
             contexts.add(node.context)
         self.growths.append(own)
+
+    def _compare(self, own: SessionGrowth) -> None:
+        """Check that a tree that is sent again is all that was alive when it was read."""
+        if self.start.is_sync and own.as_of < len(self.tokens):
+            return
+        root = tuple(self.tokens[: own.as_of])
+        contexts: dict[int, Context] = {0: root}
+        columns = own.node_ids, own.parents, own.tokens, own.acceptance, own.distributions
+        for node_id, parent, token, acceptance, q in zip(*columns, strict=True):
+            contexts[node_id] = (*contexts[parent], token)
+            # Whoever computes a node a second time may think better of it.
+            assert acceptance >= self.nodes[node_id].acceptance
+            assert q is self.nodes[node_id].distribution
+        del contexts[0]
+        known = {node.node_id: node.context for node in self.nodes.values()}
+        below = {
+            n: context for n, context in known.items() if context[: len(root)] == root and len(context) > len(root)
+        }
+        assert contexts == below
+        assert own.complete == any(earlier.complete and earlier.as_of == own.as_of for earlier in self.growths)
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Move the root; in sync mode the tree is gone."""
@@ -232,7 +256,7 @@ def sync_start(number: int = 1, **changes: Any) -> SessionStart:
     return session_start(number, **fields | changes)
 
 
-def next_growth(drafter: ModelDrafter, ready: deque[Growth]) -> Growth | None:
+def next_growth(drafter: ModelDrafter | Drafters, ready: deque[Growth]) -> Growth | None:
     """Run until growth is `ready`, and take it; None if there is nothing to do until the next command."""
     while not ready:
         ready.extend(drafter.advance())
@@ -279,6 +303,11 @@ class Bench:
         self.drafters.commit(mirror.start.key, mirror.start.epoch, len(mirror.tokens), tokens)
         mirror.commit(tokens)
 
+    def resend(self, number: int) -> None:
+        """Have a session's tree sent again."""
+        start = self.mirrors[number].start
+        self.drafters.resend(start.key, start.epoch)
+
     def close(self, number: int) -> None:
         """Close a session."""
         start = self.mirrors.pop(number).start
@@ -286,7 +315,7 @@ class Bench:
 
     def step(self) -> Growth | None:
         """Run a step, and graft what came."""
-        growth = next_growth(self.drafter, self._ready)
+        growth = next_growth(self.drafters, self._ready)
         for own in sessions_of(growth):
             mirror = self.mirrors.get(own.session_id)
             if mirror is not None and mirror.start.epoch == own.epoch:

@@ -58,6 +58,8 @@ class Stream:
         self.messages: list[draft_pb2.DraftGrowth] = []
         self.nodes: dict[int, dict[int, tuple[int, int]]] = {}
         self.growths: list[tuple[int, int, int, int, bool]] = []
+        # What was sent again, by session: epoch, committed length and nodes of each time.
+        self.again: dict[int, list[tuple[int, int, dict[int, tuple[int, int]]]]] = {}
         self.errors: list[common_pb2.SessionError] = []
 
     async def send(self, **fields: Any) -> None:
@@ -78,13 +80,25 @@ class Stream:
         acceptance = floats_from_bytes(message.acceptance)
         assert len(acceptance) == len(message.node_ids)
         assert ((acceptance > 0) & (acceptance <= 1)).all()
-        spans = split_by_counts(message.node_counts)
-        columns = (message.session_ids, message.epochs, message.as_of, spans, message.complete)
-        for session_id, epoch, as_of, span, complete in zip(*columns, strict=True):
+        spans = list(split_by_counts(message.node_counts))
+        nowhere = [False] * len(spans)
+        assert len(message.again or nowhere) == len(message.forgot or nowhere) == len(spans)
+        columns = (
+            message.session_ids,
+            message.epochs,
+            message.as_of,
+            spans,
+            message.complete,
+            message.again or nowhere,
+        )
+        for session_id, epoch, as_of, span, complete, is_again in zip(*columns, strict=True):
+            nodes = zip(message.node_ids[span], message.parents[span], message.tokens[span], strict=True)
+            if is_again:
+                sent = {node_id: (parent, token) for node_id, parent, token in nodes}
+                self.again.setdefault(session_id, []).append((epoch, as_of, sent))
+                continue
             known = self.nodes.setdefault(session_id, {})
-            for node_id, parent, token in zip(
-                message.node_ids[span], message.parents[span], message.tokens[span], strict=True
-            ):
+            for node_id, parent, token in nodes:
                 assert node_id > 0
                 assert node_id not in known
                 assert parent == 0 or parent in known
@@ -214,6 +228,62 @@ async def test_sync_rounds_are_one_whole_message(worker: Worker):
         assert stream.growths[1] == (1, 1, 4, 12, True)
 
 
+async def test_a_live_tree_is_sent_again(worker: Worker):
+    async with worker.stream() as stream:
+        await stream.send(opens=[opening(1, epoch=2), opening(2)])
+        await stream.take_until(lambda: len(stream.nodes.get(1, {})) == len(stream.nodes.get(2, {})) == 20)
+        # An unknown session, other epochs; then several in a row.
+        for session_id, epoch in ((3, 1), (1, 1), (1, 3)):
+            await stream.send(resend_session_ids=[session_id], resend_epochs=[epoch])
+        await stream.send(resend_session_ids=[1, 2, 1], resend_epochs=[2, 1, 2])
+        await stream.take_until(lambda: {n: len(times) for n, times in stream.again.items()} == {1: 2, 2: 1})
+        assert stream.again == {1: [(2, 3, stream.nodes[1])] * 2, 2: [(1, 3, stream.nodes[2])]}
+        assert not stream.errors
+        assert all(
+            not message.forgot and not message.HasField("report") for message in stream.messages if message.again
+        )
+
+
+async def test_a_message_commits_before_it_has_trees_sent_again_and_growth_goes_on_below_them(worker: Worker):
+    async with worker.stream() as stream:
+        await stream.send(opens=[opening(1)])
+        await stream.take_until(lambda: len(stream.nodes.get(1, {})) == 20)
+        nodes = stream.nodes[1]
+        root = next(node_id for node_id, (parent, _) in nodes.items() if any(p == node_id for p, _ in nodes.values()))
+        assert nodes[root][0] == 0
+        commits = draft_pb2.CommitBatch(
+            session_ids=[1], epochs=[1], positions=[3], token_counts=[1], tokens=[nodes[root][1]]
+        )
+        await stream.send(commits=commits, resend_session_ids=[1], resend_epochs=[1])
+        await stream.take_until(lambda: bool(stream.growths) and stream.growths[-1][2] == 4)
+        ((epoch, as_of, tree),) = stream.again[1]
+        assert (epoch, as_of) == (1, 4)
+        names, alive = {root: 0}, dict[int, tuple[int, int]]()
+        for node_id, (parent, token) in nodes.items():
+            if parent in names and node_id <= max(tree):
+                names[node_id] = node_id
+                alive[node_id] = names[parent], token
+        assert list(tree.items()) == list(alive.items())
+        later = [message for message in stream.messages if list(message.as_of) == [4] and not message.again]
+        known = {0, *tree}
+        for message in later:
+            known.update(message.node_ids)
+            assert known >= set(message.parents)
+
+
+async def test_a_sync_rounds_tree_is_sent_again_and_rounds_say_that_the_last_tree_is_gone(worker: Worker):
+    async with worker.stream() as stream:
+        await stream.send(opens=[opening(1, mode=SYNC)])
+        await stream.take()
+        await stream.send(resend_session_ids=[1], resend_epochs=[1])
+        message = await stream.take()
+        assert (list(message.again), list(message.complete), list(message.forgot)) == ([True], [True], [])
+        assert stream.again[1] == [(1, 3, stream.nodes[1])]
+        await stream.commit(1, 1, 3, [5])
+        message = await stream.take()
+        assert (list(message.again), list(message.complete), list(message.forgot)) == ([], [True], [True])
+
+
 async def test_faults_of_one_session_leave_the_stream_and_the_others_alone(worker: Worker):
     async with worker.stream() as stream:
         faulty = [
@@ -243,6 +313,7 @@ async def test_faults_of_one_session_leave_the_stream_and_the_others_alone(worke
         {"commits": draft_pb2.CommitBatch(session_ids=[1], epochs=[1], positions=[3], token_counts=[2], tokens=[4])},
         {"commits": draft_pb2.CommitBatch(session_ids=[1], epochs=[1], token_counts=[1], tokens=[4])},
         {"close_session_ids": [1, 2], "close_epochs": [1]},
+        {"resend_session_ids": [1], "resend_epochs": []},
     ],
 )
 async def test_columns_that_do_not_fit_end_the_stream(worker: Worker, fields: dict[str, Any]):

@@ -7,6 +7,7 @@ steps, one ahead of the report it reads, and turns reports into growth. One thre
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -163,7 +164,7 @@ class ModelDrafter:
             raise self._too_long(length)
         if len(self._sessions) == len(self._by_row):
             raise OutOfSlots(f"{len(self._sessions)} sessions are open, as many as this worker takes")
-        session = ModelSession(start, *self._take_row())
+        session = ModelSession(start, *self._take_row(), self.config.capacity)
         if start.sampling.grammar and self._grammars is not None:
             compiled = self._grammars.start(start.sampling.grammar, start.sampling.grammar_end_ids, self.wake)
             session.grammar = SessionGrammar(compiled, start.sampling.grammar_end_ids)
@@ -178,8 +179,8 @@ class ModelDrafter:
         self._sessions[start.key] = session
         self._open_row(session)
 
-    def commit(self, key: Key, tokens: Sequence[int]) -> None:
-        """Commit tokens that continue an open session, one at least.
+    def commit(self, key: Key, tokens: Sequence[int]) -> bool:
+        """Commit tokens that continue an open session, one at least; return whether its tree is dropped.
 
         Raises:
             OutOfSlots: it has become longer than can ever have KV here; it is closed, for it would stay silent.
@@ -191,18 +192,52 @@ class ModelDrafter:
             raise self._too_long(len(session.tokens))
         if self._count_committed(session, len(tokens)) > MAX_STEP_COMMITS:
             # More than a step takes at once: its tree is dead in any case.
-            session.ids_used += self._expansions.last_id(session.row)
+            session.ids_used += int(self._expansions.last_ids[session.row])
             session.holds.discard("tree")
             self._close_row(session)
             session.row, session.generation = self._take_row()
             self._open_row(session)
-            return
+            return True
         if session.start.is_sync:
             self._edits.forget(session.row, session.generation, place=0)
         self._edits.commit(session.row, session.generation, tokens)
         if session.start.is_sync:
             self.hold(key, "tree", is_held=False)
             self._begin_tree(session)
+        return session.start.is_sync
+
+    def live_tree(self, key: Key) -> list[Growth]:
+        """Return growth that has come, then all nodes of an open session's tree; in sync mode of one that is sent.
+
+        Waits for steps under way.
+        """
+        session, ready, tree = self._sessions[key], self._ready, Growth()
+        while self.is_busy:
+            self._read()
+        self._ready = []
+        if session.sent_tree is not None:
+            return [*ready, replace(session.sent_tree, forgot=[False])]
+        pool, row = self._program.pool, session.row
+        columns = pool.ids[row, :, 0], pool.parent[row], pool.token[row], pool.acceptance[row].view(torch.int32)
+        # A row that no step has opened yet is empty: it is taken once it is closed.
+        count, length = torch.stack((pool.count[row], pool.length[row])).tolist()
+        ids, parents, tokens, bits = torch.stack(columns).cpu().numpy()[:, : 0 if session.start.is_sync else count]
+        root = -1
+        for token in session.tokens[length:]:
+            # Committed since the last step.
+            found = np.flatnonzero((parents == root) & (tokens == token))
+            root = int(found[0]) if len(found) else -2
+        names, drawn = {root: 0}, dict(session.distributions)
+        for entry, parent in enumerate(parents.tolist()):
+            if parent in names:
+                names[entry] = 2 * (int(ids[entry]) + session.ids_used)
+        (_, *live), (_, *node_ids) = names, names.values()
+        tree.add(
+            session.start, len(session.tokens), node_ids, [names[parent] for parent in parents[live].tolist()],
+            tokens[live].tolist(), bits[live].view(np.float32).tolist(),
+            distributions=[drawn[node] for node in node_ids] if drawn else (),
+        )  # fmt: skip
+        return [*ready, tree]
 
     def close(self, key: Key) -> None:
         """Close the session if it is open."""
@@ -345,7 +380,7 @@ class ModelDrafter:
         growth.owners = [start.owner for start in starts]
         growth.session_ids = [start.key[1] for start in starts]
         growth.epochs = [start.epoch for start in starts]
-        growth.complete = [False] * len(starts)
+        growth.complete, growth.forgot, growth.again = ([False] * len(starts) for _ in range(3))
         # Odd ids are those of other drafters of this worker.
         growth.node_ids, growth.parents = (2 * nodes[:2]).tolist()
         growth.tokens, growth.acceptance = nodes[2].tolist(), acceptances.tolist()
@@ -353,6 +388,10 @@ class ModelDrafter:
             made = self._columns(words, count)[4]
             nodes = np.where(self._is_async[words[:count]], (made > 0).sum(1), 0)
             growth.distributions = [q for q, number in zip(drawn, nodes.tolist(), strict=True) for _ in range(number)]
+            rows = np.repeat(rows, growth.counts).tolist()
+            for row, node, q in zip(rows, growth.node_ids, growth.distributions, strict=True):
+                if q is not None and (session := self._by_row[row]) is not None:
+                    session.distributions.append((node, q))
 
     def _columns(self, words: npt.NDArray[np.int32], count: int) -> list[npt.NDArray[np.int32]]:
         """Pool rows, lengths and parents [L], tokens, ids of the nodes made and bits of the acceptances [L, K]."""
@@ -398,7 +437,7 @@ class ModelDrafter:
 
     def _begin_tree(self, session: ModelSession) -> None:
         """Sync mode: a round begins with the root."""
-        length, end = len(session.tokens), self._end(session)
+        length, end, session.sent_tree = len(session.tokens), self._end(session), None
         session.sync_tree = SyncTree(
             session.start,
             length,
@@ -431,6 +470,7 @@ class ModelDrafter:
             distributions=distributions if any(q is not None for q in distributions) else (),
             complete=True,
         )
+        session.sent_tree = growth
         self._ready.append(growth)
         self.hold(session.start.key, "tree", is_held=True)
 

@@ -28,6 +28,9 @@ class Expansions:
         sessions: S.
         lines: L of the largest step.
         branching: K.
+
+    Attributes:
+        last_ids: [S] highest id of each session's nodes since it was cleared; 0 if it has had none.
     """
 
     def __init__(self, sessions: int, lines: int, branching: int) -> None:
@@ -35,7 +38,7 @@ class Expansions:
         # The node's id, then tokens, buckets and made ids of its children. Id 0 is a root that had no children when it
         # became the root.
         self._table = np.full((sessions, _IDS, 1 + 3 * branching), _NONE, np.int32)
-        self._roots = np.zeros(sessions, np.int32)
+        self._roots, self.last_ids = np.zeros(sessions, np.int32), np.zeros(sessions, np.int32)
         self._nodes = np.empty((3, lines * branching), np.int32)
         self._acceptances = np.empty(lines * branching, np.float32)
         self._sessions = np.empty((3, lines), np.int32)
@@ -44,11 +47,7 @@ class Expansions:
     def clear(self, row: int) -> None:
         """Forget a session."""
         self._table[row] = _NONE
-        self._roots[row] = _ROOT
-
-    def last_id(self, row: int) -> int:
-        """Return the highest id of a session's nodes since it was cleared; 0 if it has had none."""
-        return max(int(self._table[row, :, 1 + 2 * self._branching :].max()), 0)
+        self._roots[row], self.last_ids[row] = _ROOT, 0
 
     def drop_tree(self, row: int) -> None:
         """Begin anew below the root; ids go on."""
@@ -70,7 +69,7 @@ class Expansions:
             acceptances [n]. All are overwritten by the next call.
         """
         counts = self._counts
-        arrays = words, words.view(np.float32), is_sent, ids_used, self._table
+        arrays = words, words.view(np.float32), is_sent, ids_used, self._table, self.last_ids
         outputs = self._sessions, self._nodes, self._acceptances, counts
         _read(self._lines, count, self._branching, arrays + outputs)
         sessions, nodes = counts.tolist()
@@ -89,7 +88,7 @@ class Expansions:
 @compiled
 def _read(lines: int, count: int, branching: int, arrays: Any) -> None:
     # One tuple: numba unpacks it in half the time.
-    words, floats, is_sent, ids_used, table, sessions, nodes, acceptances, counts = arrays
+    words, floats, is_sent, ids_used, table, last_ids, sessions, nodes, acceptances, counts = arrays
     wide = lines * branching
     first, total, number, last = 3 * lines, 0, 0, -1
     for line in range(count):
@@ -107,6 +106,7 @@ def _read(lines: int, count: int, branching: int, arrays: Any) -> None:
             token, made = words[child], words[child + 2 * wide]
             table[row, place, 1 + rank], table[row, place, 1 + 2 * branching + rank] = token, made
             table[row, place, 1 + branching + rank] = words[child + wide]
+            last_ids[row] = max(last_ids[row], made)
             if made > 0 and is_sent[row]:
                 above = parent + ids_used[row] if parent > 0 else 0
                 nodes[0, total], nodes[1, total], nodes[2, total] = made + ids_used[row], above, token

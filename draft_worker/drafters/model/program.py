@@ -262,11 +262,8 @@ class GrowthProgram:
 
     def _holding(self, numbers: Iterable[int], rows: int, sessions: int) -> int | None:
         """The first of these buckets that holds so many rows and sessions."""
-        buckets = self.buckets
-        fitting = (
-            number for number in numbers if buckets[number].rows >= rows and buckets[number].sessions >= sessions
-        )
-        return next(fitting, None)
+        found = ((number, self.buckets[number]) for number in numbers)
+        return next((number for number, bucket in found if bucket.rows >= rows and bucket.sessions >= sessions), None)
 
     def launch(self, bucket: int, *, processes: bool) -> None:
         """Run a step, perhaps with processors; on a GPU nothing is waited for."""

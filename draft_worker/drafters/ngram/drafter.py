@@ -132,8 +132,8 @@ class NgramDrafter:
         self._sessions[start.key] = self._due[start.key] = session
         self.trie.add(tuple(session.tokens))
 
-    def commit(self, key: Key, tokens: Sequence[int]) -> None:
-        """Commit tokens that continue an open session, one at least."""
+    def commit(self, key: Key, tokens: Sequence[int]) -> bool:
+        """Commit tokens that continue an open session, one at least; return whether its tree is dropped."""
         session = self._sessions[key]
         session.tokens += tokens
         if session.row is not None:
@@ -142,6 +142,23 @@ class NgramDrafter:
         self.trie.add(session.tokens[-len(tokens) - context :], start=context)
         self._due[key] = session
         self.leading.discard(key)
+        return session.start.is_sync
+
+    def live_tree(self, key: Key) -> list[Growth]:
+        """Return all nodes of an open session's tree, as one growth."""
+        session, columns, growth = self._sessions[key], self._columns, Growth(GrowthSource.NGRAM)
+        start, row, count = session.start, session.row or 0, 0
+        if session.row is not None:
+            self._re_root([session])
+            count = columns.count[row]
+        # The root is the parent -1.
+        ids = np.append(2 * columns.ids[row, :count, 0] - 1, 0)
+        growth.add(
+            start, len(session.tokens), ids[:-1].tolist(), ids[columns.parent[row, :count]].tolist(),
+            columns.token[row, :count].tolist(), columns.acceptance[row, :count].tolist(),
+            complete=key in self.leading or (start.is_sync and session.speaks and key not in self._due),
+        )  # fmt: skip
+        return [growth]
 
     def speak(self, key: Key) -> None:
         """Report matches without new nodes from now on: nobody else answers the session's commits any more."""

@@ -17,6 +17,7 @@ from outrider.draft_worker.rounds.commands import (
     HoldCommand,
     LeaveCommand,
     Load,
+    ResendCommand,
 )
 from outrider.draft_worker.rounds.drafters import Drafters
 from outrider.draft_worker.rounds.growth import Growth
@@ -180,6 +181,36 @@ def test_it_says_since_when_a_step_has_been_running():
         assert loop.watch.age_s > 0
         goes_on.set()
         owner.until_grown(3)
+
+
+def test_a_tree_is_sent_again_behind_the_growth_of_a_step_under_way():
+    bench, owner = Bench(), Owner()
+    began, goes_on = threading.Event(), threading.Event()
+
+    def stop() -> None:
+        if len(bench.model.steps) == 3:
+            began.set()
+            assert goes_on.wait(_LONG_S)
+
+    bench.model.on_step = stop
+    with running(Drafters(bench.drafter, None)) as loop:
+        loop.submit([opening(owner)])
+        assert began.wait(_LONG_S)
+        loop.submit([ResendCommand(owner, (7, 9), 1), ResendCommand(owner, (7, 1), 1)])
+        goes_on.set()
+        owner.until(lambda: len(owner.sessions) > 4)
+    place = next(place for place, own in enumerate(owner.sessions) if own.again)
+    before, (tree, *after) = owner.sessions[:place], owner.sessions[place:]
+    # The step's growth and all before is in it, and nothing of later.
+    assert tree.node_ids == [node_id for own in before for node_id in own.node_ids]
+    assert tree.parents == [parent for own in before for parent in own.parents]
+    assert len(before) == 3
+    known = {0, *tree.node_ids}
+    for own in after:
+        assert not known & set(own.node_ids)
+        known.update(own.node_ids)
+        assert known >= set(own.parents)
+    assert not owner.failures
 
 
 def test_a_worker_without_a_model_answers(ngram: NgramDrafter, song: list[int]):

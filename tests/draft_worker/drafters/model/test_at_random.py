@@ -1,4 +1,4 @@
-"""Opens, commits, closes, holds and reopenings at random, between steps, in too few slots and rows.
+"""Opens, commits, closes, holds, reopenings and trees sent again, at random, between steps, in too few slots and rows.
 
 Whatever happens, a node's children are those of exactly its own path, what leaves can be grafted, nobody waits who
 could go on, and no slot is lost.
@@ -51,6 +51,8 @@ class World:
             self.bench.drafters.close((7, number), 1 << 30)
         elif what < 0.35:
             self._hold(self.chance.choice(list(mirrors)))
+        elif what < 0.45:
+            self.bench.resend(self.chance.choice(list(mirrors)))
         else:
             self._commit(self.chance.choice(list(mirrors)))
 

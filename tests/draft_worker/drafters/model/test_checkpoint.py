@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from outrider.draft_worker.drafters.model.config import GrowthConfig
 from outrider.draft_worker.drafters.model.drafter import ModelDrafter
+from outrider.draft_worker.rounds.drafters import Drafters
 from outrider.draft_worker.rounds.growth import Growth
 from outrider.engine.model_runner import EngineConfig, ModelRunner
 from outrider.kernels.coupled_sampling import coupled_topk_scored
@@ -60,7 +61,7 @@ class Reference:
 
 
 def grow_and_check(folder: Path, specs: tuple[SamplingSpec, ...], *, decoder: bool | None, device: str = "cpu") -> int:
-    """Grow sessions on random weights over random commits; return how many nodes were checked."""
+    """Grow sessions on random weights over random commits and trees sent again; return how many nodes were checked."""
     config = EngineConfig(
         model_path=folder, num_slots=900, max_num_seqs=4, max_model_len=250, max_tree_nodes=64, torch_threads=1,
         device=device, dtype="float32",
@@ -72,6 +73,7 @@ def grow_and_check(folder: Path, specs: tuple[SamplingSpec, ...], *, decoder: bo
         device=runner.device, captures=device != "cpu",
     )  # fmt: skip
     drafter.warm_up()
+    drafters = Drafters(drafter, None)
     reference, rng, checked = Reference(folder), np.random.default_rng(len(specs)), set[tuple[int, ...]]()
     mirrors, ready = {}, deque[Growth]()
     for number, spec in enumerate(specs):
@@ -81,11 +83,11 @@ def grow_and_check(folder: Path, specs: tuple[SamplingSpec, ...], *, decoder: bo
             sampling=spec,
             max_live_nodes=60,
         )
-        drafter.open(start)
+        drafters.open(start)
         mirrors[number] = Mirror(start)
     for _ in range(8):
-        for _ in range(5):
-            for own in sessions_of(next_growth(drafter, ready)):
+        for _ in range(8):
+            for own in sessions_of(next_growth(drafters, ready)):
                 mirrors[own.session_id].receive(own)
         for number, mirror in mirrors.items():
             if mirror.start.sampling.rule is VerificationRule.COUPLED:
@@ -95,11 +97,16 @@ def grow_and_check(folder: Path, specs: tuple[SamplingSpec, ...], *, decoder: bo
                 tokens.append(children[min(int(rng.exponential(0.7)), len(children) - 1)].context[-1])
             if not tokens or rng.random() < 0.3:
                 tokens.append(int(rng.integers(runner.vocab_size)))
-            drafter.commit((7, number), tokens)
+            if rng.random() < 0.3:
+                # Whatever is under way; the mirror compares it.
+                drafters.resend((7, number), 1)
+            drafters.commit((7, number), 1, len(mirror.tokens), tokens)
             mirror.commit(tokens)
+            if rng.random() < 0.3:
+                drafters.resend((7, number), 1)
     for number in mirrors:
-        drafter.close((7, number))
-    while next_growth(drafter, ready) is not None:
+        drafters.close((7, number), 1)
+    while next_growth(drafters, ready) is not None:
         pass
     assert drafter.slots_used == 0
     return len(checked)

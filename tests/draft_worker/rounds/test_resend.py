@@ -1,0 +1,347 @@
+"""Live trees that are sent again, and trees that are dropped: what a replica needs to follow either.
+
+A replica is a pool as a target has one; every drafter has a place of its own in it.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.draft_worker.session_growth import SessionGrowth, sessions_of
+from tests.draft_worker.table_model import VOCAB, Bench, session_start, sync_start
+
+from outrider.draft_worker.drafters.ngram.drafter import NgramDrafter, NgramDrafterConfig
+from outrider.draft_worker.rounds.drafters import Drafters
+from outrider.draft_worker.rounds.session import GrowthMode
+from outrider.growth_source import GrowthSource
+from outrider.kernels.pool.columns import Pool
+from outrider.kernels.pool.graft import graft
+from outrider.kernels.pool.re_root import re_root
+from outrider.kernels.pool.records import Records, Verdict
+from outrider.sampling import SamplingSpec
+
+KEY = (7, 1)
+MODEL, NGRAM = GrowthSource.MODEL, GrowthSource.NGRAM
+PLACES = {MODEL: 0, NGRAM: 1}
+LONGEST = 700
+PROMPT = (7, 3, 1, 4)
+WORKERS = ["model", "ngram", "model+ngram"]
+
+Own = tuple[GrowthSource, SessionGrowth]
+Tree = dict[tuple[int, ...], tuple[list[int], float, float]]
+
+
+class Replica:
+    """A session of a target's pool."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.pool = Pool.allocate(sessions=1, max_len=LONGEST, places=len(PLACES))
+        self.pool.history[0, : len(tokens)] = torch.tensor(tokens)
+        records = Records()
+        records.open(0, 1, length=len(tokens), cached=len(tokens) - 1, end=LONGEST, allow=LONGEST)
+        self._graft(records)
+
+    def take(self, source: GrowthSource, own: SessionGrowth) -> list[int]:
+        """Graft a session's growth; return the verdicts on its nodes."""
+        records = Records()
+        for place in PLACES.values() if own.forgot else ():
+            records.forget(0, 1, place=place)
+        forgotten = len(records)
+        columns = own.node_ids, own.parents, own.tokens, own.acceptance
+        for node_id, parent, token, acceptance in zip(*columns, strict=True):
+            records.growth(
+                0, 1, place=PLACES[source], node_id=node_id, parent_id=parent, as_of=own.as_of, token=token,
+                acceptance=acceptance,
+            )  # fmt: skip
+        return self._graft(records)[forgotten:]
+
+    def commit(self, tokens: list[int]) -> None:
+        records = Records()
+        records.commit(0, 1, tokens)
+        self._graft(records)
+
+    def _graft(self, records: Records) -> list[int]:
+        commits, num_commits = torch.zeros(1, LONGEST, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+        verdicts, count = torch.zeros(len(records), dtype=torch.int32), torch.tensor([len(records)], dtype=torch.int32)
+        graft(self.pool, torch.from_numpy(records.array()), count, verdicts, commits, num_commits)
+        re_root(self.pool, commits, num_commits)
+        return verdicts.tolist()
+
+    @property
+    def tree(self) -> Tree:
+        """Ids, acceptance and value of every node, by its path."""
+        pool, paths = self.pool, dict[int, tuple[int, ...]]({-1: ()})
+        columns = (column[0].tolist() for column in (pool.parent, pool.token, pool.ids, pool.acceptance, pool.value))
+        found: Tree = {}
+        rows = zip(*columns, strict=True)
+        for entry, (parent, token, ids, acceptance, value) in zip(range(int(pool.count[0])), rows):  # noqa: B905 - the first `count` entries
+            paths[entry] = (*paths[parent], token)
+            found[paths[entry]] = ids, acceptance, value
+        return found
+
+    def tree_of(self, *sources: GrowthSource) -> dict[tuple[int, ...], list[int]]:
+        """Paths and ids of the nodes of some drafters."""
+        ids = {path: [ids[PLACES[source]] for source in sources] for path, (ids, _, _) in self.tree.items()}
+        return {path: found for path, found in ids.items() if any(found)}
+
+
+@pytest.fixture
+def make(ngram: NgramDrafter) -> Callable[..., Drafters]:
+    def make(name: str, **options: Any) -> Drafters:
+        settings: dict[str, Any] = {"max_model_len": LONGEST, "num_slots": 900, "max_live_nodes": 40}
+        bench = Bench(**settings | options)
+        config = NgramDrafterConfig(vocab_size=VOCAB, max_model_len=LONGEST, max_sessions=8)
+        trees = NgramDrafter(ngram.trie, config)
+        return Drafters(bench.drafter if "model" in name else None, trees if "ngram" in name else None)
+
+    return make
+
+
+def drive(drafters: Drafters, most: int = 300) -> list[Own]:
+    """Everything until there is nothing to do, or of as many advances."""
+    found: list[Own] = []
+    for _ in range(most):
+        growths = list(drafters.advance())
+        found += [(growth.source, own) for growth in growths for own in sessions_of(growth)]
+        if not growths:
+            break
+    return found
+
+
+def again_of(found: list[Own]) -> list[Own]:
+    """From the message on with which a tree is sent again."""
+    first = next(place for place, (_, own) in enumerate(found) if own.again)
+    assert not any(own.again for _, own in found[first + 1 :])
+    return found[first:]
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+def test_what_is_sent_again_is_the_live_tree(make: Callable[..., Drafters], worker: str):
+    drafters = make(worker)
+    drafters.open(session_start(prompt=PROMPT))
+    full = Replica([*PROMPT])
+    for source, own in drive(drafters):
+        full.take(source, own)
+    # A child of the root that was grown, so that something lives on.
+    committed = next(path for path in full.tree if len(path) == 2)[:1]
+    drafters.commit(KEY, 1, len(PROMPT), committed)
+    full.commit([*committed])
+    expected = full.tree
+    assert expected
+    drafters.resend(KEY, 1)
+    found = again_of(drive(drafters))
+    trees = found[: len(worker.split("+"))]
+    assert {own.as_of for _, own in found} == {len(PROMPT) + 1}
+    fresh = Replica([*PROMPT, *committed])
+    for source, own in trees:
+        # Each has its place at once: parents stand before their children.
+        assert set(fresh.take(source, own)) <= {Verdict.APPENDED, Verdict.MERGED}
+    # Children of the present root name it as 0.
+    assert any(0 in own.parents for _, own in trees)
+    assert fresh.tree == expected
+    # What is grown afterwards hangs below it.
+    for source, own in found[len(trees) :]:
+        fresh.take(source, own)
+        full.take(source, own)
+    assert fresh.tree == full.tree
+    assert len(full.tree) > len(expected)
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_replica_that_begins_with_it_equals_one_that_got_everything(
+    make: Callable[..., Drafters], song: list[int], worker: str, seed: int
+):
+    chance, drafters, tokens = random.Random(seed), make(worker, max_step_nodes=3), [*PROMPT]
+    drafters.open(session_start(prompt=PROMPT, max_live_nodes=40))
+    full, fresh, compared = Replica(tokens), None, 0
+
+    def receive(found: list[Own]) -> None:
+        nonlocal fresh
+        for source, own in found:
+            assert not own.forgot
+            if own.again:
+                fresh = Replica(tokens)
+            for replica in (full, fresh):
+                if replica is not None:
+                    verdicts = replica.take(source, own)
+                    assert not {Verdict.STALE, Verdict.FULL} & set(verdicts)
+
+    for _ in range(40):
+        for _ in range(chance.choice([0, 0, 1, 3])):
+            receive(drive(drafters, most=1))
+        for _ in range(chance.choice([0, 0, 1, 2])):
+            drafters.resend(KEY, 1)
+        if chance.random() < 0.7:
+            # Along the tree, or the song, or anything.
+            paths = [path for path in full.tree if len(path) < 4]
+            place = song.index(tokens[-1]) + 1 if tokens[-1] in song else 0
+            new = [*chance.choice(paths)] if paths and chance.random() < 0.7 else song[place : place + 2]
+            new = new if new and chance.random() < 0.9 else [chance.randrange(VOCAB)]
+            drafters.commit(KEY, 1, len(tokens), new)
+            tokens += new
+            for replica in (full, fresh):
+                if replica is not None:
+                    replica.commit(new)
+        if chance.random() < 0.3:
+            receive(drive(drafters))
+            if fresh is not None:
+                assert fresh.tree == full.tree
+                compared += len(full.tree) > 3
+    assert compared > 3
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+def test_several_requests_are_answered_one_by_one_and_nothing_is_lost(make: Callable[..., Drafters], worker: str):
+    drafters = make(worker)
+    for number in (1, 2):
+        drafters.open(session_start(number, prompt=PROMPT))
+    drive(drafters)
+    for _ in range(3):
+        drafters.resend(KEY, 1)
+    drafters.resend((7, 2), 1)
+    found = drive(drafters)
+    assert sum(own.again for _, own in found if own.session_id == 1) == 3
+    assert sum(own.again for _, own in found if own.session_id == 2) == 1
+    answers = {(source, own.session_id, tuple(own.node_ids)) for source, own in found}
+    assert len(answers) == 2 * len(worker.split("+"))
+    assert drive(drafters) == []
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+def test_a_tree_of_nothing_is_sent_again_as_well(make: Callable[..., Drafters], worker: str):
+    drafters = make(worker)
+    drafters.open(session_start(prompt=PROMPT))
+    # Before any step has seen the session; whoever asks waits for an answer.
+    drafters.resend(KEY, 1)
+    first, *others = drive(drafters)
+    assert (first[1].again, first[1].node_ids, first[1].as_of) == (True, [], len(PROMPT))
+    assert any(own.node_ids for _, own in others)
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+def test_unknown_sessions_and_other_epochs_are_not_answered(make: Callable[..., Drafters], worker: str):
+    drafters = make(worker)
+    drafters.open(session_start(epoch=2, prompt=PROMPT))
+    drive(drafters)
+    for key, epoch in (((7, 3), 1), ((8, 1), 2), (KEY, 1), (KEY, 3)):
+        drafters.resend(key, epoch)
+    assert drive(drafters) == []
+    drafters.close(KEY, 2)
+    drafters.resend(KEY, 2)
+    assert drive(drafters) == []
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+def test_in_sync_mode_the_rounds_tree_is_sent_again_once_it_is_complete(make: Callable[..., Drafters], worker: str):
+    drafters = make(worker, max_step_nodes=1)
+    drafters.open(sync_start(prompt=PROMPT))
+    drafters.resend(KEY, 1)
+    found = drive(drafters)
+    assert (found[0][1].again, found[0][1].node_ids, found[0][1].complete) == (True, [], False)
+    round_one = [own for _, own in found if own.node_ids or own.complete]
+    assert [own.complete for own in round_one].count(True) == 1
+    drafters.resend(KEY, 1)
+    found = again_of(drive(drafters))
+    assert sorted(own.node_ids for _, own in found) == sorted(own.node_ids for own in round_one)
+    assert [own.complete for _, own in found].count(True) == 1
+    assert not any(own.forgot for own in (*round_one, *(own for _, own in found)))
+    drafters.commit(KEY, 1, len(PROMPT), [1])
+    drafters.resend(KEY, 1)
+    found = drive(drafters)
+    assert (found[0][1].again, found[0][1].node_ids, found[0][1].as_of) == (True, [], len(PROMPT) + 1)
+    # The last round's tree is gone with its commit.
+    assert [own.forgot for _, own in found] == [True] + [False] * (len(found) - 1)
+    assert not {node for _, own in found for node in own.node_ids} & {n for own in round_one for n in own.node_ids}
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+def test_each_sync_round_drops_the_last_ones_tree_and_says_so_once(make: Callable[..., Drafters], worker: str):
+    drafters = make(worker)
+    drafters.open(sync_start(prompt=PROMPT))
+    assert not any(own.forgot for _, own in drive(drafters))
+    for position in range(4, 8):
+        drafters.commit(KEY, 1, position, [1])
+        found = [own for _, own in drive(drafters)]
+        assert [own.forgot for own in found] == [True] + [False] * (len(found) - 1)
+        assert {own.as_of for own in found} == {position + 1}
+
+
+@pytest.mark.parametrize("worker", ["model", "model+ngram"])
+def test_a_row_that_begins_anew_has_forgotten_and_uses_no_id_twice(make: Callable[..., Drafters], worker: str):
+    drafters, tokens = make(worker), [*PROMPT]
+    drafters.open(session_start(prompt=PROMPT, sampling=SamplingSpec(max_new_tokens=600)))
+    full, seen = Replica(tokens), dict[int, int]()
+    for new in ([], [1] * 300, [3, 1, 4]):
+        if new:
+            drafters.commit(KEY, 1, len(tokens), new)
+            tokens += new
+            full.commit(new)
+        found = drive(drafters)
+        assert [own.forgot for _, own in found] == [len(new) == 300] + [False] * (len(found) - 1)
+        for source, own in found:
+            for node_id in own.node_ids:
+                assert seen.setdefault(node_id, own.as_of) in {own.as_of, len(tokens)}
+            assert set(full.take(source, own)) <= {Verdict.APPENDED, Verdict.MERGED}
+        # All that a replica knows is what is alive.
+        drafters.resend(KEY, 1)
+        fresh = Replica(tokens)
+        for source, own in again_of(drive(drafters)):
+            fresh.take(source, own)
+        assert fresh.tree == full.tree
+        assert fresh.tree_of(MODEL)
+
+
+def test_when_the_model_can_go_on_no_more_ngrams_send_their_tree_under_the_same_ids(make: Callable[..., Drafters]):
+    drafters, tokens = make("model+ngram", num_slots=20), [7] * 15 + [3, 1, 4]
+    drafters.open(session_start(prompt=tokens))
+    full = Replica(tokens)
+    for source, own in drive(drafters):
+        full.take(source, own)
+    # Along the song, whose next tokens live on.
+    drafters.commit(KEY, 1, 18, [1, 5, 9])
+    full.commit([1, 5, 9])
+    expected = full.tree_of(NGRAM)
+    assert (2, 6) in expected
+    found = drive(drafters)
+    assert {source for source, _ in found} == {NGRAM}
+    assert [own.forgot for _, own in found] == [True] + [False] * (len(found) - 1)
+    for source, own in found:
+        full.take(source, own)
+    assert full.tree_of(NGRAM).items() >= expected.items()
+    assert not full.tree_of(MODEL)
+
+
+def test_no_id_is_used_twice_where_a_session_was_computed_twice_before():
+    bench = Bench(num_slots=400, max_sessions=4, max_model_len=LONGEST)
+    spec = SamplingSpec(max_new_tokens=600)
+    bench.open(1, prompt=[1] * 60, sampling=spec)
+    young = bench.open(2, prompt=[2] * 40, sampling=spec, max_depth=2)
+    bench.finish()
+    # The elder takes all slots, and gives them back.
+    bench.commit(1, [4] * 320)
+    bench.finish()
+    computed = len(bench.model.computed)
+    bench.close(1)
+    bench.finish()
+    assert len(bench.model.computed) > computed + 40
+    bench.commit(2, [5] * 300)
+    # The mirror refuses ids that do not rise.
+    bench.finish()
+    assert young.growths[-1].as_of == 340
+    young.check_children(least=5)
+    bench.check_all_given_back()
+
+
+@pytest.mark.parametrize("mode", GrowthMode)
+def test_a_held_session_answers_too(mode: GrowthMode):
+    bench = Bench()
+    mirror = bench.open(mode=mode)
+    bench.finish()
+    bench.drafter.hold(KEY, "unread", is_held=True)
+    bench.resend(1)
+    bench.finish()
+    assert mirror.growths[-1].again
+    assert mirror.growths[-1].node_ids
