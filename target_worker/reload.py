@@ -12,16 +12,41 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
 from outrider.engine.model_runner import ModelRunner
 from outrider.engine.weight_reload import CheckedWeights, check_weights
 from outrider.engine.weight_version import weights_version
 from outrider.errors import CheckpointError, FieldViolation, InvalidRequest, WorkerRefused, WorkerUnavailable
-from outrider.target_worker.step_thread import StepThread
-from outrider.target_worker.verifier import Verifier
 from outrider.v1 import common_pb2, target_pb2
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Reloadable(Protocol):
+    """Sessions of a model."""
+
+    def reload(self, folder: Path) -> None:
+        """Puts the weights of a folder in the place of those that the model runs with; closes all sessions."""
+        ...
+
+
+class ModelThread(Protocol):
+    """The thread that runs the model."""
+
+    @property
+    def weights(self) -> str:
+        """Version of the model's weights; empty where it is not known."""
+        ...
+
+    @weights.setter
+    def weights(self, version: str) -> None: ...
+
+    def run_alone(self, work: Callable[[Any], T]) -> "Future[T]":
+        """Has the thread run something with its `Reloadable` while no step is in flight."""
+        ...
 
 
 class Reloader:
@@ -31,7 +56,7 @@ class Reloader:
         thread: that runs the model.
     """
 
-    def __init__(self, thread: StepThread) -> None:
+    def __init__(self, thread: ModelThread) -> None:
         self._thread = thread
         self._runner: ModelRunner | None = None
         self._one_at_a_time = asyncio.Lock()
@@ -58,7 +83,7 @@ class Reloader:
             except BaseException:
                 runner.close()
                 raise
-        self._thread.opens.weights = self.running.version
+        self._thread.weights = self.running.version
         return runner
 
     async def reload(self, request: target_pb2.ReloadRequest) -> target_pb2.ReloadResponse:
@@ -111,12 +136,10 @@ class Reloader:
         self._checked = await asyncio.to_thread(check_weights, self._runner.running(), folder)
         return self._checked
 
-    def _swap(self, verifier: Verifier, checked: CheckedWeights, found: common_pb2.Weights) -> int:
-        assert self._runner is not None
+    def _swap(self, sessions: Reloadable, checked: CheckedWeights, found: common_pb2.Weights) -> int:
         begin_ns = time.perf_counter_ns()
-        verifier.forget()
-        self._runner.refill(checked.folder)
+        sessions.reload(checked.folder)
         # What was written while it was copied is a mixture of nobody's.
         checked.check_unchanged()
-        self.running, self._thread.opens.weights = found, found.version
+        self.running, self._thread.weights = found, found.version
         return time.perf_counter_ns() - begin_ns

@@ -14,9 +14,10 @@ from outrider.target_worker import tree_step
 from outrider.target_worker.config import TargetWorkerConfig
 from outrider.target_worker.metrics import target_metrics
 from outrider.target_worker.one_graph_setup import make_rounds
+from outrider.target_worker.packing import pack_load
 from outrider.target_worker.reload import Reloader
 from outrider.target_worker.resident import ResidentDraft
-from outrider.target_worker.service import TargetServicer, pack_load
+from outrider.target_worker.service import TargetServicer
 from outrider.target_worker.step_thread import StepThread
 from outrider.target_worker.verifier import Verifier
 from outrider.v1 import common_pb2, registry_pb2, target_pb2

@@ -10,12 +10,13 @@ import grpc.aio
 
 from outrider import rpc, tracing
 from outrider.errors import OutriderError
+from outrider.target_worker.packing import Load, pack_load, pack_logprobs, session_error
 from outrider.target_worker.reload import Reloader
 from outrider.target_worker.sessions import Outcome, SessionKey, TreeResult
 from outrider.target_worker.step_jobs import Batch, BatchResult
-from outrider.target_worker.step_thread import Load, StepThread
+from outrider.target_worker.step_thread import StepThread
 from outrider.target_worker.succession import StreamSteps, Successor
-from outrider.target_worker.unpacking import session_error, unpack, unpack_addition
+from outrider.target_worker.unpacking import unpack, unpack_addition
 from outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
 from outrider.wire import floats_to_bytes
 
@@ -168,15 +169,7 @@ def pack(request: target_pb2.VerifyRequest, done: BatchResult, load: Load) -> _R
         response.tokens.extend(result.token_ids)
         response.cached_tokens.append(result.cached_tokens)
         if result.logprobs is not None:
-            response.logprobs.append(
-                target_pb2.Logprobs(
-                    row=row,
-                    token_logprobs=floats_to_bytes(result.logprobs.token_logprobs),
-                    top_count=result.logprobs.top_token_ids.shape[1],
-                    top_token_ids=result.logprobs.top_token_ids.ravel().tolist(),
-                    top_logprobs=floats_to_bytes(result.logprobs.top_logprobs),
-                )
-            )
+            response.logprobs.append(pack_logprobs(row, result.logprobs))
         if result.fault is not None:
             reported.add((trees.session_ids[row], trees.epochs[row]))
             response.errors.append(session_error(trees.session_ids[row], trees.epochs[row], result.fault))
@@ -216,17 +209,3 @@ def pack_growth(response: _Response, results: Sequence[TreeResult]) -> None:
         acceptance.extend(grown.acceptance)
     growth.acceptance = floats_to_bytes(acceptance)
     growth.sources.extend([common_pb2.GROWTH_SOURCE_EAGLE] * len(acceptance))
-
-
-def pack_load(load: Load) -> common_pb2.WorkerLoad:
-    """The load as it travels."""
-    return common_pb2.WorkerLoad(
-        sessions=load.sessions,
-        slots_used=load.slots_used,
-        slots_cached=load.slots_cached,
-        slots_total=load.slots_total,
-        steps=load.steps,
-        busy=load.busy,
-        step_age_ms=int(1e3 * load.step_age_s),
-        preparing=load.is_preparing,
-    )

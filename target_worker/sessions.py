@@ -38,12 +38,24 @@ class SessionFault(Exception):
         super().__init__(message)
 
 
+class SpeculationMode(Enum):
+    """When a session's trees are verified."""
+
+    ASYNC = "async"
+    """Whatever has been grown by the next round."""
+    SYNC = "sync"
+    """Whole trees, one a round."""
+    OFF = "off"
+    """Never: every round is a plain step."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OpenRequest:
     """Opens a session, or reopens it under a higher epoch with other committed tokens.
 
     `draft` is what a resident draft may grow for it; None: nothing.
     `weights` is the version that its tokens are chosen with; empty: any.
+    `sync_wait_ms` is how long it waits for a tree in sync mode.
     """
 
     key: SessionKey
@@ -53,6 +65,8 @@ class OpenRequest:
     sampling: SamplingSpec
     weights: str = ""
     draft: DraftLimits | None = None
+    mode: SpeculationMode = SpeculationMode.ASYNC
+    sync_wait_ms: int = 0
 
 
 @dataclass(kw_only=True, slots=True)

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from outrider import collector
@@ -22,6 +22,7 @@ from outrider.step_holdups import StepHoldups
 from outrider.step_watch import StepWatch
 from outrider.target_worker.asked_trees import row_count
 from outrider.target_worker.opens import Opens
+from outrider.target_worker.packing import Load
 from outrider.target_worker.sessions import TreeRequest
 from outrider.target_worker.step_jobs import Batch, BatchResult, Flight, Job
 from outrider.target_worker.step_times import StepTimes
@@ -38,23 +39,6 @@ _MOST_IN_FLIGHT = 2
 _SHORTEST_WINDOW_NS = 200_000_000
 # While it may still begin another step, it looks this often whether the one that runs is done.
 _GLANCE_S = 0.0005
-
-
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """How full the target is; `busy` is the share of the time since the last report that steps took.
-
-    Reports alone say how long the step that runs has been running, and whether it may be compiling.
-    """
-
-    sessions: int = 0
-    slots_used: int = 0
-    slots_cached: int = 0
-    slots_total: int = 0
-    steps: int = 0
-    busy: float = 0.0
-    step_age_s: float = 0.0
-    is_preparing: bool = False
 
 
 class StepThread:
@@ -127,6 +111,15 @@ class StepThread:
             self._alone.append((work, done))
             self._arrived.notify()
         return done
+
+    @property
+    def weights(self) -> str:
+        """Version of the model's weights; empty where it is not known."""
+        return self.opens.weights
+
+    @weights.setter
+    def weights(self, version: str) -> None:
+        self.opens.weights = version
 
     def stop(self) -> None:
         """Ends the thread after the step in flight; what still waits fails with WorkerUnavailable."""

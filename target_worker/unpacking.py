@@ -9,6 +9,7 @@ from outrider.growth_source import ALL_SOURCES, GrowthSource, sources_from_proto
 from outrider.log_output import about
 from outrider.sampling import SamplingSpec
 from outrider.succession import Addition, addition_from_proto, succession_from_proto
+from outrider.target_worker.packing import session_error
 from outrider.target_worker.resident_growth import DraftLimits
 from outrider.target_worker.sessions import Code, OpenRequest, SessionFault, TreeRequest
 from outrider.target_worker.step_jobs import Batch
@@ -199,8 +200,3 @@ def _tree_requests(request: target_pb2.VerifyRequest) -> list[TreeRequest]:
             strict=True,
         )
     ]
-
-
-def session_error(session_id: int, epoch: int, fault: SessionFault) -> common_pb2.SessionError:
-    """A fault as it travels."""
-    return common_pb2.SessionError(session_id=session_id, epoch=epoch, code=int(fault.code), message=fault.message)

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from outrider.engine.model_runner import ModelCard, ModelRunner
 from outrider.engine.one_graph_runner import RoundRunner
@@ -192,6 +193,11 @@ class Verifier:
     def forget(self) -> None:
         """Closes all sessions, none of which may be in flight, and remembers no KV: it is of weights that go."""
         self._sessions.forget()
+
+    def reload(self, folder: Path) -> None:
+        """Puts other weights in the place of those that the model runs with; see `forget`."""
+        self.forget()
+        self._runner.refill(folder)
 
     @property
     def goes_on_alone(self) -> bool:

@@ -160,16 +160,18 @@ class DraftDistributions(_message.Message):
     def __init__(self, counts: _Optional[_Iterable[int]] = ..., token_ids: _Optional[bytes] = ..., weights: _Optional[bytes] = ...) -> None: ...
 
 class SpeculationLimits(_message.Message):
-    __slots__ = ("mode", "max_live_nodes", "max_depth", "sync_nodes")
+    __slots__ = ("mode", "max_live_nodes", "max_depth", "sync_nodes", "sync_wait_ms")
     MODE_FIELD_NUMBER: _ClassVar[int]
     MAX_LIVE_NODES_FIELD_NUMBER: _ClassVar[int]
     MAX_DEPTH_FIELD_NUMBER: _ClassVar[int]
     SYNC_NODES_FIELD_NUMBER: _ClassVar[int]
+    SYNC_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
     mode: SpeculationMode
     max_live_nodes: int
     max_depth: int
     sync_nodes: int
-    def __init__(self, mode: _Optional[_Union[SpeculationMode, str]] = ..., max_live_nodes: _Optional[int] = ..., max_depth: _Optional[int] = ..., sync_nodes: _Optional[int] = ...) -> None: ...
+    sync_wait_ms: int
+    def __init__(self, mode: _Optional[_Union[SpeculationMode, str]] = ..., max_live_nodes: _Optional[int] = ..., max_depth: _Optional[int] = ..., sync_nodes: _Optional[int] = ..., sync_wait_ms: _Optional[int] = ...) -> None: ...
 
 class SessionOpen(_message.Message):
     __slots__ = ("session_id", "epoch", "prompt", "output", "sampling", "limits", "sources", "traceparent", "weights")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from outrider.v1 import common_pb2 as outrider_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/draft.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"\xa9\x01\n\rDraftCommands\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\'\n\x05opens\x18\x02 \x03(\x0b\x32\x18.outrider.v1.SessionOpen\x12)\n\x07\x63ommits\x18\x03 \x01(\x0b\x32\x18.outrider.v1.CommitBatch\x12\x19\n\x11\x63lose_session_ids\x18\x04 \x03(\x04\x12\x14\n\x0c\x63lose_epochs\x18\x05 \x03(\r\"k\n\x0b\x43ommitBatch\x12\x13\n\x0bsession_ids\x18\x01 \x03(\x04\x12\x0e\n\x06\x65pochs\x18\x02 \x03(\r\x12\x11\n\tpositions\x18\x03 \x03(\r\x12\x14\n\x0ctoken_counts\x18\x04 \x03(\r\x12\x0e\n\x06tokens\x18\x05 \x03(\r\"\x8e\x03\n\x0b\x44raftGrowth\x12\x13\n\x0bsession_ids\x18\x01 \x03(\x04\x12\x0e\n\x06\x65pochs\x18\x02 \x03(\r\x12\r\n\x05\x61s_of\x18\x03 \x03(\r\x12\x13\n\x0bnode_counts\x18\x04 \x03(\r\x12\x10\n\x08node_ids\x18\x05 \x03(\r\x12\x0f\n\x07parents\x18\x06 \x03(\r\x12\x0e\n\x06tokens\x18\x07 \x03(\r\x12\x12\n\nacceptance\x18\x08 \x01(\x0c\x12\x10\n\x08\x63omplete\x18\t \x03(\x08\x12)\n\x06\x65rrors\x18\n \x03(\x0b\x32\x19.outrider.v1.SessionError\x12\'\n\x06report\x18\x0b \x01(\x0b\x32\x17.outrider.v1.StepReport\x12%\n\x04load\x18\x0c \x01(\x0b\x32\x17.outrider.v1.WorkerLoad\x12\x36\n\rdistributions\x18\r \x01(\x0b\x32\x1f.outrider.v1.DraftDistributions\x12*\n\x07sources\x18\x0e \x03(\x0e\x32\x19.outrider.v1.GrowthSource2U\n\x0c\x44raftService\x12\x45\n\tSpeculate\x12\x1a.outrider.v1.DraftCommands\x1a\x18.outrider.v1.DraftGrowth(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17outrider/v1/draft.proto\x12\x0boutrider.v1\x1a\x18outrider/v1/common.proto\"\xdc\x01\n\rDraftCommands\x12\x13\n\x0bincarnation\x18\x01 \x01(\x06\x12\'\n\x05opens\x18\x02 \x03(\x0b\x32\x18.outrider.v1.SessionOpen\x12)\n\x07\x63ommits\x18\x03 \x01(\x0b\x32\x18.outrider.v1.CommitBatch\x12\x19\n\x11\x63lose_session_ids\x18\x04 \x03(\x04\x12\x14\n\x0c\x63lose_epochs\x18\x05 \x03(\r\x12\x1a\n\x12resend_session_ids\x18\x06 \x03(\x04\x12\x15\n\rresend_epochs\x18\x07 \x03(\r\"k\n\x0b\x43ommitBatch\x12\x13\n\x0bsession_ids\x18\x01 \x03(\x04\x12\x0e\n\x06\x65pochs\x18\x02 \x03(\r\x12\x11\n\tpositions\x18\x03 \x03(\r\x12\x14\n\x0ctoken_counts\x18\x04 \x03(\r\x12\x0e\n\x06tokens\x18\x05 \x03(\r\"\xad\x03\n\x0b\x44raftGrowth\x12\x13\n\x0bsession_ids\x18\x01 \x03(\x04\x12\x0e\n\x06\x65pochs\x18\x02 \x03(\r\x12\r\n\x05\x61s_of\x18\x03 \x03(\r\x12\x13\n\x0bnode_counts\x18\x04 \x03(\r\x12\x10\n\x08node_ids\x18\x05 \x03(\r\x12\x0f\n\x07parents\x18\x06 \x03(\r\x12\x0e\n\x06tokens\x18\x07 \x03(\r\x12\x12\n\nacceptance\x18\x08 \x01(\x0c\x12\x10\n\x08\x63omplete\x18\t \x03(\x08\x12)\n\x06\x65rrors\x18\n \x03(\x0b\x32\x19.outrider.v1.SessionError\x12\'\n\x06report\x18\x0b \x01(\x0b\x32\x17.outrider.v1.StepReport\x12%\n\x04load\x18\x0c \x01(\x0b\x32\x17.outrider.v1.WorkerLoad\x12\x36\n\rdistributions\x18\r \x01(\x0b\x32\x1f.outrider.v1.DraftDistributions\x12*\n\x07sources\x18\x0e \x03(\x0e\x32\x19.outrider.v1.GrowthSource\x12\x0e\n\x06\x66orgot\x18\x0f \x03(\x08\x12\r\n\x05\x61gain\x18\x10 \x03(\x08\x32U\n\x0c\x44raftService\x12\x45\n\tSpeculate\x12\x1a.outrider.v1.DraftCommands\x1a\x18.outrider.v1.DraftGrowth(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,11 +33,11 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'outrider.v1.draft_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DRAFTCOMMANDS']._serialized_start=67
-  _globals['_DRAFTCOMMANDS']._serialized_end=236
-  _globals['_COMMITBATCH']._serialized_start=238
-  _globals['_COMMITBATCH']._serialized_end=345
-  _globals['_DRAFTGROWTH']._serialized_start=348
-  _globals['_DRAFTGROWTH']._serialized_end=746
-  _globals['_DRAFTSERVICE']._serialized_start=748
-  _globals['_DRAFTSERVICE']._serialized_end=833
+  _globals['_DRAFTCOMMANDS']._serialized_end=287
+  _globals['_COMMITBATCH']._serialized_start=289
+  _globals['_COMMITBATCH']._serialized_end=396
+  _globals['_DRAFTGROWTH']._serialized_start=399
+  _globals['_DRAFTGROWTH']._serialized_end=828
+  _globals['_DRAFTSERVICE']._serialized_start=830
+  _globals['_DRAFTSERVICE']._serialized_end=915
 # @@protoc_insertion_point(module_scope)

@@ -39,6 +39,11 @@ class TargetServiceStub(object):
                 request_serializer=outrider_dot_v1_dot_target__pb2.VerifyRequest.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_target__pb2.VerifyResponse.FromString,
                 _registered_method=True)
+        self.Rounds = channel.stream_stream(
+                '/outrider.v1.TargetService/Rounds',
+                request_serializer=outrider_dot_v1_dot_target__pb2.RoundCommands.SerializeToString,
+                response_deserializer=outrider_dot_v1_dot_target__pb2.RoundResults.FromString,
+                _registered_method=True)
         self.Reload = channel.unary_unary(
                 '/outrider.v1.TargetService/Reload',
                 request_serializer=outrider_dot_v1_dot_target__pb2.ReloadRequest.SerializeToString,
@@ -51,6 +56,14 @@ class TargetServiceServicer(object):
 
     def Verify(self, request_iterator, context):
         """One long-lived stream per coordinator. Every request with trees gets one response with the same `step`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Rounds(self, request_iterator, context):
+        """One long-lived stream per coordinator: commands in, results out. Neither answers the other: a target verifies on its
+        own, round after round, whatever nodes have come by then.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -71,6 +84,11 @@ def add_TargetServiceServicer_to_server(servicer, server):
                     servicer.Verify,
                     request_deserializer=outrider_dot_v1_dot_target__pb2.VerifyRequest.FromString,
                     response_serializer=outrider_dot_v1_dot_target__pb2.VerifyResponse.SerializeToString,
+            ),
+            'Rounds': grpc.stream_stream_rpc_method_handler(
+                    servicer.Rounds,
+                    request_deserializer=outrider_dot_v1_dot_target__pb2.RoundCommands.FromString,
+                    response_serializer=outrider_dot_v1_dot_target__pb2.RoundResults.SerializeToString,
             ),
             'Reload': grpc.unary_unary_rpc_method_handler(
                     servicer.Reload,
@@ -105,6 +123,33 @@ class TargetService(object):
             '/outrider.v1.TargetService/Verify',
             outrider_dot_v1_dot_target__pb2.VerifyRequest.SerializeToString,
             outrider_dot_v1_dot_target__pb2.VerifyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rounds(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/outrider.v1.TargetService/Rounds',
+            outrider_dot_v1_dot_target__pb2.RoundCommands.SerializeToString,
+            outrider_dot_v1_dot_target__pb2.RoundResults.FromString,
             options,
             channel_credentials,
             insecure,

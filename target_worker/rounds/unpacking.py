@@ -1,0 +1,237 @@
+"""A coordinator's messages as commands.
+
+Columns of different lengths leave open what belongs to whom: such a message is refused as a whole. Everything else that
+is wrong concerns one session, which is told, and closed.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from outrider.draft_distribution import DraftDistribution, unpack_distributions
+from outrider.errors import FieldViolation, InvalidRequest
+from outrider.growth_source import GrowthSource
+from outrider.log_output import about
+from outrider.sampling import SamplingSpec
+from outrider.target_worker.rounds.commands import (
+    BoundsCommand,
+    CloseCommand,
+    Command,
+    GrowCommand,
+    OpenCommand,
+    PlaceChange,
+    PlaceCommand,
+    RefuseCommand,
+    RoundOwner,
+)
+from outrider.target_worker.sessions import Code, OpenRequest, SessionFault, SpeculationMode
+from outrider.v1 import common_pb2, target_pb2
+from outrider.wire import floats_from_bytes, split_by_counts, tokens_from_bytes
+
+logger = logging.getLogger(__name__)
+
+_MOST_NODES = 512
+"""Nodes of a session in one message."""
+_MOST = (1 << 31) - 1
+"""The largest number of a record."""
+_MOST_SOURCE = 7
+
+_MODES = {
+    common_pb2.SPECULATION_MODE_UNSPECIFIED: SpeculationMode.ASYNC,
+    common_pb2.SPECULATION_MODE_ASYNC: SpeculationMode.ASYNC,
+    common_pb2.SPECULATION_MODE_SYNC: SpeculationMode.SYNC,
+    common_pb2.SPECULATION_MODE_OFF: SpeculationMode.OFF,
+}
+_CHANGES = {
+    target_pb2.PLACE_CHANGE_TAKEN: PlaceChange.TAKEN,
+    target_pb2.PLACE_CHANGE_LEFT: PlaceChange.LEFT,
+    target_pb2.PLACE_CHANGE_RESENT: PlaceChange.RESENT,
+}
+
+
+def unpack(message: target_pb2.RoundCommands, owner: RoundOwner, *, vocab_size: int, places: int) -> list[Command]:
+    """Return the commands of a message, in the order in which they take effect.
+
+    Args:
+        message: as it came.
+        owner: of the sessions that it opens.
+        vocab_size: of the target.
+        places: D.
+
+    Raises:
+        InvalidRequest: columns of different lengths.
+    """
+    violations = [
+        FieldViolation(name, f"{count} entries given, {needed} needed")
+        for name, count, needed in _column_lengths(message)
+        if count != needed
+    ]
+    if violations:
+        raise InvalidRequest(violations)
+    return [
+        *(_open_command(message.incarnation, opening, owner) for opening in message.opens),
+        *_place_commands(message, owner, places),
+        *_grow_commands(message, owner, vocab_size=vocab_size, places=places),
+        *_bounds_commands(message, owner),
+        *(
+            CloseCommand((message.incarnation, session_id), epoch)
+            for session_id, epoch in zip(message.close_session_ids, message.close_epochs, strict=True)
+        ),
+    ]
+
+
+def _column_lengths(message: target_pb2.RoundCommands) -> list[tuple[str, int, int]]:
+    places, growth, bounds = message.places, message.growth, message.bounds
+    changed, grown, bounded = len(places.session_ids), len(growth.session_ids), len(bounds.session_ids)
+    nodes = sum(growth.node_counts)
+    return [
+        ("places.epochs", len(places.epochs), changed),
+        ("places.places", len(places.places), changed),
+        ("places.changes", len(places.changes), changed),
+        ("growth.epochs", len(growth.epochs), grown),
+        ("growth.places", len(growth.places), grown),
+        ("growth.as_of", len(growth.as_of), grown),
+        ("growth.node_counts", len(growth.node_counts), grown),
+        ("growth.node_ids", len(growth.node_ids), nodes),
+        ("growth.parents", len(growth.parents), nodes),
+        ("growth.tokens", len(growth.tokens), nodes),
+        ("growth.acceptance, bytes", len(growth.acceptance), 4 * nodes),
+        ("growth.sources", len(growth.sources), nodes if growth.sources else 0),
+        ("growth.complete", len(growth.complete), grown if growth.complete else 0),
+        ("bounds.epochs", len(bounds.epochs), bounded),
+        ("bounds.allow", len(bounds.allow), bounded),
+        ("bounds.alone", len(bounds.alone), bounded if bounds.alone else 0),
+        ("close_epochs", len(message.close_epochs), len(message.close_session_ids)),
+    ]
+
+
+def _open_command(incarnation: int, opening: common_pb2.SessionOpen, owner: RoundOwner) -> Command:
+    key, epoch, limits = (incarnation, opening.session_id), opening.epoch, opening.limits
+    ids = about(session_id=opening.session_id, epoch=epoch)
+    logger.debug("session %d, epoch %d is opened", opening.session_id, epoch, extra=ids)
+    if limits.mode not in _MODES:
+        message = f"limits.mode: {limits.mode} given, 1 (async), 2 (sync) or 3 (off) needed"
+        return _refusal(owner, incarnation, opening.session_id, epoch, message)
+    try:
+        request = OpenRequest(
+            key=key,
+            epoch=epoch,
+            prompt=tokens_from_bytes(opening.prompt),
+            output=tokens_from_bytes(opening.output),
+            sampling=SamplingSpec.from_proto(opening.sampling),
+            weights=opening.weights,
+            mode=_MODES[limits.mode],
+            sync_wait_ms=limits.sync_wait_ms,
+        )
+    except ValueError as error:
+        message = f"prompt, output or sampling: {error}"
+        return _refusal(owner, incarnation, opening.session_id, epoch, message)
+    return OpenCommand(owner, request)
+
+
+def _refusal(owner: RoundOwner, incarnation: int, session_id: int, epoch: int, message: str) -> RefuseCommand:
+    return RefuseCommand(owner, (incarnation, session_id), epoch, SessionFault(Code.INVALID_ARGUMENT, message))
+
+
+def _place_commands(message: target_pb2.RoundCommands, owner: RoundOwner, places: int) -> Iterator[Command]:
+    columns = message.places
+    for session_id, epoch, place, change in zip(
+        columns.session_ids, columns.epochs, columns.places, columns.changes, strict=True
+    ):
+        if place >= places:
+            fault = f"places.places: {place} given, below {places} needed"
+            yield _refusal(owner, message.incarnation, session_id, epoch, fault)
+        elif change not in _CHANGES:
+            fault = f"places.changes: {change} given, 1 (taken), 2 (left) or 3 (resent) needed"
+            yield _refusal(owner, message.incarnation, session_id, epoch, fault)
+        else:
+            yield PlaceCommand((message.incarnation, session_id), epoch, place, _CHANGES[change])
+
+
+def _bounds_commands(message: target_pb2.RoundCommands, owner: RoundOwner) -> Iterator[Command]:
+    bounds = message.bounds
+    alone = bounds.alone or [False] * len(bounds.session_ids)
+    for session_id, epoch, allow, is_alone in zip(bounds.session_ids, bounds.epochs, bounds.allow, alone, strict=True):
+        if allow > _MOST:
+            fault = f"bounds.allow: {allow} given, at most {_MOST} needed"
+            yield _refusal(owner, message.incarnation, session_id, epoch, fault)
+        else:
+            yield BoundsCommand((message.incarnation, session_id), epoch, allow, is_alone)
+
+
+def _grow_commands(
+    message: target_pb2.RoundCommands, owner: RoundOwner, *, vocab_size: int, places: int
+) -> Iterator[Command]:
+    growth = message.growth
+    nodes = len(growth.node_ids)
+    node_ids = np.fromiter(growth.node_ids, np.int64, nodes)
+    parents = np.fromiter(growth.parents, np.int64, nodes)
+    tokens = np.fromiter(growth.tokens, np.int64, nodes)
+    acceptances = floats_from_bytes(growth.acceptance)
+    drafters: int | npt.NDArray[np.int64] = int(GrowthSource.MODEL)
+    if growth.sources:
+        drafters = np.fromiter(growth.sources, np.int64, nodes)
+        # A number that a newer peer knows, and what has none.
+        drafters[(drafters < 1) | (drafters > _MOST_SOURCE)] = int(GrowthSource.MODEL)
+    try:
+        distributions = unpack_distributions(growth.distributions, nodes)
+    except ValueError as error:
+        raise InvalidRequest([FieldViolation("growth", str(error))]) from error
+    wrong = {
+        f"growth.node_ids: 1 to {_MOST} needed": (node_ids < 1) | (node_ids > _MOST),
+        f"growth.parents: at most {_MOST} needed": parents > _MOST,
+        f"growth.tokens: ids below {vocab_size} needed": tokens >= vocab_size,
+        # NaN is in no range.
+        "growth.acceptance: 0 to 1 needed": ~((acceptances >= 0) & (acceptances <= 1)),
+    }
+    faults = {fault: is_wrong for fault, is_wrong in wrong.items() if is_wrong.any()}
+    complete = growth.complete or [False] * len(growth.session_ids)
+    for session_id, epoch, place, as_of, span, is_complete in zip(
+        growth.session_ids,
+        growth.epochs,
+        growth.places,
+        growth.as_of,
+        split_by_counts(growth.node_counts),
+        complete,
+        strict=True,
+    ):
+        own = distributions[span]
+        if not any(own):
+            own = ()
+        fault = next((fault for fault, is_wrong in faults.items() if is_wrong[span].any()), None)
+        if place >= places:
+            fault = f"growth.places: {place} given, below {places} needed"
+        elif not 1 <= as_of <= _MOST:
+            fault = f"growth.as_of: {as_of} given, 1 to {_MOST} needed"
+        elif span.stop - span.start > _MOST_NODES:
+            fault = f"growth.node_counts: {span.stop - span.start} given, at most {_MOST_NODES} needed"
+        elif fault is None:
+            fault = _distribution_fault(own, tokens[span], vocab_size)
+        if fault is not None:
+            yield _refusal(owner, message.incarnation, session_id, epoch, fault)
+            continue
+        yield GrowCommand(
+            key=(message.incarnation, session_id),
+            epoch=epoch,
+            place=place,
+            as_of=as_of,
+            node_ids=node_ids[span],
+            parents=parents[span],
+            tokens=tokens[span],
+            acceptances=acceptances[span],
+            drafters=drafters if isinstance(drafters, int) else drafters[span],
+            distributions=own,
+            is_complete=is_complete,
+        )
+
+
+def _distribution_fault(
+    distributions: Sequence[DraftDistribution | None], tokens: npt.NDArray[np.int64], vocab_size: int
+) -> str | None:
+    for distribution, token in zip(distributions, tokens.tolist(), strict=False):
+        fault = None if distribution is None else distribution.fault(token, vocab_size)
+        if fault is not None:
+            return f"growth.distributions: {fault}"
+    return None
