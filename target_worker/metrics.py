@@ -2,7 +2,7 @@
 
 from outrider.metrics.families import Describe, Families
 from outrider.metrics.worker import WorkerGauges, describe_worker
-from outrider.target_worker.round_thread import RoundThread
+from outrider.target_worker.rounds.thread import RoundThread
 
 
 def target_metrics(rounds: RoundThread, *, model_name: str) -> Describe:

@@ -7,6 +7,9 @@ from outrider.engine.model_runner import ModelCard
 from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.target_worker.sessions import Code, OpenRequest, SessionFault
 
+# The device counts indices in 32 bits.
+_MOST_NEW_TOKENS = 1 << 30
+
 
 def check_open(request: OpenRequest, ids: npt.NDArray[np.int64], *, model: ModelCard, num_slots: int) -> None:
     """Checks an open.
@@ -55,6 +58,7 @@ def check_bounds(sampling: SamplingSpec, *, logprobs: int, rates: int) -> None:
     given = {
         "logprobs": (sampling.logprobs or 0, logprobs),
         "synthetic_rates": (len(sampling.synthetic_rates) * sampling.is_synthetic, rates),
+        "min_new_tokens": (sampling.min_new_tokens, _MOST_NEW_TOKENS),
     }
     for name, (count, most) in given.items():
         if count > most:

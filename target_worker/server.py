@@ -12,7 +12,7 @@ from outrider.security.roles import Role
 from outrider.target_worker.config import TargetWorkerConfig
 from outrider.target_worker.metrics import target_metrics
 from outrider.target_worker.reload import Reloader
-from outrider.target_worker.round_thread import RoundThread
+from outrider.target_worker.rounds.thread import RoundThread
 from outrider.target_worker.rounds.config import RoundConfig
 from outrider.target_worker.rounds.loop import RoundLoop
 from outrider.target_worker.service import TargetServicer, pack_load

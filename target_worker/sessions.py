@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum, IntEnum
 
 import numpy as np
 import numpy.typing as npt
@@ -33,11 +33,23 @@ class SessionFault(Exception):
         super().__init__(message)
 
 
+class SpeculationMode(Enum):
+    """When a session's trees are verified."""
+
+    ASYNC = "async"
+    """Whatever has been grown by the next round."""
+    SYNC = "sync"
+    """Whole trees, one a round."""
+    OFF = "off"
+    """Never: every round is a plain step."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OpenRequest:
     """Opens a session, or reopens it under a higher epoch with other committed tokens.
 
     `weights` is the version that its tokens are chosen with; empty: any.
+    `sync_wait_ms` is how long it waits for a tree in sync mode.
     """
 
     key: SessionKey
@@ -46,6 +58,8 @@ class OpenRequest:
     output: Sequence[int]
     sampling: SamplingSpec
     weights: str = ""
+    mode: SpeculationMode = SpeculationMode.ASYNC
+    sync_wait_ms: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,47 +1,67 @@
-"""A coordinator's messages as the round thread takes them."""
+"""A coordinator's messages as commands.
+
+Columns of different lengths leave open what belongs to whom: such a message is refused as a whole. Everything else that
+is wrong concerns one session, which is told, and closed.
+"""
 
 import logging
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 
 import numpy as np
+import numpy.typing as npt
 
 from outrider.draft_distribution import DraftDistribution, unpack_distributions
 from outrider.errors import FieldViolation, InvalidRequest
 from outrider.growth_source import GrowthSource
 from outrider.log_output import about
 from outrider.sampling import SamplingSpec
-from outrider.target_worker.commands import (
-    BoundCommand,
+from outrider.target_worker.rounds.commands import (
+    BoundsCommand,
     CloseCommand,
     Command,
-    GrowthCommand,
+    GrowCommand,
     OpenCommand,
+    PlaceChange,
     PlaceCommand,
-    ResultOwner,
+    RefuseCommand,
+    RoundOwner,
 )
-from outrider.target_worker.sessions import Code, OpenRequest, SessionFault
+from outrider.target_worker.sessions import Code, OpenRequest, SessionFault, SpeculationMode
 from outrider.v1 import common_pb2, target_pb2
 from outrider.wire import floats_from_bytes, split_by_counts, tokens_from_bytes
 
 logger = logging.getLogger(__name__)
 
-_MOST_ID = (1 << 31) - 1
+_MOST_NODES = 512
+"""Nodes of a session in one message."""
+_MOST = (1 << 31) - 1
+"""The largest number of a record."""
+_MOST_SOURCE = 7
+
+_MODES = {
+    common_pb2.SPECULATION_MODE_UNSPECIFIED: SpeculationMode.ASYNC,
+    common_pb2.SPECULATION_MODE_ASYNC: SpeculationMode.ASYNC,
+    common_pb2.SPECULATION_MODE_SYNC: SpeculationMode.SYNC,
+    common_pb2.SPECULATION_MODE_OFF: SpeculationMode.OFF,
+}
+_CHANGES = {
+    target_pb2.PLACE_CHANGE_TAKEN: PlaceChange.TAKEN,
+    target_pb2.PLACE_CHANGE_LEFT: PlaceChange.LEFT,
+    target_pb2.PLACE_CHANGE_RESENT: PlaceChange.RESENT,
+}
 
 
-def unpack(message: target_pb2.RoundCommands, owner: ResultOwner, *, places: int, vocab_size: int) -> list[Command]:
-    """Return a message's commands, in the order in which they take effect.
-
-    Opens whose bytes cannot be read are told to the owner.
+def unpack(message: target_pb2.RoundCommands, owner: RoundOwner, *, vocab_size: int, places: int) -> list[Command]:
+    """Return the commands of a message, in the order in which they take effect.
 
     Args:
-        message: to read.
-        owner: of the sessions.
-        places: for draft workers of a session.
-        vocab_size: tokens of the model.
+        message: as it came.
+        owner: of the sessions that it opens.
+        vocab_size: of the target.
+        places: D.
 
     Raises:
-        InvalidRequest: columns that do not fit together, or nodes that stand for nothing.
+        InvalidRequest: columns of different lengths.
     """
     violations = [
         FieldViolation(name, f"{count} entries given, {needed} needed")
@@ -50,133 +70,168 @@ def unpack(message: target_pb2.RoundCommands, owner: ResultOwner, *, places: int
     ]
     if violations:
         raise InvalidRequest(violations)
-    commands = list[Command]()
-    for opening in message.opens:
-        ids = about(session_id=opening.session_id, epoch=opening.epoch)
-        logger.debug("session %d, epoch %d is opened", opening.session_id, opening.epoch, extra=ids)
-        try:
-            commands.append(OpenCommand(owner, _open_request(message.incarnation, opening)))
-        except ValueError as error:
-            fault = SessionFault(Code.INVALID_ARGUMENT, f"prompt, output or sampling: {error}")
-            owner.fail(opening.session_id, opening.epoch, fault)
-    commands += _place_commands(message, places)
-    commands += _growth_commands(message, places, vocab_size)
-    bounds = message.bounds
-    for session_id, epoch, allow in zip(bounds.session_ids, bounds.epochs, bounds.allow, strict=True):
-        commands.append(BoundCommand((message.incarnation, session_id), epoch, min(allow, _MOST_ID)))
-    for session_id, epoch in zip(message.close_session_ids, message.close_epochs, strict=True):
-        commands.append(CloseCommand((message.incarnation, session_id), epoch))
-    return commands
-
-
-def _column_lengths(message: target_pb2.RoundCommands) -> Iterator[tuple[str, int, int]]:
-    """(name, entries, those that are needed) of all columns."""
-    growth = message.growth
-    nodes = sum(growth.node_counts)
-    told = [
-        ("places", message.places, len(message.places.session_ids), ("epochs", "places", "changes")),
-        ("growth", growth, len(growth.session_ids), ("epochs", "places", "as_of", "node_counts")),
-        ("growth", growth, nodes, ("node_ids", "parents", "tokens")),
-        ("bounds", message.bounds, len(message.bounds.session_ids), ("epochs", "allow")),
+    return [
+        *(_open_command(message.incarnation, opening, owner) for opening in message.opens),
+        *_place_commands(message, owner, places),
+        *_grow_commands(message, owner, vocab_size=vocab_size, places=places),
+        *_bounds_commands(message, owner),
+        *(
+            CloseCommand((message.incarnation, session_id), epoch)
+            for session_id, epoch in zip(message.close_session_ids, message.close_epochs, strict=True)
+        ),
     ]
-    for part, columns, needed, names in told:
-        for name in names:
-            yield f"{part}.{name}", len(getattr(columns, name)), needed
-    yield "growth.acceptance", len(growth.acceptance), 4 * nodes
-    for name, needed in (("sources", nodes), ("complete", len(growth.session_ids))):
-        if count := len(getattr(growth, name)):
-            yield f"growth.{name}", count, needed
-    if count := len(message.bounds.alone):
-        yield "bounds.alone", count, len(message.bounds.session_ids)
-    yield "close_epochs", len(message.close_epochs), len(message.close_session_ids)
 
 
-def _open_request(incarnation: int, opening: common_pb2.SessionOpen) -> OpenRequest:
-    return OpenRequest(
-        key=(incarnation, opening.session_id),
-        epoch=opening.epoch,
-        prompt=tokens_from_bytes(opening.prompt),
-        output=tokens_from_bytes(opening.output),
-        sampling=SamplingSpec.from_proto(opening.sampling),
-        weights=opening.weights,
-    )
+def _column_lengths(message: target_pb2.RoundCommands) -> list[tuple[str, int, int]]:
+    places, growth, bounds = message.places, message.growth, message.bounds
+    changed, grown, bounded = len(places.session_ids), len(growth.session_ids), len(bounds.session_ids)
+    nodes = sum(growth.node_counts)
+    return [
+        ("places.epochs", len(places.epochs), changed),
+        ("places.places", len(places.places), changed),
+        ("places.changes", len(places.changes), changed),
+        ("growth.epochs", len(growth.epochs), grown),
+        ("growth.places", len(growth.places), grown),
+        ("growth.as_of", len(growth.as_of), grown),
+        ("growth.node_counts", len(growth.node_counts), grown),
+        ("growth.node_ids", len(growth.node_ids), nodes),
+        ("growth.parents", len(growth.parents), nodes),
+        ("growth.tokens", len(growth.tokens), nodes),
+        ("growth.acceptance, bytes", len(growth.acceptance), 4 * nodes),
+        ("growth.sources", len(growth.sources), nodes if growth.sources else 0),
+        ("growth.complete", len(growth.complete), grown if growth.complete else 0),
+        ("bounds.epochs", len(bounds.epochs), bounded),
+        ("bounds.allow", len(bounds.allow), bounded),
+        ("bounds.alone", len(bounds.alone), bounded if bounds.alone else 0),
+        ("close_epochs", len(message.close_epochs), len(message.close_session_ids)),
+    ]
 
 
-def _place_commands(message: target_pb2.RoundCommands, places: int) -> Iterator[Command]:
-    told = message.places
-    _check_places("places.places", told.places, places)
-    for session_id, epoch, place, change in zip(told.session_ids, told.epochs, told.places, told.changes, strict=True):
-        # What a worker has grown stays when it leaves.
-        if change in {target_pb2.PLACE_CHANGE_TAKEN, target_pb2.PLACE_CHANGE_RESENT}:
-            is_resent = change == target_pb2.PLACE_CHANGE_RESENT
-            yield PlaceCommand((message.incarnation, session_id), epoch, place, is_resent)
+def _open_command(incarnation: int, opening: common_pb2.SessionOpen, owner: RoundOwner) -> Command:
+    key, epoch, limits = (incarnation, opening.session_id), opening.epoch, opening.limits
+    ids = about(session_id=opening.session_id, epoch=epoch)
+    logger.debug("session %d, epoch %d is opened", opening.session_id, epoch, extra=ids)
+    if limits.mode not in _MODES:
+        message = f"limits.mode: {limits.mode} given, 1 (async), 2 (sync) or 3 (off) needed"
+        return _refusal(owner, incarnation, opening.session_id, epoch, message)
+    try:
+        request = OpenRequest(
+            key=key,
+            epoch=epoch,
+            prompt=tokens_from_bytes(opening.prompt),
+            output=tokens_from_bytes(opening.output),
+            sampling=SamplingSpec.from_proto(opening.sampling),
+            weights=opening.weights,
+            mode=_MODES[limits.mode],
+            sync_wait_ms=limits.sync_wait_ms,
+        )
+    except ValueError as error:
+        message = f"prompt, output or sampling: {error}"
+        return _refusal(owner, incarnation, opening.session_id, epoch, message)
+    return OpenCommand(owner, request)
 
 
-def _growth_commands(message: target_pb2.RoundCommands, places: int, vocab_size: int) -> Iterator[Command]:
+def _refusal(owner: RoundOwner, incarnation: int, session_id: int, epoch: int, message: str) -> RefuseCommand:
+    return RefuseCommand(owner, (incarnation, session_id), epoch, SessionFault(Code.INVALID_ARGUMENT, message))
+
+
+def _place_commands(message: target_pb2.RoundCommands, owner: RoundOwner, places: int) -> Iterator[Command]:
+    columns = message.places
+    for session_id, epoch, place, change in zip(
+        columns.session_ids, columns.epochs, columns.places, columns.changes, strict=True
+    ):
+        if place >= places:
+            fault = f"places.places: {place} given, below {places} needed"
+            yield _refusal(owner, message.incarnation, session_id, epoch, fault)
+        elif change not in _CHANGES:
+            fault = f"places.changes: {change} given, 1 (taken), 2 (left) or 3 (resent) needed"
+            yield _refusal(owner, message.incarnation, session_id, epoch, fault)
+        else:
+            yield PlaceCommand((message.incarnation, session_id), epoch, place, _CHANGES[change])
+
+
+def _bounds_commands(message: target_pb2.RoundCommands, owner: RoundOwner) -> Iterator[Command]:
+    bounds = message.bounds
+    alone = bounds.alone or [False] * len(bounds.session_ids)
+    for session_id, epoch, allow, is_alone in zip(bounds.session_ids, bounds.epochs, bounds.allow, alone, strict=True):
+        if allow > _MOST:
+            fault = f"bounds.allow: {allow} given, at most {_MOST} needed"
+            yield _refusal(owner, message.incarnation, session_id, epoch, fault)
+        else:
+            yield BoundsCommand((message.incarnation, session_id), epoch, allow, is_alone)
+
+
+def _grow_commands(
+    message: target_pb2.RoundCommands, owner: RoundOwner, *, vocab_size: int, places: int
+) -> Iterator[Command]:
     growth = message.growth
-    if not growth.session_ids:
-        return
-    _check_places("growth.places", growth.places, places)
-    _check_nodes(growth, vocab_size)
-    node_ids, parents, tokens = list(growth.node_ids), list(growth.parents), list(growth.tokens)
-    acceptances = floats_from_bytes(growth.acceptance).tolist()
-    distributions: Sequence[DraftDistribution | None] = ()
-    if growth.HasField("distributions"):
-        try:
-            distributions = unpack_distributions(growth.distributions, len(tokens))
-        except ValueError as error:
-            raise InvalidRequest([FieldViolation("growth.distributions", str(error))]) from error
-    columns = zip(
-        growth.session_ids, growth.epochs, growth.places, growth.as_of, split_by_counts(growth.node_counts), strict=True
-    )
-    for session_id, epoch, place, as_of, nodes in columns:
-        for drafter, part in _by_source(growth.sources, nodes):
-            yield GrowthCommand(
-                key=(message.incarnation, session_id),
-                epoch=epoch,
-                place=place,
-                as_of=as_of,
-                node_ids=node_ids[part],
-                parents=parents[part],
-                tokens=tokens[part],
-                acceptances=acceptances[part],
-                drafter=drafter,
-                distributions=distributions[part],
-            )
+    nodes = len(growth.node_ids)
+    node_ids = np.fromiter(growth.node_ids, np.int64, nodes)
+    parents = np.fromiter(growth.parents, np.int64, nodes)
+    tokens = np.fromiter(growth.tokens, np.int64, nodes)
+    acceptances = floats_from_bytes(growth.acceptance)
+    drafters: int | npt.NDArray[np.int64] = int(GrowthSource.MODEL)
+    if growth.sources:
+        drafters = np.fromiter(growth.sources, np.int64, nodes)
+        # A number that a newer peer knows, and what has none.
+        drafters[(drafters < 1) | (drafters > _MOST_SOURCE)] = int(GrowthSource.MODEL)
+    try:
+        distributions = unpack_distributions(growth.distributions, nodes)
+    except ValueError as error:
+        raise InvalidRequest([FieldViolation("growth", str(error))]) from error
+    wrong = {
+        f"growth.node_ids: 1 to {_MOST} needed": (node_ids < 1) | (node_ids > _MOST),
+        f"growth.parents: at most {_MOST} needed": parents > _MOST,
+        f"growth.tokens: ids below {vocab_size} needed": tokens >= vocab_size,
+        # NaN is in no range.
+        "growth.acceptance: 0 to 1 needed": ~((acceptances >= 0) & (acceptances <= 1)),
+    }
+    faults = {fault: is_wrong for fault, is_wrong in wrong.items() if is_wrong.any()}
+    complete = growth.complete or [False] * len(growth.session_ids)
+    for session_id, epoch, place, as_of, span, is_complete in zip(
+        growth.session_ids,
+        growth.epochs,
+        growth.places,
+        growth.as_of,
+        split_by_counts(growth.node_counts),
+        complete,
+        strict=True,
+    ):
+        own = distributions[span]
+        if not any(own):
+            own = ()
+        fault = next((fault for fault, is_wrong in faults.items() if is_wrong[span].any()), None)
+        if place >= places:
+            fault = f"growth.places: {place} given, below {places} needed"
+        elif not 1 <= as_of <= _MOST:
+            fault = f"growth.as_of: {as_of} given, 1 to {_MOST} needed"
+        elif span.stop - span.start > _MOST_NODES:
+            fault = f"growth.node_counts: {span.stop - span.start} given, at most {_MOST_NODES} needed"
+        elif fault is None:
+            fault = _distribution_fault(own, tokens[span], vocab_size)
+        if fault is not None:
+            yield _refusal(owner, message.incarnation, session_id, epoch, fault)
+            continue
+        yield GrowCommand(
+            key=(message.incarnation, session_id),
+            epoch=epoch,
+            place=place,
+            as_of=as_of,
+            node_ids=node_ids[span],
+            parents=parents[span],
+            tokens=tokens[span],
+            acceptances=acceptances[span],
+            drafters=drafters if isinstance(drafters, int) else drafters[span],
+            distributions=own,
+            is_complete=is_complete,
+        )
 
 
-def _by_source(sources: Sequence[int], nodes: slice) -> Iterator[tuple[int, slice]]:
-    """Runs of a session's nodes that are of one source."""
-    if not sources:
-        yield GrowthSource.MODEL, nodes
-        return
-    begin = nodes.start
-    for source, run in groupby(sources[nodes]):
-        end = begin + sum(1 for _ in run)
-        yield source, slice(begin, end)
-        begin = end
-
-
-def _check_places(name: str, given: Sequence[int], places: int) -> None:
-    if given and (highest := max(given)) >= places:
-        raise InvalidRequest([FieldViolation(name, f"{highest} given, below {places} needed")])
-
-
-def _check_nodes(growth: target_pb2.RelayedGrowth, vocab_size: int) -> None:
-    violations = list[FieldViolation]()
-    node_ids, acceptance = growth.node_ids, floats_from_bytes(growth.acceptance)
-    if node_ids and not 1 <= min(node_ids) <= max(node_ids) <= _MOST_ID:
-        violations.append(FieldViolation("growth.node_ids", f"1 to {_MOST_ID} needed"))
-    if growth.parents and max(growth.parents) > _MOST_ID:
-        violations.append(FieldViolation("growth.parents", f"0 to {_MOST_ID} needed"))
-    if growth.as_of and max(growth.as_of) > _MOST_ID:
-        violations.append(FieldViolation("growth.as_of", f"0 to {_MOST_ID} needed"))
-    if growth.tokens and (highest := max(growth.tokens)) >= vocab_size:
-        violations.append(FieldViolation("growth.tokens", f"{highest} given, ids below {vocab_size} needed"))
-    # Whatever is no number is not in between either.
-    if not bool(np.all((acceptance >= 0) & (acceptance <= 1))):
-        violations.append(FieldViolation("growth.acceptance", "numbers from 0 to 1 needed"))
-    if growth.sources and not set(growth.sources) <= set(GrowthSource):
-        violations.append(FieldViolation("growth.sources", "one of those in common.proto needed"))
-    if violations:
-        raise InvalidRequest(violations)
+def _distribution_fault(
+    distributions: Sequence[DraftDistribution | None], tokens: npt.NDArray[np.int64], vocab_size: int
+) -> str | None:
+    for distribution, token in zip(distributions, tokens.tolist(), strict=False):
+        fault = None if distribution is None else distribution.fault(token, vocab_size)
+        if fault is not None:
+            return f"growth.distributions: {fault}"
+    return None

@@ -105,6 +105,15 @@ class RoundTimes:
 
         return max(fitting, key=rate)
 
+    def widest(self, *, prefill: int) -> int:
+        """Return the bucket with the most rows, of those with room for so many rows of prefill."""
+
+        def width(number: int) -> tuple[int, int, int]:
+            bucket = self._buckets[number]
+            return bucket.rows, bucket.sessions, -bucket.prefill
+
+        return max((number for number, bucket in enumerate(self._buckets) if bucket.prefill >= prefill), key=width)
+
     @property
     def least_value(self) -> float:
         """The least value of a node that pays for its row; 0 on a GPU, where buckets decide."""

@@ -7,9 +7,13 @@
 Commands (`open`, `grow`, `limit`, `close`) become records of the device's inbox, and take part in the next round that
 begins. Nothing waits for a coordinator. One thread calls everything here; a grammar that has been compiled is noted by
 the thread that compiles it.
+
+Some sessions have a say in who takes part in a round: one in sync mode does once its tree is whole, one that is marked
+alone when no other does. While there are such sessions no round is launched ahead.
 """
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -20,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.draft_distribution import DraftDistribution
-from outrider.engine.model_runner import ModelRunner
+from outrider.engine.model_runner import ModelCard, ModelRunner
 from outrider.engine.prefix_cache import common_length
 from outrider.engine.round_rings import Early, Inbox, Report, Rounds
 from outrider.grammar.compiler import GrammarCompiler
@@ -41,7 +45,7 @@ from outrider.target_worker.rounds.observer import RoundObserver
 from outrider.target_worker.rounds.program import RoundProgram
 from outrider.target_worker.rounds.report import RoundReport
 from outrider.target_worker.rounds.session import Level, Session, SessionResult
-from outrider.target_worker.sessions import Code, OpenRequest, SessionFault, SessionKey
+from outrider.target_worker.sessions import Code, OpenRequest, SessionFault, SessionKey, SpeculationMode
 from outrider.target_worker.step_cost import StepCost, StepShape, prefill_pairs
 
 logger = logging.getLogger(__name__)
@@ -52,6 +56,9 @@ WITHOUT_LIMIT = (1 << 31) - 1
 # Prefill rows that are taken to cost as much as a verification before anything was measured, and those by which
 # prefill always moves.
 _CPU_PREFILL, _GPU_PREFILL = (32, 16), (256, 32)
+
+# A column of a message.
+_Ints = Sequence[int] | npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -134,10 +141,24 @@ class RoundLoop:
         self._launched: deque[_Launched] = deque()
         self._gains = np.zeros(len(self._program.buckets), np.int64)
         self._can_run, self._has_changed, self._level, self._ahead = False, False, Level.PLAIN, 1
+        # Whose turn the next round is: that of a session that is alone, None for that of all others.
+        self._turn: SessionKey | None = None
+        # When the first session in sync mode has waited long enough.
+        self._due_ns: int | None = None
         self._opened = self._ended_ns = self._verified_rows = 0
         self.rounds_read = self.preemptions = 0
         self.wake: Callable[[], None] = lambda: None
         self.observer = RoundObserver()
+
+    @property
+    def model(self) -> ModelCard:
+        """The target."""
+        return self._runner.info
+
+    @property
+    def config(self) -> RoundConfig:
+        """Sizes."""
+        return self._config
 
     @property
     def session_count(self) -> int:
@@ -173,7 +194,12 @@ class RoundLoop:
         """True if another `turn` would do something without another command."""
         if self.is_busy or self._inbox.has_records or self._has_changed or self._results:
             return True
-        return self._can_run or self._has_chunks
+        return self._has_running or self._has_chunks
+
+    @property
+    def due_s(self) -> float | None:
+        """Seconds after which a `turn` does something though it has no work now; None if none will."""
+        return None if self._due_ns is None else max(self._due_ns - time.monotonic_ns(), 0) / 1e9
 
     def open(self, request: OpenRequest) -> None:
         """Open a session, or replace it if it is open under an older epoch.
@@ -207,6 +233,8 @@ class RoundLoop:
             sampling=sampling,
             limit=limit,
             allow=WITHOUT_LIMIT,
+            mode=request.mode,
+            sync_wait_ns=1_000_000 * request.sync_wait_ms,
             grammar=self._grammar_of(sampling),
             cached_tokens=0 if held is None else held.cached_tokens,
             reached=0
@@ -225,15 +253,18 @@ class RoundLoop:
         epoch: int,
         place: int,
         as_of: int,
-        node_ids: Sequence[int],
-        parents: Sequence[int],
-        tokens: Sequence[int],
-        acceptances: Sequence[float],
+        node_ids: _Ints,
+        parents: _Ints,
+        tokens: _Ints,
+        acceptances: Sequence[float] | npt.NDArray[np.float32],
         *,
-        drafter: int = 0,
+        drafter: int | _Ints = 0,
         distributions: Sequence[DraftDistribution | None] = (),
+        is_complete: bool = False,
     ) -> None:
         """Add nodes that a drafter has made; those of a session that is not open under this epoch are dropped.
+
+        So are nodes of a session without speculation, and in sync mode those for another length than it has.
 
         Args:
             key: whose.
@@ -244,20 +275,27 @@ class RoundLoop:
             parents: [n] ids of their parents; 0 is the token at index as_of - 1.
             tokens: [n]
             acceptances: [n] estimated chance that the target accepts each, given its parent.
-            drafter: number of its kind, 0 to 7.
+            drafter: number of its kind, 0 to 7; or [n] of each node.
             distributions: [n] the q that each token was drawn from, under `rejection`.
+            is_complete: in sync mode, whether they are the last ones of their tree.
         """
         session = self._sessions.get(key)
-        if session is None or session.epoch != epoch:
+        if session is None or session.epoch != epoch or session.mode is SpeculationMode.OFF:
+            return
+        if session.is_sync and as_of != session.length:
             return
         if not session.is_open:
             # Its row comes later: the tree is to be sent again.
             session.lost |= 1 << place
             return
+        if is_complete:
+            session.tree_at = as_of
+        if not len(node_ids):
+            return
         if distributions:
             session.add_distributions(node_ids, distributions)
         records = np.empty((len(node_ids), WORDS), np.int32)
-        records[:, 0] = RecordKind.GROWTH | place << 8 | 1 << drafter + 16
+        records[:, 0] = RecordKind.GROWTH | place << 8 | 1 << np.asarray(drafter) + 16
         records[:, 1], records[:, 2] = session.row, np.uint32(session.generation).view(np.int32)
         records[:, 3], records[:, 4], records[:, 5], records[:, 6] = node_ids, parents, as_of, tokens
         # The bits of -0.0 are not those of 0.0.
@@ -266,8 +304,11 @@ class RoundLoop:
 
     def forget(self, key: SessionKey, epoch: int, place: int) -> None:
         """Drop what the worker at a place has grown: another takes the place, or it has forgotten its tree."""
-        session = self._open_session(key, epoch)
-        if session is not None:
+        session = self._session(key, epoch)
+        if session is None:
+            return
+        session.workers |= 1 << place
+        if session.is_open:
             records = Records()
             records.forget(session.row, session.generation, place=place)
             self._inbox.put(records.array())
@@ -276,27 +317,39 @@ class RoundLoop:
 
     def resend(self, key: SessionKey, epoch: int, place: int) -> None:
         """Note that the worker at a place sends its tree again from here on: nothing of it is lost any more."""
-        session = self._open_session(key, epoch)
-        if session is not None:
+        session = self._session(key, epoch)
+        if session is not None and session.is_open:
             records = Records()
             records.resent(session.row, session.generation, place=place)
             self._inbox.put(records.array())
 
-    def _open_session(self, key: SessionKey, epoch: int) -> Session | None:
-        session = self._sessions.get(key)
-        return session if session is not None and session.epoch == epoch and session.is_open else None
+    def leave(self, key: SessionKey, epoch: int, place: int) -> None:
+        """Note that no worker has a place any more; what was grown there stays."""
+        session = self._session(key, epoch)
+        if session is not None:
+            session.workers &= ~(1 << place)
 
     def limit(self, key: SessionKey, epoch: int, allow: int) -> None:
         """Set the length up to which a session may run ahead of its client; 0 holds it."""
+        session = self._session(key, epoch)
+        if session is not None and session.allow != allow:
+            session.allow, self._has_changed = allow, True
+
+    def hold(self, key: SessionKey, *, is_held: bool) -> None:
+        """Let a session rest while nobody reads its results, or go on."""
         session = self._sessions.get(key)
-        if session is None or session.epoch != epoch or session.allow == allow:
-            return
-        session.allow = allow
-        self._has_changed = True
-        if session.is_open:
-            records = Records()
-            records.limits(session.row, session.generation, end=session.limit, allow=allow)
-            self._inbox.put(records.array())
+        if session is not None and session.is_unread != is_held:
+            session.is_unread, self._has_changed = is_held, True
+
+    def separate(self, key: SessionKey, epoch: int, *, is_alone: bool) -> None:
+        """Give a session rounds of its own, in turn with all others, or join it with these again."""
+        session = self._session(key, epoch)
+        if session is not None and session.is_alone != is_alone:
+            session.is_alone, self._has_changed = is_alone, True
+
+    def _session(self, key: SessionKey, epoch: int) -> Session | None:
+        session = self._sessions.get(key)
+        return session if session is not None and session.epoch == epoch else None
 
     def close(self, key: SessionKey, epoch: int) -> None:
         """Close a session that is open under this epoch or an older one; rounds under way no longer count for it."""
@@ -307,6 +360,9 @@ class RoundLoop:
     def turn(self) -> list[SessionResult]:
         """Read what rounds have reported, and launch the next one as soon as that is possible."""
         self._read()
+        if not self.is_busy:
+            self._release_trees()
+            self._take_turns()
         if self._has_changed:
             self.observer.planning()
             self._plan()
@@ -318,6 +374,10 @@ class RoundLoop:
                 self._read()
         results, self._results = self._results, []
         return results
+
+    def wait(self) -> None:
+        """Let the device get on with the rounds under way, where a `turn` has found nothing new."""
+        self._program.wait()
 
     def drain(self) -> list[SessionResult]:
         """Wait for the rounds under way."""
@@ -438,6 +498,7 @@ class RoundLoop:
             result = SessionResult(
                 key=session.key,
                 epoch=session.epoch,
+                round=self.rounds_read,
                 tokens=tokens,
                 accepted=len(accepted),
                 selected=rows - 1,
@@ -508,10 +569,15 @@ class RoundLoop:
         self._by_row[row] = session
         slots = self._kv.slots(row, 0, self._kv.length(row))
         self._program.describe_row(session, slots)
+        session.told_reach, session.told_round = session.reach, 0
         records = Records()
-        records.open(row, generation, length=length, cached=known, end=session.limit, allow=session.allow)
+        records.open(row, generation, length=length, cached=known, end=session.limit, allow=session.reach)
         records.slots(row, generation, start=len(slots), slots=[])
         self._inbox.put(records.array())
+        if session.lost:
+            # From here on its trees are taken: it may wait for one.
+            self._results.append(SessionResult(key=session.key, epoch=session.epoch, lost=session.lost))
+            session.lost = 0
         return True
 
     def _is_being_computed(self, tokens: npt.NDArray[np.int32], known: int) -> bool:
@@ -562,23 +628,74 @@ class RoundLoop:
         records.close(session.row, session.generation)
         self._inbox.put(records.array())
         session.is_open, session.row = False, -1
-        session.cached = session.planned = 0
+        session.cached = session.planned = session.tree_at = 0
+        session.is_waiting, session.waits_since_ns = session.is_sync, None
         session.distributions.clear()
 
     def _may_launch(self) -> bool:
         if not self._rounds.may_launch(can_run=True):
             return False
-        active = [session for session in self._by_row if session is not None and not session.is_held]
-        self._level = max((session.level for session in active), default=Level.PLAIN)
-        if self._level is Level.HOSTED and self._rounds.under_way:
+        active = [session for session in self._by_row if session is not None and session.is_active]
+        self._level = max((session.level for session in active if not session.is_aside), default=Level.PLAIN)
+        if self.is_busy and (self._level is Level.HOSTED or any(one.is_sync or one.is_alone for one in active)):
             return False
-        return self._rounds.may_launch(self._can_run or self._has_chunks)
+        return self._rounds.may_launch(self._has_running or self._has_chunks)
+
+    def _release_trees(self) -> None:
+        """Let sessions in sync mode take part in the next round: those whose trees are whole, or waited for no more."""
+        self._due_ns, now_ns = None, time.monotonic_ns()
+        for session in self._by_row:
+            if session is None or not session.is_waiting or not session.is_prefilled:
+                continue
+            if session.waits_since_ns is None:
+                session.waits_since_ns = now_ns
+            due_ns = session.waits_since_ns + session.sync_wait_ns
+            is_whole = session.tree_at == session.length and not self._inbox.is_queued(session.row)
+            if is_whole or not session.workers or now_ns >= due_ns:
+                session.is_waiting, self._has_changed = False, True
+            else:
+                self._due_ns = due_ns if self._due_ns is None else min(due_ns, self._due_ns)
+
+    def _take_turns(self) -> None:
+        """Set sessions aside for the next round: all but one that is alone, or those that are."""
+        sessions = self._sessions.values()
+        turns = [None, *(session.key for session in sessions if session.is_alone)]
+        last = turns.index(self._turn) if self._turn in turns else 0
+        wanting = {session.key if session.is_alone else None for session in sessions if session.wants_turn}
+        self._turn = next((turn for turn in turns[last + 1 :] + turns[: last + 1] if turn in wanting), turns[last])
+        for session in sessions:
+            is_aside = self._turn != (session.key if session.is_alone else None)
+            if session.is_aside != is_aside:
+                session.is_aside, self._has_changed = is_aside, True
+
+    @property
+    def _has_running(self) -> bool:
+        """True if the next round would verify a session."""
+        if self.is_busy:
+            return self._can_run
+        # The device may take a session for running that is kept from it, or not know yet that one is.
+        return any(
+            session is not None and session.is_running and (self._can_run or session.told_reach != session.reach)
+            for session in self._by_row
+        )
 
     @property
     def _has_chunks(self) -> bool:
         return any(session.is_prefilling for session in self._sessions.values())
 
+    def _tell_reach(self) -> None:
+        """Tell the device how far sessions may go, each once it has reported what it was told before."""
+        launched = self.rounds_read + len(self._launched)
+        for session in self._by_row:
+            if session is None or session.told_reach == session.reach or session.told_round > self.rounds_read:
+                continue
+            records = Records()
+            records.limits(session.row, session.generation, end=session.limit, allow=session.reach)
+            self._inbox.put(records.array())
+            session.told_reach, session.told_round = session.reach, launched + 1
+
     def _launch(self) -> None:
+        self._tell_reach()
         running = [session for session in self._by_row if session is not None and session.is_running]
         keys = sum(session.length for session in running)
         allowance = self._times.prefill_allowance(
@@ -596,8 +713,13 @@ class RoundLoop:
             self._inbox.put(records.array())
             chunks.append(_Chunk(session=session, generation=session.generation, start=session.planned, size=size))
             session.planned += size
-        bucket = self._times.choose(self._gains, sessions=len(running), prefill=sum(chunk.size for chunk in chunks))
-        least_value = max(self._times.least_value, self._config.least_value)
+        prefill = sum(chunk.size for chunk in chunks)
+        if any(session.is_sync for session in running):
+            bucket, least_value = self._times.widest(prefill=prefill), 0.0
+        else:
+            bucket = self._times.choose(self._gains, sessions=len(running), prefill=prefill)
+            least_value = max(self._times.least_value, self._config.least_value)
+        self.observer.composed(self._level, sessions=len(running), prefill_rows=prefill)
         bucket = self._program.launch(bucket, self._level, self._by_row, least_value=least_value)
         self._launched.append(_Launched(bucket=bucket, level=self._level, chunks=chunks))
         self._rounds.launched()

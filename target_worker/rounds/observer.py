@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from outrider.target_worker.rounds.report import RoundReport
-from outrider.target_worker.rounds.session import SessionResult
+from outrider.target_worker.rounds.session import Level, SessionResult
 
 
 class RoundObserver:
@@ -23,6 +23,15 @@ class RoundObserver:
 
     def launching(self) -> None:
         """Note that the loop begins to launch a round; on a CPU, to run it."""
+
+    def composed(self, level: Level, *, sessions: int, prefill_rows: int) -> None:
+        """Take the size of the round that is launched next.
+
+        Args:
+            level: of its sessions.
+            sessions: that are running.
+            prefill_rows: rows of prompts.
+        """
 
     def launched(self) -> None:
         """Note that the loop has launched a round; on a CPU it has ended."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,7 +14,7 @@ from outrider.grammar.matcher import SessionGrammar
 from outrider.kernels.verification.walk import Finish
 from outrider.sampling import SamplingSpec
 from outrider.target_worker.rounds.host_part import needs_host
-from outrider.target_worker.sessions import SessionFault, SessionKey, TokenLogprobs
+from outrider.target_worker.sessions import SessionFault, SessionKey, SpeculationMode, TokenLogprobs
 
 # Distributions of nodes that a session under `rejection` keeps: those of a chain, and of what is on its way.
 _MOST_DISTRIBUTIONS = 512
@@ -45,6 +45,17 @@ class Session:
         sampling: how tokens are chosen.
         limit: most tokens (prompt and output) it may reach.
         allow: the length up to which it may run ahead of its client; 0 holds it.
+        mode: when its trees are verified.
+        sync_wait_ns: how long it waits for a tree in sync mode.
+        is_unread: whether nobody reads its results.
+        is_alone: whether no other session may take part in its rounds.
+        is_aside: whether the next round is another's that runs alone, or of all others.
+        workers: bit set over the places that a worker has.
+        is_waiting: in sync mode, whether its next tree has not been released to a round.
+        waits_since_ns: since when it could be verified without; None if it cannot be yet.
+        tree_at: the length that its last whole tree was grown for.
+        told_reach: `reach` as the device was last told.
+        told_round: number of the round that this is told to.
         grammar: that its output has to match; None where it may be anything.
         row: of the pool, and of the slot table; -1 until it is known to no round.
         generation: of the row.
@@ -67,6 +78,17 @@ class Session:
     sampling: SamplingSpec
     limit: int
     allow: int
+    mode: SpeculationMode = SpeculationMode.ASYNC
+    sync_wait_ns: int = 0
+    is_unread: bool = False
+    is_alone: bool = False
+    is_aside: bool = False
+    workers: int = 0
+    is_waiting: bool = field(init=False)
+    waits_since_ns: int | None = None
+    tree_at: int = 0
+    told_reach: int = 0
+    told_round: int = 0
     grammar: SessionGrammar | None = None
     row: int = -1
     generation: int = 0
@@ -86,6 +108,12 @@ class Session:
         if needs_host(self):
             self.level = Level.HOSTED
         self.stop_token_ids = frozenset(self.sampling.stop_token_ids)
+        self.is_waiting = self.is_sync
+
+    @property
+    def is_sync(self) -> bool:
+        """True if it verifies whole trees, one a round."""
+        return self.mode is SpeculationMode.SYNC
 
     @property
     def output(self) -> list[int]:
@@ -95,17 +123,39 @@ class Session:
     @property
     def is_held(self) -> bool:
         """True if it is as far ahead of its client as it may be."""
-        return self.length >= self.allow
+        return self.is_unread or self.length >= self.allow
+
+    @property
+    def is_active(self) -> bool:
+        """True if it may go on, or rounds may take it further for all that the device knows."""
+        return not self.is_held or self.length < self.told_reach
+
+    @property
+    def reach(self) -> int:
+        """The length up to which rounds may take it now; 0 if it takes part in none."""
+        return 0 if self.is_unread or self.is_aside or self.is_waiting else self.allow
+
+    @property
+    def is_prefilled(self) -> bool:
+        """True if all its tokens but the root have KV."""
+        return self.is_open and self.cached >= self.length - 1
 
     @property
     def is_prefilling(self) -> bool:
         """True if a part of its prompt has still to be computed, beyond what rounds under way do."""
-        return self.is_open and self.planned < self.length - 1
+        return self.is_open and not self.is_aside and self.planned < self.length - 1
 
     @property
     def is_running(self) -> bool:
         """True if the next round may verify it."""
-        return self.is_open and self.cached >= self.length - 1 and self.length < min(self.limit, self.allow)
+        return self.is_prefilled and self.length < min(self.limit, self.reach)
+
+    @property
+    def wants_turn(self) -> bool:
+        """True if a round would compute something of it that it is not set aside for."""
+        if not self.is_prefilled:
+            return self.is_open
+        return not self.is_waiting and not self.is_held
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Add tokens, all but the last of which have KV now."""
@@ -113,8 +163,9 @@ class Session:
         self.history[self.length : length] = tokens
         self.length, self.cached, self.planned = length, length - 1, length - 1
         self.reached = max(self.reached, self.cached)
+        self.is_waiting, self.waits_since_ns = self.is_sync, None
 
-    def add_distributions(self, node_ids: Sequence[int], distributions: Sequence[DraftDistribution | None]) -> None:
+    def add_distributions(self, node_ids: Iterable[int], distributions: Sequence[DraftDistribution | None]) -> None:
         """Keep the q that nodes were drawn from; the oldest ones are forgotten."""
         known = self.distributions
         known |= {node: q for node, q in zip(node_ids, distributions, strict=True) if q is not None}
@@ -128,6 +179,7 @@ class SessionResult:
 
     Attributes:
         key, epoch: of the session.
+        round: number of the round, from 1; 0 for what no round has brought about.
         tokens: committed by the round, in order.
         accepted: nodes among them.
         selected: nodes that were verified.
@@ -141,6 +193,7 @@ class SessionResult:
 
     key: SessionKey
     epoch: int
+    round: int = 0
     tokens: Sequence[int] = ()
     accepted: int = 0
     selected: int = 0
@@ -150,3 +203,8 @@ class SessionResult:
     cached_tokens: int = 0
     lost: int = 0
     fault: SessionFault | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the session is closed."""
+        return self.finish is not Finish.NONE or self.fault is not None

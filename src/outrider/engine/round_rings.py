@@ -217,6 +217,12 @@ class Inbox:
         """True if there are records that no reported round has taken."""
         return self._head != self._tail
 
+    def is_queued(self, row: int) -> bool:
+        """True if records of the row's session wait for room in the ring."""
+        with self._changed:
+            session = self._sessions[row]
+            return session is not None and bool(session.queue)
+
     def wait(self, timeout: float) -> bool:
         """Wait until `has_records`, for as many seconds at most; returns it."""
         with self._changed:

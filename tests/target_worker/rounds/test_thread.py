@@ -1,0 +1,238 @@
+"""The thread of the rounds: commands in, results to their owners, and how it ends."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.target_worker.plain_decoding import plain_decode
+from tests.target_worker.rounds.ahead import AheadProgram
+from tests.target_worker.rounds.driving import FixedTimes, config_of, make_runner, open_request
+from tests.target_worker.verifying import PROMPT
+
+from outrider.errors import OutriderError, WorkerUnavailable
+from outrider.kernels.verification.walk import Finish
+from outrider.sampling import SamplingSpec
+from outrider.target_worker.rounds.commands import Load
+from outrider.target_worker.rounds.commands import (
+    BoundsCommand,
+    CloseCommand,
+    GrowCommand,
+    HoldCommand,
+    OpenCommand,
+    RoundCost,
+)
+from outrider.target_worker.rounds.loop import RoundLoop
+from outrider.target_worker.rounds.program import RoundProgram
+from outrider.target_worker.rounds.session import SessionResult
+from outrider.target_worker.rounds.thread import RoundThread
+from outrider.target_worker.sessions import Code
+
+SPEC = SamplingSpec(max_new_tokens=20)
+
+
+class StoppingProgram(RoundProgram):
+    """Rounds that wait for a word before they begin, and may fail then."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.may_run, self.fault = threading.Event(), ""
+        self.may_run.set()
+
+    def launch(self, *arguments: Any, **options: Any) -> int:
+        self.may_run.wait()
+        if self.fault:
+            raise RuntimeError(self.fault)
+        return super().launch(*arguments, **options)
+
+
+@dataclass(eq=False)
+class Owner:
+    """Notes what it is told."""
+
+    results: list[SessionResult] = field(default_factory=list)
+    rounds: list[tuple[Sequence[SessionResult], RoundCost | None, Load]] = field(default_factory=list)
+    error: OutriderError | None = None
+
+    def deliver(self, results: Sequence[SessionResult], cost: RoundCost | None, load: Load) -> None:
+        self.rounds.append((results, cost, load))
+        self.results += results
+
+    def end(self, error: OutriderError) -> None:
+        self.error = error
+
+    def tokens(self, number: int) -> list[int]:
+        return [token for result in self.results if result.key[1] == number for token in result.tokens]
+
+    def has_ended(self, *numbers: int) -> bool:
+        return {result.key[1] for result in self.results if result.has_ended} >= set(numbers)
+
+
+def until(is_so: Callable[[], object]) -> None:
+    for _ in range(60_000):
+        if is_so():
+            return
+        time.sleep(0.001)
+    raise AssertionError("it never came about")
+
+
+class Served:
+    """A thread, its program, and what is closed in the end."""
+
+    def __init__(self, checkpoint: Any, kind: type[RoundProgram]) -> None:
+        self._checkpoint, self._kind = checkpoint, kind
+        self.program: Any = None
+        self.thread = RoundThread(self._make)
+
+    def _make(self) -> RoundLoop:
+        runner = make_runner(self._checkpoint)
+        config = config_of(runner)
+        self.program = self._kind.of_runner(runner, config)
+        return RoundLoop(runner, config, times=FixedTimes(config, 16), program=self.program)
+
+
+@pytest.fixture(params=[StoppingProgram, AheadProgram], ids=["one by one", "ahead"])
+def served(request, checkpoint) -> Iterator[Served]:
+    served = Served(checkpoint, request.param)
+    served.thread.start()
+    served.thread.ready.result(60)
+    yield served
+    if hasattr(served.program, "may_run"):
+        served.program.may_run.set()
+    served.thread.stop()
+    if not getattr(served.program, "fault", ""):
+        served.thread.stopped.result(60)
+
+
+def test_results_come_to_their_owners_one_round_at_a_time(served, reference_model):
+    thread, owners = served.thread, [Owner(), Owner()]
+    for number in range(4):
+        request = open_request(number, replace(SPEC, max_new_tokens=8 + number))
+        thread.submit([OpenCommand(owners[number % 2], request)])
+    until(lambda: owners[0].has_ended(0, 2) and owners[1].has_ended(1, 3))
+    plain = plain_decode(reference_model, PROMPT, SPEC).tokens
+    for number in range(4):
+        assert owners[number % 2].tokens(number) == plain[: 8 + number]
+    for results, cost, load in (entry for owner in owners for entry in owner.rounds):
+        assert len({result.key for result in results}) == len(results)
+        assert len({result.round for result in results}) == 1
+        assert cost is None or (cost.rows >= len(results) and cost.step_ns >= cost.forward_ns > 0)
+        assert load.slots_total == 512
+    assert not {result.key for result in owners[0].results} & {result.key for result in owners[1].results}
+    until(lambda: not thread.load.sessions and not thread.load.slots_used)
+    until(lambda: not thread.watch.age_s)
+    assert thread.load.steps == thread.counts.verify_steps + thread.counts.prefill_steps > 8
+    assert thread.counts.rows > 4 * len(PROMPT)
+    assert 0 < thread.report().busy <= 1
+
+
+def test_growth_is_verified_and_says_who_had_proposed_it(served, reference_model):
+    plain, owner = plain_decode(reference_model, PROMPT, SPEC).tokens, Owner()
+    key = (7, 1)
+    grown = GrowCommand(
+        key=key, epoch=1, place=0, as_of=len(PROMPT), node_ids=np.arange(1, 6), parents=np.arange(5),
+        tokens=np.array(plain[:5]), acceptances=np.full(5, 0.9, np.float32), drafters=2, distributions=(),
+        is_complete=False,
+    )  # fmt: skip
+    served.thread.submit([OpenCommand(owner, open_request(1, SPEC)), BoundsCommand(key, 1, 0, False)])
+    served.thread.submit([grown, BoundsCommand(key, 1, 1000, False)])
+    until(lambda: owner.has_ended(1))
+    assert owner.tokens(1) == plain
+    assert [sources for result in owner.results for sources in result.drafters] == [4] * 5
+
+
+def test_an_owner_that_does_not_read_lets_its_sessions_rest(served, reference_model):
+    thread, owners = served.thread, [Owner(), Owner()]
+    thread.submit([HoldCommand(owners[0], True)])
+    thread.submit([OpenCommand(owner, open_request(number, SPEC)) for number, owner in enumerate(owners)])
+    until(lambda: owners[1].has_ended(1))
+    until(lambda: not thread.watch.age_s)
+    assert (owners[0].tokens(0), thread.holds) == ([], 1)
+    thread.submit([HoldCommand(owners[0], False)])
+    until(lambda: owners[0].has_ended(0))
+    assert owners[0].tokens(0) == plain_decode(reference_model, PROMPT, SPEC).tokens
+
+
+def test_only_the_owner_that_leaves_loses_its_sessions(served):
+    thread, owners = served.thread, [Owner(), Owner()]
+    # The second has the session from its reopening on.
+    thread.submit([OpenCommand(owners[0], open_request(1, SPEC)), BoundsCommand((7, 1), 1, 0, False)])
+    thread.submit([OpenCommand(owners[0], open_request(2, SPEC)), BoundsCommand((7, 2), 1, 0, False)])
+    thread.submit([OpenCommand(owners[1], open_request(1, SPEC, epoch=2)), BoundsCommand((7, 1), 2, 0, False)])
+    thread.submit([OpenCommand(owners[0], open_request(1, SPEC, epoch=1))])
+    until(lambda: owners[0].has_ended(1))
+    fault = owners[0].results[-1].fault
+    assert fault is not None
+    assert (fault.code, owners[0].results[-1].epoch) == (Code.FAILED_PRECONDITION, 1)
+    thread.leave(owners[0])
+    until(lambda: thread.load.sessions == 1)
+    thread.submit([BoundsCommand((7, 1), 2, 1000, False)])
+    until(lambda: owners[1].has_ended(1))
+    assert len(owners[1].tokens(1)) == SPEC.max_new_tokens
+    until(lambda: not thread.load.slots_used)
+
+
+def test_sessions_of_other_weights_are_refused_and_a_reload_closes_all(served, checkpoint, reference_model):
+    thread, owner = served.thread, Owner()
+    thread.weights = "abc"
+    thread.submit([OpenCommand(owner, replace(open_request(1, SPEC), weights="def"))])
+    thread.submit([OpenCommand(owner, replace(open_request(2, SPEC), weights="abc"))])
+    thread.submit([BoundsCommand((7, 2), 1, len(PROMPT) + 3, False)])
+    until(lambda: owner.has_ended(1) and len(owner.tokens(2)) == 3)
+    thread.run_alone(lambda loop: loop.reload(checkpoint)).result(60)
+    faults = {result.key[1]: result.fault for result in owner.results if result.fault is not None}
+    assert {number: fault.code for number, fault in faults.items()} == {1: Code.ABORTED, 2: Code.ABORTED}
+    thread.submit([OpenCommand(owner, open_request(3, SPEC))])
+    until(lambda: owner.has_ended(3))
+    assert owner.tokens(3) == plain_decode(reference_model, PROMPT, SPEC).tokens
+
+
+@pytest.mark.parametrize("served", [StoppingProgram], indirect=True)
+def test_the_watch_sees_a_round_that_does_not_come_back(served):
+    thread, owner = served.thread, Owner()
+    thread.submit([OpenCommand(owner, open_request(1, SPEC))])
+    until(lambda: owner.has_ended(1))
+    until(lambda: not thread.watch.age_s)
+    served.program.may_run.clear()
+    thread.submit([OpenCommand(owner, open_request(2, SPEC))])
+    until(lambda: thread.report().step_age_s > 0.01)
+    assert not thread.watch.is_preparing, "rounds of this size have run"
+    served.program.may_run.set()
+    until(lambda: owner.has_ended(2))
+    until(lambda: not thread.watch.age_s)
+
+
+@pytest.mark.parametrize("served", [StoppingProgram], indirect=True)
+def test_what_ends_the_thread_is_told_to_everybody(served):
+    thread, owner = served.thread, Owner()
+    thread.join(owner)
+    served.program.may_run.clear()
+    thread.submit([OpenCommand(owner, open_request(1, SPEC))])
+    until(lambda: thread.watch.age_s)
+    alone = thread.run_alone(lambda loop: None)
+    served.program.fault = "out of order"
+    served.program.may_run.set()
+    with pytest.raises(RuntimeError, match="out of order"):
+        thread.stopped.result(60)
+    assert str(owner.error) == "the target worker failed: out of order"
+    with pytest.raises(WorkerUnavailable, match="out of order"):
+        alone.result(60)
+    with pytest.raises(WorkerUnavailable):
+        thread.submit([])
+    with pytest.raises(WorkerUnavailable):
+        thread.run_alone(lambda loop: None).result(60)
+    thread.leave(owner)
+
+
+def test_a_close_while_rounds_run_frees_everything(served):
+    thread, owner = served.thread, Owner()
+    for epoch in range(1, 8):
+        thread.submit([OpenCommand(owner, open_request(1, SPEC, epoch=epoch))])
+        until(lambda epoch=epoch: any(result.epoch == epoch for result in owner.results))
+        thread.submit([CloseCommand((7, 1), epoch)])
+    until(lambda: not thread.load.sessions and not thread.load.slots_used)
+    assert all(result.fault is None for result in owner.results)
+    assert not any(result.finish is Finish.STOP for result in owner.results)
