@@ -23,9 +23,11 @@ if __name__ == "__main__":
     # Of this folder nothing is meant.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from outrider.coordinator.http.app import create_app
-from outrider.coordinator.http.server import HttpServer
-from outrider.coordinator.messages import (
+from outrider.coordinator.api.http.app import create_app
+from outrider.coordinator.api.http.server import HttpServer
+from outrider.coordinator.api.service import SERVICE, GenerationServicer
+from outrider.coordinator.api.validation import RequestLimits
+from outrider.coordinator.sessions.messages import (
     ChoiceResult,
     FinishReason,
     GenerationEvent,
@@ -34,10 +36,8 @@ from outrider.coordinator.messages import (
     SpeculationCounts,
     TokenDelta,
 )
-from outrider.coordinator.service import SERVICE, GenerationServicer
-from outrider.coordinator.text_stream import TextStream
-from outrider.coordinator.tokenizer import TextTokenizer, read_model_info
-from outrider.coordinator.validation import RequestLimits
+from outrider.coordinator.sessions.text_stream import TextStream
+from outrider.coordinator.sessions.tokenizer import TextTokenizer, read_model_info
 from outrider.errors import OutriderError
 from outrider.models import embedded_target_path
 from outrider.rpc import RoleServer, open_channel
@@ -126,7 +126,7 @@ async def measure(streams: int, rounds: int, repeats: int) -> dict[str, list[flo
         server_info=generation_pb2.ServerInfo,
     )
     grpc_server = RoleServer(services=[SERVICE.full_name], add_services=servicer.add_to, address="127.0.0.1:0")
-    from outrider.coordinator.http.chat_template import load_chat_template
+    from outrider.coordinator.api.http.chat_template import load_chat_template
 
     http_server = HttpServer(create_app(servicer, template=load_chat_template(folder)), host="127.0.0.1", port=0)
     await grpc_server.start()

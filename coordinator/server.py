@@ -12,22 +12,22 @@ from starlette.routing import BaseRoute
 
 from outrider import __version__, collector
 from outrider.addresses import Resolve, resolver
-from outrider.coordinator.access import Access, TokenInterceptor
-from outrider.coordinator.config import CoordinatorConfig
-from outrider.coordinator.http.app import create_app
-from outrider.coordinator.http.chat_template import load_chat_template
-from outrider.coordinator.http.server import HttpServer
+from outrider.coordinator.api.access import Access, TokenInterceptor
+from outrider.coordinator.api.http.app import create_app
+from outrider.coordinator.api.http.chat_template import load_chat_template
+from outrider.coordinator.api.http.server import HttpServer
+from outrider.coordinator.api.packing import source_stats
+from outrider.coordinator.api.service import GenerationServicer
+from outrider.coordinator.api.validation import RequestLimits, max_request_bytes
 from outrider.coordinator.live.routes import OPEN_PATHS as LIVE_PATHS
 from outrider.coordinator.live.routes import live_routes
-from outrider.coordinator.metrics import CoordinatorMetrics
-from outrider.coordinator.metrics_routes import metrics_routes
-from outrider.coordinator.packing import source_stats
-from outrider.coordinator.peers import Peers, PeerServicer
-from outrider.coordinator.registry import RegistryServicer
-from outrider.coordinator.scheduler import Scheduler
-from outrider.coordinator.service import GenerationServicer
-from outrider.coordinator.tokenizer import TextTokenizer, read_model_info
-from outrider.coordinator.validation import RequestLimits, max_request_bytes
+from outrider.coordinator.metrics.families import CoordinatorMetrics
+from outrider.coordinator.metrics.routes import metrics_routes
+from outrider.coordinator.sessions.config import CoordinatorConfig
+from outrider.coordinator.sessions.scheduler import Scheduler
+from outrider.coordinator.sessions.tokenizer import TextTokenizer, read_model_info
+from outrider.coordinator.workers.peers import Peers, PeerServicer
+from outrider.coordinator.workers.registry import RegistryServicer
 from outrider.errors import WorkerUnavailable
 from outrider.metrics.endpoint import MetricsEndpoint, on_loop, open_endpoint
 from outrider.request_decoding import add_service
@@ -37,7 +37,7 @@ from outrider.security.roles import Role
 from outrider.v1 import generation_pb2, registry_pb2
 
 if TYPE_CHECKING:
-    from outrider.coordinator.vllm_door.service import VllmEngineServicer
+    from outrider.coordinator.api.vllm.service import VllmEngineServicer
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ class CoordinatorServer:
 
     def _vllm_door(self, service: GenerationServicer) -> "VllmEngineServicer":
         # Its messages are an extra.
-        from outrider.coordinator.vllm_door.service import VllmEngineServicer
+        from outrider.coordinator.api.vllm.service import VllmEngineServicer
 
         return VllmEngineServicer(
             service.generations,

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from outrider.coordinator.commands import DEFAULT_ENDPOINT, Endpoint, server_status
+from outrider.coordinator.commands.client import DEFAULT_ENDPOINT, Endpoint, server_status
 from outrider.deploy.local_note import local_address
 from outrider.deploy.ray_token import prefer_token
 from outrider.errors import OutriderError, WorkerUnavailable

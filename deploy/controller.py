@@ -17,7 +17,7 @@ from typing import Any
 
 import ray
 
-from outrider.coordinator.reload_client import InFlight, outcome_dict, reload_weights
+from outrider.coordinator.commands.reload import InFlight, outcome_dict, reload_weights
 from outrider.deploy.config import DeployConfig
 from outrider.deploy.coordinator_view import CoordinatorView
 from outrider.deploy.crew import Crew

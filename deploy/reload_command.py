@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from outrider.coordinator.commands import DEFAULT_ENDPOINT
-from outrider.coordinator.reload_client import InFlight, outcome_dict, reload_weights
+from outrider.coordinator.commands.client import DEFAULT_ENDPOINT
+from outrider.coordinator.commands.reload import InFlight, outcome_dict, reload_weights
 from outrider.deploy.cluster_commands import Address, Name, ask, controller_of, means_deployment
 from outrider.security.tls import TlsConfig
 

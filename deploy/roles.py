@@ -92,7 +92,7 @@ async def serve_coordinator(
     """The coordinator of `config`."""
     await asyncio.to_thread(importlib.import_module, "outrider.coordinator.server")
     from outrider.coordinator import server
-    from outrider.coordinator.config import CoordinatorConfig
+    from outrider.coordinator.sessions.config import CoordinatorConfig
 
     role = CoordinatorConfig(
         host=host,

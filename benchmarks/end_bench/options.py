@@ -11,7 +11,7 @@ from benchmarks.end_bench.cells import Plan, Setup
 from benchmarks.end_bench.services import ServiceOptions
 from benchmarks.end_bench.step_times import StepTimes
 
-from outrider.coordinator.config import RoundTiming
+from outrider.coordinator.sessions.config import RoundTiming
 from outrider.models import embedded_target_path, held_out_prompts
 
 

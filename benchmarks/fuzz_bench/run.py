@@ -18,7 +18,7 @@ from benchmarks.fuzz_bench.evil_workers import EvilKind, EvilMessages, EvilWorke
 from benchmarks.fuzz_bench.services import targets_of
 from benchmarks.fuzz_bench.tiny_service import Gauges, TinyService, exceeded, tiny_service
 
-from outrider.coordinator.commands import status_dict
+from outrider.coordinator.commands.client import status_dict
 from outrider.rpc import CHANNEL_OPTIONS
 from outrider.v1 import generation_pb2
 

@@ -17,8 +17,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.client import AsyncClient
-from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.server import CoordinatorServer
+from outrider.coordinator.sessions.config import CoordinatorConfig
 from outrider.draft_worker.config import DraftWorkerConfig
 from outrider.draft_worker.server import serve as serve_draft
 from outrider.engine.packed_linear import ROW_SIZES, PackedLinear, can_pack

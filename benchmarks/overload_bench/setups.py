@@ -18,7 +18,7 @@ from benchmarks.simulation.worker_process import WorkerProcess
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from outrider.client import AsyncClient
-from outrider.coordinator.tokenizer import TextTokenizer
+from outrider.coordinator.sessions.tokenizer import TextTokenizer
 from outrider.local import LocalService
 from outrider.models import embedded_target_path, held_out_prompts
 from outrider.registration import Registration

@@ -3,13 +3,13 @@
 import contextlib
 from collections.abc import Callable, Iterator
 
-from outrider.coordinator.access import Caller
-from outrider.coordinator.generation import Generation
-from outrider.coordinator.generations import Generations
+from outrider.coordinator.api.access import Caller
+from outrider.coordinator.api.generations import Generations
 from outrider.coordinator.live.tap import watch
 from outrider.coordinator.live.watcher import Watcher
-from outrider.coordinator.messages import GenerationRequest
-from outrider.coordinator.tokenizer import TextTokenizer
+from outrider.coordinator.sessions.generation import Generation
+from outrider.coordinator.sessions.messages import GenerationRequest
+from outrider.coordinator.sessions.tokenizer import TextTokenizer
 
 # A door that sends lines along with its events is behind by one round at most.
 _MOST_LINES = 65_536

@@ -25,14 +25,14 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
-from outrider.coordinator.access import Caller
-from outrider.coordinator.generations import Generations
-from outrider.coordinator.http.fields import Fields, read_json_object
+from outrider.coordinator.api.access import Caller
+from outrider.coordinator.api.generations import Generations
+from outrider.coordinator.api.http.fields import Fields, read_json_object
 from outrider.coordinator.live.recording import pieces, record
 from outrider.coordinator.live.tap import watch
 from outrider.coordinator.live.watcher import MAX_LINES, Watcher
-from outrider.coordinator.messages import GenerationRequest
-from outrider.coordinator.session import Session
+from outrider.coordinator.sessions.messages import GenerationRequest
+from outrider.coordinator.sessions.session import Session
 from outrider.errors import Overloaded
 from outrider.models import held_out_prompts
 from outrider.v1 import common_pb2, generation_pb2

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from outrider.coordinator import clock
 from outrider.coordinator.live.watcher import MAX_LINES, Watcher
-from outrider.coordinator.messages import Growth, Outcome, RoundResults
+from outrider.coordinator.sessions import clock
+from outrider.coordinator.sessions.messages import Growth, Outcome, RoundResults
 
 if TYPE_CHECKING:
-    from outrider.coordinator.session import Session
+    from outrider.coordinator.sessions.session import Session
 
 FORMAT, VERSION = "outrider-tree", 2
 # Of the prompt and of the text so far, what a header and a snapshot hold.

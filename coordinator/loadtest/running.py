@@ -151,7 +151,7 @@ async def load_workload(config: LoadtestConfig, access: Access) -> Workload:
     if name == "jsonl":
         return read_jsonl(path, max_new_tokens=config.max_new_tokens, seed=seed)
     if name == "sharegpt":
-        from outrider.coordinator.tokenizer import TextTokenizer
+        from outrider.coordinator.sessions.tokenizer import TextTokenizer
 
         tokenizer = TextTokenizer.load(config.tokenizer or embedded_target_path())
         return read_sharegpt(
@@ -170,7 +170,7 @@ async def _vocab_size(config: LoadtestConfig, access: Access) -> int:
     if config.vocab_size is not None:
         return config.vocab_size
     if config.protocol == "openai":
-        from outrider.coordinator.tokenizer import TextTokenizer
+        from outrider.coordinator.sessions.tokenizer import TextTokenizer
 
         return TextTokenizer.load(config.tokenizer or embedded_target_path()).vocab_size
     tls = None if access.tls_ca is None else TlsConfig(ca=access.tls_ca)

@@ -73,10 +73,10 @@ _ROLE_OPTIONS = [
 
 def build_app() -> typer.Typer:
     """All commands; importing their configurations is quick, importing what they run is left to them."""
-    from outrider.coordinator import commands
-    from outrider.coordinator.config import CoordinatorConfig
+    from outrider.coordinator.commands import client as commands
+    from outrider.coordinator.commands.top import top
     from outrider.coordinator.loadtest.command import loadtest_command
-    from outrider.coordinator.top import top
+    from outrider.coordinator.sessions.config import CoordinatorConfig
     from outrider.deploy import cluster_commands, reload_command
     from outrider.deploy.commands import demo, up
     from outrider.draft_worker.config import DraftWorkerConfig

@@ -84,7 +84,7 @@ LEAKING = """
 import asyncio
 
 class Session:
-    __module__ = "outrider.coordinator.session"
+    __module__ = "outrider.coordinator.sessions.session"
 
 async def leaked():
     await asyncio.Event().wait()

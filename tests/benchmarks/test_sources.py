@@ -10,8 +10,8 @@ from benchmarks.source_bench.services import MIXTURES
 from benchmarks.source_bench.workloads import NAMES, edit_request, quote_request, workload
 from prometheus_client import generate_latest
 
-from outrider.coordinator import metrics
-from outrider.coordinator.totals import Totals
+from outrider.coordinator.metrics import families as metrics
+from outrider.coordinator.sessions.totals import Totals
 from outrider.metrics.families import Families, registry_of
 from outrider.metrics.worker import StepCounts, WorkerGauges, describe_worker
 

@@ -2,7 +2,7 @@
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from outrider.coordinator.tokenizer import TextTokenizer
+from outrider.coordinator.sessions.tokenizer import TextTokenizer
 
 ALPHABET = {char: rank for rank, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
 

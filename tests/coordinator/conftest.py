@@ -8,10 +8,10 @@ import pytest
 from tests.coordinator.fake_workers import FakeDraft, FakeTarget, expected_output
 from tests.coordinator.virtual_time import VirtualTimeLoop
 
-from outrider.coordinator.config import CoordinatorConfig
-from outrider.coordinator.messages import GenerationRequest, GenerationResult, TokenDelta
-from outrider.coordinator.scheduler import Scheduler
-from outrider.coordinator.text_stream import TextStream
+from outrider.coordinator.sessions.config import CoordinatorConfig
+from outrider.coordinator.sessions.messages import GenerationRequest, GenerationResult, TokenDelta
+from outrider.coordinator.sessions.scheduler import Scheduler
+from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.sampling import SamplingSpec
 from outrider.v1 import registry_pb2
 

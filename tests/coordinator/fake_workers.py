@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from outrider.coordinator.latency import Latency
-from outrider.coordinator.messages import (
+from outrider.coordinator.sessions.messages import (
     Commits,
     FaultKind,
     Growth,
@@ -19,6 +18,7 @@ from outrider.coordinator.messages import (
     SessionOpening,
     SpeculationMode,
 )
+from outrider.coordinator.workers.latency import Latency
 from outrider.growth_source import GrowthSource
 from outrider.sampling import SamplingSpec
 from outrider.v1 import target_pb2

@@ -14,11 +14,13 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 from tests.coordinator.byte_tokenizer import ALPHABET, tokenizer_of_bytes
 
-from outrider.coordinator.access import Access
-from outrider.coordinator.http.app import create_app
-from outrider.coordinator.http.chat_template import ChatTemplate
-from outrider.coordinator.http.server import HttpServer
-from outrider.coordinator.messages import (
+from outrider.coordinator.api.access import Access
+from outrider.coordinator.api.http.app import create_app
+from outrider.coordinator.api.http.chat_template import ChatTemplate
+from outrider.coordinator.api.http.server import HttpServer
+from outrider.coordinator.api.service import GenerationServicer
+from outrider.coordinator.api.validation import RequestLimits
+from outrider.coordinator.sessions.messages import (
     ChoiceResult,
     FinishReason,
     GenerationEvent,
@@ -28,9 +30,7 @@ from outrider.coordinator.messages import (
     TokenDelta,
     TokenLogprobs,
 )
-from outrider.coordinator.service import GenerationServicer
-from outrider.coordinator.text_stream import TextStream
-from outrider.coordinator.validation import RequestLimits
+from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.errors import OutriderError, Overloaded
 from outrider.security.tls import TlsConfig
 from outrider.v1 import common_pb2, generation_pb2

@@ -8,8 +8,8 @@ import grpc
 from tests.coordinator.fake_workers import FakeTarget, TargetSession, Trees
 from tests.coordinator.round_servicer import RoundServicer
 
-from outrider.coordinator.messages import FaultKind, RoundResults, SessionOpening
 from outrider.coordinator.server import CoordinatorServer
+from outrider.coordinator.sessions.messages import FaultKind, RoundResults, SessionOpening
 from outrider.registration import Registration
 from outrider.rpc import RoleServer
 from outrider.tokenizer_hash import tokenizer_hash

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from outrider.coordinator.links import TargetLink
-from outrider.coordinator.messages import RoundResults
+from outrider.coordinator.sessions.messages import RoundResults
+from outrider.coordinator.workers.links import TargetLink
 from outrider.v1 import target_pb2
 
 

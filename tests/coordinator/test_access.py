@@ -14,9 +14,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from outrider.client_errors import error_of
-from outrider.coordinator import clock
-from outrider.coordinator.access import MAX_WATCHES, Access, TokenInterceptor
-from outrider.coordinator.messages import (
+from outrider.coordinator.api.access import MAX_WATCHES, Access, TokenInterceptor
+from outrider.coordinator.api.service import SERVICE, GenerationServicer
+from outrider.coordinator.api.validation import RequestLimits
+from outrider.coordinator.sessions import clock
+from outrider.coordinator.sessions.messages import (
     ChoiceResult,
     FinishReason,
     GenerationEvent,
@@ -25,9 +27,7 @@ from outrider.coordinator.messages import (
     SpeculationCounts,
     TokenDelta,
 )
-from outrider.coordinator.service import SERVICE, GenerationServicer
-from outrider.coordinator.text_stream import TextStream
-from outrider.coordinator.validation import RequestLimits
+from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.errors import InvalidRequest, OutriderError, Overloaded, Unauthenticated
 from outrider.rpc import RoleServer, open_channel
 from outrider.security.bearer import authorized

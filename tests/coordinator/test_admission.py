@@ -2,8 +2,8 @@
 
 import pytest
 
-from outrider.coordinator import clock
-from outrider.coordinator.admission import Admission, Occupancy
+from outrider.coordinator.sessions import clock
+from outrider.coordinator.sessions.admission import Admission, Occupancy
 from outrider.errors import Overloaded
 
 

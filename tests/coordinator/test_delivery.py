@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from tests.coordinator.streams import LinkToStream, Stream, settle
 
-from outrider.coordinator.config import CoordinatorConfig
-from outrider.coordinator.generation import Generation
-from outrider.coordinator.messages import (
+from outrider.coordinator.sessions.config import CoordinatorConfig
+from outrider.coordinator.sessions.generation import Generation
+from outrider.coordinator.sessions.messages import (
     Commits,
     GenerationEvent,
     GenerationRequest,
@@ -18,8 +18,8 @@ from outrider.coordinator.messages import (
     SpeculationMode,
     TokenDelta,
 )
-from outrider.coordinator.scheduler import Scheduler
-from outrider.coordinator.text_stream import TextStream
+from outrider.coordinator.sessions.scheduler import Scheduler
+from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.errors import WorkerUnavailable
 from outrider.sampling import SamplingSpec
 from outrider.v1 import registry_pb2, target_pb2

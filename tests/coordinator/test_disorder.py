@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from outrider.coordinator.messages import FaultKind, GenerationRequest, SpeculationMode
-from outrider.coordinator.poison import DOUBT_S
+from outrider.coordinator.sessions.messages import FaultKind, GenerationRequest, SpeculationMode
+from outrider.coordinator.sessions.poison import DOUBT_S
 from outrider.errors import PoisonRequest, WorkerUnavailable
 from outrider.growth_source import ALL_SOURCES, GrowthSource
 from outrider.sampling import SamplingSpec

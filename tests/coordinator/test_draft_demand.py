@@ -2,9 +2,9 @@
 
 import asyncio
 
-from outrider.coordinator.draft_demand import DraftDemand
-from outrider.coordinator.messages import Growth, GrowthBatch, SpeculationMode
-from outrider.coordinator.text_stream import TextStream
+from outrider.coordinator.sessions.messages import Growth, GrowthBatch, SpeculationMode
+from outrider.coordinator.sessions.text_stream import TextStream
+from outrider.coordinator.workers.draft_demand import DraftDemand
 from outrider.sampling import SamplingSpec
 
 

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from outrider.coordinator.messages import GenerationRequest, Growth, GrowthBatch, SpeculationMode
-from outrider.coordinator.text_stream import TextStream
+from outrider.coordinator.sessions.messages import GenerationRequest, Growth, GrowthBatch, SpeculationMode
+from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.growth_source import GrowthSource
 from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.v1 import registry_pb2, target_pb2

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from outrider.coordinator.http.chat_template import ChatTemplate, load_chat_template
+from outrider.coordinator.api.http.chat_template import ChatTemplate, load_chat_template
 from outrider.errors import CheckpointError, InvalidRequest
 from outrider.models import embedded_target_path
 

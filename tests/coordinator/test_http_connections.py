@@ -18,8 +18,8 @@ from tests.coordinator.http_door import (
     serving,
 )
 
-from outrider.coordinator.http import server as http_server
-from outrider.coordinator.http.server import HttpServer
+from outrider.coordinator.api.http import server as http_server
+from outrider.coordinator.api.http.server import HttpServer
 from outrider.security.certificates import write_development_set
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig

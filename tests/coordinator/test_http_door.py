@@ -16,10 +16,10 @@ from tests.coordinator.http_door import (
     serving,
 )
 
-from outrider.coordinator.http.chat_template import ChatTemplate
-from outrider.coordinator.http.formats import ChatFormat, CompletionFormat, WholeChoice
-from outrider.coordinator.http.requests import read_chat, read_completion
-from outrider.coordinator.messages import (
+from outrider.coordinator.api.http.chat_template import ChatTemplate
+from outrider.coordinator.api.http.formats import ChatFormat, CompletionFormat, WholeChoice
+from outrider.coordinator.api.http.requests import read_chat, read_completion
+from outrider.coordinator.sessions.messages import (
     RoundRecord,
     TokenLogprobs,
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from outrider.coordinator.http import fields, large_json
+from outrider.coordinator.api.http import fields, large_json
 from outrider.errors import InvalidRequest
 
 

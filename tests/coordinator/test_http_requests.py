@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from outrider.coordinator.http.chat_template import ChatTemplate, NoChatTemplate
-from outrider.coordinator.http.errors import UnknownModel
-from outrider.coordinator.http.parameters import Asked, renamed
-from outrider.coordinator.http.requests import read_chat, read_completion
-from outrider.coordinator.tokenizer import TextTokenizer
-from outrider.coordinator.validation import RequestValidator
+from outrider.coordinator.api.http.chat_template import ChatTemplate, NoChatTemplate
+from outrider.coordinator.api.http.errors import UnknownModel
+from outrider.coordinator.api.http.parameters import Asked, renamed
+from outrider.coordinator.api.http.requests import read_chat, read_completion
+from outrider.coordinator.api.validation import RequestValidator
+from outrider.coordinator.sessions.tokenizer import TextTokenizer
 from outrider.errors import InvalidRequest
 from outrider.v1 import common_pb2, generation_pb2
 

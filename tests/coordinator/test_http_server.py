@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from outrider.coordinator.config import CoordinatorConfig
 from outrider.coordinator.server import CoordinatorServer
+from outrider.coordinator.sessions.config import CoordinatorConfig
 from outrider.errors import CheckpointError
 
 

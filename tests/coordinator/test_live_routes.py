@@ -10,15 +10,15 @@ from typing import Any
 import httpx2
 import pytest
 
-from outrider.coordinator.access import Access
-from outrider.coordinator.config import CoordinatorConfig
-from outrider.coordinator.http.app import create_app
+from outrider.coordinator.api.access import Access
+from outrider.coordinator.api.http.app import create_app
+from outrider.coordinator.api.service import GenerationServicer
+from outrider.coordinator.api.validation import RequestLimits
 from outrider.coordinator.live import routes
 from outrider.coordinator.server import CoordinatorServer
-from outrider.coordinator.service import GenerationServicer
-from outrider.coordinator.text_stream import TextStream
-from outrider.coordinator.tokenizer import TextTokenizer
-from outrider.coordinator.validation import RequestLimits
+from outrider.coordinator.sessions.config import CoordinatorConfig
+from outrider.coordinator.sessions.text_stream import TextStream
+from outrider.coordinator.sessions.tokenizer import TextTokenizer
 from outrider.models import embedded_target_path
 from outrider.security.tokens import TokenEntry, add_token, hash_of, new_token
 from outrider.v1 import common_pb2, generation_pb2

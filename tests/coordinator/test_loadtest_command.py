@@ -12,14 +12,14 @@ import pytest
 from tests.coordinator.byte_tokenizer import tokenizer_of_bytes
 
 from outrider import cli
-from outrider.coordinator.http.app import create_app
-from outrider.coordinator.http.server import HttpServer
+from outrider.coordinator.api.http.app import create_app
+from outrider.coordinator.api.http.server import HttpServer
+from outrider.coordinator.api.service import GenerationServicer
+from outrider.coordinator.api.validation import RequestLimits
 from outrider.coordinator.loadtest import command, running
 from outrider.coordinator.loadtest.http_connection import server_sent_events
 from outrider.coordinator.loadtest.options import LoadtestConfig
-from outrider.coordinator.messages import GenerationRequest
-from outrider.coordinator.service import GenerationServicer
-from outrider.coordinator.validation import RequestLimits
+from outrider.coordinator.sessions.messages import GenerationRequest
 from outrider.errors import InternalError, LoadtestFailed
 from outrider.growth_source import GrowthSource
 from outrider.rpc import RoleServer

@@ -16,10 +16,10 @@ import pytest_asyncio
 
 from outrider import rpc
 from outrider.client import AsyncClient
-from outrider.coordinator import peers
-from outrider.coordinator.config import CoordinatorConfig
-from outrider.coordinator.peers import Peers
 from outrider.coordinator.server import CoordinatorServer
+from outrider.coordinator.sessions.config import CoordinatorConfig
+from outrider.coordinator.workers import peers
+from outrider.coordinator.workers.peers import Peers
 from outrider.ports import free_port
 from outrider.security.certificates import write_development_set
 from outrider.security.roles import Role

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from tests.coordinator.fake_workers import FakeTarget
 
-from outrider.coordinator import scheduler as scheduler_module
-from outrider.coordinator.messages import GenerationRequest
-from outrider.coordinator.poison import LossKind, Suspects
-from outrider.coordinator.text_stream import TextStream
+from outrider.coordinator.sessions import scheduler as scheduler_module
+from outrider.coordinator.sessions.messages import GenerationRequest
+from outrider.coordinator.sessions.poison import LossKind, Suspects
+from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.errors import PoisonRequest, WorkerUnavailable
 from outrider.sampling import SamplingSpec
 

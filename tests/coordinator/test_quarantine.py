@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from outrider.coordinator import clock
-from outrider.coordinator.quarantine import Quarantine
+from outrider.coordinator.sessions import clock
+from outrider.coordinator.workers.quarantine import Quarantine
 
 
 class Time:

@@ -8,10 +8,17 @@ import numpy as np
 import pytest
 from tests.coordinator.fake_workers import next_token
 
-from outrider.coordinator.messages import FaultKind, Growth, GrowthBatch, Outcome, RoundResults, SpeculationMode
-from outrider.coordinator.poison import LossKind
-from outrider.coordinator.session import Session
-from outrider.coordinator.text_stream import TextStream
+from outrider.coordinator.sessions.messages import (
+    FaultKind,
+    Growth,
+    GrowthBatch,
+    Outcome,
+    RoundResults,
+    SpeculationMode,
+)
+from outrider.coordinator.sessions.poison import LossKind
+from outrider.coordinator.sessions.session import Session
+from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.draft_distribution import WEIGHT_SUM, DraftDistribution, unpack_distributions
 from outrider.growth_source import GrowthSource
 from outrider.sampling import SamplingSpec, VerificationRule

@@ -13,10 +13,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from outrider import cli
 from outrider.client import AsyncClient
-from outrider.coordinator import reload
-from outrider.coordinator.config import CoordinatorConfig
-from outrider.coordinator.reload_client import InFlight, ReloadOutcome, outcome_dict, reload_weights
+from outrider.coordinator.commands.reload import InFlight, ReloadOutcome, outcome_dict, reload_weights
 from outrider.coordinator.server import CoordinatorServer
+from outrider.coordinator.sessions.config import CoordinatorConfig
+from outrider.coordinator.workers import reload
 from outrider.errors import Superseded, WorkerRefused, WorkerUnavailable
 from outrider.rpc import open_channel
 from outrider.v1 import (

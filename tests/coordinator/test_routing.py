@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from outrider.coordinator.routing import BLOCK_TOKENS, MOST_BLOCKS, PrefixRouter, block_keys
+from outrider.coordinator.workers.routing import BLOCK_TOKENS, MOST_BLOCKS, PrefixRouter, block_keys
 
 SHARED = list(range(1000, 1000 + 4 * BLOCK_TOKENS))
 

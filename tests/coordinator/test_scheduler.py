@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tests.coordinator.byte_tokenizer import ALPHABET, tokenizer_of_bytes
 
-from outrider.coordinator.messages import (
+from outrider.coordinator.sessions.messages import (
     FinishReason,
     GenerationResult,
     Growth,
@@ -16,7 +16,7 @@ from outrider.coordinator.messages import (
     SpeculationMode,
     TokenDelta,
 )
-from outrider.coordinator.text_stream import TextStream
+from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.errors import Overloaded, Superseded, WorkerUnavailable
 from outrider.sampling import SamplingSpec
 

@@ -5,8 +5,8 @@ import asyncio
 import pytest
 from tests.coordinator.fake_workers import Everything
 
-from outrider.coordinator.messages import FaultKind, Outcome, RoundResults, SessionFault, TokenDelta
-from outrider.coordinator.text_stream import TextStream
+from outrider.coordinator.sessions.messages import FaultKind, Outcome, RoundResults, SessionFault, TokenDelta
+from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.errors import InternalError, InvalidRequest, Overloaded, WorkerUnavailable
 from outrider.sampling import SamplingSpec
 

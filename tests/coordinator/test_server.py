@@ -12,9 +12,9 @@ from tests.coordinator.fake_workers import FakeTarget, TargetSession
 from tests.coordinator.round_servicer import RoundServicer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from outrider.coordinator.config import CoordinatorConfig
-from outrider.coordinator.links import TargetLink
 from outrider.coordinator.server import CoordinatorServer
+from outrider.coordinator.sessions.config import CoordinatorConfig
+from outrider.coordinator.workers.links import TargetLink
 from outrider.draft_distribution import WEIGHT_SUM
 from outrider.errors import WorkerUnavailable
 from outrider.rpc import RoleServer, open_channel

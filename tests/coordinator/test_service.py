@@ -14,7 +14,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 from tests.coordinator.byte_tokenizer import ALPHABET, tokenizer_of_bytes
 
-from outrider.coordinator.messages import (
+from outrider.coordinator.api.service import SERVICE, GenerationServicer
+from outrider.coordinator.api.validation import RequestLimits
+from outrider.coordinator.sessions.messages import (
     ChoiceResult,
     FinishReason,
     GenerationEvent,
@@ -26,9 +28,7 @@ from outrider.coordinator.messages import (
     TokenDelta,
     TokenLogprobs,
 )
-from outrider.coordinator.service import SERVICE, GenerationServicer
-from outrider.coordinator.text_stream import TextStream
-from outrider.coordinator.validation import RequestLimits
+from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.errors import OutriderError, Overloaded, WorkerUnavailable
 from outrider.rpc import RoleServer, open_channel
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc

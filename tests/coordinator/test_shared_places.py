@@ -5,10 +5,10 @@ import asyncio
 import pytest
 from tests.coordinator.fake_workers import FakeTarget
 
-from outrider.coordinator.messages import FaultKind, SessionOpening
-from outrider.coordinator.scheduler import Scheduler
-from outrider.coordinator.shared_places import SharedPlaces, places
-from outrider.coordinator.text_stream import TextStream
+from outrider.coordinator.sessions.messages import FaultKind, SessionOpening
+from outrider.coordinator.sessions.scheduler import Scheduler
+from outrider.coordinator.sessions.text_stream import TextStream
+from outrider.coordinator.workers.shared_places import SharedPlaces, places
 from outrider.sampling import SamplingSpec
 from outrider.v1 import common_pb2, registry_pb2
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from tests.coordinator.byte_tokenizer import tokenizer_of_bytes
 
-from outrider.coordinator.access import Access
-from outrider.coordinator.generations import Generations
-from outrider.coordinator.validation import RequestLimits, RequestValidator
+from outrider.coordinator.api.access import Access
+from outrider.coordinator.api.generations import Generations
+from outrider.coordinator.api.validation import RequestLimits, RequestValidator
 from outrider.errors import InvalidRequest, Overloaded
 from outrider.v1 import common_pb2, generation_pb2
 

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from outrider.coordinator.messages import FaultKind
-from outrider.coordinator.text_stream import TextStream
+from outrider.coordinator.sessions.messages import FaultKind
+from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.errors import InvalidRequest
 from outrider.sampling import SamplingSpec
 

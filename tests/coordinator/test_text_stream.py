@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from outrider.coordinator.text_stream import TextStream
-from outrider.coordinator.tokenizer import TextTokenizer
+from outrider.coordinator.sessions.text_stream import TextStream
+from outrider.coordinator.sessions.tokenizer import TextTokenizer
 
 
 def byte_level() -> TextTokenizer:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from outrider.coordinator.tokenizer import TextTokenizer, read_model_info
+from outrider.coordinator.sessions.tokenizer import TextTokenizer, read_model_info
 from outrider.errors import CheckpointError
 from outrider.tokenizer_hash import tokenizer_hash
 

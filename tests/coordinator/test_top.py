@@ -16,11 +16,11 @@ import pytest
 from rich.console import Console
 
 from outrider import cli
-from outrider.coordinator.config import CoordinatorConfig
+from outrider.coordinator.commands.top import watch
+from outrider.coordinator.commands.top_frame import duration, frame_of, short
+from outrider.coordinator.commands.top_sample import Figures, Look, all_workers, as_dict, figures
 from outrider.coordinator.server import CoordinatorServer
-from outrider.coordinator.top import watch
-from outrider.coordinator.top_frame import duration, frame_of, short
-from outrider.coordinator.top_sample import Figures, Look, all_workers, as_dict, figures
+from outrider.coordinator.sessions.config import CoordinatorConfig
 from outrider.v1 import common_pb2, generation_pb2, registry_pb2
 
 DEADLINE_S = 60.0

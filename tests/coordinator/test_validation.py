@@ -10,8 +10,8 @@ import grpc
 import pytest
 from tests.coordinator.byte_tokenizer import tokenizer_of_bytes
 
-from outrider.coordinator.messages import SpeculationMode
-from outrider.coordinator.validation import RequestLimits, RequestValidator, max_request_bytes
+from outrider.coordinator.api.validation import RequestLimits, RequestValidator, max_request_bytes
+from outrider.coordinator.sessions.messages import SpeculationMode
 from outrider.errors import InvalidRequest
 from outrider.growth_source import ALL_SOURCES, GrowthSource
 from outrider.rpc import MAX_MESSAGE_BYTES, status_of

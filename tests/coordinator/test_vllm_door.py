@@ -11,11 +11,12 @@ import grpc.aio
 import pytest
 from tests.coordinator.byte_tokenizer import tokenizer_of_bytes
 
-from outrider.coordinator import config as coordinator_config
-from outrider.coordinator.access import Access
-from outrider.coordinator.config import CoordinatorConfig
-from outrider.coordinator.generations import Generations
-from outrider.coordinator.messages import (
+from outrider.coordinator.api.access import Access
+from outrider.coordinator.api.generations import Generations
+from outrider.coordinator.api.validation import RequestLimits
+from outrider.coordinator.sessions import config as coordinator_config
+from outrider.coordinator.sessions.config import CoordinatorConfig
+from outrider.coordinator.sessions.messages import (
     ChoiceResult,
     FinishReason,
     GenerationEvent,
@@ -25,7 +26,6 @@ from outrider.coordinator.messages import (
     TokenDelta,
     TokenLogprobs,
 )
-from outrider.coordinator.validation import RequestLimits
 from outrider.errors import InvalidRequest, OutriderError, WorkerUnavailable
 from outrider.v1 import common_pb2, generation_pb2, registry_pb2
 
@@ -34,8 +34,8 @@ pytest.importorskip("smg_grpc_proto", reason="the extra `vllm-grpc` is not insta
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
-from outrider.coordinator.vllm_door.requests import as_it_came, generate_request
-from outrider.coordinator.vllm_door.service import VllmEngineServicer
+from outrider.coordinator.api.vllm.requests import as_it_came, generate_request
+from outrider.coordinator.api.vllm.service import VllmEngineServicer
 
 EOS = 255
 MODEL = common_pb2.ModelInfo(name="tiny", vocab_size=256, max_model_len=64, eos_token_ids=[EOS], dtype="float32")

@@ -8,9 +8,9 @@ import grpc.aio
 import pytest
 from tests.coordinator.streams import LinkToStream, Stream, settle
 
-from outrider.coordinator.links import DraftLink
-from outrider.coordinator.messages import FaultKind, Outcome, RoundResults, SessionOpening, SpeculationMode
-from outrider.coordinator.target_peer import WITHOUT_BOUND
+from outrider.coordinator.sessions.messages import FaultKind, Outcome, RoundResults, SessionOpening, SpeculationMode
+from outrider.coordinator.workers.links import DraftLink
+from outrider.coordinator.workers.target_peer import WITHOUT_BOUND
 from outrider.growth_source import GrowthSource
 from outrider.sampling import SamplingSpec
 from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2

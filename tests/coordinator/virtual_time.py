@@ -9,7 +9,7 @@ import selectors
 from contextlib import ExitStack
 from math import ceil
 
-from outrider.coordinator import clock
+from outrider.coordinator.sessions import clock
 
 
 class _JumpingSelector(selectors.SelectSelector):

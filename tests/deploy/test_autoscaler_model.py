@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from benchmarks.autoscaling_bench.prediction import BASE, play
 
-from outrider.coordinator.messages import SpeculationMode
+from outrider.coordinator.sessions.messages import SpeculationMode
 
 SLOW = replace(BASE, sessions=16, draft_step_ms=2.5, draft_width=8, warmup_s=0.5, duration_s=0.8)
 

@@ -19,9 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from outrider import tracing
 from outrider.client import AsyncClient
-from outrider.coordinator.config import CoordinatorConfig
-from outrider.coordinator.metrics import snapshot_of
+from outrider.coordinator.metrics.families import snapshot_of
 from outrider.coordinator.server import CoordinatorServer
+from outrider.coordinator.sessions.config import CoordinatorConfig
 from outrider.draft_worker import server as draft_server
 from outrider.errors import InvalidRequest
 from outrider.log_output import JsonFormatter

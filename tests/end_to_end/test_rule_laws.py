@@ -24,10 +24,12 @@ from outrider.coordinator.candidates import Candidates, candidates
 from outrider.coordinator.chain_mirror import ChainMirror
 from outrider.coordinator.commits import Answered, commit
 from outrider.coordinator.forest import Forest
-from outrider.coordinator.generation import Generation
 from outrider.coordinator.group import Group
 from outrider.coordinator.lane import TargetLane
-from outrider.coordinator.messages import (
+from outrider.coordinator.mirror import graft
+from outrider.coordinator.rounds import Step
+from outrider.coordinator.sessions.generation import Generation
+from outrider.coordinator.sessions.messages import (
     GenerationRequest,
     Growth,
     GrowthBatch,
@@ -35,10 +37,8 @@ from outrider.coordinator.messages import (
     TreeSubmission,
     VerifyResult,
 )
-from outrider.coordinator.mirror import graft
-from outrider.coordinator.rounds import Step
-from outrider.coordinator.session import Session
-from outrider.coordinator.text_stream import TextStream
+from outrider.coordinator.sessions.session import Session
+from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.coordinator.verdicts import Verdicts
 from outrider.draft_distribution import WEIGHT_SUM, DraftDistribution
 from outrider.draft_worker.drafters.model.choices import Children, HostChoices

@@ -39,11 +39,6 @@ class TargetServiceStub(object):
                 request_serializer=outrider_dot_v1_dot_target__pb2.RoundCommands.SerializeToString,
                 response_deserializer=outrider_dot_v1_dot_target__pb2.RoundResults.FromString,
                 _registered_method=True)
-        self.Rounds = channel.stream_stream(
-                '/outrider.v1.TargetService/Rounds',
-                request_serializer=outrider_dot_v1_dot_target__pb2.RoundCommands.SerializeToString,
-                response_deserializer=outrider_dot_v1_dot_target__pb2.RoundResults.FromString,
-                _registered_method=True)
         self.Reload = channel.unary_unary(
                 '/outrider.v1.TargetService/Reload',
                 request_serializer=outrider_dot_v1_dot_target__pb2.ReloadRequest.SerializeToString,
@@ -55,14 +50,6 @@ class TargetServiceServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Verify(self, request_iterator, context):
-        """One long-lived stream per coordinator: commands in, results out. Neither answers the other: a target verifies on its
-        own, round after round, whatever nodes have come by then.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Rounds(self, request_iterator, context):
         """One long-lived stream per coordinator: commands in, results out. Neither answers the other: a target verifies on its
         own, round after round, whatever nodes have come by then.
         """
@@ -83,11 +70,6 @@ def add_TargetServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Verify': grpc.stream_stream_rpc_method_handler(
                     servicer.Verify,
-                    request_deserializer=outrider_dot_v1_dot_target__pb2.RoundCommands.FromString,
-                    response_serializer=outrider_dot_v1_dot_target__pb2.RoundResults.SerializeToString,
-            ),
-            'Rounds': grpc.stream_stream_rpc_method_handler(
-                    servicer.Rounds,
                     request_deserializer=outrider_dot_v1_dot_target__pb2.RoundCommands.FromString,
                     response_serializer=outrider_dot_v1_dot_target__pb2.RoundResults.SerializeToString,
             ),
@@ -122,33 +104,6 @@ class TargetService(object):
             request_iterator,
             target,
             '/outrider.v1.TargetService/Verify',
-            outrider_dot_v1_dot_target__pb2.RoundCommands.SerializeToString,
-            outrider_dot_v1_dot_target__pb2.RoundResults.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Rounds(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_stream(
-            request_iterator,
-            target,
-            '/outrider.v1.TargetService/Rounds',
             outrider_dot_v1_dot_target__pb2.RoundCommands.SerializeToString,
             outrider_dot_v1_dot_target__pb2.RoundResults.FromString,
             options,

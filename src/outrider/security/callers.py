@@ -4,7 +4,7 @@ TargetService, DraftService   coordinator
 RegistryService               draft, target; each may register as what its certificate says, and nothing else
 RegistryService/Drain, Reload coordinator: whoever runs the service
 PeerService                   coordinator
-GenerationService             whoever has a token (coordinator/access.py)
+GenerationService             whoever has a token (coordinator/api/access.py)
 VllmEngine                    the same: another door to the same generations
 health, reflection            whoever could connect
 """

@@ -17,7 +17,7 @@ from ray.autoscaler._private.kuberay.autoscaling_config import _derive_autoscali
 from ray.scripts.scripts import start as ray_start
 
 from outrider.cli import build_app
-from outrider.coordinator.config import CoordinatorConfig
+from outrider.coordinator.sessions.config import CoordinatorConfig
 from outrider.deploy.config_file import read_config
 from outrider.draft_worker.config import DraftWorkerConfig
 from outrider.target_worker.config import TargetWorkerConfig

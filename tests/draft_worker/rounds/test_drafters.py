@@ -11,8 +11,8 @@ from tests.draft_worker.settling import settle
 from tests.draft_worker.table_model import VOCAB, Bench, session_start
 
 from outrider.coordinator.forest import Forest
-from outrider.coordinator.growth import growth_batch
 from outrider.coordinator.mirror import TreeMirror, graft
+from outrider.coordinator.workers.growth import growth_batch
 from outrider.draft_worker.drafters.ngram.drafter import NgramDrafter
 from outrider.draft_worker.rounds.commands import Load
 from outrider.draft_worker.rounds.drafters import Drafters, shared_limits

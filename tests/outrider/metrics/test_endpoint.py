@@ -10,7 +10,7 @@ import urllib.request
 
 import pytest
 
-from outrider.coordinator.config import CoordinatorConfig
+from outrider.coordinator.sessions.config import CoordinatorConfig
 from outrider.draft_worker.config import DraftWorkerConfig
 from outrider.metrics import endpoint as endpoint_module
 from outrider.metrics.endpoint import MetricsEndpoint, on_loop, open_endpoint

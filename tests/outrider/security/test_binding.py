@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from outrider.coordinator.config import CoordinatorConfig
+from outrider.coordinator.sessions.config import CoordinatorConfig
 from outrider.draft_worker.config import DraftWorkerConfig
 from outrider.security.binding import warn_of_bind
 from outrider.target_worker.config import TargetWorkerConfig

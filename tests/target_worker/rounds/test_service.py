@@ -23,8 +23,8 @@ from outrider.sampling import SamplingSpec
 from outrider.target_worker.reload import Reloader
 from outrider.target_worker.rounds.loop import WITHOUT_LIMIT, RoundLoop
 from outrider.target_worker.rounds.program import RoundProgram
-from outrider.target_worker.service import TargetServicer
 from outrider.target_worker.rounds.thread import RoundThread
+from outrider.target_worker.service import TargetServicer
 from outrider.target_worker.sessions import Code
 from outrider.v1 import common_pb2, target_pb2, target_pb2_grpc
 from outrider.wire import floats_from_bytes, floats_to_bytes, tokens_to_bytes

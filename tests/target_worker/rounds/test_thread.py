@@ -16,12 +16,12 @@ from tests.target_worker.verifying import PROMPT
 from outrider.errors import OutriderError, WorkerUnavailable
 from outrider.kernels.verification.walk import Finish
 from outrider.sampling import SamplingSpec
-from outrider.target_worker.rounds.commands import Load
 from outrider.target_worker.rounds.commands import (
     BoundsCommand,
     CloseCommand,
     GrowCommand,
     HoldCommand,
+    Load,
     OpenCommand,
     RoundCost,
 )

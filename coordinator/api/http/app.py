@@ -1,0 +1,131 @@
+"""The HTTP door as one ASGI application: who may come in, which paths there are, and errors in one shape."""
+
+import time
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from outrider.coordinator.api.access import Access
+from outrider.coordinator.api.http import errors
+from outrider.coordinator.api.http.chat_template import ChatTemplate, NoChatTemplate
+from outrider.coordinator.api.http.errors import error_response, json_response
+from outrider.coordinator.api.http.openai import openai_routes
+from outrider.coordinator.api.service import GenerationServicer
+from outrider.errors import OutriderError, Unauthenticated
+
+HEALTH = "/health"
+_SCHEME = b"bearer "
+
+AsgiApp = Callable[[Any, Any, Any], Awaitable[None]]
+
+
+def create_app(
+    service: GenerationServicer,
+    *,
+    template: ChatTemplate | NoChatTemplate | None = None,
+    is_serving: Callable[[], bool] = lambda: True,
+    extra_routes: Sequence[BaseRoute] = (),
+    open_paths: Collection[str] = (),
+) -> AsgiApp:
+    """The application.
+
+    Args:
+        service: whose requests are served, and who may make them.
+        template: of chats; None refuses them.
+        is_serving: what /health says.
+        extra_routes: of others, which share the listener.
+        open_paths: that need no token where the coordinator asks for one; what ends with / stands for all below it.
+    """
+    routes = [
+        Route(HEALTH, _health_route(is_serving), methods=["GET"]),
+        *model_routes(service),
+        *openai_routes(service.generations, template or NoChatTemplate("this model has no chat template")),
+        *extra_routes,
+    ]
+    app = Starlette(
+        routes=routes,
+        exception_handlers={
+            HTTPException: errors.on_http_exception,
+            OutriderError: errors.on_outrider_error,
+            Exception: errors.on_defect,
+        },
+    )
+    return _TokenGuard(app, service.access, {HEALTH, *open_paths})
+
+
+class _TokenGuard:
+    """Lets nobody in without a good token, before anything of the request's body is read.
+
+    The caller is then `request.state.caller`.
+    """
+
+    def __init__(self, app: AsgiApp, access: Access, open_paths: Collection[str]) -> None:
+        self._app, self._access = app, access
+        self._open_paths = frozenset(path for path in open_paths if not path.endswith("/"))
+        self._open_folders = tuple(path for path in open_paths if path.endswith("/"))
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and not self._is_open(scope["path"]):
+            try:
+                scope.setdefault("state", {})["caller"] = self._access.caller_with(bearer_token(scope["headers"]))
+            except Unauthenticated as error:
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _is_open(self, path: str) -> bool:
+        return path in self._open_paths or (bool(self._open_folders) and path.startswith(self._open_folders))
+
+
+def bearer_token(headers: Sequence[tuple[bytes, bytes]]) -> str | None:
+    """The token in a request's headers; None where there is none, or more than one."""
+    values = [value for name, value in headers if name == b"authorization"]
+    if len(values) != 1 or values[0][: len(_SCHEME)].lower() != _SCHEME:
+        return None
+    return values[0][len(_SCHEME) :].decode("latin-1").strip()
+
+
+def _health_route(is_serving: Callable[[], bool]) -> Callable[[Request], Awaitable[Response]]:
+    async def health(request: Request) -> Response:
+        """Whether this server takes requests: what the gRPC health service says."""
+        if is_serving():
+            return json_response({"status": "serving"})
+        return json_response({"status": "draining"}, status=503)
+
+    return health
+
+
+def model_routes(service: GenerationServicer) -> list[BaseRoute]:
+    """/v1/models: the one that is served."""
+    created = int(time.time())
+
+    def card() -> dict[str, Any]:
+        model = service.generations.model
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": created,
+            "owned_by": "outrider",
+            "root": model.name,
+            "parent": None,
+            "max_model_len": model.max_model_len,
+        }
+
+    async def listing(request: Request) -> Response:
+        return json_response({"object": "list", "data": [card()]})
+
+    async def one(request: Request) -> Response:
+        known = card()
+        if request.path_params["model"] != known["id"]:
+            raise errors.UnknownModel(request.path_params["model"], known["id"])
+        return json_response(known)
+
+    return [
+        Route("/v1/models", listing, methods=["GET"]),
+        Route("/v1/models/{model:path}", one, methods=["GET"]),
+    ]

@@ -1,0 +1,294 @@
+"""/v1/completions and /v1/chat/completions: read the request, run it as every door does, send what comes.
+
+    JSON ──> Asked ── GenerateRequest, one a prompt ──> Generations ── events ──> Format ──> JSON, or server-sent events
+
+Sampling, limits and tokens are the gRPC door's, since it is the same code. A client that goes away cancels its
+generation; one that reads slowly is waited for, and its generation rests meanwhile as at the other door.
+"""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from outrider import tracing
+from outrider.coordinator.api.access import Caller
+from outrider.coordinator.api.generations import LARGE_REQUEST_BYTES, Generations
+from outrider.coordinator.api.http.chat_template import ChatTemplate, NoChatTemplate
+from outrider.coordinator.api.http.disconnect import UntilDisconnect
+from outrider.coordinator.api.http.errors import error_body
+from outrider.coordinator.api.http.fields import read_json_object
+from outrider.coordinator.api.http.formats import DONE, ChatFormat, CompletionFormat, Format, WholeChoice
+from outrider.coordinator.api.http.parameters import Asked, renamed
+from outrider.coordinator.api.http.request_metrics import RequestMetrics
+from outrider.coordinator.api.http.requests import REQUEST_ID, read_chat, read_completion
+from outrider.coordinator.api.validation import max_request_bytes
+from outrider.coordinator.sessions.messages import (
+    GenerationEvent,
+    GenerationRequest,
+    GenerationResult,
+    RoundRecord,
+    TokenDelta,
+)
+from outrider.errors import FieldViolation, InvalidRequest, OutriderError
+from outrider.rpc import MAX_MESSAGE_BYTES
+
+# JSON takes more room than the same request by gRPC: digits and commas, and escapes of what is not ASCII.
+_JSON_FACTOR = 3
+# Of several prompts' events, those that wait until the client has read on.
+_MOST_EVENTS = 256
+_EVENT_STREAM = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # Proxies that collect a response before they pass it on would spoil it.
+    (b"x-accel-buffering", b"no"),
+]
+
+Event = GenerationRequest | GenerationEvent
+ReadRequest = Callable[[Mapping[str, Any], str | None], Asked]
+
+
+def openai_routes(generations: Generations, template: ChatTemplate | NoChatTemplate) -> list[BaseRoute]:
+    """The routes of both.
+
+    Args:
+        generations: the way to the scheduler.
+        template: of chats.
+    """
+
+    def completion(content: Mapping[str, Any], request_id: str | None) -> Asked:
+        model, tokenizer = generations.model.name, generations.tokenizer
+        return read_completion(content, model=model, tokenizer=tokenizer, request_id=request_id)
+
+    def chat(content: Mapping[str, Any], request_id: str | None) -> Asked:
+        model, tokenizer = generations.model.name, generations.tokenizer
+        return read_chat(content, model=model, tokenizer=tokenizer, template=template, request_id=request_id)
+
+    endpoints = {
+        "/v1/completions": Endpoint(generations, completion, CompletionFormat),
+        "/v1/chat/completions": Endpoint(generations, chat, ChatFormat),
+    }
+    return [Route(path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
+
+
+class Endpoint:
+    """One of the two, as an ASGI application.
+
+    Args:
+        generations: the way to the scheduler.
+        read: a request's JSON, and the id that its headers name.
+        new_format: makes the response's format.
+    """
+
+    def __init__(self, generations: Generations, read: ReadRequest, new_format: Callable[..., Format]) -> None:
+        self._generations, self._read, self._new_format = generations, read, new_format
+        largest = max_request_bytes(generations.model, generations.tokenizer)
+        self._most_bytes = min(MAX_MESSAGE_BYTES, _JSON_FACTOR * largest)
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Serves one request."""
+        # As at the other door: what finds no room costs no more than this.
+        self._generations.check_room()
+        try:
+            asked = await self._asked(scope, receive)
+        except OutriderError as error:
+            self._generations.on_refusal(error)
+            raise
+        if tracing.active is not None:
+            asked = replace(asked, traceparent=Request(scope).headers.get(tracing.HEADER, ""))
+        choices = len(asked.requests) * asked.choices
+        if len(asked.requests) > 1:
+            self._generations.check_room(choices)
+        response = _Response(asked, self._format(asked))
+        async with (
+            UntilDisconnect(receive) as connection,
+            contextlib.aclosing(_all_events(self._generations, asked, scope["state"]["caller"])) as events,
+        ):
+            if asked.stream:
+                await response.stream(events, send, connection)
+            else:
+                content = await response.collect(events)
+                connection.answered()
+                await Response(content, media_type="application/json")(scope, receive, send)
+
+    async def _asked(self, scope: Any, receive: Any) -> Asked:
+        content, size = await read_json_object(scope, receive, most_bytes=self._most_bytes)
+        request_id = _header_id(Request(scope))
+        try:
+            if size < LARGE_REQUEST_BYTES:
+                return self._read(content, request_id)
+            return await asyncio.to_thread(self._read, content, request_id)
+        except RecursionError as error:
+            raise InvalidRequest([FieldViolation("body", "nested too deeply")]) from error
+
+    def _format(self, asked: Asked) -> Format:
+        model, tokenizer = self._generations.model.name, self._generations.tokenizer
+        return self._new_format(asked, model=model, created=int(time.time()), tokenizer=tokenizer)
+
+
+class _Response:
+    """One response as its events come."""
+
+    def __init__(self, asked: Asked, form: Format) -> None:
+        self._asked, self._format = asked, form
+        self._metrics = RequestMetrics(asked.metrics)
+        self._prompts: dict[int, Sequence[int]] = {}
+        self._begun: set[int] = set()
+
+    async def stream(
+        self, events: AsyncGenerator[tuple[int, Event], None], send: Any, connection: UntilDisconnect
+    ) -> None:
+        """Sends every event as it comes; until all of the response's prompts are accepted an error has a status."""
+        while len(self._prompts) < len(self._asked.requests):
+            prompt, event = await anext(events)
+            assert isinstance(event, GenerationRequest)
+            self._begin(prompt, event)
+        await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
+        try:
+            async for prompt, event in events:
+                if text := self._chunks(prompt, event):
+                    await send({"type": "http.response.body", "body": text.encode("ascii"), "more_body": True})
+            end = self._end()
+        except OutriderError as error:
+            end = f"data: {json.dumps(error_body(error))}\n\n"
+        connection.answered()
+        await send({"type": "http.response.body", "body": end.encode("ascii") + DONE, "more_body": False})
+
+    async def collect(self, events: AsyncGenerator[tuple[int, Event], None]) -> str:
+        """The whole response."""
+        choices: dict[int, WholeChoice] = {}
+        async for prompt, event in events:
+            first = prompt * self._asked.choices
+            if isinstance(event, TokenDelta):
+                self._metrics.completion_tokens += len(event.token_ids)
+                index = first + event.index
+                choices[index].take(event, self._format.logprobs(event, index))
+            elif isinstance(event, GenerationRequest):
+                self._begin(prompt, event)
+                for index in range(event.n):
+                    choices[first + index] = WholeChoice(event.prompt_token_ids, self._asked.echo[prompt])
+            elif isinstance(event, GenerationResult):
+                self._metrics.note_result(event)
+                for result in event.choices:
+                    choices[first + result.index].result = result
+            else:
+                self._metrics.note_round(event)
+        ordered = [choices[index] for index in sorted(choices)]
+        return self._format.whole(ordered, self._metrics.usage(), self._metrics.metrics())
+
+    def _begin(self, prompt: int, request: GenerationRequest) -> None:
+        self._prompts[prompt] = request.prompt_token_ids
+        self._metrics.begin(request)
+
+    def _chunks(self, prompt: int, event: Event) -> str:
+        """What an event comes to in a stream."""
+        asked = self._asked
+        first = prompt * asked.choices
+        if isinstance(event, TokenDelta):
+            self._metrics.completion_tokens += len(event.token_ids)
+            index, start = first + event.index, ""
+            if index not in self._begun:
+                start = self._first(prompt, index)
+            usage = json.dumps(self._metrics.usage()) if asked.continuous_usage else ""
+            return start + self._format.chunk(event, index, usage)
+        if isinstance(event, GenerationResult):
+            self._metrics.note_result(event)
+            usage = json.dumps(self._metrics.usage()) if asked.continuous_usage else ""
+            chunks = []
+            for result in event.choices:
+                index = first + result.index
+                if index not in self._begun:
+                    chunks.append(self._first(prompt, index))
+                chunks.append(self._format.last(result, index, usage))
+            return "".join(chunks)
+        if isinstance(event, RoundRecord):
+            self._metrics.note_round(event)
+        return ""
+
+    def _first(self, prompt: int, index: int) -> str:
+        self._begun.add(index)
+        return self._format.first(index, self._prompts[prompt], self._asked.echo[prompt])
+
+    def _end(self) -> str:
+        if not self._asked.include_usage:
+            return ""
+        metrics = self._metrics.metrics()
+        rest = f',"metrics":{json.dumps(metrics["metrics"])}' if metrics else ""
+        return self._format.usage(json.dumps(self._metrics.usage()), rest)
+
+
+async def _all_events(
+    generations: Generations, asked: Asked, caller: Caller
+) -> AsyncGenerator[tuple[int, Event], None]:
+    """The events of every prompt, each with its prompt's number."""
+    if len(asked.requests) > 1:
+        async with contextlib.aclosing(_merged(generations, asked, caller)) as merged:
+            async for each in merged:
+                yield each
+        return
+    try:
+        async with contextlib.aclosing(
+            generations.stream(asked.requests[0], caller, traceparent=asked.traceparent, is_new=asked.is_new)
+        ) as events:
+            async for event in events:
+                yield 0, event
+    except InvalidRequest as error:
+        raise renamed(error, asked.names[0]) from error
+
+
+async def _merged(generations: Generations, asked: Asked, caller: Caller) -> AsyncGenerator[tuple[int, Event], None]:
+    """Several prompts side by side; none begins before all are accepted, and the first error ends all."""
+    queue: asyncio.Queue[tuple[int, Event | Exception | None]] = asyncio.Queue(_MOST_EVENTS)
+
+    async def run(prompt: int) -> None:
+        end: Exception | None = None
+        try:
+            request, parent = asked.requests[prompt], asked.traceparent
+            begun = generations.stream(request, caller, traceparent=parent, is_new=asked.is_new)
+            async with contextlib.aclosing(begun) as events:
+                async for event in events:
+                    await queue.put((prompt, event))
+        except InvalidRequest as error:
+            end = renamed(error, asked.names[prompt])
+        except Exception as error:  # noqa: BLE001 - a defect has to end the response like any error, not to hang it
+            end = error
+        await queue.put((prompt, end))
+
+    tasks = [asyncio.create_task(run(prompt)) for prompt in range(len(asked.requests))]
+    running, accepted, held = len(tasks), 0, list[tuple[int, Event]]()
+    try:
+        while running:
+            prompt, event = await queue.get()
+            if isinstance(event, Exception):
+                raise event
+            if event is None:
+                running -= 1
+            elif isinstance(event, GenerationRequest):
+                accepted += 1
+                yield prompt, event
+            elif accepted < len(tasks):
+                held.append((prompt, event))
+                continue
+            else:
+                yield prompt, event
+            if accepted == len(tasks) and held:
+                for each in held:
+                    yield each
+                held.clear()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _header_id(request: Request) -> str | None:
+    """The id that a proxy in front gave the request; one of another form is not used."""
+    given = request.headers.get("x-request-id")
+    return given if given and REQUEST_ID.fullmatch(given) else None

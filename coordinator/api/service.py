@@ -1,0 +1,140 @@
+"""The public door on the wire: unpack, call the scheduler, pack."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc.aio
+
+from outrider import request_decoding, tracing
+from outrider.coordinator.api.access import Access
+from outrider.coordinator.api.generations import Generations, Submitter
+from outrider.coordinator.api.packing import response, started, tree_lines
+from outrider.coordinator.api.validation import RequestLimits, check_known_fields
+from outrider.coordinator.live.recording import recording
+from outrider.coordinator.sessions.messages import GenerationRequest
+from outrider.coordinator.sessions.tokenizer import TextTokenizer
+from outrider.coordinator.workers.peers import Peers
+from outrider.errors import FieldViolation, InvalidRequest, OutriderError, Unauthenticated
+from outrider.rpc import abort_with
+from outrider.v1 import common_pb2, generation_pb2
+
+logger = logging.getLogger(__name__)
+
+SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"]
+_WATCH_INTERVAL_MS = (100, 1000, 60_000)  # least, default, most
+
+
+class GenerationServicer:
+    """outrider.v1.GenerationService over a scheduler.
+
+    Args:
+        scheduler: takes validated requests.
+        model: that is served; read at every request, so that it may be completed when a target registers.
+        tokenizer: None where the model has none.
+        limits: bounds and defaults of requests.
+        server_info: the state of the server now.
+        access: who may call, and how much; by default everybody. Calls without a token end before they come here
+            (`TokenInterceptor`).
+        peers: the other coordinators; None: there are none.
+
+    Attributes:
+        access: as given; other doors ask it too.
+        generations: the way to the scheduler, which other doors share.
+    """
+
+    def __init__(
+        self,
+        scheduler: Submitter,
+        *,
+        model: common_pb2.ModelInfo,
+        tokenizer: TextTokenizer | None,
+        limits: RequestLimits,
+        server_info: Callable[[], generation_pb2.ServerInfo],
+        access: Access | None = None,
+        peers: Peers | None = None,
+    ) -> None:
+        self._server_info = server_info
+        self.access = access or Access()
+        self.generations = Generations(scheduler, model=model, tokenizer=tokenizer, limits=limits, peers=peers)
+        self._live = self.generations.live
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Adds the service to a server."""
+        request_decoding.add_service(self, SERVICE, server)
+
+    async def Generate(  # noqa: N802 the protocol's name
+        self, request: generation_pb2.GenerateRequest, context: Any
+    ) -> AsyncIterator[generation_pb2.GenerateResponse]:
+        """Started, then deltas and rounds, then exactly one Finished."""
+        try:
+            caller = self.access.caller(context)
+            parent = "" if tracing.active is None else tracing.received(context.invocation_metadata())
+            async with contextlib.aclosing(self.generations.stream(request, caller, traceparent=parent)) as events:
+                checked = await anext(events)
+                assert isinstance(checked, GenerationRequest)
+                # Before anything else runs: from its first event on.
+                with recording(self.generations, checked, caller, is_wanted=request.record_tree) as new_lines:
+                    yield started(checked)
+                    async for event in events:
+                        assert not isinstance(event, GenerationRequest)
+                        if lines := new_lines():
+                            yield tree_lines(lines)
+                        yield response(event, checked)
+        except OutriderError as error:
+            await abort_with(context, error)
+
+    async def Abort(  # noqa: N802
+        self, request: generation_pb2.AbortRequest, context: Any
+    ) -> generation_pb2.AbortResponse:
+        """Ends live requests; ids that are not live are left out of the answer."""
+        await _check_known_fields(request, context)
+        try:
+            caller = self.access.caller(context)
+        except Unauthenticated as error:
+            await abort_with(context, error)
+        aborted = await self.generations.abort(caller, request.request_ids)
+        return generation_pb2.AbortResponse(aborted_request_ids=aborted)
+
+    async def GetModelInfo(  # noqa: N802
+        self, request: generation_pb2.GetModelInfoRequest, context: Any
+    ) -> generation_pb2.GetModelInfoResponse:
+        """The model that is served."""
+        await _check_known_fields(request, context)
+        return generation_pb2.GetModelInfoResponse(
+            model=self.generations.model, max_new_tokens_default=self.generations.limits.default_max_new_tokens
+        )
+
+    async def GetServerInfo(  # noqa: N802
+        self, request: generation_pb2.GetServerInfoRequest, context: Any
+    ) -> generation_pb2.ServerInfo:
+        """The state of the server now."""
+        await _check_known_fields(request, context)
+        return self._server_info()
+
+    async def Watch(  # noqa: N802
+        self, request: generation_pb2.WatchRequest, context: Any
+    ) -> AsyncIterator[generation_pb2.ServerInfo]:
+        """The state of the server at once, then at every interval."""
+        await _check_known_fields(request, context)
+        least, default, most = _WATCH_INTERVAL_MS
+        interval_ms = request.interval_ms if request.HasField("interval_ms") else default
+        if not least <= interval_ms <= most:
+            wrong = FieldViolation("interval_ms", f"{interval_ms} given, {least} to {most} needed")
+            await abort_with(context, InvalidRequest([wrong]))
+        try:
+            with self.access.caller(context).watching():
+                while True:
+                    yield self._server_info()
+                    await asyncio.sleep(interval_ms / 1e3)
+        except OutriderError as error:
+            await abort_with(context, error)
+
+
+async def _check_known_fields(request: Any, context: Any) -> None:
+    try:
+        check_known_fields(request)
+    except InvalidRequest as error:
+        await abort_with(context, error)

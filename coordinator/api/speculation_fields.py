@@ -1,0 +1,94 @@
+"""How a request asks to be speculated for, and verified."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from outrider.coordinator.api.field_checks import FieldChecks
+from outrider.coordinator.sessions.messages import SpeculationMode
+from outrider.sampling import VerificationRule, rule_from_proto
+from outrider.v1 import common_pb2, generation_pb2
+
+MAX_SYNTHETIC_RATES = 64
+_MODES = {
+    common_pb2.SPECULATION_MODE_UNSPECIFIED: SpeculationMode.ASYNC,
+    common_pb2.SPECULATION_MODE_ASYNC: SpeculationMode.ASYNC,
+    common_pb2.SPECULATION_MODE_SYNC: SpeculationMode.SYNC,
+    common_pb2.SPECULATION_MODE_OFF: SpeculationMode.OFF,
+}
+
+
+class TreeBounds(NamedTuple):
+    """How large a tree may be, in nodes or levels.
+
+    Attributes:
+        most: and the default in async mode.
+        in_sync: the default in sync mode.
+    """
+
+    most: int
+    in_sync: int
+
+
+def speculation(
+    fields: FieldChecks, given: generation_pb2.SpeculationParams, bounds: Mapping[str, TreeBounds]
+) -> tuple[SpeculationMode, int, int]:
+    """Its mode, and most nodes and greatest depth of a tree; `bounds`: of the last two, by name."""
+    mode = _MODES.get(given.mode)
+    if mode is None:
+        fields.wrong("speculation.mode", f"{given.mode} given, 1 (async), 2 (sync) or 3 (off) needed")
+    values = []
+    for name in ("max_nodes", "max_depth"):
+        most, in_sync = bounds[name]
+        default = in_sync if mode is SpeculationMode.SYNC else most
+        value = getattr(given, name) if given.HasField(name) else default
+        if not 1 <= value <= most:
+            fields.wrong(f"speculation.{name}", f"{value} given, 1 to {most} needed (mode 3, off, needs none)")
+        values.append(value)
+    return mode or SpeculationMode.ASYNC, values[0], values[1]
+
+
+def verification(
+    fields: FieldChecks, given: generation_pb2.SpeculationParams, *, allow_synthetic: bool
+) -> dict[str, Any]:
+    """The rule and its thresholds, as fields of a SamplingSpec."""
+    rule = VerificationRule.COUPLED
+    try:
+        rule = rule_from_proto(given.verification)
+    except ValueError as error:
+        fields.wrong("speculation.verification", str(error))
+    chosen: dict[str, Any] = {"verification": rule}
+    for name in ("threshold_single", "threshold_acc"):
+        if not given.HasField(name):  # pyright: ignore[reportArgumentType] the generated stub lists the names
+            continue
+        value = chosen[name] = getattr(given, name)
+        if rule is not VerificationRule.TARGET_ONLY:
+            fields.wrong(f"speculation.{name}", f"only verification 2 (target_only) has it, not {rule}: leave it out")
+        elif not 0 < value <= 1:
+            fields.wrong(f"speculation.{name}", f"{value:g} given, more than 0 and at most 1 needed (1 is off)")
+    return chosen | _synthetic(fields, given, rule, allow_synthetic)
+
+
+def _synthetic(
+    fields: FieldChecks, given: generation_pb2.SpeculationParams, rule: VerificationRule, allow_synthetic: bool
+) -> dict[str, Any]:
+    field, rates = "speculation.synthetic_rates", given.synthetic_rates
+    if rule is not VerificationRule.SYNTHETIC:
+        if rates:
+            fields.wrong(field, f"only verification 4 (synthetic) has them, not {rule}: leave them out")
+        return {}
+    if not allow_synthetic:
+        fields.wrong(
+            "speculation.verification",
+            "4 (synthetic) is for benchmarks, its output means nothing: start the coordinator with "
+            "--allow-synthetic, or choose another",
+        )
+    if not 1 <= len(rates) <= MAX_SYNTHETIC_RATES:
+        fields.wrong(field, f"{len(rates)} given, 1 to {MAX_SYNTHETIC_RATES} needed")
+        return {}
+    wrong = [
+        (f"{field}[{place}]", f"{rate:g} given, 0 to 1 needed")
+        for place, rate in enumerate(rates)
+        if not 0 <= rate <= 1
+    ]
+    fields.wrong_entries(field, wrong, "wrong rates")
+    return {"synthetic_rates": tuple(rates)}

@@ -1,0 +1,280 @@
+"""The coordinator's metrics: what it has counted, put into Prometheus' families when they are read.
+
+`metrics_counts.py` counts; docs/metrics.md has the table of all names. Where vLLM has the same thing, so is it called.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from outrider import __version__
+from outrider.coordinator.api.access import Access
+from outrider.coordinator.metrics.counts import ServingCounts
+from outrider.coordinator.sessions.messages import SourceCounts
+from outrider.coordinator.sessions.scheduler import Scheduler
+from outrider.coordinator.sessions.totals import Totals
+from outrider.coordinator.workers.registered_worker import RegisteredWorker
+from outrider.growth_source import GrowthSource
+from outrider.metrics.families import Families, registry_of
+from outrider.v1 import generation_pb2, registry_pb2
+
+_NS = 1e9
+STATES = ("connecting", "serving", "draining", "quarantined", "lost")
+_ROLES = {registry_pb2.WORKER_ROLE_DRAFT: "draft", registry_pb2.WORKER_ROLE_TARGET: "target"}
+
+
+class CoordinatorMetrics:
+    """Reads one coordinator.
+
+    Args:
+        scheduler: that has counted.
+        workers: that are registered, by id.
+        access: who was turned away.
+        model_name: that is served.
+        max_depth: of trees: so many positions are shown.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        workers: Mapping[str, RegisteredWorker],
+        access: Access,
+        model_name: str,
+        max_depth: int,
+    ) -> None:
+        self._scheduler = scheduler
+        self._workers = workers
+        self._access = access
+        self._model_name = model_name
+        self._max_depth = max_depth
+        self._started_ns = time.monotonic_ns()
+        self.registry: CollectorRegistry = registry_of(self.describe)
+        """To be read on the event loop."""
+
+    def describe(self, families: Families) -> None:
+        """All values now; on the event loop."""
+        totals = self._scheduler.totals
+        families.gauge(
+            "build_info",
+            "Always 1: version and model are labels.",
+            1,
+            version=__version__,
+            model_name=self._model_name,
+        )
+        families.gauge("uptime_seconds", "Since the start.", (time.monotonic_ns() - self._started_ns) / _NS)
+        self._describe_load(families)
+        refused = totals.serving.refused | {"unauthenticated": self._access.unauthenticated}
+        _describe_requests(families, totals, refused)
+        _describe_speculation(families, totals, positions=self._max_depth)
+        _describe_sources(families, self._scheduler.source_counts())
+        _describe_rounds(families, totals)
+        self._describe_workers(families, totals.serving)
+
+    def _describe_load(self, families: Families) -> None:
+        scheduler = self._scheduler
+        stalled = sum(session.generation.is_stalled for session in scheduler.sessions)
+        families.gauge("num_requests_running", "Choices that are generated.", scheduler.running_sessions)
+        families.gauge("num_requests_waiting", "Choices in the queue.", scheduler.waiting_requests)
+        families.gauge("num_requests_stalled", "Choices that rest since nobody reads what they have.", stalled)
+        undrafted = scheduler.speculating_sessions()[1]
+        families.gauge("undrafted_sessions", "Sessions that would speculate, and that nobody grows.", undrafted)
+
+    def _describe_workers(self, families: Families, counts: ServingCounts) -> None:
+        workers = list(self._workers.values())
+        states = Counter((_role(worker), worker.state) for worker in workers)
+        for role in _ROLES.values():
+            for state in STATES:
+                families.gauge("workers", "Registered workers.", states[role, state], role=role, state=state)
+        families.by_label("counter", "workers_lost", "Workers that went without leave.", "role", counts.lost_workers)
+        families.by_label(
+            "counter", "worker_quarantines", "Pauses of workers that were lost too often.", "role", counts.quarantines
+        )
+        now_ns = time.monotonic_ns()
+        for worker in workers:
+            labels, load = {"worker": worker.worker_id, "role": _role(worker)}, worker.load
+            families.gauge("worker_sessions", "Sessions that the worker holds.", load.sessions, **labels)
+            families.gauge("worker_kv_slots_used", "Its KV slots in use.", load.slots_used, **labels)
+            families.gauge("worker_kv_slots_cached", "Its KV slots kept for others.", load.slots_cached, **labels)
+            families.gauge("worker_kv_slots", "Its KV slots.", load.slots_total, **labels)
+            families.gauge("worker_busy_ratio", "Share of its time in steps, of late.", load.busy, **labels)
+            families.counter("worker_steps", "Its steps, for all coordinators.", load.steps, **labels)
+            age_s = (now_ns - worker.reported_ns) / _NS
+            families.gauge("worker_lease_age_seconds", "Since its last heartbeat.", age_s, **labels)
+
+    def snapshot(self) -> dict[str, Any]:
+        """What a live view shows, as plain data; on the event loop."""
+        totals = self._scheduler.totals
+        counts = totals.serving
+        now_ns = time.monotonic_ns()
+        depths = counts.accepted_depths
+        return {
+            "uptime_s": (now_ns - self._started_ns) / _NS,
+            "running": self._scheduler.running_sessions,
+            "waiting": self._scheduler.waiting_requests,
+            "requests": totals.requests,
+            "emitted_tokens": totals.emitted_tokens,
+            "steps": totals.steps,
+            "rounds": totals.verify_steps,
+            "acceptance_length": 1 + totals.accepted_tokens / totals.verify_steps if totals.verify_steps else 1.0,
+            "drafts": sum(depths.values()),
+            "drafted_tokens": totals.drafted_tokens,
+            "accepted_tokens": totals.accepted_tokens,
+            "accepted_per_position": accepted_per_position(depths, self._max_depth),
+            "bare_rounds": counts.bare_drafted + counts.bare_undrafted,
+            "step_s": counts.step.total / _NS,
+            "refused": dict(counts.refused),
+            "finished": dict(counts.finished),
+            "workers": [
+                {
+                    "worker_id": worker.worker_id,
+                    "role": _role(worker),
+                    "state": worker.state,
+                    "address": worker.introduction.address,
+                    "sessions": worker.load.sessions,
+                    "slots_used": worker.load.slots_used,
+                    "slots_cached": worker.load.slots_cached,
+                    "slots_total": worker.load.slots_total,
+                    "busy": worker.load.busy,
+                    "steps": worker.load.steps,
+                    "lease_age_ms": (now_ns - worker.reported_ns) / 1e6,
+                }
+                for worker in self._workers.values()
+            ],
+        }
+
+
+def snapshot_of(info: generation_pb2.ServerInfo) -> dict[str, Any]:
+    """The part of `CoordinatorMetrics.snapshot` that a client learns from GetServerInfo, under the same names."""
+    speculation = info.speculation
+    return {
+        "uptime_s": info.uptime_s,
+        "running": info.running_sessions,
+        "waiting": info.waiting_requests,
+        "requests": info.requests_total,
+        "emitted_tokens": info.emitted_tokens_total,
+        "steps": info.steps_total,
+        "rounds": speculation.verify_steps,
+        "acceptance_length": speculation.acceptance_length,
+        "drafted_tokens": speculation.spec_draft_tokens,
+        "accepted_tokens": speculation.spec_accepted_tokens,
+        "workers": [
+            {
+                "worker_id": status.introduction.worker_id,
+                "role": _ROLES.get(status.introduction.role, "unknown"),
+                "state": status.state,
+                "address": status.introduction.address,
+                "sessions": status.load.sessions,
+                "slots_used": status.load.slots_used,
+                "slots_cached": status.load.slots_cached,
+                "slots_total": status.load.slots_total,
+                "busy": status.load.busy,
+                "steps": status.load.steps,
+                "lease_age_ms": status.lease_age_ms,
+            }
+            for status in info.workers
+        ],
+    }
+
+
+def accepted_per_position(depths: Mapping[int, int], positions: int) -> list[int]:
+    """To how many trees the token at each depth below the root was accepted.
+
+    Args:
+        depths: tokens accepted of a tree, to how many trees had so many.
+        positions: depths that are told; what is deeper counts at all of them.
+    """
+    return [sum(count for depth, count in depths.items() if depth > position) for position in range(positions)]
+
+
+def _role(worker: RegisteredWorker) -> str:
+    return _ROLES[worker.introduction.role]
+
+
+def _describe_requests(families: Families, totals: Totals, refused: Mapping[str, int]) -> None:
+    counts = totals.serving
+    families.counter("requests", "Requests that were accepted.", totals.requests)
+    families.by_label("counter", "requests_refused", "Requests that never began.", "reason", refused)
+    families.by_label("counter", "request_success", "Choices that have ended.", "finished_reason", counts.finished)
+    families.counter("prompt_tokens", "Prompt tokens of requests that have ended.", counts.prompt_tokens)
+    families.counter("generation_tokens", "Tokens that were generated.", totals.emitted_tokens)
+    families.counter("prefix_cache_queries", "Prompt tokens that were looked up at targets.", counts.prompt_tokens)
+    families.counter("prefix_cache_hits", "Of these, those that the target had.", counts.cached_tokens)
+    for name, text, values in (
+        ("time_to_first_token_seconds", "From a request's arrival to its first token.", counts.first_token),
+        ("inter_token_latency_seconds", "Between two deliveries of a choice, of one token or several.",
+         counts.between_tokens),
+        ("request_time_per_output_token_seconds", "A request's time after its first token, by its further tokens.",
+         counts.per_token),
+        ("e2e_request_latency_seconds", "From a request's arrival to its last token.", counts.whole),
+        ("request_queue_time_seconds", "From a request's arrival to its place at a target.", counts.queue),
+        ("request_prefill_time_seconds", "From its place at a target to its first token.", counts.prefill),
+        ("request_decode_time_seconds", "From its first token to its last.", counts.decode),
+    ):  # fmt: skip
+        families.histogram(name, text, values)
+
+
+def _describe_speculation(families: Families, totals: Totals, *, positions: int) -> None:
+    counts, demand = totals.serving, totals.demand
+    families.counter(
+        "spec_decode_num_drafts", "Trees that were verified: rounds with a node.", sum(counts.accepted_depths.values())
+    )
+    families.counter("spec_decode_num_draft_tokens", "Tree nodes that were verified.", totals.drafted_tokens)
+    families.counter("spec_decode_num_accepted_tokens", "Of these, accepted.", totals.accepted_tokens)
+    families.by_label(
+        "counter",
+        "spec_decode_num_accepted_tokens_per_pos",
+        "Trees of which the token at this depth was accepted, from 0.",
+        "position",
+        {str(place): count for place, count in enumerate(accepted_per_position(counts.accepted_depths, positions))},
+    )
+    families.by_label(
+        "counter",
+        "spec_decode_rounds_without_draft",
+        "Fallbacks: rounds of choices that speculate, without a node.",
+        "reason",
+        {"no_worker": counts.bare_undrafted, "no_nodes": counts.bare_drafted},
+    )
+    families.counter("draft_nodes_received", "Tree nodes that drafts have sent.", counts.grown_nodes)
+    families.counter("draft_nodes_dropped", "Of these, too late or of no use.", totals.dropped_nodes)
+    families.by_label(
+        "counter",
+        "draft_rounds",
+        "How rounds of choices with a draft ended: whether it was ahead, wrong or behind.",
+        "outcome",
+        {
+            "covered": demand.rounds - demand.missed_rounds - demand.starved_rounds,
+            "missed": demand.missed_rounds,
+            "starved": demand.starved_rounds,
+        },
+    )
+    families.counter("draft_steps", "Messages of growth.", demand.draft_steps)
+    families.counter("draft_step_seconds", "Time that these steps took the drafts.", demand.draft_ns / _NS)
+
+
+def _describe_sources(families: Families, counts: Iterable[SourceCounts]) -> None:
+    known = {own.source: own for own in counts}
+    for name, text, place in (
+        ("source_drafted_tokens", "Tree nodes by the source that grew them; of several sources: of each.", 1),
+        ("source_submitted_tokens", "Of these, verified.", 2),
+        ("source_accepted_tokens", "Of these, accepted.", 3),
+    ):
+        values = {source.word: known[source][place] if source in known else 0 for source in GrowthSource}
+        families.by_label("counter", name, text, "source", values)
+
+
+def _describe_rounds(families: Families, totals: Totals) -> None:
+    counts, demand = totals.serving, totals.demand
+    families.counter("verify_steps", "Steps of targets.", totals.steps)
+    families.counter("verify_rounds", "Rounds: a choice in a step.", totals.verify_steps)
+    families.counter("target_seconds", "Time of all targets' rounds.", demand.target_ns / _NS)
+    families.counter(
+        "target_plain_seconds", "What they would have taken without speculation, as it seems.", demand.plain_ns / _NS
+    )
+    families.histogram("target_round_seconds", "Rounds of targets.", counts.step)
+    families.histogram("target_forward_seconds", "Of a step, the model's forward alone.", counts.forward)
+    families.counter("failovers", "Choices whose target was lost, and that go on at another.", counts.failovers)
+    families.counter("sessions_reopened", "Choices that a target lost, and that were opened anew.", counts.reopened)

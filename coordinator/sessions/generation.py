@@ -1,0 +1,152 @@
+"""The stream of events of one request while it is generated, all its choices together."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING
+
+from outrider.coordinator.sessions import clock
+from outrider.coordinator.sessions.messages import (
+    GenerationEvent,
+    GenerationRequest,
+    GenerationResult,
+    SpeculationCounts,
+    TokenDelta,
+)
+from outrider.coordinator.sessions.request_times import RequestTimes
+from outrider.coordinator.sessions.source_counts import SourceTally
+from outrider.errors import OutriderError
+
+if TYPE_CHECKING:
+    from outrider.coordinator.sessions.session import Session
+
+
+class Generation:
+    """The events of one request, all its choices together; iterate, and always `cancel` in the end.
+
+    Args:
+        max_buffered_events: a reader this far behind is stalled, and its sessions rest until it reads on.
+        release: called once when the request ends in whatever way, with the generation.
+    """
+
+    # Every round asks each session's for its reader.
+    __slots__ = (
+        "_error",
+        "_events",
+        "_max_buffered_events",
+        "_release",
+        "_wake",
+        "is_closed",
+        "on_resume",
+        "request",
+        "sessions",
+        "times",
+        "weights",
+    )
+
+    def __init__(
+        self, request: GenerationRequest, *, max_buffered_events: int, release: Callable[["Generation"], None]
+    ) -> None:
+        self.request = request
+        self._max_buffered_events = max_buffered_events
+        self.sessions: list[Session] = []
+        self.is_closed = False
+        self._release = release
+        self._events: deque[GenerationEvent] = deque()
+        self._wake = asyncio.Event()
+        self._error: OutriderError | None = None
+        self.times = RequestTimes()
+        self.weights = request.weights
+        """Version of those that its tokens are chosen with; empty before it is placed, or where nobody knows."""
+        self.on_resume: Callable[[], None] | None = None
+
+    @property
+    def is_stalled(self) -> bool:
+        """Whether the reader is so far behind that generating more would only fill memory."""
+        return len(self._events) >= self._max_buffered_events
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether it has been placed at a target, or goes on where another has ended."""
+        return bool(self.times.admitted_ns or (self.weights and self.request.received))
+
+    def note_admitted(self) -> None:
+        """The request leaves the queue."""
+        self.times.admitted_ns = self.times.admitted_ns or clock.now_ns()
+
+    def emit(self, event: GenerationEvent) -> None:
+        """Adds an event for the reader."""
+        if self.is_closed:
+            return
+        if not self.times.first_token_ns and isinstance(event, TokenDelta):
+            self.times.first_token_ns = clock.now_ns()
+        self._events.append(event)
+        self._wake.set()
+
+    def finish_if_done(self) -> None:
+        """Emits the result, once, when every choice has ended."""
+        results, times = [session.result for session in self.sessions], self.times
+        if self.is_closed or times.finished_ns or any(result is None for result in results):
+            return
+        now = times.finished_ns = clock.now_ns()
+        first = times.first_token_ns or now
+        self.emit(
+            GenerationResult(
+                choices=[result for result in results if result is not None],
+                speculation=SpeculationCounts(
+                    verify_steps=sum(session.verify_steps for session in self.sessions),
+                    drafted_tokens=sum(session.drafted_tokens for session in self.sessions),
+                    accepted_tokens=sum(session.accepted_tokens for session in self.sessions),
+                    sources=sum((session.sources for session in self.sessions), SourceTally()).counts(),
+                ),
+                queue_s=((times.admitted_ns or now) - times.arrived_ns) / 1e9,
+                ttft_s=(first - times.arrived_ns) / 1e9,
+                total_s=(now - times.arrived_ns) / 1e9,
+                cached_tokens=min((session.cached_tokens or 0 for session in self.sessions), default=0),
+            )
+        )
+
+    @property
+    def error(self) -> OutriderError | None:
+        """What has ended the request before its end, if anything has."""
+        return self._error
+
+    def abort(self, error: OutriderError) -> None:
+        """Ends the stream with an error, behind all that was committed; what was delivered stays valid."""
+        if self._error is None and not self.is_closed:
+            for session in self.sessions:
+                session.deliver()
+            self._error = error
+            self._wake.set()
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Stops the work of this request and frees what it holds; harmless when it has ended."""
+        if not self.is_closed:
+            self.is_closed = True
+            self._wake.set()
+            self._release(self)
+
+    async def aclose(self) -> None:
+        """The same as `cancel`, for `contextlib.aclosing`."""
+        self.cancel()
+
+    def __aiter__(self) -> AsyncIterator[GenerationEvent]:
+        return self._read()
+
+    async def _read(self) -> AsyncIterator[GenerationEvent]:
+        while True:
+            while self._events:
+                was_stalled = self.is_stalled
+                event = self._events.popleft()
+                if was_stalled and not self.is_stalled and self.on_resume is not None:
+                    self.on_resume()
+                yield event
+                if isinstance(event, GenerationResult):
+                    return
+            if self._error is not None:
+                raise self._error
+            if self.is_closed:
+                return
+            self._wake.clear()
+            await self._wake.wait()

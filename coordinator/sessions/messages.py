@@ -1,0 +1,436 @@
+"""What travels between the coordinator's parts: plain data, no protocol buffers, no gRPC.
+
+service ── GenerationRequest ──> scheduler ── SessionOpening, GrowthBatch ──> target
+service <── TokenDelta, RoundRecord, GenerationResult ── scheduler <── RoundResults ── target
+                                                         scheduler <── GrowthBatch ── draft
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from outrider.draft_distribution import DraftDistribution
+from outrider.growth_source import ALL_SOURCES, GrowthSource
+from outrider.sampling import SamplingSpec
+
+if TYPE_CHECKING:
+    from outrider.coordinator.sessions.request_trace import RequestTrace
+
+
+class SpeculationMode(StrEnum):
+    """How a request speculates; see design of each in docs/architecture.md."""
+
+    ASYNC = "async"
+    SYNC = "sync"
+    OFF = "off"
+
+
+class FinishReason(StrEnum):
+    """Why a choice ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+# ---------------------------------------------------------------------------------------------- service and scheduler
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationRequest:
+    """A validated request, every default filled in.
+
+    Attributes:
+        sampling: the rule for choice 0; choice c uses the same with `choice_index` c.
+        max_nodes: most nodes verified for a choice in one step.
+        max_depth: deepest node.
+        sources: what may grow its tree.
+        received: choice index to the output tokens that the client has already got (a resumed request).
+        trace: whether a RoundRecord follows every verification.
+        weights: version of those that `received` is of; empty: any.
+        caller: whose it is: ids are its callers' own, and another's request may have the same.
+        spans: of its trace; None while nobody traces.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingSpec
+    stop: tuple[str, ...] = ()
+    mode: SpeculationMode = SpeculationMode.ASYNC
+    max_nodes: int = 24
+    max_depth: int = 8
+    sources: frozenset[GrowthSource] = ALL_SOURCES
+    n: int = 1
+    received: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    trace: bool = False
+    weights: str = ""
+    caller: str = ""
+    spans: "RequestTrace | None" = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprobs:
+    """Log probabilities (raw softmax) of m tokens, with the k best alternatives of each.
+
+    Attributes:
+        token_logprobs: [m]
+        top_token_ids: [m][k] best first.
+        top_logprobs: [m][k]
+    """
+
+    token_logprobs: Sequence[float]
+    top_token_ids: Sequence[Sequence[int]]
+    top_logprobs: Sequence[Sequence[float]]
+
+    def head(self, count: int) -> "TokenLogprobs":
+        """Those of the first `count` tokens."""
+        return TokenLogprobs(
+            token_logprobs=self.token_logprobs[:count],
+            top_token_ids=self.top_token_ids[:count],
+            top_logprobs=self.top_logprobs[:count],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenDelta:
+    """New tokens of one choice. `offset` tokens and `text_offset` UTF-8 bytes went before.
+
+    Each choice's first has the version of the `weights` that all are of.
+    """
+
+    index: int
+    token_ids: Sequence[int]
+    text: str
+    offset: int
+    text_offset: int
+    logprobs: TokenLogprobs | None = None
+    weights: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrowthArrival:
+    """One message of growth as it reached the coordinator."""
+
+    worker_id: str
+    arrived_ns: int
+    as_of: int
+    nodes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundRecord:
+    """One round of one choice, for traces; times are of the monotonic clock.
+
+    Attributes:
+        length: committed tokens before.
+        selected: nodes that were verified.
+        accepted: of these.
+        growth: that has come since the round before.
+    """
+
+    index: int
+    step: int
+    length: int
+    result_ns: int
+    step_ns: int
+    forward_ns: int
+    selected: int
+    accepted: int
+    emitted_token_ids: Sequence[int]
+    growth: Sequence[GrowthArrival] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChoiceResult:
+    """How one choice ended."""
+
+    index: int
+    finish_reason: FinishReason
+    completion_tokens: int
+    stop_token_id: int | None = None
+    stop_string: str | None = None
+
+
+class SourceCounts(NamedTuple):
+    """What one source has grown (`drafted`), and what became of it."""
+
+    source: GrowthSource
+    drafted: int
+    submitted: int
+    accepted: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculationCounts:
+    """Verifications and draft tokens of a request, or of a whole server."""
+
+    verify_steps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    sources: Sequence[SourceCounts] = ()
+
+    @property
+    def acceptance_length(self) -> float:
+        """Emitted tokens a verification, the final one included."""
+        return 1.0 + self.accepted_tokens / self.verify_steps if self.verify_steps else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationResult:
+    """The last event of a request; `cached_tokens` of its prompt were computed for none of its choices."""
+
+    choices: Sequence[ChoiceResult]
+    speculation: SpeculationCounts
+    queue_s: float
+    ttft_s: float
+    total_s: float
+    cached_tokens: int = 0
+    weights: str = ""
+
+
+GenerationEvent = TokenDelta | RoundRecord | GenerationResult
+
+
+# ------------------------------------------------------------------------------------------------ scheduler and workers
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionOpening:
+    """Opens, or reopens under a higher epoch, a session at a worker."""
+
+    session_id: int
+    epoch: int
+    prompt: Sequence[int]
+    output: Sequence[int]
+    sampling: SamplingSpec
+    mode: SpeculationMode
+    max_live_nodes: int
+    max_depth: int
+    sync_nodes: int
+    sync_wait_ms: float = 0.0
+    traceparent: str = ""
+    weights: str = ""
+    sources: frozenset[GrowthSource] = ALL_SOURCES
+
+
+class FaultKind(StrEnum):
+    """What a session's fault at a worker calls for."""
+
+    LOST = "lost"
+    """The worker does not have it (any more): open it anew."""
+    NO_ROOM = "no room"
+    """The worker is full: try again later."""
+    REFUSED = "refused"
+    """It can never be served."""
+    REPLACED = "replaced"
+    """It began with weights that the worker does not run with any more."""
+
+
+class SessionFault(NamedTuple):
+    """Why a worker has closed, or not opened, a session."""
+
+    kind: FaultKind
+    message: str
+
+
+class Outcome(NamedTuple):
+    """What a round has given one session.
+
+    Attributes:
+        token_ids: [m] committed.
+        accepted: nodes among them.
+        selected: nodes that were verified.
+        sources: [accepted] bit set of the sources that had proposed the node, bit 2^source for each.
+        is_over: whether the target has ended the session.
+        cached_tokens: of the prompt, tokens whose KV the target had.
+        lost: bit set of the places whose growth was lost.
+    """
+
+    session_id: int
+    epoch: int
+    token_ids: Sequence[int]
+    accepted: int = 0
+    selected: int = 0
+    sources: Sequence[int] = ()
+    is_over: bool = False
+    cached_tokens: int = 0
+    lost: int = 0
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundResults:
+    """What one round of a target has given its sessions here.
+
+    Attributes:
+        outcomes: by session.
+        faults: (session id, epoch, why) of sessions that the target has closed or not opened.
+        step_ns: from the round's begin to its end.
+        forward_ns: of these, the model's forward and the choices.
+        rows: of the forward.
+        number: of the message on this stream, from 1.
+    """
+
+    outcomes: Sequence[Outcome]
+    faults: Sequence[tuple[int, int, SessionFault]] = ()
+    step_ns: int = 0
+    forward_ns: int = 0
+    rows: int = 0
+    number: int = 0
+
+
+class Commit(NamedTuple):
+    """Tokens that a session has committed, for the draft. `position` is the committed length before them."""
+
+    session_id: int
+    epoch: int
+    position: int
+    token_ids: Sequence[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commits:
+    """What S sessions have committed together, in columns as of `Commit`."""
+
+    session_ids: Sequence[int]
+    epochs: Sequence[int]
+    positions: Sequence[int]
+    token_ids: Sequence[Sequence[int]]
+
+    @classmethod
+    def of(cls, commits: Sequence[Commit]) -> Self:
+        """These; at least one."""
+        session_ids, epochs, positions, token_ids = zip(*commits, strict=True)
+        return cls(session_ids=session_ids, epochs=epochs, positions=positions, token_ids=token_ids)
+
+    def __iter__(self) -> Iterator[Commit]:
+        return itertools.starmap(
+            Commit, zip(self.session_ids, self.epochs, self.positions, self.token_ids, strict=True)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Growth:
+    """New nodes of one session's tree from one draft worker.
+
+    Attributes:
+        as_of: committed length the draft had applied.
+        node_ids: [n] unique per (worker, session, epoch).
+        parents: [n] node id, or 0 for the root at length `as_of`.
+        tokens: [n]
+        acceptance: [n] estimate given that the parent is accepted.
+        distributions: [n] the q each token was drawn from, under rejection; empty, or None each, otherwise.
+        complete: the round's tree is whole (sync mode).
+        sources: [n] of GrowthSource; empty: all MODEL.
+        forgot: earlier node ids mean nothing any more.
+        again: the live tree is sent again from here on.
+    """
+
+    session_id: int
+    epoch: int
+    as_of: int
+    node_ids: Sequence[int]
+    parents: Sequence[int]
+    tokens: Sequence[int]
+    acceptance: Sequence[float]
+    distributions: Sequence[DraftDistribution | None] = ()
+    complete: bool = False
+    sources: Sequence[int] = ()
+    forgot: bool = False
+    again: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrowthBatch:
+    """One message of growth, in columns: new nodes of S sessions' trees, N in all, from one step of one draft worker.
+
+    Attributes:
+        session_ids: [S]
+        epochs: [S]
+        as_of: [S] as of `Growth`, like all that follows.
+        node_counts: [S]
+        complete: [S]
+        forgot: [S]
+        again: [S]
+        node_ids: [N]
+        parents: [N]
+        tokens: [N]
+        acceptance: [N]
+        distributions: [N] or empty.
+        sources: [N] of GrowthSource; None: all MODEL.
+        is_step: whether it is a step's growth; else a trie says that it has no guess.
+    """
+
+    session_ids: Sequence[int]
+    epochs: Sequence[int]
+    as_of: Sequence[int]
+    node_counts: Sequence[int]
+    complete: Sequence[bool]
+    forgot: Sequence[bool]
+    again: Sequence[bool]
+    node_ids: npt.NDArray[np.int64]
+    parents: npt.NDArray[np.int64]
+    tokens: npt.NDArray[np.int64]
+    acceptance: npt.NDArray[np.float32]
+    distributions: Sequence[DraftDistribution | None] = ()
+    sources: npt.NDArray[np.int64] | None = None
+    is_step: bool = True
+
+    @classmethod
+    def of(cls, growths: Sequence[Growth]) -> Self:
+        """Several sessions' growth as one message."""
+
+        def column(name: str, dtype: npt.DTypeLike) -> npt.NDArray:
+            return np.array([value for growth in growths for value in getattr(growth, name)], dtype=dtype)
+
+        told = [
+            source for growth in growths for source in growth.sources or [GrowthSource.MODEL] * len(growth.node_ids)
+        ]
+        return cls(
+            session_ids=[growth.session_id for growth in growths],
+            epochs=[growth.epoch for growth in growths],
+            as_of=[growth.as_of for growth in growths],
+            node_counts=[len(growth.node_ids) for growth in growths],
+            complete=[growth.complete for growth in growths],
+            forgot=[growth.forgot for growth in growths],
+            again=[growth.again for growth in growths],
+            node_ids=column("node_ids", np.int64),
+            parents=column("parents", np.int64),
+            tokens=column("tokens", np.int64),
+            acceptance=column("acceptance", np.float32),
+            distributions=[q for growth in growths for q in growth.distributions or [None] * len(growth.node_ids)],
+            sources=np.array(told) if any(growth.sources for growth in growths) else None,
+        )
+
+    def nodes_by_source(self) -> Sequence[Mapping[GrowthSource, int]]:
+        """[S] Nodes of each session by the source that has grown them."""
+        if self.sources is None:
+            return [{GrowthSource.MODEL: count} if count else {} for count in self.node_counts]
+        sessions, width = len(self.node_counts), max(GrowthSource) + 1
+        cells = np.repeat(np.arange(sessions), self.node_counts) * width + self.sources
+        table = np.bincount(cells, minlength=sessions * width).reshape(sessions, width).tolist()
+        known = tuple(GrowthSource)
+        return [{source: row[source] for source in known if row[source]} for row in table]
+
+    def of_session(self, place: int) -> Growth:
+        """One session's part."""
+        start, count = sum(self.node_counts[:place]), self.node_counts[place]
+        nodes = slice(start, start + count)
+        return Growth(
+            session_id=self.session_ids[place],
+            epoch=self.epochs[place],
+            as_of=self.as_of[place],
+            node_ids=self.node_ids[nodes].tolist(),
+            parents=self.parents[nodes].tolist(),
+            tokens=self.tokens[nodes].tolist(),
+            acceptance=self.acceptance[nodes].tolist(),
+            distributions=self.distributions[nodes] or [None] * count,
+            complete=self.complete[place],
+            forgot=self.forgot[place],
+            again=self.again[place],
+            sources=() if self.sources is None else self.sources[nodes].tolist(),
+        )

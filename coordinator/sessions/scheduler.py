@@ -1,0 +1,411 @@
+"""Which sessions run where: requests in and out, their places at targets and drafts, and what to do when one is lost.
+
+What passes between the workers of a session is in `relay.py`. Drafts are in `drafts.py`; what becomes of a session that
+a target has lost or refused is in `session_faults.py`.
+"""
+
+import asyncio
+import functools
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+from outrider.coordinator.sessions import clock
+from outrider.coordinator.sessions.admission import Admission, Occupancy
+from outrider.coordinator.sessions.config import CoordinatorConfig
+from outrider.coordinator.sessions.generation import Generation
+from outrider.coordinator.sessions.messages import (
+    GenerationRequest,
+    GrowthBatch,
+    RoundResults,
+    SessionFault,
+    SourceCounts,
+)
+from outrider.coordinator.sessions.poison import DOUBT_S, LossKind, Suspects
+from outrider.coordinator.sessions.session import Session
+from outrider.coordinator.sessions.session_faults import SessionFaults
+from outrider.coordinator.sessions.text_stream import TextStream
+from outrider.coordinator.sessions.totals import Totals
+from outrider.coordinator.sessions.weights_gate import WeightsGate
+from outrider.coordinator.workers.draft_peer import DraftPeer
+from outrider.coordinator.workers.drafts import Drafts
+from outrider.coordinator.workers.links import DraftLink, TargetLink
+from outrider.coordinator.workers.relay import Relay
+from outrider.coordinator.workers.routing import PrefixRouter
+from outrider.coordinator.workers.shared_places import SharedPlaces
+from outrider.coordinator.workers.target_peer import TargetPeer
+from outrider.errors import (
+    OutriderError,
+    PoisonRequest,
+    WorkerUnavailable,
+)
+from outrider.log_output import about
+from outrider.v1 import common_pb2, registry_pb2
+
+logger = logging.getLogger(__name__)
+
+
+class Scheduler:
+    """Admits requests, places sessions at targets and drafts, and moves those whose worker is gone.
+
+    It knows neither gRPC nor Ray: links are given to it.
+    """
+
+    def __init__(self, config: CoordinatorConfig) -> None:
+        self._config = config
+        self._session_ids = itertools.count(1)
+        self._sessions: dict[int, Session] = {}
+        self._waiting: deque[Session] = deque()
+        self._targets: dict[str, TargetPeer] = {}
+        self.totals = Totals()
+        self._drafts = Drafts(config, self._sessions, self._targets)
+        self._relay = Relay(self._sessions, self._targets, self._drafts, self.totals, self)
+        self._faults = SessionFaults(config, self._targets, self.totals, move=self._move, reopen=self._open)
+        self._router = PrefixRouter()
+        self._admission = Admission(
+            max_queue=config.max_queue, max_wait_s=config.max_queue_wait_s, retry_after_s=config.retry_after_s
+        )
+        self._suspects = Suspects()
+        self.weights = WeightsGate()
+        # By worker id, what is called once a target that drains is empty.
+        self._drains: dict[str, Callable[[], None]] = {}
+        self._is_draining = False
+        self._places_nobody = False
+        self._target_deadline: asyncio.TimerHandle | None = None
+
+    # --------------------------------------------------------------------------------------------- requests in and out
+
+    def submit(self, request: GenerationRequest, text_streams: Sequence[TextStream]) -> Generation:
+        """Starts a request; `text_streams` has one entry a choice.
+
+        Raises:
+            Overloaded: the queue is full, or the wait too long.
+            WorkerUnavailable: there is no target worker.
+            PoisonRequest: targets have crashed of it.
+            WeightsReplaced: it goes on where another ended, whose weights are gone.
+            InternalError: what was received of a choice cannot be turned into text.
+        """
+        if self._is_draining:
+            raise WorkerUnavailable("the coordinator is shutting down; try another one")
+        if not self.has_target and not self._config.target_wait_s:
+            raise WorkerUnavailable("no target worker is registered; start one, then try again")
+        self._suspects.check(request)
+        self.weights.check(request.weights)
+        self.check_room(request.n)
+        generation = Generation(request, max_buffered_events=self._config.max_buffered_events, release=self._release)
+        for index, text_stream in enumerate(text_streams):
+            generation.sessions.append(Session(next(self._session_ids), generation, index, text_stream))
+        for session in generation.sessions:
+            self._suspects.recall(session)
+            if session.result is None:
+                self._sessions[session.session_id] = session
+                self._waiting.append(session)
+        self.totals.requests += 1
+        self.admit()
+        self._expect_target()
+        generation.finish_if_done()
+        return generation
+
+    def check_room(self, choices: int = 1) -> None:
+        """Whether there is room for a request of so many choices; asking costs microseconds, and nothing is kept.
+
+        Raises:
+            Overloaded: the queue is full, or the wait too long.
+        """
+        most = self._config.max_running_sessions
+        at_targets = sum(target.room + len(target.sessions) for target in self._targets.values())
+        free = sum(target.room for target in self._targets.values())
+        occupancy = Occupancy(
+            places=min(at_targets, most) if self._targets else most,
+            free=min(free, most - self.running_sessions),
+            waiting=len(self._waiting),
+        )
+        self._admission.check(choices, occupancy)
+
+    def admit(self) -> None:
+        """Places waiting sessions at targets that know how they begin or have least to do, and at drafts."""
+        replaced: list[Session] = []
+        while self._waiting and self.running_sessions < self._config.max_running_sessions:
+            targets = [target for target in self._targets.values() if target.has_room]
+            if not targets or (session := self.weights.next_of(self._waiting)) is None:
+                break
+            if not self.weights.fits(session.generation.weights):
+                replaced.append(session)
+                continue
+            session.generation.weights = self.weights.version or session.generation.weights
+            target = self._router.choose(session.token_ids, targets)
+            session.generation.note_admitted()
+            self._admission.note_start(session.session_id)
+            session.generation.on_resume = functools.partial(self._resume, session.generation)
+            session.committed_ns = session.committed_ns or clock.now_ns()
+            logger.debug("session %d goes to %s", session.session_id, target.worker_id, extra=session.ids)
+            target.sessions[session.session_id] = session
+            self._open(session)
+            self._drafts.assign(session)
+        if replaced:
+            self.end(replaced, self.weights.refusal(replaced[0].generation.weights))
+            self.admit()
+        self._empty_draining()
+
+    def _empty_draining(self) -> None:
+        """Give sessions of targets that are to go the room that is left elsewhere."""
+        room = sum(target.room for target in self._targets.values()) if self._drains else 0
+        leaving = [target for worker_id in self._drains if (target := self._targets[worker_id]).sessions]
+        if room and leaving:
+            self._move(leaving[0], list(leaving[0].sessions.values())[:room])
+            self._note_left(leaving[0])
+
+    def _open(self, session: Session) -> None:
+        """Open a session at the target that has its place; its drafts send their trees there."""
+        target = next(target for target in self._targets.values() if session.session_id in target.sessions)
+        target.open(session, sync_wait_ms=self._config.sync_wait_cap_ms)
+        if session.generation.is_stalled:
+            target.hold(session, is_held=True)
+        self._drafts.ask_all_again(session)
+
+    def _resume(self, generation: Generation) -> None:
+        """A client reads on."""
+        for session in generation.sessions:
+            self._relay.hold(session, is_held=False)
+
+    def finish_session(self, session: Session) -> None:
+        """The session has emitted its last token."""
+        self._release_session(session)
+        session.generation.finish_if_done()
+
+    def note_progress(self, sessions: Sequence[Session]) -> None:
+        """These sessions have emitted tokens: what went wrong before is no reason to give them up."""
+        self._faults.note_progress(sessions)
+        for session in sessions:
+            if session.probation:
+                self._suspects.note_result(session)
+                if not session.probation and (target := self._targets.get(session.target_id or "")) is not None:
+                    target.clear(session)
+
+    def _release(self, generation: Generation) -> None:
+        self.totals.serving.note_end(generation)
+        if generation.request.spans is not None:
+            generation.request.spans.end(generation)
+        for session in generation.sessions:
+            if session in self._waiting:
+                self._waiting.remove(session)
+        for session in generation.sessions:
+            self._release_session(session)
+
+    def _release_session(self, session: Session) -> None:
+        """Frees what a session holds, here and at the workers."""
+        if self._sessions.pop(session.session_id, None) is None:
+            return
+        if not isinstance(session.generation.error, WorkerUnavailable | PoisonRequest):
+            self._suspects.forget(session)
+        if session.tap is not None:
+            session.tap.note_end()
+        self._admission.note_end(session.session_id)
+        self._faults.forget(session)
+        if session in self._waiting:
+            self._waiting.remove(session)
+        for target in list(self._targets.values()):
+            if target.let_go(session):
+                self._note_left(target)
+        # Behind the targets: where nobody verifies it, nobody needs to hear that its drafts leave.
+        had_draft = self._drafts.let_go(session)
+        if self._places_nobody:
+            return
+        if had_draft:
+            self._drafts.assign_all()
+        self.admit()
+
+    def take_fault(self, session: Session, fault: SessionFault) -> None:
+        """The target has lost or refused a session."""
+        if (target := self._targets.get(session.target_id or "")) is not None:
+            target.lose(session)
+        self._faults.take(session, fault)
+
+    # --------------------------------------------------------------------------------------------------------- workers
+
+    def add_target(self, worker_id: str, link: TargetLink, limits: registry_pb2.WorkerLimits) -> None:
+        """A target worker is ready."""
+        if self._target_deadline is not None:
+            self._target_deadline.cancel()
+            self._target_deadline = None
+        self._targets[worker_id] = TargetPeer(worker_id=worker_id, link=link, places=SharedPlaces(limits))
+        self.admit()
+
+    def remove_target(self, worker_id: str, reason: str, *, kind: LossKind = LossKind.BROKEN) -> None:
+        """A target worker is gone: its sessions go on elsewhere, or end when there is no other."""
+        target = self._targets.pop(worker_id, None)
+        if target is None:
+            return
+        if (on_empty := self._drains.pop(worker_id, None)) is not None:
+            on_empty()
+        sessions = list(target.sessions.values())
+        if not target.is_draining:
+            self._suspects.note_loss(worker_id, target.blamed, kind)
+        self.totals.serving.failovers += len(sessions)
+        self._requeue([session for session in sessions if not self._suspects.condemns(session)])
+        for session in sessions:
+            if self._suspects.condemns(session):
+                self._doubt(session)
+        logger.warning("target %s is gone: %s", worker_id, reason, extra=about(worker_id=worker_id))
+        self.admit()
+        self._expect_target()
+
+    def take_results(self, worker_id: str, results: RoundResults) -> None:
+        """A round of a target has ended."""
+        self._relay.take_results(worker_id, results)
+
+    def _requeue(self, sessions: Sequence[Session]) -> None:
+        """Sessions whose target is gone, or not theirs any more, come first in the queue, as old as they are."""
+        for session in reversed(sessions):
+            session.deliver()
+            logger.debug("session %d has lost its target", session.session_id, extra=session.ids)
+            session.target_id = None
+            self._faults.note_place_lost(session)
+            if session.result is not None:
+                self.finish_session(session)
+            elif not session.is_finished:
+                self._waiting.appendleft(session)
+
+    def _doubt(self, session: Session) -> None:
+        """It crashed two targets, as it seems: it is refused unless one of these turns out to be alive."""
+
+        def decide() -> None:
+            if self._suspects.condemns(session):
+                session.generation.abort(self._suspects.refusal(session.request))
+            elif not session.is_finished:
+                self._requeue([session])
+                self.admit()
+                self._expect_target()
+
+        session.deliver()
+        session.target_id = None
+        asyncio.get_running_loop().call_later(DOUBT_S, decide)
+
+    def note_return(self, worker_id: str) -> None:
+        """A worker registers, perhaps not for the first time."""
+        self._suspects.note_return(worker_id)
+
+    def drain_worker(self, worker_id: str, *, on_empty: Callable[[], None]) -> None:
+        """A worker wants to go: it gets no new sessions, and `on_empty` is called once none of its own is left."""
+        if self._drafts.drain(worker_id):
+            on_empty()
+        elif (target := self._targets.get(worker_id)) is not None:
+            target.is_draining = True
+            self._drains[worker_id] = on_empty
+            self.admit()
+            self._note_left(target)
+        else:
+            # It was told to go before it was connected.
+            on_empty()
+
+    def _note_left(self, target: TargetPeer) -> None:
+        """A session has left a target, which may be empty now."""
+        if not target.sessions and (on_empty := self._drains.pop(target.worker_id, None)) is not None:
+            on_empty()
+
+    def _move(self, target: TargetPeer, sessions: Sequence[Session]) -> None:
+        for session in sessions:
+            target.let_go(session)
+        self._requeue(sessions)
+        self.admit()
+
+    def note_load(self, worker_id: str, load: common_pb2.WorkerLoad) -> None:
+        """A worker's heartbeat."""
+        if (target := self._targets.get(worker_id)) is not None:
+            if target.places.hear(load, len(target.sessions)):
+                self.admit()
+        else:
+            self._drafts.hear(worker_id, load)
+
+    def _expect_target(self) -> None:
+        """While there is no target: requests wait as long as is configured for a new one, then end."""
+        if not self._targets and self._waiting and self._target_deadline is None:
+            loop = asyncio.get_running_loop()
+            self._target_deadline = loop.call_later(self._config.target_wait_s, self._give_up_on_targets)
+
+    def _give_up_on_targets(self) -> None:
+        self._target_deadline = None
+        if not self._targets:
+            self._end_all(WorkerUnavailable("the last target worker is gone; the tokens delivered stay valid"))
+
+    def _end_all(self, error: OutriderError) -> None:
+        """Ends every request."""
+        self._waiting.clear()
+        self.end(list(self._sessions.values()), error)
+
+    def end(self, sessions: Sequence[Session], error: OutriderError) -> None:
+        """Ends requests. Nobody takes over what each frees: looking for takers every time would cost their square."""
+        outer, self._places_nobody = self._places_nobody, True
+        try:
+            for session in sessions:
+                session.generation.abort(error)
+        finally:
+            self._places_nobody = outer
+
+    def add_draft(
+        self, worker_id: str, link: DraftLink, limits: registry_pb2.WorkerLimits, *, sources: Iterable[int] = ()
+    ) -> None:
+        """A draft worker is ready; sessions without one are given to it. `sources` as its introduction has them."""
+        self._drafts.add(worker_id, link, limits, sources)
+
+    def remove_draft(self, worker_id: str) -> None:
+        """A draft worker is gone: what it has grown stays, its sessions go to another if there is one."""
+        self._drafts.remove(worker_id)
+
+    def take_growth(self, worker_id: str, growth: GrowthBatch) -> None:
+        """Growth has arrived; it may be late, for sessions that have ended, or of old epochs."""
+        self._relay.take_growth(worker_id, growth)
+
+    def take_draft_error(self, worker_id: str, session_id: int, epoch: int, message: str) -> None:
+        """A draft cannot serve a session: it goes on without this draft."""
+        self._drafts.take_error(worker_id, session_id, epoch, message)
+
+    # ---------------------------------------------------------------------------------------------------------- status
+
+    @property
+    def sessions(self) -> Collection[Session]:
+        """Those that run or wait, oldest first."""
+        return self._sessions.values()
+
+    @property
+    def running_sessions(self) -> int:
+        """Sessions placed at a target."""
+        return sum(len(target.sessions) for target in self._targets.values())
+
+    @property
+    def drafts(self) -> Mapping[str, DraftPeer]:
+        """By worker id."""
+        return self._drafts.peers
+
+    def source_counts(self) -> list[SourceCounts]:
+        """What each source of growth has grown since the start, and what became of it."""
+        return self.totals.sources.counts()
+
+    def speculating_sessions(self) -> tuple[int, int]:
+        """Sessions at a target that some draft worker could grow, and those of them that nobody grows.
+
+        Those whose sources a model is not one of count where there is a draft of theirs: another model would not help.
+        """
+        return self._drafts.speculating()
+
+    @property
+    def waiting_requests(self) -> int:
+        """Sessions in the queue."""
+        return len(self._waiting)
+
+    @property
+    def has_target(self) -> bool:
+        """Whether a request can be served."""
+        return any(not target.is_draining for target in self._targets.values())
+
+    def drain(self) -> None:
+        """From now on new requests are refused; those that run go on."""
+        self._is_draining = True
+
+    def stop(self, error: OutriderError) -> None:
+        """Ends all requests with `error`."""
+        self.drain()
+        if self._target_deadline is not None:
+            self._target_deadline.cancel()
+        self._end_all(error)

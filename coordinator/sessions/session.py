@@ -1,0 +1,303 @@
+"""One choice of one request while it is generated."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from outrider.coordinator.live.tap import SessionTap
+from outrider.coordinator.sessions import clock
+from outrider.coordinator.sessions.generation import Generation
+from outrider.coordinator.sessions.messages import (
+    ChoiceResult,
+    FinishReason,
+    GrowthArrival,
+    Outcome,
+    RoundRecord,
+    RoundResults,
+    SessionOpening,
+    SpeculationMode,
+    TokenDelta,
+    TokenLogprobs,
+)
+from outrider.coordinator.sessions.source_counts import SourceTally
+from outrider.coordinator.sessions.text_stream import StreamedText, TextStream
+from outrider.errors import InternalError
+from outrider.log_output import about
+from outrider.sampling import VerificationRule
+
+logger = logging.getLogger(__name__)
+
+PLACES = 4
+"""Draft workers that may grow one session's tree."""
+
+
+class Undelivered(NamedTuple):
+    """Tokens that are committed, and that the client has not been told of."""
+
+    token_ids: Sequence[int]
+    text: str | None
+    """None: still to be made."""
+    logprobs: TokenLogprobs | None
+    record: RoundRecord | None
+
+
+class Session:
+    """A choice's committed tokens, and its places at the workers.
+
+    Everything a worker needs to take the session up is here.
+
+    Attributes:
+        places: workers that grow its tree, by their place at the target.
+        draft_epochs: by worker id, under which epoch each knows it.
+        asked_again: places whose workers have been asked for their trees, and have not begun to send them.
+    """
+
+    def __init__(self, session_id: int, generation: Generation, index: int, text_stream: TextStream) -> None:
+        request = generation.request
+        self.session_id = session_id
+        self.generation = generation
+        self.index = index
+        self.request = request
+        self.mode = request.mode
+        self.sampling = replace(request.sampling, choice_index=index)
+        self.token_ids: list[int] = list(request.prompt_token_ids)
+        self.prompt_length = len(self.token_ids)
+        self.text_stream = text_stream
+        self.text_bytes = 0
+        self.result: ChoiceResult | None = None
+        self.verify_steps = self.drafted_tokens = self.accepted_tokens = 0
+        self.sources = SourceTally()
+        self.cached_tokens: int | None = None
+        """Of the prompt, what the first target had; None before it answered."""
+        self.epoch = 0
+        self.target_id: str | None = None
+        self.target_epoch = 0
+        self.places: list[str | None] = [None] * PLACES
+        self.draft_epochs: dict[str, int] = {}
+        self.asked_again: set[int] = set()
+        self.refused_by: set[str] = set()
+        """Draft workers that gave this session up."""
+        self.arrivals: list[GrowthArrival] = []
+        self.committed_ns = 0
+        """When tokens were last committed; before there are any, when the session was placed."""
+        self.is_held = False
+        """Its target waits for its client."""
+        self.probation = 0
+        """Results for which it is to be verified alone, after a worker crashed with it."""
+        self.tap: SessionTap | None = None
+        """Only while somebody watches its tree."""
+        self.undelivered: Undelivered | None = None
+        self._take_received(request.received.get(index, ()))
+        self.end = self.prompt_length + self.sampling.max_new_tokens
+        """Tokens with which it ends at the latest, the prompt's included."""
+        self.is_chain = self.sampling.rule is VerificationRule.REJECTION
+        """Its drafts are chains of one worker."""
+
+    def join_draft(self, worker_id: str, epoch: int) -> int:
+        """A draft grows its tree from now on; returns its place."""
+        place = self.places.index(None)
+        self.places[place] = worker_id
+        self.draft_epochs[worker_id] = epoch
+        return place
+
+    def leave_draft(self, worker_id: str) -> int | None:
+        """A draft does so no more, what it has grown stays; its place, if it did."""
+        if self.draft_epochs.pop(worker_id, None) is None:
+            return None
+        place = self.places.index(worker_id)
+        self.places[place] = None
+        self.asked_again.discard(place)
+        return place
+
+    def _take_received(self, token_ids: Sequence[int]) -> None:
+        """A resumed choice goes on after what the client has got; its text has been delivered."""
+        if token_ids:
+            text = self._extend(token_ids)
+            self.text_bytes += len((self._text_of(token_ids) if text is None else text).encode())
+
+    @property
+    def ids(self) -> dict[str, Any]:
+        """What it is called by clients and by workers, for a line of the log."""
+        return about(request_id=self.request.request_id, session_id=self.session_id)
+
+    @property
+    def output_length(self) -> int:
+        """Output tokens committed."""
+        return len(self.token_ids) - self.prompt_length
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing more is to be generated."""
+        return self.result is not None or self.generation.is_closed
+
+    def opening(self, *, max_live_nodes: int, sync_wait_ms: float = 0.0) -> SessionOpening:
+        """Opens this session at a worker under the next epoch."""
+        self.epoch += 1
+        return SessionOpening(
+            session_id=self.session_id,
+            epoch=self.epoch,
+            prompt=self.token_ids[: self.prompt_length],
+            output=self.token_ids[self.prompt_length :],
+            sampling=self.sampling,
+            mode=self.mode,
+            max_live_nodes=max_live_nodes,
+            max_depth=self.request.max_depth,
+            sync_nodes=self.request.max_nodes,
+            sync_wait_ms=sync_wait_ms,
+            traceparent="" if self.request.spans is None else self.request.spans.traceparent,
+            sources=self.request.sources,
+            weights=self.generation.weights,
+        )
+
+    def note_growth(self, worker_id: str, *, as_of: int, nodes: int) -> None:
+        """Growth has come, for the trace."""
+        if self.request.trace:
+            self.arrivals.append(
+                GrowthArrival(worker_id=worker_id, arrived_ns=clock.now_ns(), as_of=as_of, nodes=nodes)
+            )
+
+    @property
+    def may_speculate(self) -> bool:
+        """Whether a tree could save this session a step."""
+        return self.mode is not SpeculationMode.OFF and self.end - len(self.token_ids) > 1
+
+    def take(self, outcome: Outcome, results: RoundResults, result_ns: int) -> Outcome:
+        """Append what the target has committed; `deliver` tells the client.
+
+        Returns:
+            The part of it that counts: a stop string may end the choice before the last token.
+        """
+        if self.undelivered is not None:
+            self.deliver()
+        before, token_ids = len(self.token_ids), outcome.token_ids
+        since_ns, self.committed_ns = self.committed_ns, result_ns
+        try:
+            text = self._extend(token_ids)
+        except InternalError as error:
+            text = ""
+            self.generation.abort(error)
+        if (kept := len(self.token_ids) - before) < len(token_ids):
+            accepted = min(outcome.accepted, kept)
+            outcome = outcome._replace(
+                token_ids=token_ids[:kept], accepted=accepted, sources=outcome.sources[:accepted]
+            )
+        self.verify_steps += 1
+        self.drafted_tokens += outcome.selected
+        self.accepted_tokens += outcome.accepted
+        self.sources.note_round(outcome, self.sources.only)
+        if self.cached_tokens is None:
+            self.cached_tokens = outcome.cached_tokens
+        if self.tap is not None:
+            self.tap.note_verdict(outcome, results)
+        if (spans := self.request.spans) is not None:
+            counts = {"nodes": outcome.selected, "accepted": outcome.accepted, "tokens": len(outcome.token_ids)}
+            spans.note_round(self.index, results, **counts, since_ns=since_ns, now_ns=result_ns)
+        record = self._round_record(outcome, results, before) if self.request.trace else None
+        self.undelivered = Undelivered(outcome.token_ids, text, outcome.logprobs, record)
+        return outcome
+
+    def deliver(self) -> None:
+        """Tells the client of what was committed, if anything was since the last time."""
+        news, self.undelivered = self.undelivered, None
+        if news is None:
+            return
+        try:
+            text = self._text_of(news.token_ids) if news.text is None else news.text
+        except InternalError as error:
+            self.generation.abort(error)
+            return
+        if self.tap is not None:
+            self.tap.note_delivered(text)
+        logprobs = news.logprobs
+        self.generation.emit(
+            TokenDelta(
+                index=self.index,
+                token_ids=news.token_ids,
+                text=text,
+                offset=self.output_length - len(news.token_ids),
+                text_offset=self.text_bytes,
+                logprobs=None if logprobs is None else logprobs.head(len(news.token_ids)),
+            )
+        )
+        self.text_bytes += len(text.encode())
+        if news.record is not None:
+            self.generation.emit(news.record)
+
+    def _extend(self, token_ids: Sequence[int]) -> str | None:
+        """Appends tokens up to the one that ends the choice; returns their text where finding it took that."""
+        sampling = self.sampling
+        ends_with_stop_id = (
+            token_ids[-1] in sampling.stop_token_ids
+            and len(self.token_ids) + len(token_ids) - self.prompt_length > sampling.min_new_tokens
+        )
+        text = stop_string = None
+        kept = token_ids
+        if self.request.stop:
+            # The stop token itself is counted, but has no text.
+            streamed = self._push(token_ids[:-1] if ends_with_stop_id else token_ids)
+            text, stop_string = streamed.text, streamed.stop_string
+            kept = token_ids if stop_string is None else token_ids[: streamed.consumed]
+        self.token_ids.extend(kept)
+        if stop_string is not None:
+            self._finish(FinishReason.STOP, stop_string=stop_string)
+        elif ends_with_stop_id:
+            self._finish(FinishReason.STOP, stop_token_id=token_ids[-1])
+        elif len(self.token_ids) - self.prompt_length >= sampling.max_new_tokens:
+            self._finish(FinishReason.LENGTH)
+        if text is not None and self.result is not None and stop_string is None:
+            text += self._flush()
+        return text
+
+    def _finish(
+        self, reason: FinishReason, *, stop_token_id: int | None = None, stop_string: str | None = None
+    ) -> None:
+        self.result = ChoiceResult(
+            index=self.index,
+            finish_reason=reason,
+            completion_tokens=self.output_length,
+            stop_token_id=stop_token_id,
+            stop_string=stop_string,
+        )
+
+    def _text_of(self, token_ids: Sequence[int]) -> str:
+        """The text of the last tokens, to the end of the choice if that is reached."""
+        if self.result is None:
+            return self._push(token_ids).text
+        visible = token_ids if self.result.stop_token_id is None else token_ids[:-1]
+        return self._push(visible).text + self._flush()
+
+    def _push(self, token_ids: Sequence[int]) -> StreamedText:
+        """What the text stream makes of tokens. Its defects end this request, not the loop that serves all."""
+        try:
+            return self.text_stream.push(token_ids)
+        except Exception as error:
+            raise self._without_text(error) from error
+
+    def _flush(self) -> str:
+        try:
+            return self.text_stream.flush()
+        except Exception as error:
+            raise self._without_text(error) from error
+
+    def _without_text(self, error: Exception) -> InternalError:
+        request_id = self.request.request_id
+        logger.exception("request %s: its tokens cannot be turned into text", request_id, extra=self.ids)
+        return InternalError(
+            f"the tokens of request {request_id} cannot be turned into text: {type(error).__name__}: {error}"
+        )
+
+    def _round_record(self, outcome: Outcome, results: RoundResults, before: int) -> RoundRecord:
+        growth, self.arrivals = self.arrivals, []
+        return RoundRecord(
+            index=self.index,
+            step=results.number,
+            length=before,
+            result_ns=self.committed_ns,
+            step_ns=results.step_ns,
+            forward_ns=results.forward_ns,
+            selected=outcome.selected,
+            accepted=outcome.accepted,
+            emitted_token_ids=outcome.token_ids,
+            growth=growth,
+        )

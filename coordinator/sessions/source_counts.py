@@ -1,0 +1,58 @@
+"""What sources of growth are worth beside each other, in numbers."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Self
+
+from outrider.coordinator.sessions.messages import Outcome, SourceCounts
+from outrider.growth_source import GrowthSource
+
+
+class SourceTally:
+    """What each source has grown, and what became of it, of one choice or of a whole server."""
+
+    __slots__ = ("_accepted", "_grown", "_submitted")
+
+    def __init__(self) -> None:
+        self._grown = Counter[GrowthSource]()
+        self._submitted = Counter[GrowthSource]()
+        # By bit set, since that is how nodes come: which sources have proposed them.
+        self._accepted = Counter[int]()
+
+    def __add__(self, other: Self) -> Self:
+        total = type(self)()
+        for name in self.__slots__:
+            setattr(total, name, getattr(self, name) + getattr(other, name))
+        return total
+
+    def note_growth(self, nodes: Mapping[GrowthSource, int]) -> None:
+        """Nodes have come, so many of each source."""
+        for source, count in nodes.items():
+            self._grown[source] += count
+
+    @property
+    def only(self) -> GrowthSource | None:
+        """The source that all growth has been of; None where none has come, or several have sent some."""
+        return next(iter(self._grown)) if len(self._grown) == 1 else None
+
+    def note_round(self, outcome: Outcome, only: GrowthSource | None) -> None:
+        """Count nodes that were verified, of a tree that `only` one source has grown, and those that were accepted.
+
+        Of trees of several sources a target tells the sources of accepted nodes alone.
+        """
+        if only is not None:
+            self._submitted[only] += outcome.selected
+        for sources in outcome.sources:
+            self._accepted[sources] += 1
+
+    def counts(self) -> list[SourceCounts]:
+        """By source, those that have grown anything; a node that several have proposed is accepted of each."""
+        accepted = {
+            source: sum(count for sources, count in self._accepted.items() if sources >> source & 1)
+            for source in GrowthSource
+        }
+        return [
+            SourceCounts(source, self._grown[source], self._submitted[source], accepted[source])
+            for source in GrowthSource
+            if self._grown[source] or accepted[source]
+        ]

@@ -1,0 +1,83 @@
+"""What tells how many draft workers are worth having: counters of how rounds end, what they cost, and what drafts grow.
+
+A round of a session is one verification of it. It ends
+
+    covered   its last token was a node of the tree: the draft is ahead
+    missed    the draft had grown children there, and the token is none of them: it was wrong
+    starved   the draft had grown nothing there yet: it was behind
+
+Nothing is averaged here: everything counts up from the coordinator's start, so that any number of readers may take the
+differences over windows of their own. docs/autoscaling.md has the formula that is made of them.
+"""
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from outrider.coordinator.sessions.messages import GrowthBatch, SpeculationMode
+from outrider.v1 import generation_pb2
+
+if TYPE_CHECKING:
+    from outrider.coordinator.sessions.totals import Taken
+
+
+@dataclass(kw_only=True)
+class DraftDemand:
+    """Counters since start; field names are those of the message, without `_total`.
+
+    Attributes:
+        rounds: verifications of `async` sessions that have a draft.
+        tokens: that these emitted.
+        missed_rounds: of rounds.
+        starved_rounds: of rounds.
+        bare_rounds: of rounds, those that verified no node.
+        target_ns: of all targets' rounds.
+        plain_ns: what they would have taken without nodes and without waiting for any, by the targets' cost models.
+        draft_steps: growth messages; a step that serves sessions of two coordinators counts at both.
+        draft_ns: what these steps took.
+        grown_sessions: sessions in these messages.
+        expanded_nodes: nodes in these messages that got children.
+    """
+
+    rounds: int = 0
+    tokens: int = 0
+    missed_rounds: int = 0
+    starved_rounds: int = 0
+    bare_rounds: int = 0
+    target_ns: float = 0.0
+    plain_ns: float = 0.0
+    draft_steps: int = 0
+    draft_ns: float = 0.0
+    grown_sessions: int = 0
+    expanded_nodes: int = 0
+
+    def note_growth(self, step_ns: float, growth: GrowthBatch) -> None:
+        """One message of growth."""
+        if not growth.is_step or not len(growth.node_ids):
+            return
+        self.draft_steps += 1
+        self.draft_ns += step_ns
+        self.grown_sessions += len(growth.session_ids)
+        # Nodes of one step that have the same parent were grown by expanding it.
+        sessions = np.repeat(np.arange(len(growth.session_ids)), growth.node_counts)
+        self.expanded_nodes += len(np.unique(sessions << 32 | growth.parents))
+
+    def note_round(self, round_ns: int, taken: "Taken") -> None:
+        """One round of a target."""
+        self.target_ns += round_ns
+        for session, outcome, _ in taken:
+            if session.mode is SpeculationMode.ASYNC and session.draft_epochs:
+                self.rounds += 1
+                self.tokens += len(outcome.token_ids)
+                self.bare_rounds += not outcome.selected
+
+    def message(self, *, sessions: int, undrafted_sessions: int) -> generation_pb2.DraftDemand:
+        """The counters now.
+
+        Args:
+            sessions: at a target that would speculate.
+            undrafted_sessions: of these, those that no draft grows.
+        """
+        totals = {f"{field.name}_total": int(getattr(self, field.name)) for field in fields(self)}
+        return generation_pb2.DraftDemand(sessions=sessions, undrafted_sessions=undrafted_sessions, **totals)

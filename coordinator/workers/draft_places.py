@@ -1,0 +1,139 @@
+"""Which drafts grow which session's tree.
+
+A session gets the drafts with the fewest sessions. `async` trees merge the growth of up to `drafts_per_session` of
+them for each source (model, n-gram) that the session listens to and some draft has; a `sync` tree of a fixed shape has
+one draft, and so has a chain of rejection, each token of which was drawn from the q that travels with it. Nobody has a
+second draft of a source at the cost of a session without any. docs/several-drafts.md says when a second one pays,
+docs/sources.md when another source does.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+
+from outrider.coordinator.sessions.config import CoordinatorConfig
+from outrider.coordinator.sessions.messages import SpeculationMode
+from outrider.coordinator.sessions.session import PLACES, Session
+from outrider.coordinator.workers.draft_peer import DraftPeer
+from outrider.coordinator.workers.target_peer import TargetPeer
+from outrider.growth_source import ALL_SOURCES, GrowthSource
+from outrider.v1 import target_pb2
+
+_CHAIN_SOURCES = frozenset({GrowthSource.MODEL})
+
+
+class DraftPlaces:
+    """Opens sessions at drafts.
+
+    Args:
+        config: see there.
+        drafts: by worker id; a live view.
+        sessions: by session id; a live view.
+        targets: by worker id; a live view.
+    """
+
+    def __init__(
+        self,
+        config: CoordinatorConfig,
+        drafts: Mapping[str, DraftPeer],
+        sessions: Mapping[int, Session],
+        targets: Mapping[str, TargetPeer],
+    ) -> None:
+        self._config, self._drafts, self._sessions, self._targets = config, drafts, sessions, targets
+
+    def assign(self, session: Session) -> None:
+        """Gives a session the drafts that it lacks, as far as there is room."""
+        self._assign(session, self._kinds())
+
+    def assign_all(self, sessions: Iterable[Session]) -> None:
+        """The same for many; those without any draft come first."""
+        kinds = self._kinds()
+        for session in sorted(sessions, key=lambda session: len(session.draft_epochs)):
+            self._assign(session, kinds)
+            is_left_out = not session.draft_epochs and not session.refused_by and self._wanted(session)
+            if is_left_out and self._sources(session) == ALL_SOURCES:
+                # There is no place anywhere: to look through all sessions once is enough.
+                return
+
+    def _kinds(self) -> set[frozenset[GrowthSource]]:
+        """What drafts grow by, each combination once."""
+        return {peer.sources for peer in self._drafts.values()}
+
+    def _assign(self, session: Session, kinds: Collection[frozenset[GrowthSource]]) -> None:
+        wanted = self._wanted(session)
+        if not wanted or (len(kinds) == 1 and len(session.draft_epochs) >= wanted):
+            return
+        has_one = session.mode is SpeculationMode.SYNC or session.is_chain
+        for source in sorted(self._sources(session) & frozenset().union(*kinds)):
+            while self._count(session, source) < wanted and not (has_one and session.draft_epochs):
+                if None not in session.places:
+                    return
+                peers = self._open_to(session, source)
+                if peers:
+                    peer = min(peers, key=lambda peer: len(peer.sessions))
+                elif self._count(session, source) or (peer := self._reclaim(session, source)) is None:
+                    break
+                self._open(session, peer)
+
+    def _open(self, session: Session, peer: DraftPeer) -> None:
+        wanted = self._wanted(session) * len(self._sources(session))
+        # Together the places of a session hold no more than the target's pool.
+        live = max(self._config.max_live_nodes // min(max(wanted, 1), PLACES), 1)
+        opening = session.opening(max_live_nodes=live)
+        if session.mode is SpeculationMode.ASYNC:
+            # Growth goes on below a tree that is being verified, and below the target's own token after it: with a
+            # tree's own depth a draft would stand still, once it is as deep as that, until the answer is there.
+            opening = replace(opening, max_depth=2 * (opening.max_depth + 1))
+        place = session.join_draft(peer.worker_id, opening.epoch)
+        peer.sessions.add(session.session_id)
+        if (target := self._targets.get(session.target_id or "")) is not None:
+            target.change_place(session, place, target_pb2.PLACE_CHANGE_TAKEN)
+        peer.link.open_session(opening)
+
+    def leave(self, session: Session, worker_id: str) -> None:
+        """A draft grows a session's tree no more."""
+        place = session.leave_draft(worker_id)
+        if place is not None and (target := self._targets.get(session.target_id or "")) is not None:
+            target.change_place(session, place, target_pb2.PLACE_CHANGE_LEFT)
+
+    def _wanted(self, session: Session) -> int:
+        """Drafts for each source."""
+        if session.mode is SpeculationMode.OFF:
+            return 0
+        if session.mode is SpeculationMode.SYNC or session.is_chain:
+            return 1
+        return self._config.drafts_per_session
+
+    @staticmethod
+    def _sources(session: Session) -> frozenset[GrowthSource]:
+        """Those that have something to say to it: a chain is drawn by a model."""
+        return session.request.sources & _CHAIN_SOURCES if session.is_chain else session.request.sources
+
+    def _count(self, session: Session, source: GrowthSource) -> int:
+        """Drafts that grow a session's tree by this source."""
+        return sum(source in self._drafts[worker_id].sources for worker_id in session.draft_epochs)
+
+    def _open_to(self, session: Session, source: GrowthSource) -> list[DraftPeer]:
+        return [
+            peer
+            for worker_id, peer in self._drafts.items()
+            if source in peer.sources
+            and peer.has_room
+            and worker_id not in session.refused_by
+            and worker_id not in session.draft_epochs
+        ]
+
+    def _reclaim(self, session: Session, source: GrowthSource) -> DraftPeer | None:
+        """A place for a session without any draft of this source, of one that has several; None where there is none."""
+        if self._config.drafts_per_session == 1:
+            return None
+        for worker_id, peer in self._drafts.items():
+            if worker_id in session.refused_by or source not in peer.sources:
+                continue
+            for session_id in peer.sessions:
+                other = self._sessions[session_id]
+                if self._count(other, source) > 1:
+                    peer.link.close_session(session_id, other.draft_epochs[worker_id])
+                    self.leave(other, worker_id)
+                    peer.sessions.discard(session_id)
+                    return peer
+        return None

@@ -1,0 +1,305 @@
+"""The coordinator's ends of the worker streams: messages to protocol buffers and back."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+
+import grpc
+from google.protobuf.message import Message
+
+from outrider import tracing
+from outrider.coordinator.sessions.messages import (
+    Commits,
+    FaultKind,
+    GrowthBatch,
+    Outcome,
+    RoundResults,
+    SessionFault,
+    SessionOpening,
+    SpeculationMode,
+    TokenLogprobs,
+)
+from outrider.coordinator.workers.answers import check_report, check_results
+from outrider.coordinator.workers.growth import growth_batch
+from outrider.coordinator.workers.latency import Latency
+from outrider.coordinator.workers.worker_link import WorkerLink
+from outrider.growth_source import ALL_SOURCES, sources_to_proto
+from outrider.security.roles import Role
+from outrider.security.tls import TlsConfig
+from outrider.v1 import common_pb2, draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
+from outrider.wire import floats_from_bytes, tokens_to_bytes
+
+_MODES = {
+    SpeculationMode.ASYNC: common_pb2.SPECULATION_MODE_ASYNC,
+    SpeculationMode.SYNC: common_pb2.SPECULATION_MODE_SYNC,
+    SpeculationMode.OFF: common_pb2.SPECULATION_MODE_OFF,
+}
+
+_FAULT_KINDS = {
+    grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]: FaultKind.NO_ROOM,
+    grpc.StatusCode.INVALID_ARGUMENT.value[0]: FaultKind.REFUSED,
+    grpc.StatusCode.OUT_OF_RANGE.value[0]: FaultKind.REFUSED,
+    grpc.StatusCode.ABORTED.value[0]: FaultKind.REPLACED,
+}
+
+
+def opening_to_proto(opening: SessionOpening) -> common_pb2.SessionOpen:
+    """The message that opens a session at a worker."""
+    return common_pb2.SessionOpen(
+        session_id=opening.session_id,
+        epoch=opening.epoch,
+        prompt=tokens_to_bytes(opening.prompt),
+        output=tokens_to_bytes(opening.output),
+        sampling=opening.sampling.to_proto(),
+        limits=common_pb2.SpeculationLimits(
+            mode=_MODES[opening.mode],
+            max_live_nodes=opening.max_live_nodes,
+            max_depth=opening.max_depth,
+            sync_nodes=opening.sync_nodes,
+            sync_wait_ms=round(opening.sync_wait_ms),
+        ),
+        traceparent=opening.traceparent,
+        weights=opening.weights,
+        sources=() if opening.sources == ALL_SOURCES else sources_to_proto(opening.sources),
+    )
+
+
+def _check_readable(message: Message | None) -> None:
+    # What gRPC gives in place of a message that it could not read.
+    if message is None:
+        raise ValueError("its bytes are none of this protocol's")
+
+
+class TargetLink(WorkerLink):
+    """The stream to one target worker: commands go out, results come in, and neither answers the other.
+
+    Args:
+        vocab_size: tokens of the target's model.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        incarnation: int,
+        on_results: Callable[[RoundResults], None],
+        on_lost: Callable[[str], None],
+        vocab_size: int,
+        tls: TlsConfig | None = None,
+    ) -> None:
+        super().__init__(address, tls=tls, role=Role.TARGET, on_lost=on_lost)
+        self._incarnation, self._vocab_size, self._on_results = incarnation, vocab_size, on_results
+        self._outgoing: list[target_pb2.RoundCommands] = []
+        self._received = 0
+        self.load = common_pb2.WorkerLoad()
+        self.step_latency = Latency()
+        """The worker's time of a round."""
+        metadata = tracing.stream_metadata("target", address)
+        self._start(target_pb2_grpc.TargetServiceStub(self._channel).Verify(metadata=metadata))
+
+    def open_session(self, opening: SessionOpening) -> None:
+        """Have the worker verify this session from now on."""
+        self._commands(_Part.OPENS).opens.append(opening_to_proto(opening))
+
+    def change_place(self, session_id: int, epoch: int, place: int, change: target_pb2.PlaceChange) -> None:
+        """Tell what has become of a draft's place."""
+        changes = self._commands(_Part.PLACES).places
+        changes.session_ids.append(session_id)
+        changes.epochs.append(epoch)
+        changes.places.append(place)
+        changes.changes.append(change)
+
+    def grow(self, growth: target_pb2.RelayedGrowth) -> None:
+        """Hand on what a draft has grown, at once."""
+        if not self._takes(_Part.GROWTH) or self._outgoing[-1].HasField("growth"):
+            self._begin()
+        self._outgoing[-1].growth.CopyFrom(growth)
+        self._flush()
+
+    def bound(self, session_id: int, epoch: int, allow: int, *, alone: bool) -> None:
+        """Say how far a session may go, and whether by itself."""
+        bounds = self._commands(_Part.BOUNDS).bounds
+        bounds.session_ids.append(session_id)
+        bounds.epochs.append(epoch)
+        bounds.allow.append(allow)
+        bounds.alone.append(alone)
+
+    def close_session(self, session_id: int, epoch: int) -> None:
+        """Free a session at the worker."""
+        commands = self._commands(_Part.CLOSES)
+        commands.close_session_ids.append(session_id)
+        commands.close_epochs.append(epoch)
+
+    def _commands(self, part: "_Part") -> target_pb2.RoundCommands:
+        """The message that a part is added to: parts of one take effect in their order."""
+        if not self._takes(part):
+            self._begin()
+        return self._outgoing[-1]
+
+    def _takes(self, part: "_Part") -> bool:
+        if not self._outgoing:
+            return False
+        last = self._outgoing[-1]
+        later = [last.close_session_ids, last.bounds.session_ids, last.growth.session_ids, last.places.session_ids]
+        return not any(later[: len(_Part) - 1 - part])
+
+    def _begin(self) -> None:
+        self._outgoing.append(target_pb2.RoundCommands(incarnation=self._incarnation))
+        self._outgoing_ready.set()
+
+    def _take_outgoing(self) -> Sequence[target_pb2.RoundCommands]:
+        outgoing, self._outgoing = self._outgoing, []
+        return outgoing
+
+    async def _read(self) -> None:
+        async for response in self._call:
+            _check_readable(response)
+            check_results(response, vocab_size=self._vocab_size)
+            self.load = response.load
+            if response.report.step_ns:
+                self.step_latency.observe(response.report.step_ns)
+            self._received += 1
+            self._on_results(_round_results(response, self._received))
+
+
+class _Part(IntEnum):
+    """Parts of `RoundCommands`, in the order in which they take effect."""
+
+    OPENS = 0
+    PLACES = 1
+    GROWTH = 2
+    BOUNDS = 3
+    CLOSES = 4
+
+
+def _round_results(response: target_pb2.RoundResults, number: int) -> RoundResults:
+    logprobs = {entry.row: _logprobs(entry) for entry in response.logprobs}
+    tokens, sources = list(response.tokens), list(response.accepted_sources)
+    outcomes, token, source = list[Outcome](), 0, 0
+    columns = zip(
+        response.session_ids, response.epochs, response.token_counts, response.accepted_counts,
+        response.selected_counts, response.finishes, response.cached_tokens, response.lost, strict=True,
+    )  # fmt: skip
+    for row, (session_id, epoch, count, accepted, selected, finish, cached_tokens, lost) in enumerate(columns):
+        outcome = Outcome(
+            session_id=session_id,
+            epoch=epoch,
+            token_ids=tokens[token : token + count],
+            accepted=accepted,
+            selected=selected,
+            sources=sources[source : source + accepted],
+            is_over=finish != target_pb2.FINISH_UNSPECIFIED,
+            cached_tokens=cached_tokens,
+            lost=lost,
+            logprobs=logprobs.get(row),
+        )
+        outcomes.append(outcome)
+        token, source = token + count, source + accepted
+    report = response.report
+    return RoundResults(
+        outcomes=outcomes,
+        faults=[(error.session_id, error.epoch, _fault(error)) for error in response.errors],
+        step_ns=report.step_ns,
+        forward_ns=report.forward_ns,
+        rows=report.tokens,
+        number=number,
+    )
+
+
+def _fault(error: common_pb2.SessionError) -> SessionFault:
+    return SessionFault(kind=_FAULT_KINDS.get(error.code, FaultKind.LOST), message=error.message)
+
+
+def _logprobs(entry: target_pb2.Logprobs) -> TokenLogprobs:
+    token_logprobs = floats_from_bytes(entry.token_logprobs).tolist()
+    count = len(token_logprobs)
+    top = floats_from_bytes(entry.top_logprobs).reshape(count, entry.top_count).tolist()
+    ids = list(entry.top_token_ids)
+    rows = [ids[start : start + entry.top_count] for start in range(0, count * entry.top_count, entry.top_count or 1)]
+    return TokenLogprobs(token_logprobs=token_logprobs, top_token_ids=rows or [[]] * count, top_logprobs=top)
+
+
+class DraftLink(WorkerLink):
+    """The stream to one draft worker. Nothing sent here is ever waited for.
+
+    Growth that no target would take ends the stream: a broken draft costs its own sessions their speed, not their
+    requests, which a target would refuse.
+
+    Args:
+        vocab_size: tokens of the draft's model.
+    """
+
+    # Some ten steps of many sessions: what a draft is further ahead of its reader is stale when it is read, so there it
+    # rests (`front.process`). With less, a draft behind a round trip of 3 ms could not send all steps that it makes.
+    unread_bytes = 32 << 10
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        incarnation: int,
+        vocab_size: int,
+        on_growth: Callable[[GrowthBatch], None],
+        on_error: Callable[[int, int, str], None],
+        on_lost: Callable[[str], None],
+        tls: TlsConfig | None = None,
+    ) -> None:
+        super().__init__(address, tls=tls, role=Role.DRAFT, on_lost=on_lost)
+        self._incarnation = incarnation
+        self._vocab_size = vocab_size
+        self._on_growth = on_growth
+        self._on_error = on_error
+        self._outgoing: draft_pb2.DraftCommands | None = None
+        self.load = common_pb2.WorkerLoad()
+        self.step_latency = Latency()
+        """The worker's step time."""
+        metadata = tracing.stream_metadata("draft", address)
+        self._start(draft_pb2_grpc.DraftServiceStub(self._channel).Speculate(metadata=metadata))
+
+    def open_session(self, opening: SessionOpening) -> None:
+        """Asks the worker to grow this session's tree from now on."""
+        self._commands().opens.append(opening_to_proto(opening))
+
+    def commit(self, commits: Commits) -> None:
+        """Tells the worker what was committed, now; what was to be sent before leaves with it."""
+        batch = self._commands().commits
+        batch.session_ids.extend(commits.session_ids)
+        batch.epochs.extend(commits.epochs)
+        batch.positions.extend(commits.positions)
+        batch.token_counts.extend(map(len, commits.token_ids))
+        batch.tokens.extend(itertools.chain.from_iterable(commits.token_ids))
+        self._flush()
+
+    def ask_again(self, session_id: int, epoch: int) -> None:
+        """Have the worker send a session's live tree again."""
+        commands = self._commands()
+        commands.resend_session_ids.append(session_id)
+        commands.resend_epochs.append(epoch)
+
+    def close_session(self, session_id: int, epoch: int) -> None:
+        """Frees a session at the worker."""
+        commands = self._commands()
+        commands.close_session_ids.append(session_id)
+        commands.close_epochs.append(epoch)
+
+    def _commands(self) -> draft_pb2.DraftCommands:
+        if self._outgoing is None:
+            self._outgoing = draft_pb2.DraftCommands(incarnation=self._incarnation)
+            self._outgoing_ready.set()
+        return self._outgoing
+
+    def _take_outgoing(self) -> Sequence[draft_pb2.DraftCommands]:
+        commands, self._outgoing = self._outgoing, None
+        return [] if commands is None else [commands]
+
+    async def _read(self) -> None:
+        async for message in self._call:
+            _check_readable(message)
+            check_report(message.report)
+            self.load = message.load
+            if message.report.step_ns:
+                self.step_latency.observe(message.report.step_ns)
+            for error in message.errors:
+                self._on_error(error.session_id, error.epoch, error.message)
+            if message.session_ids:
+                self._on_growth(growth_batch(message, self._vocab_size))

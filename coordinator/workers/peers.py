@@ -1,0 +1,193 @@
+"""The other coordinators of a service: a request may be aborted, or taken over, by way of any of them.
+
+Which connection leads to which coordinator behind one address nobody knows beforehand. So one that is asked about a
+request that does not run here asks the others. They are few, and what is asked is small: a request that names its id
+costs each of them one message of some bytes, and waits for the slowest of those that answer.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import grpc.aio
+
+from outrider import request_decoding, rpc
+from outrider.addresses import Resolve
+from outrider.coordinator.api.unknown_fields import unknown_fields
+from outrider.errors import FieldViolation, InvalidRequest
+from outrider.security.roles import Role
+from outrider.security.tls import TlsConfig
+from outrider.v1 import peer_pb2, peer_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+SERVICE = peer_pb2.DESCRIPTOR.services_by_name["PeerService"]
+# A peer that is frozen holds a request up for this long, and then nobody for a while.
+_ANSWER_TIMEOUT_S = 0.5
+_AVOIDED_S = 5.0
+# No stream waits for an abort, and one that is lost on a busy peer leaves a request running that nobody wants.
+_ABORT_TIMEOUT_S = 5.0
+_SILENT = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
+_RESOLVE_PAUSE_S = 1.0
+_RESOLVE_TIMEOUT_S = 5.0
+
+Key = tuple[str, str]
+"""Caller and request id."""
+
+
+class LiveRequests(Protocol):
+    """Those of one coordinator."""
+
+    def seed_of(self, key: Key) -> int | None:
+        """Of a live request; None where there is none."""
+
+    def end(self, key: Key, reason: str) -> bool:
+        """Ends a live request; False where there is none."""
+        ...
+
+
+class _Peer:
+    """A coordinator of the list."""
+
+    def __init__(self, address: str, tls: TlsConfig | None) -> None:
+        self.address = address
+        self.channel = rpc.open_channel(address, tls=tls, peer=None if tls is None else Role.COORDINATOR)
+        self.stub = peer_pb2_grpc.PeerServiceStub(self.channel)
+        self._failed_s = -_AVOIDED_S
+
+    @property
+    def is_avoided(self) -> bool:
+        """Whether it did not answer a moment ago."""
+        return time.monotonic() - self._failed_s < _AVOIDED_S
+
+    async def ask(self, method: str, request: Any, *, timeout_s: float) -> Any:
+        """Its answer; None where it has none."""
+        try:
+            return await getattr(self.stub, method)(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            # Otherwise it has answered, if only that it was asked for too much.
+            if error.code() in _SILENT:
+                self._failed_s = time.monotonic()
+            logger.warning("the coordinator at %s has no answer: %s", self.address, error.details())
+            return None
+        except asyncio.CancelledError:
+            # Its connection was closed, as it is on the list no more; unless whoever asks has gone.
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            return None
+
+
+class Peers:
+    """Asks the other coordinators.
+
+    Args:
+        incarnation: of this coordinator, which may stand in the list itself, by whatever name.
+        resolve: gives the list, asked every second; None: there are no others.
+        tls: own proof.
+    """
+
+    def __init__(self, *, incarnation: int, resolve: Resolve | None = None, tls: TlsConfig | None = None) -> None:
+        self._incarnation, self._resolve, self._tls = incarnation, resolve, tls
+        self._peers: dict[str, _Peer] = {}
+        self._following: asyncio.Task[None] | None = None
+        self._unresolved = ""
+
+    def start(self, own_address: str = "") -> None:
+        """Begins to follow the list; whoever stands there as `own_address` is not asked."""
+        if self._resolve is not None:
+            self._following = asyncio.create_task(self._follow(self._resolve, own_address), name="peers")
+
+    async def close(self) -> None:
+        """Ends all connections."""
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.gather(self._following, return_exceptions=True)
+        await asyncio.gather(*(peer.channel.close() for peer in self._peers.values()))
+        self._peers.clear()
+
+    async def find(self, key: Key) -> int | None:
+        """The seed of a request that runs elsewhere; None where it runs nowhere."""
+        request = peer_pb2.FindRequest(incarnation=self._incarnation, caller=key[0], request_id=key[1])
+        answers = await self._ask_all("Find", request)
+        return next((answer.seed for answer in answers if answer.is_live), None)
+
+    async def end(self, caller: str, request_ids: Sequence[str], reason: str) -> set[str]:
+        """Ends requests wherever else they run; returns the ids that were live."""
+        return _ended(await self._ask_all("End", self._end_request(caller, request_ids, reason)))
+
+    async def abort(self, caller: str, request_ids: Sequence[str], reason: str) -> set[str]:
+        """As `end`, with patience: those that did not answer a moment ago are asked as well."""
+        request = self._end_request(caller, request_ids, reason)
+        return _ended(await _ask("End", request, list(self._peers.values()), timeout_s=_ABORT_TIMEOUT_S))
+
+    def _end_request(self, caller: str, request_ids: Sequence[str], reason: str) -> peer_pb2.EndRequest:
+        return peer_pb2.EndRequest(incarnation=self._incarnation, caller=caller, request_ids=request_ids, reason=reason)
+
+    async def _ask_all(self, method: str, request: Any) -> list[Any]:
+        peers = [peer for peer in self._peers.values() if not peer.is_avoided]
+        return await _ask(method, request, peers, timeout_s=_ANSWER_TIMEOUT_S)
+
+    async def _follow(self, resolve: Resolve, own_address: str) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(_RESOLVE_TIMEOUT_S):
+                    wanted, trouble = set(await resolve()) - {own_address}, ""
+                for address in wanted - self._peers.keys():
+                    self._peers[address] = _Peer(address, self._tls)
+            except Exception as error:  # noqa: BLE001 - an injected resolver may raise anything; those known stay
+                wanted, trouble = set(self._peers), f"{type(error).__name__}: {error}"
+            if trouble and trouble != self._unresolved:
+                logger.warning("the list of coordinators cannot be followed, the last one holds: %s", trouble)
+            self._unresolved = trouble
+            for address in self._peers.keys() - wanted:
+                await self._peers.pop(address).channel.close()
+            await asyncio.sleep(_RESOLVE_PAUSE_S)
+
+
+async def _ask(method: str, request: Any, peers: Sequence[_Peer], *, timeout_s: float) -> list[Any]:
+    """The answers of those that have one."""
+    answers = await asyncio.gather(*(peer.ask(method, request, timeout_s=timeout_s) for peer in peers))
+    return [answer for answer in answers if answer is not None]
+
+
+def _ended(answers: Sequence[peer_pb2.EndResponse]) -> set[str]:
+    return {request_id for answer in answers for request_id in answer.request_ids}
+
+
+class PeerServicer(peer_pb2_grpc.PeerServiceServicer):
+    """Answers the other coordinators.
+
+    Args:
+        incarnation: of this coordinator; what it asks itself is answered with nothing.
+        live: its requests.
+    """
+
+    def __init__(self, live: LiveRequests, *, incarnation: int) -> None:
+        self._live, self._incarnation = live, incarnation
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Adds the service to a server."""
+        request_decoding.add_service(self, SERVICE, server)
+
+    async def Find(self, request: peer_pb2.FindRequest, context: Any) -> peer_pb2.FindResponse:  # noqa: N802
+        """Whether a request runs here."""
+        await _check_known_fields(request, context)
+        seed = None
+        if request.incarnation != self._incarnation:
+            seed = self._live.seed_of((request.caller, request.request_id))
+        return peer_pb2.FindResponse(is_live=seed is not None, seed=seed)
+
+    async def End(self, request: peer_pb2.EndRequest, context: Any) -> peer_pb2.EndResponse:  # noqa: N802
+        """Ends requests that run here."""
+        await _check_known_fields(request, context)
+        if request.incarnation == self._incarnation:
+            return peer_pb2.EndResponse()
+        ended = [own for own in request.request_ids if self._live.end((request.caller, own), request.reason)]
+        return peer_pb2.EndResponse(request_ids=ended)
+
+
+async def _check_known_fields(request: Any, context: Any) -> None:
+    if unknown := unknown_fields(request):
+        await rpc.abort_with(context, InvalidRequest([FieldViolation(*each) for each in unknown]))

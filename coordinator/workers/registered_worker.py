@@ -1,0 +1,152 @@
+"""A worker while its lease lasts."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.coordinator.sessions.poison import LossKind
+from outrider.coordinator.workers.answers import check_load
+from outrider.coordinator.workers.links import DraftLink, TargetLink
+from outrider.log_output import about
+from outrider.step_watch import patience_s
+from outrider.v1 import common_pb2, registry_pb2
+
+
+@dataclass(kw_only=True, eq=False)
+class RegisteredWorker:
+    """What the registry knows of a worker.
+
+    Attributes:
+        news: set whenever something below has changed that whoever holds the lease acts upon.
+        is_draining: it has said so.
+        drain_asked: it is to be told to drain.
+        has_left: it drained, and nothing of this coordinator's is left there: its end is no loss.
+        is_overdue: its last heartbeat told of a step that takes too long.
+        loss: what its loss says of what it was verifying.
+        has_weights: a target has been found to run with the service's weights.
+        weights_problem: why it has not; empty while nobody has looked.
+    """
+
+    introduction: registry_pb2.WorkerIntroduction
+    load: common_pb2.WorkerLoad = field(default_factory=common_pb2.WorkerLoad)
+    reported_ns: int = field(default_factory=time.monotonic_ns)
+    link: TargetLink | DraftLink | None = None
+    is_serving: bool = False
+    is_quarantined: bool = False
+    is_draining: bool = False
+    drain_asked: bool = False
+    has_left: bool = False
+    is_lost: bool = False
+    is_overdue: bool = False
+    loss: LossKind = LossKind.BROKEN
+    has_weights: bool = False
+    weights_problem: str = ""
+    lost_reason: str = "its lease ended without a word"
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def worker_id(self) -> str:
+        """Unique per process start."""
+        return self.introduction.worker_id
+
+    @property
+    def ids(self) -> dict[str, Any]:
+        """For a line of the log."""
+        return about(worker_id=self.worker_id)
+
+    @property
+    def identity(self) -> str:
+        """What outlives its process, as far as it is known."""
+        return f"{self.introduction.role} {self.introduction.name or self.introduction.address}"
+
+    @property
+    def is_target(self) -> bool:
+        """Whether it verifies; otherwise it drafts."""
+        return self.introduction.role == registry_pb2.WORKER_ROLE_TARGET
+
+    @property
+    def weights(self) -> common_pb2.Weights:
+        """What its model runs with, as it last said."""
+        return self.introduction.model.weights
+
+    @property
+    def is_to_go(self) -> bool:
+        """Whether it drains, or is to be told to."""
+        return self.is_draining or self.drain_asked
+
+    @property
+    def state(self) -> str:
+        """As `WorkerStatus.state`."""
+        if self.is_lost:
+            return "lost"
+        if self.is_draining:
+            return "draining"
+        if self.is_quarantined:
+            return "quarantined"
+        if self.weights_problem:
+            return "other weights"
+        return "serving" if self.is_serving else "connecting"
+
+    def lose(self, reason: str, kind: LossKind = LossKind.BROKEN) -> None:
+        """Its data stream or its lease has ended, or a step of it does not come back."""
+        if not self.is_lost:
+            self.is_lost, self.lost_reason, self.loss = True, reason, kind
+            self.news.set()
+
+    def look_at_step(self, *, least_s: float) -> None:
+        """After a heartbeat: a target whose step does not come back is lost, unless it may be compiling.
+
+        Two heartbeats in a row have to say so: one alone may be of a process that was stopped meanwhile.
+
+        Args:
+            least_s: no step is overdue before.
+        """
+        if not isinstance(self.link, TargetLink):
+            return
+        limit_s = patience_s(self.link.step_latency.mean_ns / 1e9, least_s=least_s)
+        age_s, was_overdue = self.load.step_age_ms / 1e3, self.is_overdue
+        self.is_overdue = age_s > limit_s and not self.load.preparing
+        if self.is_overdue and was_overdue:
+            self.lose(f"its step has not come back for {age_s:.1f} s", LossKind.HUNG)
+
+    def leave(self) -> None:
+        """It has drained; where it is lost already, it has not."""
+        self.has_left = self.has_left or not self.is_lost
+        self.lose("it has drained", LossKind.SILENT)
+
+    def hear(self, report: registry_pb2.WorkerReport) -> None:
+        """Takes a report after the introduction.
+
+        Raises:
+            ValueError: it says what no worker can.
+        """
+        if report.WhichOneof("report") == "load":
+            check_load(report.load)
+            self.load = report.load
+            if report.load.HasField("weights"):
+                self.note_weights(report.load.weights)
+        self.reported_ns = time.monotonic_ns()
+        if report.draining and not self.is_draining:
+            self.is_draining = True
+            self.news.set()
+
+    def note_weights(self, weights: common_pb2.Weights) -> None:
+        """It has said what its model runs with."""
+        if weights != self.weights:
+            self.introduction.model.weights.CopyFrom(weights)
+            self.news.set()
+
+    def ask_to_drain(self) -> None:
+        """Has it told to drain, and to end."""
+        self.drain_asked = True
+        self.news.set()
+
+    async def until_news(self, *, timeout_s: float | None = None) -> None:
+        """Waits for the next change, or for so long."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.news.wait()
+        except TimeoutError:
+            return
+        self.news.clear()

@@ -1,0 +1,250 @@
+"""What passes between a target and the drafts of its sessions: growth one way, commits the other, tokens to clients.
+
+    growth of a draft's step   ->  its sessions' targets, one message each
+    results of a target's round -> commits to the drafts, then tokens to the clients
+
+Neither waits for anything: what a target verifies is its own choice, from what has come by then.
+"""
+
+import asyncio
+import itertools
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from outrider.coordinator.sessions import clock
+from outrider.coordinator.sessions.messages import (
+    Commit,
+    Commits,
+    FaultKind,
+    GrowthBatch,
+    Outcome,
+    RoundResults,
+    SessionFault,
+)
+from outrider.coordinator.sessions.session import Session
+from outrider.coordinator.sessions.totals import Totals
+from outrider.coordinator.workers.drafts import Drafts
+from outrider.coordinator.workers.target_peer import TargetPeer
+from outrider.draft_distribution import pack_distributions
+from outrider.growth_source import GrowthSource
+from outrider.v1 import target_pb2
+from outrider.wire import floats_to_bytes
+
+# Sessions whose clients hear before the event loop looks for results and growth again: some 40 us each.
+_DELIVERED_AT_ONCE = 8
+_ENDED = SessionFault(kind=FaultKind.LOST, message="the target ended it before its time")
+
+
+class SessionOwner(Protocol):
+    """Who places sessions and ends them: the scheduler."""
+
+    def finish_session(self, session: Session) -> None:
+        """The session has emitted its last token."""
+        ...
+
+    def take_fault(self, session: Session, fault: SessionFault) -> None:
+        """The target has lost or refused the session."""
+        ...
+
+    def note_progress(self, sessions: Sequence[Session]) -> None:
+        """These sessions have emitted tokens, and go on."""
+        ...
+
+
+class Relay:
+    """Hands on growth, commits and tokens.
+
+    Args:
+        sessions: by session id; a live view.
+        targets: by worker id; a live view.
+        drafts: the draft workers.
+        totals: where all is counted.
+        owner: of the sessions.
+    """
+
+    def __init__(
+        self,
+        sessions: Mapping[int, Session],
+        targets: Mapping[str, TargetPeer],
+        drafts: Drafts,
+        totals: Totals,
+        owner: SessionOwner,
+    ) -> None:
+        self._sessions, self._targets, self._drafts = sessions, targets, drafts
+        self._totals, self._owner = totals, owner
+        self._undelivered: OrderedDict[int, Session] = OrderedDict()
+        self._delivery: asyncio.Handle | None = None
+
+    # ---------------------------------------------------------------------------------------------------------- growth
+
+    def take_growth(self, worker_id: str, growth: GrowthBatch) -> None:
+        """Hand on what a draft has grown; it may be late, for sessions that have ended, or of old epochs."""
+        peer, nodes = self._drafts.peers.get(worker_id), len(growth.node_ids)
+        self._totals.serving.grown_nodes += nodes
+        if peer is None:
+            self._totals.dropped_nodes += nodes
+            return
+        self._totals.demand.note_growth(peer.link.step_latency.mean_ns, growth)
+        parts: defaultdict[str, list[int]] = defaultdict(list)
+        owners, sources = list(map(self._sessions.get, growth.session_ids)), growth.nodes_by_source()
+        for number, (session, epoch, count) in enumerate(zip(owners, growth.epochs, growth.node_counts, strict=True)):
+            target = None
+            if session is not None and session.draft_epochs.get(worker_id) == epoch:
+                self._note_growth(worker_id, session, growth, number, sources[number])
+                target = self._open_target(session)
+            if session is None or target is None:
+                self._totals.dropped_nodes += count
+                continue
+            self._note_changes(target, session, session.places.index(worker_id), growth, number)
+            if count or growth.complete[number]:
+                parts[target.worker_id].append(number)
+        for target_id, numbers in parts.items():
+            sent = [owner for number in numbers if (owner := owners[number]) is not None]
+            self._targets[target_id].link.grow(_relayed(worker_id, growth, numbers, sent))
+
+    def _note_growth(
+        self, worker_id: str, session: Session, growth: GrowthBatch, number: int, sources: Mapping[GrowthSource, int]
+    ) -> None:
+        """Take note of one session's part, for whoever counts and watches."""
+        session.note_growth(worker_id, as_of=growth.as_of[number], nodes=growth.node_counts[number])
+        session.sources.note_growth(sources)
+        self._totals.sources.note_growth(sources)
+        if session.tap is not None:
+            session.tap.note_growth(worker_id, growth.of_session(number))
+
+    def _open_target(self, session: Session) -> TargetPeer | None:
+        """The target where a session is open; None while it is nowhere, or needs none any more."""
+        return None if session.is_finished else self._targets.get(session.target_id or "")
+
+    @staticmethod
+    def _note_changes(target: TargetPeer, session: Session, place: int, growth: GrowthBatch, number: int) -> None:
+        """Tell a target what a draft says of the tree that it has sent so far."""
+        if growth.forgot[number]:
+            target.change_place(session, place, target_pb2.PLACE_CHANGE_TAKEN)
+        if growth.again[number]:
+            session.asked_again.discard(place)
+            target.change_place(session, place, target_pb2.PLACE_CHANGE_RESENT)
+
+    # --------------------------------------------------------------------------------------------------------- results
+
+    def take_results(self, worker_id: str, results: RoundResults) -> None:
+        """Take what a round has given its sessions: drafts hear at once, clients after that."""
+        target, now_ns = self._targets.get(worker_id), clock.now_ns()
+        if target is None:
+            return
+        taken, ended = list[tuple[Session, Outcome, int]](), list[Session]()
+        commits: defaultdict[str, list[Commit]] = defaultdict(list)
+        for outcome in results.outcomes:
+            if (session := self._session_of(target, outcome.session_id, outcome.epoch)) is None:
+                continue
+            if outcome.token_ids:
+                since_ns, kept = session.committed_ns, self._take(session, outcome, results, now_ns, commits)
+                taken.append((session, kept, since_ns))
+            if session.result is not None or outcome.is_over:
+                ended.append(session)
+            elif outcome.lost and not session.is_finished:
+                self._drafts.ask_for_lost(session, outcome.lost)
+        for draft_id, told in commits.items():
+            self._drafts.peers[draft_id].link.commit(Commits.of(told))
+        self._totals.note_round(results, taken, now_ns)
+        self._owner.note_progress([session for session, _, _ in taken])
+        for session in ended:
+            # The end of a request is told behind the tokens of all its choices.
+            self._deliver(session)
+        for session in ended:
+            self._end(session)
+        for session_id, epoch, fault in results.faults:
+            if (session := self._session_of(target, session_id, epoch)) is not None:
+                self._owner.take_fault(session, fault)
+        self._deliver_soon()
+
+    def _take(
+        self,
+        session: Session,
+        outcome: Outcome,
+        results: RoundResults,
+        now_ns: int,
+        commits: Mapping[str, list[Commit]],
+    ) -> Outcome:
+        """Append a session's new tokens, which its drafts and its client are to hear of; returns what counts."""
+        position = len(session.token_ids)
+        kept = session.take(outcome, results, now_ns)
+        if not session.is_finished:
+            self._undelivered[session.session_id] = session
+            for draft_id, epoch in session.draft_epochs.items():
+                commits[draft_id].append(Commit(session.session_id, epoch, position, kept.token_ids))
+        return kept
+
+    def _end(self, session: Session) -> None:
+        """See to a session that has ended, as it should or not."""
+        if session.result is not None:
+            self._owner.finish_session(session)
+        elif not session.is_finished:
+            self._owner.take_fault(session, _ENDED)
+
+    def _session_of(self, target: TargetPeer, session_id: int, epoch: int) -> Session | None:
+        """The session if it is this target's under this epoch, and goes on."""
+        session = target.sessions.get(session_id)
+        is_own = session is not None and (session.target_id, session.target_epoch) == (target.worker_id, epoch)
+        return session if is_own and session is not None and not session.is_finished else None
+
+    # --------------------------------------------------------------------------------------------------------- clients
+
+    def _deliver_soon(self) -> None:
+        if self._undelivered and self._delivery is None:
+            self._delivery = asyncio.get_running_loop().call_soon(self._deliver_some)
+
+    def _deliver_some(self) -> None:
+        self._delivery = None
+        for session in list(itertools.islice(self._undelivered.values(), _DELIVERED_AT_ONCE)):
+            self._deliver(session)
+        self._deliver_soon()
+
+    def _deliver(self, session: Session) -> None:
+        """Tell a client, and have the target wait for one that does not read."""
+        self._undelivered.pop(session.session_id, None)
+        session.deliver()
+        if session.generation.is_stalled:
+            self.hold(session, is_held=True)
+
+    def hold(self, session: Session, *, is_held: bool) -> None:
+        """Let a session rest at its target, or go on."""
+        if (target := self._open_target(session)) is not None:
+            target.hold(session, is_held=is_held)
+
+
+def _relayed(
+    worker_id: str, growth: GrowthBatch, numbers: Sequence[int], sessions: Sequence[Session]
+) -> target_pb2.RelayedGrowth:
+    """Some sessions' parts of growth, under the names that their target knows them by."""
+    if len(numbers) == len(growth.session_ids):
+        nodes: slice | np.ndarray = slice(None)
+        counts, as_of, complete = growth.node_counts, growth.as_of, growth.complete
+    else:
+        is_sent = np.zeros(len(growth.session_ids), np.bool_)
+        is_sent[list(numbers)] = True
+        nodes = np.flatnonzero(np.repeat(is_sent, growth.node_counts))
+        counts, as_of, complete = (
+            [column[number] for number in numbers] for column in (growth.node_counts, growth.as_of, growth.complete)
+        )
+    distributions = None
+    if growth.distributions:
+        places = range(len(growth.node_ids))[nodes] if isinstance(nodes, slice) else nodes.tolist()
+        distributions = pack_distributions([growth.distributions[place] for place in places])
+    return target_pb2.RelayedGrowth(
+        session_ids=[session.session_id for session in sessions],
+        epochs=[session.target_epoch for session in sessions],
+        places=[session.places.index(worker_id) for session in sessions],
+        as_of=as_of,
+        node_counts=counts,
+        node_ids=growth.node_ids[nodes].tolist(),
+        parents=growth.parents[nodes].tolist(),
+        tokens=growth.tokens[nodes].tolist(),
+        acceptance=floats_to_bytes(growth.acceptance[nodes]),
+        sources=() if growth.sources is None else growth.sources[nodes].tolist(),
+        distributions=distributions,
+        complete=[bool(own) for own in complete] if any(complete) else (),
+    )

@@ -1,0 +1,126 @@
+"""A stream to a worker: reader and writer apart.
+
+A link owns one long-lived bidirectional stream. Two ends that both write before they read would block each other, so
+on every link one task reads and one writes. A message that finds nothing being written is begun by whoever has it
+(`_flush`), up to where its stream would wait: the writer goes on from there.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+
+import grpc
+import grpc.aio
+
+from outrider import rpc
+from outrider.coordinator.workers.begun import Begun
+from outrider.errors import WorkerUnavailable
+from outrider.security.roles import Role
+from outrider.security.tls import TlsConfig
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerLink:
+    """What links to targets and to drafts share: the channel, the two tasks, and one notice when the stream is lost."""
+
+    unread_bytes: int | None = None
+    """What the worker may send beyond what was read, about; None: megabytes."""
+
+    def __init__(self, address: str, *, tls: TlsConfig | None, role: Role, on_lost: Callable[[str], None]) -> None:
+        self.address = address
+        # Whatever answers at the address that a worker named has to prove that it is one.
+        self._channel = rpc.open_channel(address, tls=tls, peer=role, unread_bytes=self.unread_bytes)
+        self._on_lost = on_lost
+        self._tasks: list[asyncio.Task[None]] = []
+        self._outgoing_ready = asyncio.Event()
+        self._begun: Begun | None = None
+        """A write that `_flush` has begun, and the writer has not taken over yet."""
+        self._is_writing = False
+        self.is_lost = False
+
+    def _start(self, call: "grpc.aio.StreamStreamCall") -> None:
+        self._call = call
+        for work in (self._read(), self._write()):
+            self._tasks.append(asyncio.create_task(self._guard(work)))
+
+    async def _guard(self, work: Coroutine[None, None, None]) -> None:
+        try:
+            await work
+            reason = "the worker closed the stream"
+        except grpc.aio.AioRpcError as error:
+            reason = f"{error.code().name}: {error.details()}"
+        except asyncio.InvalidStateError as error:
+            reason = str(error)
+        except (ValueError, IndexError) as error:
+            reason = f"the worker sent a message that cannot be used: {error}"
+        except Exception as error:
+            # Whatever it is, whoever waits on this link has to hear of it.
+            logger.exception("the stream to %s failed", self.address)
+            reason = f"{type(error).__name__}: {error}"
+        self._lose(reason)
+
+    def _lose(self, reason: str) -> None:
+        if not self.is_lost:
+            self.is_lost = True
+            self._fail(reason)
+            self._on_lost(reason)
+
+    def _fail(self, reason: str) -> None:
+        """Answers whoever waits on this link."""
+
+    async def _read(self) -> None:
+        raise NotImplementedError
+
+    async def _write(self) -> None:
+        while True:
+            await self._outgoing_ready.wait()
+            self._outgoing_ready.clear()
+            self._is_writing = True
+            if self._begun is not None:
+                await self._begun
+                self._begun = None
+            await self._write_all(self._take_outgoing())
+            self._is_writing = False
+
+    async def _write_all(self, messages: Sequence[object]) -> None:
+        for message in messages:
+            await self._call.write(message)
+
+    def _flush(self) -> None:
+        """Begins to write what is there at once, unless the writer is at it: its turn of the event loop is later."""
+        if self.is_lost or self._is_writing or self._begun is not None:
+            return
+        begun = Begun(self._write_all(self._take_outgoing()))
+        if not begun.is_over:
+            # Whatever the stream says of it is said to the writer.
+            self._begun = begun
+            self._outgoing_ready.set()
+
+    def _take_outgoing(self) -> Sequence[object]:
+        raise NotImplementedError
+
+    async def ready(self, *, timeout_s: float) -> None:
+        """Waits until the worker answers.
+
+        Raises:
+            WorkerUnavailable: it does not in time.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._channel.channel_ready()
+        except TimeoutError as error:
+            raise WorkerUnavailable(f"{self.address} did not answer within {timeout_s:g} s") from error
+
+    async def close(self) -> None:
+        """Ends the stream; the worker closes the sessions that came over it."""
+        self.is_lost = True
+        for task in self._tasks:
+            task.cancel()
+        self._call.cancel()
+        for task in self._tasks:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        self._fail("the link was closed")
+        await self._channel.close(None)
