@@ -27,6 +27,7 @@ W words of 32 tokens; n nodes of a session beside its root; bs sessions judged t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -176,9 +177,10 @@ def host_rows(packed: Packed, pool: Pool, sessions_by_row: Sequence[HostSession 
     columns = torch.stack((packed.tokens, packed.parents, packed.entries, pool_rows, ids)).cpu().numpy()
     tokens, parents, entries, row_of, ids = columns
     verified = entries >= ROOT
-    roots = np.flatnonzero(entries == ROOT)
+    # A round of prefill alone has none.
+    roots = np.flatnonzero(entries == ROOT).tolist()
     found = []
-    for root, behind in zip(roots.tolist(), [*roots[1:].tolist(), len(entries)], strict=True):
+    for root, behind in itertools.pairwise([*roots, len(entries)]):
         session = sessions_by_row[row_of[root]]
         if session is None or not needs_host(session):
             continue

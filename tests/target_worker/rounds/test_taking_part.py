@@ -12,7 +12,7 @@ from tests.target_worker.rounds.driving import FixedTimes, config_of, loop_of, m
 from tests.target_worker.verifying import PROMPT, Tree, oracle_tree
 
 from outrider.kernels.verification.walk import Finish
-from outrider.sampling import SamplingSpec
+from outrider.sampling import SamplingSpec, VerificationRule
 from outrider.target_worker.rounds.loop import WITHOUT_LIMIT, RoundLoop
 from outrider.target_worker.rounds.observer import RoundObserver
 from outrider.target_worker.rounds.report import RoundReport
@@ -136,6 +136,13 @@ def test_a_session_in_sync_mode_goes_on_when_there_is_no_tree_to_wait_for(ends, 
         loop.leave((7, 1), 1, 2)
     assert finish(loop) == {1: plain_decode(reference_model, PROMPT, spec).tokens}
     assert loop.due_s is None
+
+
+def test_a_session_whose_choices_need_the_host_waits_for_its_tree(loop):
+    spec = SamplingSpec(temperature=0.8, max_new_tokens=8, verification=VerificationRule.TARGET_ONLY)
+    loop.open(replace(open_request(1, spec), mode=SpeculationMode.SYNC, sync_wait_ms=1))
+    loop.forget((7, 1), 1, 0)
+    assert len(finish(loop)[1]) == spec.max_new_tokens
 
 
 def test_a_preempted_session_in_sync_mode_asks_for_its_tree_again(checkpoint, reference_model):
