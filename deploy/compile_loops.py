@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
-from outrider.compiled import IS_COMPILED
+from outrider.kernels.compiled import IS_COMPILED
 
 
 def _coordinator() -> None:
