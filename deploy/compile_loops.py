@@ -1,6 +1,7 @@
 """Compiles all loops ahead: `python -m outrider.deploy.compile_loops`.
 
-Else every role does it when it first starts, and roles that start together do it side by side (`outrider.compiled`).
+Else every worker does it when it first starts, and those that start together do it side by side
+(`outrider.kernels.compiled`).
 """
 
 import sys
@@ -9,12 +10,6 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 from outrider.kernels.compiled import IS_COMPILED
-
-
-def _coordinator() -> None:
-    from outrider.coordinator import warm_up
-
-    warm_up.warm_up()
 
 
 def _draft() -> None:
@@ -31,12 +26,6 @@ def _draft() -> None:
     rows, floats, ints = SampledRows.allocate(1, torch.device("cpu")), torch.zeros(1, 1), torch.zeros(1, 1).int()
     tables = torch.zeros(2, 1), torch.zeros(3), torch.zeros(3)
     estimate_children_reference(ints.long(), floats, floats, rows, tables, 1.0, (ints, ints, ints, floats))
-
-
-def _target() -> None:
-    from outrider.target_worker import tree_step
-
-    tree_step.warm_up()
 
 
 def _pool() -> None:
@@ -70,14 +59,14 @@ def _pool() -> None:
     walk_reference(target, packed, choices, None, rules, nothing, walks, level=0)
 
 
-_ROLES: tuple[Callable[[], None], ...] = (_coordinator, _draft, _target, _pool)
+_LOOPS: tuple[Callable[[], None], ...] = (_draft, _pool)
 
 
 def main() -> int:
-    """Each role's in a process of its own; nothing where nothing is compiled."""
+    """Compile those of drafters and those of pools side by side; nothing where nothing is compiled."""
     if IS_COMPILED:
         with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-            for done in [pool.submit(role) for role in _ROLES]:
+            for done in [pool.submit(loops) for loops in _LOOPS]:
                 done.result()
     return 0
 

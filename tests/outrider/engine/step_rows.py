@@ -105,7 +105,9 @@ class StepBuilder:
             "tokens": self._tokens, "positions": self._positions, "slots": slots, "sessions": of_row,
             "prefix_len": self._prefix_len, "pool_rows": self._rows, "query_start": query_start,
             "tree_start": self._tree_start, "key_len": self._key_len,
-            "tree_mask": np.concatenate([np.pad(masks, ((0, 0), (0, words - masks.shape[1]))) for masks in self._masks]),
+            "tree_mask": np.concatenate(
+                [np.pad(masks, ((0, 0), (0, words - masks.shape[1]))) for masks in self._masks]
+            ),
         }  # fmt: skip
         for name, values in columns.items():
             getattr(packed, name).copy_(torch.from_numpy(np.array(values)))
@@ -119,11 +121,10 @@ class StepBuilder:
         self, tokens: Sequence[int], positions: Sequence[int], indices: Sequence[int], prefix_len: Sequence[int],
         masks: npt.NDArray[np.int64],
     ) -> None:  # fmt: skip
-        for column, values in (
-            (self._tokens, tokens), (self._positions, positions), (self._write_index, indices),
-            (self._prefix_len, prefix_len),
-        ):  # fmt: skip
-            column += values
+        self._tokens += tokens
+        self._positions += positions
+        self._write_index += indices
+        self._prefix_len += prefix_len
         self._masks.append(masks)
 
     def _session(self, row: int, *, tree_start: int, key_len: int) -> None:

@@ -157,7 +157,7 @@ def test_two_ranks_choose_what_one_chooses_until_one_is_killed(pair: ModelRunner
     for _ in range(2):
         with pytest.raises(WorkerUnavailable, match="rank 1 was killed by signal 9"):
             both.logits(forest)
-    assert timer.finished.is_set()
+    timer.join()
 
 
 def test_what_goes_wrong_in_a_rank_is_told(pair: ModelRunner) -> None:
@@ -264,7 +264,7 @@ def test_two_gpus_choose_what_one_chooses_until_one_is_lost(tmp_path: Path) -> N
     timer.start()
     with pytest.raises(WorkerUnavailable, match="rank 1 was killed by signal 9"), runner.ranks.guard():
         done.synchronize()
-    assert timer.finished.is_set()
+    timer.join()
     torch.cuda.synchronize()
     runner.close()
 
