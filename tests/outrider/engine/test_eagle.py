@@ -14,15 +14,13 @@ from tests.outrider.engine.step_rows import StepBuilder, StepRows, ancestor_mask
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from outrider.engine.decoder import Decoder
 from outrider.engine.decoder_spec import DecoderSpec
 from outrider.engine.decoder_weights import load_decoder_weights
-from outrider.engine.eagle import EagleHead, load_eagle_head, load_eagle_head_of
+from outrider.engine.eagle import EagleHead, load_eagle_head
 from outrider.engine.eagle_spec import EagleLayout
 from outrider.engine.kv_slots import SlotTable
 from outrider.engine.weight_source import SafetensorsSource
 from outrider.errors import CheckpointError
-from outrider.kernels.tree_attention import tree_attention
 
 VOCAB, HIDDEN, SLOTS, DRAFT_VOCAB = 97, 32, 96, 40
 LAYOUTS: list[EagleLayout] = ["eagle1", "eagle3"]
@@ -49,7 +47,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load_head(folder: Path, target: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> EagleHead:
     spec = DecoderSpec.of(AutoConfig.from_pretrained(target))
     weights = load_decoder_weights(SafetensorsSource(target), spec, device, dtype)
-    return load_eagle_head_of(folder, Decoder(spec, weights, attend=tree_attention))
+    return load_eagle_head(
+        folder, embedding=weights.embedding, output=weights.head, target_layers=len(weights.layers),
+        max_positions=weights.rotary_tables[0].shape[0],
+    )  # fmt: skip
 
 
 class PlainHead:
@@ -314,13 +315,11 @@ def test_a_vocabulary_cut_at_its_end_needs_no_map(target: Path, tmp_path: Path) 
     rows = torch.randn(3, HIDDEN)
     mapped = load_head(tmp_path, target)
     assert mapped.target_ids is not None
-    assert torch.equal(mapped.ranking_logits(rows), mapped.logits(rows))
     assert torch.equal(mapped.logits(rows)[:, mapped.target_ids], mapped.draft_logits(rows))
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({**tensors, "d2t": torch.zeros_like(tensors["d2t"])}, tmp_path / "model.safetensors")
     head = load_head(tmp_path, target)
     assert head.target_ids is None
-    assert torch.equal(head.ranking_logits(rows), mapped.draft_logits(rows))
     assert torch.equal(head.logits(rows)[:, :DRAFT_VOCAB], mapped.draft_logits(rows))
     assert (head.logits(rows)[:, DRAFT_VOCAB:] == float("-inf")).all()
 
