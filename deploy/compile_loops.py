@@ -1,7 +1,6 @@
 """Compiles all loops ahead: `python -m outrider.deploy.compile_loops`.
 
-Else every worker does it when it first starts, and those that start together do it side by side
-(`outrider.kernels.compiled`).
+Otherwise every worker does it when it first starts, and workers that start together do it side by side.
 """
 
 import sys
@@ -29,7 +28,7 @@ def _draft() -> None:
 
 
 def _pool() -> None:
-    """The trees of both kinds of worker."""
+    """The operators on pools, which targets and drafts share."""
     import torch
 
     from outrider.kernels.pool.append import append_reference
@@ -59,14 +58,14 @@ def _pool() -> None:
     walk_reference(target, packed, choices, None, rules, nothing, walks, level=0)
 
 
-_LOOPS: tuple[Callable[[], None], ...] = (_draft, _pool)
+_GROUPS: tuple[Callable[[], None], ...] = (_draft, _pool)
 
 
 def main() -> int:
-    """Compile those of drafters and those of pools side by side; nothing where nothing is compiled."""
+    """Compile each group in a process of its own; nothing where nothing is compiled."""
     if IS_COMPILED:
         with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-            for done in [pool.submit(loops) for loops in _LOOPS]:
+            for done in [pool.submit(group) for group in _GROUPS]:
                 done.result()
     return 0
 
