@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.kernels import gated_activation, residual_norm, rotary_store
-from outrider.kernels.slot_updates import gather_slot_rows, store_positions, update_slot_table
+from outrider.kernels.slot_updates import gather_slot_rows, store_positions
 
 _HIDDEN, _FEED_FORWARD, _HEADS, _HEADS_KV, _HEAD_DIM = 4096, 14336, 32, 8, 128
 _LAUNCHES, _REPLAYS = 64, 21
@@ -65,8 +65,6 @@ def slot_runs(sessions: int, keys: int, device: torch.device) -> Iterator[tuple[
     out = torch.zeros(sessions, MAX_KEYS, device=device, dtype=torch.int32)
     index = torch.arange(8 * sessions, device=device, dtype=torch.int32)
     key_len, positions = torch.full_like(index[:sessions], keys), torch.zeros(10000, device=device, dtype=torch.int32)
-    update_rows = index % 257
-    yield "update_slot_table", lambda: update_slot_table(table, update_rows, index, index)
     yield "gather_slot_rows", lambda: gather_slot_rows(table, index[:sessions], key_len, out)
     yield "store_positions", lambda: store_positions(positions, index, index)
 

@@ -1,6 +1,5 @@
-"""What a step does to the device's slot tables before its first layer, from arrays that the host staged.
+"""What a forward pass does with slots before its first layer.
 
-    update_slot_table    table[update_rows[u], update_columns[u]] = update_slots[u]
     gather_slot_rows     out[s, :key_len[s]] = table[rows[s], :key_len[s]]
     store_positions      slot_positions[write_slots[t]] = positions[t]
     gather_paths         paths[t] = the slots of the keys that the bits of tree_mask[t] name, in their order
@@ -9,7 +8,7 @@ An entry that points outside its tensor is left out: padding of a static number 
 These launches do not let the next one begin early: attention may read what they write before it waits
 (`outrider.kernels.early_launch`).
 
-Shapes: U updates, S sessions of the step, T rows, W mask words.
+Shapes: S sessions of the step, T rows, W mask words.
 """
 
 # compile-time parameters of kernels are upper case
@@ -29,8 +28,6 @@ __all__ = [
     "gather_slot_rows_reference",
     "store_positions",
     "store_positions_reference",
-    "update_slot_table",
-    "update_slot_table_reference",
 ]
 
 _INT32, _INT64 = (torch.int32,), (torch.int64,)
@@ -40,73 +37,6 @@ _BLOCK = 1024
 _ENTRIES = 256
 # Programs that share out the rows of a gather: about two for a multiprocessor.
 _PROGRAMS = 256
-
-
-def update_slot_table(
-    table: torch.Tensor, update_rows: torch.Tensor, update_columns: torch.Tensor, update_slots: torch.Tensor
-) -> None:
-    """Write single entries of the slot table.
-
-    Args:
-        table: [rows, len] int32, written.
-        update_rows: [U] int32 or int64.
-        update_columns: [U] int32 or int64.
-        update_slots: [U] int32 or int64. Of several updates of one entry any may stay.
-
-    Raises:
-        ValueError: a shape, dtype or device that does not fit, naming the argument.
-    """
-    check_shape("table", table, ("rows", "len"))
-    check_dtype("table", table, _INT32)
-    updates = {"update_rows": update_rows, "update_columns": update_columns, "update_slots": update_slots}
-    check_shape("update_rows", update_rows, ("U",))
-    for name, tensor in updates.items():
-        check_shape(name, tensor, (update_rows.shape[0],))
-        check_dtype(name, tensor)
-        check_place(name, tensor, table.device, "table")
-    if not uses_triton(table):
-        update_slot_table_reference(table, update_rows, update_columns, update_slots)
-    elif update_rows.numel() and table.numel():
-        _update_slot_table_kernel[(triton.cdiv(update_rows.shape[0], _ENTRIES),)](
-            table,
-            *(tensor.contiguous() for tensor in updates.values()),
-            *table.stride(),
-            *table.shape,
-            update_rows.shape[0],
-            BLOCK=_ENTRIES,
-            num_warps=4,
-        )
-
-
-def update_slot_table_reference(
-    table: torch.Tensor, update_rows: torch.Tensor, update_columns: torch.Tensor, update_slots: torch.Tensor
-) -> None:
-    """`update_slot_table` in plain torch, on any device."""
-    rows, columns = update_rows.long(), update_columns.long()
-    kept = (rows >= 0) & (rows < table.shape[0]) & (columns >= 0) & (columns < table.shape[1])
-    table[rows[kept], columns[kept]] = update_slots[kept].to(table.dtype)
-
-
-@jit
-def _update_slot_table_kernel(
-    table_ptr,  # [rows, len] int32
-    update_rows_ptr,  # [U] int
-    update_columns_ptr,  # [U] int
-    update_slots_ptr,  # [U] int
-    row_stride,
-    column_stride,
-    rows,
-    columns,
-    updates,
-    BLOCK: tl.constexpr,
-):
-    update = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    here = update < updates
-    row = tl.load(update_rows_ptr + update, mask=here, other=-1).to(tl.int64)
-    column = tl.load(update_columns_ptr + update, mask=here, other=-1).to(tl.int64)
-    slot = tl.load(update_slots_ptr + update, mask=here, other=0).to(tl.int32)
-    kept = (row >= 0) & (row < rows) & (column >= 0) & (column < columns)
-    tl.store(table_ptr + row * row_stride + column * column_stride, slot, mask=kept)
 
 
 def gather_slot_rows(table: torch.Tensor, rows: torch.Tensor, key_len: torch.Tensor, out: torch.Tensor) -> None:

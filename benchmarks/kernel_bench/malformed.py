@@ -16,7 +16,7 @@ from outrider.kernels.gated_activation import gated_activation
 from outrider.kernels.residual_norm import residual_norm
 from outrider.kernels.rotary_store import rotary_store
 from outrider.kernels.skinny_linear import gated_linear, linear, linear_parts
-from outrider.kernels.slot_updates import gather_slot_rows, store_positions, update_slot_table
+from outrider.kernels.slot_updates import gather_slot_rows, store_positions
 
 WILD = (2**62, -(2**62), 2**63 - 1, -(2**63), 2**31, 2**32 + 1)
 _WILD_INT32 = (2**31 - 1, -(2**31), 2**31 - 100, -5)
@@ -258,7 +258,6 @@ def attention(make: Inputs) -> None:
 def step_kernels(make: Inputs) -> None:
     """What a step runs beside attention: slot tables, norms, activations, products of odd sizes."""
     table = make.zeros(4, 60, dtype=torch.int32)
-    update_slot_table(table, make.wild(50, below=4), make.wild(50, below=60), make.wild(50, below=99))
     gather_slot_rows(table, make.wild(5, below=4), make.wild(5, below=60), make.zeros(5, 70, dtype=torch.int32))
     store_positions(make.zeros(40, dtype=torch.int32), make.wild(50, below=40), make.integers(50, below=99).int())
     dtype = torch.float32 if make.device.type == "cpu" else torch.bfloat16

@@ -254,7 +254,7 @@ class DraftThread:
             num_slots=runner.slots.num_slots,
             vocab_size=runner.vocab_size,
             device=runner.device,
-            captures=runner.steps is not None,
+            captures=runner.has_decoder,
         )
         drafter.warm_up()
         return drafter

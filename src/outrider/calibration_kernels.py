@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from outrider.compiled import compiled
+from outrider.kernels.compiled import compiled
 
 
 @compiled

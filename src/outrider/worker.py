@@ -47,7 +47,6 @@ def introduce(
     limits: registry_pb2.WorkerLimits,
     name: str = "",
     sources: Iterable[GrowthSource] = (),
-    one_graph: bool = False,
 ) -> registry_pb2.WorkerIntroduction:
     """An introduction with an id of its own: make one per process start.
 
@@ -57,8 +56,7 @@ def introduce(
         model: what it serves.
         limits: how much of it.
         name: the same after a restart of the process.
-        sources: by what a draft grows (none: a model), or what a target drafts itself by.
-        one_graph: a target drafts and verifies in one graph.
+        sources: by what a draft grows (none: a model).
     """
     kind = registry_pb2.WorkerRole.Name(role).removeprefix("WORKER_ROLE_").lower()
     return registry_pb2.WorkerIntroduction(
@@ -70,9 +68,6 @@ def introduce(
         version=__version__,
         name=name,
         sources=sources_to_proto(sources),
-        one_graph=one_graph,
-        # What a target drafts by itself is known with its result, no sooner.
-        ahead=role == registry_pb2.WORKER_ROLE_TARGET and not sources,
     )
 
 

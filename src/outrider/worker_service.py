@@ -90,8 +90,7 @@ class Loaded:
         limits: how much of it there is.
         metrics: its values for Prometheus.
         failures: done when something else than the thread has failed.
-        sources: by what a draft grows (none: a model), or what a target drafts itself by.
-        one_graph: a target drafts and verifies in one graph.
+        sources: by what a draft grows (none: a model).
     """
 
     model: common_pb2.ModelInfo
@@ -99,7 +98,6 @@ class Loaded:
     metrics: Describe
     failures: Sequence[Future[None]] = ()
     sources: Collection[GrowthSource] = ()
-    one_graph: bool = False
 
 
 class WorkerServer(Protocol):
@@ -250,7 +248,6 @@ def _registrar(
         limits=loaded.limits,
         name=config.name,
         sources=loaded.sources,
-        one_graph=loaded.one_graph,
     )
     return Registrar(
         resolve or resolver(config.coordinators),

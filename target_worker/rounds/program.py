@@ -188,7 +188,7 @@ class RoundProgram:
             vocab_size=runner.vocab_size,
             device=runner.device,
             # Other attention waits for the host.
-            captures=runner.steps is not None
+            captures=runner.has_decoder
             and engine.attention_backend_name == "triton"
             and not engine.enforce_eager,
         )

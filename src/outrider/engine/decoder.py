@@ -112,13 +112,8 @@ class Decoder:
         self._embedding_factor = torch.tensor(spec.embedding_factor).to(weights.embedding.dtype).item()
 
     @torch.inference_mode()
-    def forward(self, inputs: DecoderInputs, after_layer: Callable[[int], object] | None = None) -> torch.Tensor:
-        """Stores the rows' keys and values in their slots and returns the last norm's rows, [T, N].
-
-        Args:
-            inputs: of the step.
-            after_layer: called with the number of layers so far, after each.
-        """
+    def forward(self, inputs: DecoderInputs) -> torch.Tensor:
+        """Stores the rows' keys and values in their slots and returns the last norm's rows, [T, N]."""
         eps = self.spec.norm_eps
         hidden = functional.embedding(inputs.token_ids, self.weights.embedding)
         if self._embedding_factor != 1:
@@ -134,8 +129,6 @@ class Decoder:
             )
             addend = self._addend(self._gated(rows, layer), layer.down, layer.down_bias)
             addend_norm = layer.feed_forward_addend_norm
-            if after_layer is not None:
-                after_layer(index + 1)
         rows = self._norm(hidden, addend, self.weights.final_norm, eps=eps, addend_weight=addend_norm)
         inputs.note(len(self.weights.layers), hidden)
         inputs.note(-1, rows)

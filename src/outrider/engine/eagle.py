@@ -25,17 +25,15 @@ import torch
 from torch.nn import functional
 
 from outrider.engine.attention import TreeAttention
-from outrider.engine.decoder import Decoder
 from outrider.engine.eagle_spec import LAST_NORM, EagleSpec
 from outrider.engine.eagle_weights import EagleWeights, load_eagle_weights
-from outrider.errors import CheckpointError
 from outrider.kernels.paired_norm import paired_norm
 from outrider.kernels.residual_norm import residual_norm
 from outrider.kernels.rotary_store import rotary_store
 from outrider.kernels.skinny_linear import Weight, gated_linear, linear, linear_parts
 from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention
 
-__all__ = ["LAST_NORM", "EagleHead", "load_eagle_head", "load_eagle_head_of"]
+__all__ = ["LAST_NORM", "EagleHead", "load_eagle_head"]
 
 
 class EagleHead:
@@ -186,13 +184,6 @@ class EagleHead:
             return functional.pad(logits, (0, missing), value=float("-inf")) if missing else logits
         return logits.new_full((len(logits), self.vocab_size), float("-inf")).index_copy_(1, ids, logits)
 
-    def ranking_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`logits` without the columns past the last token that has a row, where that spares a copy; for ranking.
-
-        Noise belongs to a token's id, so ranking needs every token in its own column, and not that there are V of them.
-        """
-        return self.draft_logits(hidden) if self.weights.target_ids is None else self.logits(hidden)
-
     def _stored(
         self,
         hidden: torch.Tensor,
@@ -266,22 +257,3 @@ def load_eagle_head(
         Path(folder), embedding=embedding, output=output, target_layers=target_layers, max_positions=max_positions
     )
     return EagleHead(spec, weights, attend=attend, final_softcap=final_softcap, fixed=fixed)
-
-
-def load_eagle_head_of(
-    folder: Path | str, decoder: Decoder, *, attend: TreeAttention = tree_attention, fixed: bool = False
-) -> EagleHead:
-    """The head in a folder for the model that `decoder` runs; errors as of `load_eagle_head`."""
-    weights = decoder.weights
-    if weights.world_size > 1:
-        raise CheckpointError(f"{folder}: an EAGLE head needs a target on one GPU, not on {weights.world_size}")
-    return load_eagle_head(
-        folder,
-        embedding=weights.embedding,
-        output=weights.head,
-        target_layers=len(weights.layers),
-        max_positions=weights.rotary_tables[0].shape[0],
-        attend=attend,
-        final_softcap=decoder.spec.final_softcap,
-        fixed=fixed,
-    )

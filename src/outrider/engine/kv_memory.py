@@ -2,19 +2,33 @@
 
 import math
 import mmap
+from dataclasses import dataclass
 
 import torch
 from transformers import PretrainedConfig
 
 from outrider.engine.config import EngineConfig
-from outrider.engine.step_program import KvCaches
 from outrider.errors import CheckpointError
 
-# Rows of the largest step that is captured in a graph.
-MOST_CAPTURED = 512
+# Rows of the largest step for whose logits memory is left free of KV.
+_MOST_LOGIT_ROWS = 512
 _CPU_KV_BYTES = 1 << 30
 # Rows of the largest prefill for which memory is left free of KV.
 _LARGEST_PREFILL = 4096
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KvCaches:
+    """Keys and values of all layers, and which position the token in each slot has.
+
+    Attributes:
+        keys, values: per layer [num_slots, Hkv, D].
+        positions: [num_slots] int32.
+    """
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    positions: torch.Tensor
 
 
 class KvShape:
@@ -76,7 +90,7 @@ def step_bytes(config: EngineConfig, model_config: PretrainedConfig) -> int:
     """About what the largest step needs beside weights and KV: a prefill's activations, logits and their processors."""
     itemsize = getattr(torch, config.dtype_name).itemsize
     row = 4 * model_config.hidden_size + 3 * model_config.intermediate_size // config.tensor_parallel_size
-    return _LARGEST_PREFILL * row * itemsize + 3 * MOST_CAPTURED * model_config.vocab_size * 4
+    return _LARGEST_PREFILL * row * itemsize + 3 * _MOST_LOGIT_ROWS * model_config.vocab_size * 4
 
 
 def fitting_slots(

@@ -10,7 +10,8 @@ of a tree reads its own path behind its prefix, as if the path had been decoded 
 Shapes: R rows, N sessions, W mask words as in `outrider.kernels.pool.pack`; L rows with logits, V vocabulary.
 """
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ import torch
 
 from outrider.engine.attention import AttentionStep, TreeAttention
 from outrider.engine.decoder import Decoder, DecoderInputs
-from outrider.engine.step_program import KvCaches
+from outrider.engine.kv_memory import KvCaches
 from outrider.engine.tensor_parallel_ranks import Ranks
 from outrider.kernels.pool.pack import Packed
 from outrider.kernels.slot_updates import gather_paths, gather_slot_rows, store_positions
@@ -120,9 +121,10 @@ class PackedForward:
         gather_slot_rows(table, packed.pool_rows, packed.key_len, slots)
         return self._decode(self._model, packed, slots, rows, most=most, count=count)
 
+    @contextmanager
     def lead(
         self, packed: Packed, *, lines: int, most: int, graph: int | None = None, count: int | None = None
-    ) -> AbstractContextManager[None]:
+    ) -> Iterator[None]:
         """Have the other ranks run the next pass, which is run within what is returned.
 
         Args:
@@ -135,20 +137,22 @@ class PackedForward:
         Raises:
             WorkerUnavailable: another rank was lost; also as it is left.
         """
-        if self.ranks.world_size > 1:
-            rows, mask_words = packed.tree_mask.shape
-            sessions = packed.pool_rows.shape[0]
-            shape = PackedShape(
-                rows=rows,
-                sessions=sessions,
-                mask_words=mask_words,
-                lines=lines,
-                most=most,
-                graph=graph,
-                count=count,
-            )
-            self.ranks.lead("packed", shape)
-        return self.ranks.guard()
+        # A rank that stands still reads no commands, and its socket does not hold any number of them.
+        with self.ranks.guard():
+            if self.ranks.world_size > 1:
+                rows, mask_words = packed.tree_mask.shape
+                sessions = packed.pool_rows.shape[0]
+                shape = PackedShape(
+                    rows=rows,
+                    sessions=sessions,
+                    mask_words=mask_words,
+                    lines=lines,
+                    most=most,
+                    graph=graph,
+                    count=count,
+                )
+                self.ranks.lead("packed", shape)
+            yield
 
     @torch.inference_mode()
     def follow(self, shape: PackedShape) -> None:

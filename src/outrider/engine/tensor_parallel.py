@@ -4,8 +4,8 @@
     follower   ranks 1 to N - 1, `python -m outrider.engine.tensor_parallel_rank`: runs the same commands in the same
                order on its own part of the model, on its own GPU
 
-    leader   start_ranks ─────────── least(slots) ── connect ── lead("launch", step) ... ── close
-    follower    started with a setup ── least(slots) ── connect ── follow: launch(step) ...
+    leader   start_ranks ─────────── least(slots) ── connect ── lead("packed", shape) ... ── close
+    follower    started with a setup ── least(slots) ── connect ── follow: packed(shape) ...
 
 Commands go over one socket pair a follower. It ends with the process at its other end however that ended, and so does
 the follower's standard input: a rank that dies is noticed at once, by whoever is left. The leader then ends the other

@@ -9,8 +9,7 @@ Shapes: W ranks, P parts, T rows, N hidden, R rows of logits, v columns of a ran
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
@@ -96,10 +95,6 @@ class Collectives(Protocol):
 
     def broadcast(self, words: torch.Tensor) -> None:
         """Write rank 0's words into those of every other rank."""
-        ...
-
-    def apart(self) -> AbstractContextManager[None]:
-        """Within it sums and logits are zeros of the right shape and nobody is waited for: a run only compiles."""
         ...
 
     def abort(self) -> None:
@@ -231,7 +226,7 @@ class CudaCollectives:
     """
 
     def __init__(self, mailbox: Mailbox | None, options: SumOptions) -> None:
-        self.mailbox, self._options, self._is_apart = mailbox, options, False
+        self.mailbox, self._options = mailbox, options
         self._world_size = dist.get_world_size()
         # A copy on a stream of its own: while kernels wait, nothing that needs the device to come to rest gets through.
         self._stream = torch.cuda.Stream()
@@ -239,8 +234,6 @@ class CudaCollectives:
 
     def all_reduce(self, addend: torch.Tensor) -> torch.Tensor:
         """[P, T, N] of this rank to [W, T, N] through mailboxes, [1, T, N] through NCCL."""
-        if self._is_apart:
-            return self._zeros(addend)
         if self.mailbox is not None:
             dtype = self._letter_dtype(addend)
             if self.mailbox.takes_letter(addend[0].numel(), dtype):
@@ -265,7 +258,7 @@ class CudaCollectives:
     ) -> torch.Tensor:
         """`residual_norm` with the sum over ranks of `addend`; of few rows in one launch."""
         # One row alone was faster in two launches on H200s: its sum in 32 programs, then the norm.
-        fuses = len(hidden) > 1 and hidden.element_size() == 2 and not self._options.fixed and not self._is_apart
+        fuses = len(hidden) > 1 and hidden.element_size() == 2 and not self._options.fixed
         if fuses and self.mailbox is not None and self.mailbox.takes_rows(*hidden.shape):
             return exchange_norm(hidden, addend, weight, self.mailbox, eps=eps, addend_weight=addend_weight)
         return residual_norm(hidden, self.all_reduce(addend), weight, eps=eps, addend_weight=addend_weight)
@@ -276,38 +269,17 @@ class CudaCollectives:
         whole = self._options.fixed or addend[0].numel() <= self.mailbox.small_most
         return addend.dtype if whole else self._options.dtype
 
-    def _zeros(self, addend: torch.Tensor) -> torch.Tensor:
-        """What `all_reduce` returns, but for the values."""
-        if self.mailbox is None:
-            return torch.zeros_like(addend[:1])
-        dtype = self._letter_dtype(addend)
-        if not self._options.fixed and not self.mailbox.takes_letter(addend[0].numel(), dtype):
-            return torch.zeros_like(addend[:1])
-        return addend.new_zeros(self._world_size, *addend.shape[1:], dtype=dtype)
-
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """[R, v] of this rank to [R, W v] of all, in their order, at rank 0."""
         rows, columns = logits.shape
         width = columns * self._world_size
-        if self._is_apart:
-            return logits.new_zeros(rows, width)
         if self.mailbox is not None and self.mailbox.takes_columns(rows, width, logits.dtype):
             return gather_columns(logits.contiguous(), self.mailbox)
         return _gathered(logits)
 
     def broadcast(self, words: torch.Tensor) -> None:
         """Write rank 0's words into those of every other rank."""
-        if not self._is_apart:
-            dist.broadcast(words, 0)
-
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Within it sums and logits are zeros of the right shape and nobody is waited for: a run only compiles."""
-        self._is_apart = True
-        try:
-            yield
-        finally:
-            self._is_apart = False
+        dist.broadcast(words, 0)
 
     def abort(self) -> None:
         """Sets the word that waiting kernels look at, and ends NCCL's communicator."""
@@ -351,10 +323,6 @@ class GlooCollectives:
     def broadcast(self, words: torch.Tensor) -> None:
         """Write rank 0's words into those of every other rank."""
         dist.broadcast(words, 0)
-
-    def apart(self) -> AbstractContextManager[None]:
-        """Nothing: on a CPU nothing is compiled."""
-        return nullcontext()
 
     def abort(self) -> None:
         """Nothing: gloo itself notices a rank that is gone."""

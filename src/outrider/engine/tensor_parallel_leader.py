@@ -116,10 +116,6 @@ class Leader:
         assert self._collectives is not None, "the ranks are not connected"
         self._collectives.broadcast(words)
 
-    def apart(self) -> contextlib.AbstractContextManager[None]:
-        """Around what only compiles: see `Collectives.apart`."""
-        return contextlib.nullcontext() if self._collectives is None else self._collectives.apart()
-
     @contextlib.contextmanager
     def guard(self, timeout_s: float = STEP_TIMEOUT_S) -> Iterator[None]:
         """Around a wait for what all ranks do; whatever goes wrong in it because a rank is lost, the loss is raised.

@@ -68,10 +68,6 @@ class Follower:
         assert self._collectives is not None, "the ranks are not connected"
         self._collectives.broadcast(words)
 
-    def apart(self) -> contextlib.AbstractContextManager[None]:
-        """Around what only compiles: see `Collectives.apart`."""
-        return contextlib.nullcontext() if self._collectives is None else self._collectives.apart()
-
     def guard(self, timeout_s: float = STEP_TIMEOUT_S) -> contextlib.AbstractContextManager[None]:
         """Nothing: a follower ends with its leader, which watches all."""
         return contextlib.nullcontext()

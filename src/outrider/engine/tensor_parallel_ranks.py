@@ -46,10 +46,6 @@ class Ranks(Protocol):
         """See `Collectives.broadcast`; all must call it, with words of equal size."""
         ...
 
-    def apart(self) -> contextlib.AbstractContextManager[None]:
-        """Around what only compiles: see `Collectives.apart`."""
-        ...
-
     def guard(self, timeout_s: float = STEP_TIMEOUT_S) -> contextlib.AbstractContextManager[None]:
         """Around a wait for what all ranks do.
 
@@ -112,10 +108,6 @@ class Alone:
 
     def broadcast(self, words: torch.Tensor) -> None:
         """Nobody else has any."""
-
-    def apart(self) -> contextlib.AbstractContextManager[None]:
-        """There is nobody to wait for."""
-        return contextlib.nullcontext()
 
     def guard(self, timeout_s: float = STEP_TIMEOUT_S) -> contextlib.AbstractContextManager[None]:
         """Nobody can be lost."""

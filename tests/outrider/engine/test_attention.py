@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from tests.outrider.engine.step_rows import Steps, ancestor_masks, node_depths
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from outrider.engine.attention import attention_operator
-from outrider.engine.batch import BatchBuilder
 from outrider.engine.config import AttentionBackend, EngineConfig
 from outrider.engine.model_runner import ModelRunner
 from outrider.errors import CheckpointError
 from outrider.kernels.tree_attention import tree_attention, tree_attention_reference
 from outrider.kernels.tree_attention_flashinfer import tree_attention_flashinfer
-from outrider.tree import ancestor_masks, node_depths
 
 
 @pytest.mark.parametrize(
@@ -78,22 +77,22 @@ def test_a_model_that_flashinfer_cannot_run_is_refused_at_start(tmp_path: Path) 
 
 def _logits(runner: ModelRunner) -> torch.Tensor:
     """Of a prompt in two chunks and a tree of four nodes behind it, in one session."""
-    row, prompt, parents = runner.slots.acquire_row(), [3, 1, 4, 1, 5, 9, 2, 6], [0, 1, 1]
-    runner.slots.extend(row, len(prompt) + len(parents))
+    steps, prompt, parents = Steps(runner), [3, 1, 4, 1, 5, 9, 2, 6], [0, 1, 1]
+    runner.slots.extend(0, len(prompt) + len(parents))
     for begin, end in ((0, 5), (5, 7)):
-        builder = BatchBuilder()
-        builder.add_chain(row, prompt[begin:end], begin, False)
-        runner.forward(builder.build())
-    builder = BatchBuilder()
+        builder = steps.builder()
+        builder.add_chain(0, prompt[begin:end], begin, False)
+        steps.logits(builder.build())
+    builder = steps.builder()
     builder.add_tree(
-        row,
+        0,
+        [6, 20, 30, 40],
         tree_start=7,
-        token_ids=[6, 20, 30, 40],
-        positions=[7 + int(depth) for depth in node_depths(parents)],
+        positions=[7 + depth for depth in node_depths(parents)],
         masks=ancestor_masks(parents),
         write_indices=range(7, 11),
     )
-    return runner.forward(builder.build()).cpu()
+    return steps.logits(builder.build()).float().cpu()
 
 
 def _save_llama(folder: Path, *, head_dim: int) -> Path:

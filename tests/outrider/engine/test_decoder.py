@@ -2,12 +2,14 @@
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.outrider.engine.step_rows import StepBuilder, StepRows, ancestor_masks, node_depths
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -21,16 +23,14 @@ from transformers import (
     Qwen3Config,
 )
 
-from outrider.engine.batch import BatchBuilder, ForwardBatch
 from outrider.engine.decoder import Decoder, DecoderInputs
 from outrider.engine.decoder_spec import DecoderSpec
 from outrider.engine.decoder_weights import load_decoder_weights, tensor_shapes
 from outrider.engine.kv_slots import SlotTable
 from outrider.engine.weight_source import FunctionSource, SafetensorsSource
 from outrider.errors import CheckpointError
-from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention
+from outrider.kernels.tree_attention import tree_attention
 from outrider.models import embedded_target_path
-from outrider.tree import ancestor_masks, node_depths
 
 VOCAB, SLOTS = 97, 256
 SIZES: dict[str, Any] = {
@@ -106,59 +106,41 @@ class Session:
         self.caches = [[torch.zeros(shape, dtype=dtype, device=device) for _ in spec.layers] for _ in range(2)]
         self.slot_positions = torch.zeros(SLOTS, dtype=torch.int32, device=device)
 
-    def inputs(self, batch: ForwardBatch) -> DecoderInputs:
-        """The batch's arrays on the device, as the runner makes them."""
-        table = self.slots.table[batch.rows, : int(batch.key_len.max())]
-        lens = np.diff(batch.query_start)
-        write_slots = table[np.repeat(np.arange(len(lens)), lens), batch.write_index].astype(np.int64)
-        positions = self.put(batch.positions)
-        self.slot_positions[self.put(write_slots)] = positions
+    def inputs(self, step: StepRows) -> DecoderInputs:
+        """What the decoder takes, with positions stored as the forward pass does."""
+        packed = step.packed
+        self.slot_positions[packed.slots.long()] = packed.positions
         return DecoderInputs(
-            token_ids=self.put(batch.token_ids),
-            positions=positions,
-            write_slots=self.put(write_slots),
-            batch=TreeAttentionBatch(
-                slot_table=self.put(table),
-                query_start=self.put(batch.query_start),
-                tree_start=self.put(batch.tree_start),
-                prefix_len=self.put(batch.prefix_len),
-                key_len=self.put(batch.key_len),
-                tree_mask=self.put(batch.tree_mask),
-                max_query_len=int(lens.max()),
-                max_key_len=table.shape[1],
-                positions=positions,
-                slot_positions=self.slot_positions,
-                split_keys=self.split_keys,
-            ),
+            token_ids=packed.tokens,
+            positions=packed.positions,
+            write_slots=packed.slots,
+            batch=step.attention(slot_positions=self.slot_positions, split_keys=self.split_keys),
             key_caches=self.caches[0],
             value_caches=self.caches[1],
         )
 
-    def run(self, batch: ForwardBatch) -> torch.Tensor:
-        hidden = self.decoder.forward(self.inputs(batch))
-        return self.decoder.logits(hidden, self.put(batch.logit_rows))
+    def run(self, step: StepRows) -> torch.Tensor:
+        hidden = self.decoder.forward(self.inputs(step))
+        return self.decoder.logits(hidden, step.logit_rows)
 
-    def put(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
-
-    def batches(self, prompts: Sequence[list[int]] = PROMPTS) -> Iterator[ForwardBatch]:
+    def steps(self, prompts: Sequence[list[int]] = PROMPTS) -> Iterator[StepRows]:
         """The prompts in two chunks, in turns so that their slots interleave; then a chain and a tree in one."""
-        rows = [self.slots.acquire_row() for _ in prompts]
+        rows = range(len(prompts))
         for begin, end in ((0, 5), (5, 12)):
-            builder = BatchBuilder()
+            builder = StepBuilder(self.slots, self.device)
             for row, prompt in zip(rows, prompts, strict=True):
                 self.slots.extend(row, end - begin)
                 builder.add_chain(row, prompt[begin:end], begin, True)
             yield builder.build()
-        builder = BatchBuilder()
+        builder = StepBuilder(self.slots, self.device)
         for row, prompt in zip(rows, prompts, strict=True):
             self.slots.extend(row, 2 + len(NODES))
             builder.add_chain(row, prompt[12:13], 12, False)
             builder.add_tree(
                 row,
+                [prompt[13], *NODES],
                 tree_start=13,
-                token_ids=[prompt[13], *NODES],
-                positions=[13 + int(depth) for depth in node_depths(PARENTS)],
+                positions=[13 + depth for depth in node_depths(PARENTS)],
                 masks=ancestor_masks(PARENTS),
                 write_indices=range(13, 14 + len(NODES)),
             )
@@ -166,7 +148,7 @@ class Session:
 
     def all_logits(self, prompts: Sequence[list[int]] = PROMPTS) -> torch.Tensor:
         """[prompts (1 + nodes), V] of the last batch, after the ones before it."""
-        return [self.run(batch) for batch in self.batches(prompts)][-1]
+        return [self.run(step) for step in self.steps(prompts)][-1]
 
 
 def expected_logits(model: Any) -> torch.Tensor:
@@ -188,6 +170,25 @@ def test_chunks_and_trees_equal_every_path_alone(family: str, tmp_path: Path) ->
     folder = save_random(FAMILIES[family], tmp_path)
     expected = expected_logits(own_model(folder))
     torch.testing.assert_close(Session(folder).all_logits(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma"])
+def test_hidden_states_of_the_wanted_layers_stand_side_by_side(family: str, tmp_path: Path) -> None:
+    folder = save_random(FAMILIES[family], tmp_path)
+    session, model, prompt = Session(folder), own_model(folder), PROMPTS[0]
+    session.slots.extend(0, len(prompt))
+    builder = StepBuilder(session.slots)
+    builder.add_chain(0, prompt, 0, True)
+    layers, width = (0, 2, 3, -1), SIZES["hidden_size"]
+    features = torch.zeros(len(prompt), len(layers) * width)
+    session.decoder.forward(replace(session.inputs(builder.build()), feature_layers=layers, features=features))
+    streams: list[torch.Tensor] = []
+    for module in (*model.model.layers, model.model.norm):
+        module.register_forward_pre_hook(lambda _module, inputs: streams.append(inputs[0][0]))
+    with torch.inference_mode():
+        normed = model.model(torch.tensor([prompt])).last_hidden_state[0]
+    expected = torch.cat((streams[0], streams[2], streams[3], normed), dim=1)
+    torch.testing.assert_close(features, expected, rtol=1e-4, atol=1e-4)
 
 
 class Ranks:
@@ -269,13 +270,13 @@ def test_bfloat16_on_cuda_directly_and_captured(model: str, tmp_path: Path) -> N
     logits = Session(folder, device="cuda", dtype=torch.bfloat16).all_logits()
     check_bfloat16(folder, "cuda", logits)
     session = Session(folder, device="cuda", dtype=torch.bfloat16)
-    *first, last = session.batches()
-    for batch in first:
-        session.run(batch)
-    inputs, rows = session.inputs(last), session.put(last.logit_rows)
+    *first, last = session.steps()
+    for step in first:
+        session.run(step)
+    inputs, rows = session.inputs(last), last.logit_rows
     session.decoder.logits(session.decoder.forward(inputs), rows)  # compiles
     for cache in (*session.caches[0], *session.caches[1]):
-        cache[session.inputs(last).write_slots] = float("nan")  # the replay has to write them
+        cache[inputs.write_slots.long()] = float("nan")  # the replay has to write them
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = session.decoder.logits(session.decoder.forward(inputs), rows)

@@ -9,24 +9,18 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.outrider.engine.random_eagle import write_random_eagle
+from tests.outrider.engine.step_rows import StepBuilder, StepRows, ancestor_masks, node_depths
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
-from outrider.engine.batch import BatchBuilder, ForwardBatch
-from outrider.engine.config import EngineConfig
-from outrider.engine.decoder import Decoder
 from outrider.engine.decoder_spec import DecoderSpec
 from outrider.engine.decoder_weights import load_decoder_weights
-from outrider.engine.eagle import EagleHead, load_eagle_head, load_eagle_head_of
-from outrider.engine.eagle_memory import head_memory
-from outrider.engine.eagle_random import write_random_eagle
+from outrider.engine.eagle import EagleHead, load_eagle_head
 from outrider.engine.eagle_spec import EagleLayout
 from outrider.engine.kv_slots import SlotTable
-from outrider.engine.model_runner import ModelRunner
 from outrider.engine.weight_source import SafetensorsSource
 from outrider.errors import CheckpointError
-from outrider.kernels.tree_attention import TreeAttentionBatch, tree_attention
-from outrider.tree import ancestor_masks, node_depths
 
 VOCAB, HIDDEN, SLOTS, DRAFT_VOCAB = 97, 32, 96, 40
 LAYOUTS: list[EagleLayout] = ["eagle1", "eagle3"]
@@ -53,7 +47,10 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def load_head(folder: Path, target: Path, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> EagleHead:
     spec = DecoderSpec.of(AutoConfig.from_pretrained(target))
     weights = load_decoder_weights(SafetensorsSource(target), spec, device, dtype)
-    return load_eagle_head_of(folder, Decoder(spec, weights, attend=tree_attention))
+    return load_eagle_head(
+        folder, embedding=weights.embedding, output=weights.head, target_layers=len(weights.layers),
+        max_positions=weights.rotary_tables[0].shape[0],
+    )  # fmt: skip
 
 
 class PlainHead:
@@ -130,47 +127,40 @@ class Session:
         embedding = head.weights.embedding
         self.device, shape = embedding.device, (SLOTS, head.kv_heads, head.head_dim)
         self.caches = [torch.zeros(shape, dtype=embedding.dtype, device=self.device) for _ in range(2)]
-        self.rows = [self.slots.acquire_row() for _ in LENGTHS]
+        self.rows = range(len(LENGTHS))
 
-    def arguments(self, batch: ForwardBatch) -> dict[str, Any]:
-        table = self.slots.table[batch.rows, : int(batch.key_len.max())]
-        lens = np.diff(batch.query_start)
-        write_slots = table[np.repeat(np.arange(len(lens)), lens), batch.write_index].astype(np.int64)
+    def builder(self) -> StepBuilder:
+        return StepBuilder(self.slots, self.device)
+
+    def arguments(self, step: StepRows) -> dict[str, Any]:
+        packed = step.packed
         return {
-            "token_ids": self.put(batch.token_ids),
-            "positions": self.put(batch.positions),
-            "write_slots": self.put(write_slots),
-            "batch": TreeAttentionBatch(
-                slot_table=self.put(table), query_start=self.put(batch.query_start),
-                tree_start=self.put(batch.tree_start), prefix_len=self.put(batch.prefix_len),
-                key_len=self.put(batch.key_len), tree_mask=self.put(batch.tree_mask),
-                max_query_len=int(lens.max()), max_key_len=table.shape[1],
-            ),
+            "token_ids": packed.tokens,
+            "positions": packed.positions,
+            "write_slots": packed.slots,
+            "batch": step.attention(),
             "key_cache": self.caches[0],
             "value_cache": self.caches[1],
-        }  # fmt: skip
-
-    def put(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
+        }
 
     def extend(self, features: Sequence[torch.Tensor], tokens: Sequence[list[int]], *, begin: int) -> torch.Tensor:
         """Rows with features from position `begin` on, of all sessions; hidden [rows, N]."""
-        builder = BatchBuilder()
+        builder = self.builder()
         for row, ours, given in zip(self.rows, features, tokens, strict=True):
             if self.slots.length(row) < begin + len(ours):
                 self.slots.extend(row, begin + len(ours) - self.slots.length(row))
             builder.add_chain(row, given[begin : begin + len(ours)], begin, False)
         return self.head.forward(self.head.fuse(torch.cat(list(features))), **self.arguments(builder.build()))
 
-    def level_batch(self, level: Sequence[int], lengths: Sequence[int]) -> ForwardBatch:
+    def level_step(self, level: Sequence[int], lengths: Sequence[int]) -> StepRows:
         depths, masks = node_depths(PARENTS), ancestor_masks(PARENTS)
-        builder = BatchBuilder()
+        builder = self.builder()
         for row, length in zip(self.rows, lengths, strict=True):
             builder.add_tree(
                 row,
+                [NODES[node - 1] for node in level],
                 tree_start=length,
-                token_ids=[NODES[node - 1] for node in level],
-                positions=[length - 1 + int(depths[node]) for node in level],
+                positions=[length - 1 + depths[node] for node in level],
                 masks=masks[level] >> 1,  # the root is no entry of its own: it is the last row before the tree
                 write_indices=[length + node - 1 for node in level],
             )
@@ -185,7 +175,7 @@ class Session:
         for level in LEVELS:
             entering = hidden[:, [PARENTS[node - 1] for node in level]].flatten(0, 1)
             before = entering.clone()
-            rows = self.head.forward(entering, **self.arguments(self.level_batch(level, lengths)))
+            rows = self.head.forward(entering, **self.arguments(self.level_step(level, lengths)))
             assert torch.equal(entering, before)
             hidden[:, level] = rows.view(len(lengths), len(level), -1)
         return hidden[:, 1:]
@@ -217,7 +207,7 @@ def run_trees(session: Session, features: Sequence[torch.Tensor], tokens: Sequen
     put = [ours.to(session.device, session.caches[0].dtype) for ours in features]
     session.extend([ours[:5] for ours in put], tokens, begin=0)
     # The second chunk differs in length, so it comes session by session in one batch.
-    builder, parts = BatchBuilder(), []
+    builder, parts = session.builder(), []
     for row, ours, given, length in zip(session.rows, put, tokens, LENGTHS, strict=True):
         session.slots.extend(row, length - 5)
         builder.add_chain(row, given[5:length], 5, False)
@@ -234,31 +224,6 @@ KINDS = {
     "eagle3, fewer tokens": ("eagle3", DRAFT_VOCAB, {}),
     "eagle3, normed stream": ("eagle3", None, {"norm_before_residual": True}),
 }
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_a_head_takes_is_known_before_it_is_loaded(kind: str, target: Path, tmp_path: Path) -> None:
-    layout, draft_vocab, _ = KINDS[kind]
-    write_random_eagle(tmp_path, target, layout=layout, draft_vocab_size=draft_vocab)
-    head = load_head(tmp_path, target)
-    memory = head_memory(tmp_path, target_layers=5, target_hidden=HIDDEN, dtype=torch.float32)
-    weights = head.weights
-    matrices = [weights.fc, weights.qkv, weights.attention_output, weights.gate_up, weights.down]
-    if "lm_head.weight" in load_file(tmp_path / "model.safetensors"):
-        assert isinstance(weights.output, torch.Tensor)
-        matrices.append(weights.output)
-    assert memory.weights == 4 * sum(matrix.numel() for matrix in matrices)
-    assert memory.per_slot == 4 * 2 * head.kv_heads * head.head_dim
-
-
-def test_the_target_s_kv_leaves_room_for_the_head_s(target: Path, tmp_path: Path) -> None:
-    write_random_eagle(tmp_path, target)
-    config = EngineConfig(model_path=target, kv_bytes=1 << 18, max_num_seqs=64, torch_threads=1)
-    alone, beside = (ModelRunner(config, decoder=True, draft_head=head).slots.num_slots for head in (None, tmp_path))
-    head = load_head(tmp_path, target)
-    of_target, of_head = 4 * 2 * 5 * 2 * 16, 4 * 2 * head.kv_heads * head.head_dim
-    assert alone == (1 << 18) // of_target
-    assert beside == (1 << 18) // (of_target + of_head)
 
 
 def test_a_head_whose_weights_do_not_fit_says_what_to_change(
@@ -291,6 +256,25 @@ def test_chunks_and_trees_equal_every_path_alone(kind: str, target: Path, tmp_pa
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_stored_alone_is_what_a_forward_stores(layout: EagleLayout, target: Path, tmp_path: Path) -> None:
+    write_random_eagle(tmp_path, target, layout=layout)
+    session = Session(load_head(tmp_path, target))
+    features, tokens = random_texts(session.head)
+    session.extend([ours[:5] for ours in features], tokens, begin=0)
+    written = [cache.clone() for cache in session.caches]
+    for cache in session.caches:
+        cache.zero_()
+    builder = session.builder()
+    for row, given in zip(session.rows, tokens, strict=True):
+        builder.add_chain(row, given[:5], 0, False)
+    arguments = session.arguments(builder.build())
+    del arguments["batch"]
+    session.head.store(session.head.fuse(torch.cat([ours[:5] for ours in features])), **arguments)
+    assert all(map(torch.equal, session.caches, written))
+    assert written[0].any()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_after_a_commit_features_take_the_place_of_drafted_rows(
     layout: EagleLayout, target: Path, tmp_path: Path
 ) -> None:
@@ -300,7 +284,7 @@ def test_after_a_commit_features_take_the_place_of_drafted_rows(
     features, tokens = random_texts(session.head)
     run_trees(session, features, tokens)
     committed = [length + 2 for length in LENGTHS]
-    builder, parts = BatchBuilder(), []
+    builder, parts = session.builder(), []
     for row, ours, given, length in zip(session.rows, features, tokens, LENGTHS, strict=True):
         session.slots.truncate(row, length)
         session.slots.extend(row, 2)
@@ -331,13 +315,11 @@ def test_a_vocabulary_cut_at_its_end_needs_no_map(target: Path, tmp_path: Path) 
     rows = torch.randn(3, HIDDEN)
     mapped = load_head(tmp_path, target)
     assert mapped.target_ids is not None
-    assert torch.equal(mapped.ranking_logits(rows), mapped.logits(rows))
     assert torch.equal(mapped.logits(rows)[:, mapped.target_ids], mapped.draft_logits(rows))
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({**tensors, "d2t": torch.zeros_like(tensors["d2t"])}, tmp_path / "model.safetensors")
     head = load_head(tmp_path, target)
     assert head.target_ids is None
-    assert torch.equal(head.ranking_logits(rows), mapped.draft_logits(rows))
     assert torch.equal(head.logits(rows)[:, :DRAFT_VOCAB], mapped.draft_logits(rows))
     assert (head.logits(rows)[:, DRAFT_VOCAB:] == float("-inf")).all()
 
@@ -418,7 +400,7 @@ def test_bfloat16_on_cuda_directly_and_captured(kind: str, target: Path, tmp_pat
     assert torch.equal(real, logits > float("-inf"))
     difference = (logits - exact)[real].norm() / exact[real].norm()
     assert difference < 0.03
-    arguments = session.arguments(session.level_batch(LEVELS[0], LENGTHS))
+    arguments = session.arguments(session.level_step(LEVELS[0], LENGTHS))
     hidden = torch.randn(len(arguments["token_ids"]), HIDDEN, device="cuda", dtype=torch.bfloat16)
     head = session.head
     expected = head.logits(head.forward(hidden, **arguments))
@@ -427,6 +409,6 @@ def test_bfloat16_on_cuda_directly_and_captured(kind: str, target: Path, tmp_pat
         captured = head.logits(head.forward(hidden, **arguments))
     with torch.inference_mode():
         captured.fill_(float("nan"))
-        session.caches[0][arguments["write_slots"]] = float("nan")  # the replay has to write them
+        session.caches[0][arguments["write_slots"].long()] = float("nan")  # the replay has to write them
     graph.replay()
     assert torch.equal(captured, expected)

@@ -171,22 +171,8 @@ class _Rank:
         return {
             "calls": calls,
             "too large": self.collectives.all_reduce(_too_large(self.rank).to(_DEVICE)).cpu(),
-            "apart": self.apart(captured),
             "waited": self.abort(graph),
         }
-
-    def apart(self, captured: Mapping[str, torch.Tensor]) -> bool:
-        """Whether steps apart, two by rank 0 and none by rank 1, give zeros of the right shapes."""
-        if self.rank == 1:
-            return True
-        with self.collectives.apart(), self.fixed.apart():
-            steps = [self.step() for _ in range(2)]
-        alike = all(
-            numbers.shape == captured[name].shape and numbers.dtype == captured[name].dtype
-            for step in steps
-            for name, numbers in step.items()
-        )
-        return alike and not any(step[name].any() for step in steps for name in (*_SUMS, *_LOGITS))
 
     def abort(self, graph: torch.cuda.CUDAGraph) -> bool:
         """Whether rank 0 waits in a step that rank 1 never makes; it returns only because it is aborted."""
@@ -335,9 +321,8 @@ def test_rank_0_gets_all_columns(ranks: list[dict[str, Any]]) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_rank_waits_for_the_other_until_it_is_aborted_and_apart_for_nobody(ranks: list[dict[str, Any]]) -> None:
+def test_a_rank_waits_for_the_other_until_it_is_aborted(ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["waited"]
-    assert ranks[0]["apart"]
 
 
 def test_a_handle_stands_its_way_as_text() -> None:

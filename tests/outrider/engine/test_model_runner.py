@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.outrider.engine.step_rows import Steps, ancestor_masks, node_depths
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -18,10 +19,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from outrider.engine.batch import BatchBuilder
 from outrider.engine.model_runner import EngineConfig, ModelRunner
 from outrider.errors import CheckpointError
-from outrider.tree import ancestor_masks, node_depths
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -90,29 +89,29 @@ def test_chunked_prefill_and_tree_equal_every_path_alone(family: str, tmp_path: 
     runner = ModelRunner(EngineConfig(model_path=folder, num_slots=64, max_num_seqs=3, torch_threads=1))
     prompts = np.random.default_rng(1).integers(0, 97, (2, 14)).tolist()
     nodes = [11, 22, 33, 44, 55, 66]
-    rows = [runner.slots.acquire_row() for _ in prompts]
+    steps, rows = Steps(runner), range(len(prompts))
     # Sessions extended in turns, so that their slots interleave.
     for chunk in (slice(0, 5), slice(5, 12)):
-        builder = BatchBuilder()
+        builder = steps.builder()
         for row, prompt in zip(rows, prompts, strict=True):
             runner.slots.extend(row, chunk.stop - chunk.start)
             builder.add_chain(row, prompt[chunk], chunk.start, False)
-        assert runner.forward(builder.build()).shape == (0, 97)
+        assert steps.logits(builder.build()).shape == (0, 97)
     # The last chunk shares its forward with the root (the prompt's last token) and the tree.
-    builder = BatchBuilder()
+    builder = steps.builder()
     depths = node_depths(PARENTS)
     for row, prompt in zip(rows, prompts, strict=True):
         runner.slots.extend(row, 2 + len(nodes))
         builder.add_chain(row, prompt[12:13], 12, False)
         builder.add_tree(
             row,
+            [prompt[13], *nodes],
             tree_start=13,
-            token_ids=[prompt[13], *nodes],
-            positions=[13 + int(depth) for depth in depths],
+            positions=[13 + depth for depth in depths],
             masks=ancestor_masks(PARENTS),
             write_indices=range(13, 14 + len(nodes)),
         )
-    logits = runner.forward(builder.build()).reshape(len(prompts), 1 + len(nodes), -1)
+    logits = steps.logits(builder.build()).reshape(len(prompts), 1 + len(nodes), -1)
     model = own_model(folder)
     for session, prompt in enumerate(prompts):
         for number in range(len(nodes) + 1):
@@ -127,26 +126,14 @@ def test_chunked_prefill_and_tree_equal_every_path_alone(family: str, tmp_path: 
 def test_bfloat16_stays_near_float32_and_gives_float32_logits(tmp_path: Path) -> None:
     folder = save_random(FAMILIES["llama"], tmp_path)
     runner = ModelRunner(EngineConfig(model_path=folder, dtype="bfloat16", num_slots=32, torch_threads=1))
-    row, prompt = runner.slots.acquire_row(), [3, 1, 4, 1, 5, 9, 2, 6]
-    runner.slots.extend(row, len(prompt))
-    builder = BatchBuilder()
-    builder.add_chain(row, prompt, 0, True)
-    logits = runner.forward(builder.build())
+    steps, prompt = Steps(runner), [3, 1, 4, 1, 5, 9, 2, 6]
+    runner.slots.extend(0, len(prompt))
+    builder = steps.builder()
+    builder.add_chain(0, prompt, 0, True)
+    logits = steps.logits(builder.build())
     assert logits.dtype == torch.float32
     expected = own_logits(own_model(folder), prompt)[-1:]
     assert (logits - expected).norm() < 0.05 * expected.norm()
-
-
-def test_writing_where_nothing_was_reserved_is_noticed(tmp_path: Path) -> None:
-    runner = ModelRunner(
-        EngineConfig(model_path=save_random(FAMILIES["llama"], tmp_path), num_slots=32, torch_threads=1)
-    )
-    row = runner.slots.acquire_row()
-    runner.slots.extend(row, 1)
-    builder = BatchBuilder()
-    builder.add_chain(row, [1, 2], 0, True)
-    with pytest.raises(AssertionError, match="not reserved"):
-        runner.forward(builder.build())
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("not enough memory")])

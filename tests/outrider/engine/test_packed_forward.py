@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Pretr
 
 from outrider.engine.decoder import Decoder
 from outrider.engine.decoder_loading import load_decoder
+from outrider.engine.kv_memory import KvCaches
 from outrider.engine.model_runner import EngineConfig, ModelRunner
 from outrider.engine.packed_forward import PackedForward
-from outrider.engine.step_program import KvCaches
 from outrider.engine.tensor_parallel import Alone
 from outrider.kernels.pool.append import append
 from outrider.kernels.pool.columns import Pool

@@ -29,12 +29,13 @@ class Memory:
         self.cache = PrefixCache(self.table)
         self.content: dict[int, tuple[int, ...]] = {}
         self.tokens: dict[int, list[int]] = {}
+        self.empty = list(range(rows))
 
     def slots(self, row: int) -> list[int]:
         return self.table.table[row, : self.table.length(row)].tolist()
 
     def start(self, tokens: list[int]) -> tuple[int, int]:
-        row = self.table.acquire_row()
+        row = self.empty.pop(0)
         had = self.cache.take(row, ids(tokens))
         self.tokens[row] = tokens[:had]
         return row, had
@@ -52,7 +53,8 @@ class Memory:
 
     def end(self, row: int) -> None:
         self.cache.keep(row, ids(self.tokens.pop(row)))
-        self.table.release_row(row)
+        self.table.truncate(row, 0)
+        self.empty.append(row)
 
     def check(self) -> None:
         for row, tokens in self.tokens.items():
@@ -75,11 +77,11 @@ def test_random_use_never_loses_a_slot_nor_writes_a_shared_one(seed: int) -> Non
     rng, memory, taken = random.Random(seed), Memory(), 0
     table, cache = memory.table, memory.cache
     for _ in range(1500):
-        action = rng.choice(["start", "compute", "compute", "end", "truncate", "keep", "retake", "retain"])
+        action = rng.choice(["start", "compute", "compute", "end", "truncate", "keep", "retake"])
         row = rng.choice(list(memory.tokens)) if memory.tokens else None
         # Three tokens alone: sequences that begin alike are the rule.
         fresh = [rng.randrange(3) for _ in range(rng.randint(1, 12))]
-        if action == "start" and table.free_rows:
+        if action == "start" and memory.empty:
             taken += memory.start(fresh)[1]
         elif row is None:
             continue
@@ -98,12 +100,6 @@ def test_random_use_never_loses_a_slot_nor_writes_a_shared_one(seed: int) -> Non
             wanted = memory.tokens[row] + fresh
             had = cache.take(row, ids(wanted))
             memory.tokens[row] = wanted[:had]
-        elif action == "retain":
-            # The last own slot moves forward: what an accepted branch does.
-            start, length = table.borrowed(row), table.length(row)
-            if length - start >= 2:
-                table.retain(row, start, [0])
-                del memory.tokens[row][start + 1 :]
         memory.check()
         emptied = [other for other in memory.tokens if rng.random() < 0.5]
         kept = {slot for other in memory.tokens if other not in emptied for slot in memory.slots(other)}
@@ -113,13 +109,11 @@ def test_random_use_never_loses_a_slot_nor_writes_a_shared_one(seed: int) -> Non
     for row in list(memory.tokens):
         memory.end(row)
     assert (table.used, table.free, cache.size) == (0, NUM_SLOTS, cache.unused)
-    row = table.acquire_row()
-    for _ in range(2):
+    for row in range(2):
         table.extend(row, ROW_LEN)
-        row = table.acquire_row()
     assert (cache.size, table.free) == (0, 0)
     with pytest.raises(OutOfSlots):
-        table.extend(row, 1)
+        table.extend(2, 1)
 
 
 def test_the_least_recently_used_goes_first_from_its_end() -> None:
@@ -135,7 +129,7 @@ def test_the_least_recently_used_goes_first_from_its_end() -> None:
     # 3 slots are free; two more come from the end of 1 2 3 4, which was used longest ago; 1 2 are needed by 1 2 9.
     row, _ = memory.start([0])
     memory.compute(row, [0] * 5)
-    assert [memory.cache.take(memory.table.acquire_row(), ids(tokens)) for tokens in ([1, 2, 3], [1, 2, 9])] == [2, 3]
+    assert [memory.start(tokens)[1] for tokens in ([1, 2, 3], [1, 2, 9])] == [2, 3]
 
 
 def test_equal_work_done_twice_is_kept_once() -> None:
@@ -144,10 +138,8 @@ def test_equal_work_done_twice_is_kept_once() -> None:
     memory.compute(first, [1, 2, 3])
     memory.compute(second, [1, 2, 4])
     memory.cache.keep(first, ids([1, 2, 3]))
-    memory.table.take_changes([second])
     memory.cache.keep(second, ids([1, 2, 4]))
     assert memory.slots(first)[:2] == memory.slots(second)[:2]
-    assert memory.table.take_changes([second])[0] == [0], "a copy of the table would keep the old slots"
     assert (memory.table.used, memory.cache.size) == (4, 4)
     memory.check()
 
@@ -184,15 +176,13 @@ def test_long_prompts_are_taken_in_whole_arrays() -> None:
     length = 131_072
     memory = Memory(num_slots=3 * length, rows=4, row_len=length + 10)
     prompt = np.random.default_rng(0).integers(0, 128_000, length).astype(np.int32)
-    row = memory.table.acquire_row()
-    memory.table.extend(row, length)
-    memory.cache.keep(row, prompt)
-    memory.table.release_row(row)
+    memory.table.extend(0, length)
+    memory.cache.keep(0, prompt)
+    memory.table.truncate(0, 0)
     other = prompt.copy()
     other[length // 2] += 1
-    rows = [memory.table.acquire_row() for _ in range(2)]
     with counted_lines() as lines:
-        assert memory.cache.take(rows[0], prompt) == length
-        assert memory.cache.take(rows[1], other) == length // 2
+        assert memory.cache.take(1, prompt) == length
+        assert memory.cache.take(2, other) == length // 2
     # A loop over the tokens goes through one a token, at least.
     assert 0 < len(lines) < 1_000

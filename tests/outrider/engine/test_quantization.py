@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.outrider.engine.step_rows import Steps
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from outrider.engine.batch import BatchBuilder
 from outrider.engine.checkpoint import read_checkpoint
 from outrider.engine.decoder_loading import check_eight_bits
 from outrider.engine.decoder_spec import DecoderSpec
@@ -129,12 +129,12 @@ def logits(
     folder: Path, prompts: Sequence[Sequence[int]] = PROMPTS, *, decoder: bool | None = None, **options: Any
 ) -> torch.Tensor:
     runner = ModelRunner(EngineConfig(model_path=folder, num_slots=2048, **options), decoder=decoder)
-    builder = BatchBuilder()
-    for prompt in prompts:
-        row = runner.slots.acquire_row()
+    steps = Steps(runner, sessions=len(prompts))
+    builder = steps.builder()
+    for row, prompt in enumerate(prompts):
         runner.slots.extend(row, len(prompt))
         builder.add_chain(row, prompt, 0, True)
-    return runner.forward(builder.build()).cpu()
+    return steps.logits(builder.build()).float().cpu()
 
 
 @pytest.mark.parametrize("decoder", [False, True])

@@ -1,27 +1,23 @@
 """Ranks on a CPU: real processes, gloo between them, a small model in float32."""
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from tests.outrider.engine.step_rows import StepRows, Steps
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from outrider.engine import step_runner, tensor_parallel_leader
-from outrider.engine.batch import BatchBuilder
-from outrider.engine.buckets import Bucket
+from outrider.engine import tensor_parallel_leader
 from outrider.engine.config import DtypeName
 from outrider.engine.model_runner import EngineConfig, ModelRunner
-from outrider.engine.step_runner import StepRunner
 from outrider.engine.tensor_parallel import Alone, Leader
 from outrider.engine.weight_source import SafetensorsSource
 from outrider.errors import CheckpointError, WorkerUnavailable
@@ -29,7 +25,6 @@ from outrider.errors import CheckpointError, WorkerUnavailable
 _PROMPT = [17, 300, 5, 42, 911, 7, 8, 1020]
 # Between a death and its being told, on a busy machine; else it is a few milliseconds.
 _SOON_S = 30.0
-BUCKET = Bucket(tokens=1, sessions=1, keys=1, query_len=1, logit_rows=1, nodes=1, words=1)
 
 
 @pytest.fixture(scope="module")
@@ -110,60 +105,64 @@ def _wait_for_end(pid: int) -> None:
     raise AssertionError(f"process {pid} is still there")
 
 
-def _greedy(runner: ModelRunner, row: int, count: int) -> tuple[list[int], list[torch.Tensor]]:
-    """Tokens after the prompt, each from a step of its own, and their logits."""
+def _greedy(steps: Steps, count: int) -> tuple[list[int], list[torch.Tensor]]:
+    """Tokens after the prompt in an empty row, each from a step of its own, and their logits."""
+    slots = steps.runner.slots
+    slots.truncate(0, 0)
     tokens, logits = list(_PROMPT), []
     for first in [0, *range(len(_PROMPT), len(_PROMPT) + count - 1)]:
-        runner.slots.extend(row, len(tokens) - first)
-        builder = BatchBuilder()
-        builder.add_chain(row, tokens[first:], first, True)
-        logits.append(runner.forward(builder.build())[0])
+        slots.extend(0, len(tokens) - first)
+        builder = steps.builder()
+        builder.add_chain(0, tokens[first:], first, True)
+        logits.append(steps.logits(builder.build())[0])
         tokens.append(int(logits[-1].argmax()))
     return tokens[len(_PROMPT) :], logits
 
 
-def _forest(runner: ModelRunner) -> torch.Tensor:
-    """Logits of two sessions' prompts with trees behind them, in one step."""
-    builder = BatchBuilder()
-    for _ in range(2):
-        row = runner.slots.acquire_row()
-        runner.slots.extend(row, 7)
+def _forest(steps: Steps) -> StepRows:
+    """Two sessions' prompts with trees behind them, in one step."""
+    slots, builder = steps.runner.slots, steps.builder()
+    for row in (1, 2):
+        slots.truncate(row, 0)
+        slots.extend(row, 7)
         builder.add_chain(row, _PROMPT[:4], 0, False)
         builder.add_tree(
             row,
+            _PROMPT[4:7],
             tree_start=4,
-            token_ids=_PROMPT[4:7],
             positions=[4, 5, 5],
             masks=np.array([[1], [3], [5]], dtype=np.int64),
             write_indices=range(4, 7),
         )
-    return runner.forward(builder.build())
+    return builder.build()
 
 
 def test_two_ranks_choose_what_one_chooses_until_one_is_killed(pair: ModelRunner, checkpoint: Path) -> None:
     alone = ModelRunner(_config(checkpoint, 1))
     assert isinstance(alone.ranks, Alone)
-    tokens, logits = _greedy(alone, alone.slots.acquire_row(), 12)
-    shared_tokens, shared_logits = _greedy(pair, pair.slots.acquire_row(), 12)
+    one, both = Steps(alone), Steps(pair)
+    tokens, logits = _greedy(one, 12)
+    shared_tokens, shared_logits = _greedy(both, 12)
     assert shared_tokens == tokens
     torch.testing.assert_close(torch.stack(shared_logits), torch.stack(logits), rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(_forest(pair), _forest(alone), rtol=1e-4, atol=1e-4)
+    forest = _forest(both)
+    torch.testing.assert_close(both.logits(forest), one.logits(_forest(one)), rtol=1e-4, atol=1e-4)
     # Each rank holds half of the heads.
     assert pair._caches.keys[0].shape[1] * 2 == alone._caches.keys[0].shape[1]
 
-    # Stopped, it takes a step's bytes and never computes; then it is gone.
+    # Stopped, it takes the command and never computes; then it is gone.
     _signal_follower(pair, signal.SIGSTOP)
-    began = time.monotonic()
-    threading.Timer(0.5, _signal_follower, (pair, signal.SIGKILL)).start()
+    timer = threading.Timer(0.5, _signal_follower, (pair, signal.SIGKILL))
+    timer.start()
     for _ in range(2):
         with pytest.raises(WorkerUnavailable, match="rank 1 was killed by signal 9"):
-            _forest(pair)
-    assert time.monotonic() - began >= 0.4
+            both.logits(forest)
+    timer.join()
 
 
 def test_what_goes_wrong_in_a_rank_is_told(pair: ModelRunner) -> None:
-    _leader(pair).lead("capture", "no bucket")
-    _leader(pair).lead("launch", "no step")
+    Steps(pair)
+    _leader(pair).lead("packed", "no shape")
     with pytest.raises(WorkerUnavailable, match="rank 1: AttributeError: 'str' object"):
         _leader(pair).failed.result(timeout=_SOON_S)
 
@@ -171,21 +170,16 @@ def test_what_goes_wrong_in_a_rank_is_told(pair: ModelRunner) -> None:
 def test_a_rank_that_never_answers_is_given_up(pair: ModelRunner) -> None:
     _signal_follower(pair, signal.SIGSTOP)
     with pytest.raises(WorkerUnavailable, match="not answered in time"), _leader(pair).guard(0.3):
-        _greedy(pair, pair.slots.acquire_row(), 1)
+        _greedy(Steps(pair), 1)
     _wait_for_end(_leader(pair).pids[0])
 
 
-def test_a_rank_that_reads_no_commands_is_given_up(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    alone = ModelRunner(_config(checkpoint, 1), decoder=True)
-    assert alone.steps is not None
-    leader = Leader(_config(checkpoint, 2), None)
-    (pid,) = leader.pids
-    os.kill(pid, signal.SIGSTOP)
-    monkeypatch.setattr(step_runner, "_CAPTURE_TIMEOUT_S", 0.5)
-    steps = StepRunner(alone.steps.program, alone.steps.ladder, alone.slots, unrolled=False, graphs=False, ranks=leader)
-    with contextlib.closing(leader), pytest.raises(WorkerUnavailable, match="not answered in time"):
+def test_a_rank_that_reads_no_commands_is_given_up(pair: ModelRunner) -> None:
+    leader = _leader(pair)
+    _signal_follower(pair, signal.SIGSTOP)
+    with pytest.raises(WorkerUnavailable, match="not answered in time"), leader.guard(0.5):
         # Far more than a socket holds.
-        steps.compile([replace(BUCKET, tokens=tokens) for tokens in range(20_000)])
+        leader.lead("packed", bytes(8 << 20))
 
 
 class _GoneForOthers(SafetensorsSource):
@@ -238,6 +232,11 @@ def _gpu_config(folder: Path, ranks: int, dtype: DtypeName) -> EngineConfig:
     )
 
 
+def _both_ways(steps: Steps, step: StepRows) -> list[Callable[[], torch.Tensor]]:
+    """The step without a graph, then in one."""
+    return [lambda: steps.logits(step), steps.capture(step)]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_two_gpus_choose_what_one_chooses_until_one_is_lost(tmp_path: Path) -> None:
@@ -245,15 +244,10 @@ def test_two_gpus_choose_what_one_chooses_until_one_is_lost(tmp_path: Path) -> N
     found = []
     for ranks in (1, 2):
         runner = ModelRunner(_gpu_config(tmp_path, ranks, "float32"))
-        assert runner.steps is not None
-        runner.steps.compile(runner.steps.ladder.first_set()[:2])
-        # Without graphs, then with them.
-        for _ in range(2):
-            tokens, logits = _greedy(runner, runner.slots.acquire_row(), 40)
-            found.append((tokens, torch.stack(logits).cpu(), _forest(runner).cpu()))
-            while runner.steps.missing is not None:
-                runner.steps.capture(runner.steps.missing)
-        assert runner.steps.graphs > 0
+        steps = Steps(runner)
+        tokens, logits = _greedy(steps, 40)
+        step = _forest(steps)
+        found += [(tokens, torch.stack(logits).cpu(), forest().cpu()) for forest in _both_ways(steps, step)]
         if ranks == 1:
             runner.close()
     for tokens, logits, forest in found[1:]:
@@ -262,18 +256,15 @@ def test_two_gpus_choose_what_one_chooses_until_one_is_lost(tmp_path: Path) -> N
         torch.testing.assert_close(forest, found[0][2], rtol=1e-4, atol=1e-4)
 
     # The GPU that is left waits in a kernel for numbers that never come.
-    row = runner.slots.acquire_row()
-    runner.slots.extend(row, 1)
-    builder = BatchBuilder()
-    builder.add_chain(row, [17], 0, True)
-    batch = builder.build()
     _signal_follower(runner, signal.SIGSTOP)
-    launched = runner.steps.launch(runner.steps.stage(batch))
-    began = time.monotonic()
-    threading.Timer(0.5, _signal_follower, (runner, signal.SIGKILL)).start()
-    with pytest.raises(WorkerUnavailable, match="rank 1 was killed by signal 9"):
-        launched.wait()
-    assert time.monotonic() - began >= 0.4
+    steps.logits(step)
+    done = torch.cuda.Event()
+    done.record()
+    timer = threading.Timer(0.5, _signal_follower, (runner, signal.SIGKILL))
+    timer.start()
+    with pytest.raises(WorkerUnavailable, match="rank 1 was killed by signal 9"), runner.ranks.guard():
+        done.synchronize()
+    timer.join()
     torch.cuda.synchronize()
     runner.close()
 
@@ -285,14 +276,8 @@ def test_two_gpus_in_bfloat16_come_close_to_one(tmp_path: Path) -> None:
     found = []
     for ranks in (1, 2):
         runner = ModelRunner(_gpu_config(tmp_path, ranks, "bfloat16"))
-        assert runner.steps is not None
-        runner.steps.compile(runner.steps.ladder.first_set()[:2])
-        # Without a graph, then in one.
-        for _ in range(2):
-            found += [_forest(runner).cpu() for _ in range(2)]
-            while runner.steps.missing is not None:
-                runner.steps.capture(runner.steps.missing)
-        assert runner.steps.graphs > 0
+        steps = Steps(runner)
+        found += [forest().cpu() for forest in _both_ways(steps, _forest(steps)) for _ in range(2)]
         runner.close()
     for logits in found[1:]:
         assert (logits - found[0]).abs().max() < 0.08 * found[0].std()

@@ -7,16 +7,16 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.outrider.engine.step_rows import StepRows, Steps
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, PretrainedConfig
 
 from outrider.engine import weight_version
-from outrider.engine.batch import BatchBuilder
 from outrider.engine.model_runner import EngineConfig, ModelRunner
 from outrider.engine.weight_reload import check_weights
 from outrider.engine.weight_source import INDEX_FILE, SINGLE_FILE
@@ -75,14 +75,19 @@ def runner_of(folder: Path, *, decoder: bool, **options: Any) -> ModelRunner:
     return ModelRunner(config, decoder=decoder)
 
 
+def prompt_step(steps: Steps) -> StepRows:
+    """The prompt in the first row, which is empty again."""
+    slots, builder = steps.runner.slots, steps.builder()
+    slots.extend(0, len(PROMPT))
+    builder.add_chain(0, PROMPT, 0, True)
+    step = builder.build()
+    slots.truncate(0, 0)
+    return step
+
+
 def logits(runner: ModelRunner) -> torch.Tensor:
-    row = runner.slots.acquire_row()
-    runner.slots.extend(row, len(PROMPT))
-    batch = BatchBuilder()
-    batch.add_chain(row, PROMPT, 0, True)
-    found = runner.forward(batch.build()).clone()
-    runner.slots.release_row(row)
-    return found
+    steps = Steps(runner)
+    return steps.logits(prompt_step(steps))
 
 
 def pointers(runner: ModelRunner) -> list[int]:
@@ -267,32 +272,35 @@ def test_graphs_that_were_captured_run_the_other_weights(tmp_path: Path, options
         save_file({name: tensor * 1.25 for name, tensor in load_file(file).items()}, file)
     # One after the other: a process is in one group of ranks at a time.
     with _captured(other, options) as fresh:
-        wanted = logits(fresh)
+        wanted = fresh.logits()
     with _captured(first, options) as running:
-        before, there = logits(running), pointers(running)
-        check_weights(running.running(), other)
+        runner = running.runner
+        before, there = running.logits(), pointers(runner)
+        check_weights(runner.running(), other)
         held = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        running.refill(other)
+        runner.refill(other)
         # A layer at a time beside what is there, never a second model.
         weights = sum(file.stat().st_size for file in other.glob("*.safetensors"))
         assert torch.cuda.max_memory_allocated() - held < weights / 2
-        assert pointers(running) == there
-        after = logits(running)
+        assert pointers(runner) == there
+        after = running.logits()
         torch.testing.assert_close(after, wanted, atol=0.05, rtol=0.01)
         assert (after - before).abs().max() > 0.5
-        running.refill(first)
-        assert torch.equal(logits(running), before)
+        runner.refill(first)
+        assert torch.equal(running.logits(), before)
+
+
+class _Captured(NamedTuple):
+    """A runner, and the graph that computes the prompt's logits."""
+
+    runner: ModelRunner
+    logits: Callable[[], torch.Tensor]
 
 
 @contextmanager
-def _captured(path: Path, options: dict[str, Any]) -> Iterator[ModelRunner]:
+def _captured(path: Path, options: dict[str, Any]) -> Iterator[_Captured]:
     config = EngineConfig(model_path=path, device="cuda", num_slots=4096, max_num_seqs=4, **options)
     with closing(ModelRunner(config)) as runner:
-        runner.warm_up()
-        logits(runner)
-        assert runner.steps is not None
-        while (missing := runner.steps.missing) is not None:
-            runner.steps.capture(missing)
-        assert runner.steps.graphs > 0
-        yield runner
+        steps = Steps(runner)
+        yield _Captured(runner, steps.capture(prompt_step(steps)))

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.outrider.engine.random_eagle import write_random_eagle
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from outrider import cli
 from outrider.engine.eagle import EagleHead, load_eagle_head
-from outrider.engine.eagle_random import write_random_eagle
 from outrider.engine.eagle_spec import EagleLayout
 from outrider.errors import CheckpointError
 from outrider.kernels.tree_attention import tree_attention_reference
