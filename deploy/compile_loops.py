@@ -1,6 +1,6 @@
 """Compiles all loops ahead: `python -m outrider.deploy.compile_loops`.
 
-Else every role does it when it first starts, and roles that start together do it side by side (`outrider.compiled`).
+Otherwise every worker does it when it first starts, and workers that start together do it side by side.
 """
 
 import sys
@@ -8,13 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
-from outrider.compiled import IS_COMPILED
-
-
-def _coordinator() -> None:
-    from outrider.coordinator import warm_up
-
-    warm_up.warm_up()
+from outrider.kernels.compiled import IS_COMPILED
 
 
 def _draft() -> None:
@@ -33,14 +27,8 @@ def _draft() -> None:
     estimate_children_reference(ints.long(), floats, floats, rows, tables, 1.0, (ints, ints, ints, floats))
 
 
-def _target() -> None:
-    from outrider.target_worker import tree_step
-
-    tree_step.warm_up()
-
-
 def _pool() -> None:
-    """The trees of both kinds of worker."""
+    """The operators on pools, which targets and drafts share."""
     import torch
 
     from outrider.kernels.pool.append import append_reference
@@ -70,14 +58,14 @@ def _pool() -> None:
     walk_reference(target, packed, choices, None, rules, nothing, walks, level=0)
 
 
-_ROLES: tuple[Callable[[], None], ...] = (_coordinator, _draft, _target, _pool)
+_GROUPS: tuple[Callable[[], None], ...] = (_draft, _pool)
 
 
 def main() -> int:
-    """Each role's in a process of its own; nothing where nothing is compiled."""
+    """Compile each group in a process of its own; nothing where nothing is compiled."""
     if IS_COMPILED:
         with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-            for done in [pool.submit(role) for role in _ROLES]:
+            for done in [pool.submit(group) for group in _GROUPS]:
                 done.result()
     return 0
 
