@@ -1,7 +1,7 @@
 """The page of all measurements, and README's table, from results/*.json.
 
-A file says how it came about (command, commit or commits, machine, versions, notes). Every list of objects in it becomes
-a table, with the plain values of its objects as columns.
+A file says how it came about (command, commit or commits, machine, versions, notes). Every list of objects in it
+becomes a table, with the plain values of its objects as columns.
 """
 
 import json
