@@ -87,7 +87,7 @@ format: setup ## format the code and mend what the linter can
 protos: setup ## generate the code of protos/outrider/v1 anew
 	@PYTHON=$(BIN)/python sh protos/generate.sh
 
-docs: setup ## write the pages of docs/reference anew
+docs: setup ## write docs/reference, docs/results.md and README's table anew
 	@$(BIN)/python docs/generate.py
 
 bench: setup ## tokens per second on this machine: off, sync, async

@@ -79,15 +79,6 @@ class DeployConfig:
         prefill_slowdown: how much longer than its verification alone a target's step may take for the sake of prefill.
         enforce_eager: targets run one operator after the other, without CUDA graphs: slow, for finding errors.
         deterministic: on a GPU, the bits of a token's logits do not depend on what else is in its target's step.
-        resident_draft: folder of an EAGLE or EAGLE-3 head, on every node that may hold a target, with which targets
-            draft by themselves; "embedded" is that of the embedded target.
-        resident_depth: levels of the trees that it grows.
-        resident_topk: children of a node, and nodes of a level that are expanded.
-        resident_nodes: most nodes of such a tree.
-        resident_max_sessions: with more sessions in a step it grows no trees.
-        one_graph: with resident_draft: verify, draft and the next verify in one CUDA graph, for large batches.
-        one_graph_steps: tokens that such a draft reaches ahead.
-        one_graph_candidates: tokens that it offers for each of them.
         source: by what draft workers grow trees: model, ngram (of what prompts and outputs said before; they take no
             GPU), or model+ngram.
         ngram_capacity: most nodes of each draft worker's trie of n-grams.
@@ -120,7 +111,7 @@ class DeployConfig:
             some four seconds of CPU. By default with `bind` loopback, where the machine is known to have this
             package at the same path (on Linux).
         keep_cores_awake: run each role on so many cores of its own once it serves, and never let them sleep: shorter
-            rounds (docs/tuning.md).
+            rounds, at the price of power and of cores that nothing else can use.
         role_logs: print what the roles log; otherwise it is only in Ray's session folder.
         log_level: least severity that the roles log.
         log_format: of the roles' logs: lines for people, or a JSON object a line for programs.
@@ -169,14 +160,6 @@ class DeployConfig:
     prefill_slowdown: float = 0.3
     enforce_eager: bool = False
     deterministic: bool = False
-    resident_draft: str | None = None
-    resident_depth: int = 5
-    resident_topk: int = 4
-    resident_nodes: int = 16
-    resident_max_sessions: int = 64
-    one_graph: bool = False
-    one_graph_steps: int = 1
-    one_graph_candidates: int = 1
     source: DraftSource = "model"
     ngram_capacity: int = 10_000_000
     ngram_max_trie_depth: int = 18
@@ -280,8 +263,12 @@ class DeployConfig:
         )
         # Files of texts are on the nodes, not here.
         DraftWorkerConfig(**{name: getattr(self, name) for name in DRAFT_FIELDS if name != "ngram_corpus"})
-        shared = {name: getattr(self, name) for name in (*RESIDENT_FIELDS, "tensor_parallel_size", "enforce_eager")}
-        TargetWorkerConfig(device="cuda", kv_cache_dtype=self.kv_cache_dtype, **shared)
+        TargetWorkerConfig(
+            device="cuda",
+            kv_cache_dtype=self.kv_cache_dtype,
+            tensor_parallel_size=self.tensor_parallel_size,
+            enforce_eager=self.enforce_eager,
+        )
         if self.keep_cores_awake < 0:
             raise ValueError(f"keep_cores_awake: {self.keep_cores_awake} given, 0 or more needed")
         if self.max_prefill_tokens is not None and self.max_prefill_tokens < 1:
@@ -336,17 +323,6 @@ _DURATIONS = (
 )
 
 
-RESIDENT_FIELDS = (
-    "resident_draft",
-    "resident_depth",
-    "resident_topk",
-    "resident_nodes",
-    "resident_max_sessions",
-    "one_graph",
-    "one_graph_steps",
-    "one_graph_candidates",
-)
-"""What targets take over as it is, of drafts of their own."""
 DRAFT_FIELDS = (
     "source",
     "ngram_capacity",

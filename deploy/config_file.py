@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 import yaml
 
-from outrider.deploy.config import DRAFT_FIELDS, RESIDENT_FIELDS, DeployConfig
+from outrider.deploy.config import DRAFT_FIELDS, DeployConfig
 
 # Section -> key -> field; the section "" is the top of the file. A key that is only given here is a field of its name.
 SECTIONS: dict[str, dict[str, str]] = {
@@ -47,7 +47,6 @@ SECTIONS: dict[str, dict[str, str]] = {
         "prefill_slowdown": "prefill_slowdown",
         "enforce_eager": "enforce_eager",
         "deterministic": "deterministic",
-        **{name: name for name in RESIDENT_FIELDS},
     },
     "draft": {
         "workers": "drafts",

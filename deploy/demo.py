@@ -58,8 +58,8 @@ class Progress:
         counters.add_row(
             f"[bold]{self.tokens}[/] tokens",
             f"[bold]{self.tokens_per_second():.1f}[/] tokens/s",
-            f"[bold]{self.acceptance_length:.2f}[/] tokens a verify step",
-            f"[bold]{self.verify_steps}[/] verify steps",
+            f"[bold]{self.acceptance_length:.2f}[/] tokens a round",
+            f"[bold]{self.verify_steps}[/] rounds",
         )
         lines = Text.assemble((self.prompt, "dim"), self.text).split("\n", allow_blank=True)
         return Group(Text("\n").join(lines[-self.visible_lines :] if self.visible_lines else lines), Text(), counters)
@@ -103,8 +103,8 @@ def summary(result: GenerationOutput) -> Table:
     table = Table.grid(padding=(0, 2))
     speculation, timings = result.speculation, result.timings
     table.add_row("tokens", f"{result.usage.completion_tokens} (prompt {result.usage.prompt_tokens})")
-    table.add_row("verify steps", str(speculation.verify_steps))
-    table.add_row("acceptance length", f"{speculation.acceptance_length:.2f} tokens a verify step")
+    table.add_row("rounds", str(speculation.verify_steps))
+    table.add_row("acceptance length", f"{speculation.acceptance_length:.2f} tokens a round")
     table.add_row("drafted", f"{speculation.drafted_tokens} nodes verified, {speculation.accepted_tokens} accepted")
     table.add_row("time to first token", f"{timings.ttft_ms:.0f} ms")
     table.add_row("time per token after it", f"{timings.tpot_ms:.2f} ms")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from outrider.addresses import Resolve
-from outrider.deploy.config import DRAFT_FIELDS, RESIDENT_FIELDS, DeployConfig, target_threads
+from outrider.deploy.config import DRAFT_FIELDS, DeployConfig, target_threads
 from outrider.draft_worker.config import DraftWorkerConfig
 from outrider.security.roles import Role
 from outrider.security.tls import TlsConfig
@@ -170,7 +170,6 @@ def target_config(config: DeployConfig, setting: WorkerSetting, *, host: str) ->
         enforce_eager=config.enforce_eager,
         deterministic=config.deterministic,
         tensor_parallel_size=config.tensor_parallel_size,
-        **{name: getattr(config, name) for name in RESIDENT_FIELDS},
         metrics_port=_metrics_port(config, setting, first=0),
         metrics_host=host,
         **security(config, Role.TARGET),

@@ -1,4 +1,4 @@
-"""Writes docs/reference/: the protocol from the .proto files, the Python client from its docstrings, the commands.
+"""Writes docs/reference/ from .proto files, docstrings and commands; docs/results.md and README's table from results/.
 
 .venv/bin/python docs/generate.py            writes the pages
 .venv/bin/python docs/generate.py --check    says which of them are out of date, and fails if one is
@@ -15,6 +15,9 @@ from types import ModuleType
 from typing import Any, is_typeddict
 
 DOCS = Path(__file__).resolve().parent
+sys.path.insert(0, str(DOCS))
+from results_page import readme_table, results_page  # noqa: E402 - a neighbour of this script
+
 PROTOS = DOCS.parent / "protos" / "outrider" / "v1"
 # The door first, then what is spoken behind it.
 PROTO_ORDER = ("generation", "common", "registry", "peer", "draft", "target")
@@ -241,27 +244,44 @@ def _option(parameter: Any) -> tuple[str, str, str]:
     return ", ".join(f"`{name}`" for name in names), shown, words
 
 
+# --------------------------------------------------------------------------------------------------------------- readme
+
+_TABLE = ("<!-- Table by docs/generate.py from results/. -->\n", "<!-- End of table. -->\n")
+
+
+def readme_page() -> str:
+    """README with its table of figures written anew."""
+    before, begin, rest = (DOCS.parent / "README.md").read_text().partition(_TABLE[0])
+    _, end, after = rest.partition(_TABLE[1])
+    assert begin, "README.md has no place for its table"
+    assert end, "README.md has no end of its table"
+    return f"{before}{begin}{readme_table()}\n{end}{after}"
+
+
 # ----------------------------------------------------------------------------------------------------------------- main
 
 PAGES: dict[str, Callable[[], str]] = {
-    "protocol.md": protocol_page,
-    "python.md": python_page,
-    "commands.md": commands_page,
+    "docs/reference/protocol.md": protocol_page,
+    "docs/reference/python.md": python_page,
+    "docs/reference/commands.md": commands_page,
+    "docs/results.md": lambda: results_page(_NOTE),
+    "README.md": readme_page,
 }
+"""What each page, by its path in the repository, has to say."""
 
 
 def main(arguments: list[str]) -> int:
     """Writes or checks the pages; returns the exit code."""
     stale = []
     for name, make in PAGES.items():
-        path, text = DOCS / "reference" / name, make()
+        path, text = DOCS.parent / name, make()
         if path.is_file() and path.read_text() == text:
             continue
         stale.append(name)
         if "--check" not in arguments:
             path.write_text(text)
     if stale and "--check" in arguments:
-        sys.stderr.write(f"docs/reference is out of date ({', '.join(stale)}): run `make docs` and commit it\n")
+        sys.stderr.write(f"out of date: {', '.join(stale)}: run `make docs` and commit it\n")
         return 1
     return 0
 

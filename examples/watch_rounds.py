@@ -1,4 +1,4 @@
-"""What a generation is made of: every verification with the tree that was sent and the path that was accepted.
+"""What a generation is made of: every round, with how many nodes were verified and how many of them accepted.
 
 python examples/watch_rounds.py [ENDPOINT]
 """
@@ -11,13 +11,12 @@ endpoint = sys.argv[1] if len(sys.argv) > 1 else "127.0.0.1:50051"
 with Client(endpoint) as client:
     output = client.generate("import os\nimport ", max_new_tokens=48, trace=True)
 
-for verification in output.rounds:
-    nodes, accepted = len(verification.node_tokens), len(verification.accepted_nodes)
-    arrived = [growth for growth in verification.growth if growth.during_verify]
+for one_round in output.rounds:
+    grown = sum(growth.nodes for growth in one_round.growth)
     print(
-        f"step {verification.step:4}: {nodes:3} nodes sent, {accepted:2} accepted, "
-        f"{len(verification.emitted_token_ids):2} tokens out, {verification.step_ns / 1e6:6.2f} ms in the target, "
-        f"waited {verification.waited_ns / 1e6:.2f} ms, drafts grew {len(arrived)} times meanwhile"
+        f"round {one_round.index:3}: {one_round.selected:3} nodes verified, {one_round.accepted:2} accepted, "
+        f"{len(one_round.emitted_token_ids):2} tokens out, {one_round.step_ns / 1e6:6.2f} ms in the target, "
+        f"{one_round.forward_ns / 1e6:6.2f} ms of them in the model; {grown:3} nodes grown since the round before"
     )
 speculation = output.speculation
-print(f"{speculation.acceptance_length:.2f} tokens a verification over {speculation.verify_steps} of them")
+print(f"{speculation.acceptance_length:.2f} tokens a round over {speculation.verify_steps} of them")

@@ -1,6 +1,7 @@
 """Documentation: links lead somewhere, and the pages that are made from the code are those of this code."""
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 from types import ModuleType
@@ -60,11 +61,25 @@ def test_every_page_is_in_the_table_of_contents():
     assert missing == ["README.md"]
 
 
-def test_reference_pages_are_up_to_date(generate: ModuleType):
-    stale = [
-        name for name, make in generate.PAGES.items() if (generate.DOCS / "reference" / name).read_text() != make()
-    ]
+def test_generated_pages_are_up_to_date(generate: ModuleType):
+    stale = [name for name, make in generate.PAGES.items() if (ROOT / name).read_text() != make()]
     assert stale == [], "run `make docs` and commit what it writes"
+
+
+def test_results_become_tables(generate: ModuleType, tmp_path: Path):
+    measured = {
+        "command": "python benchmarks/some.py",
+        "machine": {"name": "a GPU"},
+        "left_out": [],
+        "cells": [{"sessions": 1, "round_ms": [5.0, 6.25]}, {"sessions": 16, "tokens": {"per_s": 12345.6}}],
+    }
+    (tmp_path / "some.json").write_text(json.dumps(measured))
+    page = generate.results_page("note", tmp_path)
+    assert "- **command**: `python benchmarks/some.py`\n- **machine**: name a GPU" in page
+    header, _, first, second = page[page.index("**cells**") :].split("\n")[2:6]
+    assert header == "| sessions | round_ms | tokens.per_s |"
+    assert (first, second) == ("| 1 | 5 / 6.25 |  |", "| 16 |  | 12,346 |")
+    assert "left_out" not in page
 
 
 def test_a_proto_is_read_with_its_comments(generate: ModuleType):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class SpeculationMode(StrEnum):
-    """How a request speculates; see design of each in docs/architecture.md."""
+    """How a request speculates (docs/design.md, "Modes")."""
 
     ASYNC = "async"
     SYNC = "sync"

@@ -3,8 +3,7 @@
 A session gets the drafts with the fewest sessions. `async` trees merge the growth of up to `drafts_per_session` of
 them for each source (model, n-gram) that the session listens to and some draft has; a `sync` tree of a fixed shape has
 one draft, and so has a chain of rejection, each token of which was drawn from the q that travels with it. Nobody has a
-second draft of a source at the cost of a session without any. docs/several-drafts.md says when a second one pays,
-docs/sources.md when another source does.
+second draft of a source at the cost of a session without any. docs/sources.md says when another source pays.
 """
 
 from collections.abc import Collection, Iterable, Mapping

@@ -58,7 +58,7 @@ _ROLE_OPTIONS = [
             int,
             typer.Option(
                 metavar="CORES",
-                help="Run on so many cores once it serves, and never let them sleep: shorter rounds (docs/tuning.md).",
+                help="Run on so many cores once it serves, and never let them sleep: shorter rounds.",
             ),
         ],
     ),

@@ -22,7 +22,7 @@ def share_interpreter() -> None:
     """Lets the thread of the event loop have the interpreter soon while another thread computes.
 
     By default a thread gives the interpreter up after 5 ms. A message passes through it several times, so that on two
-    busy cores growth and commits arrived in bursts, up to 70 ms late; docs/performance.md has what this changed.
+    busy cores growth and commits arrived in bursts, up to 70 ms late.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
 

@@ -7,7 +7,6 @@ import pytest
 
 from outrider.deploy.config import (
     DRAFT_FIELDS,
-    RESIDENT_FIELDS,
     Bind,
     DeployConfig,
     amounts,
@@ -18,7 +17,6 @@ from outrider.deploy.config import (
 )
 from outrider.deploy.roles import WorkerSetting, draft_config, target_config
 from outrider.draft_worker.config import DraftWorkerConfig
-from outrider.target_worker.config import TargetWorkerConfig
 
 
 @pytest.mark.parametrize(
@@ -119,14 +117,7 @@ def test_workers_get_the_options_of_their_own():
     assert target_config(DeployConfig(), on_cpu, host="127.0.0.1").max_step_tokens == 512
 
 
-def test_drafts_and_targets_draft_as_was_asked_for(tmp_path: Path):
-    resident: dict[str, Any] = {
-        "resident_draft": "embedded",
-        "resident_depth": 3,
-        "resident_topk": 2,
-        "resident_nodes": 9,
-    }
-    resident |= {"resident_max_sessions": 7, "one_graph": True, "one_graph_steps": 2, "one_graph_candidates": 2}
+def test_drafts_grow_as_was_asked_for(tmp_path: Path):
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("")
     grown: dict[str, Any] = {
@@ -136,19 +127,14 @@ def test_drafts_and_targets_draft_as_was_asked_for(tmp_path: Path):
         "ngram_min_breadth": 2,
     }
     grown |= {"ngram_max_breadth": 3, "ngram_draft_tokens": 5, "ngram_match_type": "bfs", "ngram_corpus": (corpus,)}
-    assert set(resident) == set(RESIDENT_FIELDS)
     assert set(grown) == set(DRAFT_FIELDS)
-    config = DeployConfig(**resident, **grown)
-    setting = WorkerSetting(name="d/target-0", coordinators=("h:1",), device="cuda")
-    target = target_config(config, setting, host="127.0.0.1")
+    config = DeployConfig(**grown)
+    setting = WorkerSetting(name="d/draft-0", coordinators=("h:1",), device="cuda")
     draft = draft_config(config, setting, host="127.0.0.1")
-    for own, fields in ((target, resident), (draft, grown)):
-        assert {name: getattr(own, name) for name in fields} == fields
-    # What is asked for by default is what the workers have by default.
-    for own, fields in ((TargetWorkerConfig(), resident), (DraftWorkerConfig(), grown)):
-        assert {name: getattr(DeployConfig(), name) for name in fields} == {name: getattr(own, name) for name in fields}
-    with pytest.raises(ValueError, match="one_graph: needs resident_draft"):
-        DeployConfig(one_graph=True)
+    assert {name: getattr(draft, name) for name in grown} == grown
+    # A deployment's defaults are the workers' own.
+    own = DraftWorkerConfig()
+    assert {name: getattr(DeployConfig(), name) for name in grown} == {name: getattr(own, name) for name in grown}
     with pytest.raises(ValueError, match="ngram_capacity: 0 given"):
         DeployConfig(ngram_capacity=0)
     assert asked_draft_gpus(DeployConfig(source="ngram")) == 0

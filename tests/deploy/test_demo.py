@@ -23,7 +23,7 @@ def test_the_last_lines_and_the_counters_stay_on_screen():
     *text, empty, counters = drawn(progress)
     assert (text, empty) == (["three", ""], "")
     assert counters.startswith("6 tokens")
-    assert counters.endswith("2.50 tokens a verify step   3 verify steps")
+    assert counters.endswith("2.50 tokens a round   3 rounds")
 
 
 def test_at_the_end_everything_is_shown():
@@ -43,8 +43,8 @@ def test_the_summary_says_what_it_cost():
     lines = [" ".join(line.split()) for line in drawn(summary(result))]
     assert lines == [
         "tokens 40 (prompt 7)",
-        "verify steps 16",
-        "acceptance length 2.50 tokens a verify step",
+        "rounds 16",
+        "acceptance length 2.50 tokens a round",
         "drafted 90 nodes verified, 24 accepted",
         "time to first token 20 ms",
         "time per token after it 4.87 ms",

@@ -13,7 +13,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SHOWN = {
     "complete.py": ["tokens a verification", "--- first token after"],
     "many_requests.py": ["def add(", "def save("],
-    "watch_rounds.py": ["nodes sent", "tokens a verification over"],
+    "watch_rounds.py": ["nodes verified", "tokens a round over"],
     "plain_grpc.py": ["--- request ", " tokens, finish reason "],
 }
 

@@ -2,7 +2,7 @@
 
 import { shown } from "./svg.js";
 
-const JUDGED = new Set(["sent", "accepted", "rejected", "own"]);
+const JUDGED = new Set(["accepted", "own"]);
 
 // Gives every node that is drawn a column, a row and its path's value; and how many are not drawn.
 export function layout(state, { rows, characters }) {
@@ -32,7 +32,7 @@ function collect(top, children, all) {
   }
 }
 
-// What has been sent is drawn, then the likeliest, as long as there are rows; a row is a leaf.
+// The accepted path is drawn, then the likeliest nodes, as long as there are rows; a row is a leaf.
 function choose(all, rootId, rows) {
   const kept = new Map();
   const withChild = new Set();

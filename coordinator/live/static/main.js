@@ -37,11 +37,11 @@ function draw() {
   const states = [...state.nodes.values()];
   const now = (name) => states.filter((node) => node.state === name).length;
   const { counts } = state;
-  const values = { guess: now("guess"), sent: now("sent"), accepted: counts.accepted, rejected: counts.rejected, abandoned: counts.abandoned, own: counts.emitted - counts.accepted };
+  const values = { guess: now("guess"), accepted: counts.accepted, abandoned: counts.abandoned, own: counts.emitted - counts.accepted };
   for (const [name, value] of Object.entries(values)) legend.get(name).textContent = String(value);
-  const seconds = (state.now - (state.rounds[0]?.sent ?? 0)) / 1e6;
+  const seconds = (state.now - (state.rounds[0]?.start ?? 0)) / 1e6;
   $("figures").textContent = counts.rounds
-    ? `${counts.emitted} ${counts.emitted === 1 ? "token" : "tokens"} in ${counts.rounds} ${counts.rounds === 1 ? "round" : "rounds"}, ${(counts.emitted / counts.rounds).toFixed(2)} a round, ${(state.output.length / seconds).toFixed(0)} a second`
+    ? `${counts.emitted} ${counts.emitted === 1 ? "token" : "tokens"} in ${counts.rounds} ${counts.rounds === 1 ? "round" : "rounds"}, ${(counts.emitted / counts.rounds).toFixed(2)} a round, ${counts.accepted} of ${counts.selected} verified guesses accepted, ${(state.output.length / seconds).toFixed(0)} a second`
     : "";
   $("round").textContent = inWords(state.rounds.at(-1));
   $("status").textContent = problem || state.note || "\u00a0";

@@ -3,7 +3,7 @@
 import { Trace, TreeState } from "./trace.js";
 
 // How long the eye is given after an event, where time is stretched anyway.
-const DWELL_MS = { grow: 260, send: 420, verdict: 1100, deliver: 60, drop: 200, tree: 60, gap: 900, lost: 600, end: 0 };
+const DWELL_MS = { grow: 260, verdict: 1100, deliver: 60, drop: 200, tree: 60, gap: 900, end: 0 };
 const LONGEST_MS = 1600;
 const UNSTRETCHED = 0.5;
 

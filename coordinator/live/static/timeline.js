@@ -1,8 +1,8 @@
-// Draws the rounds: when drafts grew, how long the target was held, when it verified, when the client was told.
+// Draws the rounds: when drafts grew, when the target verified, when the client was told.
 
 import { element, milliseconds } from "./svg.js";
 
-const LANES = ["draft", "wait", "verify", "deliver"];
+const LANES = ["draft", "verify", "deliver"];
 const TOP = 24, LANE = 30, LEFT = 62, RIGHT = 16;
 const ROUNDS = 7;
 
@@ -17,8 +17,7 @@ export class Timeline {
     const width = this.container.clientWidth;
     if (!width) return;
     const rounds = state.rounds.slice(width < 600 ? -4 : -ROUNDS);
-    const start = Math.min(...rounds.map((round) => round.sent - round.waited), state.flight ? state.flight.sent - state.flight.waited : Infinity, state.now);
-    const begin = rounds.length ? start : Math.min(start, state.growth[0]?.t ?? start);
+    const begin = Math.max(0, rounds[0]?.start ?? state.growth[0]?.t ?? state.now);
     const span = Math.max(state.now - begin, 500);
     const x = (t) => LEFT + ((t - begin) / span) * (width - LEFT - RIGHT);
     const parts = [];
@@ -26,23 +25,19 @@ export class Timeline {
       const y = TOP + lane * LANE + LANE / 2;
       parts.push(element("text", { class: "lane", x: 12, y: y + 4 }, name), element("path", { class: "rail", d: `M${LEFT} ${y}H${width - RIGHT}` }));
     });
-    const bar = (lane, from, to, kind, height = 14) =>
-      element("rect", { class: `bar ${kind}`, x: x(Math.max(from, begin)).toFixed(1), y: TOP + lane * LANE + (LANE - height) / 2, width: Math.max(1.5, x(to) - x(Math.max(from, begin))).toFixed(1), height, rx: 3 });
+    const bar = (from, to, kind, height) =>
+      element("rect", { class: `bar ${kind}`, x: x(Math.max(from, begin)).toFixed(1), y: TOP + LANE + (LANE - height) / 2, width: Math.max(1.5, x(to) - x(Math.max(from, begin))).toFixed(1), height, rx: 3 });
     for (const round of rounds) {
-      const transit = Math.max(0, round.t - round.sent - round.step) / 2;
-      if (round.waited > 0) parts.push(bar(1, round.sent - round.waited, round.sent, "wait"));
-      parts.push(bar(2, round.sent, round.t, "travel"), bar(2, round.sent + transit, Math.min(round.t, round.sent + transit + round.step), "verify", 10));
-      parts.push(element("text", { class: "gain", x: x((round.sent + round.t) / 2).toFixed(1), y: 16, "text-anchor": "middle" }, `+${round.tokens}`));
-      if (round.told !== null) parts.push(element("path", { class: "told", d: `M${x(round.told).toFixed(1)} ${TOP + 3 * LANE + 6}v18` }));
-    }
-    if (state.flight) {
-      if (state.flight.waited > 0) parts.push(bar(1, state.flight.sent - state.flight.waited, state.flight.sent, "wait"));
-      parts.push(bar(2, state.flight.sent, state.now, "travel open"));
+      const rest = Math.max(0, round.step - round.forward) / 2;
+      parts.push(bar(round.start, round.t, "round", 14), bar(round.start + rest, round.t - rest, "forward", 10));
+      parts.push(element("text", { class: "gain", x: x((round.start + round.t) / 2).toFixed(1), y: 16, "text-anchor": "middle" }, `+${round.tokens}`));
+      if (round.told !== null) parts.push(element("path", { class: "told", d: `M${x(round.told).toFixed(1)} ${TOP + 2 * LANE + 6}v18` }));
     }
     for (const growth of state.growth.slice(-400)) {
       if (growth.t < begin || !growth.nodes) continue;
+      const during = rounds.some((round) => round.start <= growth.t && growth.t <= round.t);
       const size = Math.min(7, 2.2 + Math.sqrt(growth.nodes));
-      parts.push(element("circle", { class: growth.during ? "grown during" : "grown", cx: x(growth.t).toFixed(1), cy: TOP + LANE / 2, r: size.toFixed(1) }));
+      parts.push(element("circle", { class: during ? "grown during" : "grown", cx: x(growth.t).toFixed(1), cy: TOP + LANE / 2, r: size.toFixed(1) }));
     }
     const bottom = TOP + LANES.length * LANE;
     for (const t of state.gaps) if (t >= begin) parts.push(element("path", { class: "gap", d: `M${x(t).toFixed(1)} ${TOP}V${bottom}` }));
@@ -57,7 +52,6 @@ export class Timeline {
 // One round in words.
 export function inWords(round) {
   if (!round) return "What overlaps is time saved.";
-  const waited = round.waited > 50 ? `waited ${milliseconds(round.waited)}, ` : "";
-  const what = round.nodes ? `verified ${round.nodes} ${round.nodes === 1 ? "guess" : "guesses"}` : "decoded without guesses";
-  return `${waited}${what} in ${milliseconds(round.step)} (${milliseconds(round.t - round.sent)} there and back)`;
+  const what = round.selected ? `verified ${round.selected} ${round.selected === 1 ? "guess" : "guesses"}` : "decoded without guesses";
+  return `${what} in ${milliseconds(round.step)}, the model's pass ${milliseconds(round.forward)} of it`;
 }

@@ -1,7 +1,7 @@
 // A recorded tree: its lines as they came, and the state that they lead to. docs/live-page.md has the format.
 
 export const FORMAT = "outrider-tree";
-export const VERSION = 1;
+export const VERSION = 2;
 // Of what one page holds; a longer session goes on unseen.
 export const MAX_EVENTS = 60_000;
 export const MAX_CHARACTERS = 16 << 20;
@@ -37,7 +37,7 @@ export class Trace {
 
   push(event, line) {
     event.t = event.t === undefined ? this.last : event.t + this.offset;
-    // What a batch's times are told with lies in the past of what came meanwhile.
+    // A verdict's time is when the tokens were committed, which may lie before growth that was told first.
     event.at = Math.max(this.last, event.t);
     this.last = event.at;
     this.events.push(event);
@@ -53,7 +53,7 @@ export class Trace {
   }
 }
 
-const ZERO = { rounds: 0, grown: 0, sent: 0, accepted: 0, rejected: 0, abandoned: 0, emitted: 0 };
+const ZERO = { rounds: 0, grown: 0, selected: 0, accepted: 0, abandoned: 0, emitted: 0 };
 
 // What the events up to a place say. Nodes that a verdict has judged stay until the next event: that they can be seen.
 export class TreeState {
@@ -68,7 +68,6 @@ export class TreeState {
     this.growth = [];
     this.gaps = [];
     this.workers = [];
-    this.flight = null;
     this.verdict = null;
     this.now = 0;
     this.note = "";
@@ -87,7 +86,7 @@ export class TreeState {
     if (!verdict) return;
     this.verdict = null;
     for (const [id, node] of this.nodes) {
-      if (node.state !== "guess" && node.state !== "sent") this.nodes.delete(id);
+      if (node.state !== "guess") this.nodes.delete(id);
     }
     this.path.push(this.root, ...verdict.tokens.slice(0, -1));
     this.path.splice(0, this.path.length - 12);
@@ -96,15 +95,14 @@ export class TreeState {
 
   on_tree(event) {
     this.nodes.clear();
-    for (const [id, parent, token, text, acceptance, sent] of event.nodes) {
-      this.nodes.set(id, { id, parent, token, text, acceptance, state: sent ? "sent" : "guess" });
+    for (const [id, parent, token, text, acceptance] of event.nodes) {
+      this.nodes.set(id, { id, parent, token, text, acceptance, state: "guess" });
     }
     const [id, token, text] = event.root;
     this.root = { id, parent: -1, token, text, kind: "own", state: "own" };
     this.path = [];
     if (event.text || this.output.length) this.output = event.text ? [{ text: event.text, kind: "unseen", round: -1 }] : [];
     this.counts = { ...event.counts };
-    this.flight = null;
   }
 
   on_grow(event) {
@@ -112,12 +110,12 @@ export class TreeState {
       this.nodes.set(id, { id, parent, token, text, acceptance, state: "guess" });
     }
     this.counts.grown += event.nodes.length;
-    this.growth.push({ t: event.t, nodes: event.nodes.length, worker: event.worker, during: this.flight !== null });
+    this.growth.push({ t: event.t, nodes: event.nodes.length, worker: event.worker });
     if (!this.workers.includes(event.worker)) this.workers.push(event.worker);
     const worker = this.workers.length > 1 ? `draft ${this.workers.indexOf(event.worker) + 1}` : "the draft";
     this.note = event.nodes.length
-      ? `${worker} guesses ${event.nodes.length} more ${event.nodes.length === 1 ? "token" : "tokens"}${this.flight ? " while the target verifies" : ""}`
-      : `${worker} sends growth that comes too late`;
+      ? `${worker} guesses ${event.nodes.length} more ${event.nodes.length === 1 ? "token" : "tokens"}`
+      : `${worker} sends nothing that is new in this tree`;
   }
 
   on_drop(event) {
@@ -126,22 +124,7 @@ export class TreeState {
     this.note = `${event.nodes.length} guesses are given up`;
   }
 
-  on_send(event) {
-    for (const id of event.nodes) this.mark(id, "sent");
-    this.flight = { sent: event.t, waited: event.waited, nodes: event.nodes.length };
-    this.note = event.nodes.length
-      ? `${event.nodes.length} guesses go to the target, in one batch`
-      : "the target decodes a token: there are no guesses yet";
-  }
-
-  on_lost(event) {
-    this.flight = null;
-    for (const node of this.nodes.values()) if (node.state === "sent") node.state = "guess";
-    this.note = "the target did not answer: the tree is sent again";
-  }
-
   on_verdict(event) {
-    for (const id of event.rejected) this.mark(id, "rejected");
     for (const id of event.abandoned) this.mark(id, "abandoned");
     const accepted = new Set(event.accepted);
     let parent = this.root.id;
@@ -157,14 +140,13 @@ export class TreeState {
     const round = this.counts.rounds;
     for (const node of tokens) this.output.push({ text: node.text, kind: node.kind, round });
     this.count("rounds", 1);
-    this.count("sent", event.accepted.length + event.rejected.length);
-    for (const name of ["accepted", "rejected", "abandoned"]) this.count(name, event[name].length);
+    this.count("selected", event.selected);
+    for (const name of ["accepted", "abandoned"]) this.count(name, event[name].length);
     this.count("emitted", tokens.length);
     this.rounds.push({
-      t: event.t, sent: event.sent, waited: event.waited, step: event.step, forward: event.forward,
-      nodes: event.accepted.length + event.rejected.length, accepted: event.accepted.length, tokens: tokens.length, told: null,
+      t: event.t, start: event.t - event.step, step: event.step, forward: event.forward,
+      selected: event.selected, accepted: event.accepted.length, tokens: tokens.length, told: null,
     });
-    this.flight = null;
     this.note = verdictNote(event, tokens.length);
   }
 
@@ -197,8 +179,8 @@ export class TreeState {
 
 function verdictNote(event, emitted) {
   const tokens = emitted === 1 ? "1 token" : `${emitted} tokens`;
-  if (!event.accepted.length && !event.rejected.length) return `the target's own token`;
-  return `${event.accepted.length} of ${event.accepted.length + event.rejected.length} accepted: ${tokens} out of one step`;
+  if (!event.selected) return `the target's own token`;
+  return `${event.accepted.length} of ${event.selected} accepted: ${tokens} out of one round`;
 }
 
 // A guess of where the prompt's last token begins: nobody has said.

@@ -6,7 +6,7 @@ import { element, shown } from "./svg.js";
 const ROW = 34, PILL = 26, CHARACTER = 7.3, PADDING = 11, MARK = 15;
 const NARROWEST = 0.8, WIDEST = 1.2;
 const GLIDE_MS = 480;
-const MARKS = { guess: "", sent: "⋯", accepted: "✓", rejected: "✕", abandoned: "–", own: "◆" };
+const MARKS = { guess: "", accepted: "✓", abandoned: "–", own: "◆" };
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
 
 export class TreeView {

@@ -21,7 +21,7 @@ from outrider.ports import free_port
 SCREENSHOT = Path(__file__).parents[3] / "docs" / "live-page.png"
 MOST_SCREENSHOT_BYTES = 300_000
 MOST_TRIES = 30
-STATES = ("accepted", "rejected", "abandoned")
+STATES = ("accepted", "abandoned")
 PLAYING = "(document.querySelector('#play').dataset.playing === 'true')"
 WHOLE = "document.body.dataset.state === 'whole'"
 
@@ -107,8 +107,9 @@ def test_a_demo_session_grows_is_judged_and_ends(open_page):
     page.click("#live")
     page.until("document.body.dataset.place === document.body.dataset.events")
     assert shown(page, "accepted") + shown(page, "own") == 128
-    assert shown(page, "rejected") > 0
+    assert shown(page, "abandoned") > 0
     assert "128 tokens" in page.text("#figures")
+    assert f"{shown(page, 'accepted')} of " in page.text("#figures")
     assert page.text("#status").startswith("done")
     if os.environ.get("OUTRIDER_SCREENSHOT"):
         take_screenshot(page)
@@ -121,9 +122,7 @@ def take_screenshot(page: Any) -> None:
     for place in page.run("[...Array(Number(document.body.dataset.events)).keys()]"):
         go_to(page, place + 1)
         if page.count(".pill[data-role=node][data-state=accepted]"):
-            worth = (
-                min(drawn(page, "accepted"), 5) + min(drawn(page, "rejected"), 5) + min(drawn(page, "abandoned"), 8) / 2
-            )
+            worth = min(drawn(page, "accepted"), 5) + min(drawn(page, "abandoned"), 8) / 2
             if worth > most:
                 best, most = place + 1, worth
     go_to(page, best)
@@ -137,17 +136,19 @@ def test_a_trace_replays_event_by_event_with_its_colours(open_page, live):
     # Rows are limited: in a round of few nodes all that was judged is drawn.
     rounds = [place for place, event in enumerate(events, 1) if event["e"] == "verdict"]
     judged = {place: {state: len(events[place - 1][state]) for state in STATES} for place in rounds}
-    sent = next(place for place, event in enumerate(events, 1) if event["e"] == "send" and len(event["nodes"]) > 1)
-    place = min((p for p in rounds if p > sent and judged[p]["accepted"]), key=lambda p: sum(judged[p].values()))
-    go_to(page, sent)
-    assert drawn(page, "sent") == len(events[sent - 1]["nodes"])
+    place = min((p for p in rounds if all(judged[p].values())), key=lambda p: sum(judged[p].values()))
+    grown = next(place for place, event in enumerate(events, 1) if event["e"] == "grow" and event["nodes"])
+    go_to(page, grown)
+    assert drawn(page, "guess") == len(events[grown - 1]["nodes"])
     go_to(page, place)
     assert drawn(page, "accepted") == judged[place]["accepted"]
-    assert drawn(page, "rejected") == judged[place]["rejected"]
-    assert drawn(page, "abandoned") <= judged[place]["abandoned"]
+    assert 0 < drawn(page, "abandoned") <= judged[place]["abandoned"]
+    selected, accepted = events[place - 1]["selected"], judged[place]["accepted"]
+    assert page.text("#status").startswith(f"{accepted} of {selected} accepted")
+    assert f"verified {selected} " in page.text("#round")
     # Marks stand beside colours, for those who see none.
     assert "✓" in page.text(".pill[data-role=node][data-state=accepted]")
-    assert page.count(".bar.verify") > 0
+    assert page.count(".bar.round") == page.count(".bar.forward") > 0
     assert page.text("#text").strip()
     last = len(events)
     go_to(page, last)
@@ -270,7 +271,7 @@ def test_on_a_phone_it_is_one_column_without_a_horizontal_scroll(open_page, live
     page = open_page(width=390, height=844, dark=dark)
     assert page.run("document.documentElement.scrollWidth") == 390
     events = upload(page, live)
-    biggest = max(range(len(events)), key=lambda place: len(events[place].get("rejected", ())))
+    biggest = max(range(len(events)), key=lambda place: len(events[place].get("abandoned", ())))
     go_to(page, biggest + 1)
     assert page.run("document.documentElement.scrollWidth") == 390
     boxes = page.run(

@@ -1,0 +1,101 @@
+"""The page of all measurements, and README's table, from results/*.json.
+
+A file says how it came about (command, commit or commits, machine, versions, notes). Every list of objects in it
+becomes a table, with the plain values of its objects as columns.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+ORIGIN = ("command", "commit", "commits", "machine", "versions", "notes")
+README_FILE = "rounds.json"
+_README_HEAD = [
+    "sessions",
+    "plain rounds, tokens/s",
+    "rounds with nodes, tokens/s",
+    "tokens a round",
+    "exposed ms, median",
+]
+
+
+def results_page(note: str, folder: Path = RESULTS) -> str:
+    """Return docs/results.md."""
+    parts = [
+        note,
+        "# Results",
+        "All figures of this project, each with the command that measures it. Units stand in the names; a pair is a "
+        "median and a 99th percentile. `make bench` measures the service on your machine.",
+    ]
+    for file in sorted(folder.glob("*.json")):
+        measured = json.loads(file.read_text())
+        parts.append(f"## {file.name}")
+        parts.append("\n".join(f"- **{name}**: {_origin(measured[name])}" for name in ORIGIN if name in measured))
+        values = {name: value for name, value in measured.items() if name not in ORIGIN}
+        parts += [text for name, rows in _tables("", values) for text in (f"**{name}**", table(rows))]
+    return "\n\n".join(parts) + "\n"
+
+
+def readme_table(folder: Path = RESULTS) -> str:
+    """Return the table that README shows: rounds without nodes beside rounds with them, at each number of sessions."""
+    measured = json.loads((folder / README_FILE).read_text())
+    cells = {(cell["mode"], cell["sessions"]): cell for cell in measured["cells"]}
+    rows = []
+    for sessions in sorted({sessions for _, sessions in cells}):
+        plain, drafted = cells["off", sessions], cells["replay", sessions]
+        exposed_ms = drafted["exposed_ms"][0]
+        values = (sessions, plain["tokens_per_s"], drafted["tokens_per_s"], drafted["tokens_per_round"], exposed_ms)
+        rows.append(dict(zip(_README_HEAD, values, strict=True)))
+    return table(rows)
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return a Markdown table of the plain values of objects; columns stand in the order in which they first appear."""
+    flat = [dict(_plain("", row)) for row in rows]
+    columns = list(dict.fromkeys(name for row in flat for name in row))
+    lines = [columns, ["---"] * len(columns), *([_shown(row.get(name)) for name in columns] for row in flat)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _tables(name: str, value: Any) -> Iterator[tuple[str, Sequence[Mapping[str, Any]]]]:
+    if isinstance(value, Mapping):
+        kept = (pair for pair in value.items() if not _is_table(pair[1]) and not isinstance(pair[1], Mapping))
+        single = {key: each for key, each in kept if each not in (None, [], "")}
+        if single:
+            yield name or "all", [single]
+        for key, each in value.items():
+            if _is_table(each) or isinstance(each, Mapping):
+                yield from _tables(f"{name} {key}".strip(), each)
+    elif _is_table(value):
+        yield name, value
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(each, dict) for each in value)
+
+
+def _plain(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _plain(f"{name}.{key}".removeprefix("."), each)
+    elif value not in (None, [], ""):
+        yield name, value
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return " / ".join(map(_shown, value))
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return "" if value is None else str(value).replace("|", "\\|")
+
+
+def _origin(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_shown(each)}" for name, each in value.items())
+    text = str(value)
+    return f"`{text}`" if text.startswith("python ") else text
