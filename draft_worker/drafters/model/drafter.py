@@ -230,7 +230,7 @@ class ModelDrafter:
         names, drawn = {root: 0}, dict(session.distributions)
         for entry, parent in enumerate(parents.tolist()):
             if parent in names:
-                names[entry] = 2 * (int(ids[entry]) + session.ids_used)
+                names[entry] = int(ids[entry]) + session.ids_used
         (_, *live), (_, *node_ids) = names, names.values()
         tree.add(
             session.start, len(session.tokens), node_ids, [names[parent] for parent in parents[live].tolist()],
@@ -381,8 +381,7 @@ class ModelDrafter:
         growth.session_ids = [start.key[1] for start in starts]
         growth.epochs = [start.epoch for start in starts]
         growth.complete, growth.forgot, growth.again = ([False] * len(starts) for _ in range(3))
-        # Odd ids are those of other drafters of this worker.
-        growth.node_ids, growth.parents = (2 * nodes[:2]).tolist()
+        growth.node_ids, growth.parents = nodes[:2].tolist()
         growth.tokens, growth.acceptance = nodes[2].tolist(), acceptances.tolist()
         if any(q is not None for q in drawn):
             made = self._columns(words, count)[4]
@@ -463,8 +462,8 @@ class ModelDrafter:
         growth.add(
             session.start,
             tree.as_of,
-            [2 * (node.node_id + session.ids_used) for node in best],
-            [2 * (node.parent + session.ids_used) if node.parent else 0 for node in best],
+            [node.node_id + session.ids_used for node in best],
+            [node.parent + session.ids_used if node.parent else 0 for node in best],
             [node.token for node in best],
             [float(node.acceptance) for node in best],
             distributions=distributions if any(q is not None for q in distributions) else (),
