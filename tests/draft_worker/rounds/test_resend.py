@@ -212,7 +212,7 @@ def test_each_sync_round_drops_the_last_ones_tree_and_says_so_once(make: Callabl
 def test_a_row_that_begins_anew_has_forgotten_and_uses_no_id_twice(make: Callable[..., Drafters], worker: str):
     drafters, tokens = make(worker), [*PROMPT]
     drafters.open(session_start(prompt=PROMPT, sampling=SamplingSpec(max_new_tokens=600)))
-    full, seen = Replica(tokens), dict[int, int]()
+    full, seen = Replica(tokens), dict[tuple[GrowthSource, int], int]()
     for new in ([], [1] * 300, [3, 1, 4]):
         if new:
             drafters.commit(KEY, 1, len(tokens), new)
@@ -222,7 +222,7 @@ def test_a_row_that_begins_anew_has_forgotten_and_uses_no_id_twice(make: Callabl
         assert [own.forgot for _, own in found] == [len(new) == 300] + [False] * (len(found) - 1)
         for source, own in found:
             for node_id in own.node_ids:
-                assert seen.setdefault(node_id, own.as_of) in {own.as_of, len(tokens)}
+                assert seen.setdefault((source, node_id), own.as_of) in {own.as_of, len(tokens)}
             assert set(full.take(source, own)) <= {Verdict.APPENDED, Verdict.MERGED}
         # All that a replica knows is what is alive.
         drafters.resend(KEY, 1)
