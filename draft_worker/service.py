@@ -20,7 +20,7 @@ from outrider.draft_worker.rounds.commands import (
 from outrider.draft_worker.rounds.growth import Growth
 from outrider.draft_worker.rounds.session import GrowthLimits, GrowthMode, SessionStart
 from outrider.errors import FieldViolation, InvalidRequest, OutriderError
-from outrider.growth_source import ALL_SOURCES, GrowthSource, sources_from_proto, sources_to_proto, to_proto
+from outrider.growth_source import ALL_SOURCES, GrowthSource, sources_from_proto, to_proto
 from outrider.log_output import about
 from outrider.request_decoding import decode
 from outrider.sampling import SamplingSpec
@@ -223,11 +223,9 @@ def _session_start(opened: common_pb2.SessionOpen, incarnation: int, stream: _St
 
 def growth_message(growth: Growth, load: Load) -> draft_pb2.DraftGrowth:
     """Pack a step's nodes, of the sessions of one owner, as they travel."""
-    sources, report = [], None
-    if growth.source is not GrowthSource.MODEL:
-        # Without a report: its time says nothing of when more is to be expected.
-        sources = sources_to_proto([growth.source]) * len(growth.node_ids)
-    elif growth.rows:
+    report = None
+    # What a trie says has no report: its time says nothing of when more is to be expected.
+    if growth.source is GrowthSource.MODEL and growth.rows:
         report = common_pb2.StepReport(
             step_ns=growth.step_ns, forward_ns=growth.forward_ns, tokens=growth.rows, sessions=growth.num_sessions
         )
@@ -243,7 +241,7 @@ def growth_message(growth: Growth, load: Load) -> draft_pb2.DraftGrowth:
         complete=growth.complete,
         report=report,
         load=common_pb2.WorkerLoad(**load._asdict()),
-        sources=sources,
+        source=to_proto(growth.source),
         distributions=pack_distributions(growth.distributions),
         forgot=growth.forgot if any(growth.forgot) else (),
         again=growth.again if any(growth.again) else (),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.coordinator.live.watcher import MAX_LINES, Watcher
 from outrider.coordinator.sessions import clock
 from outrider.coordinator.sessions.messages import Growth, Outcome, RoundResults
+from outrider.growth_source import GrowthSource
 
 if TYPE_CHECKING:
     from outrider.coordinator.sessions.session import Session
@@ -64,8 +65,8 @@ class SessionTap:
         self._next_id = itertools.count(1)
         self._root = 0
         self._nodes: dict[int, _Node] = {}
-        # What each worker calls a node, or a committed token.
-        self._ids: dict[tuple[str, int], int] = {}
+        # What each drafter, a source of a worker, calls a node or a committed token.
+        self._ids: dict[tuple[str, GrowthSource, int], int] = {}
         # Of the last tokens, by committed length: growth may hang from one of them.
         self._roots: dict[int, int] = {len(session.token_ids): self._root}
         self._counts = _Counts()
@@ -133,7 +134,7 @@ class SessionTap:
         new = list[int]()
         columns = zip(growth.node_ids, growth.parents, growth.tokens, growth.acceptance, strict=True)
         for name, above, token, acceptance in columns:
-            parent = self._ids.get((worker_id, above)) if above else self._roots.get(growth.as_of)
+            parent = self._ids.get((worker_id, growth.source, above)) if above else self._roots.get(growth.as_of)
             if parent is None or (parent != self._root and parent not in self._nodes):
                 continue
             node_id = self._child(parent, token)
@@ -141,7 +142,7 @@ class SessionTap:
                 node_id = next(self._next_id)
                 self._nodes[node_id] = _Node(parent, token, acceptance)
                 new.append(node_id)
-            self._ids[worker_id, name] = node_id
+            self._ids[worker_id, growth.source, name] = node_id
         self._counts.grown += len(new)
         event = {"e": "grow", "worker": worker_id, "as_of": growth.as_of, "nodes": list(map(self._entry, new))}
         self._tell({**event, "t": self._now_us()})

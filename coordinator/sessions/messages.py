@@ -315,17 +315,17 @@ class Commits:
 
 @dataclass(frozen=True, kw_only=True)
 class Growth:
-    """New nodes of one session's tree from one draft worker.
+    """New nodes of one session's tree from one drafter of a draft worker.
 
     Attributes:
         as_of: committed length the draft had applied.
-        node_ids: [n] unique per (worker, session, epoch).
+        node_ids: [n] unique per (worker, source, session, epoch).
         parents: [n] node id, or 0 for the root at length `as_of`.
         tokens: [n]
         acceptance: [n] estimate given that the parent is accepted.
         distributions: [n] the q each token was drawn from, under rejection; empty, or None each, otherwise.
         complete: the round's tree is whole (sync mode).
-        sources: [n] of GrowthSource; empty: all MODEL.
+        source: of all nodes.
         forgot: earlier node ids mean nothing any more.
         again: the live tree is sent again from here on.
     """
@@ -339,7 +339,7 @@ class Growth:
     acceptance: Sequence[float]
     distributions: Sequence[DraftDistribution | None] = ()
     complete: bool = False
-    sources: Sequence[int] = ()
+    source: GrowthSource = GrowthSource.MODEL
     forgot: bool = False
     again: bool = False
 
@@ -361,7 +361,7 @@ class GrowthBatch:
         tokens: [N]
         acceptance: [N]
         distributions: [N] or empty.
-        sources: [N] of GrowthSource; None: all MODEL.
+        source: of all nodes.
         is_step: whether it is a step's growth; else a trie says that it has no guess.
     """
 
@@ -377,19 +377,17 @@ class GrowthBatch:
     tokens: npt.NDArray[np.int64]
     acceptance: npt.NDArray[np.float32]
     distributions: Sequence[DraftDistribution | None] = ()
-    sources: npt.NDArray[np.int64] | None = None
+    source: GrowthSource = GrowthSource.MODEL
     is_step: bool = True
 
     @classmethod
     def of(cls, growths: Sequence[Growth]) -> Self:
-        """Several sessions' growth as one message."""
+        """Growth of several sessions, by one source, as one message."""
+        (source,) = {growth.source for growth in growths}
 
         def column(name: str, dtype: npt.DTypeLike) -> npt.NDArray:
             return np.array([value for growth in growths for value in getattr(growth, name)], dtype=dtype)
 
-        told = [
-            source for growth in growths for source in growth.sources or [GrowthSource.MODEL] * len(growth.node_ids)
-        ]
         return cls(
             session_ids=[growth.session_id for growth in growths],
             epochs=[growth.epoch for growth in growths],
@@ -403,18 +401,8 @@ class GrowthBatch:
             tokens=column("tokens", np.int64),
             acceptance=column("acceptance", np.float32),
             distributions=[q for growth in growths for q in growth.distributions or [None] * len(growth.node_ids)],
-            sources=np.array(told) if any(growth.sources for growth in growths) else None,
+            source=source,
         )
-
-    def nodes_by_source(self) -> Sequence[Mapping[GrowthSource, int]]:
-        """[S] Nodes of each session by the source that has grown them."""
-        if self.sources is None:
-            return [{GrowthSource.MODEL: count} if count else {} for count in self.node_counts]
-        sessions, width = len(self.node_counts), max(GrowthSource) + 1
-        cells = np.repeat(np.arange(sessions), self.node_counts) * width + self.sources
-        table = np.bincount(cells, minlength=sessions * width).reshape(sessions, width).tolist()
-        known = tuple(GrowthSource)
-        return [{source: row[source] for source in known if row[source]} for row in table]
 
     def of_session(self, place: int) -> Growth:
         """One session's part."""
@@ -432,5 +420,5 @@ class GrowthBatch:
             complete=self.complete[place],
             forgot=self.forgot[place],
             again=self.again[place],
-            sources=() if self.sources is None else self.sources[nodes].tolist(),
+            source=self.source,
         )

@@ -23,13 +23,21 @@ from outrider.coordinator.sessions.messages import (
 from outrider.coordinator.sessions.source_counts import SourceTally
 from outrider.coordinator.sessions.text_stream import StreamedText, TextStream
 from outrider.errors import InternalError
+from outrider.growth_source import GrowthSource
 from outrider.log_output import about
 from outrider.sampling import VerificationRule
 
 logger = logging.getLogger(__name__)
 
 PLACES = 4
-"""Draft workers that may grow one session's tree."""
+"""Drafters that may grow one session's tree."""
+
+
+class Drafter(NamedTuple):
+    """One source of growth at one draft worker."""
+
+    worker_id: str
+    source: GrowthSource
 
 
 class Undelivered(NamedTuple):
@@ -48,9 +56,9 @@ class Session:
     Everything a worker needs to take the session up is here.
 
     Attributes:
-        places: workers that grow its tree, by their place at the target.
+        places: what grows its tree, by place at the target.
         draft_epochs: by worker id, under which epoch each knows it.
-        asked_again: places whose workers have been asked for their trees, and have not begun to send them.
+        asked_again: workers that have been asked for their trees, and have not begun to send them.
     """
 
     def __init__(self, session_id: int, generation: Generation, index: int, text_stream: TextStream) -> None:
@@ -73,9 +81,9 @@ class Session:
         self.epoch = 0
         self.target_id: str | None = None
         self.target_epoch = 0
-        self.places: list[str | None] = [None] * PLACES
+        self.places: list[Drafter | None] = [None] * PLACES
         self.draft_epochs: dict[str, int] = {}
-        self.asked_again: set[int] = set()
+        self.asked_again: set[str] = set()
         self.refused_by: set[str] = set()
         """Draft workers that gave this session up."""
         self.arrivals: list[GrowthArrival] = []
@@ -94,21 +102,25 @@ class Session:
         self.is_chain = self.sampling.rule is VerificationRule.REJECTION
         """Its drafts are chains of one worker."""
 
-    def join_draft(self, worker_id: str, epoch: int) -> int:
-        """A draft grows its tree from now on; returns its place."""
-        place = self.places.index(None)
-        self.places[place] = worker_id
+    def join_draft(self, worker_id: str, epoch: int, sources: Sequence[GrowthSource]) -> list[int]:
+        """Give each of a draft's sources a place, of which enough are free; return the places."""
+        for source in sources:
+            self.places[self.places.index(None)] = Drafter(worker_id, source)
         self.draft_epochs[worker_id] = epoch
-        return place
+        return self.places_of(worker_id)
 
-    def leave_draft(self, worker_id: str) -> int | None:
-        """A draft does so no more, what it has grown stays; its place, if it did."""
-        if self.draft_epochs.pop(worker_id, None) is None:
-            return None
-        place = self.places.index(worker_id)
-        self.places[place] = None
-        self.asked_again.discard(place)
-        return place
+    def leave_draft(self, worker_id: str) -> list[int]:
+        """Free the places of a draft, perhaps none; what it has grown stays. Return the places."""
+        places = self.places_of(worker_id)
+        for place in places:
+            self.places[place] = None
+        self.draft_epochs.pop(worker_id, None)
+        self.asked_again.discard(worker_id)
+        return places
+
+    def places_of(self, worker_id: str) -> list[int]:
+        """Return the places of a draft."""
+        return [place for place, own in enumerate(self.places) if own is not None and own.worker_id == worker_id]
 
     def _take_received(self, token_ids: Sequence[int]) -> None:
         """A resumed choice goes on after what the client has got; its text has been delivered."""

@@ -1,7 +1,6 @@
 """What sources of growth are worth beside each other, in numbers."""
 
 from collections import Counter
-from collections.abc import Mapping
 from typing import Self
 
 from outrider.coordinator.sessions.messages import Outcome, SourceCounts
@@ -25,10 +24,10 @@ class SourceTally:
             setattr(total, name, getattr(self, name) + getattr(other, name))
         return total
 
-    def note_growth(self, nodes: Mapping[GrowthSource, int]) -> None:
-        """Nodes have come, so many of each source."""
-        for source, count in nodes.items():
-            self._grown[source] += count
+    def note_growth(self, source: GrowthSource, nodes: int) -> None:
+        """So many nodes of a source have come."""
+        if nodes:
+            self._grown[source] += nodes
 
     @property
     def only(self) -> GrowthSource | None:

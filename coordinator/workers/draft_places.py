@@ -4,6 +4,9 @@ A session gets the drafts with the fewest sessions. `async` trees merge the grow
 them for each source (model, n-gram) that the session listens to and some draft has; a `sync` tree of a fixed shape has
 one draft, and so has a chain of rejection, each token of which was drawn from the q that travels with it. Nobody has a
 second draft of a source at the cost of a session without any. docs/sources.md says when another source pays.
+
+Each source of a draft grows a tree of its own, with ids of its own, so it has a place of its own at the target, where
+equal nodes become one. A draft is asked for the sources that have places, and for nothing else.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -14,10 +17,11 @@ from outrider.coordinator.sessions.messages import SpeculationMode
 from outrider.coordinator.sessions.session import PLACES, Session
 from outrider.coordinator.workers.draft_peer import DraftPeer
 from outrider.coordinator.workers.target_peer import TargetPeer
-from outrider.growth_source import ALL_SOURCES, GrowthSource
+from outrider.growth_source import GrowthSource
 from outrider.v1 import target_pb2
 
-_CHAIN_SOURCES = frozenset({GrowthSource.MODEL})
+# An EAGLE head grows where the target runs, and a chain is drawn by a model.
+_DRAFT_SOURCES, _CHAIN_SOURCES = frozenset({GrowthSource.MODEL, GrowthSource.NGRAM}), frozenset({GrowthSource.MODEL})
 
 
 class DraftPlaces:
@@ -49,7 +53,7 @@ class DraftPlaces:
         for session in sorted(sessions, key=lambda session: len(session.draft_epochs)):
             self._assign(session, kinds)
             is_left_out = not session.draft_epochs and not session.refused_by and self._wanted(session)
-            if is_left_out and self._sources(session) == ALL_SOURCES:
+            if is_left_out and self._sources(session) == _DRAFT_SOURCES:
                 # There is no place anywhere: to look through all sessions once is enough.
                 return
 
@@ -71,28 +75,35 @@ class DraftPlaces:
                     peer = min(peers, key=lambda peer: len(peer.sessions))
                 elif self._count(session, source) or (peer := self._reclaim(session, source)) is None:
                     break
-                self._open(session, peer)
+                self._open(session, peer, source)
 
-    def _open(self, session: Session, peer: DraftPeer) -> None:
-        wanted = self._wanted(session) * len(self._sources(session))
+    def _open(self, session: Session, peer: DraftPeer, source: GrowthSource) -> None:
+        """Have a draft grow a session by this source, and by others as far as there are places."""
+        own = self._sources(session)
+        ranked = sorted(own & peer.sources, key=lambda other: (other is not source, other))
+        sources = ranked[: session.places.count(None)]
         # Together the places of a session hold no more than the target's pool.
-        live = max(self._config.max_live_nodes // min(max(wanted, 1), PLACES), 1)
-        opening = session.opening(max_live_nodes=live)
+        of_place = self._config.max_live_nodes // min(self._wanted(session) * len(own), PLACES)
+        opening = session.opening(max_live_nodes=max(of_place, 1) * len(sources))
+        opening = replace(opening, sources=frozenset(sources))
         if session.mode is SpeculationMode.ASYNC:
             # Growth goes on below a tree that is being verified, and below the target's own token after it: with a
             # tree's own depth a draft would stand still, once it is as deep as that, until the answer is there.
             opening = replace(opening, max_depth=2 * (opening.max_depth + 1))
-        place = session.join_draft(peer.worker_id, opening.epoch)
+        places = session.join_draft(peer.worker_id, opening.epoch, sources)
         peer.sessions.add(session.session_id)
-        if (target := self._targets.get(session.target_id or "")) is not None:
-            target.change_place(session, place, target_pb2.PLACE_CHANGE_TAKEN)
+        self._tell(session, places, target_pb2.PLACE_CHANGE_TAKEN)
         peer.link.open_session(opening)
 
     def leave(self, session: Session, worker_id: str) -> None:
         """A draft grows a session's tree no more."""
-        place = session.leave_draft(worker_id)
-        if place is not None and (target := self._targets.get(session.target_id or "")) is not None:
-            target.change_place(session, place, target_pb2.PLACE_CHANGE_LEFT)
+        self._tell(session, session.leave_draft(worker_id), target_pb2.PLACE_CHANGE_LEFT)
+
+    def _tell(self, session: Session, places: Iterable[int], change: target_pb2.PlaceChange) -> None:
+        """Tell a session's target, if it is open at one, what has become of places."""
+        if (target := self._targets.get(session.target_id or "")) is not None:
+            for place in places:
+                target.change_place(session, place, change)
 
     def _wanted(self, session: Session) -> int:
         """Drafts for each source."""
@@ -104,12 +115,13 @@ class DraftPlaces:
 
     @staticmethod
     def _sources(session: Session) -> frozenset[GrowthSource]:
-        """Those that have something to say to it: a chain is drawn by a model."""
-        return session.request.sources & _CHAIN_SOURCES if session.is_chain else session.request.sources
+        """Those of drafts that have something to say to it."""
+        return session.request.sources & (_CHAIN_SOURCES if session.is_chain else _DRAFT_SOURCES)
 
-    def _count(self, session: Session, source: GrowthSource) -> int:
+    @staticmethod
+    def _count(session: Session, source: GrowthSource) -> int:
         """Drafts that grow a session's tree by this source."""
-        return sum(source in self._drafts[worker_id].sources for worker_id in session.draft_epochs)
+        return sum(drafter is not None and drafter.source is source for drafter in session.places)
 
     def _open_to(self, session: Session, source: GrowthSource) -> list[DraftPeer]:
         return [
@@ -130,7 +142,10 @@ class DraftPlaces:
                 continue
             for session_id in peer.sessions:
                 other = self._sessions[session_id]
-                if self._count(other, source) > 1:
+                own = {
+                    drafter.source for drafter in other.places if drafter is not None and drafter.worker_id == worker_id
+                }
+                if source in own and all(self._count(other, each) > 1 for each in own):
                     peer.link.close_session(session_id, other.draft_epochs[worker_id])
                     self.leave(other, worker_id)
                     peer.sessions.discard(session_id)

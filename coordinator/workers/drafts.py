@@ -113,24 +113,23 @@ class Drafts:
         ]
         return len(has_growth), has_growth.count(False)
 
-    def ask_again(self, session: Session, place: int) -> None:
-        """Have the draft at a place send its live tree again, unless that is under way."""
-        worker_id = session.places[place]
-        if worker_id is not None and place not in session.asked_again:
-            session.asked_again.add(place)
-            self.peers[worker_id].link.ask_again(session.session_id, session.draft_epochs[worker_id])
-
     def ask_for_lost(self, session: Session, lost: int) -> None:
-        """Have the drafts do so whose growth a target has lost: a bit set of places."""
-        for place in range(len(session.places)):
-            if lost >> place & 1:
-                self.ask_again(session, place)
+        """Have the drafts send their live trees again whose growth a target has lost: a bit set of places."""
+        for place, drafter in enumerate(session.places):
+            if drafter is not None and lost >> place & 1:
+                self._ask_again(session, drafter.worker_id)
 
     def ask_all_again(self, session: Session) -> None:
         """Have all its drafts do so: another target serves it."""
         session.asked_again.clear()
-        for place in range(len(session.places)):
-            self.ask_again(session, place)
+        for worker_id in session.draft_epochs:
+            self._ask_again(session, worker_id)
+
+    def _ask_again(self, session: Session, worker_id: str) -> None:
+        """Have a draft send its live trees again, unless that is under way."""
+        if worker_id not in session.asked_again:
+            session.asked_again.add(worker_id)
+            self.peers[worker_id].link.ask_again(session.session_id, session.draft_epochs[worker_id])
 
     def take_error(self, worker_id: str, session_id: int, epoch: int, message: str) -> None:
         """A draft cannot serve a session: it goes on without this draft."""

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from outrider.coordinator.sessions.messages import GrowthBatch
 from outrider.coordinator.workers.answers import usable_acceptance
@@ -55,26 +54,14 @@ def growth_batch(message: draft_pb2.DraftGrowth, vocab_size: int) -> GrowthBatch
         tokens=tokens,
         acceptance=usable_acceptance(floats_from_bytes(message.acceptance)),
         distributions=distributions,
-        sources=_sources(message.sources),
+        # What a newer worker may say counts as a model's.
+        source=GrowthSource(message.source) if message.source in set(GrowthSource) else GrowthSource.MODEL,
         # What a trie says has no report, for its time says nothing of when more is to be expected.
         is_step=message.HasField("report") or bool(len(node_ids)),
     )
     sessions, nodes = len(growth.session_ids), sum(growth.node_counts)
-    told = [] if growth.sources is None else [growth.sources]
     columns = (growth.epochs, growth.as_of, growth.node_counts, growth.complete, growth.forgot, growth.again)
     lengths = {len(column) for column in columns}
-    if lengths != {sessions} or {len(column) for column in (node_ids, parents, tokens, growth.acceptance, *told)} != {
-        nodes
-    }:
+    if lengths != {sessions} or {len(column) for column in (node_ids, parents, tokens, growth.acceptance)} != {nodes}:
         raise ValueError(f"columns of different lengths in growth of {sessions} sessions and {nodes} nodes")
     return growth
-
-
-def _sources(told: Sequence[int]) -> npt.NDArray[np.int64] | None:
-    """[N] None where all are a model's, which is what most messages are."""
-    if not told:
-        return None
-    sources = np.array(told, dtype=np.int64)
-    # What a newer worker may say counts as a model's.
-    sources[(sources < GrowthSource.MODEL) | (sources > GrowthSource.EAGLE)] = GrowthSource.MODEL
-    return None if (sources == GrowthSource.MODEL).all() else sources

@@ -24,12 +24,12 @@ from outrider.coordinator.sessions.messages import (
     RoundResults,
     SessionFault,
 )
-from outrider.coordinator.sessions.session import Session
+from outrider.coordinator.sessions.session import Drafter, Session
 from outrider.coordinator.sessions.totals import Totals
 from outrider.coordinator.workers.drafts import Drafts
 from outrider.coordinator.workers.target_peer import TargetPeer
 from outrider.draft_distribution import pack_distributions
-from outrider.growth_source import GrowthSource
+from outrider.growth_source import GrowthSource, to_proto
 from outrider.v1 import target_pb2
 from outrider.wire import floats_to_bytes
 
@@ -89,44 +89,50 @@ class Relay:
             return
         self._totals.demand.note_growth(peer.link.step_latency.mean_ns, growth)
         parts: defaultdict[str, list[int]] = defaultdict(list)
-        owners, sources = list(map(self._sessions.get, growth.session_ids)), growth.nodes_by_source()
+        owners = list(map(self._sessions.get, growth.session_ids))
+        drafter = Drafter(worker_id, growth.source)
         for number, (session, epoch, count) in enumerate(zip(owners, growth.epochs, growth.node_counts, strict=True)):
             target = None
-            if session is not None and session.draft_epochs.get(worker_id) == epoch:
-                self._note_growth(worker_id, session, growth, number, sources[number])
+            # What a worker grows without having been asked for this source has no place.
+            is_asked_for = session is not None and drafter in session.places
+            if session is not None and is_asked_for and session.draft_epochs[worker_id] == epoch:
+                self._note_growth(drafter, session, growth, number)
                 target = self._open_target(session)
             if session is None or target is None:
                 self._totals.dropped_nodes += count
                 continue
-            self._note_changes(target, session, session.places.index(worker_id), growth, number)
+            self._note_changes(target, session, worker_id, growth, number)
             if count or growth.complete[number]:
                 parts[target.worker_id].append(number)
         for target_id, numbers in parts.items():
             sent = [owner for number in numbers if (owner := owners[number]) is not None]
-            self._targets[target_id].link.grow(_relayed(worker_id, growth, numbers, sent))
+            self._targets[target_id].link.grow(_relayed(drafter, growth, numbers, sent))
 
-    def _note_growth(
-        self, worker_id: str, session: Session, growth: GrowthBatch, number: int, sources: Mapping[GrowthSource, int]
-    ) -> None:
+    def _note_growth(self, drafter: Drafter, session: Session, growth: GrowthBatch, number: int) -> None:
         """Take note of one session's part, for whoever counts and watches."""
-        session.note_growth(worker_id, as_of=growth.as_of[number], nodes=growth.node_counts[number])
-        session.sources.note_growth(sources)
-        self._totals.sources.note_growth(sources)
+        nodes = growth.node_counts[number]
+        session.note_growth(drafter.worker_id, as_of=growth.as_of[number], nodes=nodes)
+        session.sources.note_growth(drafter.source, nodes)
+        self._totals.sources.note_growth(drafter.source, nodes)
         if session.tap is not None:
-            session.tap.note_growth(worker_id, growth.of_session(number))
+            session.tap.note_growth(drafter.worker_id, growth.of_session(number))
 
     def _open_target(self, session: Session) -> TargetPeer | None:
         """The target where a session is open; None while it is nowhere, or needs none any more."""
         return None if session.is_finished else self._targets.get(session.target_id or "")
 
     @staticmethod
-    def _note_changes(target: TargetPeer, session: Session, place: int, growth: GrowthBatch, number: int) -> None:
-        """Tell a target what a draft says of the tree that it has sent so far."""
+    def _note_changes(target: TargetPeer, session: Session, worker_id: str, growth: GrowthBatch, number: int) -> None:
+        """Tell a target what a draft says of all trees of the session that it has sent so far."""
+        changes = list[target_pb2.PlaceChange]()
         if growth.forgot[number]:
-            target.change_place(session, place, target_pb2.PLACE_CHANGE_TAKEN)
+            changes.append(target_pb2.PLACE_CHANGE_TAKEN)
         if growth.again[number]:
-            session.asked_again.discard(place)
-            target.change_place(session, place, target_pb2.PLACE_CHANGE_RESENT)
+            session.asked_again.discard(worker_id)
+            changes.append(target_pb2.PLACE_CHANGE_RESENT)
+        for change in changes:
+            for place in session.places_of(worker_id):
+                target.change_place(session, place, change)
 
     # --------------------------------------------------------------------------------------------------------- results
 
@@ -217,7 +223,7 @@ class Relay:
 
 
 def _relayed(
-    worker_id: str, growth: GrowthBatch, numbers: Sequence[int], sessions: Sequence[Session]
+    drafter: Drafter, growth: GrowthBatch, numbers: Sequence[int], sessions: Sequence[Session]
 ) -> target_pb2.RelayedGrowth:
     """Some sessions' parts of growth, under the names that their target knows them by."""
     if len(numbers) == len(growth.session_ids):
@@ -237,14 +243,14 @@ def _relayed(
     return target_pb2.RelayedGrowth(
         session_ids=[session.session_id for session in sessions],
         epochs=[session.target_epoch for session in sessions],
-        places=[session.places.index(worker_id) for session in sessions],
+        places=[session.places.index(drafter) for session in sessions],
         as_of=as_of,
         node_counts=counts,
         node_ids=growth.node_ids[nodes].tolist(),
         parents=growth.parents[nodes].tolist(),
         tokens=growth.tokens[nodes].tolist(),
         acceptance=floats_to_bytes(growth.acceptance[nodes]),
-        sources=() if growth.sources is None else growth.sources[nodes].tolist(),
+        sources=() if growth.source is GrowthSource.MODEL else [to_proto(growth.source)] * len(growth.node_ids[nodes]),
         distributions=distributions,
         complete=[bool(own) for own in complete] if any(complete) else (),
     )

@@ -53,8 +53,8 @@ class TargetPeer:
         opening = session.opening(max_live_nodes=0, sync_wait_ms=sync_wait_ms)
         session.target_id, session.target_epoch, session.is_held = self.worker_id, opening.epoch, False
         self.link.open_session(opening)
-        for place, worker_id in enumerate(session.places):
-            if worker_id is not None:
+        for place, drafter in enumerate(session.places):
+            if drafter is not None:
                 self.change_place(session, place, target_pb2.PLACE_CHANGE_TAKEN)
         if session.probation:
             self.suspects.append(session)
@@ -62,7 +62,7 @@ class TargetPeer:
             self._try_next()
 
     def change_place(self, session: Session, place: int, change: target_pb2.PlaceChange) -> None:
-        """Tell what has become of a draft's place in a session that is open here."""
+        """Tell what has become of a place in a session that is open here."""
         self.link.change_place(session.session_id, session.target_epoch, place, change)
 
     def hold(self, session: Session, *, is_held: bool) -> None:

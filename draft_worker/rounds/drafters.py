@@ -1,9 +1,9 @@
 """A worker's drafters behind one front: each session grows by those that it asks for.
 
 What coordinators ask for is checked here, once for all drafters: epochs, token ids, and that commits continue what was
-committed. Both drafters may grow the same token below the same node; it then has two ids, and whoever verifies takes
-the higher estimate. A session that asks for nothing this worker has is open and stays silent. Where n-grams are
-expected to be right for most of a tree's depth, the model rests: its steps would only take others' time.
+committed. Each drafter has a tree and ids of its own; where both grow the same node, the target merges them. A session
+that asks for nothing this worker has is open and stays silent. Where n-grams are expected to be right for most of a
+tree's depth, the model rests: its steps would only take others' time.
 """
 
 from collections.abc import Callable, Container, Iterator, Sequence

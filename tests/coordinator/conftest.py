@@ -12,6 +12,7 @@ from outrider.coordinator.sessions.config import CoordinatorConfig
 from outrider.coordinator.sessions.messages import GenerationRequest, GenerationResult, TokenDelta
 from outrider.coordinator.sessions.scheduler import Scheduler
 from outrider.coordinator.sessions.text_stream import TextStream
+from outrider.growth_source import GrowthSource
 from outrider.sampling import SamplingSpec
 from outrider.v1 import registry_pb2
 
@@ -35,7 +36,7 @@ class Bench:
     def add_draft(
         self, name: str = "draft", *, accuracy: float = 0.8, delay_s: float = 0.002, sources: Sequence[int] = ()
     ) -> FakeDraft:
-        draft = FakeDraft(accuracy=accuracy, delay_s=delay_s, source=sources[0] if sources else None)
+        draft = FakeDraft(accuracy=accuracy, delay_s=delay_s, sources=[GrowthSource(number) for number in sources])
         draft.deliver = lambda growth: self.scheduler.take_growth(name, growth)
         self.scheduler.add_draft(name, draft, self.limits, sources=sources)  # type: ignore[arg-type]
         return draft

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -338,18 +339,22 @@ class FakeTarget:
 
 @dataclass
 class DraftSession:
-    """A session as the fake draft has it; nodes by id, with their parents."""
+    """A session as the fake draft has it; of each source nodes by id, with their parents."""
 
     epoch: int
     tokens: list[int]
-    nodes: dict[int, tuple[int, Node]] = field(default_factory=dict)
+    sources: list[GrowthSource]
+    nodes: defaultdict[GrowthSource, dict[int, tuple[int, Node]]] = field(default_factory=lambda: defaultdict(dict))
 
 
 class FakeDraft:
-    """Grows guesses of which a given share is right; growth reaches the scheduler after a random delay."""
+    """Grows guesses of which a given share is right; growth reaches the scheduler after a random delay.
 
-    def __init__(self, *, accuracy: float, delay_s: float, seed: int = 0, source: int | None = None) -> None:
-        self.source = source
+    Each source grows a tree of its own, and all begin with the same ids.
+    """
+
+    def __init__(self, *, accuracy: float, delay_s: float, seed: int = 0, sources: Sequence[GrowthSource] = ()) -> None:
+        self.sources = sources or [GrowthSource.MODEL]
         self.step_latency = Latency()
         self.step_latency.observe(1e6)
         self.accuracy = accuracy
@@ -361,13 +366,16 @@ class FakeDraft:
         self.commits = 0
         self.deliver: Callable[[GrowthBatch], None] = lambda growth: None
         self._epochs: dict[int, int] = {}
-        self._ids = 0
+        self._ids = Counter[GrowthSource]()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def open_session(self, opening: SessionOpening) -> None:
         assert opening.epoch > self._epochs.get(opening.session_id, 0)
         self._epochs[opening.session_id] = opening.epoch
-        self.sessions[opening.session_id] = DraftSession(opening.epoch, [*opening.prompt, *opening.output])
+        sources = [source for source in self.sources if source in opening.sources]
+        # It has been chosen for something.
+        assert sources
+        self.sessions[opening.session_id] = DraftSession(opening.epoch, [*opening.prompt, *opening.output], sources)
         self._later(self._grow(opening.session_id))
 
     def commit(self, commits: Commits) -> None:
@@ -388,22 +396,34 @@ class FakeDraft:
         self.closed.append((session_id, epoch))
         self.sessions.pop(session_id, None)
 
-    def _later(self, work: Iterator[Growth]) -> None:
+    def _later(self, work: Iterator[list[Growth]]) -> None:
         """Both what is grown now and what is sent again leave after a moment."""
-        growth = next(work)
+        growths = next(work)
 
-        async def send(growth: Growth) -> None:
+        async def send(growths: list[Growth]) -> None:
             await asyncio.sleep(self.random.random() * self.delay_s)
             with contextlib.suppress(StopIteration):
-                growth = next(work)
-            self.deliver(GrowthBatch.of([growth]))
+                growths = next(work)
+            for growth in growths:
+                self.deliver(GrowthBatch.of([growth]))
 
-        task = asyncio.ensure_future(send(growth))
+        task = asyncio.ensure_future(send(growths))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _grow(self, session_id: int) -> Iterator[Growth]:
+    def _grow(self, session_id: int) -> Iterator[list[Growth]]:
         session = self.sessions[session_id]
+        grown = {source: self._chain(session, source) for source in session.sources}
+        as_of = len(session.tokens)
+        yield [
+            self._growth(session_id, session.epoch, source, as_of, [(own, *rest) for own, rest in nodes.items()])
+            for source, nodes in grown.items()
+        ]
+        for source, nodes in grown.items():
+            session.nodes[source] |= nodes
+
+    def _chain(self, session: DraftSession, source: GrowthSource) -> dict[int, tuple[int, Node]]:
+        """Guesses below the root, and beside each a worse one."""
         tokens, as_of = list(session.tokens), len(session.tokens)
         parent, path, nodes = 0, tuple[int, ...](), dict[int, tuple[int, Node]]()
         for _ in range(6):
@@ -411,31 +431,39 @@ class FakeDraft:
             guess = right if self.random.random() < self.accuracy else (right + 1) % VOCABULARY
             above = parent
             for token in (guess, (guess + 5) % VOCABULARY):
-                self._ids += 1
-                node = Node(as_of, (*path, token), 0.7 if token == guess else 0.1, self.source or GrowthSource.MODEL)
-                nodes[self._ids] = (above, node)
-                parent = self._ids if token == guess else parent
+                self._ids[source] += 1
+                node_id = self._ids[source]
+                nodes[node_id] = (above, Node(as_of, (*path, token), 0.7 if token == guess else 0.1, source))
+                parent = node_id if token == guess else parent
             path = (*path, guess)
             tokens.append(guess)
-        growth = self._growth(session_id, session.epoch, as_of, [(own, *rest) for own, rest in nodes.items()])
-        yield growth
-        session.nodes |= nodes
+        return nodes
 
-    def _send_again(self, session_id: int) -> Iterator[Growth]:
-        """The live tree, as it is when it leaves."""
-        session = self.sessions[session_id]
-        yield self._growth(session_id, session.epoch, len(session.tokens), [], again=True)
-        live = {
-            own: (above, node._replace(as_of=len(session.tokens), path=below))
-            for own, (above, node) in session.nodes.items()
-            if (below := node.below(session.tokens))
-        }
-        rows = [(own, above if above in live else 0, node) for own, (above, node) in live.items()]
-        yield self._growth(session_id, session.epoch, len(session.tokens), rows, again=True)
+    def _send_again(self, session_id: int) -> Iterator[list[Growth]]:
+        """The live trees, as they are when they leave; the first message says so."""
+        session, found = self.sessions[session_id], list[Growth]()
+        yield found
+        for source in session.sources:
+            live = {
+                own: (above, node._replace(as_of=len(session.tokens), path=below))
+                for own, (above, node) in session.nodes[source].items()
+                if (below := node.below(session.tokens))
+            }
+            rows = [(own, above if above in live else 0, node) for own, (above, node) in live.items()]
+            found.append(self._growth(session_id, session.epoch, source, len(session.tokens), rows, is_first=not found))
+        yield found
 
     def _growth(
-        self, session_id: int, epoch: int, as_of: int, nodes: Sequence[tuple[int, int, Node]], *, again: bool = False
+        self,
+        session_id: int,
+        epoch: int,
+        source: GrowthSource,
+        as_of: int,
+        nodes: Sequence[tuple[int, int, Node]],
+        *,
+        is_first: bool | None = None,
     ) -> Growth:
+        """Growth; with `is_first` a tree that is sent again, perhaps the first of several."""
         return Growth(
             session_id=session_id,
             epoch=epoch,
@@ -444,7 +472,7 @@ class FakeDraft:
             parents=[above for _, above, _ in nodes],
             tokens=[node.path[-1] for _, _, node in nodes],
             acceptance=[node.acceptance for _, _, node in nodes],
-            complete=not again,
-            again=again,
-            sources=() if self.source is None else [self.source] * len(nodes),
+            complete=is_first is None,
+            again=bool(is_first),
+            source=source,
         )

@@ -1,10 +1,18 @@
 """One tree from several drafts, and who gets how many of them."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
-from outrider.coordinator.sessions.messages import GenerationRequest, Growth, GrowthBatch, SpeculationMode
+from outrider.coordinator.sessions.messages import (
+    GenerationRequest,
+    Growth,
+    GrowthBatch,
+    SessionOpening,
+    SpeculationMode,
+)
+from outrider.coordinator.sessions.session import PLACES
 from outrider.coordinator.sessions.text_stream import TextStream
 from outrider.growth_source import GrowthSource
 from outrider.sampling import SamplingSpec, VerificationRule
@@ -12,6 +20,7 @@ from outrider.v1 import registry_pb2, target_pb2
 
 MODEL, NGRAM, EAGLE = GrowthSource
 LONG = SamplingSpec(max_new_tokens=100_000)
+REJECTION = SamplingSpec(temperature=1.0, max_new_tokens=100_000, verification=VerificationRule.REJECTION)
 
 
 def make_request(number: int = 1, **changes) -> GenerationRequest:
@@ -236,7 +245,10 @@ async def test_drafts_hear_what_was_asked_for_and_look_further_than_one_tree(mak
         request = make_request(max_depth=4, sources=sources, mode=mode)
         generation = bench.scheduler.submit(request, [TextStream(None)])
         assert {name: opening.max_depth for name, opening in opened.items()} == depths
-        assert all(opening.sources == sources for opening in opened.values())
+        # Each is asked for what it has, and gets the credit of its places.
+        asked = {"model": {MODEL}, "trie": {NGRAM}}
+        assert {name: opening.sources for name, opening in opened.items()} == {name: asked[name] for name in opened}
+        assert {opening.max_live_nodes for opening in opened.values()} == {128}
         generation.cancel()
 
 
@@ -323,8 +335,8 @@ async def test_a_draft_that_comes_back_to_a_session_begins_anew(make_bench):
     other.cancel()
     assert set(session.draft_epochs) == {"first", "second"}
     taken, left = target_pb2.PLACE_CHANGE_TAKEN, target_pb2.PLACE_CHANGE_LEFT
-    place = session.places.index(lost)
-    assert session.places.index(kept) == 1 - place
+    (place,) = session.places_of(lost)
+    assert session.places_of(kept) == [1 - place]
     told = [(at, change) for session_id, at, change in target.changes if session_id == session.session_id]
     assert told == [(0, taken), (1, taken), (place, left), (place, taken)]
     generation.cancel()
@@ -355,3 +367,61 @@ async def test_what_was_verified_is_counted_for_the_source_that_alone_has_grown(
     assert own.source is NGRAM
     assert own.drafted > own.submitted > own.accepted > 0
     assert (own.submitted, own.accepted) == (result.speculation.drafted_tokens, result.speculation.accepted_tokens)
+
+
+async def test_each_source_of_a_draft_has_a_place_of_its_own(make_bench):
+    bench = make_bench()
+    target = bench.add_target()
+    target.runs.clear()
+    draft = bench.add_draft("both", delay_s=1000.0, sources=[MODEL, NGRAM])
+    opened = list[SessionOpening]()
+    open_session = draft.open_session
+    draft.open_session = lambda opening: (opened.append(opening), open_session(opening))
+    every, chain = (
+        bench.scheduler.submit(make_request(number, **changes), [TextStream(None)])
+        for number, changes in ((1, {}), (2, {"sampling": REJECTION}))
+    )
+    assert target.told == ["open 1", "TAKEN 1.0", "TAKEN 1.1", "open 2", "TAKEN 2.0"]
+    assert [opening.sources for opening in opened] == [{MODEL, NGRAM}, {MODEL}]
+    # Together they fill the target's pool, and no more.
+    assert [opening.max_live_nodes for opening in opened] == [256, 256]
+    bench.scheduler.remove_draft("both")
+    assert target.told[5:] == ["LEFT 1.0", "LEFT 1.1", "LEFT 2.0"]
+    assert every.sessions[0].places == [None] * PLACES
+    for generation in (every, chain):
+        generation.cancel()
+
+
+async def test_a_draft_grows_by_no_more_sources_than_there_are_places(make_bench):
+    bench = make_bench(drafts_per_session=4)
+    target = bench.add_target()
+    target.runs.clear()
+    for name, sources in (("one", [MODEL]), ("two", [MODEL, NGRAM]), ("three", [MODEL, NGRAM])):
+        bench.add_draft(name, delay_s=1000.0, sources=sources)
+    generation = bench.scheduler.submit(make_request(), [TextStream(None)])
+    (session,) = generation.sessions
+    placed = [(drafter.worker_id, drafter.source) for drafter in session.places if drafter is not None]
+    assert placed == [("one", MODEL), ("two", MODEL), ("two", NGRAM), ("three", MODEL)]
+    growth = Growth(
+        session_id=1, epoch=session.draft_epochs["three"], as_of=3, node_ids=[1], parents=[0], tokens=[5],
+        acceptance=[0.5], source=NGRAM,
+    )  # fmt: skip
+    # Nobody asked it for this.
+    bench.scheduler.take_growth("three", GrowthBatch.of([growth]))
+    assert (bench.scheduler.totals.dropped_nodes, target.grown) == (1, [])
+    bench.scheduler.take_growth("two", GrowthBatch.of([replace(growth, epoch=session.draft_epochs["two"])]))
+    assert [list(growth.places) for growth in target.grown] == [[2]]
+    generation.cancel()
+
+
+async def test_nobody_loses_its_only_trie_with_a_second_model(make_bench):
+    bench = make_bench(drafts_per_session=2)
+    bench.add_target().runs.clear()
+    for name, sources in (("both", [MODEL, NGRAM]), ("model", [MODEL])):
+        bench.limits = room_for(1)
+        bench.add_draft(name, delay_s=1000.0, sources=sources)
+    first, second = (bench.scheduler.submit(make_request(number), [TextStream(None)]) for number in (1, 2))
+    # The second takes the first one's second model, which is not beside its trie.
+    assert [set(generation.sessions[0].draft_epochs) for generation in (first, second)] == [{"both"}, {"model"}]
+    for generation in (first, second):
+        generation.cancel()

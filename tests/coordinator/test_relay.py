@@ -91,7 +91,7 @@ async def test_one_message_of_growth_is_one_for_each_target(make_bench, make_req
 
 
 async def test_what_comes_with_nodes_is_relayed_with_them(make_bench, make_request):
-    """Sources, distributions and whether a tree is whole; of sessions that go on elsewhere, or no more, nothing."""
+    """Distributions and whether a tree is whole; of sessions that go on elsewhere, or no more, nothing."""
     bench = make_bench()
     target = bench.add_target()
     target.runs.clear()
@@ -108,9 +108,9 @@ async def test_what_comes_with_nodes_is_relayed_with_them(make_bench, make_reque
     ]
     batch = GrowthBatch.of(
         [
-            growth_of(ended, [5, 6], sources=[2, 2]),
+            growth_of(ended, [5, 6]),
             growth_of(chain, [8, 9], distributions=drawn),
-            growth_of(sync, [10, 11], complete=True, sources=[1, 2]),
+            growth_of(sync, [10, 11], complete=True),
         ]
     )
     ended.generation.cancel()
@@ -118,7 +118,6 @@ async def test_what_comes_with_nodes_is_relayed_with_them(make_bench, make_reque
     (growth,) = target.grown
     assert list(growth.session_ids) == [chain.session_id, sync.session_id]
     assert list(growth.tokens) == [8, 9, 10, 11]
-    assert list(growth.sources) == [1, 1, 1, 2]
     assert list(growth.complete) == [False, True]
     told = unpack_distributions(growth.distributions, 4)
     assert [None if q is None else q.token_ids.tolist() for q in told] == [[8], [9], None, None]
@@ -210,6 +209,33 @@ async def test_lost_growth_is_asked_for_once_until_it_comes(bench, make_request)
     bench.scheduler.take_growth("draft", GrowthBatch.of([growth_of(session, [5], first=40)]))
     await asyncio.sleep(0.01)
     assert draft.asked_again == 2 * asked
+
+
+async def test_what_a_draft_says_of_its_trees_holds_for_all_its_places(bench, make_request):
+    target = bench.add_target()
+    target.runs.clear()
+    draft = bench.add_draft(delay_s=1000.0, sources=[1, 2])
+    (session,) = begin(bench, make_request)
+    # Both use the same ids.
+    for source in (GrowthSource.MODEL, GrowthSource.NGRAM):
+        bench.scheduler.take_growth("draft", GrowthBatch.of([growth_of(session, [5, 6], source=source)]))
+    assert [(*growth.places, *growth.node_ids, *growth.sources) for growth in target.grown] == [
+        (0, 1, 2), (1, 1, 2, 2, 2),
+    ]  # fmt: skip
+    counted = {own.source: own.drafted for own in bench.scheduler.source_counts()}
+    assert counted == {GrowthSource.MODEL: 2, GrowthSource.NGRAM: 2}
+    # One of its trees is lost: it is asked once, for all.
+    for lost in (0b10, 0b11):
+        outcome = Outcome(session_id=1, epoch=session.target_epoch, token_ids=(), lost=lost)
+        bench.scheduler.take_results("target", RoundResults(outcomes=[outcome]))
+    assert draft.asked_again == [(1, session.draft_epochs["draft"])]
+    del target.told[:]
+    # It has forgotten before it sends what it has now.
+    anew = growth_of(session, [7], first=3, forgot=True, again=True, source=GrowthSource.NGRAM)
+    bench.scheduler.take_growth("draft", GrowthBatch.of([anew]))
+    assert target.told == ["TAKEN 1.0", "TAKEN 1.1", "RESENT 1.0", "RESENT 1.1", "grow 1.1 1"]
+    bench.scheduler.take_results("target", RoundResults(outcomes=[outcome]))
+    assert len(draft.asked_again) == 2
 
 
 async def test_only_drafts_that_are_there_are_asked_for_what_was_lost(make_bench, make_request):
@@ -332,26 +358,3 @@ async def test_a_session_that_is_held_rests_at_the_next_target_too(make_bench, m
     assert second.bounds == [(1, 0, False)]
     assert not second.rounds
     assert len(await _tokens(generation)) == 40
-
-
-def test_nodes_are_counted_by_the_session_and_the_source():
-    def own(session_id: int, sources: list[int]) -> Growth:
-        ids = list(range(1, len(sources) + 1))
-        return Growth(
-            session_id=session_id, epoch=1, as_of=1, node_ids=ids, parents=[0] * len(ids), tokens=ids,
-            acceptance=[0.5] * len(ids), sources=sources,
-        )  # fmt: skip
-
-    model, ngram, eagle = GrowthSource
-    assert GrowthBatch.of([own(1, [1, 2, 2]), own(2, []), own(3, [3])]).nodes_by_source() == [
-        {model: 1, ngram: 2}, {}, {eagle: 1},
-    ]  # fmt: skip
-    (alone,) = GrowthBatch.of([growth_without_sources(2)]).nodes_by_source()
-    assert alone == {model: 2}
-
-
-def growth_without_sources(count: int) -> Growth:
-    ids = list(range(1, count + 1))
-    return Growth(
-        session_id=1, epoch=1, as_of=1, node_ids=ids, parents=[0] * count, tokens=ids, acceptance=[0.5] * count
-    )

@@ -97,3 +97,28 @@ def test_ngrams_work_without_transformers_and_without_numba(folder: Path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[8, 9, 10]"
+
+
+FIRST_SESSION = """
+import sys
+from numba.core import event
+from outrider.draft_worker.config import DraftWorkerConfig
+from outrider.draft_worker.loading import load_drafters
+from outrider.draft_worker.rounds.session import GrowthLimits, SessionStart
+from outrider.sampling import SamplingSpec
+drafters = load_drafters(DraftWorkerConfig(model_path=sys.argv[1], num_slots=64, max_num_seqs=2)).drafters
+assert (drafters.slots, drafters.steps, drafters.model.launches) == ((0, 64), 0, 0)
+with event.install_recorder("numba:compiler_lock") as recorder:
+    drafters.open(SessionStart(key=(1, 1), owner=1, epoch=1, prompt=[1, 5, 6, 7], output=[],
+                               sampling=SamplingSpec(max_new_tokens=9, temperature=1.0), limits=GrowthLimits()))
+    while not (growths := list(drafters.advance())):
+        pass
+print(len(growths[0].tokens) > 0, len(recorder.buffer))
+"""
+
+
+def test_nothing_is_compiled_or_loaded_when_the_first_session_comes(checkpoint: Path):
+    command = [sys.executable, "-c", FIRST_SESSION, str(checkpoint)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "True 0"

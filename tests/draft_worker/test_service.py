@@ -384,7 +384,7 @@ def test_a_message_says_what_is_not_the_models_and_has_no_time_of_steps_then():
     growth.complete, growth.counts = [False, True], [2, 0]
     growth.node_ids, growth.parents, growth.tokens, growth.acceptance = [1, 3], [0, 1], [8, 9], [0.5, 0.25]
     message = growth_message(growth, load)
-    assert list(message.sources) == [int(GrowthSource.NGRAM)] * 2
+    assert message.source == GrowthSource.NGRAM
     assert not message.HasField("report")
     assert (list(message.as_of), list(message.node_counts), list(message.complete)) == ([3, 4], [2, 0], [False, True])
     assert (message.load.sessions, message.load.steps, message.load.busy) == (3, 6, 0.5)
@@ -398,7 +398,7 @@ def test_a_message_carries_every_nodes_distribution():
     growth = bench.step()
     assert growth is not None
     message = growth_message(growth, Load(2, 0, 0, 1, 0.0))
-    assert (message.report.tokens, message.report.sessions, list(message.sources)) == (6, 2, [])
+    assert (message.report.tokens, message.report.sessions, message.source) == (6, 2, GrowthSource.MODEL)
     found = unpack_distributions(message.distributions, len(message.node_ids))
     counts = dict(zip(message.session_ids, message.node_counts, strict=True))
     assert counts == {1: 1, 2: 4}

@@ -24,7 +24,7 @@ from outrider.draft_worker.drafters.model.program import MAX_STEP_COMMITS, Growt
 from outrider.draft_worker.drafters.model.session import ModelSession
 from outrider.draft_worker.drafters.model.sync_tree import SyncTree
 from outrider.draft_worker.rounds.growth import Growth
-from outrider.draft_worker.rounds.session import Key, SessionStart
+from outrider.draft_worker.rounds.session import GrowthLimits, Key, SessionStart
 from outrider.engine.packed_forward import ForwardPass
 from outrider.engine.round_rings import Early, Inbox, Report, Rounds
 from outrider.errors import OutOfSlots
@@ -36,6 +36,7 @@ from outrider.kernels.pool.pack import Packed
 from outrider.kernels.pool.records import Records
 from outrider.kernels.sampling.rows import SampledRows
 from outrider.log_output import about
+from outrider.sampling import SamplingSpec
 
 logger = logging.getLogger(__name__)
 
@@ -147,10 +148,27 @@ class ModelDrafter:
         return self._rounds.under_way > 0
 
     def warm_up(self) -> None:
-        """Compile and capture what steps need."""
+        """Compile and capture what steps need; called before any session is opened."""
         expansions.warm_up()
         acceptance_calibration.warm_up()
-        self._program.warm_up()
+        if self._program.captures:
+            self._program.warm_up()
+        else:
+            self._grow_once()
+
+    def _grow_once(self) -> None:
+        """Grow a session and close it: else the first one would wait until every stage is compiled."""
+        sampling = SamplingSpec(max_new_tokens=2, repetition_penalty=1.1)
+        start = SessionStart(
+            key=(0, 0), owner=None, epoch=1, prompt=[0], output=(), sampling=sampling, limits=GrowthLimits()
+        )
+        self.open(start)
+        while self.advance() or self.is_busy:
+            pass
+        self.close(start.key)
+        while self.advance() or self.is_busy:
+            pass
+        self.launches = self.steps = 0
 
     def open(self, start: SessionStart) -> None:
         """Open a session, of a key that none is open under; `Drafters` has checked what it begins with.
@@ -230,7 +248,7 @@ class ModelDrafter:
         names, drawn = {root: 0}, dict(session.distributions)
         for entry, parent in enumerate(parents.tolist()):
             if parent in names:
-                names[entry] = 2 * (int(ids[entry]) + session.ids_used)
+                names[entry] = int(ids[entry]) + session.ids_used
         (_, *live), (_, *node_ids) = names, names.values()
         tree.add(
             session.start, len(session.tokens), node_ids, [names[parent] for parent in parents[live].tolist()],
@@ -381,8 +399,7 @@ class ModelDrafter:
         growth.session_ids = [start.key[1] for start in starts]
         growth.epochs = [start.epoch for start in starts]
         growth.complete, growth.forgot, growth.again = ([False] * len(starts) for _ in range(3))
-        # Odd ids are those of other drafters of this worker.
-        growth.node_ids, growth.parents = (2 * nodes[:2]).tolist()
+        growth.node_ids, growth.parents = nodes[:2].tolist()
         growth.tokens, growth.acceptance = nodes[2].tolist(), acceptances.tolist()
         if any(q is not None for q in drawn):
             made = self._columns(words, count)[4]
@@ -463,8 +480,8 @@ class ModelDrafter:
         growth.add(
             session.start,
             tree.as_of,
-            [2 * (node.node_id + session.ids_used) for node in best],
-            [2 * (node.parent + session.ids_used) if node.parent else 0 for node in best],
+            [node.node_id + session.ids_used for node in best],
+            [node.parent + session.ids_used if node.parent else 0 for node in best],
             [node.token for node in best],
             [float(node.acceptance) for node in best],
             distributions=distributions if any(q is not None for q in distributions) else (),

@@ -121,6 +121,7 @@ class GrowthProgram:
         memory: shared with the host.
         lines: L of the largest bucket: rows that a report has room for.
         branching: K.
+        captures: whether steps are captured.
     """
 
     def __init__(
@@ -205,7 +206,7 @@ class GrowthProgram:
         self._graph_pool = torch.cuda.graph_pool_handle() if on_gpu else None
         self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph] = {}
         self._hosted: dict[int, tuple[torch.cuda.CUDAGraph, tuple[Packed, SampledRows, torch.Tensor]]] = {}
-        self._captures = captures and on_gpu
+        self.captures = captures and on_gpu
 
     def _column(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -376,10 +377,6 @@ class GrowthProgram:
 
     def warm_up(self) -> None:
         """Compile what steps run, capture their graphs and time them; called before any session is opened."""
-        if not self._captures:
-            self._step(0, processes=True)
-            self._forget_rounds()
-            return
         began = time.perf_counter()
         self._compile()
         compiled = time.perf_counter()

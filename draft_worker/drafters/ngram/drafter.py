@@ -73,8 +73,6 @@ class _Session:
 class NgramDrafter:
     """All sessions of a worker that grow by its trie.
 
-    Node ids are odd: 2 n - 1 for the n-th node of a session. A model that grows the same session has the even ones.
-
     Args:
         trie: shared by all sessions.
         config: see `NgramDrafterConfig`.
@@ -152,7 +150,7 @@ class NgramDrafter:
             self._re_root([session])
             count = columns.count[row]
         # The root is the parent -1.
-        ids = np.append(2 * columns.ids[row, :count, 0] - 1, 0)
+        ids = np.append(columns.ids[row, :count, 0], 0)
         growth.add(
             start, len(session.tokens), ids[:-1].tolist(), ids[columns.parent[row, :count]].tolist(),
             columns.token[row, :count].tolist(), columns.acceptance[row, :count].tolist(),
@@ -268,7 +266,7 @@ class NgramDrafter:
     ) -> None:
         records = records[records[:, 1].argsort(kind="stable")]
         begins, ends = (records[:, 1].searchsorted(rows, side).tolist() for side in ("left", "right"))
-        node_ids, parents = (np.maximum(2 * records[:, word] - 1, 0).tolist() for word in (3, 4))
+        node_ids, parents = (records[:, word].tolist() for word in (3, 4))
         tokens, acceptance = records[:, 6].tolist(), records.view(np.float32)[:, 7].tolist()
         for session, begin, end, is_leading in zip(growing, begins, ends, leads, strict=True):
             start, span = session.start, slice(begin, end)

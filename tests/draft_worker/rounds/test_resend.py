@@ -1,14 +1,11 @@
-"""Live trees that are sent again, and trees that are dropped: what a replica needs to follow either.
-
-A replica is a pool as a target has one; every drafter has a place of its own in it.
-"""
+"""Live trees that are sent again, and trees that are dropped: what a replica needs to follow either."""
 
 import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
+from tests.draft_worker.replica import LONGEST, Replica
 from tests.draft_worker.session_growth import SessionGrowth, sessions_of
 from tests.draft_worker.table_model import VOCAB, Bench, session_start, sync_start
 
@@ -16,75 +13,15 @@ from outrider.draft_worker.drafters.ngram.drafter import NgramDrafter, NgramDraf
 from outrider.draft_worker.rounds.drafters import Drafters
 from outrider.draft_worker.rounds.session import GrowthMode
 from outrider.growth_source import GrowthSource
-from outrider.kernels.pool.columns import Pool
-from outrider.kernels.pool.graft import graft
-from outrider.kernels.pool.re_root import re_root
-from outrider.kernels.pool.records import Records, Verdict
+from outrider.kernels.pool.records import Verdict
 from outrider.sampling import SamplingSpec
 
 KEY = (7, 1)
 MODEL, NGRAM = GrowthSource.MODEL, GrowthSource.NGRAM
-PLACES = {MODEL: 0, NGRAM: 1}
-LONGEST = 700
 PROMPT = (7, 3, 1, 4)
 WORKERS = ["model", "ngram", "model+ngram"]
 
 Own = tuple[GrowthSource, SessionGrowth]
-Tree = dict[tuple[int, ...], tuple[list[int], float, float]]
-
-
-class Replica:
-    """A session of a target's pool."""
-
-    def __init__(self, tokens: list[int]) -> None:
-        self.pool = Pool.allocate(sessions=1, max_len=LONGEST, places=len(PLACES))
-        self.pool.history[0, : len(tokens)] = torch.tensor(tokens)
-        records = Records()
-        records.open(0, 1, length=len(tokens), cached=len(tokens) - 1, end=LONGEST, allow=LONGEST)
-        self._graft(records)
-
-    def take(self, source: GrowthSource, own: SessionGrowth) -> list[int]:
-        """Graft a session's growth; return the verdicts on its nodes."""
-        records = Records()
-        for place in PLACES.values() if own.forgot else ():
-            records.forget(0, 1, place=place)
-        forgotten = len(records)
-        columns = own.node_ids, own.parents, own.tokens, own.acceptance
-        for node_id, parent, token, acceptance in zip(*columns, strict=True):
-            records.growth(
-                0, 1, place=PLACES[source], node_id=node_id, parent_id=parent, as_of=own.as_of, token=token,
-                acceptance=acceptance,
-            )  # fmt: skip
-        return self._graft(records)[forgotten:]
-
-    def commit(self, tokens: list[int]) -> None:
-        records = Records()
-        records.commit(0, 1, tokens)
-        self._graft(records)
-
-    def _graft(self, records: Records) -> list[int]:
-        commits, num_commits = torch.zeros(1, LONGEST, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-        verdicts, count = torch.zeros(len(records), dtype=torch.int32), torch.tensor([len(records)], dtype=torch.int32)
-        graft(self.pool, torch.from_numpy(records.array()), count, verdicts, commits, num_commits)
-        re_root(self.pool, commits, num_commits)
-        return verdicts.tolist()
-
-    @property
-    def tree(self) -> Tree:
-        """Ids, acceptance and value of every node, by its path."""
-        pool, paths = self.pool, dict[int, tuple[int, ...]]({-1: ()})
-        columns = (column[0].tolist() for column in (pool.parent, pool.token, pool.ids, pool.acceptance, pool.value))
-        found: Tree = {}
-        rows = zip(*columns, strict=True)
-        for entry, (parent, token, ids, acceptance, value) in zip(range(int(pool.count[0])), rows):  # noqa: B905 - the first `count` entries
-            paths[entry] = (*paths[parent], token)
-            found[paths[entry]] = ids, acceptance, value
-        return found
-
-    def tree_of(self, *sources: GrowthSource) -> dict[tuple[int, ...], list[int]]:
-        """Paths and ids of the nodes of some drafters."""
-        ids = {path: [ids[PLACES[source]] for source in sources] for path, (ids, _, _) in self.tree.items()}
-        return {path: found for path, found in ids.items() if any(found)}
 
 
 @pytest.fixture
@@ -241,7 +178,8 @@ def test_in_sync_mode_the_rounds_tree_is_sent_again_once_it_is_complete(make: Ca
     drafters.resend(KEY, 1)
     found = drive(drafters)
     assert (found[0][1].again, found[0][1].node_ids, found[0][1].complete) == (True, [], False)
-    round_one = [own for _, own in found if own.node_ids or own.complete]
+    first_round = [(source, own) for source, own in found if own.node_ids or own.complete]
+    round_one = [own for _, own in first_round]
     assert [own.complete for own in round_one].count(True) == 1
     drafters.resend(KEY, 1)
     found = again_of(drive(drafters))
@@ -254,7 +192,8 @@ def test_in_sync_mode_the_rounds_tree_is_sent_again_once_it_is_complete(make: Ca
     assert (found[0][1].again, found[0][1].node_ids, found[0][1].as_of) == (True, [], len(PROMPT) + 1)
     # The last round's tree is gone with its commit.
     assert [own.forgot for _, own in found] == [True] + [False] * (len(found) - 1)
-    assert not {node for _, own in found for node in own.node_ids} & {n for own in round_one for n in own.node_ids}
+    later = {(source, node) for source, own in found for node in own.node_ids}
+    assert not later & {(source, node) for source, own in first_round for node in own.node_ids}
 
 
 @pytest.mark.parametrize("worker", WORKERS)
@@ -273,7 +212,7 @@ def test_each_sync_round_drops_the_last_ones_tree_and_says_so_once(make: Callabl
 def test_a_row_that_begins_anew_has_forgotten_and_uses_no_id_twice(make: Callable[..., Drafters], worker: str):
     drafters, tokens = make(worker), [*PROMPT]
     drafters.open(session_start(prompt=PROMPT, sampling=SamplingSpec(max_new_tokens=600)))
-    full, seen = Replica(tokens), dict[int, int]()
+    full, seen = Replica(tokens), dict[tuple[GrowthSource, int], int]()
     for new in ([], [1] * 300, [3, 1, 4]):
         if new:
             drafters.commit(KEY, 1, len(tokens), new)
@@ -283,7 +222,7 @@ def test_a_row_that_begins_anew_has_forgotten_and_uses_no_id_twice(make: Callabl
         assert [own.forgot for _, own in found] == [len(new) == 300] + [False] * (len(found) - 1)
         for source, own in found:
             for node_id in own.node_ids:
-                assert seen.setdefault(node_id, own.as_of) in {own.as_of, len(tokens)}
+                assert seen.setdefault((source, node_id), own.as_of) in {own.as_of, len(tokens)}
             assert set(full.take(source, own)) <= {Verdict.APPENDED, Verdict.MERGED}
         # All that a replica knows is what is alive.
         drafters.resend(KEY, 1)

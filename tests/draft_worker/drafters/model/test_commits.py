@@ -45,8 +45,8 @@ def test_after_any_commits_the_tree_is_that_of_the_committed_tokens(seed: int):
     bench.finish()
     mirror.check_children(least=5)
     assert survived > 3, "hardly a tree survived its commit"
-    # Even ids, one after the other: none is left out.
-    assert list(mirror.nodes) == list(range(2, 2 * len(mirror.nodes) + 1, 2))
+    # None is left out.
+    assert list(mirror.nodes) == list(range(1, len(mirror.nodes) + 1))
     assert bench.drafter.slots_used == len(mirror.tokens) + len(mirror.expanded) - 1
     bench.check_all_given_back()
 

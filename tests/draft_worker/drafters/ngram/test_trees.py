@@ -179,8 +179,8 @@ class PlainSession:
                     self.made += 1
                     node = PlainNode(self.made, acceptance, above.value * acceptance, bucket)
                     above.children[token] = node
-                    parent_id = 0 if above is self.root else 2 * above.node_id - 1
-                    self.new.append((2 * node.node_id - 1, parent_id, token, float(acceptance)))
+                    parent_id = 0 if above is self.root else above.node_id
+                    self.new.append((node.node_id, parent_id, token, float(acceptance)))
             places.append((node, depth + 1, token in self.start.stop_ids))
 
 
