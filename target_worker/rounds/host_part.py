@@ -27,6 +27,7 @@ W words of 32 tokens; n nodes of a session beside its root; bs sessions judged t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -178,7 +179,8 @@ def host_rows(packed: Packed, pool: Pool, sessions_by_row: Sequence[HostSession 
     verified = entries >= ROOT
     roots = np.flatnonzero(entries == ROOT)
     found = []
-    for root, behind in zip(roots.tolist(), [*roots[1:].tolist(), len(entries)], strict=True):
+    # A round may have no root: one of chunks alone, or of sessions that are kept from it.
+    for root, behind in itertools.pairwise([*roots.tolist(), len(entries)]):
         session = sessions_by_row[row_of[root]]
         if session is None or not needs_host(session):
             continue
